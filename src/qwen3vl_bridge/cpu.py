@@ -1,0 +1,195 @@
+"""Everything that makes megatron-core and Megatron-Bridge run on a machine without CUDA.
+
+What lives here: redirections of their CUDA calls. What may not: anything else; and nothing but `hooks.py` knows this
+module. Where CUDA is present it does nothing.
+
+Megatron asks for CUDA in many places (`torch.cuda.current_device()`, `torch.zeros(..., device="cuda")`, "nccl"). All
+of them go through the name `torch` in Megatron's own modules. So those modules, and no others, get a `torch` whose
+CUDA is the CPU; torch itself stays as it is for everybody else. Only what they reach through a method of an object
+has to be redirected at its class.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+import re
+import sys
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+@functools.cache
+def _without_cuda() -> bool:
+    import torch
+
+    return not torch.cuda.is_available()
+
+def adopt(module: ModuleType) -> None:
+    """Make a module of Megatron's that has just been executed use the CPU; nothing where CUDA is present."""
+    if not _without_cuda():
+        return
+    import torch
+
+    if vars(module).get("torch") is torch:
+        module.torch = _torch_on_cpu()  # type: ignore[attr-defined]
+    if module.__name__ in _SPECIAL:
+        _SPECIAL[module.__name__](module)
+
+class _Overlay(ModuleType):
+    """A module as another one, with some names replaced."""
+
+    def __init__(self, base: ModuleType, **names: Any) -> None:
+        super().__init__(base.__name__)
+        vars(self).update(names, _base=base)
+
+    def __getattr__(self, name: str) -> Any:
+        # Submodules (`torch.distributed.checkpoint`) are imported through the real module.
+        return getattr(vars(self)["_base"], name)
+
+_FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "as_tensor", "arange", "linspace", "eye")
+_FACTORIES += ("rand", "randn", "randint", "zeros_like", "ones_like", "empty_like", "full_like")
+
+def _on_cpu(factory: Callable) -> Callable:
+    """A tensor factory that takes "cuda" for the CPU and does not pin memory."""
+
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        device = kwargs.get("device")
+        if device is not None and (type(device) is int or str(device).startswith("cuda")):
+            kwargs["device"] = "cpu"
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return factory(*args, **kwargs)
+
+    return make
+
+@functools.cache
+def _torch_on_cpu() -> _Overlay:
+    import torch
+    import torch.distributed
+
+    def device(*args: Any, **kwargs: Any) -> torch.device:
+        made = torch.device(*args, **kwargs)
+        return torch.device("cpu") if made.type == "cuda" else made
+
+    class Device(torch.device.__class__):  # `isinstance(x, torch.device)` still holds in Megatron's modules
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, torch.device)
+
+        def __call__(cls, *args: Any, **kwargs: Any) -> torch.device:
+            return device(*args, **kwargs)
+
+    distributed = _Overlay(
+        torch.distributed,
+        init_process_group=_with_gloo(torch.distributed.init_process_group),
+        new_group=_with_gloo(torch.distributed.new_group),
+    )
+    return _Overlay(
+        torch,
+        cuda=_Overlay(torch.cuda, **_cuda_names(torch)),
+        distributed=distributed,
+        device=Device("device", (), {}),
+        **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES},
+    )
+
+def _with_gloo(function: Callable) -> Callable:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args = tuple("gloo" if arg == "nccl" else arg for arg in args)
+        if kwargs.get("backend") == "nccl":
+            kwargs["backend"] = "gloo"
+        return function(*args, **kwargs)
+
+    return call
+
+class _Stream:
+    """A stream or an event of a device that does everything at once."""
+
+    cuda_stream = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream)
+
+    __hash__ = object.__hash__
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, event: _Stream | None = None) -> _Stream:
+        return event or _Stream()
+
+    def elapsed_time(self, end: _Stream) -> float:
+        return 0.0
+
+    def _nothing(self, *args: Any) -> None:
+        pass
+
+    record = wait = wait_event = wait_stream = synchronize = _nothing
+
+def _cuda_names(torch: ModuleType) -> dict[str, Any]:
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        pass
+
+    return dict(
+        current_device=lambda: torch.device("cpu"),
+        set_device=nothing,
+        synchronize=nothing,
+        empty_cache=nothing,
+        manual_seed=torch.manual_seed,
+        get_rng_state=lambda *_: torch.get_rng_state(),
+        set_rng_state=lambda state, *_: torch.set_rng_state(state),
+        Stream=_Stream,
+        Event=_Stream,
+        current_stream=lambda *_: _Stream(),
+        default_stream=lambda *_: _Stream(),
+        stream=lambda _: contextlib.nullcontext(),
+        device=lambda _: contextlib.nullcontext(),
+        is_current_stream_capturing=lambda: False,
+        nvtx=SimpleNamespace(range_push=nothing, range_pop=nothing, range=lambda *_: contextlib.nullcontext()),
+    )
+
+def _redirect_method(cls: type, name: str, instead: Callable) -> None:
+    """Let calls of `cls.name` that come from Megatron's code, and no others, go to `instead(original, self, ...)`."""
+    original = getattr(cls, name)
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if sys._getframe(1).f_globals.get("__name__", "").startswith("megatron."):
+            return instead(original, self, *args, **kwargs)
+        return original(self, *args, **kwargs)
+
+    setattr(cls, name, method)
+
+def _redirect_methods(_: ModuleType) -> None:
+    import torch
+
+    def stay(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+    def type_as_on_cuda(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+        # The optimizers tell precisions apart by type names such as 'torch.cuda.FloatTensor'.
+        answer = original(self, *args, **kwargs)
+        return re.sub(r"^torch\.(?!cuda)", "torch.cuda.", answer) if isinstance(answer, str) else answer
+
+    _redirect_method(torch.Tensor, "cuda", stay)
+    _redirect_method(torch.nn.Module, "cuda", stay)
+    _redirect_method(torch.Tensor, "record_stream", lambda *_: None)
+    _redirect_method(torch.Tensor, "type", type_as_on_cuda)
+
+def _use_cpu_generator(module: Any) -> None:
+    """megatron.core.tensor_parallel.random: the tracked generator is the CPU's."""
+    module._get_cuda_rng_state = lambda *_, **__: module.torch.get_rng_state()
+    module._set_cuda_rng_state = lambda new_state, *_, **__: module.torch.set_rng_state(new_state)
+
+# By the name of the module after whose execution they run.
+_SPECIAL: dict[str, Callable[[Any], None]] = {
+    "megatron.core": _redirect_methods,
+    # Small functions compiled one by one cost minutes of C++ compilation on a CPU and gain nothing.
+    "megatron.core.jit": lambda module: module.disable_jit_fuser(),
+    "megatron.core.tensor_parallel.random": _use_cpu_generator,
+}

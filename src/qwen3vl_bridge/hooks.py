@@ -1,0 +1,117 @@
+"""What happens when Megatron is imported: our bridges register, and what this machine lacks is seen to.
+
+What lives here: one import hook and the three things it does. What may not: anything that imports torch or Megatron
+when this module is loaded, and the redirections for a machine without CUDA themselves (`cpu.py`).
+
+A hook instead of an import, for two reasons. Megatron-Bridge takes about ten seconds to import, which commands that
+don't need it should not pay. And without Transformer Engine one of its modules cannot be imported at all, so
+something has to be in place before `import megatron.bridge` runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+_BRIDGE_MODELS = "megatron.bridge.models"
+# The one module of Megatron-Bridge that needs Transformer Engine to be imported, for names in annotations and for
+# classes it uses only where Transformer Engine layers are there.
+_NEEDS_TRANSFORMER_ENGINE = "megatron.bridge.peft.lora_layers"
+
+
+def install() -> None:
+    """Install the hook; register at once where Megatron-Bridge is imported already. Repeated calls do nothing."""
+    if any(isinstance(finder, _MegatronImports) for finder in sys.meta_path):
+        return
+    sys.meta_path.insert(0, _MegatronImports())
+    for name, module in list(sys.modules.items()):
+        if _is_megatron(name):
+            _after_import(module)
+
+
+def _is_megatron(name: str) -> bool:
+    return name == "megatron" or name.startswith("megatron.")
+
+
+class _MegatronImports(MetaPathFinder):
+    """Finds Megatron's modules as the finders behind it do, and adds a step before and after each is executed."""
+
+    def find_spec(self, fullname: str, path=None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if not _is_megatron(fullname):
+            return None
+        for finder in sys.meta_path:
+            if finder is self or not hasattr(finder, "find_spec"):
+                continue
+            spec = finder.find_spec(fullname, path, target)
+            if spec is not None:
+                _wrap_execution(spec)
+                return spec
+        return None
+
+
+def _wrap_execution(spec: ModuleSpec) -> None:
+    loader = spec.loader
+    if loader is None or not hasattr(loader, "exec_module"):  # a namespace package executes nothing
+        return
+    execute = loader.exec_module
+
+    def exec_module(module: ModuleType) -> None:
+        with _transformer_engine_stand_in() if spec.name == _NEEDS_TRANSFORMER_ENGINE else contextlib.nullcontext():
+            execute(module)
+        _after_import(module)
+
+    loader.exec_module = exec_module
+
+
+def _after_import(module: ModuleType) -> None:
+    from qwen3vl_bridge import cpu
+
+    cpu.adopt(module)
+    if module.__name__ == _BRIDGE_MODELS:
+        # Megatron-Bridge has registered its own Qwen3-VL by now; the later registration wins.
+        importlib.import_module("qwen3vl_bridge.bridge")
+
+
+class _StandIn(ModuleType):
+    """A module whose every attribute is an empty class: enough to be imported, of no use to be called."""
+
+    __path__: list[str] = []
+
+    def __getattr__(self, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _StandInClass(name, (), {})
+
+
+class _StandInClass(type):
+    def __getattr__(cls, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _StandInClass(name, (), {})
+
+    def __call__(cls, *args: object, **kwargs: object) -> None:
+        raise ModuleNotFoundError(f"{cls.__name__} is Transformer Engine's, which is not installed")
+
+
+@contextlib.contextmanager
+def _transformer_engine_stand_in() -> Iterator[None]:
+    """Where Transformer Engine is missing, something by its name to import, for the time of the context only.
+
+    Left in `sys.modules` it would make megatron-core, peft and others believe Transformer Engine is installed.
+    """
+    if importlib.util.find_spec("transformer_engine") is not None:
+        yield
+        return
+    package, pytorch = _StandIn("transformer_engine"), _StandIn("transformer_engine.pytorch")
+    package.pytorch = pytorch  # type: ignore[attr-defined]
+    sys.modules.update({"transformer_engine": package, "transformer_engine.pytorch": pytorch})
+    try:
+        yield
+    finally:
+        del sys.modules["transformer_engine"], sys.modules["transformer_engine.pytorch"]

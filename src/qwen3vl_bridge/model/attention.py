@@ -1,0 +1,186 @@
+"""Attention: self attention that takes ready-made rotary angles, and a core attention without Transformer Engine.
+
+What lives here: subclasses of megatron-core's attention seams. What may not: angles (`rope.py`), the choice of layer
+specs (`layers.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from qwen3vl_bridge.model.rope import rotate
+from qwen3vl_bridge.sequence.layout import SequenceLayout
+
+
+@dataclass
+class HostPackedSeqParams(PackedSeqParams):
+    """Packed-sequence parameters that also know the physical segment lengths on the host.
+
+    `lengths` spares an attention that works segment by segment from asking the device.
+    """
+
+    lengths: tuple[int, ...] = ()
+
+
+def packed_seq_params(
+    cu_seqlens: Tensor, cu_seqlens_padded: Tensor, padded_lengths: tuple[int, ...]
+) -> HostPackedSeqParams:
+    """Megatron's description of one packed row.
+
+    Args:
+        cu_seqlens: [n + 1] int32, offsets counted in real tokens.
+        cu_seqlens_padded: [n + 1] int32, offsets in the row.
+        padded_lengths: the n segment lengths in the row.
+    """
+    longest = max(padded_lengths)
+    return HostPackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        cu_seqlens_q_padded=cu_seqlens_padded,
+        cu_seqlens_kv_padded=cu_seqlens_padded,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        lengths=padded_lengths,
+    )
+
+
+def layout_packed_seq_params(layout: SequenceLayout) -> HostPackedSeqParams | None:
+    """A layout as Megatron's attention wants it: parameters for a packed row, None for padded rows."""
+    if not layout.packed:
+        return None
+    return packed_seq_params(layout.cu_seqlens, layout.cu_seqlens_padded, layout.padded_lengths)
+
+
+class RotarySelfAttention(SelfAttention):
+    """Self attention whose rotary argument holds the angles of its own tokens, for padded and packed rows alike.
+
+    Megatron rotates after it has dropped the row dimension of packed rows, and then looks positions up by segment and
+    context-parallel rank. Our angles are local already, so queries and keys are rotated as they leave the projection.
+    """
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        key_value_states: Tensor | None = None,
+        inference_context: Any = None,
+        rotary_pos_emb: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As SelfAttention.forward; `rotary_pos_emb` is [2, s, b, 1, d] from `rope.cos_sin`."""
+        # Self attention has no key_value_states; they carry the angles to get_query_key_value_tensors.
+        return super().forward(
+            hidden_states, attention_mask, rotary_pos_emb, inference_context, rotary_pos_emb=None, **kwargs
+        )
+
+    def get_query_key_value_tensors(
+        self, hidden_states: Tensor, key_value_states: Tensor | None = None, **kwargs: Any
+    ) -> tuple[Tensor, ...]:
+        """Query, key and value [s, b, heads, d], the first two rotated by the angles in `key_value_states`."""
+        query, key, *rest = super().get_query_key_value_tensors(hidden_states, None, **kwargs)
+        if key_value_states is None:
+            return query, key, *rest
+        return rotate(query, key_value_states), rotate(key, key_value_states), *rest
+
+
+class SegmentAttention(MegatronModule):
+    """Core attention by torch's scaled_dot_product_attention: padded rows at once, packed rows by segment.
+
+    Neighbouring segments of one length are attended as a batch, and no T x T mask is ever made. Padding at the end of
+    a segment needs no mask either: attention is causal, or (vision) there is no padding.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        if config.context_parallel_size > 1:
+            raise NotImplementedError(
+                f"context_parallel_size is {config.context_parallel_size}, expected 1: attention without Transformer "
+                "Engine does not gather keys and values over ranks yet"
+            )
+        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        /,
+        *,
+        attn_mask_type: AttnMaskType,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Attention of [s, b, heads, d] rows, or of a [t, heads, d] packed row.
+
+        Returns:
+            [s, b, heads * d] or [t, heads * d].
+
+        Raises:
+            ValueError: a mask or a bias is given; this attention knows only causal and full segments.
+        """
+        if attention_mask is not None or attention_bias is not None:
+            raise ValueError(
+                "attention_mask and attention_bias must be None: padding is described by the sequence layout"
+            )
+        causal = attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)
+        if packed_seq_params is None:
+            attended = self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)), causal)
+            return attended.permute(2, 0, 1, 3).flatten(2)
+        runs, start = [], 0
+        for length, same in groupby(_segment_lengths(packed_seq_params, len(query))):
+            n = sum(1 for _ in same)
+            stop = start + n * length
+            segments = (x[start:stop].view(n, length, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
+            runs.append(self._attend(*segments, causal).transpose(1, 2).flatten(0, 1))
+            start = stop
+        return torch.cat(runs).flatten(1)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
+        """[n, heads, length, d] each, keys and values possibly of fewer heads."""
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            is_causal=causal,
+            scale=self.scale,
+            dropout_p=self.dropout if self.training else 0.0,
+            enable_gqa=query.size(1) != key.size(1),
+        )
+
+
+def _segment_lengths(params: PackedSeqParams, tokens: int) -> tuple[int, ...]:
+    """Physical segment lengths of a packed row; asks the device only for parameters that others made."""
+    if isinstance(params, HostPackedSeqParams):
+        lengths = params.lengths
+    else:
+        offsets = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
+        lengths = tuple(offsets.diff().tolist())
+    if sum(lengths) != tokens:
+        raise ValueError(f"packed segments hold {sum(lengths)} tokens, the row has {tokens}")
+    return lengths

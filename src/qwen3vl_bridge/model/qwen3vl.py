@@ -1,0 +1,183 @@
+"""The Megatron Qwen3-VL model: embed, fuse, decode.
+
+What lives here: the text model with its rotary embedding, and the model of both towers. What may not: callers'
+conventions (`inputs.py`), anything about rows, packing, ranks or sequence parallelism: layout is data that comes with
+the batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from qwen3vl_bridge.model.attention import layout_packed_seq_params
+from qwen3vl_bridge.model.inputs import as_model_inputs
+from qwen3vl_bridge.model.layers import text_block_spec
+from qwen3vl_bridge.model.rope import InterleavedMRoPE
+from qwen3vl_bridge.model.vision import Qwen3VLVisionModel
+from qwen3vl_bridge.parallel import scatter_sequence
+from qwen3vl_bridge.provider import Qwen3VLModelProvider
+from qwen3vl_bridge.sequence.batch import ModelInputs, VisionRows
+
+
+class Qwen3VLGPTModel(GPTModel):
+    """The text model: megatron-core's GPT with interleaved multimodal rotary embedding."""
+
+    def __init__(
+        self,
+        config: Qwen3VLModelProvider,
+        pg_collection: ProcessGroupCollection,
+        *,
+        pre_process: bool,
+        post_process: bool,
+        vp_stage: int | None,
+    ) -> None:
+        super().__init__(
+            config,
+            text_block_spec(config, vp_stage, pg_collection.pp.rank()),
+            vocab_size=config.padded_vocab_size,
+            max_sequence_length=config.seq_length,
+            pre_process=pre_process,
+            post_process=post_process,
+            fp16_lm_cross_entropy=config.fp16_lm_cross_entropy,
+            parallel_output=config.parallel_output,
+            share_embeddings_and_output_weights=config.share_embeddings_and_output_weights,
+            position_embedding_type="mrope",
+            rotary_base=config.rotary_base,
+            scatter_embedding_sequence_parallel=False,  # pictures are fused in before
+            pg_collection=pg_collection,
+            vp_stage=vp_stage,
+        )
+        self.rotary_pos_emb = InterleavedMRoPE(
+            config.kv_channels, config.rotary_base, config.mrope_section, config.params_dtype
+        )
+
+
+class Qwen3VLModel(MegatronModule):
+    """Qwen3-VL of one pipeline stage: the vision tower on the first stage, the text model on every one.
+
+    Args:
+        config: the provider, which is the text model's transformer configuration too.
+        pg_collection: process groups.
+        pre_process: this stage embeds tokens and pictures.
+        post_process: this stage computes logits or the loss.
+        vp_stage: virtual pipeline stage, or None.
+    """
+
+    def __init__(
+        self,
+        config: Qwen3VLModelProvider,
+        pg_collection: ProcessGroupCollection,
+        *,
+        pre_process: bool = True,
+        post_process: bool = True,
+        vp_stage: int | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        self.pg_collection = pg_collection
+        self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
+        self.share_embeddings_and_output_weights = config.share_embeddings_and_output_weights
+        if pre_process:
+            self.vision_model = Qwen3VLVisionModel(
+                config.vision_transformer_config(), config.vision_config, pg_collection
+            )
+        self.language_model = Qwen3VLGPTModel(
+            config, pg_collection, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage
+        )
+        self.model_type = self.language_model.model_type
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        *,
+        inputs: ModelInputs | None = None,
+        **pictures_and_packing: Any,
+    ) -> Tensor:
+        """Per-token loss, logits, or the hidden states of a pipeline stage that is not the last.
+
+        Args:
+            input_ids, position_ids, attention_mask, labels, pictures_and_packing: a batch in a caller's own
+                convention, see `inputs.as_model_inputs`.
+            inputs: or the batch as `PackedBatch.local` gives it, which needs no work here.
+
+        Returns:
+            [b, s] float32 loss of each token where there are labels, else logits [b, s, padded vocabulary / tp].
+        """
+        if inputs is None:
+            inputs = as_model_inputs(
+                self.config,
+                self.pg_collection,
+                input_ids,
+                position_ids=position_ids,
+                attention_mask=attention_mask,
+                labels=labels,
+                **pictures_and_packing,
+            )
+        hidden, deepstack = self.embed(inputs) if self.pre_process else (None, None)
+        return self.language_model(
+            inputs.input_ids,
+            inputs.position_ids,
+            attention_mask=None,
+            decoder_input=hidden,
+            labels=inputs.labels,
+            packed_seq_params=layout_packed_seq_params(inputs.layout),
+            padding_mask=inputs.padding_mask,
+            extra_block_kwargs=deepstack,
+        )
+
+    def embed(self, inputs: ModelInputs) -> tuple[Tensor, dict[str, Tensor] | None]:
+        """Tokens and pictures as hidden states [s, b, h], and what the decoder needs for DeepStack.
+
+        A batch without pictures has no DeepStack features.
+        """
+        hidden = self.language_model.embedding(inputs.input_ids, position_ids=None)
+        deepstack = None
+        if inputs.vision is not None:
+            tokens, features = self.vision_model(inputs.vision)
+            hidden = fuse(hidden, tokens, inputs.fuse)
+            deepstack = dict(context=features[:, inputs.deepstack.rows], context_mask=inputs.deepstack.positions)
+        return scatter_sequence(hidden, self.config, self.pg_collection), deepstack
+
+    def freeze(
+        self,
+        *,
+        freeze_language_model: bool = False,
+        freeze_vision_model: bool = False,
+        freeze_vision_projection: bool = False,
+    ) -> None:
+        """Stop training of whole parts. The vision projection is the mergers; the vision model is all the rest."""
+        for name, parameter in self.named_parameters():
+            is_merger = ".merger." in f".{name}" or ".deepstack_merger_list." in name
+            if name.startswith("language_model."):
+                frozen = freeze_language_model
+            else:
+                frozen = freeze_vision_projection if is_merger else freeze_vision_model
+            if frozen:
+                parameter.requires_grad = False
+
+    def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:
+        """Take the hidden states that the previous pipeline stage sent."""
+        self.language_model.set_input_tensor(input_tensor)
+
+    def shared_embedding_or_output_weight(self) -> Tensor | None:
+        """The weight that the first and the last stage share when embeddings are tied."""
+        return self.language_model.shared_embedding_or_output_weight()
+
+
+def fuse(hidden: Tensor, tokens: Tensor, where: VisionRows) -> Tensor:
+    """Put vision tokens in the place of their placeholders.
+
+    Args:
+        hidden: [s, b, h] embedded tokens.
+        tokens: [M, h] vision tokens of the whole batch.
+        where: which of them go where on this rank.
+    """
+    chosen = tokens[where.rows].to(hidden.dtype)
+    return hidden.flatten(0, 1).index_copy(0, where.positions, chosen).view_as(hidden)

@@ -1,0 +1,76 @@
+"""Rotary embeddings: interleaved multimodal RoPE of the text model and 2-D RoPE of the vision tower.
+
+What lives here: angles from positions, and the rotation itself. What may not: positions (`sequence/positions.py`,
+`sequence/vision.py`). Angles travel through Megatron's transformer block as one tensor, cosine and sine stacked, so
+that they are computed once a step and not once a layer.
+"""
+
+import torch
+from torch import Tensor, nn
+
+
+def inverse_frequencies(dim: int, theta: float, device: torch.device) -> Tensor:
+    """theta^(-2i/dim) for i in [0, dim/2), float32. Not a buffer: a half-precision model would round it.
+
+    Source: Su et al., RoFormer, equation 15.
+    """
+    return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
+
+
+def cos_sin(angles: Tensor, dtype: torch.dtype) -> Tensor:
+    """[..., d/2] angles -> [2, ..., d] cosine and sine, both halves of a head rotating by the same angles."""
+    angles = torch.cat((angles, angles), dim=-1)
+    return torch.stack((angles.cos(), angles.sin())).to(dtype)
+
+
+def rotate(x: Tensor, rotary: Tensor) -> Tensor:
+    """Rotate heads by their angles, in the precision of the angles.
+
+    Args:
+        x: [s, b, heads, d].
+        rotary: [2, s, b, 1, d] from `cos_sin`.
+    """
+    cos, sin = rotary
+    heads = x.to(cos.dtype)
+    first, second = heads.chunk(2, dim=-1)
+    return (heads * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+
+
+class InterleavedMRoPE(nn.Module):
+    """Angles of the text model: frequencies are dealt out to the axes t, h, w, t, h, w, ..., the rest to t.
+
+    Source: transformers, Qwen3VLTextRotaryEmbedding.apply_interleaved_mrope.
+
+    Args:
+        dim: head dimension d.
+        theta: RoPE base.
+        mrope_section: how many of the d/2 frequencies each axis (temporal, height, width) has.
+        dtype: precision in which heads are rotated.
+    """
+
+    def __init__(self, dim: int, theta: float, mrope_section: list[int], dtype: torch.dtype) -> None:
+        super().__init__()
+        if sum(mrope_section) != dim // 2:
+            raise ValueError(f"mrope_section {mrope_section} has sum {sum(mrope_section)}, expected head_dim/2 = {dim // 2}")
+        self.dim, self.theta, self.dtype = dim, theta, dtype
+        axis = torch.zeros(dim // 2, dtype=torch.long)
+        for height_or_width in (1, 2):
+            axis[height_or_width : 3 * mrope_section[height_or_width] : 3] = height_or_width
+        self.register_buffer("axis", axis, persistent=False)
+
+    def forward(self, position_ids: Tensor, mrope_section: object = None, cp_group: object = None) -> Tensor:
+        """[3, b, s] local positions -> [2, s, b, 1, d]. The last two arguments are GPTModel's and not needed."""
+        positions = position_ids.float()[self.axis].permute(2, 1, 0)  # [s, b, d/2]
+        angles = positions * inverse_frequencies(self.dim, self.theta, position_ids.device)
+        return cos_sin(angles, self.dtype)[:, :, :, None]
+
+
+def vision_rotary(position_ids: Tensor, dim: int, theta: float = 10000.0) -> Tensor:
+    """[N, 2] row and column of each patch -> [2, N, 1, 1, d]: half of the frequencies turn by row, half by column.
+
+    In float32 whatever the model's precision, as the reference rotates. Source: transformers,
+    Qwen3VLVisionRotaryEmbedding and apply_rotary_pos_emb_vision.
+    """
+    frequencies = inverse_frequencies(dim // 2, theta, position_ids.device)
+    angles = (position_ids[:, :, None] * frequencies).flatten(1)
+    return cos_sin(angles, torch.float32)[:, :, None, None]

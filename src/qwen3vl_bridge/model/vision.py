@@ -1,0 +1,132 @@
+"""The vision tower: patches in, vision tokens and DeepStack features out.
+
+What lives here: patch embedding, position embedding, the block with its taps, the patch mergers. What may not:
+indices and offsets computed from grids (`sequence/vision.py`), where tokens go in the text (`qwen3vl.py`).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from transformers import Qwen3VLVisionConfig
+
+from qwen3vl_bridge.model.attention import packed_seq_params
+from qwen3vl_bridge.model.layers import backend, vision_block_spec
+from qwen3vl_bridge.model.rope import vision_rotary
+from qwen3vl_bridge.sequence.batch import VisionInputs
+
+
+class PatchEmbed(MegatronModule):
+    """Projects flattened patches. A convolution whose kernel is the patch, kept as one for its parameter names."""
+
+    def __init__(self, config: TransformerConfig, vision: Qwen3VLVisionConfig) -> None:
+        super().__init__(config=config)
+        kernel = (vision.temporal_patch_size, vision.patch_size, vision.patch_size)
+        self.proj = nn.Conv3d(vision.in_channels, vision.hidden_size, kernel, stride=kernel, dtype=config.params_dtype)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        """[N, channels * temporal_patch * patch * patch] -> [N, h]."""
+        return F.linear(pixel_values.to(self.proj.weight.dtype), self.proj.weight.flatten(1), self.proj.bias)
+
+
+class PatchMerger(MegatronModule):
+    """Joins merge x merge neighbouring patches into one vision token of the text model's width.
+
+    The main merger normalises patches before they are joined, a DeepStack merger after. Its GELU is the exact one,
+    unlike the blocks'. Source: transformers, Qwen3VLVisionPatchMerger.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        vision: Qwen3VLVisionConfig,
+        tp_group: torch.distributed.ProcessGroup,
+        *,
+        norm_after_shuffle: bool,
+    ) -> None:
+        super().__init__(config=config)
+        self.merged_size = vision.hidden_size * vision.spatial_merge_size**2
+        norm_size = self.merged_size if norm_after_shuffle else vision.hidden_size
+        modules = backend(config)
+        common = dict(config=config, init_method=config.init_method, bias=True, is_expert=False, tp_group=tp_group)
+        self.patch_norm = modules.layer_norm()(config=config, hidden_size=norm_size, eps=config.layernorm_epsilon)
+        self.linear_fc1 = modules.column_parallel_linear()(
+            self.merged_size, self.merged_size, gather_output=False, skip_bias_add=False, **common
+        )
+        self.linear_fc2 = modules.row_parallel_linear()(
+            self.merged_size, vision.out_hidden_size, input_is_parallel=True, skip_bias_add=False, **common
+        )
+        self.norm_size = norm_size
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[N, h] patches in merge order -> [M, text h]."""
+        tokens = self.patch_norm(hidden.view(-1, self.norm_size)).view(-1, self.merged_size)
+        return self.linear_fc2(F.gelu(self.linear_fc1(tokens)[0]))[0]
+
+
+class VisionBlock(TransformerBlock):
+    """A transformer block that owns the DeepStack mergers, where checkpoints have them."""
+
+    def __init__(
+        self, config: TransformerConfig, vision: Qwen3VLVisionConfig, pg_collection: ProcessGroupCollection
+    ) -> None:
+        super().__init__(
+            config,
+            vision_block_spec(config),
+            pre_process=True,
+            post_process=False,
+            post_layer_norm=False,
+            pg_collection=pg_collection,
+        )
+        self.deepstack_merger_list = nn.ModuleList(
+            PatchMerger(config, vision, pg_collection.tp, norm_after_shuffle=True)
+            for _ in vision.deepstack_visual_indexes
+        )
+
+
+class Qwen3VLVisionModel(MegatronModule):
+    """The vision tower.
+
+    Args:
+        config: of its transformer block (`provider.vision_transformer_config`).
+        vision: the Hugging Face configuration.
+        pg_collection: process groups; the tower uses the tensor-parallel one.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, vision: Qwen3VLVisionConfig, pg_collection: ProcessGroupCollection
+    ) -> None:
+        super().__init__(config=config)
+        self.taps = list(vision.deepstack_visual_indexes)
+        self.patch_embed = PatchEmbed(config, vision)
+        self.pos_embed = nn.Embedding(vision.num_position_embeddings, vision.hidden_size, dtype=config.params_dtype)
+        self.decoder = VisionBlock(config, vision, pg_collection)
+        self.merger = PatchMerger(config, vision, pg_collection.tp, norm_after_shuffle=False)
+
+    def position_embedding(self, vision: VisionInputs) -> Tensor:
+        """[N, h], bilinear between the four learned positions around each patch."""
+        corners = zip(vision.interpolation_index, vision.interpolation_weight, strict=True)
+        embedded = (self.pos_embed(index) * weight[:, None].to(self.pos_embed.weight.dtype) for index, weight in corners)
+        return sum(embedded, start=torch.zeros((), device=vision.position_ids.device, dtype=self.pos_embed.weight.dtype))
+
+    def forward(self, vision: VisionInputs) -> tuple[Tensor, Tensor]:
+        """Encode all pictures of a batch.
+
+        Returns:
+            Vision tokens [M, text h], and DeepStack features [t, M, text h].
+        """
+        hidden = self.patch_embed(vision.pixel_values) + self.position_embedding(vision)
+        hidden, tapped = self.decoder(
+            hidden[:, None],
+            attention_mask=None,
+            rotary_pos_emb=vision_rotary(vision.position_ids, self.config.kv_channels),
+            packed_seq_params=packed_seq_params(vision.cu_seqlens, vision.cu_seqlens, vision.lengths),
+            extract_layer_indices=set(self.taps),
+        )
+        features = [merge(tap[:, 0]) for merge, tap in zip(self.decoder.deepstack_merger_list, tapped, strict=True)]
+        return self.merger(hidden[:, 0]), torch.stack(features)

@@ -1,0 +1,27 @@
+"""The only module with collectives of ours.
+
+What lives here: how a rank's hidden states are scattered and gathered. What may not: which tokens a rank holds
+(`sequence/layout.py`), modules.
+"""
+
+from megatron.core import tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+
+def scatter_sequence(hidden: Tensor, config: TransformerConfig, groups: ProcessGroupCollection) -> Tensor:
+    """[s, b, h] -> this rank's [s / tp, b, h] under sequence parallelism, the whole of it otherwise."""
+    if not config.sequence_parallel:
+        return hidden
+    return tensor_parallel.scatter_to_sequence_parallel_region(hidden, group=groups.tp)
+
+
+def sequence_ranks(config: TransformerConfig, groups: ProcessGroupCollection) -> dict[str, int]:
+    """The ranks that choose which tokens are local, as `PackedBatch.local` takes them."""
+    return dict(
+        cp_size=groups.cp.size(),
+        cp_rank=groups.cp.rank(),
+        sp_size=groups.tp.size() if config.sequence_parallel else 1,
+        sp_rank=groups.tp.rank() if config.sequence_parallel else 0,
+    )

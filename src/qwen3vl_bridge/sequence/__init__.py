@@ -1,0 +1,22 @@
+"""Tokens, pictures and where they lie, as plain tensors: torch only, no process groups, ranks are integers."""
+
+from .batch import ModelInputs, PackedBatch, VisionInputs, VisionRows
+from .grids import frame_lengths
+from .layout import SequenceLayout, token_index
+from .positions import mrope_positions
+from .vision import interpolation, make_vision_inputs, patch_positions, vision_slots
+
+__all__ = [
+    "ModelInputs",
+    "PackedBatch",
+    "SequenceLayout",
+    "VisionInputs",
+    "VisionRows",
+    "frame_lengths",
+    "interpolation",
+    "make_vision_inputs",
+    "mrope_positions",
+    "patch_positions",
+    "token_index",
+    "vision_slots",
+]

@@ -1,0 +1,4 @@
+"""Training: the forward step for any Megatron loop, and a small loop of our own for machines without CUDA.
+
+What lives here: steps, losses, the loop and its checkpoints. What may not: the model, reading data.
+"""

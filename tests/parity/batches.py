@@ -1,0 +1,112 @@
+"""Random batches of several contents, and what the reference makes of each sample alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from qwen3vl_bridge.sequence import PackedBatch, SequenceLayout, make_vision_inputs, mrope_positions, vision_slots
+
+# Grids (frames, rows, columns in patches) of the pictures of each sample.
+CONTENTS: dict[str, list[list[tuple[int, int, int]]]] = {
+    "one image": [[(1, 4, 6)]],
+    "many images": [[(1, 4, 6), (1, 8, 2), (1, 2, 2)], [(1, 6, 10)], [(1, 4, 4), (1, 4, 4)]],
+    "video": [[(3, 4, 4)], [(2, 6, 2)]],
+    "text only": [[], []],
+    "mixed": [[(1, 4, 6)], [], [(2, 4, 4), (1, 6, 6)], []],
+}
+
+
+@dataclass
+class Sample:
+    """One sample: token ids, pictures and which labels count."""
+
+    ids: torch.Tensor
+    loss_mask: torch.Tensor
+    pixels: dict[str, torch.Tensor]
+
+    @property
+    def labels(self) -> torch.Tensor:
+        """The next token of each; of the last, anything."""
+        return self.ids.roll(-1)
+
+
+def make_samples(content: str, config, seed: int) -> list[Sample]:
+    """Samples with random text around random pictures; frames of a video each in their own span."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def text(low: int, high: int) -> list[int]:
+        n = int(torch.randint(low, high, (), generator=rng))
+        return torch.randint(0, config.image_token_id - 16, (n,), generator=rng).tolist()
+
+    samples = []
+    for grids in CONTENTS[content]:
+        ids, images, videos = text(2, 9), [], []
+        for t, h, w in grids:
+            token, kind = (config.video_token_id, videos) if t > 1 else (config.image_token_id, images)
+            for _ in range(t):
+                ids += [config.vision_start_token_id, *[token] * (h * w // 4), config.vision_end_token_id, *text(1, 4)]
+            kind.append((t, h, w))
+        ids = torch.tensor(ids + text(3, 12))
+        pixels = {}
+        for kind, values, grid_name in (
+            (images, "pixel_values", "image_grid_thw"),
+            (videos, "pixel_values_videos", "video_grid_thw"),
+        ):
+            if kind:
+                patches = sum(t * h * w for t, h, w in kind)
+                pixels[values] = torch.randn(patches, 3 * 2 * 16 * 16, generator=rng)
+                pixels[grid_name] = torch.tensor(kind)
+        samples.append(Sample(ids, (torch.rand(len(ids), generator=rng) < 0.7).float(), pixels))
+    return samples
+
+
+def run_reference(model, samples: list[Sample]) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Logits of each sample run alone, and the sum of all losses that count."""
+    logits, total = [], torch.zeros(())
+    for sample in samples:
+        ids = sample.ids[None]
+        kinds = (ids == model.config.image_token_id).int() + 2 * (ids == model.config.video_token_id).int()
+        one = model(input_ids=ids, mm_token_type_ids=kinds, **sample.pixels).logits[0]
+        total = total + (F.cross_entropy(one, sample.labels, reduction="none") * sample.loss_mask).sum()
+        logits.append(one)
+    return logits, total
+
+
+def make_batch(samples: list[Sample], config, *, packed: bool) -> PackedBatch:
+    """The samples as one batch: a packed row with padding after each document, or rows padded on the right."""
+    lengths = [len(s.ids) for s in samples]
+    layout = SequenceLayout.packed_row(lengths, multiple=4) if packed else SequenceLayout.rows(lengths, max(lengths) + 3)
+    shape = (layout.num_rows, -1)
+
+    def place(values: list[torch.Tensor], fill: float) -> torch.Tensor:
+        whole = torch.full((layout.total,), fill, dtype=values[0].dtype)
+        whole[~layout.padding_mask()] = torch.cat(values)
+        return whole.view(shape)
+
+    def join(name: str) -> torch.Tensor | None:
+        found = [s.pixels[name] for s in samples if name in s.pixels]
+        return torch.cat(found) if found else None
+
+    ids = place([s.ids for s in samples], fill=config.eos_token_id if hasattr(config, "eos_token_id") else 0)
+    grids = join("image_grid_thw"), join("video_grid_thw")
+    tokens = dict(image_token_id=config.image_token_id, video_token_id=config.video_token_id)
+    image_tokens = 0 if grids[0] is None else int(grids[0].prod(-1).sum()) // 4
+    return PackedBatch(
+        input_ids=ids,
+        labels=place([s.labels for s in samples], fill=0),
+        loss_mask=place([s.loss_mask for s in samples], fill=0.0),
+        position_ids=mrope_positions(ids, layout, *grids, spatial_merge_size=2, **tokens),
+        vision_slot=vision_slots(ids, num_image_tokens=image_tokens, **tokens),
+        layout=layout,
+        vision=make_vision_inputs(
+            join("pixel_values"),
+            grids[0],
+            join("pixel_values_videos"),
+            grids[1],
+            num_position_embeddings=config.vision_config.num_position_embeddings,
+            spatial_merge_size=2,
+        ),
+    )

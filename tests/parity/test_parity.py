@@ -1,0 +1,70 @@
+"""The Megatron model equals transformers: logits, loss and every gradient, float32 on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from qwen3vl_bridge.sequence import PackedBatch
+
+from .batches import CONTENTS, make_batch, make_samples, run_reference
+from .conftest import Pair, make_pair
+
+# Worst absolute errors measured over all cases of this file (torch 2.13, one thread): see each line's comment.
+LOGITS = 1e-5  # measured 2.4e-6, of logits up to about 2
+LOSS = 1e-6  # measured 1.7e-7 relative, of summed losses of a few hundred
+GRADIENT = 2e-5  # measured 4.4e-6 relative to the largest entry of each parameter's gradient
+
+
+def per_sample(whole: torch.Tensor, batch: PackedBatch) -> list[torch.Tensor]:
+    """The real tokens of each document or row, [tokens, ...] each."""
+    flat, layout = whole.flatten(0, 1), batch.layout
+    starts = layout.cu_seqlens_padded[:-1].tolist()
+    return [flat[a : a + n] for a, n in zip(starts, layout.lengths, strict=True) if n]
+
+
+def assert_gradients_equal(pair: Pair, tolerance: float) -> float:
+    """Every parameter's gradient, relative to its largest entry; returns the worst."""
+    ours, reference = pair.megatron_gradients(), pair.reference_gradients()
+    assert ours.keys() == {name for name in reference if name in ours} and len(ours) >= len(reference) - 1
+    worst = 0.0
+    for name, gradient in ours.items():
+        scale = reference[name].abs().max().clamp(min=1e-6)
+        error = ((gradient - reference[name]).abs().max() / scale).item()
+        worst = max(worst, error)
+        assert error <= tolerance, f"{name}: gradient differs by {error:.2e} of {scale:.2e}"
+    return worst
+
+
+def compare(pair: Pair, content: str, packed: bool, seed: int) -> dict[str, float]:
+    """One batch through both; asserts equality and returns the worst errors."""
+    pair.zero_grad()
+    samples = make_samples(content, pair.config, seed)
+    expected_logits, expected_loss = run_reference(pair.reference, samples)
+    expected_loss.backward()
+
+    batch = make_batch(samples, pair.config, packed=packed)
+    inputs = batch.local()
+    losses = pair.megatron(inputs=inputs)
+    loss = (losses * inputs.loss_mask).sum()
+    loss.backward()
+    with torch.no_grad():
+        logits = per_sample(pair.megatron(inputs=inputs.without_labels()), batch)
+
+    errors = {
+        "logits": max(
+            (got - want).abs().max().item() for got, want in zip(logits, expected_logits, strict=True)
+        ),
+        "loss": abs(loss.item() / expected_loss.item() - 1),
+    }
+    assert errors["logits"] <= LOGITS
+    assert errors["loss"] <= LOSS
+    errors["gradient"] = assert_gradients_equal(pair, GRADIENT)
+    return errors
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+@pytest.mark.parametrize("content", CONTENTS)
+def test_equals_transformers(pair, content, packed, record_property):
+    for name, error in compare(pair, content, packed, seed=3).items():
+        record_property(f"worst {name} error", error)
