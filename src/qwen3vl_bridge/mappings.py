@@ -37,6 +37,11 @@ class Row:
     condition: str | None = None
     replicated: bool = False
 
+    @property
+    def stored(self) -> tuple[str, ...]:
+        """Names of the tensors an fsdp_dtensor checkpoint keeps the parameter in, equal parts along dimension 0."""
+        return (self.megatron,)
+
     def at(self, index: int) -> Row:
         """This row with `*` replaced by `index` on both sides."""
         return replace(
@@ -65,6 +70,11 @@ class ConcatenatedQKV(Row):
 
 class GatedMLP(Row):
     """Two tensors gate, up; Megatron stacks them [gate; up]. An fsdp_dtensor checkpoint stores them apart."""
+
+    @property
+    def stored(self) -> tuple[str, ...]:
+        """The gate under the suffix `_w`, the up projection under `_v`."""
+        return f"{self.megatron}_w", f"{self.megatron}_v"
 
 
 _TEXT = "language_model.decoder.layers.*."

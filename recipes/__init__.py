@@ -1,0 +1,1 @@
+"""Recipes: functions that return a full training configuration, read top to bottom."""

@@ -1,0 +1,50 @@
+"""The forward step: one microbatch through the model, and how its loss counts.
+
+What lives here: the function that Megatron-Bridge's loop and ours call, with Megatron-Bridge's signature. What may
+not: the loop (`loop.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from megatron.bridge.training.losses import create_masked_next_token_loss_function
+from megatron.bridge.training.state import GlobalState
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from torch import Tensor
+
+from qwen3vl_bridge.parallel import sequence_ranks
+from qwen3vl_bridge.sequence import PackedBatch
+
+
+def forward_step(
+    state: GlobalState,
+    data_iterator: Iterator[PackedBatch],
+    model: torch.nn.Module,
+    return_schedule_plan: bool = False,
+) -> tuple[Tensor, Callable]:
+    """Run one microbatch.
+
+    Args:
+        state: the run; its configuration says what is checked in a loss.
+        data_iterator: gives `PackedBatch`es on the host.
+        model: Qwen3VLModel, wrapped or not.
+        return_schedule_plan: Megatron's request for a plan instead, of a kind of overlap this model does not have.
+
+    Returns:
+        The losses [b, s], and a function from them to (sum of the losses that count, how many, what to report).
+
+    Raises:
+        NotImplementedError: a schedule plan is asked for.
+    """
+    if return_schedule_plan:
+        raise NotImplementedError("overlap_moe_expert_parallel_comm is on; this model has no schedule plan, turn it off")
+    groups = get_attr_wrapped_model(model, "pg_collection")
+    inputs = next(data_iterator).local(**sequence_ranks(get_model_config(model), groups))
+    inputs = inputs.to(next(model.parameters()).device, non_blocking=True)
+    checks = state.cfg.rerun_state_machine
+    count = create_masked_next_token_loss_function(
+        inputs.loss_mask, checks.check_for_nan_in_loss, checks.check_for_spiky_loss
+    )
+    return model(inputs=inputs), count
