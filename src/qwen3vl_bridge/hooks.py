@@ -27,55 +27,76 @@ _NEEDS_TRANSFORMER_ENGINE = "megatron.bridge.peft.lora_layers"
 
 def install() -> None:
     """Install the hook; register at once where Megatron-Bridge is imported already. Repeated calls do nothing."""
-    if any(isinstance(finder, _MegatronImports) for finder in sys.meta_path):
+    if any(isinstance(finder, _Imports) for finder in sys.meta_path):
         return
-    sys.meta_path.insert(0, _MegatronImports())
+    imports = _Imports()
+    sys.meta_path.insert(0, imports)
     for name, module in list(sys.modules.items()):
-        if _is_megatron(name):
-            _after_import(module)
+        if _is_part_of(name, "megatron"):
+            imports.after(module)
 
 
-def _is_megatron(name: str) -> bool:
-    return name == "megatron" or name.startswith("megatron.")
+def _is_part_of(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
 
 
-class _MegatronImports(MetaPathFinder):
-    """Finds Megatron's modules as the finders behind it do, and adds a step before and after each is executed."""
+class _Imports(MetaPathFinder):
+    """Finds Megatron's modules and ours as the finders behind it do, and adds a step before and after execution.
+
+    Attributes:
+        ours_running: how many modules of ours are being executed. One of them may be the reason why Megatron-Bridge
+            is imported, and would be needed half finished by the registration, which therefore waits for it.
+        register_later: whether a registration waits.
+    """
+
+    def __init__(self) -> None:
+        self.ours_running = 0
+        self.register_later = False
 
     def find_spec(self, fullname: str, path=None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if not _is_megatron(fullname):
+        if not (_is_part_of(fullname, "megatron") or _is_part_of(fullname, __package__)):
             return None
         for finder in sys.meta_path:
             if finder is self or not hasattr(finder, "find_spec"):
                 continue
             spec = finder.find_spec(fullname, path, target)
             if spec is not None:
-                _wrap_execution(spec)
+                self._wrap_execution(spec)
                 return spec
         return None
 
+    def _wrap_execution(self, spec: ModuleSpec) -> None:
+        loader = spec.loader
+        if loader is None or not hasattr(loader, "exec_module"):  # a namespace package executes nothing
+            return
+        execute = loader.exec_module
+        ours = _is_part_of(spec.name, __package__)
 
-def _wrap_execution(spec: ModuleSpec) -> None:
-    loader = spec.loader
-    if loader is None or not hasattr(loader, "exec_module"):  # a namespace package executes nothing
-        return
-    execute = loader.exec_module
+        def exec_module(module: ModuleType) -> None:
+            self.ours_running += ours
+            try:
+                with self._prepared(spec.name):
+                    execute(module)
+            finally:
+                self.ours_running -= ours
+            self.after(module)
 
-    def exec_module(module: ModuleType) -> None:
-        with _transformer_engine_stand_in() if spec.name == _NEEDS_TRANSFORMER_ENGINE else contextlib.nullcontext():
-            execute(module)
-        _after_import(module)
+        loader.exec_module = exec_module
 
-    loader.exec_module = exec_module
+    def _prepared(self, name: str) -> contextlib.AbstractContextManager:
+        return _transformer_engine_stand_in() if name == _NEEDS_TRANSFORMER_ENGINE else contextlib.nullcontext()
 
+    def after(self, module: ModuleType) -> None:
+        """What follows the execution of a module of Megatron's or ours."""
+        if _is_part_of(module.__name__, "megatron"):
+            from qwen3vl_bridge import cpu
 
-def _after_import(module: ModuleType) -> None:
-    from qwen3vl_bridge import cpu
-
-    cpu.adopt(module)
-    if module.__name__ == _BRIDGE_MODELS:
-        # Megatron-Bridge has registered its own Qwen3-VL by now; the later registration wins.
-        importlib.import_module("qwen3vl_bridge.bridge")
+            cpu.adopt(module)
+        # When its models are there, Megatron-Bridge has registered its own Qwen3-VL; the later registration wins.
+        self.register_later |= module.__name__ == _BRIDGE_MODELS
+        if self.register_later and not self.ours_running:
+            self.register_later = False
+            importlib.import_module("qwen3vl_bridge.bridge")
 
 
 class _StandIn(ModuleType):

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from examples.digits.checkpoint import make_checkpoint
 
 
 @dataclass
@@ -72,16 +71,6 @@ def make_pair(folder, **provider_fields) -> Pair:
     )
     reference = Qwen3VLForConditionalGeneration.from_pretrained(folder, attn_implementation="eager")
     return Pair(bridge, provider, megatron.train(), reference.train())
-
-
-@pytest.fixture(scope="session")
-def untied_folder(tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("untied"), seed=1)
-
-
-@pytest.fixture(scope="session")
-def tied_folder(tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("tied"), seed=2, tied=True)
 
 
 @pytest.fixture(scope="session", params=["untied", "tied"])

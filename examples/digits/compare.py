@@ -1,0 +1,67 @@
+"""How far the trained Megatron model and transformers on its exported weights are apart.
+
+What lives here: one comparison of logits on held-out samples. What may not: training, converting, generating.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+
+@torch.no_grad()
+def logits_difference(megatron_run: Path, hf_folder: Path, data: Path, *, samples: int = 32) -> tuple[float, float]:
+    """Largest absolute difference of logits over held-out conversations.
+
+    Args:
+        megatron_run: the run whose newest checkpoint is loaded into the Megatron model.
+        hf_folder: the export of that checkpoint, loaded by transformers.
+        data: JSONL of conversations; pictures are relative to its folder.
+        samples: how many conversations are compared.
+
+    Returns:
+        The difference, and the largest logit of transformers, to compare it with.
+    """
+    import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
+    from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
+
+    processor = AutoProcessor.from_pretrained(hf_folder)
+    reference = Qwen3VLForConditionalGeneration.from_pretrained(hf_folder).eval()
+    megatron = _load_megatron(megatron_run, hf_folder)
+    worst = scale = 0.0
+    for line in data.read_text().splitlines()[:samples]:
+        inputs = processor.apply_chat_template(
+            _with_paths(json.loads(line)["messages"], data.parent),
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
+        expected = reference(**inputs).logits
+        ours = megatron(inputs["input_ids"], pixel_values=inputs["pixel_values"], image_grid_thw=inputs["image_grid_thw"])
+        ours = ours[..., : expected.shape[-1]].float()
+        worst = max(worst, (ours - expected).abs().max().item())
+        scale = max(scale, expected.abs().max().item())
+    return worst, scale
+
+
+def _load_megatron(run: Path, hf_folder: Path) -> torch.nn.Module:
+    from megatron.bridge import AutoBridge
+
+    from qwen3vl_bridge.training.checkpoint import load_weights
+    from qwen3vl_bridge.training.process_group import initialize
+
+    provider = AutoBridge.from_hf_pretrained(str(hf_folder)).to_megatron_provider(load_weights=False)
+    provider.finalize()
+    initialize(provider, seed=0)
+    model = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=True)
+    load_weights(run, model)
+    return model[0].eval()
+
+
+def _with_paths(messages: list[dict], root: Path) -> list[dict]:
+    def place(part: dict) -> dict:
+        return {**part, "image": str(root / part["image"])} if part["type"] == "image" else part
+
+    return [{**message, "content": [place(part) for part in message["content"]]} for message in messages]

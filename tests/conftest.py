@@ -1,0 +1,28 @@
+"""What all tests share: the tiny checkpoints, and quiet logs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import qwen3vl_bridge  # noqa: F401  before any of Megatron, whose import it prepares on this machine
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _two_cores():
+    # Workers share the machine's cores; the tiny models gain nothing from more threads.
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def untied_folder(tmp_path_factory):
+    from examples.digits.checkpoint import make_checkpoint
+
+    return make_checkpoint(tmp_path_factory.mktemp("untied"), seed=1)
+
+
+@pytest.fixture(scope="session")
+def tied_folder(tmp_path_factory):
+    from examples.digits.checkpoint import make_checkpoint
+
+    return make_checkpoint(tmp_path_factory.mktemp("tied"), seed=2, tied=True)
