@@ -1,0 +1,59 @@
+"""Without CUDA Megatron's modules use the CPU, and torch is the same as ever for everybody else."""
+
+import sys
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA nothing is redirected")
+
+
+@pytest.fixture(scope="module")
+def clip_grads():
+    from megatron.core.optimizer import clip_grads
+
+    return clip_grads
+
+
+def test_megatron_sees_the_cpu(clip_grads):
+    theirs = clip_grads.torch
+    assert theirs is not torch
+    assert theirs.cuda.current_device() == torch.device("cpu")
+    assert theirs.zeros(2, device="cuda").device.type == "cpu"
+    assert theirs.tensor([1.0], device="cuda:3").device.type == "cpu"
+    assert theirs.device("cuda", 1) == torch.device("cpu")
+    assert isinstance(torch.device("cpu"), theirs.device)
+    assert theirs.Tensor is torch.Tensor and theirs.nn is torch.nn
+    assert not theirs.cuda.is_available()
+
+
+def test_torch_is_untouched(clip_grads):
+    assert torch.zeros(1).type() == "torch.FloatTensor"
+    for attempt in (lambda: torch.zeros(1, device="cuda"), lambda: torch.zeros(1).cuda(), torch.cuda.current_device):
+        with pytest.raises((RuntimeError, AssertionError)):
+            attempt()
+
+
+def test_methods_are_redirected_for_megatrons_code_only():
+    module = type(sys)("megatron.pretended")
+    exec("def kind(x): return x.type()\ndef move(x): return x.cuda()", vars(module))
+    x = torch.zeros(1, dtype=torch.bfloat16)
+    assert module.kind(x) == "torch.cuda.BFloat16Tensor"
+    assert module.move(x) is x
+
+
+def test_random_state_is_forked_and_restored():
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+
+    from qwen3vl_bridge.provider import Qwen3VLModelProvider
+    from qwen3vl_bridge.training.process_group import initialize
+
+    initialize(Qwen3VLModelProvider(num_layers=3), seed=7)
+    assert parallel_state.get_tensor_model_parallel_world_size() == 1
+    model_parallel_cuda_manual_seed(7)
+    before = torch.get_rng_state()
+    with get_cuda_rng_tracker().fork():
+        inside = torch.rand(4)
+    assert torch.equal(before, torch.get_rng_state())
+    assert not torch.equal(inside, torch.rand(4))
