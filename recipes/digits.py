@@ -5,6 +5,8 @@ What lives here: every setting of that run. What may not: making its data and ch
 
 from pathlib import Path
 
+import qwen3vl_bridge
+
 from megatron.bridge import AutoBridge
 from megatron.bridge.training.config import (
     CheckpointConfig,
@@ -19,8 +21,6 @@ from megatron.bridge.training.config import (
     TrainingConfig,
     ValidationConfig,
 )
-
-import qwen3vl_bridge
 
 SEQ_LENGTH = 512
 

@@ -29,7 +29,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--recipe", choices=RECIPES, default=RECIPES[0], help="default: %(default)s")
     parser.add_argument("--hf-path", required=True, type=Path, help="Hugging Face checkpoint: config and processor")
     parser.add_argument("--data-path", required=True, type=Path, help="folder with train.jsonl and test.jsonl")
-    parser.add_argument("--megatron-path", required=True, type=Path, help="checkpoint to start from (convert.py import)")
+    parser.add_argument("--megatron-path", required=True, type=Path, help="checkpoint to start from")
     parser.add_argument("--save", required=True, type=Path, help="folder of the run; one that is there is continued")
     parser.add_argument("--verbose", action="store_true", help="show what Megatron logs and warns about")
     parser.add_argument("overrides", nargs="*", metavar="SETTING=VALUE", help="settings that differ from the recipe")
@@ -58,11 +58,12 @@ def main(arguments: list[str] | None = None) -> None:
         quiet()
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))  # recipes stand beside the package
-    import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
+    import qwen3vl_bridge
+    from qwen3vl_bridge.checkpoint.errors import CheckpointError
+
     import torch
     from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
 
-    from qwen3vl_bridge.checkpoint.errors import CheckpointError
     from recipes import digits
 
     recipe = getattr(digits, args.recipe)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import qwen3vl_bridge  # noqa: F401  before any of Megatron, whose import it prepares on this machine
+
 import pytest
 import torch
-
-import qwen3vl_bridge  # noqa: F401  before any of Megatron, whose import it prepares on this machine
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -43,11 +43,11 @@ def test_methods_are_redirected_for_megatrons_code_only():
 
 
 def test_random_state_is_forked_and_restored():
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
-
     from qwen3vl_bridge.provider import Qwen3VLModelProvider
     from qwen3vl_bridge.training.process_group import initialize
+
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
     initialize(Qwen3VLModelProvider(num_layers=3), seed=7)
     assert parallel_state.get_tensor_model_parallel_world_size() == 1

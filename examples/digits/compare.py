@@ -25,6 +25,7 @@ def logits_difference(megatron_run: Path, hf_folder: Path, data: Path, *, sample
         The difference, and the largest logit of transformers, to compare it with.
     """
     import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
+
     from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
     processor = AutoProcessor.from_pretrained(hf_folder)
@@ -39,7 +40,9 @@ def logits_difference(megatron_run: Path, hf_folder: Path, data: Path, *, sample
             return_tensors="pt",
         )
         expected = reference(**inputs).logits
-        ours = megatron(inputs["input_ids"], pixel_values=inputs["pixel_values"], image_grid_thw=inputs["image_grid_thw"])
+        ours = megatron(
+            inputs["input_ids"], pixel_values=inputs["pixel_values"], image_grid_thw=inputs["image_grid_thw"]
+        )
         ours = ours[..., : expected.shape[-1]].float()
         worst = max(worst, (ours - expected).abs().max().item())
         scale = max(scale, expected.abs().max().item())
@@ -47,10 +50,10 @@ def logits_difference(megatron_run: Path, hf_folder: Path, data: Path, *, sample
 
 
 def _load_megatron(run: Path, hf_folder: Path) -> torch.nn.Module:
-    from megatron.bridge import AutoBridge
-
     from qwen3vl_bridge.training.checkpoint import load_weights
     from qwen3vl_bridge.training.process_group import initialize
+
+    from megatron.bridge import AutoBridge
 
     provider = AutoBridge.from_hf_pretrained(str(hf_folder)).to_megatron_provider(load_weights=False)
     provider.finalize()

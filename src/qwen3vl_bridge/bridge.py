@@ -9,6 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from qwen3vl_bridge import mappings
+from qwen3vl_bridge.model.qwen3vl import Qwen3VLModel
+from qwen3vl_bridge.provider import Qwen3VLModelProvider
+
 import torch
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
@@ -20,11 +24,11 @@ from megatron.bridge.models.conversion.param_mapping import (
     QKVMapping,
     ReplicatedMapping,
 )
+from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
 from transformers import Qwen3VLForConditionalGeneration
 
-from qwen3vl_bridge import mappings
-from qwen3vl_bridge.model.qwen3vl import Qwen3VLModel
-from qwen3vl_bridge.provider import Qwen3VLModelProvider
+# A saved run_config.yaml names our classes; Megatron-Bridge builds only what is allowed.
+register_allowed_target_prefix("qwen3vl_bridge.")
 
 _MAPPING_OF: dict[type[mappings.Row], Callable[..., MegatronParamMapping]] = {
     mappings.Copy: AutoMapping,

@@ -13,18 +13,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-
 import re
 import sys
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+
 @functools.cache
 def _without_cuda() -> bool:
     import torch
 
     return not torch.cuda.is_available()
+
 
 def adopt(module: ModuleType) -> None:
     """Make a module of Megatron's that has just been executed use the CPU; nothing where CUDA is present."""
@@ -37,6 +38,7 @@ def adopt(module: ModuleType) -> None:
     if module.__name__ in _SPECIAL:
         _SPECIAL[module.__name__](module)
 
+
 class _Overlay(ModuleType):
     """A module as another one, with some names replaced."""
 
@@ -48,8 +50,10 @@ class _Overlay(ModuleType):
         # Submodules (`torch.distributed.checkpoint`) are imported through the real module.
         return getattr(vars(self)["_base"], name)
 
+
 _FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "as_tensor", "arange", "linspace", "eye")
 _FACTORIES += ("rand", "randn", "randint", "zeros_like", "ones_like", "empty_like", "full_like")
+
 
 def _on_cpu(factory: Callable) -> Callable:
     """A tensor factory that takes "cuda" for the CPU and does not pin memory."""
@@ -64,6 +68,7 @@ def _on_cpu(factory: Callable) -> Callable:
         return factory(*args, **kwargs)
 
     return make
+
 
 @functools.cache
 def _torch_on_cpu() -> _Overlay:
@@ -94,6 +99,7 @@ def _torch_on_cpu() -> _Overlay:
         **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES},
     )
 
+
 def _with_gloo(function: Callable) -> Callable:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -103,6 +109,7 @@ def _with_gloo(function: Callable) -> Callable:
         return function(*args, **kwargs)
 
     return call
+
 
 class _Stream:
     """A stream or an event of a device that does everything at once."""
@@ -131,6 +138,7 @@ class _Stream:
 
     record = wait = wait_event = wait_stream = synchronize = _nothing
 
+
 def _cuda_names(torch: ModuleType) -> dict[str, Any]:
     def nothing(*args: Any, **kwargs: Any) -> None:
         pass
@@ -153,6 +161,7 @@ def _cuda_names(torch: ModuleType) -> dict[str, Any]:
         nvtx=SimpleNamespace(range_push=nothing, range_pop=nothing, range=lambda *_: contextlib.nullcontext()),
     )
 
+
 def _redirect_method(cls: type, name: str, instead: Callable) -> None:
     """Let calls of `cls.name` that come from Megatron's code, and no others, go to `instead(original, self, ...)`."""
     original = getattr(cls, name)
@@ -164,6 +173,7 @@ def _redirect_method(cls: type, name: str, instead: Callable) -> None:
         return original(self, *args, **kwargs)
 
     setattr(cls, name, method)
+
 
 def _redirect_methods(_: ModuleType) -> None:
     import torch
@@ -181,10 +191,12 @@ def _redirect_methods(_: ModuleType) -> None:
     _redirect_method(torch.Tensor, "record_stream", lambda *_: None)
     _redirect_method(torch.Tensor, "type", type_as_on_cuda)
 
+
 def _use_cpu_generator(module: Any) -> None:
     """megatron.core.tensor_parallel.random: the tracked generator is the CPU's."""
     module._get_cuda_rng_state = lambda *_, **__: module.torch.get_rng_state()
     module._set_cuda_rng_state = lambda new_state, *_, **__: module.torch.set_rng_state(new_state)
+
 
 # By the name of the module after whose execution they run.
 _SPECIAL: dict[str, Callable[[Any], None]] = {

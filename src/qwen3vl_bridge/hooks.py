@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import ClassVar
 
 _BRIDGE_MODELS = "megatron.bridge.models"
 # The one module of Megatron-Bridge that needs Transformer Engine to be imported, for names in annotations and for
@@ -102,7 +103,7 @@ class _Imports(MetaPathFinder):
 class _StandIn(ModuleType):
     """A module whose every attribute is an empty class: enough to be imported, of no use to be called."""
 
-    __path__: list[str] = []
+    __path__: ClassVar[list[str]] = []
 
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):

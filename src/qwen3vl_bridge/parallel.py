@@ -1,9 +1,10 @@
 """The only module with collectives of ours.
 
-What lives here: how a rank's hidden states are scattered and gathered. What may not: which tokens a rank holds
-(`sequence/layout.py`), modules.
+What lives here: how a rank's hidden states are scattered, how figures of all ranks are added up. What may not: which
+tokens a rank holds (`sequence/layout.py`), modules.
 """
 
+import torch
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -25,3 +26,9 @@ def sequence_ranks(config: TransformerConfig, groups: ProcessGroupCollection) ->
         sp_size=groups.tp.size() if config.sequence_parallel else 1,
         sp_rank=groups.tp.rank() if config.sequence_parallel else 0,
     )
+
+
+def sum_over_data_parallel(values: Tensor, groups: ProcessGroupCollection) -> Tensor:
+    """Add up `values` of all ranks that see different tokens, in place."""
+    torch.distributed.all_reduce(values, group=groups.dp_cp)
+    return values

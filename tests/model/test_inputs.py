@@ -2,13 +2,14 @@
 
 import types
 
+import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
+from qwen3vl_bridge.model.inputs import as_model_inputs
+
 import pytest
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from transformers import AutoConfig
 
-import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
-from megatron.core.packed_seq_params import PackedSeqParams
-from qwen3vl_bridge.model.inputs import as_model_inputs
 from tests.parity.batches import make_batch, make_samples
 
 ALONE = types.SimpleNamespace(size=lambda: 1, rank=lambda: 0)

@@ -2,10 +2,10 @@
 
 import importlib.util
 
+from qwen3vl_bridge import mappings
+
 import pytest
 import torch
-
-from qwen3vl_bridge import mappings
 
 HAS_TRANSFORMER_ENGINE = importlib.util.find_spec("transformer_engine") is not None and torch.cuda.is_available()
 
@@ -18,9 +18,9 @@ def megatron_shape(row: mappings.Row, dimensions: dict[str, int]) -> tuple[int, 
 
 def build(folder, transformer_impl: str) -> dict[str, tuple[int, ...]]:
     import qwen3vl_bridge  # noqa: F401
-    from megatron.bridge import AutoBridge
-
     from qwen3vl_bridge.training.process_group import initialize
+
+    from megatron.bridge import AutoBridge
 
     provider = AutoBridge.from_hf_pretrained(str(folder)).to_megatron_provider(load_weights=False)
     provider.transformer_impl, provider.use_cpu_initialization = transformer_impl, True

@@ -2,13 +2,13 @@
 
 import copy
 
-import pytest
-import torch
-
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
-from megatron.bridge import AutoBridge
 from qwen3vl_bridge.bridge import Qwen3VLBridge
 from qwen3vl_bridge.provider import Qwen3VLModelProvider
+
+import pytest
+import torch
+from megatron.bridge import AutoBridge
 
 
 @pytest.fixture
@@ -34,9 +34,7 @@ def test_nothing_is_frozen_unless_asked(provider):
         (dict(num_layers=2), "3 DeepStack taps need as many text layers, num_layers is 2"),
         (dict(cross_entropy_loss_fusion=True), "rounds its gradient to bfloat16"),
         (
-            dict(
-                vision_recompute_granularity="full", vision_recompute_method="uniform", vision_recompute_num_layers=2
-            ),
+            dict(vision_recompute_granularity="full", vision_recompute_method="uniform", vision_recompute_num_layers=2),
             r"taps \[0, 2\] don't end a chunk",
         ),
     ],

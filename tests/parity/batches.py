@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from qwen3vl_bridge.sequence import PackedBatch, SequenceLayout, make_vision_inputs, mrope_positions, vision_slots
+
 import torch
 import torch.nn.functional as F
-
-from qwen3vl_bridge.sequence import PackedBatch, SequenceLayout, make_vision_inputs, mrope_positions, vision_slots
 
 # Grids (frames, rows, columns in patches) of the pictures of each sample.
 CONTENTS: dict[str, list[list[tuple[int, int, int]]]] = {
@@ -78,7 +78,9 @@ def run_reference(model, samples: list[Sample]) -> tuple[list[torch.Tensor], tor
 def make_batch(samples: list[Sample], config, *, packed: bool) -> PackedBatch:
     """The samples as one batch: a packed row with padding after each document, or rows padded on the right."""
     lengths = [len(s.ids) for s in samples]
-    layout = SequenceLayout.packed_row(lengths, multiple=4) if packed else SequenceLayout.rows(lengths, max(lengths) + 3)
+    layout = (
+        SequenceLayout.packed_row(lengths, multiple=4) if packed else SequenceLayout.rows(lengths, max(lengths) + 3)
+    )
     shape = (layout.num_rows, -1)
 
     def place(values: list[torch.Tensor], fill: float) -> torch.Tensor:

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 
-
 @dataclass
 class Pair:
     """One model twice. `bridge` translates between them."""
@@ -54,10 +53,10 @@ class Pair:
 def make_pair(folder, **provider_fields) -> Pair:
     """Load a Hugging Face folder on both sides through the public interface."""
     import qwen3vl_bridge  # noqa: F401  (registers)
+    from qwen3vl_bridge.training.process_group import initialize
+
     from megatron.bridge import AutoBridge
     from transformers import Qwen3VLForConditionalGeneration
-
-    from qwen3vl_bridge.training.process_group import initialize
 
     bridge = AutoBridge.from_hf_pretrained(str(folder))
     provider = bridge.to_megatron_provider(load_weights=True)

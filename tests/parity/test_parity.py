@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from qwen3vl_bridge.sequence import PackedBatch
+
 import pytest
 import torch
 
-from qwen3vl_bridge.sequence import PackedBatch
-
 from .batches import CONTENTS, make_batch, make_samples, run_reference
-from .conftest import Pair, make_pair
+from .conftest import Pair
 
 # Worst absolute errors measured over all cases of this file (torch 2.13, one thread): see each line's comment.
 LOGITS = 1e-5  # measured 2.4e-6, of logits up to about 2
@@ -52,9 +52,7 @@ def compare(pair: Pair, content: str, packed: bool, seed: int) -> dict[str, floa
         logits = per_sample(pair.megatron(inputs=inputs.without_labels()), batch)
 
     errors = {
-        "logits": max(
-            (got - want).abs().max().item() for got, want in zip(logits, expected_logits, strict=True)
-        ),
+        "logits": max((got - want).abs().max().item() for got, want in zip(logits, expected_logits, strict=True)),
         "loss": abs(loss.item() / expected_loss.item() - 1),
     }
     assert errors["logits"] <= LOGITS

@@ -171,6 +171,7 @@ def offsets(*values: int) -> torch.Tensor:
             lambda: token_index(SequenceLayout.rows([8, 8], 10), 2, 0),
             "segment 0: a padded length of 10 .* 4 chunks",
         ),
+        (lambda: token_index(SequenceLayout.rows([3, 3], 3), 1, 0, 2, 0), "3 tokens a row .* over 2 sequence"),
         (
             lambda: token_index(SequenceLayout.rows([8, 8], 8), 2, 2),
             "context-parallel rank 2 .* group of 2",

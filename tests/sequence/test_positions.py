@@ -125,7 +125,7 @@ def test_neighbouring_pictures_need_no_token_between_them():
     ]
 
 
-I, V, S, E = IMAGE, VIDEO, START, END
+I, V, S, E = IMAGE, VIDEO, START, END  # noqa: E741  one letter each, so that rows below read as rows
 
 
 @pytest.mark.parametrize(

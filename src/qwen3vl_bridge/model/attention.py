@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from qwen3vl_bridge.model.rope import rotate
+from qwen3vl_bridge.sequence.layout import SequenceLayout
+
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -20,9 +23,6 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-
-from qwen3vl_bridge.model.rope import rotate
-from qwen3vl_bridge.sequence.layout import SequenceLayout
 
 
 @dataclass

@@ -6,11 +6,6 @@ the model's own work. Batches of our own data path do not come through here.
 
 from __future__ import annotations
 
-import torch
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.process_groups_config import ProcessGroupCollection
-from torch import Tensor
-
 from qwen3vl_bridge.parallel import sequence_ranks
 from qwen3vl_bridge.provider import Qwen3VLModelProvider
 from qwen3vl_bridge.sequence import (
@@ -21,6 +16,11 @@ from qwen3vl_bridge.sequence import (
     mrope_positions,
     vision_slots,
 )
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
 
 
 def as_model_inputs(

@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from qwen3vl_bridge.model.attention import RotarySelfAttention, SegmentAttention
+
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
@@ -24,8 +26,6 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
-
-from qwen3vl_bridge.model.attention import RotarySelfAttention, SegmentAttention
 
 
 class DeepStackLayer(TransformerLayer):

@@ -9,11 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.core.models.gpt import GPTModel
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.module import MegatronModule
-from torch import Tensor
-
 from qwen3vl_bridge.model.attention import layout_packed_seq_params
 from qwen3vl_bridge.model.inputs import as_model_inputs
 from qwen3vl_bridge.model.layers import text_block_spec
@@ -22,6 +17,11 @@ from qwen3vl_bridge.model.vision import Qwen3VLVisionModel
 from qwen3vl_bridge.parallel import scatter_sequence
 from qwen3vl_bridge.provider import Qwen3VLModelProvider
 from qwen3vl_bridge.sequence.batch import ModelInputs, VisionRows
+
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
 
 
 class Qwen3VLGPTModel(GPTModel):

@@ -51,7 +51,7 @@ class InterleavedMRoPE(nn.Module):
     def __init__(self, dim: int, theta: float, mrope_section: list[int], dtype: torch.dtype) -> None:
         super().__init__()
         if sum(mrope_section) != dim // 2:
-            raise ValueError(f"mrope_section {mrope_section} has sum {sum(mrope_section)}, expected head_dim/2 = {dim // 2}")
+            raise ValueError(f"mrope_section {mrope_section} has sum {sum(mrope_section)}, expected {dim // 2}")
         self.dim, self.theta, self.dtype = dim, theta, dtype
         axis = torch.zeros(dim // 2, dtype=torch.long)
         for height_or_width in (1, 2):

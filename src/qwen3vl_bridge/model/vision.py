@@ -6,6 +6,11 @@ indices and offsets computed from grids (`sequence/vision.py`), where tokens go 
 
 from __future__ import annotations
 
+from qwen3vl_bridge.model.attention import packed_seq_params
+from qwen3vl_bridge.model.layers import backend, vision_block_spec
+from qwen3vl_bridge.model.rope import vision_rotary
+from qwen3vl_bridge.sequence.batch import VisionInputs
+
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -14,11 +19,6 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from transformers import Qwen3VLVisionConfig
-
-from qwen3vl_bridge.model.attention import packed_seq_params
-from qwen3vl_bridge.model.layers import backend, vision_block_spec
-from qwen3vl_bridge.model.rope import vision_rotary
-from qwen3vl_bridge.sequence.batch import VisionInputs
 
 
 class PatchEmbed(MegatronModule):
@@ -110,9 +110,9 @@ class Qwen3VLVisionModel(MegatronModule):
 
     def position_embedding(self, vision: VisionInputs) -> Tensor:
         """[N, h], bilinear between the four learned positions around each patch."""
-        corners = zip(vision.interpolation_index, vision.interpolation_weight, strict=True)
-        embedded = (self.pos_embed(index) * weight[:, None].to(self.pos_embed.weight.dtype) for index, weight in corners)
-        return sum(embedded, start=torch.zeros((), device=vision.position_ids.device, dtype=self.pos_embed.weight.dtype))
+        weights = vision.interpolation_weight.to(self.pos_embed.weight.dtype)[:, :, None]
+        first, *others = (self.pos_embed(i) * w for i, w in zip(vision.interpolation_index, weights, strict=True))
+        return sum(others, start=first)
 
     def forward(self, vision: VisionInputs) -> tuple[Tensor, Tensor]:
         """Encode all pictures of a batch.

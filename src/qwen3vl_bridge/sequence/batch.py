@@ -106,14 +106,10 @@ class PackedBatch(Movable):
     vision: VisionInputs | None = None
     sample_ids: tuple[str, ...] = ()
 
-    def local(
-        self, cp_size: int = 1, cp_rank: int = 0, sp_size: int = 1, sp_rank: int = 0
-    ) -> ModelInputs:
+    def local(self, cp_size: int = 1, cp_rank: int = 0, sp_size: int = 1, sp_rank: int = 0) -> ModelInputs:
         """The share of one rank: gathers by `token_index`, vision tokens by their slots."""
         context_index = token_index(self.layout, cp_size, cp_rank)  # [s, b]
-        index = token_index(
-            self.layout, cp_size, cp_rank, sp_size, sp_rank
-        )  # [s / sp, b]
+        index = token_index(self.layout, cp_size, cp_rank, sp_size, sp_rank)  # [s / sp, b]
 
         def take(whole: Tensor) -> Tensor:
             return whole.flatten(-2)[..., context_index.T]

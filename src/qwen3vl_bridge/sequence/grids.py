@@ -27,9 +27,7 @@ def check_grids(kind: str, grids: Tensor | None, merge: int) -> Tensor:
     if grids is None:
         return torch.zeros(0, 3, dtype=torch.int64)
     if grids.ndim != 2 or grids.shape[1] != 3 or grids.is_floating_point():
-        raise ValueError(
-            f"{kind} grids: found {list(grids.shape)} {grids.dtype}, expected [K, 3] integers"
-        )
+        raise ValueError(f"{kind} grids: found {list(grids.shape)} {grids.dtype}, expected [K, 3] integers")
     bad = (grids < 1).any(-1) | (grids[:, 1:] % merge != 0).any(-1)
     if bad.any():
         first = int(bad.nonzero()[0])

@@ -50,16 +50,10 @@ class SequenceLayout(Movable):
                 f"a layout needs one padded length for each of its segments: found {len(self.lengths)} lengths "
                 f"and {len(self.padded_lengths)} padded lengths"
             )
-        for segment, (length, padded) in enumerate(
-            zip(self.lengths, self.padded_lengths, strict=True)
-        ):
+        for segment, (length, padded) in enumerate(zip(self.lengths, self.padded_lengths, strict=True)):
             if not 0 <= length <= padded or padded == 0:
-                raise ValueError(
-                    f"segment {segment}: {length} tokens do not fit a padded length of {padded}"
-                )
-        if self.num_rows != 1 and (
-            self.num_rows != len(self.lengths) or len(set(self.padded_lengths)) != 1
-        ):
+                raise ValueError(f"segment {segment}: {length} tokens do not fit a padded length of {padded}")
+        if self.num_rows != 1 and (self.num_rows != len(self.lengths) or len(set(self.padded_lengths)) != 1):
             raise ValueError(
                 f"{self.num_rows} padded rows need {self.num_rows} segments of one padded length: "
                 f"found {len(self.lengths)} segments of {_brief(sorted(set(self.padded_lengths)))}"
@@ -73,9 +67,7 @@ class SequenceLayout(Movable):
         return cls._build(len(lengths), lengths, [seq_length] * len(lengths))
 
     @classmethod
-    def packed_row(
-        cls, lengths: Sequence[int], *, multiple: int = 1, total: int | None = None
-    ) -> Self:
+    def packed_row(cls, lengths: Sequence[int], *, multiple: int = 1, total: int | None = None) -> Self:
         """One row of segments one after the other.
 
         Args:
@@ -89,9 +81,7 @@ class SequenceLayout(Movable):
             ValueError: if the segments are longer than `total`, or the rest is no multiple of `multiple`.
         """
         if multiple < 1:
-            raise ValueError(
-                f"segments are padded to a multiple of at least 1: found {multiple}"
-            )
+            raise ValueError(f"segments are padded to a multiple of at least 1: found {multiple}")
         padded = [-(-length // multiple) * multiple for length in lengths]
         rest = 0 if total is None else total - sum(padded)
         if rest < 0:
@@ -107,9 +97,7 @@ class SequenceLayout(Movable):
         return cls._build(1, [*lengths, *(0 for _ in trailing)], [*padded, *trailing])
 
     @classmethod
-    def _build(
-        cls, num_rows: int, lengths: Sequence[int], padded_lengths: Sequence[int]
-    ) -> Self:
+    def _build(cls, num_rows: int, lengths: Sequence[int], padded_lengths: Sequence[int]) -> Self:
         return cls(
             cu_seqlens=_offsets(lengths),
             cu_seqlens_padded=_offsets(padded_lengths),
@@ -146,9 +134,7 @@ class SequenceLayout(Movable):
 
     def per_token(self, values: Tensor) -> Tensor:
         """[T], each segment's entry of `values` [n] at every token of the segment."""
-        return values.repeat_interleave(
-            self.cu_seqlens_padded.diff(), output_size=self.total
-        )
+        return values.repeat_interleave(self.cu_seqlens_padded.diff(), output_size=self.total)
 
 
 def token_index(
@@ -209,8 +195,7 @@ def _zigzag(layout: SequenceLayout, cp_size: int, cp_rank: int) -> Tensor:
     skip = 2 * (cp_size - 1 - cp_rank) * chunk
     second = start[:-1] // cp_size + chunk
     shift, skip, second = (
-        values.repeat_interleave(2 * chunk, output_size=layout.total // cp_size)
-        for values in (shift, skip, second)
+        values.repeat_interleave(2 * chunk, output_size=layout.total // cp_size) for values in (shift, skip, second)
     )
     return slot + shift + torch.where(slot >= second, skip, 0)
 
@@ -227,9 +212,7 @@ def _check_offsets(name: str, offsets: Tensor, lengths: tuple[int, ...]) -> None
         )
     # On another device a comparison would make the host wait.
     if offsets.device.type == "cpu" and not torch.equal(offsets, _offsets(lengths)):
-        raise ValueError(
-            f"{name}: found {_brief(offsets.tolist())}, but the lengths are {_brief(lengths)}"
-        )
+        raise ValueError(f"{name}: found {_brief(offsets.tolist())}, but the lengths are {_brief(lengths)}")
 
 
 def _offsets(lengths: Sequence[int]) -> Tensor:

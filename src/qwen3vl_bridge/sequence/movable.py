@@ -29,6 +29,4 @@ class Movable:
             return value
 
         assert is_dataclass(self)
-        return replace(
-            self, **{f.name: move(getattr(self, f.name)) for f in fields(self)}
-        )
+        return replace(self, **{f.name: move(getattr(self, f.name)) for f in fields(self)})

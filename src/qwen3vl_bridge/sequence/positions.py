@@ -46,18 +46,14 @@ def mrope_positions(
         ValueError: if the tokens are not as many as the layout has, or vision tokens and grids disagree: in number,
             or because a picture's tokens are not one run inside one segment, or lie in padding.
     """
-    if (
-        input_ids.ndim != 2
-        or input_ids.shape[0] != layout.num_rows
-        or input_ids.numel() != layout.total
-    ):
+    if input_ids.ndim != 2 or input_ids.shape[0] != layout.num_rows or input_ids.numel() != layout.total:
         raise ValueError(
             f"input_ids: found {list(input_ids.shape)}, expected "
             f"[{layout.num_rows}, {layout.total // layout.num_rows}] as the layout has it"
         )
     ids, padding = input_ids.reshape(-1), layout.padding_mask()
     within = torch.zeros(3, layout.total, dtype=torch.int64)
-    advance = (~padding).long()
+    advance = torch.ones(layout.total, dtype=torch.int64)
     runs = {
         "image": (
             image_token_id,
@@ -91,17 +87,14 @@ def _places(sides: Tensor) -> Tensor:
     ends = lengths.cumsum(0)
     total = int(ends[-1])
     starts, height, width = (
-        values.repeat_interleave(lengths, output_size=total)
-        for values in (ends - lengths, sides[:, 1], sides[:, 2])
+        values.repeat_interleave(lengths, output_size=total) for values in (ends - lengths, sides[:, 1], sides[:, 2])
     )
     place = torch.arange(total) - starts
     row = place // width
     return torch.stack((row // height, row % height, place % width))
 
 
-def _check_runs(
-    kind: str, tokens: Tensor, sides: Tensor, layout: SequenceLayout, padding: Tensor
-) -> None:
+def _check_runs(kind: str, tokens: Tensor, sides: Tensor, layout: SequenceLayout, padding: Tensor) -> None:
     """Refuses vision tokens that are not one run for each picture; `tokens` [M] are their places, ascending."""
     lengths = sides.prod(-1)
     ends = lengths.cumsum(0)
@@ -109,15 +102,11 @@ def _check_runs(
     segment = torch.searchsorted(cu_seqlens, tokens, right=True) - 1
     if padding[tokens].any():
         wrong = int(padding[tokens].nonzero()[0])
-        raise ValueError(
-            f"segment {int(segment[wrong])}: {kind} token at {int(tokens[wrong])} lies in padding"
-        )
+        raise ValueError(f"segment {int(segment[wrong])}: {kind} token at {int(tokens[wrong])} lies in padding")
     complete = ends <= len(tokens)
     first, last = (ends - lengths)[complete], ends[complete] - 1
-    whole = (tokens[last] - tokens[first] == last - first) & (
-        segment[last] == segment[first]
-    )
-    if whole.all() and complete.all() and len(tokens) == int(lengths.sum()):
+    whole = (tokens[last] - tokens[first] == last - first) & (segment[last] == segment[first])
+    if whole.all() and len(tokens) == int(lengths.sum()):
         return
     good = int(whole.long().cumprod(0).sum())
     used = int(lengths[:good].sum())

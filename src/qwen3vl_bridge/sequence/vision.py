@@ -19,9 +19,7 @@ from .batch import VisionInputs
 from .grids import check_grids, frame_lengths
 
 
-def vision_slots(
-    input_ids: Tensor, image_token_id: int, video_token_id: int, num_image_tokens: int
-) -> Tensor:
+def vision_slots(input_ids: Tensor, image_token_id: int, video_token_id: int, num_image_tokens: int) -> Tensor:
     """Which row of the vision output each token takes.
 
     Args:
@@ -40,9 +38,7 @@ def vision_slots(
     image, video = ids == image_token_id, ids == video_token_id
     rank = image.cumsum(0)
     if int(rank[-1]) != num_image_tokens:
-        raise ValueError(
-            f"found {int(rank[-1])} image tokens, expected {num_image_tokens} for the images"
-        )
+        raise ValueError(f"found {int(rank[-1])} image tokens, expected {num_image_tokens} for the images")
     slots = torch.where(image, rank - 1, -1)
     return torch.where(video, video.cumsum(0) - 1 + num_image_tokens, slots)
 
@@ -54,8 +50,7 @@ def patch_positions(grids: Tensor, merge: int) -> Tensor:
     ends = lengths.cumsum(0)
     total = int(lengths.sum())
     starts, tokens_a_row = (
-        values.repeat_interleave(lengths, output_size=total)
-        for values in (ends - lengths, width // merge)
+        values.repeat_interleave(lengths, output_size=total) for values in (ends - lengths, width // merge)
     )
     place = torch.arange(total) - starts
     token, inner = place // merge**2, place % merge**2
@@ -78,11 +73,7 @@ def interpolation(grids: Tensor, side: int, merge: int) -> tuple[Tensor, Tensor]
     """
     sizes, which = grids[:, 1:].unique(return_inverse=True)
     axes = [_axis(int(size), side) for size in sizes.tolist()]
-    low, fraction = (
-        (torch.cat(parts) for parts in zip(*axes, strict=True))
-        if axes
-        else (torch.zeros(0),) * 2
-    )
+    low, fraction = (torch.cat(parts) for parts in zip(*axes, strict=True)) if axes else (torch.zeros(0),) * 2
     starts = (sizes.cumsum(0) - sizes)[which].repeat_interleave(grids[:, 0], dim=0)
     lengths = frame_lengths(grids)
     entry = patch_positions(grids, merge) + starts.repeat_interleave(lengths, dim=0)
@@ -91,9 +82,7 @@ def interpolation(grids: Tensor, side: int, merge: int) -> tuple[Tensor, Tensor]
         fraction[entry].unbind(-1),
     )
     bottom, far = (top + 1).clamp(max=side - 1), (left + 1).clamp(max=side - 1)
-    index = torch.stack(
-        (top * side + left, top * side + far, bottom * side + left, bottom * side + far)
-    )
+    index = torch.stack((top * side + left, top * side + far, bottom * side + left, bottom * side + far))
     up, near = 1 - down, 1 - right
     return index, torch.stack((up * near, up * right, down * near, down * right))
 
@@ -137,9 +126,7 @@ def make_vision_inputs(
     """
     side = isqrt(num_position_embeddings)
     if side * side != num_position_embeddings:
-        raise ValueError(
-            f"found {num_position_embeddings} position embeddings, expected a square number"
-        )
+        raise ValueError(f"found {num_position_embeddings} position embeddings, expected a square number")
     images = check_grids("image", image_grid_thw, spatial_merge_size)
     videos = check_grids("video", video_grid_thw, spatial_merge_size)
     parts = [
@@ -166,7 +153,5 @@ def _check_pixels(kind: str, pixels: Tensor | None, grids: Tensor) -> Tensor | N
     """The pixels if they are as many as the grids say; None where there are neither."""
     found, expected = 0 if pixels is None else len(pixels), int(grids.prod(-1).sum())
     if found != expected:
-        raise ValueError(
-            f"{kind} pixels: found {found} patches, expected {expected} for {len(grids)} {kind} grids"
-        )
+        raise ValueError(f"{kind} pixels: found {found} patches, expected {expected} for {len(grids)} {kind} grids")
     return pixels if expected else None

@@ -15,16 +15,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qwen3vl_bridge import mappings
+from qwen3vl_bridge.checkpoint.errors import CheckpointError
+from qwen3vl_bridge.provider import Qwen3VLModelProvider
+
 import torch
 import torch.distributed.checkpoint as dcp
 from megatron.bridge.training.config import ConfigContainer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
 from torch import Tensor
-
-from qwen3vl_bridge import mappings
-from qwen3vl_bridge.checkpoint.errors import CheckpointError
-from qwen3vl_bridge.provider import Qwen3VLModelProvider
 
 if TYPE_CHECKING:
     from qwen3vl_bridge.training.loop import Run
@@ -154,7 +154,7 @@ def save(folder: str | Path, run: Run) -> Path:
     if first:
         torch.save(run.progress.state_dict(), aside / _TRAIN_STATE)
         torch.save(_run_state(run), aside / _RUN_STATE)
-        run.cfg.to_yaml(str(aside / "run_config.yaml"))
+        (aside / "run_config.yaml").write_text(run.config_yaml)
         _copy_companions(run.cfg, aside)
         _put_in_place(folder, aside, final, step)
     torch.distributed.barrier()

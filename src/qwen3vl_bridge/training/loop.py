@@ -18,20 +18,22 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from qwen3vl_bridge.parallel import sum_over_data_parallel
+from qwen3vl_bridge.training import checkpoint
+from qwen3vl_bridge.training.process_group import initialize
+from qwen3vl_bridge.training.progress import Progress
+from qwen3vl_bridge.training.step import forward_step
+
 import torch
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.optim import setup_optimizer
 from megatron.bridge.training.state import GlobalState, TrainState
+from megatron.bridge.utils.yaml_utils import dump_dataclass_to_yaml
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
-
-from qwen3vl_bridge.training import checkpoint
-from qwen3vl_bridge.training.process_group import initialize
-from qwen3vl_bridge.training.progress import Progress
-from qwen3vl_bridge.training.step import forward_step
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +49,7 @@ class Run:
     scheduler: OptimizerParamScheduler
     stream: object
     groups: ProcessGroupCollection
+    config_yaml: str  # as the recipe has it, before this loop replaces what needs CUDA
 
     @property
     def progress(self) -> TrainState:
@@ -87,6 +90,7 @@ def set_up(cfg: ConfigContainer) -> Run:
     """
     _refuse_model_parallelism(cfg)
     cfg.validate()
+    config_yaml = dump_dataclass_to_yaml(cfg.to_dict())
     _without_sharding(cfg)
     groups = initialize(cfg.model, cfg.rng.seed)
     model = cfg.model.provide_distributed_model(
@@ -99,7 +103,7 @@ def set_up(cfg: ConfigContainer) -> Run:
     state = GlobalState()
     state.cfg, state._train_state = cfg, TrainState()
     stream = cfg.dataset.stream("train", dp_rank=groups.dp.rank(), dp_size=groups.dp.size())
-    run = Run(cfg, state, model, optimizer, scheduler, stream, groups)
+    run = Run(cfg, state, model, optimizer, scheduler, stream, groups, config_yaml)
     _log_trainable_parameters(model)
     resumed = cfg.checkpoint.load and checkpoint.latest(cfg.checkpoint.load)
     if resumed:
@@ -128,9 +132,7 @@ def _forward_backward(run: Run, batches: Iterator, microbatches: int, *, forward
         forward_only=forward_only,
         pg_collection=run.groups,
     )
-    total = torch.stack([report["lm loss"].double() for report in reports]).sum(0)
-    torch.distributed.all_reduce(total, group=run.groups.dp_cp)
-    return total
+    return sum_over_data_parallel(torch.stack([report["lm loss"].double() for report in reports]).sum(0), run.groups)
 
 
 def train_step(run: Run) -> dict[str, float]:
@@ -205,7 +207,11 @@ def _recorder(cfg: ConfigContainer, log: list, step: int) -> Callable[[dict[str,
     if path is not None and torch.distributed.get_rank() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Steps after the checkpoint that is resumed from are done again.
-        kept = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= step] if path.exists() else []
+        kept = (
+            [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= step]
+            if path.exists()
+            else []
+        )
         path.write_text("".join(line + "\n" for line in kept))
 
     def record(entry: dict[str, float]) -> None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from qwen3vl_bridge.parallel import sequence_ranks
+from qwen3vl_bridge.sequence import PackedBatch
+
 import torch
 from megatron.bridge.training.losses import create_masked_next_token_loss_function
 from megatron.bridge.training.state import GlobalState
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
-
-from qwen3vl_bridge.parallel import sequence_ranks
-from qwen3vl_bridge.sequence import PackedBatch
 
 
 def forward_step(
@@ -39,7 +39,9 @@ def forward_step(
         NotImplementedError: a schedule plan is asked for.
     """
     if return_schedule_plan:
-        raise NotImplementedError("overlap_moe_expert_parallel_comm is on; this model has no schedule plan, turn it off")
+        raise NotImplementedError(
+            "overlap_moe_expert_parallel_comm is on; this model has no schedule plan, turn it off"
+        )
     groups = get_attr_wrapped_model(model, "pg_collection")
     inputs = next(data_iterator).local(**sequence_ranks(get_model_config(model), groups))
     inputs = inputs.to(next(model.parameters()).device, non_blocking=True)

@@ -1,0 +1,125 @@
+"""A tiny random Qwen3-VL checkpoint with every part of the released architecture, and its processor.
+
+What lives here: the example's model config and the folder on disk. What may not: tokens and pixels (`processor.py`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from .processor import MERGE, PATCH, TEMPORAL_PATCH, make_processor
+
+VOCAB_SIZE = 512  # more rows than the tokenizer has tokens, as in the released checkpoints
+
+
+def make_config(tokenizer: PreTrainedTokenizerBase, *, tied: bool = False) -> Qwen3VLConfig:
+    """Build the tiny config: interleaved mRoPE, qk-norm, grouped queries, SwiGLU, three DeepStack taps.
+
+    Nearly all widths differ, so that a tensor in the wrong place has the wrong shape too.
+
+    Args:
+        tokenizer: the tokenizer whose special token ids the config names.
+        tied: whether the output layer is the input embedding, as in the released 2B and 4B.
+
+    Returns:
+        A config in float32.
+    """
+    bos, eos, image, video, vision_start, vision_end = tokenizer.convert_tokens_to_ids(
+        ["<|endoftext|>", "<|im_end|>", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
+    )
+    text = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 80,
+        "intermediate_size": 224,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "initializer_range": 0.05,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 5_000_000,
+            "mrope_interleaved": True,
+            "mrope_section": [6, 5, 5],
+        },
+        "bos_token_id": bos,
+        "eos_token_id": eos,
+        "tie_word_embeddings": tied,
+        "dtype": "float32",
+    }
+    vision = {
+        "depth": 4,
+        "hidden_size": 64,
+        "intermediate_size": 176,
+        "num_heads": 4,
+        "patch_size": PATCH,
+        "temporal_patch_size": TEMPORAL_PATCH,
+        "spatial_merge_size": MERGE,
+        "out_hidden_size": text["hidden_size"],
+        "num_position_embeddings": 36,
+        "deepstack_visual_indexes": [0, 1, 2],
+        "initializer_range": 0.05,
+        "dtype": "float32",
+    }
+    return Qwen3VLConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=image,
+        video_token_id=video,
+        vision_start_token_id=vision_start,
+        vision_end_token_id=vision_end,
+        tie_word_embeddings=tied,
+        dtype="float32",
+    )
+
+
+def make_model(config: Qwen3VLConfig, *, seed: int = 0) -> Qwen3VLForConditionalGeneration:
+    """Build the model with random weights, float32.
+
+    Norms and biases get a little noise: at one and zero, two of them mixed up would go unnoticed in a conversion.
+
+    Args:
+        config: the model's config.
+        seed: seed of the weights. The global random state is left as it was.
+
+    Returns:
+        The model in eval mode.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3VLForConditionalGeneration(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 1:
+                    parameter.add_(torch.randn_like(parameter), alpha=0.02)
+    return model.eval()
+
+
+def make_checkpoint(folder: str | Path, *, seed: int = 0, tied: bool = False) -> Path:
+    """Save a tiny random Qwen3-VL and its processor as a Hugging Face folder.
+
+    Args:
+        folder: where to write; made if it is not there.
+        seed: seed of the weights.
+        tied: whether the output layer is the input embedding.
+
+    Returns:
+        The folder.
+    """
+    folder = Path(folder)
+    processor = make_processor(VOCAB_SIZE)
+    config = make_config(processor.tokenizer, tied=tied)
+    model = make_model(config, seed=seed)
+    bos, eos = config.text_config.bos_token_id, config.text_config.eos_token_id
+    model.generation_config = GenerationConfig(
+        do_sample=False, bos_token_id=bos, eos_token_id=[eos, bos], pad_token_id=bos
+    )
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder

@@ -1,0 +1,144 @@
+"""The main job, end to end: convert, fine-tune, export, generate.
+
+    python examples/digits/demo.py [--hf-model FOLDER] [--work-dir FOLDER]
+
+Makes a tiny Qwen3-VL checkpoint (or takes yours), converts it for Megatron, fine-tunes it on scanned handwritten
+digits, exports it, and lets stock transformers read digits it has never seen.
+
+What lives here: the order of the steps and the table at the end. What may not: a step's own work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import shutil
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # examples and recipes stand beside the package
+
+GOAL = 0.95
+_MADE_HERE = ".made_by_the_digits_demo"
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hf-model", type=Path, help="a Qwen3-VL checkpoint of yours; default: a tiny random one")
+    parser.add_argument("--work-dir", type=Path, default=Path("out/digits"), help="default: %(default)s")
+    parser.add_argument("overrides", nargs="*", metavar="SETTING=VALUE", help="settings that differ from the recipe")
+    args = parser.parse_args(arguments)
+    if args.hf_model is not None and not (args.hf_model / "config.json").is_file():
+        parser.error(f"--hf-model is {args.hf_model}, expected a folder with a config.json")
+    if args.work_dir.exists() and not (args.work_dir / _MADE_HERE).exists() and any(args.work_dir.iterdir()):
+        parser.error(f"--work-dir {args.work_dir} holds other things; give a new folder")
+    return args
+
+
+class Report:
+    """The rows of the table: what was made where, and how long it took."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[str, str, str]] = []
+        self.started = time.perf_counter()
+
+    @contextmanager
+    def step(self, title: str, made: Path | str) -> Iterator[None]:
+        """Announce a step and time it."""
+        print(f"\n=== {len(self.rows) + 1}. {title}", flush=True)
+        started = time.perf_counter()
+        yield
+        self.rows.append((title, str(made), f"{time.perf_counter() - started:.0f} s"))
+
+    def show(self, results: list[tuple[str, str]]) -> None:
+        """Print the table."""
+        from rich.console import Console
+        from rich.table import Table
+
+        steps = Table("step", "made", "time", title="What was made where")
+        for row in self.rows:
+            steps.add_row(*row)
+        steps.add_row("all", "", f"{time.perf_counter() - self.started:.0f} s")
+        outcome = Table("result", "value", title="What came out")
+        for row in results:
+            outcome.add_row(*row)
+        console = Console()
+        console.print(steps)
+        console.print(outcome)
+
+
+def command(script: str, *arguments: str | Path) -> None:
+    """Run one of the project's own commands as a person would, and show it."""
+    words = [script, *map(str, arguments)]
+    print("$ python " + " ".join(words), flush=True)
+    done = subprocess.run([sys.executable, str(ROOT / script), *words[1:]])
+    if done.returncode != 0:
+        sys.exit(f"error: {script} ended with status {done.returncode}")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run all steps; ends with status 1 if the goal is missed."""
+    args = parse(arguments)
+    warnings.simplefilter("ignore")
+    for name in ("megatron", "transformers"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    from examples.digits import report as digits_report
+    from examples.digits.checkpoint import make_checkpoint
+    from examples.digits.dataset import make_dataset
+
+    work = args.work_dir
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    (work / _MADE_HERE).touch()
+    source = args.hf_model or work / "hf"
+    data, megatron, run, export = work / "data", work / "megatron", work / "run", work / "hf_finetuned"
+    test, report = data / "test.jsonl", Report()
+
+    if args.hf_model is None:
+        with report.step("make a tiny Qwen3-VL and its processor", source):
+            make_checkpoint(source)
+    with report.step("make conversations about scanned digits", data):
+        make_dataset(data)
+    with report.step("answers before training", "-"):
+        before = digits_report.answer(source, test)
+    with report.step("convert to a Megatron-FSDP checkpoint", megatron):
+        command("conversion/convert.py", "import", "--hf-model", source, "--megatron-path", megatron)
+    with report.step("fine-tune", run):
+        paths = ("--hf-path", source, "--data-path", data, "--megatron-path", megatron, "--save", run)
+        command("recipes/finetune.py", *paths, *args.overrides)
+    with report.step("convert to Hugging Face", export):
+        command("conversion/convert.py", "export", "--megatron-path", run, "--hf-path", export)
+    with report.step("answers after training", work / "answers.png"):
+        after = digits_report.answer(export, test)
+        digits_report.answer_sheet(after, work / "answers.png")
+    with report.step("loss curve", work / "loss.png"):
+        log = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        digits_report.loss_curve(log, work / "loss.png")
+    with report.step("compare Megatron and transformers", "-"):
+        from examples.digits.compare import logits_difference
+
+        difference, scale = logits_difference(run, export, test)
+
+    accuracy = digits_report.accuracy(after)
+    report.show(
+        [
+            ("held-out pictures", str(len(after))),
+            ("accuracy before", f"{digits_report.accuracy(before):.1%}"),
+            ("accuracy after (stock transformers on the export)", f"{accuracy:.1%}"),
+            ("largest logits difference, Megatron and transformers", f"{difference:.1e} (largest logit {scale:.1f})"),
+        ]
+    )
+    if accuracy < GOAL:
+        sys.exit(f"the accuracy is {accuracy:.1%}, the goal {GOAL:.0%}")
+
+
+if __name__ == "__main__":
+    main()
