@@ -48,22 +48,22 @@ def qwen3_vl_digits_sft_config(
             seed=1234,
         ),
         # A microbatch is one packed row.
-        train=TrainingConfig(micro_batch_size=1, global_batch_size=4, train_iters=400),
-        validation=ValidationConfig(eval_interval=100, eval_iters=1),
+        train=TrainingConfig(micro_batch_size=1, global_batch_size=2, train_iters=400),
+        validation=ValidationConfig(eval_interval=100, eval_iters=10),
         optimizer=OptimizerConfig(
             optimizer="adam",
-            lr=2e-3,
-            min_lr=2e-5,
-            weight_decay=0.05,
+            lr=3e-3,
+            min_lr=0.0,
+            weight_decay=0.1,
             adam_beta1=0.9,
-            adam_beta2=0.98,
+            adam_beta2=0.95,
             clip_grad=1.0,
             bf16=model.bf16,
             params_dtype=model.params_dtype,
             use_distributed_optimizer=True,
         ),
         scheduler=SchedulerConfig(
-            lr_decay_style="cosine", lr_warmup_iters=40, start_weight_decay=0.05, end_weight_decay=0.05
+            lr_decay_style="cosine", lr_warmup_iters=40, start_weight_decay=0.1, end_weight_decay=0.1
         ),
         ddp=DistributedDataParallelConfig(
             use_megatron_fsdp=True,

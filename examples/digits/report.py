@@ -49,7 +49,9 @@ def _questions(path: Path) -> list[tuple[list[dict], Answer]]:
         for part in pictures:
             part["image"] = str(path.parent / part["image"])
         if not pictures or reply["role"] != "assistant":
-            raise ValueError(f"{path}: {line}: expected a picture in the question, and an assistant's answer at the end")
+            raise ValueError(
+                f"{path}: {line}: expected a picture in the question, and an assistant's answer at the end"
+            )
         questions.append((prompt, Answer(Path(pictures[0]["image"]), _text(reply["content"]), "")))
     return questions
 
@@ -113,7 +115,7 @@ def _pictures(figure: SubFigure, title: str, answers: Sequence[Answer]) -> None:
     figure.suptitle(title, x=0.012, ha="left", fontsize=11, color=GRAY)
     rows = -(-len(answers) // COLUMNS)
     for place, axes in enumerate(figure.subplots(rows, COLUMNS, squeeze=False).flat):
-        axes.set(xticks=[], yticks=[])
+        axes.set(xticks=[], yticks=[], anchor="N")
         if place >= len(answers):
             axes.set_visible(False)
             continue
@@ -127,8 +129,10 @@ def _pictures(figure: SubFigure, title: str, answers: Sequence[Answer]) -> None:
 def answer_sheet(answers: Sequence[Answer], path: str | Path, *, most: int = COLUMNS * ROWS) -> None:
     """Draw pictures with the model's answers under them; wrong ones are red, with the truth beside them.
 
+    The first answers come first; below them all wrong ones, unless nothing above is right.
+
     Args:
-        answers: all answers; the first ones are drawn, and below them the wrong ones of all.
+        answers: all answers.
         path: the PNG file to write.
         most: how many pictures to draw in each of the two parts.
     """
@@ -136,10 +140,10 @@ def answer_sheet(answers: Sequence[Answer], path: str | Path, *, most: int = COL
     wrong = [one for one in answers if not one.right]
     first = answers[:most]
     parts = [(f"The first {len(first)}, each with the model's answer", first)]
-    if wrong:
+    if wrong and any(one.right for one in first):
         which = f"The first {most} of {len(wrong)}" if len(wrong) > most else f"All {len(wrong)}"
         parts.append((f"{which} it got wrong", wrong[:most]))
-    heights = [0.45 + 1.05 * -(-len(shown) // COLUMNS) for _, shown in parts]
+    heights = [0.3 + 1.05 * -(-len(shown) // COLUMNS) for _, shown in parts]
     figure = Figure(figsize=(COLUMNS * 0.9, sum(heights) + 0.5), dpi=110, layout="constrained")
     figure.suptitle(
         f"Held-out pictures: {right} of {len(answers)} right ({accuracy(answers):.1%})", x=0.012, ha="left", fontsize=15

@@ -1,0 +1,147 @@
+"""The digits example's checkpoint and processor: a real Qwen3-VL in small."""
+
+from __future__ import annotations
+
+import json
+from math import isqrt
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoProcessor, Qwen3VLForConditionalGeneration, Qwen3VLProcessor
+
+from examples.digits.checkpoint import make_checkpoint
+from examples.digits.dataset import conversation
+
+PROMPT = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>Which digit is this?<|im_end|>\n"
+
+
+@pytest.fixture(scope="module")
+def processor(untied_folder):
+    return AutoProcessor.from_pretrained(untied_folder)
+
+
+def test_every_part_of_the_architecture_is_there(untied_folder):
+    model, loading = Qwen3VLForConditionalGeneration.from_pretrained(untied_folder, output_loading_info=True)
+    assert not any(loading.values())
+    text, vision = model.config.text_config, model.config.vision_config
+    assert len(model.model.visual.deepstack_merger_list) == 3 == len(set(vision.deepstack_visual_indexes))
+    assert vision.depth >= 4
+    assert max(vision.deepstack_visual_indexes) < vision.depth - 1  # the last block feeds the merger
+    assert isqrt(vision.num_position_embeddings) ** 2 == vision.num_position_embeddings
+    assert (vision.patch_size, vision.temporal_patch_size, vision.spatial_merge_size) == (16, 2, 2)
+    assert vision.out_hidden_size == text.hidden_size
+    assert 1 < text.num_key_value_heads < text.num_attention_heads
+    assert text.rope_parameters["mrope_interleaved"]
+    assert sum(text.rope_parameters["mrope_section"]) == text.head_dim // 2
+    attention = model.model.language_model.layers[0].self_attn
+    assert attention.q_norm.weight.shape == attention.k_norm.weight.shape == (text.head_dim,)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert model.lm_head.weight is not model.model.language_model.embed_tokens.weight
+
+
+def test_no_norm_is_all_ones_and_no_bias_all_zeros(untied_folder):
+    for name, tensor in load_file(untied_folder / "model.safetensors").items():
+        assert tensor.unique().numel() > 1, name
+
+
+def test_tied_checkpoint_has_no_output_layer(tmp_path):
+    tensors = load_file(make_checkpoint(tmp_path, tied=True) / "model.safetensors")
+    assert AutoConfig.from_pretrained(tmp_path).tie_word_embeddings
+    assert "lm_head.weight" not in tensors
+
+
+def test_checkpoint_depends_on_its_seed_alone(untied_folder, tmp_path):
+    state = torch.get_rng_state()
+    again, other = make_checkpoint(tmp_path / "again", seed=1), make_checkpoint(tmp_path / "other", seed=2)
+    assert torch.equal(torch.get_rng_state(), state)
+    for path in untied_folder.iterdir():
+        assert (again / path.name).read_bytes() == path.read_bytes(), path.name
+    assert (other / "model.safetensors").read_bytes() != (untied_folder / "model.safetensors").read_bytes()
+    assert (other / "tokenizer.json").read_bytes() == (untied_folder / "tokenizer.json").read_bytes()
+
+
+# The processor
+
+
+def test_token_ids_of_config_and_tokenizer_agree(untied_folder, processor):
+    tokenizer, config = processor.tokenizer, AutoConfig.from_pretrained(untied_folder)
+    expected = {
+        "<|endoftext|>": config.text_config.bos_token_id,
+        "<|im_end|>": config.text_config.eos_token_id,
+        "<|image_pad|>": config.image_token_id,
+        "<|video_pad|>": config.video_token_id,
+        "<|vision_start|>": config.vision_start_token_id,
+        "<|vision_end|>": config.vision_end_token_id,
+    }
+    assert {token: tokenizer.convert_tokens_to_ids(token) for token in expected} == expected
+    assert (processor.image_token_id, processor.video_token_id) == (config.image_token_id, config.video_token_id)
+    assert (tokenizer.eos_token, tokenizer.pad_token, tokenizer.bos_token) == ("<|im_end|>", "<|endoftext|>", None)
+    assert len(tokenizer) <= config.text_config.vocab_size
+    generation = json.loads((untied_folder / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == [expected["<|im_end|>"], expected["<|endoftext|>"]]
+    assert generation["do_sample"] is False
+
+
+def test_special_tokens_have_the_released_order(processor):
+    released = {"<|endoftext|>": 151643, "<|im_end|>": 151645, "<|vision_start|>": 151652, "<|image_pad|>": 151655}
+    released |= {"<|video_pad|>": 151656, "<tool_call>": 151657, "<think>": 151667, "</think>": 151668}
+    first = processor.tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    for token, number in released.items():
+        assert processor.tokenizer.convert_tokens_to_ids(token) - first == number - 151643, token
+
+
+@pytest.mark.parametrize(
+    "text", ["Which digit is this? 42\n", "Grüße, 你好 🙂\t\r\n  x", "<think>\n\n</think>7<|im_end|>"]
+)
+def test_tokenizer_gives_text_back(processor, text):
+    assert processor.tokenizer.decode(processor.tokenizer(text)["input_ids"]) == text
+
+
+def test_each_digit_is_one_token(processor):
+    tokens = processor.tokenizer([str(digit) for digit in range(10)])["input_ids"]
+    assert len({token for [token] in tokens}) == 10
+
+
+def test_chat_template_renders_the_qwen_turns(processor):
+    messages = conversation("7.png", "7")["messages"]
+    answer = "<|im_start|>assistant\n7<|im_end|>\n"
+    assert processor.apply_chat_template(messages) == PROMPT + answer
+    assert processor.apply_chat_template(messages[:1], add_generation_prompt=True) == PROMPT + "<|im_start|>assistant\n"
+    video = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "video", "video": "a.mp4"}, {"type": "text", "text": "What?"}]},
+    ]
+    assert processor.apply_chat_template(video) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n"
+        "<|im_start|>user\n<|vision_start|><|video_pad|><|vision_end|>What?<|im_end|>\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("message", "named"),
+    [({"role": "robot", "content": "7"}, "role robot"), ({"role": "user", "content": [{"type": "smell"}]}, "smell")],
+)
+def test_chat_template_refuses_what_it_does_not_know(processor, message, named):
+    with pytest.raises(Exception, match=f"{named}, expected"):
+        processor.apply_chat_template([message])
+
+
+@pytest.mark.parametrize(("width", "height"), [(64, 64), (96, 64), (70, 130), (8, 8), (2000, 1000)])
+def test_image_tokens_are_a_quarter_of_the_patches(processor, width, height):
+    assert isinstance(processor, Qwen3VLProcessor)
+    inputs = processor(text=[PROMPT], images=[Image.new("RGB", (width, height))], return_tensors="pt")
+    patches = int(inputs["image_grid_thw"].prod())
+    assert inputs["pixel_values"].shape == (patches, 3 * 2 * 16 * 16)
+    assert int((inputs["input_ids"] == processor.image_token_id).sum()) * 4 == patches <= 256
+
+
+def test_video_tokens_are_a_quarter_of_the_patches(processor):
+    frames = np.zeros((5, 64, 96, 3), dtype=np.uint8)
+    text = "<|vision_start|><|video_pad|><|vision_end|>"
+    metadata = [{"fps": 2.0, "total_num_frames": 5, "duration": 2.5}]
+    inputs = processor(text=[text], videos=[frames], video_metadata=metadata, return_tensors="pt")
+    assert inputs["video_grid_thw"].tolist() == [[3, 4, 6]]
+    assert int((inputs["input_ids"] == processor.video_token_id).sum()) * 4 == 3 * 4 * 6
