@@ -11,9 +11,7 @@ What lives here: the command line. What may not: settings of a run (they are the
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
-import warnings
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,33 +40,40 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def quiet() -> None:
-    """Keep Megatron's lists of parameters and import notes off a person's screen."""
-    warnings.simplefilter("ignore")
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    for name in ("megatron", "transformers"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    logging.getLogger("qwen3vl_bridge").setLevel(logging.INFO)
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Build the recipe's configuration, change what the command line says, train."""
     args = parse(arguments)
     if not args.verbose:
+        from qwen3vl_bridge.logs import quiet
+
         quiet()
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))  # recipes stand beside the package
-    import qwen3vl_bridge
-    from qwen3vl_bridge.checkpoint.errors import CheckpointError
+    try:
+        run(args)
+    except (ValueError, AssertionError) as error:  # Megatron-Bridge asserts what it expects of a configuration
+        if args.verbose:
+            raise
+        sys.exit(f"error: {error}\n(--verbose shows where)")
 
+
+def run(args: argparse.Namespace) -> None:
+    """Train as the command line says."""
+    import qwen3vl_bridge
+    from qwen3vl_bridge.checkpoint.hf_config import ModelConfig
+
+    ModelConfig(args.hf_path)  # refuses another model's folder before Megatron is imported, which takes a while
     import torch
-    from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
+    from megatron.bridge.training.utils.omegaconf_utils import OverridesError, process_config_with_overrides
 
     from recipes import digits
 
     recipe = getattr(digits, args.recipe)
     cfg = recipe(hf_path=args.hf_path, data_path=args.data_path, megatron_path=args.megatron_path, save=args.save)
-    cfg = process_config_with_overrides(cfg, cli_overrides=args.overrides or None)
+    try:
+        cfg = process_config_with_overrides(cfg, cli_overrides=args.overrides or None)
+    except OverridesError as error:
+        raise ValueError(str(error)) from error
     if torch.cuda.is_available():
         from megatron.bridge.training.finetune import finetune
 
@@ -79,8 +84,6 @@ def main(arguments: list[str] | None = None) -> None:
 
     try:
         train(cfg)
-    except (CheckpointError, ValueError) as error:
-        sys.exit(f"error: {error}")
     finally:
         shutdown()
 

@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import shutil
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -87,9 +85,9 @@ def command(script: str, *arguments: str | Path) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Run all steps; ends with status 1 if the goal is missed."""
     args = parse(arguments)
-    warnings.simplefilter("ignore")
-    for name in ("megatron", "transformers"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    from qwen3vl_bridge.logs import quiet
+
+    quiet()
     from examples.digits import report as digits_report
     from examples.digits.checkpoint import make_checkpoint
     from examples.digits.dataset import make_dataset

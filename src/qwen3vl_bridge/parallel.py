@@ -32,3 +32,8 @@ def sum_over_data_parallel(values: Tensor, groups: ProcessGroupCollection) -> Te
     """Add up `values` of all ranks that see different tokens, in place."""
     torch.distributed.all_reduce(values, group=groups.dp_cp)
     return values
+
+
+def wait_for_all() -> None:
+    """Return when every process is here."""
+    torch.distributed.barrier()

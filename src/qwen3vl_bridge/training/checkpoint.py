@@ -1,14 +1,15 @@
 """Training checkpoints: weights, optimizer, schedule, random state and data position, in the fsdp_dtensor layout.
 
-What lives here: which tensors and states a run has and how they are named on disk, and putting a finished checkpoint
-in place. What may not: conversion from and to Hugging Face (`qwen3vl_bridge.checkpoint`).
+What lives here: which tensors and states a run has, and what they are called on disk. What may not: names of files and
+how a folder comes into being (`qwen3vl_bridge.checkpoint`).
 
-A folder is written beside its place under a hidden name, and moved there when it is whole; only then do the tracker
-files name it. So what is named is complete, whenever the process dies.
+The ranks of the small loop all hold the same, so the first one writes. A folder is written beside its place and moved
+there when it is whole; only then do the tracker files name it.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -16,12 +17,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qwen3vl_bridge import mappings
+from qwen3vl_bridge.checkpoint.dcp_metadata import read_metadata
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
+from qwen3vl_bridge.checkpoint.megatron_folder import (
+    BYTE_ITEMS,
+    HF_FILES,
+    LATEST_TRAIN_STATE,
+    RUN_CONFIG,
+    TRACKER,
+    TRAIN_STATE,
+    find_iteration,
+    iteration_folder,
+    key_of,
+)
+from qwen3vl_bridge.checkpoint.staging import staged
+from qwen3vl_bridge.parallel import wait_for_all
 from qwen3vl_bridge.provider import Qwen3VLModelProvider
 
 import torch
 import torch.distributed.checkpoint as dcp
-from megatron.bridge.training.config import ConfigContainer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
 from torch import Tensor
@@ -29,12 +43,11 @@ from torch import Tensor
 if TYPE_CHECKING:
     from qwen3vl_bridge.training.loop import Run
 
-_TRACKER = "latest_checkpointed_iteration.txt"
-_TRAIN_STATE = "train_state.pt"
-_LATEST_TRAIN_STATE = "latest_train_state.pt"
+logger = logging.getLogger(__name__)
+
+# What Megatron's formats have no place for.
 _RUN_STATE = "run_state.pt"
-# Folders and files that go along from the checkpoint training started with, so that an export finds them.
-_COMPANIONS = ("hf",)
+_OPTIMIZER = "optimizer.state.module.module.module."
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -67,7 +80,7 @@ def _parts(row: mappings.Row, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 def _weights(model: list[torch.nn.Module]) -> dict[str, Tensor]:
     """Every weight as stored, in float32 where the optimizer keeps such a copy. Views: loading fills the model."""
     return {
-        f"model.module.{name}": part
+        key_of(name): part
         for row, parameter in _named_parameters(model)
         for name, part in _parts(row, getattr(parameter, "main_param", parameter).detach())
     }
@@ -85,7 +98,7 @@ def _moments(run: Run) -> dict[str, Tensor]:
         for moment in _MOMENTS:
             values = state[main].setdefault(moment, torch.zeros_like(main, dtype=torch.float32))
             for name, part in _parts(row, values):
-                tensors[f"optimizer.state.module.module.module.{name}.{moment}"] = part
+                tensors[f"{_OPTIMIZER}{name}.{moment}"] = part
     return tensors
 
 
@@ -117,20 +130,13 @@ def _restore_run_state(run: Run, saved: dict) -> None:
 
 
 def latest(folder: str | Path) -> Path | None:
-    """The newest complete checkpoint of a run, or None where there is none yet.
+    """The newest checkpoint of a run, or None where there is none yet.
 
     Raises:
         CheckpointError: the tracker names a checkpoint that is not there.
     """
     folder = Path(folder)
-    tracker = folder / _TRACKER
-    if not tracker.exists():
-        return None
-    text = tracker.read_text().strip()
-    found = folder / f"iter_{int(text):07d}" if text.isdigit() else None
-    if found is None or not (found / ".metadata").exists():
-        raise CheckpointError(f"{tracker} says {text!r}, expected the number of a checkpoint in {folder}")
-    return found
+    return find_iteration(folder) if (folder / TRACKER).exists() else None
 
 
 def save(folder: str | Path, run: Run) -> Path:
@@ -143,41 +149,27 @@ def save(folder: str | Path, run: Run) -> Path:
         The checkpoint's folder.
     """
     folder, step = Path(folder), run.progress.step
-    final, aside = folder / f"iter_{step:07d}", folder / f".iter_{step:07d}.unfinished"
-    first = torch.distributed.get_rank() == 0
-    if first:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-    torch.distributed.barrier()
-    constants = {"checkpoint_version": 3.0, "iteration": step, "args": None}
-    dcp.save({**_weights(run.model), **_moments(run), **constants}, checkpoint_id=aside)
-    if first:
-        torch.save(run.progress.state_dict(), aside / _TRAIN_STATE)
-        torch.save(_run_state(run), aside / _RUN_STATE)
-        (aside / "run_config.yaml").write_text(run.config_yaml)
-        _copy_companions(run.cfg, aside)
-        _put_in_place(folder, aside, final, step)
-    torch.distributed.barrier()
+    final = iteration_folder(folder, step)
+    if torch.distributed.get_rank() == 0:
+        # One of this step is there where a run was resumed from before it; it is replaced in one move.
+        with staged(final, logger.info, replace=True) as aside:
+            _write(aside, run)
+        _replace(folder / LATEST_TRAIN_STATE, (final / TRAIN_STATE).read_bytes())
+        _replace(folder / TRACKER, str(step).encode())
+    wait_for_all()
     return final
 
 
-def _copy_companions(cfg: ConfigContainer, aside: Path) -> None:
-    source = cfg.checkpoint.pretrained_checkpoint
-    for name in _COMPANIONS if source else ():
-        found = _iteration(Path(source)) / name
-        if found.exists():
-            shutil.copytree(found, aside / name)
-
-
-def _put_in_place(folder: Path, aside: Path, final: Path, step: int) -> None:
-    for file in aside.rglob("*"):
-        if file.is_file():
-            with file.open("rb") as opened:
-                os.fsync(opened.fileno())
-    shutil.rmtree(final, ignore_errors=True)  # of this step, from a run that was resumed from before it
-    aside.rename(final)
-    _replace(folder / _LATEST_TRAIN_STATE, (final / _TRAIN_STATE).read_bytes())
-    _replace(folder / _TRACKER, str(step).encode())
+def _write(folder: Path, run: Run) -> None:
+    byte_items = {**BYTE_ITEMS, "iteration": run.progress.step}
+    dcp.save({**_weights(run.model), **_moments(run), **byte_items}, checkpoint_id=folder, no_dist=True)
+    torch.save(run.progress.state_dict(), folder / TRAIN_STATE)
+    torch.save(_run_state(run), folder / _RUN_STATE)
+    (folder / RUN_CONFIG).write_text(run.config_yaml)
+    # Config, tokenizer and processor go along, so that an export needs nothing else.
+    pretrained = run.cfg.checkpoint.pretrained_checkpoint
+    if pretrained and (source := find_iteration(Path(pretrained)) / HF_FILES).exists():
+        shutil.copytree(source, folder / HF_FILES)
 
 
 def _replace(path: Path, content: bytes) -> None:
@@ -187,16 +179,6 @@ def _replace(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     aside.rename(path)
-
-
-def _iteration(folder: Path) -> Path:
-    """A checkpoint's own folder, given that or its run's."""
-    if (folder / ".metadata").exists():
-        return folder
-    found = latest(folder) if folder.is_dir() else None
-    if found is None:
-        raise CheckpointError(f"{folder} is no fsdp_dtensor checkpoint: it has neither .metadata nor {_TRACKER}")
-    return found
 
 
 def load_weights(folder: str | Path, model: list[torch.nn.Module]) -> None:
@@ -209,16 +191,16 @@ def load_weights(folder: str | Path, model: list[torch.nn.Module]) -> None:
     Raises:
         CheckpointError: a weight is missing, extra or of another shape; all are listed.
     """
-    _load_tensors(_iteration(Path(folder)), _weights(model), prefix="model.")
+    _load_tensors(find_iteration(Path(folder)), _weights(model), prefix=key_of(""))
     _copy_to_parameters(model)
 
 
 def load(folder: Path, run: Run) -> None:
     """Continue a run from one of its checkpoints: weights, optimizer, schedule, random state, data position."""
-    _load_tensors(folder, {**_weights(run.model), **_moments(run)}, prefix=("model.", "optimizer."))
+    _load_tensors(folder, {**_weights(run.model), **_moments(run)}, prefix=(key_of(""), _OPTIMIZER))
     _copy_to_parameters(run.model)
     _restore_run_state(run, torch.load(folder / _RUN_STATE, weights_only=True))
-    run.progress.load_state_dict(torch.load(folder / _TRAIN_STATE, weights_only=True))
+    run.progress.load_state_dict(torch.load(folder / TRAIN_STATE, weights_only=True))
 
 
 def _copy_to_parameters(model: list[torch.nn.Module]) -> None:
@@ -229,20 +211,17 @@ def _copy_to_parameters(model: list[torch.nn.Module]) -> None:
 
 
 def _load_tensors(folder: Path, tensors: dict[str, Tensor], prefix: str | tuple[str, ...]) -> None:
-    reader = dcp.FileSystemReader(folder)
-    stored = {
-        name: tuple(entry.size)
-        for name, entry in reader.read_metadata().state_dict_metadata.items()
-        if name.startswith(prefix) and hasattr(entry, "size")
-    }
-    wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    problems = [f"missing: {name} {list(wanted[name])}" for name in sorted(wanted.keys() - stored.keys())]
-    problems += [f"unexpected: {name} {list(stored[name])}" for name in sorted(stored.keys() - wanted.keys())]
+    """Fill `tensors` from a checkpoint that holds exactly them under `prefix`."""
+    # Read by our own reader first: it unpickles nothing but descriptions of tensors.
+    stored = {key: spec.shape for key, (spec, _) in read_metadata(folder).tensors.items() if key.startswith(prefix)}
+    wanted = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+    problems = [f"missing: {key} {list(wanted[key])}" for key in sorted(wanted.keys() - stored.keys())]
+    problems += [f"unexpected: {key} {list(stored[key])}" for key in sorted(stored.keys() - wanted.keys())]
     problems += [
-        f"misshapen: {name} is {list(stored[name])}, expected {list(wanted[name])}"
-        for name in sorted(wanted.keys() & stored.keys())
-        if stored[name] != wanted[name]
+        f"misshapen: {key} is {list(stored[key])}, expected {list(wanted[key])}"
+        for key in sorted(wanted.keys() & stored.keys())
+        if stored[key] != wanted[key]
     ]
     if problems:
         raise CheckpointError("\n  ".join([f"{folder} does not fit the model:", *problems]))
-    dcp.load(tensors, storage_reader=reader)
+    dcp.load(tensors, checkpoint_id=folder, no_dist=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import logging
 import time
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from qwen3vl_bridge.checkpoint.megatron_folder import find_iteration
 from qwen3vl_bridge.parallel import sum_over_data_parallel
 from qwen3vl_bridge.training import checkpoint
 from qwen3vl_bridge.training.process_group import initialize
@@ -89,6 +91,7 @@ def set_up(cfg: ConfigContainer) -> Run:
         CheckpointError: a checkpoint that is not there or does not fit.
     """
     _refuse_model_parallelism(cfg)
+    pretrained = cfg.checkpoint.pretrained_checkpoint and find_iteration(Path(cfg.checkpoint.pretrained_checkpoint))
     cfg.validate()
     config_yaml = dump_dataclass_to_yaml(cfg.to_dict())
     _without_sharding(cfg)
@@ -102,16 +105,20 @@ def set_up(cfg: ConfigContainer) -> Run:
     model_config.finalize_model_grads_func = functools.partial(finalize_model_grads, pg_collection=groups)
     state = GlobalState()
     state.cfg, state._train_state = cfg, TrainState()
-    stream = cfg.dataset.stream("train", dp_rank=groups.dp.rank(), dp_size=groups.dp.size())
+    stream = cfg.dataset.stream("train", **_data_share(cfg, groups))
     run = Run(cfg, state, model, optimizer, scheduler, stream, groups, config_yaml)
     _log_trainable_parameters(model)
     resumed = cfg.checkpoint.load and checkpoint.latest(cfg.checkpoint.load)
     if resumed:
         checkpoint.load(resumed, run)
         logger.info("resumed from %s at step %d", resumed, run.progress.step)
-    elif cfg.checkpoint.pretrained_checkpoint:
-        checkpoint.load_weights(cfg.checkpoint.pretrained_checkpoint, model)
+    elif pretrained:
+        checkpoint.load_weights(pretrained, model)
     return run
+
+
+def _data_share(cfg: ConfigContainer, groups: ProcessGroupCollection) -> dict[str, int]:
+    return dict(dp_rank=groups.dp.rank(), dp_size=groups.dp.size(), micro_batch_size=cfg.train.micro_batch_size)
 
 
 def _log_trainable_parameters(model: list[torch.nn.Module]) -> None:
@@ -162,10 +169,13 @@ def train_step(run: Run) -> dict[str, float]:
 
 @torch.no_grad()
 def evaluate(run: Run) -> dict[str, float]:
-    """Mean loss per trained token of the validation data, all of it once."""
+    """Mean loss per trained token over the first `eval_iters` batches of the validation data, or all there are."""
     for chunk in run.model:
         chunk.eval()
-    batches = list(run.cfg.dataset.evaluation("valid", dp_rank=run.groups.dp.rank(), dp_size=run.groups.dp.size()))
+    cfg, share = run.cfg, _data_share(run.cfg, run.groups)
+    most = cfg.validation.eval_iters * cfg.validation.eval_global_batch_size
+    most //= share["dp_size"] * share["micro_batch_size"]
+    batches = list(itertools.islice(cfg.dataset.evaluation("valid", **share), most))
     loss, tokens = _forward_backward(run, iter(batches), len(batches), forward_only=True).tolist()
     for chunk in run.model:
         chunk.train()
@@ -203,20 +213,17 @@ def train(cfg: ConfigContainer, *, stop_after: int | None = None) -> list[dict[s
 
 def _recorder(cfg: ConfigContainer, log: list, step: int) -> Callable[[dict[str, float]], None]:
     """Keeps entries in memory, and in `metrics.jsonl` where the run saves: a resumed run continues its file."""
-    path = Path(cfg.checkpoint.save) / "metrics.jsonl" if cfg.checkpoint.save else None
-    if path is not None and torch.distributed.get_rank() == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    writes = cfg.checkpoint.save and torch.distributed.get_rank() == 0
+    path = Path(cfg.checkpoint.save) / "metrics.jsonl" if writes else None
+    if path is not None and path.exists():
         # Steps after the checkpoint that is resumed from are done again.
-        kept = (
-            [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= step]
-            if path.exists()
-            else []
-        )
+        kept = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= step]
         path.write_text("".join(line + "\n" for line in kept))
 
     def record(entry: dict[str, float]) -> None:
         log.append(entry)
-        if path is not None and torch.distributed.get_rank() == 0:
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a") as file:
                 file.write(json.dumps(entry) + "\n")
 

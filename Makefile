@@ -1,0 +1,34 @@
+# Each target makes the environment (.venv) if it is not there, and reuses it if it is.
+.DEFAULT_GOAL := help
+.PHONY: help env demo test lint format lock
+
+PY := .venv/bin/python
+# One process a core; torch's own threads would only fight over them.
+WORKERS ?= 2
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+
+help: ## list the targets
+	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 18
+
+env: ## make or update .venv from requirements/cpu.txt
+	@scripts/setup_env.sh
+
+demo: env ## convert, fine-tune, export and generate on handwritten digits
+	$(PY) examples/digits/demo.py $(DEMO_ARGS)
+
+test: lint ## lint, then all tests
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+
+lint: env ## ruff, pyright, import-linter
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m pyright
+	.venv/bin/lint-imports
+
+format: env ## put every Python file into ruff's form
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+lock: env ## resolve requirements/cpu.in into requirements/cpu.txt
+	scripts/lock.sh

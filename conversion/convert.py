@@ -1,0 +1,14 @@
+"""Convert Qwen3-VL between Hugging Face safetensors and Megatron checkpoints. No GPU, no model in memory.
+
+    python conversion/convert.py import --hf-model Qwen/Qwen3-VL-2B-Instruct --megatron-path checkpoints/qwen3vl-2b
+    python conversion/convert.py export --megatron-path checkpoints/qwen3vl-2b --hf-path exported
+
+What lives here: a call of the installed package's command line. What may not: anything else.
+"""
+
+import sys
+
+from qwen3vl_bridge.checkpoint.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""Unpickles what torch.distributed.checkpoint writes, and nothing else: no code of the file's choosing ever runs.
+
+What lives here: the list of globals allowed, with plain stand-ins for each; torch's own classes are not even imported.
+What may not: judging what comes out (`dcp_metadata.py`, `dcp_items.py`).
+
+It builds on Python's own unpickler in its Python form. The one in C allocates whatever a memo index asks for, so that
+a file of twenty bytes can take all memory.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from qwen3vl_bridge.checkpoint.errors import CheckpointError
+from qwen3vl_bridge.checkpoint.tensors import ITEMSIZE
+
+
+class Record:
+    """An instance of a class that is allowed: its name and its state, whatever that is."""
+
+    kind = ""
+    state: Any = None  # of the class, because an unpickler makes instances without calling __init__
+
+    def __setstate__(self, state: Any) -> None:
+        # A frozen dataclass or an enum comes with a state too; a second one would be an attempt to change the first.
+        if self.state is not None:
+            raise pickle.UnpicklingError(f"{self.kind} has two states")
+        self.state = state
+
+    def field(self, name: str) -> Any:
+        """A field of a dataclass, None where it is not there."""
+        return self.state.get(name) if isinstance(self.state, dict) else None
+
+    def _key(self) -> tuple[Any, ...]:
+        return (self.kind, self.field("fqn"), self.field("offset"))
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Record) and self._key() == other._key()
+
+
+def _record(name: str) -> type[Record]:
+    return type(name, (Record,), {"kind": name})
+
+
+def _size(values: Any = ()) -> tuple[Any, ...]:
+    if not isinstance(values, (tuple, list)):
+        raise pickle.UnpicklingError(f"torch.Size of a {type(values).__name__}")
+    return tuple(values)
+
+
+def _text(*parts: Any) -> str:
+    return "/".join(str(part)[:4096] for part in parts)
+
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_CLASSES = {
+    (_METADATA, name): _record(name)
+    for name in (
+        "Metadata",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "MetadataIndex",
+        "StorageMeta",
+    )
+} | {("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _record("_StorageInfo")}
+
+METADATA_GLOBALS: Mapping[tuple[str, str], Any] = {
+    **_CLASSES,
+    **{("torch", name): name for name in ITEMSIZE},
+    ("torch", "Size"): _size,
+    ("collections", "OrderedDict"): dict,
+    ("torch.serialization", "_get_layout"): _text,
+    (_METADATA, "_MEM_FORMAT_ENCODING"): _text,
+    **{("pathlib", name): _text for name in ("Path", "PosixPath", "PurePosixPath", "WindowsPath")},
+    **{("pathlib._local", name): _text for name in ("Path", "PosixPath", "PurePosixPath", "WindowsPath")},
+}
+
+
+# Its inner workings, which are overridden here, are not described to type checkers.
+_Base: Any = pickle._Unpickler
+
+
+class _Unpickler(_Base):
+    dispatch: ClassVar = dict(_Base.dispatch)
+
+    def __init__(self, data: bytes, allowed: Mapping[tuple[str, str], Any], persistent: Callable[[Any], Any] | None):
+        super().__init__(io.BytesIO(data))
+        self._allowed = allowed
+        self._persistent = persistent
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        try:
+            return self._allowed[module_name, global_name]
+        except (KeyError, TypeError):
+            raise pickle.UnpicklingError(f"it calls for {module_name}.{global_name}, which is not allowed") from None
+
+    def persistent_load(self, pid: Any) -> Any:
+        if self._persistent is None:
+            raise pickle.UnpicklingError("it refers to something outside itself")
+        return self._persistent(pid)
+
+    def load_build(self) -> None:
+        # Python's own would set attributes of whatever lies on the stack, our functions and classes included.
+        state = self.stack.pop()
+        if not isinstance(self.stack[-1], Record):
+            raise pickle.UnpicklingError(f"it sets the state of a {type(self.stack[-1]).__name__}")
+        self.stack[-1].__setstate__(state)
+
+    def _refuse(self) -> None:
+        raise pickle.UnpicklingError("it holds an instruction that torch does not write")
+
+    dispatch[pickle.BUILD[0]] = load_build
+    for _code in (pickle.INST, pickle.OBJ, pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.NEXT_BUFFER):
+        dispatch[_code[0]] = _refuse
+
+
+def restricted_loads(
+    data: bytes,
+    what: str,
+    allowed: Mapping[tuple[str, str], Any] = METADATA_GLOBALS,
+    persistent: Callable[[Any], Any] | None = None,
+) -> Any:
+    """Unpickle with a list of what is allowed.
+
+    Args:
+        data: the pickle.
+        what: its name, for the error.
+        allowed: (module, name) -> what to use for that global.
+        persistent: what to make of references to things outside the pickle; None refuses them.
+
+    Raises:
+        CheckpointError: it is damaged or calls for something else.
+    """
+    try:
+        return _Unpickler(data, allowed, persistent).load()
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged pickle fails in any way at all
+        raise CheckpointError(f"{what} cannot be read: {error or type(error).__name__}") from error

@@ -1,0 +1,135 @@
+"""A torch.distributed.checkpoint folder as a source of tensors, whoever wrote it and however it is chunked.
+
+What lives here: from elements of a tensor to bytes of files. What may not: what the keys mean (`megatron_folder.py`),
+and loading tensors, except where an item cannot be read in place.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO
+
+from qwen3vl_bridge.checkpoint.boxes import Block, linear_blocks
+from qwen3vl_bridge.checkpoint.dcp_items import NotPlain, find_payload, open_item
+from qwen3vl_bridge.checkpoint.dcp_metadata import Chunk, DcpMetadata
+from qwen3vl_bridge.checkpoint.errors import CheckpointError
+from qwen3vl_bridge.checkpoint.tensors import ITEMSIZE, Extent, Run, TensorSpec
+
+
+class DcpTensors:
+    """Some tensors of a folder, under names of their own.
+
+    Attributes:
+        folder: the folder.
+        specs: the tensors by name.
+    """
+
+    def __init__(self, metadata: DcpMetadata, keys: Mapping[str, str]) -> None:
+        """Choose tensors.
+
+        Args:
+            metadata: what the folder holds.
+            keys: name to use -> key in the folder.
+
+        Raises:
+            CheckpointError: the chunks of a tensor do not cover it exactly once.
+        """
+        self.folder = metadata.folder
+        specs, self._chunks = {}, {}
+        for name, key in keys.items():
+            spec, self._chunks[name] = metadata.tensors[key]
+            specs[name] = TensorSpec(name, spec.dtype, spec.shape)
+        self.specs: Mapping[str, TensorSpec] = specs
+        self._spilled: list[IO[bytes]] = []
+        # Runs of one tensor come one after another, so the latest tensor is all worth remembering.
+        self._latest: tuple[str, list[Block], list[Extent]] = ("", [], [])
+        for name in specs:
+            self._blocks(name)
+
+    def extents(self, run: Run) -> Iterator[Extent]:
+        """Where the elements of a run are.
+
+        Raises:
+            CheckpointError: an item is damaged or holds another tensor than the metadata says.
+        """
+        blocks, payloads = self._located(run.source)
+        size = ITEMSIZE[self.specs[run.source].dtype]
+        position, end = run.start, run.start + run.length
+        at = bisect_right(blocks, position, key=lambda block: block.start) - 1
+        while position < end:
+            block = blocks[at]
+            skip = position - block.start
+            take = min(end, block.start + block.length) - position
+            payload = payloads[block.box]
+            yield Extent(payload.path, payload.offset + (block.first + skip) * size, take * size)
+            position += take
+            at += 1
+
+    def check_items(self) -> None:
+        """Find the bytes of every tensor.
+
+        Raises:
+            CheckpointError: an item is damaged or holds another tensor than the metadata says.
+        """
+        for name in self.specs:
+            self._located(name)
+
+    def _blocks(self, name: str) -> list[Block]:
+        try:
+            return linear_blocks(self.specs[name].shape, [chunk[:2] for chunk in self._chunks[name]])
+        except ValueError as error:
+            raise CheckpointError(f"{self.folder}, tensor {name} {self.specs[name].shape}: {error}") from error
+
+    def _located(self, name: str) -> tuple[list[Block], list[Extent]]:
+        if self._latest[0] != name:
+            payloads = [self._payload(name, chunk) for chunk in self._chunks[name]]
+            self._latest = (name, self._blocks(name), payloads)
+        return self._latest[1:]
+
+    def _payload(self, name: str, chunk: Chunk) -> Extent:
+        dtype = self.specs[name].dtype
+        try:
+            return find_payload(chunk.item, dtype, chunk.sizes, name)
+        except NotPlain:
+            file = load_item(chunk.item, dtype, chunk.sizes, name)
+        # The file has no name; it lives as long as it is open, and Linux gives it a path for that time.
+        self._spilled.append(file)
+        return Extent(Path(f"/proc/self/fd/{file.fileno()}"), 0, file.tell())
+
+
+def load_item(item: Extent, dtype: str, sizes: tuple[int, ...], name: str) -> IO[bytes]:
+    """Load an item that cannot be read in place, with torch's own restricted loader.
+
+    Args:
+        item: the item.
+        dtype: its dtype by the metadata.
+        sizes: its shape by the metadata.
+        name: the tensor's name, for errors.
+
+    Returns:
+        A nameless file with the tensor's bytes, positioned at its end.
+
+    Raises:
+        CheckpointError: it cannot be loaded, or is another tensor than the metadata says.
+    """
+    import torch
+
+    try:
+        with open_item(item) as file:
+            tensor = torch.load(file, map_location="cpu", weights_only=True)
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged archive fails in any way at all
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        where = f"{item.path}, {name}: the item at byte {item.offset}"
+        raise CheckpointError(f"{where} cannot be read: {reason}") from error
+    found = (str(tensor.dtype), tuple(tensor.shape)) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+    if found != (f"torch.{dtype}", sizes):
+        raise CheckpointError(f"{item.path}, {name}: found {found} at byte {item.offset}, expected {dtype} {sizes}")
+    spilled = tempfile.TemporaryFile()  # noqa: SIM115, whoever asked keeps it open
+    spilled.write(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    spilled.flush()
+    return spilled

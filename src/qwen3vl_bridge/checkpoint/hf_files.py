@@ -1,0 +1,87 @@
+"""The folder of a Hugging Face model: finding it, and the files beside the weights.
+
+What lives here: local folder or hub id, and which files travel with the weights (configuration, tokenizer, processor).
+What may not: reading weights (`hf_reader.py`) or judging the configuration (`hf_config.py`).
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from fnmatch import fnmatch
+from pathlib import Path
+
+from qwen3vl_bridge.checkpoint.errors import CheckpointError
+
+# Everything from_pretrained of a model, a tokenizer or a processor may look for, weights aside.
+_SIDE_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "vocab.*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "additional_chat_templates/*",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
+)
+_WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def find_model(hf_model: str | Path, *, weights: bool = True) -> Path:
+    """The local folder of a model, downloaded from the hub where it is not a folder.
+
+    Args:
+        hf_model: a folder, or a hub id such as `Qwen/Qwen3-VL-2B-Instruct`.
+        weights: whether the weights are needed too.
+
+    Raises:
+        CheckpointError: it is neither.
+    """
+    path = Path(hf_model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise CheckpointError(f"{hf_model} is a file, expected a folder with config.json and *.safetensors")
+    if isinstance(hf_model, Path) or not _HUB_ID.fullmatch(hf_model):
+        raise CheckpointError(f"{hf_model} does not exist, expected a folder with config.json and *.safetensors")
+    return _download(hf_model, [*_SIDE_FILES, *(_WEIGHT_FILES if weights else ())])
+
+
+def _download(hub_id: str, patterns: list[str]) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=patterns))
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CheckpointError(f"{hub_id} is neither a folder nor a model the hub can give: {reason}") from error
+
+
+def side_files(folder: Path) -> list[Path]:
+    """The files of a model's folder that are not weights and belong to it, as paths relative to `folder`, sorted."""
+    found = (path.relative_to(folder) for pattern in ("*", "*/*") for path in folder.glob(pattern) if path.is_file())
+    return sorted(path for path in found if any(fnmatch(path.as_posix(), pattern) for pattern in _SIDE_FILES))
+
+
+def copy_side_files(source: Path, destination: Path) -> list[Path]:
+    """Copy configuration, tokenizer and processor files from one folder to another; never weights.
+
+    Args:
+        source: folder of a Hugging Face model.
+        destination: folder, made if it is not there.
+
+    Returns:
+        The files copied, relative to the folder.
+    """
+    files = side_files(source)
+    for relative in files:
+        target = destination / relative
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source / relative, target)
+    return files

@@ -1,0 +1,60 @@
+"""JSON as checkpoints use it: one object per file, no key twice.
+
+What lives here: reading it with errors that name the file. What may not: what the objects mean.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from qwen3vl_bridge.checkpoint.errors import CheckpointError
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = dict(pairs)
+    if len(names) != len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+        raise ValueError(f"{twice!r} occurs twice")
+    return names
+
+
+def parse_object(text: bytes, what: str) -> dict[str, Any]:
+    """One JSON object.
+
+    Args:
+        text: the JSON.
+        what: its name, for the error.
+
+    Raises:
+        CheckpointError: it is not JSON, not an object, or an object in it has a key twice.
+    """
+    try:
+        value = json.loads(text, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{what} cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{what} is a JSON {type(value).__name__}, expected an object")
+    return value
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A file that holds one JSON object.
+
+    Raises:
+        CheckpointError: it is missing, unreadable, or something else.
+    """
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}") from error
+    return parse_object(text, str(path))
+
+
+def write_object(path: Path, value: dict[str, Any]) -> None:
+    """Write one JSON object to a file, in the style of transformers."""
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,198 @@
+"""Results that are there wholly or not at all.
+
+What lives here: the hidden folder beside the target in which a result grows, its way into place, what becomes of one
+whose process died, and the space on the disk. What may not: what the result is.
+
+Whatever kills the process, the target is either as it was before or complete: it comes into being by one rename.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from qwen3vl_bridge.checkpoint.errors import CheckpointError
+
+_SPARE = 16 << 20
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+
+def check_target(
+    target: Path, *, overwrite: bool, is_ours: Callable[[Path], bool], sources: tuple[Path, ...] = ()
+) -> None:
+    """Check that a result may be put at a place.
+
+    Args:
+        target: the place.
+        overwrite: whether an earlier result may be replaced.
+        is_ours: whether a folder looks like an earlier result; nothing else is ever replaced.
+        sources: folders that are read meanwhile.
+
+    Raises:
+        CheckpointError: it may not.
+    """
+    for source in sources:
+        one, other = target.resolve(), source.resolve()
+        if one == other or one in other.parents or other in one.parents:
+            raise CheckpointError(f"{target} and the source {source} overlap, expected folders apart from each other")
+    if not os.path.lexists(target) or (target.is_dir() and not any(target.iterdir())):
+        return
+    if not overwrite:
+        raise CheckpointError(f"{target} exists already, expected a new or empty folder; --overwrite replaces it")
+    if not target.is_dir() or target.is_symlink() or not is_ours(target):
+        raise CheckpointError(f"{target} is no checkpoint, so --overwrite does not replace it; remove it yourself")
+
+
+def check_space(target: Path, nbytes: int) -> None:
+    """Check that a result fits on the disk.
+
+    Raises:
+        CheckpointError: it does not.
+    """
+    parent = next(path for path in target.absolute().parents if path.exists())
+    free = shutil.disk_usage(parent).free
+    if free < nbytes + _SPARE:
+        raise CheckpointError(f"{parent} has {free:,} bytes free, expected {nbytes + _SPARE:,} for {target.name}")
+
+
+@contextlib.contextmanager
+def staged(target: Path, say: Callable[[str], None], *, replace: bool = False, sync: bool = True) -> Iterator[Path]:
+    """A hidden folder beside the target, which becomes the target when the body ends without an exception.
+
+    Args:
+        target: where the result is to be.
+        say: called with a line of text when something was cleaned up.
+        replace: whether to replace what is at the target; otherwise only an empty folder is.
+        sync: whether to wait until everything is on disk before the result is put into place.
+
+    Yields:
+        The hidden folder.
+
+    Raises:
+        CheckpointError: another process is writing this target, or the file system refuses.
+    """
+    parent, made = target.absolute().parent, []
+    try:
+        made = _make_parents(parent)
+        _clean(target, say)
+        folder = parent / f"{_prefix(target)}{uuid.uuid4().hex[:12]}"
+        folder.mkdir()
+        lock = _lock(folder)
+    except OSError as error:
+        _remove_empty(made)
+        raise CheckpointError(f"{target}: cannot be written beside: {error.strerror or error}") from error
+    except CheckpointError:
+        _remove_empty(made)
+        raise
+    try:
+        yield folder
+        if sync:
+            sync_tree(folder)
+        _move_into_place(folder, target, replace=replace)
+    except BaseException as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        _remove_empty(made)
+        if isinstance(error, OSError):
+            raise CheckpointError(f"{target}: {error.strerror or error}; nothing was left behind") from error
+        raise
+    finally:
+        os.close(lock)
+
+
+def _prefix(target: Path) -> str:
+    return f".{target.name}.partial-"
+
+
+def _make_parents(parent: Path) -> list[Path]:
+    missing = [path for path in (parent, *parent.parents) if not path.exists()]
+    parent.mkdir(parents=True, exist_ok=True)
+    return missing
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+def _lock(folder: Path) -> int:
+    """Mark a folder as being worked on; the mark goes with the process, however that ends.
+
+    Raises:
+        BlockingIOError: another process works on it.
+    """
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(file)
+        raise
+    return file
+
+
+def _clean(target: Path, say: Callable[[str], None]) -> None:
+    """Remove what earlier processes left when they died."""
+    for stale in target.absolute().parent.glob(f"{_glob_safe(_prefix(target))}*"):
+        try:
+            lock = _lock(stale)
+        except BlockingIOError:
+            raise CheckpointError(f"{target} is being written by another process, in {stale}") from None
+        except FileNotFoundError:
+            continue
+        try:
+            shutil.rmtree(stale)
+            say(f"removed {stale}, left behind by a run that did not end")
+        finally:
+            os.close(lock)
+
+
+def _glob_safe(text: str) -> str:
+    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in text)
+
+
+def sync_tree(folder: Path) -> None:
+    """Wait until all files and folders below are on disk."""
+    for root, _, names in os.walk(folder):
+        for path in [*(Path(root, name) for name in names), Path(root)]:
+            _sync(path)
+
+
+def _sync(path: Path) -> None:
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def _move_into_place(folder: Path, target: Path, *, replace: bool) -> None:
+    if replace and target.is_dir() and any(target.iterdir()):
+        _exchange(folder, target)
+        shutil.rmtree(folder)
+    else:
+        os.rename(folder, target)  # an empty folder is replaced
+    _sync(target.absolute().parent)
+
+
+def _exchange(one: Path, other: Path) -> None:
+    """Swap two folders in one step, so that at every moment there is one in either place."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    paths = os.fsencode(one), os.fsencode(other)
+    if libc.renameat2(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0:
+        return
+    number = ctypes.get_errno()
+    if number not in (errno.EINVAL, errno.ENOSYS):
+        raise OSError(number, os.strerror(number), str(other))
+    # A file system without the swap: for a moment there is none in the target's place, never half of one.
+    old = one.with_name(f".{other.name}.replaced-{uuid.uuid4().hex[:12]}")
+    os.rename(other, old)
+    os.rename(one, other)
+    os.rename(old, one)

@@ -1,0 +1,20 @@
+"""What is wrong with someone's data, said so that they can find it.
+
+What lives here: one exception. What may not: anything else.
+"""
+
+from __future__ import annotations
+
+
+class DataError(ValueError):
+    """Data that cannot be trained on. The message names file, line and part, what was found and what was expected."""
+
+    def __init__(self, place: str, problem: str | None = None) -> None:
+        """Say where and what.
+
+        Args:
+            place: a file, a sample ("train.jsonl:12") or a part of one ("train.jsonl:12: message 3").
+            problem: what was found and what was expected. Without it, `place` is the whole message: so torch makes
+                the exception anew when it comes from a data-loading worker.
+        """
+        super().__init__(place if problem is None else f"{place}: {problem}")

@@ -1,0 +1,155 @@
+"""Conversations as a Megatron-Bridge dataset: one configuration for Megatron-Bridge's loop and for ours.
+
+What lives here: the configuration, and what each loop asks of it. The only module of `data` that knows Megatron. What
+may not: reading, encoding, packing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from qwen3vl_bridge.sequence import PackedBatch
+
+import torch
+from megatron.bridge.data.base import DatasetBuildContext, DatasetProvider
+
+from .collate import Collator, VisionSettings, pad_token_id
+from .conversations import ConversationFile
+from .encode import Encoder, load_processor
+from .plan import Window
+from .rows import OnLong, RowDataset, RowSettings, Samples
+from .stream import BatchStream, one_pass
+
+SPLITS = ("train", "valid", "test")
+
+
+@dataclass(kw_only=True)
+class Qwen3VLConversationProvider(DatasetProvider):
+    """Rows of conversations with pictures.
+
+    Only the training split is shuffled. A "sample" of Megatron-Bridge's counters is a row.
+
+    Attributes:
+        train_path: JSON lines of conversations (see `conversations.py`).
+        valid_path: likewise, for validation, or None.
+        test_path: likewise, or None.
+        media_root: folder of the pictures; by default that of each file.
+        hf_processor_path: the Hugging Face checkpoint, local or on the hub: its processor, chat template and config.
+        seq_length: tokens of a row.
+        pack: several conversations in a row, best-fit, with micro_batch_size 1; otherwise one in each, padded.
+        seed: of the order of the training split.
+        on_long: what to do with a conversation longer than a row: "error", or "drop", counted and reported.
+        window_size: conversations that are packed together.
+        pad_to_multiple_of: each conversation of a packed row is padded to a multiple of this: 2 * cp, and of the
+            tensor-parallel size under sequence parallelism.
+        pixel_dtype: what pixels leave as.
+        dataloader_type: rows are numbered without end, in order, so "single" resumes exactly.
+    """
+
+    train_path: str
+    valid_path: str | None = None
+    test_path: str | None = None
+    media_root: str | None = None
+    hf_processor_path: str
+    seq_length: int
+    pack: bool = True
+    seed: int = 1234
+    on_long: OnLong = "error"
+    window_size: int = 512
+    pad_to_multiple_of: int = 1
+    pixel_dtype: torch.dtype = torch.float32
+    dataloader_type: Any = "single"
+
+    def finalize(self) -> None:
+        """Check what can be checked without reading data.
+
+        Raises:
+            ValueError: a setting with a value it cannot have.
+        """
+        super().finalize()
+        if self.dataloader_type != "single":
+            raise ValueError(
+                f"dataloader_type is {self.dataloader_type!r}, expected 'single': rows are in order already"
+            )
+        if self.on_long not in ("error", "drop"):
+            raise ValueError(f"on_long is {self.on_long!r}, expected 'error' or 'drop'")
+        if self.seq_length % self.pad_to_multiple_of:
+            raise ValueError(
+                f"seq_length is {self.seq_length}, expected a multiple of pad_to_multiple_of, {self.pad_to_multiple_of}"
+            )
+
+    def build_datasets(
+        self, context: DatasetBuildContext
+    ) -> tuple[RowDataset | None, RowDataset | None, RowDataset | None]:
+        """Rows of each split for Megatron-Bridge's loop, with as many as it asks for.
+
+        Raises:
+            DataError: files that are not there or cannot be read.
+        """
+        wanted = (context.train_samples, context.valid_samples, context.test_samples)
+        return tuple(  # pyright: ignore[reportReturnType]  (three of them)
+            self.rows(split, length=length) if length and getattr(self, f"{split}_path") else None
+            for split, length in zip(SPLITS, wanted, strict=True)
+        )
+
+    def stream(self, split: str, *, dp_rank: int = 0, dp_size: int = 1, micro_batch_size: int = 1) -> BatchStream:
+        """Microbatches without end, for a loop of ours. Its `state_dict` goes into the checkpoint.
+
+        Args:
+            split: "train", "valid" or "test".
+            dp_rank: this data-parallel rank.
+            dp_size: how many there are.
+            micro_batch_size: rows of a microbatch.
+        """
+        return BatchStream(
+            lambda begin: self.rows(split, begin=begin),
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+            micro_batch_size=micro_batch_size,
+            num_workers=self.num_workers,
+        )
+
+    def evaluation(
+        self, split: str, *, dp_rank: int = 0, dp_size: int = 1, micro_batch_size: int = 1
+    ) -> Iterator[PackedBatch]:
+        """Every row of a split once, in the file's order; arguments as for `stream`."""
+        rows = self.rows(split, shuffle=False)
+        return one_pass(rows, dp_rank=dp_rank, dp_size=dp_size, micro_batch_size=micro_batch_size)
+
+    def rows(
+        self, split: str, *, length: int = 0, begin: Window | None = None, shuffle: bool | None = None
+    ) -> RowDataset:
+        """Rows of a split.
+
+        Args:
+            split: "train", "valid" or "test".
+            length: what their `len` answers.
+            begin: window to go on from.
+            shuffle: whether in random order; by default only the training split is.
+
+        Raises:
+            ValueError: a split that has no path.
+            DataError: a file that is not there or cannot be read.
+        """
+        path = getattr(self, f"{split}_path", None)
+        if path is None:
+            raise ValueError(f"the split {split!r} has no {split}_path; splits are {', '.join(SPLITS)}")
+        encoder, vision, pad_id = _of_checkpoint(self.hf_processor_path)
+        collator = Collator(vision, pad_id, self.seq_length, self.pad_to_multiple_of, self.pixel_dtype)
+        shuffled = split == "train" if shuffle is None else shuffle
+        return RowDataset(
+            Samples(ConversationFile(path, self.media_root), encoder, limit=self.seq_length, on_long=self.on_long),
+            RowSettings(collator, self.pack, self.seed if shuffled else None, self.window_size),
+            length=length,
+            begin=begin,
+        )
+
+
+@cache
+def _of_checkpoint(path: str) -> tuple[Encoder, VisionSettings, int]:
+    """What a checkpoint says about encoding and laying out; read once a process."""
+    processor = load_processor(path)
+    return Encoder(processor), VisionSettings.of_checkpoint(path, processor), pad_token_id(processor.tokenizer)

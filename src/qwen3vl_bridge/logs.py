@@ -1,0 +1,27 @@
+"""What a person sees of other libraries' logs: nothing that is of no use to them.
+
+What lives here: the one function scripts call before they import Megatron. What may not: our own messages.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+_CHATTY = ("megatron", "torch.utils.cpp_extension")
+# It reports every optional import that fails as a traceback, and sets its own level.
+_TRACEBACKS = "megatron.bridge.utils.import_utils"
+
+
+def quiet() -> None:
+    """Show our messages, and of other libraries only errors."""
+    warnings.simplefilter("ignore")
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    for name in _CHATTY:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger(_TRACEBACKS).disabled = True
+    logging.getLogger("qwen3vl_bridge").setLevel(logging.INFO)
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()

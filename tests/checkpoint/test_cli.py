@@ -1,0 +1,62 @@
+"""The command line: quick help, dry runs, readable output."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from qwen3vl_bridge.checkpoint.cli import main
+
+import pytest
+
+CONVERT = Path(__file__).parents[2] / "conversion" / "convert.py"
+
+
+def test_help_answers_at_once_and_without_torch():
+    code = "import sys; from qwen3vl_bridge.checkpoint import cli; cli._parser(); print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+    begun = time.monotonic()
+    for verb in ([], ["import"]):
+        found = subprocess.run([sys.executable, CONVERT, *verb, "--help"], capture_output=True, text=True, check=True)
+        assert "usage: convert.py" in found.stdout
+    assert time.monotonic() - begun < 2  # two starts; 0.1 s here
+
+
+def test_bad_input_is_one_line_and_status_2(tmp_path):
+    command = [sys.executable, CONVERT, "export", "--megatron-path", "/no/such", "--hf-path", tmp_path / "hf"]
+    found = subprocess.run(command, capture_output=True, text=True)
+    assert found.returncode == 2 and not found.stdout
+    assert found.stderr == "error: /no/such: found nothing, expected the folder of a Megatron checkpoint\n"
+
+
+def test_a_whole_conversion(untied_folder, tmp_path, capsys):
+    megatron, hf = str(tmp_path / "megatron"), str(tmp_path / "hf")
+    assert main(["import", "--hf-model", str(untied_folder), "--megatron-path", megatron, "--tp", "2", "--verify"]) == 0
+    out, error = capsys.readouterr()
+    assert out.startswith(f"{megatron}: ") and "parameters in float32" in out
+    assert "import: 100 %" in error and "verify: 100 %" in error
+    assert main(["export", "--megatron-path", megatron, "--hf-path", hf, "--no-progress"]) == 0
+    assert not capsys.readouterr().err
+    assert main(["verify", "--hf-model", hf, "--megatron-path", megatron, "--no-progress"]) == 0
+    assert capsys.readouterr().out.startswith("same: ")
+
+
+def test_a_dry_run_writes_nothing(untied_folder, tmp_path, capsys):
+    arguments = ["--hf-model", str(untied_folder), "--megatron-path", str(tmp_path / "a" / "b"), "--dry-run"]
+    assert main(["import", *arguments, "--torch-dtype", "bfloat16"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["dtypes"] == ["bfloat16"] and plan["computed"] == plan["tensors"] and plan["dry_run"]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("option", ["--megatron-path", "--hf-model"])
+def test_inspect(option, imported, untied_folder, capsys):
+    folder = str(imported if option == "--megatron-path" else untied_folder)
+    assert main(["inspect", option, folder]) == 0
+    table = capsys.readouterr().out
+    assert main(["inspect", option, folder, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert f"{found['parameters']:,}" in table and found["path"] in table

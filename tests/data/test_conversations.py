@@ -1,0 +1,145 @@
+"""Reading conversations, and one clear message for each way in which a file can be wrong."""
+
+import json
+import os
+import pickle
+
+from qwen3vl_bridge.data import ConversationFile, DataError
+
+import pytest
+from PIL import Image
+
+from .conftest import picture, write
+
+ASK = {"role": "user", "content": "Which?"}
+ANSWER = {"role": "assistant", "content": "Seven."}
+
+
+def test_lines_are_found_by_offset_and_named_by_number(tmp_path):
+    path = tmp_path / "train.jsonl"
+    lines = [json.dumps({"messages": [{"role": "user", "content": text}, ANSWER]}) for text in ("één", "zwei", "3")]
+    path.write_bytes(f"{lines[0]}\r\n\n  \n{lines[1]}\n{lines[2]}".encode())
+    file = pickle.loads(pickle.dumps(ConversationFile(path)))
+    assert len(file) == 3 and file.size == path.stat().st_size
+    assert [file[i].sample_id for i in range(3)] == ["train.jsonl:1", "train.jsonl:4", "train.jsonl:5"]
+    assert [file[i].messages[0]["content"] for i in (2, 0, 1)] == ["3", "één", "zwei"]
+
+
+def test_pictures_are_found_below_the_root_in_order(tmp_path):
+    first, second = picture(tmp_path / "media/a/1.png", 8, 8), picture(tmp_path / "media/2.png", 8, 8)
+    parts = [
+        {"type": "image", "image": "a/1.png"},
+        {"type": "text", "text": "and"},
+        {"type": "image", "image": str(second)},
+        {"type": "image", "image": "a/../2.png"},
+    ]
+    path = write(tmp_path / "train.jsonl", [{"messages": [{"role": "user", "content": parts}, ANSWER], "id": 7}])
+    conversation = ConversationFile(path, tmp_path / "media")[0]
+    assert conversation.images == (first, second, second)
+    assert conversation.messages == ({"role": "user", "content": parts}, ANSWER)
+
+
+def user(*parts) -> dict:
+    return {"messages": [{"role": "user", "content": list(parts)}, ANSWER]}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"{", r"train.jsonl:2: found no valid JSON \(.*\), expected one conversation"),
+        (b"[" * 100_000, r"train.jsonl:2: found no valid JSON \(.*recursion"),
+        (b'{"messages": "\xff"}', r"train.jsonl:2: found bytes that are no UTF-8"),
+        ([], "found an empty list, expected an object with a list of messages"),
+        (7, "found a number, expected an object"),
+        ({}, "found null under 'messages', expected an object with a list"),
+        ({"messages": []}, "found an empty list under 'messages'"),
+        ({"messages": "hi"}, "found a string under 'messages'"),
+        ({"messages": [ASK, ANSWER], "tools": []}, "found 'tools', which this reader does not pass on"),
+        ({"messages": [ASK, "hi"]}, "2: message 2: found a string, expected an object with role and content alone"),
+        ({"messages": [{"role": "user"}]}, "message 1: found the keys role, expected an object"),
+        ({"messages": [{**ASK, "tool_calls": []}]}, "message 1: found the keys role, content, tool_calls, expected"),
+        ({"messages": [{"role": "robot", "content": ""}]}, "message 1: found the role 'robot', expected one of system"),
+        ({"messages": [{"role": ["user"], "content": ""}]}, r"found the role \['user'\], expected one of system"),
+        ({"messages": [ASK]}, "found the roles user, expected an assistant's answer to something"),
+        ({"messages": [ANSWER, ASK]}, "found the roles assistant, user, expected an assistant's answer"),
+        ({"messages": [{"role": "user", "content": None}]}, "message 1: found null as content, expected a string or"),
+        ({"messages": [{"role": "user", "content": []}]}, "message 1: found an empty list as content"),
+        ({"messages": [{"role": "user", "content": {"a": 1}}]}, "message 1: found an object as content"),
+        (user("hi"), "message 1, part 1: found a string, expected an object of type 'text' or 'image'"),
+        (user({"type": "sound", "sound": "x"}), "part 1: found a part of type 'sound', expected"),
+        (user({"type": "video", "video": "x"}), "part 1: found a video, which this reader does not decode yet"),
+        (user({"type": "text"}), "part 1: found the keys type, expected 'type' and a string as 'text' alone"),
+        (user({"type": "text", "text": 7}), "expected 'type' and a string as 'text' alone"),
+        (user({"type": "image", "image": "x", "detail": 1}), "found the keys type, image, detail, expected 'type' and"),
+        (user({"type": "image", "image": "https://a.b/c.png"}), "part 1: found the address 'https://a.b/c.png', exp"),
+        (user({"type": "image", "image": "data:image/png;base64,AA"}), "found the address 'data:image/png;base64,AA'"),
+        (user({"type": "text", "text": ""}, {"type": "image", "image": "no.png"}), "part 2: 'no.png' is .* no such"),
+        (user({"type": "image", "image": "."}), "part 1: '.' is .* no such file"),
+        (user({"type": "image", "image": "../out.png"}), "part 1: '../out.png' is .*, expected a path inside the med"),
+        (user({"type": "image", "image": "/etc/passwd"}), "'/etc/passwd' is /etc/passwd, expected a path inside"),
+        (user({"type": "image", "image": "link.png"}), "'link.png' is .*out.png, expected a path inside the media"),
+    ],
+)
+def test_what_is_no_conversation_is_refused(tmp_path, line, message):
+    picture(tmp_path / "out.png", 8, 8)
+    folder = tmp_path / "root"
+    folder.mkdir()
+    os.symlink(tmp_path / "out.png", folder / "link.png")
+    line = line if isinstance(line, bytes) else json.dumps(line).encode()
+    (folder / "train.jsonl").write_bytes(json.dumps({"messages": [ASK, ANSWER]}).encode() + b"\n" + line + b"\n")
+    file = ConversationFile(folder / "train.jsonl")
+    assert file[0].messages == (ASK, ANSWER)
+    with pytest.raises(DataError, match=message) as caught:
+        file[1]
+    assert str(caught.value).startswith("train.jsonl:2: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("no.jsonl",), "no.jsonl: there is no such file, expected JSON lines"),
+        (("empty.jsonl",), "empty.jsonl: found no lines, expected one conversation a line"),
+        (("train.jsonl", "nowhere"), "nowhere: there is no such folder, expected the media root"),
+    ],
+)
+def test_missing_files_are_refused(tmp_path, arguments, message):
+    (tmp_path / "empty.jsonl").write_text("\n \n")
+    write(tmp_path / "train.jsonl", [{"messages": [ASK, ANSWER]}])
+    with pytest.raises(DataError, match=message):
+        ConversationFile(*(tmp_path / argument for argument in arguments))
+
+
+@pytest.mark.parametrize("read_picture", ["length", "call"])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "does not decode as a picture"),
+        (b"no picture at all", "does not decode as a picture"),
+    ],
+)
+def test_pictures_that_do_not_decode_are_refused(tmp_path, encoder, content, message, read_picture):
+    (tmp_path / "x.png").write_bytes(content)
+    refused(tmp_path, encoder, message, read_picture)
+
+
+def test_a_picture_that_breaks_off_is_refused(tmp_path, encoder):
+    path = picture(tmp_path / "x.png", 64, 64)
+    path.write_bytes(path.read_bytes()[:2000])
+    refused(tmp_path, encoder, "x.png does not decode as a picture: ", "call")
+
+
+@pytest.mark.parametrize("read_picture", ["length", "call"])
+@pytest.mark.parametrize("limit", [1000, 3000])
+def test_a_picture_that_would_fill_the_memory_is_refused(tmp_path, encoder, monkeypatch, limit, read_picture):
+    """Pillow itself only warns of up to twice its limit."""
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
+    monkeypatch.setattr("qwen3vl_bridge.data.media.MOST_PIXELS", limit)
+    picture(tmp_path / "x.png", 64, 64)
+    refused(tmp_path, encoder, f"x.png is too large: .* pixels.* expected at most {limit:,} pixels", read_picture)
+
+
+def refused(folder, encoder, message: str, read_picture: str) -> None:
+    file = ConversationFile(write(folder / "train.jsonl", [user({"type": "image", "image": "x.png"})]))
+    with pytest.raises(DataError, match=message) as caught:
+        encoder.length(file[0]) if read_picture == "length" else encoder(file[0])
+    assert str(caught.value).startswith("train.jsonl:1: ")

@@ -1,0 +1,52 @@
+"""Best-fit packing: nothing lost, nothing too full, and few rows."""
+
+import itertools
+import math
+
+from qwen3vl_bridge.data import best_fit, fill
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+lengths_and_capacity = st.integers(1, 60).flatmap(
+    lambda capacity: st.tuples(st.lists(st.integers(1, capacity), max_size=80), st.just(capacity))
+)
+
+
+@given(lengths_and_capacity)
+def test_each_sample_is_in_one_row_and_no_row_is_too_full(case):
+    lengths, capacity = case
+    rows = best_fit(lengths, capacity)
+    assert sorted(sample for row in rows for sample in row) == list(range(len(lengths)))
+    assert all(row and sum(lengths[sample] for sample in row) <= capacity for row in rows)
+    assert rows == sorted(rows) and all(row == sorted(row) for row in rows)
+    assert rows == best_fit(lengths, capacity)
+
+
+@given(lengths_and_capacity)
+def test_rows_are_few(case):
+    """No two rows fit into one; and never fewer rows than there are tokens for."""
+    lengths, capacity = case
+    rows = best_fit(lengths, capacity)
+    assert len(rows) >= math.ceil(sum(lengths) / capacity)
+    loads = sorted(sum(lengths[sample] for sample in row) for row in rows)
+    assert all(a + b > capacity for a, b in itertools.pairwise(loads))
+
+
+def test_the_tightest_row_is_taken():
+    assert best_fit([6, 5, 4, 3], 9) == [[0, 3], [1, 2]]
+    assert best_fit([5, 5, 4, 6], 10) == [[0, 1], [2, 3]]
+    assert best_fit([], 10) == []
+
+
+def test_fill_is_the_share_of_real_tokens():
+    assert fill([[0, 3], [1, 2]], [6, 5, 4, 3], 9) == 1.0
+    assert fill([[0], [1]], [6, 3], 9) == 0.5
+    assert fill([], [], 9) == 0.0
+
+
+@pytest.mark.parametrize("length", [0, 11])
+def test_a_sample_that_no_row_holds_is_refused(length):
+    with pytest.raises(ValueError, match=f"sample 1 has {length} tokens, expected 1 to 10"):
+        best_fit([10, length], 10)

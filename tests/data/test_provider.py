@@ -1,0 +1,131 @@
+"""The provider in Megatron-Bridge's own data loading, and in ours."""
+
+import qwen3vl_bridge
+from qwen3vl_bridge.data import DataError
+
+import pytest
+import torch
+from megatron.bridge.data.base import DatasetBuildContext
+from megatron.bridge.data.samplers import build_pretraining_data_loader
+from megatron.bridge.data.utils import get_dataset_provider
+
+
+@pytest.fixture(scope="module")
+def checkpoint(processor, tmp_path_factory):
+    from examples.digits.checkpoint import make_config
+
+    folder = tmp_path_factory.mktemp("hf")
+    processor.save_pretrained(folder)
+    make_config(processor.tokenizer).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def make(train_file, checkpoint):
+    def make(**changes):
+        settings = {
+            "train_path": str(train_file),
+            "valid_path": str(train_file),
+            "hf_processor_path": str(checkpoint),
+            "seq_length": 256,
+            "window_size": 8,
+            "num_workers": 0,
+            **changes,
+        }
+        provider = qwen3vl_bridge.Qwen3VLConversationProvider(**settings)
+        provider.finalize()
+        return provider
+
+    return make
+
+
+def loader(provider, rows, consumed=0, rank=0, size=1, micro_batch_size=1):
+    """As `megatron.bridge.data.loaders` builds one."""
+    return build_pretraining_data_loader(
+        rows,
+        consumed,
+        provider.dataloader_type,
+        micro_batch_size,
+        provider.num_workers,
+        provider.data_sharding,
+        collate_fn=rows.collate_fn,
+        pin_memory=provider.pin_memory,
+        persistent_workers=provider.persistent_workers,
+        data_parallel_rank=rank,
+        data_parallel_size=size,
+        drop_last=provider.drop_last,
+    )
+
+
+def ids(batches) -> list[tuple[str, ...]]:
+    return [batch.sample_ids for batch in batches]
+
+
+def test_both_loops_see_the_same_rows(make):
+    """Also on two ranks, and resumed after 10 of them by Megatron-Bridge's count of samples."""
+    provider = make()
+    train, valid, test = get_dataset_provider(provider)((30, 4, 4), provider)
+    assert (len(train), len(valid), test) == (30, 4, None)
+    expected = ids(batch for _, batch in zip(range(30), provider.stream("train"), strict=False))
+    assert ids(loader(provider, train)) == expected
+    assert ids(loader(provider, train, consumed=10)) == expected[10:]
+    for rank in range(2):
+        assert ids(loader(provider, train, rank=rank, size=2)) == expected[rank::2]
+        stream = provider.stream("train", dp_rank=rank, dp_size=2)
+        assert ids(batch for _, batch in zip(range(15), stream, strict=False)) == expected[rank::2]
+
+
+def test_padded_rows_come_in_microbatches(make):
+    provider = make(pack=False)
+    train, _, _ = provider.build_datasets(DatasetBuildContext(train_samples=12, valid_samples=0, test_samples=0))
+    (first, *_) = loader(provider, train, micro_batch_size=3)
+    assert first.input_ids.shape == (3, 256) and len(first.sample_ids) == 3
+    assert first.sample_ids == next(provider.stream("train", micro_batch_size=3)).sample_ids
+
+
+def test_only_training_rows_are_shuffled(make):
+    provider = make(pack=False)
+    in_order = [(f"train.jsonl:{line}",) for line in range(1, 41)]
+    assert ids(provider.evaluation("valid")) == ids(provider.evaluation("train")) == in_order
+    rows = [next(stream) for stream in [provider.stream("valid")] for _ in range(40)]
+    assert ids(rows) == in_order
+    shuffled = [next(stream) for stream in [provider.stream("train")] for _ in range(40)]
+    assert ids(shuffled) != in_order and sorted(ids(shuffled)) == sorted(in_order)
+    other = next(make(pack=False, seed=5).stream("train"))
+    assert other.sample_ids != shuffled[0].sample_ids
+
+
+def test_settings_reach_the_rows(make):
+    batch = next(make(pad_to_multiple_of=16, pixel_dtype=torch.bfloat16).stream("train"))
+    assert all(length % 16 == 0 for length in batch.layout.padded_lengths)
+    assert batch.vision.pixel_values.dtype == torch.bfloat16 and batch.input_ids.shape == (1, 256)
+    with pytest.raises(DataError, match="expected at most 32"):
+        next(make(seq_length=32).stream("train"))
+    assert next(make(seq_length=80, on_long="drop").stream("train")).input_ids.shape == (1, 80)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dataloader_type": "cyclic"}, "dataloader_type is 'cyclic', expected 'single'"),
+        ({"on_long": "cut"}, "on_long is 'cut', expected 'error' or 'drop'"),
+        (
+            {"seq_length": 250, "pad_to_multiple_of": 8},
+            "seq_length is 250, expected a multiple of pad_to_multiple_of, 8",
+        ),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(make, changes, message):
+    with pytest.raises(ValueError, match=message):
+        make(**changes)
+
+
+def test_missing_things_are_named(make, tmp_path):
+    with pytest.raises(ValueError, match="the split 'test' has no test_path; splits are train, valid, test"):
+        make().stream("test")
+    with pytest.raises(DataError, match=r"no.jsonl: there is no such file"):
+        make(train_path=str(tmp_path / "no.jsonl")).stream("train")
+    with pytest.raises(DataError, match="nowhere: found no processor"):
+        make(hf_processor_path=str(tmp_path / "nowhere")).stream("train")
+    with pytest.raises(DataError, match=r"'images/.*expected a path inside|'images/.*no such file"):
+        next(make(media_root=str(tmp_path)).stream("train"))

@@ -1,0 +1,69 @@
+"""A small run: few conversations about digits, a tiny checkpoint imported for Megatron."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Where a run's inputs are."""
+
+    hf: Path
+    data: Path
+    megatron: Path
+
+    def config(self, save: Path | None, **settings):
+        """The digits recipe, shortened; settings are written `train__train_iters=4`."""
+        from recipes.digits import qwen3_vl_digits_sft_config
+
+        cfg = qwen3_vl_digits_sft_config(
+            hf_path=self.hf, data_path=self.data, megatron_path=self.megatron, save=save or "unused"
+        )
+        if save is None:
+            cfg.checkpoint.save = cfg.checkpoint.load = None
+        for name, value in {**SHORT, **settings}.items():
+            section, _, field = name.partition("__")
+            setattr(getattr(cfg, section), field, value)
+        return cfg
+
+
+SHORT = dict(
+    train__train_iters=6,
+    scheduler__lr_warmup_iters=1,
+    validation__eval_interval=4,
+    checkpoint__save_interval=3,
+    model__seq_length=128,
+    dataset__seq_length=128,
+    dataset__num_workers=0,
+)
+
+
+@pytest.fixture(scope="session")
+def inputs(tmp_path_factory, untied_folder) -> Inputs:
+    from qwen3vl_bridge.checkpoint import import_checkpoint
+
+    from examples.digits.dataset import make_dataset
+
+    folder = tmp_path_factory.mktemp("run")
+    data = folder / "data"
+    make_dataset(data)
+    for split, keep in (("train", 40), ("test", 8)):
+        path = data / f"{split}.jsonl"
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:keep]))
+    import_checkpoint(untied_folder, folder / "megatron", progress=False)
+    return Inputs(untied_folder, data, folder / "megatron")
+
+
+def losses(log: list[dict]) -> list[tuple]:
+    """What a log says apart from time."""
+    return [tuple((name, value) for name, value in entry.items() if name != "seconds") for entry in log]
+
+
+def read_log(run: Path) -> list[dict]:
+    """A run's metrics.jsonl."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -1,0 +1,109 @@
+"""A run that was interrupted goes on as if it had not been: the same losses to the last bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from .conftest import SHORT, losses, read_log
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def unbroken(inputs, tmp_path_factory):
+    """Six steps at once: the log, and the folder of the run."""
+    from qwen3vl_bridge.training.loop import train
+
+    save = tmp_path_factory.mktemp("unbroken")
+    return train(inputs.config(save)), save
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of the newest checkpoint, read by torch."""
+    from qwen3vl_bridge.training.checkpoint import latest
+
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    entries = dcp.FileSystemReader(latest(folder)).read_metadata().state_dict_metadata
+    tensors = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    dcp.load(tensors, checkpoint_id=latest(folder), no_dist=True)
+    return tensors
+
+
+def test_two_halves_are_the_whole(inputs, unbroken, tmp_path):
+    from qwen3vl_bridge.training.loop import train
+
+    log, save = unbroken
+    first = train(inputs.config(tmp_path), stop_after=3)
+    second = train(inputs.config(tmp_path))
+    assert losses([e for e in first + second if "loss" in e]) == losses([e for e in log if "loss" in e])
+    halves, whole = stored(tmp_path), stored(save)
+    assert halves.keys() == whole.keys() and len(whole) > 300
+    assert all(torch.equal(halves[key], whole[key]) for key in whole)
+
+
+def test_the_log_on_disk_is_the_log(unbroken):
+    log, save = unbroken
+    assert losses(read_log(save)) == losses(log)
+    assert [e["step"] for e in log if "valid_loss" in e] == [4, 6]
+
+
+def test_bfloat16_resumes_from_its_float32_weights(inputs, tmp_path):
+    from qwen3vl_bridge.training.loop import train
+
+    half = dict(
+        model__bf16=True,
+        model__params_dtype=torch.bfloat16,
+        model__pipeline_dtype=torch.bfloat16,
+        model__autocast_dtype=torch.bfloat16,
+        optimizer__bf16=True,
+        optimizer__params_dtype=torch.bfloat16,
+        train__train_iters=4,
+        checkpoint__save_interval=2,
+        validation__eval_interval=0,
+    )
+    whole = train(inputs.config(tmp_path / "whole", **half))
+    first = train(inputs.config(tmp_path / "halves", **half), stop_after=2)
+    second = train(inputs.config(tmp_path / "halves", **half))
+    assert losses(first + second) == losses(whole)
+    weights = {key: t for key, t in stored(tmp_path / "whole").items() if key.startswith("model.")}
+    assert {t.dtype for t in weights.values()} == {torch.float32}
+    assert any(not torch.equal(t, t.bfloat16().float()) for t in weights.values())
+
+
+def test_killed_runs_go_on(inputs, unbroken, tmp_path):
+    overrides = [f"{name.replace('__', '.')}={value}" for name, value in SHORT.items()]
+    command = [sys.executable, ROOT / "recipes" / "finetune.py", "--hf-path", inputs.hf, "--data-path", inputs.data]
+    command += ["--megatron-path", inputs.megatron, "--save", tmp_path / "run", *overrides]
+    tracker = tmp_path / "run" / "latest_checkpointed_iteration.txt"
+    # Killed as soon as the first checkpoint is named, in the middle of what follows.
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=one_thread())
+    deadline = time.monotonic() + 240
+    while not tracker.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert tracker.read_text() in ("3", "6")
+    done = subprocess.run(command, capture_output=True, text=True, env=one_thread())
+    assert done.returncode == 0, done.stderr[-3000:]
+    log, _ = unbroken
+    assert losses(read_log(tmp_path / "run")) == losses(log)
+    assert sorted(p.name for p in (tmp_path / "run").iterdir() if p.name.startswith(".")) == []
+
+
+def one_thread() -> dict[str, str]:
+    """As the tests themselves run: sums in another order are other numbers."""
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
