@@ -91,10 +91,12 @@ def _vision(kind: type[Row], megatron: str, hf: str, shape: Shape) -> Row:
     return kind(_VISION + megatron, (_HF_VISION + hf,), (shape,), "vision_layers")
 
 
-def _affine(megatron: str, hf: str, weight: Shape, *, index: str | None = None, **kwargs: bool) -> tuple[Row, ...]:
+def _affine(
+    megatron: str, hf: str, weight: Shape, *, index: str | None = None, replicated: bool = False
+) -> tuple[Row, ...]:
     """Rows of a module with a weight and a bias as long as the weight's first dimension."""
     return tuple(
-        Copy(f"{megatron}.{suffix}", (f"{hf}.{suffix}",), (shape,), index, **kwargs)
+        Copy(f"{megatron}.{suffix}", (f"{hf}.{suffix}",), (shape,), index, replicated=replicated)
         for suffix, shape in (("weight", weight), ("bias", weight[:1]))
     )
 
