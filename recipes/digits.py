@@ -46,6 +46,7 @@ def qwen3_vl_digits_sft_config(
             hf_processor_path=str(hf_path),
             seq_length=SEQ_LENGTH,
             seed=1234,
+            num_workers=1,
         ),
         # A microbatch is one packed row.
         train=TrainingConfig(micro_batch_size=1, global_batch_size=2, train_iters=400),

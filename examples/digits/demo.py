@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -85,6 +86,9 @@ def command(script: str, *arguments: str | Path) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Run all steps; ends with status 1 if the goal is missed."""
     args = parse(arguments)
+    if args.hf_model is None:
+        # The tiny model gains nothing from threads, which only get in the way of data workers on a small machine.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     from qwen3vl_bridge.logs import quiet
 
     quiet()
