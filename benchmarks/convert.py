@@ -4,8 +4,9 @@
     python benchmarks/convert.py                                        # a whole 2B, 4.3 GB
 
 Random bfloat16 weights in the widths of Qwen3-VL-2B are written once; then, in interleaved rounds, `cp`, import,
-export and verify. Every step starts with nothing left to be written to the disk. Prints medians, ratios to `cp` and the
-peak of anonymous memory above the idle process, and appends a row to a CSV file.
+export and verify. Every step starts with nothing left to be written to the disk, and with what it reads in the page
+cache and nothing else. Prints medians, ratios to `cp` and the peak of anonymous memory above the idle process, and
+appends a row to a CSV file.
 
 What lives here: the measurement. What may not: code that conversion needs.
 """
@@ -74,9 +75,19 @@ def _anonymous() -> int:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon"))
 
 
+def _settle(work: Path, source: Path) -> None:
+    """Write everything to disk, then have the source in the page cache, and none of the other files."""
+    os.sync()
+    for path in sorted(work.rglob("*"), key=lambda path: path.is_relative_to(source)):
+        if path.is_file():
+            with path.open("rb", buffering=0) as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                while path.is_relative_to(source) and file.read(1 << 22):
+                    pass
+
+
 def measure(step: Callable[[], object]) -> tuple[float, int]:
     """Seconds a step takes, and the peak of anonymous memory above what there was before."""
-    os.sync()
     before = peak = _anonymous()
     done = threading.Event()
 
@@ -110,16 +121,18 @@ def run(work: Path, rounds: int) -> dict[str, list[tuple[float, int]]]:
     for _ in range(rounds):
         for sync in (False, True):
             suffix = "+fsync" if sync else ""
-            steps: list[tuple[str, Callable[[], object]]] = [
-                ("cp", lambda sync=sync: _copy(hf, copy, sync=sync)),
-                ("import", lambda sync=sync: import_checkpoint(hf, megatron, sync=sync)),
-                ("export", lambda sync=sync: export_checkpoint(megatron, exported, sync=sync)),
+            steps: list[tuple[str, Path, Callable[[], object]]] = [
+                ("cp", hf, lambda sync=sync: _copy(hf, copy, sync=sync)),
+                ("import", hf, lambda sync=sync: import_checkpoint(hf, megatron, sync=sync)),
+                ("export", megatron, lambda sync=sync: export_checkpoint(megatron, exported, sync=sync)),
             ]
-            for name, step in steps:
+            for name, source, step in steps:
+                _settle(work, source)
                 results.setdefault(name + suffix, []).append(measure(step))
-                shutil.rmtree(copy, ignore_errors=True)  # so that the page cache holds no more than it must
+                shutil.rmtree(copy, ignore_errors=True)
 
             if sync:
+                _settle(work, work)
                 results.setdefault("verify", []).append(measure(lambda: verify_checkpoint(hf, megatron)))
             for path in (megatron, exported):
                 shutil.rmtree(path)

@@ -1,24 +1,18 @@
-"""Models in several shapes on disk, and ways to look at checkpoints that share no code with the package."""
+"""Models and checkpoints of several kinds on disk."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from qwen3vl_bridge.checkpoint import copy_side_files, import_checkpoint
 
 import pytest
 import torch
-from safetensors import safe_open
+import torch.distributed.checkpoint as dcp
 from transformers import Qwen3VLForConditionalGeneration
 
-
-def hf_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a Hugging Face folder, read by safetensors."""
-    found = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            found.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
-    return found
+from .support import TENSORS
 
 
 def _save_again(source: Path, folder: Path, dtype: torch.dtype, **kwargs) -> Path:
@@ -48,3 +42,17 @@ def imported(untied_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("imported") / "megatron"
     import_checkpoint(untied_folder, folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory):
+    """A small folder by torch's own writer; not to be changed."""
+    folder = tmp_path_factory.mktemp("saved")
+    dcp.save({**TENSORS, "x": 3.0, "n": None}, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    """A copy of it."""
+    return shutil.copytree(saved, tmp_path / "copy")

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import Qwen3VLForConditionalGeneration
 
-from .conftest import hf_tensors
+from .support import hf_tensors
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -47,6 +47,12 @@ def test_the_exported_configuration_names_the_dtype_written(bf16_folder, tmp_pat
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert (config["dtype"], config["text_config"]["dtype"]) == ("float32", "float32")
     assert Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "hf").dtype == torch.float32
+
+
+@pytest.mark.parametrize("options", [{"torch_dtype": "bf16"}, {"naming": "te"}])
+def test_an_option_that_is_none_is_refused(options, untied_folder, tmp_path):
+    with pytest.raises(CheckpointError, match=r"is '(bf16|te)', expected"):
+        import_checkpoint(untied_folder, tmp_path / "megatron", **options)
 
 
 def test_a_value_too_large_is_refused(untied_folder, tmp_path):

@@ -2,57 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import pickle
-import shutil
 
 from qwen3vl_bridge.checkpoint import CheckpointError
 from qwen3vl_bridge.checkpoint.boxes import linear_blocks
 from qwen3vl_bridge.checkpoint.dcp_items import NotPlain, find_payload
 from qwen3vl_bridge.checkpoint.dcp_metadata import read_metadata
-from qwen3vl_bridge.checkpoint.dcp_reader import DcpTensors
-from qwen3vl_bridge.checkpoint.streams import RunReader
-from qwen3vl_bridge.checkpoint.tensors import Run
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-FUZZ = settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-TENSORS = {
-    "a": torch.arange(12.0).reshape(3, 4),
-    "b": torch.arange(6).bfloat16(),
-    "t": torch.arange(6.0).reshape(2, 3).T,
-    "s": torch.tensor(3.0),
-}
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("saved")
-    dcp.save({**TENSORS, "x": 3.0, "n": None}, checkpoint_id=folder, no_dist=True)
-    return folder
-
-
-@pytest.fixture
-def folder(saved, tmp_path):
-    return shutil.copytree(saved, tmp_path / "copy")
-
-
-def read_everything(folder) -> dict[str, torch.Tensor]:
-    metadata = read_metadata(folder)
-    source = DcpTensors(metadata, {key: key for key in metadata.tensors})
-    found = {}
-    with RunReader(source, block=8) as reader:
-        for name, spec in source.specs.items():
-            data = b"".join(bytes(block) for block in reader.blocks([Run(name, 0, spec.numel)], spec.dtype))
-            found[name] = torch.frombuffer(bytearray(data), dtype=getattr(torch, spec.dtype)).reshape(spec.shape)
-    return found
+from .support import TENSORS, read_everything
 
 
 def test_everything_is_read(saved):
@@ -179,43 +144,6 @@ def test_metadata_that_lies(change, message, folder):
     with pytest.raises(CheckpointError) as error:
         read_everything(folder)
     assert message in str(error.value) and str(folder) in str(error.value)
-
-
-def damaged(data: bytes, where: list[tuple[float, int]], keep: float) -> bytes:
-    changed = bytearray(data[: max(1, round(len(data) * keep))])
-    for place, value in where:
-        changed[min(int(place * len(changed)), len(changed) - 1)] = value
-    return bytes(changed)
-
-
-DAMAGE = {
-    "where": st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), max_size=6),
-    "keep": st.just(1.0) | st.floats(0, 1),
-}
-
-
-@FUZZ
-@given(**DAMAGE)
-def test_any_damage_to_the_metadata(where, keep, folder, saved):
-    (folder / ".metadata").write_bytes(damaged((saved / ".metadata").read_bytes(), where, keep))
-    with contextlib.suppress(CheckpointError):
-        read_everything(folder)
-
-
-@FUZZ
-@given(**DAMAGE)
-def test_any_damage_to_the_data(where, keep, folder, saved):
-    (folder / "__0_0.distcp").write_bytes(damaged((saved / "__0_0.distcp").read_bytes(), where, keep))
-    with contextlib.suppress(CheckpointError):
-        read_everything(folder)
-
-
-@FUZZ
-@given(data=st.binary(max_size=60))
-def test_any_metadata(data, folder):
-    (folder / ".metadata").write_bytes(b"\x80\x04" + data)
-    with contextlib.suppress(CheckpointError):
-        read_everything(folder)
 
 
 @settings(deadline=None)

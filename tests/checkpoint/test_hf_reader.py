@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import struct
 
@@ -13,20 +12,9 @@ from qwen3vl_bridge.checkpoint.tensors import TensorSpec
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-FUZZ = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-def entry(dtype="F32", shape=(2, 3), offsets=(0, 24)) -> dict:
-    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
-
-
-def file_of(header: dict | list | str, payload: int = 24) -> bytes:
-    text = header if isinstance(header, str) else json.dumps(header)
-    return struct.pack("<Q", len(text.encode())) + text.encode() + bytes(payload)
+from .support import entry, file_of
 
 
 @pytest.mark.parametrize(
@@ -84,44 +72,6 @@ def test_an_index_that_lies(index, message, tmp_path):
     with pytest.raises(CheckpointError) as error:
         HFWeights(tmp_path)
     assert message in str(error.value)
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
-    max_leaves=8,
-)
-ENTRIES = st.dictionaries(
-    st.text(max_size=4),
-    JSON | st.fixed_dictionaries({"dtype": st.sampled_from(["F32", "BF16", "F9"]) | JSON,
-                                  "shape": st.lists(st.integers(-1, 2**64), max_size=3) | JSON,
-                                  "data_offsets": st.lists(st.integers(-1, 2**64), max_size=3) | JSON}),
-    max_size=3,
-)  # fmt: skip
-
-
-@FUZZ
-@given(header=ENTRIES, payload=st.integers(0, 64))
-def test_any_header(header, payload, tmp_path):
-    (tmp_path / SINGLE).write_bytes(file_of(header, payload))
-    with contextlib.suppress(CheckpointError):
-        HFWeights(tmp_path)
-
-
-@FUZZ
-@given(content=st.binary(max_size=200))
-def test_any_file(content, tmp_path):
-    (tmp_path / SINGLE).write_bytes(content)
-    with contextlib.suppress(CheckpointError):
-        HFWeights(tmp_path)
-
-
-@FUZZ
-@given(index=st.dictionaries(st.sampled_from(["weight_map", "metadata"]), JSON))
-def test_any_index(index, tmp_path):
-    (tmp_path / INDEX).write_text(json.dumps(index))
-    with contextlib.suppress(CheckpointError):
-        HFWeights(tmp_path)
 
 
 def test_what_the_writer_writes_safetensors_reads(tmp_path):

@@ -9,16 +9,8 @@ from qwen3vl_bridge.checkpoint import Topology, export_checkpoint, import_checkp
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
-from .conftest import hf_tensors
-
-
-def stock_load(folder) -> dict:
-    """Everything in a folder, by torch's own loader."""
-    state = _load_state_dict_from_keys(None, checkpoint_id=folder)
-    return {f"{section}.{key}": value for section, inner in state.items() if isinstance(inner, dict)
-            for key, value in inner.items()} | {k: v for k, v in state.items() if not isinstance(v, dict)}  # fmt: skip
+from .support import hf_tensors, stock_load
 
 
 def restated(name: str, hf: dict[str, torch.Tensor], config: dict) -> torch.Tensor:
@@ -43,6 +35,10 @@ def restated(name: str, hf: dict[str, torch.Tensor], config: dict) -> torch.Tens
             for part in range(3):
                 rows += [fused[part * width + head * (width // heads) + i] for i in range(width // heads)]
     return torch.stack(rows)
+
+
+# torch says so whenever it saves or loads in a single process, as is meant here.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:This process .* is multi-threaded")
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
-from .conftest import hf_tensors
+from .support import hf_tensors
 
 FOLDERS = ("untied_folder", "tied_folder", "sharded_folder", "bf16_folder")
 

@@ -39,6 +39,13 @@ def test_the_target_appears_at_the_end_only(tmp_path):
     assert (target / "file").read_text() == "x"
 
 
+def test_an_empty_folder_is_a_fine_target(tmp_path):
+    (tmp_path / "target").mkdir()
+    with staging.staged(tmp_path / "target", quiet) as work:
+        (work / "file").write_text("x")
+    assert [path.name for path in tmp_path.rglob("*")] == ["target", "file"]
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, CheckpointError, OSError])
 def test_a_failure_leaves_nothing_not_even_parents(error, tmp_path):
     with (

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-from qwen3vl_bridge.data import Collator, ConversationFile, Encoder, VisionSettings, pad_token_id
+from qwen3vl_bridge.data import (
+    Collator,
+    ConversationFile,
+    Encoder,
+    RowDataset,
+    RowSettings,
+    Samples,
+    VisionSettings,
+    pad_token_id,
+)
 
 import numpy as np
 import pytest
@@ -77,3 +87,20 @@ def read(tmp_path) -> Callable:
         return ConversationFile(write(tmp_path / "train.jsonl", [record]))[0]
 
     return read
+
+
+@pytest.fixture
+def make_rows(train_file, encoder, collator) -> Callable[..., Callable]:
+    """Makes functions that make rows of 256 tokens, as streams take them."""
+
+    def make(path=train_file, on_long="error", seq_length=256, multiple=1, **settings) -> Callable:
+        settings = {"seed": 0, "window_size": 8, **settings}
+
+        def rows(begin=None) -> RowDataset:
+            samples = Samples(ConversationFile(path), encoder, limit=seq_length, on_long=on_long)
+            lay_out = replace(collator, seq_length=seq_length, multiple=multiple)
+            return RowDataset(samples, RowSettings(lay_out, **settings), begin=begin)
+
+        return rows
+
+    return make

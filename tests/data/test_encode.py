@@ -3,7 +3,7 @@
 import copy
 import itertools
 
-from qwen3vl_bridge.data import DataError, Encoder, load_processor
+from qwen3vl_bridge.data import DataError, Encoder
 
 import pytest
 import torch
@@ -224,34 +224,3 @@ def test_a_picture_that_the_processor_refuses_is_named(encoder, read, tmp_path):
     for encode in (encoder, encoder.length):
         with pytest.raises(DataError, match=r"train.jsonl:1: the processor refuses it: .*aspect ratio"):
             encode(conversation)
-
-
-def test_processors_are_loaded_and_checked(processor, tmp_path):
-    processor.save_pretrained(tmp_path / "whole")
-    assert load_processor(tmp_path / "whole").image_token_id == processor.image_token_id
-    with pytest.raises(DataError, match="nowhere: found no processor"):
-        load_processor(tmp_path / "nowhere")
-    processor.tokenizer.save_pretrained(tmp_path / "text")
-    with pytest.raises(DataError, match="text: found no processor"):
-        load_processor(tmp_path / "text")
-    other = copy.copy(processor)
-    other.chat_template = None
-    other.save_pretrained(tmp_path / "silent")
-    with pytest.raises(DataError, match="silent: found no chat template"):
-        load_processor(tmp_path / "silent")
-
-
-def test_a_processor_without_an_id_for_pictures_is_refused(processor):
-    from qwen3vl_bridge.data.encode import check_processor
-
-    other = copy.copy(processor)
-    other.image_token_id = None
-    with pytest.raises(DataError, match=r"here: image_token '<\|image_pad\|>' has the id None, expected one"):
-        check_processor(other, "here")
-    other.image_token_id = processor.video_token_id
-    with pytest.raises(DataError, match="has the id"):
-        check_processor(other, "here")
-    with pytest.raises(
-        DataError, match="here: found Qwen2Tokenizer, expected a Qwen3VLProcessor with a fast tokenizer"
-    ):
-        check_processor(processor.tokenizer, "here")

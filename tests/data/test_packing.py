@@ -37,6 +37,7 @@ def test_rows_are_few(case):
 def test_the_tightest_row_is_taken():
     assert best_fit([6, 5, 4, 3], 9) == [[0, 3], [1, 2]]
     assert best_fit([5, 5, 4, 6], 10) == [[0, 1], [2, 3]]
+    assert best_fit([7, 5, 3], 10) == [[0, 2], [1]]
     assert best_fit([], 10) == []
 
 

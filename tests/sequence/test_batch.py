@@ -1,9 +1,5 @@
 """One rank's share of a batch: every tensor against the whole one, token by token."""
 
-import numpy as np
-import pytest
-import torch
-
 from qwen3vl_bridge.sequence import (
     PackedBatch,
     SequenceLayout,
@@ -11,6 +7,10 @@ from qwen3vl_bridge.sequence import (
     token_index,
     vision_slots,
 )
+
+import numpy as np
+import pytest
+import torch
 
 IMAGE, VIDEO = 90, 91
 

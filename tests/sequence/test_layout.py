@@ -1,12 +1,12 @@
 """Layouts and the token index, against plain numpy restatements."""
 
+from qwen3vl_bridge.sequence import SequenceLayout, token_index
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from qwen3vl_bridge.sequence import SequenceLayout, token_index
 
 
 def ring_attention_share(tokens: np.ndarray, size: int, rank: int) -> np.ndarray:

@@ -3,12 +3,12 @@
 from functools import partial
 from types import SimpleNamespace
 
+from qwen3vl_bridge.sequence import SequenceLayout, mrope_positions
+
 import numpy as np
 import pytest
 import torch
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
-
-from qwen3vl_bridge.sequence import SequenceLayout, mrope_positions
 
 IMAGE, VIDEO, START, END = 90, 91, 92, 93
 MERGE = 2

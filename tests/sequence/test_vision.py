@@ -1,5 +1,13 @@
 """Vision indices against transformers' own, bit for bit, on random pictures."""
 
+from qwen3vl_bridge.sequence import (
+    frame_lengths,
+    interpolation,
+    make_vision_inputs,
+    patch_positions,
+    vision_slots,
+)
+
 import numpy as np
 import pytest
 import torch
@@ -7,14 +15,6 @@ from transformers.vision_utils import (
     get_vision_bilinear_indices_and_weights,
     get_vision_cu_seqlens,
     get_vision_position_ids,
-)
-
-from qwen3vl_bridge.sequence import (
-    frame_lengths,
-    interpolation,
-    make_vision_inputs,
-    patch_positions,
-    vision_slots,
 )
 
 IMAGE, VIDEO = 90, 91

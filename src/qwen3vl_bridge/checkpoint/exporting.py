@@ -61,13 +61,12 @@ def export_checkpoint(
         CheckpointError: the source, the target or an option is not as it must be. Nothing is left behind.
     """
     target = Path(os.path.abspath(Path(hf_path).expanduser()))
-    root = Path(megatron_path).expanduser()
-    folder = megatron.find_iteration(root, iteration)
+    folder = megatron.find_iteration(Path(megatron_path).expanduser(), iteration)
     config = _config(folder, hf_model)
     metadata = read_metadata(folder)
     stored = DcpTensors(metadata, megatron.model_keys(metadata))
     plan = plan_export(config.rows, config.dimensions, stored.specs, where=str(folder), dtype=torch_dtype)
-    staging.check_target(target, overwrite=overwrite, is_ours=_is_model, sources=(root, folder, config.folder))
+    staging.check_target(target, overwrite=overwrite, is_ours=_is_model, sources=(folder, config.folder))
     staging.check_space(target, plan.nbytes + _OVERHEAD)
     notes, seconds = _dropped_rows(plan, stored), 0.0
     if not dry_run:
@@ -75,19 +74,7 @@ def export_checkpoint(
         with staging.staged(target, notes.append, replace=overwrite, sync=sync) as work:
             seconds = _write(work, shards, plan, stored, config, progress=progress, sync=sync)
             _check_written(work, plan)
-    return ConversionReport(
-        str(megatron_path),
-        target,
-        len(plan.tasks),
-        plan.numel,
-        plan.nbytes,
-        tuple(plan.dtypes),
-        len(plan.computed),
-        plan.naming,
-        tuple(notes),
-        seconds,
-        dry_run,
-    )
+    return ConversionReport.of(megatron_path, target, plan, notes, seconds, dry_run=dry_run)
 
 
 def _is_model(path: Path) -> bool:

@@ -31,13 +31,13 @@ class ModelConfig:
         tied: whether the output layer is the embedding.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: str | Path) -> None:
         """Read `folder/config.json`.
 
         Raises:
             CheckpointError: it is missing, another model's, or lacks a field.
         """
-        self.folder = folder
+        self.folder = folder = Path(folder)
         path = folder / "config.json"
         if not path.is_file():
             raise CheckpointError(f"{folder} is not a Hugging Face model: it has no config.json")

@@ -89,19 +89,7 @@ def import_checkpoint(
         with staging.staged(target, notes.append, replace=overwrite, sync=sync) as root:
             seconds = _write(root, str(hf_model), model, plan, topology, progress=progress, sync=sync)
             _check_written(megatron.iteration_folder(root, 0), plan, model, verify=verify, progress=progress)
-    return ConversionReport(
-        str(hf_model),
-        target,
-        len(plan.tasks),
-        plan.numel,
-        plan.nbytes,
-        tuple(plan.dtypes),
-        len(plan.computed),
-        plan.naming,
-        tuple(notes),
-        seconds,
-        dry_run,
-    )
+    return ConversionReport.of(hf_model, target, plan, notes, seconds, dry_run=dry_run)
 
 
 def _write(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from qwen3vl_bridge.checkpoint.errors import CheckpointError
 from qwen3vl_bridge.checkpoint.proof import check_same, check_weights_dtype, prove
 from qwen3vl_bridge.checkpoint.spans import LOCAL, TRANSFORMER_ENGINE, Span, spans, stored_shapes
 from qwen3vl_bridge.checkpoint.tensors import Run, Shape, TensorSpec
@@ -77,7 +78,12 @@ def make_table(rows: tuple[Row, ...], dimensions: Mapping[str, int], naming: str
         rows: rows of the table, with `*`.
         dimensions: from `dimensions_of`.
         naming: "transformer_engine" or "local".
+
+    Raises:
+        CheckpointError: it is neither.
     """
+    if naming not in (TRANSFORMER_ENGINE, LOCAL):
+        raise CheckpointError(f"naming is {naming!r}, expected {TRANSFORMER_ENGINE!r} or {LOCAL!r}")
     hf: dict[str, Shape] = {}
     stored: dict[str, Shape] = {}
     everything: list[Span] = []

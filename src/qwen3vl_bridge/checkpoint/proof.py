@@ -73,7 +73,8 @@ def check_weights_dtype(name: str, sources: Sequence[TensorSpec], dtype: str | N
         where: whose tensors the sources are, for the error.
 
     Raises:
-        CheckpointError: a source is no floating-point weight, or they differ and `dtype` does not settle it.
+        CheckpointError: a source or `dtype` is no floating-point dtype, or sources differ and `dtype` does not settle
+            it.
     """
     for source in sources:
         if source.dtype not in WEIGHT_DTYPES:
@@ -81,6 +82,8 @@ def check_weights_dtype(name: str, sources: Sequence[TensorSpec], dtype: str | N
                 f"{where}, tensor {source.name}: found dtype {source.dtype}, expected {', '.join(WEIGHT_DTYPES)}"
             )
     if dtype is not None:
+        if dtype not in WEIGHT_DTYPES:
+            raise CheckpointError(f"torch_dtype is {dtype!r}, expected one of {', '.join(WEIGHT_DTYPES)}")
         return dtype
     if len({source.dtype for source in sources}) > 1:
         parts = ", ".join(sorted({f"{source.name} {source.dtype}" for source in sources}))

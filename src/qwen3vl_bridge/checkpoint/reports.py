@@ -5,9 +5,13 @@ What lives here: plain data. What may not: work, printing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from qwen3vl_bridge.checkpoint.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,25 @@ class ConversionReport:
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
     dry_run: bool = False
+
+    @classmethod
+    def of(
+        cls, source: str | Path, target: Path, plan: Plan, notes: Sequence[str], seconds: float, *, dry_run: bool
+    ) -> ConversionReport:
+        """The report on a plan that was carried out, or would be."""
+        return cls(
+            str(source),
+            target,
+            len(plan.tasks),
+            plan.numel,
+            plan.nbytes,
+            tuple(plan.dtypes),
+            len(plan.computed),
+            plan.naming,
+            tuple(notes),
+            seconds,
+            dry_run,
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """The same, fit for JSON."""

@@ -97,6 +97,8 @@ def staged(target: Path, say: Callable[[str], None], *, replace: bool = False, s
         if sync:
             sync_tree(folder)
         _move_into_place(folder, target, replace=replace)
+        if sync:
+            _sync(parent)
     except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
         _remove_empty(made)
@@ -179,7 +181,6 @@ def _move_into_place(folder: Path, target: Path, *, replace: bool) -> None:
         shutil.rmtree(folder)
     else:
         os.rename(folder, target)  # an empty folder is replaced
-    _sync(target.absolute().parent)
 
 
 def _exchange(one: Path, other: Path) -> None:

@@ -16,7 +16,6 @@ from qwen3vl_bridge.checkpoint.errors import CheckpointError
 from qwen3vl_bridge.checkpoint.tensors import Shape, TensorSpec
 
 
-
 @dataclass(frozen=True)
 class Topology:
     """Tensor, pipeline, context, expert and expert-tensor parallel sizes, and how large a chunk may be."""

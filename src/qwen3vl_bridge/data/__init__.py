@@ -5,10 +5,11 @@ What lives here: reading, encoding, packing, collating. What may not: the model;
 
 from .collate import Collator, VisionSettings, pad_token_id
 from .conversations import Conversation, ConversationFile
-from .encode import EncodedSample, Encoder, load_processor
+from .encode import EncodedSample, Encoder
 from .errors import DataError
 from .packing import best_fit, fill
 from .plan import RowPlan, Window
+from .processor import load_processor
 from .rows import RowDataset, RowSettings, Samples
 from .stream import BatchStream, one_pass
 

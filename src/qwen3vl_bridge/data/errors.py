@@ -18,3 +18,7 @@ class DataError(ValueError):
                 the exception anew when it comes from a data-loading worker.
         """
         super().__init__(place if problem is None else f"{place}: {problem}")
+
+    def without_traceback(self) -> DataError:
+        """The error as it was raised: torch puts a data-loading worker's whole traceback before the message."""
+        return DataError(str(self).rpartition(f"{type(self).__name__}: ")[2].strip())

@@ -18,8 +18,9 @@ from megatron.bridge.data.base import DatasetBuildContext, DatasetProvider
 
 from .collate import Collator, VisionSettings, pad_token_id
 from .conversations import ConversationFile
-from .encode import Encoder, load_processor
+from .encode import Encoder
 from .plan import Window
+from .processor import load_processor
 from .rows import OnLong, RowDataset, RowSettings, Samples
 from .stream import BatchStream, one_pass
 

@@ -19,6 +19,7 @@ from qwen3vl_bridge.sequence import PackedBatch
 import torch
 from torch.utils.data import DataLoader
 
+from .errors import DataError
 from .plan import Window
 from .rows import Row, RowDataset, without_loss
 
@@ -60,7 +61,10 @@ class BatchStream(Iterator[PackedBatch]):
         """
         if self._batches is None:
             self._batches = self._loader()
-        batch, self._window = next(self._batches)
+        try:
+            batch, self._window = next(self._batches)
+        except DataError as error:
+            raise error.without_traceback() from None
         self._next_row += self._group
         return batch
 

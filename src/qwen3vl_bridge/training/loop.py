@@ -91,6 +91,10 @@ def set_up(cfg: ConfigContainer) -> Run:
         CheckpointError: a checkpoint that is not there or does not fit.
     """
     _refuse_model_parallelism(cfg)
+    if cfg.dataset.seq_length != cfg.model.seq_length:
+        raise ValueError(
+            f"dataset.seq_length is {cfg.dataset.seq_length}, expected model.seq_length, {cfg.model.seq_length}"
+        )
     pretrained = cfg.checkpoint.pretrained_checkpoint and find_iteration(Path(cfg.checkpoint.pretrained_checkpoint))
     cfg.validate()
     config_yaml = dump_dataclass_to_yaml(cfg.to_dict())

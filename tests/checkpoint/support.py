@@ -1,0 +1,115 @@
+"""What several test files use: ways to look at checkpoints, and to expect errors. No fixtures, no tests."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from pathlib import Path
+
+from qwen3vl_bridge.checkpoint.cli import main
+from qwen3vl_bridge.checkpoint.dcp_metadata import read_metadata
+from qwen3vl_bridge.checkpoint.dcp_reader import DcpTensors
+from qwen3vl_bridge.checkpoint.streams import RunReader
+from qwen3vl_bridge.checkpoint.tensors import Run
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+
+EMBEDDING = "model.language_model.embed_tokens.weight"
+NORM = "model.language_model.norm.weight"
+Q_PROJ = "model.language_model.layers.1.self_attn.q_proj.weight"
+
+TENSORS = {
+    "a": torch.arange(12.0).reshape(3, 4),
+    "b": torch.arange(6).bfloat16(),
+    "t": torch.arange(6.0).reshape(2, 3).T,
+    "s": torch.tensor(3.0),
+}
+
+
+def hf_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a Hugging Face folder, read by safetensors."""
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            found.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+    return found
+
+
+def stock_load(folder) -> dict:
+    """Everything in a folder, by torch's own loader."""
+    state = _load_state_dict_from_keys(None, checkpoint_id=folder)
+    return {f"{section}.{key}": value for section, inner in state.items() if isinstance(inner, dict)
+            for key, value in inner.items()} | {k: v for k, v in state.items() if not isinstance(v, dict)}  # fmt: skip
+
+
+def read_everything(folder) -> dict[str, torch.Tensor]:
+    metadata = read_metadata(folder)
+    source = DcpTensors(metadata, {key: key for key in metadata.tensors})
+    found = {}
+    with RunReader(source, block=8) as reader:
+        for name, spec in source.specs.items():
+            data = b"".join(bytes(block) for block in reader.blocks([Run(name, 0, spec.numel)], spec.dtype))
+            found[name] = torch.frombuffer(bytearray(data), dtype=getattr(torch, spec.dtype)).reshape(spec.shape)
+    return found
+
+
+def entry(dtype="F32", shape=(2, 3), offsets=(0, 24)) -> dict:
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
+
+
+def file_of(header: dict | list | str, payload: int = 24) -> bytes:
+    text = header if isinstance(header, str) else json.dumps(header)
+    return struct.pack("<Q", len(text.encode())) + text.encode() + bytes(payload)
+
+
+def model_with(folder: Path, source: Path, change) -> Path:
+    """A copy of a model with its tensors changed by `change(tensors)`."""
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+    tensors = hf_tensors(source)
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def change_missing(tensors):
+    del tensors[NORM]
+
+
+def change_extra(tensors):
+    tensors["model.language_model.layers.9.x"] = torch.zeros(3)
+
+
+def change_misshapen(tensors):
+    tensors[Q_PROJ] = tensors[Q_PROJ][:5].clone()
+
+
+def change_all(tensors):
+    for change in (change_missing, change_extra, change_misshapen):
+        change(tensors)
+
+
+def expect_error(capsys, arguments: list[str], *parts: str) -> str:
+    """Run the command line; it must fail with one error that has these parts, and change nothing on disk."""
+    around = Path(arguments[-1]).parents[1]
+    before = sorted(path.as_posix() for path in around.rglob("*"))
+    capsys.readouterr()
+    assert main([*arguments[:1], "--no-progress", *arguments[1:]]) == 2
+    out, error = capsys.readouterr()
+    assert not out
+    assert error.startswith("error: ") and error.count("error: ") == 1 and "Traceback" not in error
+    for part in parts:
+        assert part in error
+    assert sorted(path.as_posix() for path in around.rglob("*")) == before
+    return error
+
+
+def importing(source, tmp_path) -> list[str]:
+    return ["import", "--hf-model", str(source), "--megatron-path", str(tmp_path / "new" / "megatron")]
+
+
+def exporting(source, tmp_path) -> list[str]:
+    return ["export", "--megatron-path", str(source), "--hf-path", str(tmp_path / "new" / "hf")]

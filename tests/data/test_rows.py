@@ -1,0 +1,54 @@
+"""Rows: samples measured and encoded, and what happens to those that are too long."""
+
+from qwen3vl_bridge.data import ConversationFile, DataError, one_pass
+
+import pytest
+
+
+def first(rows, number: int = 20) -> list:
+    """The batches of the first rows."""
+    return [rows.collate_fn([rows[row]]) for row in range(number)]
+
+
+def test_the_longest_sample_may_fill_a_row(make_rows, encoder, train_file):
+    file = ConversationFile(train_file)
+    longest = max(encoder.length(file[index]) for index in range(40))
+    first(make_rows(seq_length=longest)())
+    with pytest.raises(DataError, match=f"found a sample of {longest} tokens, expected at most {longest - 1}"):
+        first(make_rows(seq_length=longest - 1)())
+
+
+def test_rows_leave_room_for_what_samples_are_padded_by(make_rows):
+    for batch in first(make_rows(multiple=32)()):
+        assert all(length % 32 == 0 for length in batch.layout.padded_lengths) and batch.layout.total == 256
+
+
+def test_a_long_sample_is_refused_or_dropped_and_counted(make_rows, caplog):
+    rows = make_rows(seq_length=64, seed=None)
+    with pytest.raises(
+        DataError, match=r"train.jsonl:\d+: found a sample of \d+ tokens, expected at most 64 \(a row's"
+    ):
+        first(rows())
+    kept = make_rows(seq_length=64, seed=None, on_long="drop")()
+    seen = {sample_id for batch in one_pass(kept) for sample_id in batch.sample_ids}
+    dropped = kept.samples.num_dropped
+    assert 0 < dropped == 40 - len(seen) == len(caplog.messages)
+    assert f"expected at most 64: dropped, {dropped} so far" in caplog.messages[-1]
+    with pytest.raises(ValueError, match="epoch 0: none of 40 samples is in a row"):
+        make_rows(seq_length=8, on_long="drop")()[0]
+    with pytest.raises(ValueError, match="on_long is 'cut', expected 'error' or 'drop'"):
+        make_rows(on_long="cut")()
+
+
+def test_a_sample_that_changes_after_it_was_measured_is_refused(make_rows, monkeypatch):
+    rows = make_rows()()
+    rows.plan.row(0)
+    monkeypatch.setattr(rows.samples, "_lengths", rows.samples._lengths.__class__("q", [7] * 40))
+    with pytest.raises(DataError, match=r"train.jsonl:\d+: found \d+ tokens, but its row was planned for 7"):
+        rows[0]
+
+
+def test_several_packed_rows_in_a_microbatch_are_refused(make_rows):
+    rows = make_rows()()
+    with pytest.raises(ValueError, match="found a microbatch of 2 packed rows, expected 1"):
+        rows.collate_fn([rows[0], rows[1]])
