@@ -2,8 +2,8 @@
 
     python megatron_fsdp_load.py HF_FOLDER MEGATRON_FOLDER TP...
 
-It is loaded strictly, and then every local shard is compared with the checkpoint, bit for bit. The checkpoint has to have the local
-layer spec's names, which the model has on a CPU.
+It is loaded strictly, and then every local shard is compared with the checkpoint, bit for bit. The checkpoint has to
+have the local layer spec's names, which the model has on a CPU.
 """
 
 from __future__ import annotations
