@@ -15,10 +15,10 @@ env: ## make or update .venv from requirements/cpu.txt
 	@scripts/setup_env.sh
 
 demo: env ## convert, fine-tune, export and generate on handwritten digits
-	$(PY) examples/digits/demo.py $(DEMO_ARGS)
+	CUDA_VISIBLE_DEVICES= $(PY) examples/digits/demo.py $(DEMO_ARGS)
 
 test: lint ## lint, then all tests
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
 lint: env ## ruff, pyright, import-linter
 	$(PY) -m ruff check .

@@ -35,6 +35,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     for name in ("hf_path", "data_path", "megatron_path"):
         if not getattr(args, name).is_dir():
             parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}, expected a folder that exists")
+    if args.save.exists() and not args.save.is_dir():
+        parser.error(f"--save is {args.save}, a file; expected a folder, or a name for a new one")
     if wrong := [item for item in args.overrides if "=" not in item]:
         parser.error(f"settings are written NAME=VALUE, found {' '.join(wrong)}")
     return args
@@ -51,7 +53,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.path.insert(0, str(ROOT))  # recipes stand beside the package
     try:
         run(args)
-    except (ValueError, AssertionError) as error:  # Megatron-Bridge asserts what it expects of a configuration
+    except (ValueError, AssertionError, OSError) as error:  # Megatron-Bridge asserts what it expects of a configuration
         if args.verbose:
             raise
         sys.exit(f"error: {error}\n(--verbose shows where)")
@@ -75,8 +77,12 @@ def run(args: argparse.Namespace) -> None:
     except OverridesError as error:
         raise ValueError(str(error)) from error
     if torch.cuda.is_available():
-        from megatron.bridge.training.finetune import finetune
-
+        try:
+            from megatron.bridge.training.finetune import finetune
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                f"Megatron-Bridge's training loop for CUDA needs {error.name}, which is missing"
+            ) from error
         finetune(cfg, qwen3vl_bridge.forward_step)
         return
     from qwen3vl_bridge.training.loop import train

@@ -37,6 +37,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if args.hf_model is not None and not (args.hf_model / "config.json").is_file():
         parser.error(f"--hf-model is {args.hf_model}, expected a folder with a config.json")
+    if args.work_dir.exists() and not args.work_dir.is_dir():
+        parser.error(f"--work-dir is {args.work_dir}, a file; expected a folder, or a name for a new one")
     if args.work_dir.exists() and not (args.work_dir / _MADE_HERE).exists() and any(args.work_dir.iterdir()):
         parser.error(f"--work-dir {args.work_dir} holds other things; give a new folder")
     return args

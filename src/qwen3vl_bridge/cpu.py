@@ -76,6 +76,9 @@ def _torch_on_cpu() -> _Overlay:
     import torch.distributed
 
     def device(*args: Any, **kwargs: Any) -> torch.device:
+        name = args[0] if args else kwargs.get("device", kwargs.get("type"))
+        if isinstance(name, str) and name.startswith("cuda"):  # also "cuda:cpu", made from the current device
+            return torch.device("cpu")
         made = torch.device(*args, **kwargs)
         return torch.device("cpu") if made.type == "cuda" else made
 

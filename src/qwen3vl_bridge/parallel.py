@@ -37,3 +37,13 @@ def sum_over_data_parallel(values: Tensor, groups: ProcessGroupCollection) -> Te
 def wait_for_all() -> None:
     """Return when every process is here."""
     torch.distributed.barrier()
+
+
+def sum_gradients_over_sequence(features: Tensor, config: TransformerConfig, groups: ProcessGroupCollection) -> Tensor:
+    """`features` as they are; their gradient is the sum over the ranks that share a sequence.
+
+    Under sequence parallelism each rank uses the rows of its own tokens, so its gradient is a part of the whole.
+    """
+    if not config.sequence_parallel:
+        return features
+    return tensor_parallel.copy_to_tensor_model_parallel_region(features, group=groups.tp)

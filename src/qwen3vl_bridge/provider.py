@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
-from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge.models.gpt_provider import GPTModelProvider, default_layer_spec
 from megatron.bridge.models.transformer_config import TransformerConfig
 from megatron.bridge.utils.vocab_utils import calculate_padded_vocab_size
 from megatron.core.pipeline_parallel.utils import (
@@ -102,10 +102,9 @@ class Qwen3VLModelProvider(GPTModelProvider):
             raise ValueError(f"deepstack_visual_indexes is {taps}, expected ascending layers below {layers}")
         if len(taps) > self.num_layers:
             raise ValueError(f"{len(taps)} DeepStack taps need as many text layers, num_layers is {self.num_layers}")
-        if self.position_embedding_type != "mrope":
-            raise ValueError(f"position_embedding_type is {self.position_embedding_type!r}, expected 'mrope'")
-        if self.apply_rope_fusion:
-            raise ValueError("apply_rope_fusion is True; heads are rotated by our own angles, the kernel would not run")
+        for name, only in _FIXED.items():
+            if getattr(self, name) != only:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, expected {only!r}: this model has nothing else")
         self._check_vision_recompute()
         super().finalize()
         if self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "native" and not self.bf16:
@@ -195,6 +194,25 @@ class Qwen3VLModelProvider(GPTModelProvider):
         )
         return model
 
+
+# Settings of the inherited configuration that this model does not follow, and what it does.
+_FIXED = {
+    "position_embedding_type": "mrope",
+    "rotary_percent": 1.0,
+    "rope_scaling": False,
+    "seq_len_interpolation_factor": None,
+    "apply_rope_fusion": False,
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "qk_layernorm": True,
+    "add_bias_linear": False,
+    "window_size": None,
+    "softmax_scale": None,
+    "multi_latent_attention": False,
+    "mtp_num_layers": None,
+    "num_moe_experts": None,
+    "transformer_layer_spec": default_layer_spec,
+}
 
 _SHARED_WITH_VISION = (
     "params_dtype",

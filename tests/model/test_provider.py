@@ -29,7 +29,9 @@ def test_nothing_is_frozen_unless_asked(provider):
     [
         (dict(hidden_size=1000), "out_hidden_size is .*, expected hidden_size 1000"),
         (dict(mrope_section=[2, 1, 2]), "has sum 5, expected half the head dimension"),
-        (dict(apply_rope_fusion=True), "apply_rope_fusion is True"),
+        (dict(apply_rope_fusion=True), "apply_rope_fusion is True, expected False"),
+        (dict(rotary_percent=0.5), "rotary_percent is 0.5, expected 1.0"),
+        (dict(num_moe_experts=4), "num_moe_experts is 4, expected None"),
         (dict(position_embedding_type="rope"), "position_embedding_type is 'rope'"),
         (dict(num_layers=2), "3 DeepStack taps need as many text layers, num_layers is 2"),
         (dict(cross_entropy_loss_fusion=True), "rounds its gradient to bfloat16"),

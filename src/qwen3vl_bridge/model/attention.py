@@ -36,7 +36,7 @@ class HostPackedSeqParams(PackedSeqParams):
 
 
 def packed_seq_params(
-    cu_seqlens: Tensor, cu_seqlens_padded: Tensor, padded_lengths: tuple[int, ...]
+    cu_seqlens: Tensor, cu_seqlens_padded: Tensor, padded_lengths: tuple[int, ...], *, has_padding: bool = False
 ) -> HostPackedSeqParams:
     """Megatron's description of one packed row.
 
@@ -44,6 +44,7 @@ def packed_seq_params(
         cu_seqlens: [n + 1] int32, offsets counted in real tokens.
         cu_seqlens_padded: [n + 1] int32, offsets in the row.
         padded_lengths: the n segment lengths in the row.
+        has_padding: whether the two differ; known on the host, so that nobody compares them on the device.
     """
     longest = max(padded_lengths)
     return HostPackedSeqParams(
@@ -54,6 +55,7 @@ def packed_seq_params(
         cu_seqlens_kv_padded=cu_seqlens_padded,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
+        pad_between_seqs=has_padding,
         lengths=padded_lengths,
     )
 
@@ -62,7 +64,12 @@ def layout_packed_seq_params(layout: SequenceLayout) -> HostPackedSeqParams | No
     """A layout as Megatron's attention wants it: parameters for a packed row, None for padded rows."""
     if not layout.packed:
         return None
-    return packed_seq_params(layout.cu_seqlens, layout.cu_seqlens_padded, layout.padded_lengths)
+    return packed_seq_params(
+        layout.cu_seqlens,
+        layout.cu_seqlens_padded,
+        layout.padded_lengths,
+        has_padding=layout.lengths != layout.padded_lengths,
+    )
 
 
 class RotarySelfAttention(SelfAttention):

@@ -31,7 +31,6 @@ def as_model_inputs(
     position_ids: Tensor | None = None,
     attention_mask: Tensor | None = None,
     labels: Tensor | None = None,
-    loss_mask: Tensor | None = None,
     packed_seq_params: PackedSeqParams | None = None,
     pixel_values: Tensor | None = None,
     image_grid_thw: Tensor | None = None,
@@ -49,8 +48,8 @@ def as_model_inputs(
         input_ids: [B, S] rows, or one flat row [1, T] with `packed_seq_params`.
         position_ids: [3, B, S], or None to derive them.
         attention_mask: [B, S] 1 for real tokens, rows padded on the right; or None for rows without padding.
-        labels: [B, S] already shifted, or None.
-        loss_mask: [B, S], or None for all ones.
+        labels: [B, S] already shifted, every one a token id: the model gives a loss for each, and the caller leaves
+            out those that don't count. Or None for logits.
         packed_seq_params: the segments of a flat row.
         pixel_values, image_grid_thw: patches and grids of the images, as the processor gives them.
         pixel_values_videos, video_grid_thw: the same of videos.
@@ -66,24 +65,28 @@ def as_model_inputs(
             f"position_ids has shape {list(position_ids.shape)}, expected {[3, *input_ids.shape]} (temporal, height "
             "and width position of each token), or None to derive them from the tokens and grids"
         )
+    if labels is not None and (labels.shape != input_ids.shape or bool((labels < 0).any())):
+        raise ValueError(
+            f"labels has shape {list(labels.shape)} and smallest entry {int(labels.min())}, expected "
+            f"{list(input_ids.shape)} token ids: mask losses of labels such as -100 instead"
+        )
     device, ids = input_ids.device, input_ids.cpu()
     grids = [None if grid is None else grid.cpu() for grid in (image_grid_thw, video_grid_thw)]
     layout = _layout(ids, attention_mask, packed_seq_params)
-    if position_ids is None:
-        position_ids = mrope_positions(
-            ids,
-            layout,
-            *grids,
-            image_token_id=config.image_token_id,
-            video_token_id=config.video_token_id,
-            spatial_merge_size=config.vision_config.spatial_merge_size,
-        )
+    derived = mrope_positions(  # in any case: it checks that tokens and pictures fit
+        ids,
+        layout,
+        *grids,
+        image_token_id=config.image_token_id,
+        video_token_id=config.video_token_id,
+        spatial_merge_size=config.vision_config.spatial_merge_size,
+    )
     image_tokens = 0 if grids[0] is None else int(grids[0].prod(-1).sum()) // config.vision_config.spatial_merge_size**2
     batch = PackedBatch(
         input_ids=input_ids,
         labels=torch.zeros_like(input_ids) if labels is None else labels,
-        loss_mask=torch.ones(input_ids.shape, device=device) if loss_mask is None else loss_mask,
-        position_ids=position_ids.to(device),
+        loss_mask=torch.ones(input_ids.shape, device=device),
+        position_ids=derived if position_ids is None else position_ids,
         vision_slot=vision_slots(ids, config.image_token_id, config.video_token_id, image_tokens),
         layout=layout,
         vision=make_vision_inputs(

@@ -14,7 +14,7 @@ from qwen3vl_bridge.model.inputs import as_model_inputs
 from qwen3vl_bridge.model.layers import text_block_spec
 from qwen3vl_bridge.model.rope import InterleavedMRoPE
 from qwen3vl_bridge.model.vision import Qwen3VLVisionModel
-from qwen3vl_bridge.parallel import scatter_sequence
+from qwen3vl_bridge.parallel import scatter_sequence, sum_gradients_over_sequence
 from qwen3vl_bridge.provider import Qwen3VLModelProvider
 from qwen3vl_bridge.sequence.batch import ModelInputs, VisionRows
 
@@ -89,6 +89,12 @@ class Qwen3VLModel(MegatronModule):
             config, pg_collection, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage
         )
         self.model_type = self.language_model.model_type
+        taps, layers = len(config.vision_config.deepstack_visual_indexes), len(self.language_model.decoder.layers)
+        if pre_process and layers < taps:
+            raise ValueError(
+                f"the first pipeline stage has {layers} layers, expected at least {taps}: DeepStack features of "
+                f"{taps} taps don't travel to later stages yet"
+            )
 
     def forward(
         self,
@@ -110,6 +116,8 @@ class Qwen3VLModel(MegatronModule):
         Returns:
             [b, s] float32 loss of each token where there are labels, else logits [b, s, padded vocabulary / tp].
         """
+        if inputs is not None and (input_ids is not None or labels is not None or pictures_and_packing):
+            raise ValueError("inputs holds a whole batch; nothing else can be given beside it")
         if inputs is None:
             inputs = as_model_inputs(
                 self.config,
@@ -132,17 +140,20 @@ class Qwen3VLModel(MegatronModule):
             extra_block_kwargs=deepstack,
         )
 
-    def embed(self, inputs: ModelInputs) -> tuple[Tensor, dict[str, Tensor] | None]:
+    def embed(self, inputs: ModelInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """Tokens and pictures as hidden states [s, b, h], and what the decoder needs for DeepStack.
 
-        A batch without pictures has no DeepStack features.
+        A batch without pictures runs the tower on a blank one and uses none of its rows.
         """
-        hidden = self.language_model.embedding(inputs.input_ids, position_ids=None)
-        deepstack = None
-        if inputs.vision is not None:
-            tokens, features = self.vision_model(inputs.vision)
-            hidden = fuse(hidden, tokens, inputs.fuse)
-            deepstack = dict(context=features[:, inputs.deepstack.rows], context_mask=inputs.deepstack.positions)
+        device = inputs.input_ids.device
+        nothing = VisionRows.none(device)
+        tokens, features = self.vision_model(inputs.vision or self.vision_model.blank_picture(device))
+        hidden = fuse(
+            self.language_model.embedding(inputs.input_ids, position_ids=None), tokens, inputs.fuse or nothing
+        )
+        features = sum_gradients_over_sequence(features, self.config, self.pg_collection)
+        where = inputs.deepstack or nothing
+        deepstack = dict(context=features[:, where.rows], context_mask=where.positions)
         return scatter_sequence(hidden, self.config, self.pg_collection), deepstack
 
     def freeze(

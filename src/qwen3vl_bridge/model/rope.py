@@ -52,15 +52,19 @@ class InterleavedMRoPE(nn.Module):
         super().__init__()
         if sum(mrope_section) != dim // 2:
             raise ValueError(f"mrope_section {mrope_section} has sum {sum(mrope_section)}, expected {dim // 2}")
-        self.dim, self.theta, self.dtype = dim, theta, dtype
-        axis = torch.zeros(dim // 2, dtype=torch.long)
-        for height_or_width in (1, 2):
-            axis[height_or_width : 3 * mrope_section[height_or_width] : 3] = height_or_width
-        self.register_buffer("axis", axis, persistent=False)
+        self.dim, self.theta, self.dtype, self.mrope_section = dim, theta, dtype, mrope_section
+
+    def axes(self, device: torch.device) -> Tensor:
+        """[d/2] which axis each frequency turns by. Not a buffer: one on the meta device would stay empty."""
+        frequency = torch.arange(self.dim // 2, device=device)
+        _, height, width = (3 * n for n in self.mrope_section)
+        by_height = (frequency % 3 == 1) & (frequency < height)
+        by_width = (frequency % 3 == 2) & (frequency < width)
+        return by_height.long() + 2 * by_width.long()
 
     def forward(self, position_ids: Tensor, mrope_section: object = None, cp_group: object = None) -> Tensor:
         """[3, b, s] local positions -> [2, s, b, 1, d]. The last two arguments are GPTModel's and not needed."""
-        positions = position_ids.float()[self.axis].permute(2, 1, 0)  # [s, b, d/2]
+        positions = position_ids.float()[self.axes(position_ids.device)].permute(2, 1, 0)  # [s, b, d/2]
         angles = positions * inverse_frequencies(self.dim, self.theta, position_ids.device)
         return cos_sin(angles, self.dtype)[:, :, :, None]
 

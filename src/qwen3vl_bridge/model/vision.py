@@ -21,17 +21,28 @@ from torch import Tensor, nn
 from transformers import Qwen3VLVisionConfig
 
 
+class PatchConv(nn.Conv3d):
+    """A convolution whose kernel is the whole patch: a product of matrices, and called as a module.
+
+    Sharded training gathers a module's parameters when the module itself is called.
+    """
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        """[N, channels * temporal_patch * patch * patch] -> [N, h]."""
+        return F.linear(pixel_values.to(self.weight.dtype), self.weight.flatten(1), self.bias)
+
+
 class PatchEmbed(MegatronModule):
-    """Projects flattened patches. A convolution whose kernel is the patch, kept as one for its parameter names."""
+    """Projects flattened patches. Its parameters are a convolution's, as in the reference."""
 
     def __init__(self, config: TransformerConfig, vision: Qwen3VLVisionConfig) -> None:
         super().__init__(config=config)
         kernel = (vision.temporal_patch_size, vision.patch_size, vision.patch_size)
-        self.proj = nn.Conv3d(vision.in_channels, vision.hidden_size, kernel, stride=kernel, dtype=config.params_dtype)
+        self.proj = PatchConv(vision.in_channels, vision.hidden_size, kernel, stride=kernel, dtype=config.params_dtype)
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         """[N, channels * temporal_patch * patch * patch] -> [N, h]."""
-        return F.linear(pixel_values.to(self.proj.weight.dtype), self.proj.weight.flatten(1), self.proj.bias)
+        return self.proj(pixel_values)
 
 
 class PatchMerger(MegatronModule):
@@ -103,6 +114,8 @@ class Qwen3VLVisionModel(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.taps = list(vision.deepstack_visual_indexes)
+        self.patches_per_token = vision.spatial_merge_size**2
+        self.values_per_patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
         self.patch_embed = PatchEmbed(config, vision)
         self.pos_embed = nn.Embedding(vision.num_position_embeddings, vision.hidden_size, dtype=config.params_dtype)
         self.decoder = VisionBlock(config, vision, pg_collection)
@@ -130,3 +143,20 @@ class Qwen3VLVisionModel(MegatronModule):
         )
         features = [merge(tap[:, 0]) for merge, tap in zip(self.decoder.deepstack_merger_list, tapped, strict=True)]
         return self.merger(hidden[:, 0]), torch.stack(features)
+
+    def blank_picture(self, device: torch.device) -> VisionInputs:
+        """The smallest picture, for a batch that has none.
+
+        Every rank then runs the same modules, and every parameter gets a gradient, zero here: sharded training and
+        overlapped reductions wait for both.
+        """
+        n = self.patches_per_token
+        indices = torch.zeros(4, n, dtype=torch.long, device=device)
+        return VisionInputs(
+            pixel_values=torch.zeros(n, self.values_per_patch, device=device),
+            position_ids=torch.zeros(n, 2, dtype=torch.long, device=device),
+            interpolation_index=indices,
+            interpolation_weight=indices.float(),
+            cu_seqlens=torch.arange(0, n + 1, n, dtype=torch.int32, device=device),
+            lengths=(n,),
+        )

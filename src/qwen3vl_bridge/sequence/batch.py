@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Self
 
+import torch
 from torch import Tensor
 
 from .layout import SequenceLayout, token_index
@@ -49,6 +50,12 @@ class VisionRows(Movable):
 
     rows: Tensor
     positions: Tensor
+
+    @classmethod
+    def none(cls, device: torch.device) -> Self:
+        """No vision tokens at all."""
+        empty = torch.empty(0, dtype=torch.long, device=device)
+        return cls(empty, empty)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ What lives here: the one mixin that does it. What may not: anything that knows w
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Self
 
@@ -22,11 +23,13 @@ class Movable:
             device: where to.
             non_blocking: let copies from pinned memory run behind the host's back, as `Tensor.to` does.
         """
+        return self._each(lambda value: value.to(device, non_blocking=non_blocking))
 
-        def move(value: Any) -> Any:
-            if isinstance(value, Tensor | Movable):
-                return value.to(device, non_blocking=non_blocking)
-            return value
+    def pin_memory(self) -> Self:
+        """A copy with every tensor in page-locked memory, from which copies to a GPU run behind the host's back."""
+        return self._each(lambda value: value.pin_memory())
 
+    def _each(self, change: Callable[[Any], Any]) -> Self:
         assert is_dataclass(self)
-        return replace(self, **{f.name: move(getattr(self, f.name)) for f in fields(self)})
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{n: change(v) for n, v in values.items() if isinstance(v, Tensor | Movable)})

@@ -59,6 +59,24 @@ class Run:
         return self.state.train_state
 
 
+def _refuse_what_would_be_ignored(cfg: ConfigContainer) -> None:
+    wrong = {
+        "peft": cfg.peft is not None,
+        "model.fp16": cfg.model.fp16,
+        "train.train_samples": cfg.train.train_samples is not None,
+        "train.rampup_batch_size": cfg.train.rampup_batch_size is not None,
+        "train.exit_interval": cfg.train.exit_interval is not None,
+        "train.exit_duration_in_mins": cfg.train.exit_duration_in_mins is not None,
+        "optimizer.optimizer (other than 'adam')": cfg.optimizer.optimizer != "adam",
+    }
+    if found := [name for name, is_set in wrong.items() if is_set]:
+        raise ValueError(f"the loop for CPUs does not follow {', '.join(found)}; leave it unset")
+    if cfg.dataset.seq_length != cfg.model.seq_length:
+        raise ValueError(
+            f"dataset.seq_length is {cfg.dataset.seq_length}, expected model.seq_length, {cfg.model.seq_length}"
+        )
+
+
 def _refuse_model_parallelism(cfg: ConfigContainer) -> None:
     for name in ("tensor", "pipeline", "context", "expert"):
         size = getattr(cfg.model, f"{name}_{'model_' if name != 'context' else ''}parallel_size")
@@ -91,10 +109,7 @@ def set_up(cfg: ConfigContainer) -> Run:
         CheckpointError: a checkpoint that is not there or does not fit.
     """
     _refuse_model_parallelism(cfg)
-    if cfg.dataset.seq_length != cfg.model.seq_length:
-        raise ValueError(
-            f"dataset.seq_length is {cfg.dataset.seq_length}, expected model.seq_length, {cfg.model.seq_length}"
-        )
+    _refuse_what_would_be_ignored(cfg)
     pretrained = cfg.checkpoint.pretrained_checkpoint and find_iteration(Path(cfg.checkpoint.pretrained_checkpoint))
     cfg.validate()
     config_yaml = dump_dataclass_to_yaml(cfg.to_dict())
@@ -207,7 +222,11 @@ def train(cfg: ConfigContainer, *, stop_after: int | None = None) -> list[dict[s
             record(train_step(run))
             shown.advance(log[-1])
             step, is_last = run.progress.step, run.progress.step == last
-            if cfg.validation.eval_interval and (step % cfg.validation.eval_interval == 0 or is_last):
+            if (
+                cfg.validation.eval_interval
+                and cfg.validation.eval_iters
+                and (step % cfg.validation.eval_interval == 0 or is_last)
+            ):
                 record(evaluate(run))
                 shown.note(log[-1])
             if cfg.checkpoint.save and (is_last or step % cfg.checkpoint.save_interval == 0):
@@ -220,9 +239,11 @@ def _recorder(cfg: ConfigContainer, log: list, step: int) -> Callable[[dict[str,
     writes = cfg.checkpoint.save and torch.distributed.get_rank() == 0
     path = Path(cfg.checkpoint.save) / "metrics.jsonl" if writes else None
     if path is not None and path.exists():
-        # Steps after the checkpoint that is resumed from are done again.
-        kept = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= step]
-        path.write_text("".join(line + "\n" for line in kept))
+        # Steps after the checkpoint that is resumed from are done again; so is a line that was cut off.
+        kept = [line for line in path.read_text().splitlines() if _step_of(line) <= step]
+        aside = path.with_name(f".{path.name}.unfinished")
+        aside.write_text("".join(line + "\n" for line in kept))
+        aside.rename(path)
 
     def record(entry: dict[str, float]) -> None:
         log.append(entry)
@@ -232,3 +253,10 @@ def _recorder(cfg: ConfigContainer, log: list, step: int) -> Callable[[dict[str,
                 file.write(json.dumps(entry) + "\n")
 
     return record
+
+
+def _step_of(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except ValueError:
+        return float("inf")

@@ -44,7 +44,10 @@ def forward_step(
         )
     groups = get_attr_wrapped_model(model, "pg_collection")
     inputs = next(data_iterator).local(**sequence_ranks(get_model_config(model), groups))
-    inputs = inputs.to(next(model.parameters()).device, non_blocking=True)
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        inputs = inputs.pin_memory()  # the copy would make the host wait otherwise
+    inputs = inputs.to(device, non_blocking=True)
     checks = state.cfg.rerun_state_machine
     count = create_masked_next_token_loss_function(
         inputs.loss_mask, checks.check_for_nan_in_loss, checks.check_for_spiky_loss
