@@ -89,3 +89,21 @@ def test_flat_row_positions_restart_in_each_document(provider):
 def test_wrong_calls_say_what_is_wrong(provider, arguments, message):
     with pytest.raises(ValueError, match=message):
         as_model_inputs(provider, GROUPS, **{"input_ids": torch.ones(2, 6, dtype=torch.long), **arguments})
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (torch.full((2, 6), -100), r"smallest entry -100, expected \[2, 6\] token ids"),
+        (torch.ones(2, 5, dtype=torch.long), r"labels has shape \[2, 5\]"),
+    ],
+)
+def test_labels_that_no_loss_can_be_of_are_refused(provider, labels, message):
+    with pytest.raises(ValueError, match=message):
+        as_model_inputs(provider, GROUPS, torch.ones(2, 6, dtype=torch.long), labels=labels)
+
+
+def test_video_tokens_without_a_video_are_refused_whatever_the_positions(provider, config):
+    ids = torch.tensor([[5, config.vision_start_token_id, config.video_token_id, config.vision_end_token_id]])
+    with pytest.raises(ValueError, match="video"):
+        as_model_inputs(provider, GROUPS, ids, position_ids=torch.zeros(3, 1, 4, dtype=torch.long))

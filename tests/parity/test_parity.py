@@ -66,3 +66,23 @@ def compare(pair: Pair, content: str, packed: bool, seed: int) -> dict[str, floa
 def test_equals_transformers(pair, content, packed, record_property):
     for name, error in compare(pair, content, packed, seed=3).items():
         record_property(f"worst {name} error", error)
+
+
+def test_norms_have_the_references_epsilon(pair):
+    """Values alone would not tell: activations are far larger than any epsilon."""
+
+    def epsilons(tower: torch.nn.Module) -> set[float]:
+        found = (getattr(m, "eps", getattr(m, "variance_epsilon", None)) for m in tower.modules())
+        return {eps for eps in found if eps is not None}
+
+    assert epsilons(pair.megatron.vision_model) == epsilons(pair.reference.model.visual) == {1e-6}
+    assert epsilons(pair.megatron.language_model) == epsilons(pair.reference.model.language_model)
+
+
+def test_a_batch_without_pictures_gives_every_parameter_a_gradient(pair):
+    """Zero for the vision tower's, but there: reductions over ranks wait for each of them."""
+    pair.megatron.zero_grad()
+    inputs = make_batch(make_samples("text only", pair.config, seed=0), pair.config, packed=True).local()
+    pair.megatron(inputs=inputs).sum().backward()
+    assert all(p.grad is not None for p in pair.megatron.parameters())
+    assert all(not p.grad.any() for p in pair.megatron.vision_model.parameters())

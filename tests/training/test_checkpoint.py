@@ -67,3 +67,18 @@ def test_model_parallelism_is_refused(inputs):
 
     with pytest.raises(ValueError, match="tensor parallelism is 2, expected 1"):
         set_up(inputs.config(None, model__tensor_model_parallel_size=2))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(train__exit_interval=2), "does not follow train.exit_interval"),
+        (dict(optimizer__optimizer="sgd"), "does not follow optimizer.optimizer"),
+        (dict(dataset__seq_length=64), "dataset.seq_length is 64, expected model.seq_length, 128"),
+    ],
+)
+def test_settings_the_loop_would_ignore_are_refused(inputs, settings, message):
+    from qwen3vl_bridge.training.loop import set_up
+
+    with pytest.raises(ValueError, match=message):
+        set_up(inputs.config(None, **settings))
