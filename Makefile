@@ -17,6 +17,7 @@ env: ## make or update .venv from requirements/cpu.txt
 demo: env ## convert, fine-tune, export and generate on handwritten digits
 	CUDA_VISIBLE_DEVICES= $(PY) examples/digits/demo.py $(DEMO_ARGS)
 
+# The environment runs on the CPU, also where there is a GPU; tests that need one: `.venv/bin/python -m pytest -n 1`.
 test: lint ## lint, then all tests
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
