@@ -153,7 +153,9 @@ def test_killed_at_any_moment(direction, larger, tmp_path):
     duration = time.monotonic() - begun
     assert is_whole()
     generator, interrupted = random.Random(0), 0
-    for moment in range(14):
+    for moment in range(200):
+        if moment >= 14 and interrupted >= 5:  # on a busy machine the first run may have taken longer than the rest
+            break
         if moment % 2 == 0:  # half the time there is nothing to be replaced
             staging.shutil.rmtree(target, ignore_errors=True)
         before = target.exists()
