@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
+
 import qwen3vl_bridge  # noqa: F401  before any of Megatron, whose import it prepares on this machine
 
+import hypothesis
 import pytest
 import torch
+
+# A busy machine is no reason to fail; and CI looks at the same examples each time, people at new ones.
+hypothesis.settings.register_profile("project", deadline=None, derandomize="CI" in os.environ)
+hypothesis.settings.load_profile("project")
 
 
 @pytest.fixture(scope="session", autouse=True)
