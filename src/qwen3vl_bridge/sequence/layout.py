@@ -112,16 +112,6 @@ class SequenceLayout(Movable):
         return sum(self.padded_lengths)
 
     @property
-    def num_tokens(self) -> int:
-        """Real tokens of the whole batch."""
-        return sum(self.lengths)
-
-    @property
-    def max_seqlen(self) -> int:
-        """Physical length of the longest segment: an upper bound for the logical ones too."""
-        return max(self.padded_lengths)
-
-    @property
     def packed(self) -> bool:
         """Whether the batch is one row. A single padded row is one too: a packed row of one document."""
         return self.num_rows == 1

@@ -115,6 +115,12 @@ def set_up(cfg: ConfigContainer) -> Run:
     config_yaml = dump_dataclass_to_yaml(cfg.to_dict())
     _without_sharding(cfg)
     groups = initialize(cfg.model, cfg.rng.seed)
+    share = cfg.train.micro_batch_size * groups.dp.size()
+    if cfg.train.global_batch_size % share:
+        raise ValueError(
+            f"train.global_batch_size is {cfg.train.global_batch_size}, expected a multiple of {share}: "
+            f"micro_batch_size times {groups.dp.size()} data-parallel ranks"
+        )
     model = cfg.model.provide_distributed_model(
         ddp_config=cfg.ddp, use_cpu_initialization=True, pg_collection=groups, data_parallel_random_init=False
     )
