@@ -160,6 +160,16 @@ def _glob_safe(text: str) -> str:
     return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in text)
 
 
+def replace_file(path: Path, content: bytes) -> None:
+    """Give a small file new contents, wholly or not at all."""
+    aside = path.with_name(f".{path.name}.unfinished")
+    with aside.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.rename(path)
+
+
 def sync_tree(folder: Path) -> None:
     """Wait until all files and folders below are on disk."""
     for root, _, names in os.walk(folder):

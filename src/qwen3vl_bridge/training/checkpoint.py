@@ -10,7 +10,6 @@ there when it is whole; only then do the tracker files name it.
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +29,7 @@ from qwen3vl_bridge.checkpoint.megatron_folder import (
     iteration_folder,
     key_of,
 )
-from qwen3vl_bridge.checkpoint.staging import staged
+from qwen3vl_bridge.checkpoint.staging import replace_file, staged
 from qwen3vl_bridge.parallel import wait_for_all
 from qwen3vl_bridge.provider import Qwen3VLModelProvider
 
@@ -154,8 +153,8 @@ def save(folder: str | Path, run: Run) -> Path:
         # One of this step is there where a run was resumed from before it; it is replaced in one move.
         with staged(final, logger.info, replace=True) as aside:
             _write(aside, run)
-        _replace(folder / LATEST_TRAIN_STATE, (final / TRAIN_STATE).read_bytes())
-        _replace(folder / TRACKER, str(step).encode())
+        replace_file(folder / LATEST_TRAIN_STATE, (final / TRAIN_STATE).read_bytes())
+        replace_file(folder / TRACKER, str(step).encode())
     wait_for_all()
     return final
 
@@ -170,15 +169,6 @@ def _write(folder: Path, run: Run) -> None:
     pretrained = run.cfg.checkpoint.pretrained_checkpoint
     if pretrained and (source := find_iteration(Path(pretrained)) / HF_FILES).exists():
         shutil.copytree(source, folder / HF_FILES)
-
-
-def _replace(path: Path, content: bytes) -> None:
-    aside = path.with_name(f".{path.name}.unfinished")
-    with aside.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.rename(path)
 
 
 def load_weights(folder: str | Path, model: list[torch.nn.Module]) -> None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qwen3vl_bridge.checkpoint.megatron_folder import find_iteration
+from qwen3vl_bridge.checkpoint.staging import replace_file
 from qwen3vl_bridge.parallel import sum_over_data_parallel
 from qwen3vl_bridge.training import checkpoint
 from qwen3vl_bridge.training.process_group import initialize
@@ -247,9 +248,7 @@ def _recorder(cfg: ConfigContainer, log: list, step: int) -> Callable[[dict[str,
     if path is not None and path.exists():
         # Steps after the checkpoint that is resumed from are done again; so is a line that was cut off.
         kept = [line for line in path.read_text().splitlines() if _step_of(line) <= step]
-        aside = path.with_name(f".{path.name}.unfinished")
-        aside.write_text("".join(line + "\n" for line in kept))
-        aside.rename(path)
+        replace_file(path, "".join(line + "\n" for line in kept).encode())
 
     def record(entry: dict[str, float]) -> None:
         log.append(entry)
