@@ -112,7 +112,9 @@ def rank_main(rank: int, store: str, hf_folder: str, folder: str, *sizes: str) -
     for tp in map(int, sizes):
         model = wrapped_model(hf_folder, tp)
         load(model, folder)
-        print(f"same: {compare(model, stored, tp)} of {len(stored)} at tp {tp}", flush=True)
+        # One write with its newline in it: print makes two where output is unbuffered, and two ranks then mix lines.
+        sys.stdout.write(f"same: {compare(model, stored, tp)} of {len(stored)} at tp {tp}\n")
+        sys.stdout.flush()
         parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
