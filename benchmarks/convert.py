@@ -32,7 +32,8 @@ from qwen3vl_bridge.checkpoint import export_checkpoint, import_checkpoint, veri
 from qwen3vl_bridge.checkpoint.hf_writer import layout, write_index, write_shard
 from qwen3vl_bridge.checkpoint.plan import make_table
 from qwen3vl_bridge.checkpoint.tensors import TensorSpec
-from qwen3vl_bridge.mappings import DENSE_ROWS, dimensions_of
+from qwen3vl_bridge.dimensions import dimensions_of
+from qwen3vl_bridge.mappings import TABLE
 
 import torch.distributed.checkpoint  # what an idle process of ours has loaded  # noqa: F401
 
@@ -60,7 +61,7 @@ def _random_bytes(nbytes: int):
 def make_model(folder: Path, text_layers: int, vision_layers: int) -> int:
     """Write a model of random bytes; returns how many."""
     config = _config(text_layers, vision_layers)
-    shapes = make_table(DENSE_ROWS, dimensions_of(config)).hf
+    shapes = make_table(TABLE, dimensions_of(config)).hf
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     shards = layout([TensorSpec(name, "bfloat16", shape) for name, shape in shapes.items()])

@@ -33,3 +33,21 @@ def tied_folder(tmp_path_factory):
     from examples.digits.checkpoint import make_checkpoint
 
     return make_checkpoint(tmp_path_factory.mktemp("tied"), seed=2, tied=True)
+
+
+@pytest.fixture(scope="session")
+def moe_folder(tmp_path_factory):
+    """With experts, packed and output-major as transformers 5 saves them."""
+    from examples.digits.checkpoint import make_checkpoint
+
+    return make_checkpoint(tmp_path_factory.mktemp("moe"), seed=3, moe=True)
+
+
+@pytest.fixture(scope="session")
+def moe_folders(moe_folder, tmp_path_factory):
+    """The same model in each expert layout."""
+    from qwen3vl_bridge.mappings import ExpertLayout
+
+    from tests.expert_layouts import rewrite
+
+    return {layout: rewrite(moe_folder, tmp_path_factory.mktemp(layout.name), layout) for layout in ExpertLayout}

@@ -8,7 +8,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import GenerationConfig, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
+)
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from .processor import MERGE, PATCH, TEMPORAL_PATCH, make_processor
@@ -16,7 +23,13 @@ from .processor import MERGE, PATCH, TEMPORAL_PATCH, make_processor
 VOCAB_SIZE = 512  # more rows than the tokenizer has tokens, as in the released checkpoints
 
 
-def make_config(tokenizer: PreTrainedTokenizerBase, *, tied: bool = False) -> Qwen3VLConfig:
+# One dense layer among those with experts; and no two widths alike, gate and up together included.
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "mlp_only_layers": [1]}
+
+
+def make_config(
+    tokenizer: PreTrainedTokenizerBase, *, tied: bool = False, moe: bool = False
+) -> Qwen3VLConfig | Qwen3VLMoeConfig:
     """Build the tiny config: interleaved mRoPE, qk-norm, grouped queries, SwiGLU, three DeepStack taps.
 
     Nearly all widths differ, so that a tensor in the wrong place has the wrong shape too.
@@ -24,6 +37,7 @@ def make_config(tokenizer: PreTrainedTokenizerBase, *, tied: bool = False) -> Qw
     Args:
         tokenizer: the tokenizer whose special token ids the config names.
         tied: whether the output layer is the input embedding, as in the released 2B and 4B.
+        moe: whether layers have experts, as in the released 30B-A3B and 235B-A22B.
 
     Returns:
         A config in float32.
@@ -52,6 +66,7 @@ def make_config(tokenizer: PreTrainedTokenizerBase, *, tied: bool = False) -> Qw
         "eos_token_id": eos,
         "tie_word_embeddings": tied,
         "dtype": "float32",
+        **(EXPERTS if moe else {}),
     }
     vision = {
         "depth": 4,
@@ -67,7 +82,7 @@ def make_config(tokenizer: PreTrainedTokenizerBase, *, tied: bool = False) -> Qw
         "initializer_range": 0.05,
         "dtype": "float32",
     }
-    return Qwen3VLConfig(
+    return (Qwen3VLMoeConfig if moe else Qwen3VLConfig)(
         text_config=text,
         vision_config=vision,
         image_token_id=image,
@@ -79,7 +94,7 @@ def make_config(tokenizer: PreTrainedTokenizerBase, *, tied: bool = False) -> Qw
     )
 
 
-def make_model(config: Qwen3VLConfig, *, seed: int = 0) -> Qwen3VLForConditionalGeneration:
+def make_model(config: Qwen3VLConfig | Qwen3VLMoeConfig, *, seed: int = 0) -> PreTrainedModel:
     """Build the model with random weights, float32.
 
     Norms and biases get a little noise: at one and zero, two of them mixed up would go unnoticed in a conversion.
@@ -93,7 +108,8 @@ def make_model(config: Qwen3VLConfig, *, seed: int = 0) -> Qwen3VLForConditional
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3VLForConditionalGeneration(config)
+        moe = isinstance(config, Qwen3VLMoeConfig)
+        model = (Qwen3VLMoeForConditionalGeneration if moe else Qwen3VLForConditionalGeneration)(config)
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim == 1:
@@ -101,20 +117,21 @@ def make_model(config: Qwen3VLConfig, *, seed: int = 0) -> Qwen3VLForConditional
     return model.eval()
 
 
-def make_checkpoint(folder: str | Path, *, seed: int = 0, tied: bool = False) -> Path:
+def make_checkpoint(folder: str | Path, *, seed: int = 0, tied: bool = False, moe: bool = False) -> Path:
     """Save a tiny random Qwen3-VL and its processor as a Hugging Face folder.
 
     Args:
         folder: where to write; made if it is not there.
         seed: seed of the weights.
         tied: whether the output layer is the input embedding.
+        moe: whether layers have experts.
 
     Returns:
         The folder.
     """
     folder = Path(folder)
     processor = make_processor(VOCAB_SIZE)
-    config = make_config(processor.tokenizer, tied=tied)
+    config = make_config(processor.tokenizer, tied=tied, moe=moe)
     model = make_model(config, seed=seed)
     bos, eos = config.text_config.bos_token_id, config.text_config.eos_token_id
     model.generation_config = GenerationConfig(

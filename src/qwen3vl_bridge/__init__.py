@@ -13,6 +13,8 @@ _PUBLIC = {
     "Qwen3VLBridge": "qwen3vl_bridge.bridge",
     "Qwen3VLModel": "qwen3vl_bridge.model.qwen3vl",
     "Qwen3VLModelProvider": "qwen3vl_bridge.provider",
+    "Qwen3VLMoEBridge": "qwen3vl_bridge.bridge",
+    "Qwen3VLMoEModelProvider": "qwen3vl_bridge.provider",
     "Qwen3VLConversationProvider": "qwen3vl_bridge.data.provider",
     "forward_step": "qwen3vl_bridge.training.step",
     "import_checkpoint": "qwen3vl_bridge.checkpoint",

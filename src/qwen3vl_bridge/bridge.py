@@ -1,68 +1,31 @@
 """The bridge: a Hugging Face configuration becomes our provider, the weight table becomes Megatron-Bridge's mappings.
 
 What lives here: the two translations and the registration with Megatron-Bridge. What may not: parameter names
-(`mappings.py`), defaults (`provider.py`).
+(`mappings.py`), defaults (`provider.py`), what is refused (`hf_settings.py`), how a kind of row moves numbers
+(`param_mappings.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from qwen3vl_bridge import mappings
+from qwen3vl_bridge.dimensions import dimensions_of, moe_layers_of
+from qwen3vl_bridge.hf_settings import check_settings, rope_parameters
 from qwen3vl_bridge.model.qwen3vl import Qwen3VLModel
-from qwen3vl_bridge.provider import Qwen3VLModelProvider
+from qwen3vl_bridge.param_mappings import param_mappings
+from qwen3vl_bridge.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
 
 import torch
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
-from megatron.bridge.models.conversion.param_mapping import (
-    AutoMapping,
-    ConcatenatedQKVMapping,
-    GatedMLPMapping,
-    MegatronParamMapping,
-    QKVMapping,
-    ReplicatedMapping,
-)
+from megatron.bridge.models.hf_pretrained.state import SafeTensorsStateSource
 from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
-from transformers import Qwen3VLForConditionalGeneration
+from safetensors import safe_open
+from transformers import Qwen3VLForConditionalGeneration, Qwen3VLMoeForConditionalGeneration
 
 # A saved run_config.yaml names our classes; Megatron-Bridge builds only what is allowed.
 register_allowed_target_prefix("qwen3vl_bridge.")
-
-_MAPPING_OF: dict[type[mappings.Row], Callable[..., MegatronParamMapping]] = {
-    mappings.Copy: AutoMapping,
-    mappings.QKV: QKVMapping,
-    mappings.ConcatenatedQKV: ConcatenatedQKVMapping,
-    mappings.GatedMLP: GatedMLPMapping,
-}
-
-
-def megatron_bridge_mappings(rows: tuple[mappings.Row, ...]) -> Iterator[MegatronParamMapping]:
-    """Megatron-Bridge's mapping of each row, for the names of both layer specs."""
-    for row in rows:
-        make = ReplicatedMapping if row.replicated else _MAPPING_OF[type(row)]
-        for name in dict.fromkeys((row.megatron, mappings.local_name(row.megatron))):
-            yield make(name, *row.hf)
-
-
-def _rope_parameters(text: Any) -> Mapping[str, Any]:
-    """The rotary settings, in the spelling of transformers 5 or before.
-
-    Raises:
-        ValueError: a kind of rotary embedding that this model does not compute.
-    """
-    rope = dict(getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {})
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind not in ("default", "mrope"):
-        raise ValueError(f"rope type is {kind!r}, expected 'default': scaled rotary embeddings are not computed")
-    if not rope.get("mrope_interleaved", True):
-        raise ValueError("mrope_interleaved is False, expected True as in every Qwen3-VL")
-    rope.setdefault("rope_theta", getattr(text, "rope_theta", None))
-    for name in ("rope_theta", "mrope_section"):
-        if rope.get(name) is None:
-            raise ValueError(f"text_config has no {name}, neither in rope_parameters nor elsewhere")
-    return rope
 
 
 @MegatronModelBridge.register_bridge(
@@ -83,10 +46,16 @@ class Qwen3VLBridge(MegatronModelBridge):
         Raises:
             ValueError: a setting this model does not honour.
         """
-        config = hf_pretrained.config
-        text, rope = config.text_config, _rope_parameters(config.text_config)
+        return Qwen3VLModelProvider(**self.provider_fields(hf_pretrained.config))
+
+    def provider_fields(self, config: Any) -> dict[str, Any]:
+        """The provider's fields that dense and MoE models share, from a Hugging Face configuration."""
+        check_settings(config.to_dict())
+        text = config.text_config
+        rope = rope_parameters(text.to_dict())
         dtype = self.dtype_from_hf(text, default=self.dtype_from_hf(config, default=torch.float32))
-        return Qwen3VLModelProvider(
+        token_ids = ("bos_token_id", "eos_token_id", "pad_token_id")
+        return dict(
             num_layers=text.num_hidden_layers,
             hidden_size=text.hidden_size,
             ffn_hidden_size=text.intermediate_size,
@@ -98,10 +67,9 @@ class Qwen3VLBridge(MegatronModelBridge):
             layernorm_epsilon=text.rms_norm_eps,
             init_method_std=text.initializer_range,
             attention_dropout=text.attention_dropout,
-            add_qkv_bias=text.attention_bias,
-            activation_func=self.hf_to_megatron_activation(text.hidden_act),
             rotary_base=rope["rope_theta"],
             mrope_section=list(rope["mrope_section"]),
+            rope_parameters=None if rope["rope_type"] == "default" else rope,
             # transformers keeps the setting on the whole model's configuration; the text part's is a default.
             share_embeddings_and_output_weights=config.tie_word_embeddings,
             make_vocab_size_divisible_by=self.make_vocab_size_divisible_by(text.vocab_size),
@@ -113,13 +81,64 @@ class Qwen3VLBridge(MegatronModelBridge):
             video_token_id=config.video_token_id,
             vision_start_token_id=config.vision_start_token_id,
             vision_end_token_id=config.vision_end_token_id,
-            **{
-                name: getattr(text, name)
-                for name in ("bos_token_id", "eos_token_id")
-                if getattr(text, name, None) is not None
-            },
+            **{name: getattr(text, name) for name in token_ids if getattr(text, name, None) is not None},
         )
 
     def mapping_registry(self) -> MegatronMappingRegistry:
         """The weight table as Megatron-Bridge's mappings."""
-        return MegatronMappingRegistry(*megatron_bridge_mappings(mappings.DENSE_ROWS))
+        return MegatronMappingRegistry(*param_mappings(mappings.table(self.expert_layout())))
+
+    def expert_layout(self) -> mappings.ExpertLayout:
+        """How the checkpoint at hand holds its experts; without one, or without experts, as the released ones do.
+
+        Raises:
+            ValueError: they are held in none of the known ways.
+        """
+        pretrained = getattr(self, "hf_pretrained", None)
+        source = getattr(getattr(pretrained, "state", None), "source", None)
+        if not isinstance(source, SafeTensorsStateSource):
+            return mappings.ExpertLayout.INPUT_MAJOR
+        dimensions = dimensions_of(pretrained.config.to_dict())
+        if not dimensions.indices["moe_layers"]:
+            return mappings.ExpertLayout.INPUT_MAJOR
+        return mappings.expert_layout_of(_expert_shapes(source, dimensions.indices["moe_layers"][0]), dimensions)
+
+
+@MegatronModelBridge.register_bridge(
+    source=Qwen3VLMoeForConditionalGeneration,
+    target=Qwen3VLModel,
+    provider=Qwen3VLMoEModelProvider,
+    model_type="qwen3_vl_moe",
+)
+class Qwen3VLMoEBridge(Qwen3VLBridge):
+    """Qwen3-VL with experts for AutoBridge."""
+
+    def provider_bridge(self, hf_pretrained: Any) -> Qwen3VLMoEModelProvider:
+        """The provider of a Hugging Face model.
+
+        Args:
+            hf_pretrained: anything with a `config`, a Qwen3VLMoeConfig.
+
+        Raises:
+            ValueError: a setting this model does not honour.
+        """
+        config = hf_pretrained.config
+        text, moe_layers = config.text_config, moe_layers_of(config.text_config.to_dict())
+        return Qwen3VLMoEModelProvider(
+            **self.provider_fields(config),
+            num_moe_experts=text.num_experts,
+            moe_router_topk=text.num_experts_per_tok,
+            moe_ffn_hidden_size=text.moe_intermediate_size,
+            moe_aux_loss_coeff=text.router_aux_loss_coef,
+            moe_layer_freq=[int(layer in moe_layers) for layer in range(text.num_hidden_layers)],
+        )
+
+
+def _expert_shapes(source: SafeTensorsStateSource, layer: int) -> dict[str, list[int]]:
+    """Shapes of a layer's expert tensors, from the files' headers: the tensors are not read."""
+    names = (name for name in source.get_all_keys() if f".layers.{layer}.mlp.experts." in name)
+    shapes = {}
+    for name in names:
+        with safe_open(source.path / source.key_to_filename_map[name], framework="pt") as file:
+            shapes[name] = file.get_slice(name).get_shape()
+    return shapes

@@ -5,76 +5,27 @@ a converter can read it without importing torch or Megatron. What may not: tenso
 `bridge.py` turns the rows into Megatron-Bridge mappings, `checkpoint/plan.py` into byte ranges; neither adds a name.
 
 Megatron names are those of the Transformer Engine layer spec, which checkpoints on disk use. A `*` stands for an
-index (layer, merger); it is the same index on both sides.
+index (layer, merger, expert); it is the same index on both sides. Dense and MoE models share the table: a model has
+the rows of its dense layers and those of its MoE layers, whichever it has.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from enum import Enum
 
-Shape = tuple[str | int, ...]
-
-
-@dataclass(frozen=True)
-class Row:
-    """One Megatron parameter and the Hugging Face tensors it is made of.
-
-    Attributes:
-        megatron: Megatron parameter name, Transformer Engine spelling.
-        hf: names of its Hugging Face tensors, in the order `parts` names them.
-        shapes: shape of each Hugging Face tensor; a string names an entry of `dimensions`.
-        index: what `*` counts ("text_layers", "vision_layers", "deepstack_taps"), or None.
-        condition: key of `dimensions` that must be true for the row to exist, or None.
-        replicated: the parameter is a plain torch one, whole on every tensor-parallel rank.
-    """
-
-    megatron: str
-    hf: tuple[str, ...]
-    shapes: tuple[Shape, ...]
-    index: str | None = None
-    condition: str | None = None
-    replicated: bool = False
-
-    @property
-    def stored(self) -> tuple[str, ...]:
-        """Names of the tensors an fsdp_dtensor checkpoint keeps the parameter in, equal parts along dimension 0."""
-        return (self.megatron,)
-
-    def at(self, index: int) -> Row:
-        """This row with `*` replaced by `index` on both sides."""
-        return replace(
-            self,
-            megatron=self.megatron.replace("*", str(index)),
-            hf=tuple(name.replace("*", str(index)) for name in self.hf),
-            index=None,
-        )
-
-    def numbers(self, dimensions: Mapping[str, int]) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the Hugging Face tensors as numbers."""
-        return tuple(tuple(dimensions[d] if isinstance(d, str) else d for d in shape) for shape in self.shapes)
+from qwen3vl_bridge.dimensions import Dimensions
+from qwen3vl_bridge.weight_rows import QKV, ConcatenatedQKV, Copy, GatedMLP, PackedExpert, Row, Shape, hf_shapes
 
 
-class Copy(Row):
-    """One tensor, the same on both sides."""
+class ExpertLayout(Enum):
+    """How a Hugging Face checkpoint holds the experts of a layer."""
 
-
-class QKV(Row):
-    """Three tensors q, k, v; Megatron interleaves them by query group: [q heads of the group, its k, its v] ..."""
-
-
-class ConcatenatedQKV(Row):
-    """One tensor [q; k; v]; Megatron interleaves it by head: [q, k, v of head 0], [q, k, v of head 1] ..."""
-
-
-class GatedMLP(Row):
-    """Two tensors gate, up; Megatron stacks them [gate; up]. An fsdp_dtensor checkpoint stores them apart."""
-
-    @property
-    def stored(self) -> tuple[str, ...]:
-        """The gate under the suffix `_w`, the up projection under `_v`."""
-        return f"{self.megatron}_w", f"{self.megatron}_v"
+    INPUT_MAJOR = "packed [experts, in, out]"  # the released checkpoints
+    OUTPUT_MAJOR = "packed [experts, out, in]"  # a model that transformers 5 has made and saved
+    PER_EXPERT = "one tensor per expert"
 
 
 _TEXT = "language_model.decoder.layers.*."
@@ -83,29 +34,29 @@ _VISION = "vision_model.decoder.layers.*."
 _HF_VISION = "model.visual.blocks.*."
 
 
-def _text(kind: type[Row], megatron: str, hf: tuple[str, ...], *shapes: Shape, condition: str | None = None) -> Row:
-    return kind(_TEXT + megatron, tuple(_HF_TEXT + name for name in hf), shapes, "text_layers", condition)
+def _text(kind: type[Row], megatron: str, hf: tuple[str, ...], *shapes: Shape, layers: str = "text_layers") -> Row:
+    return kind(_TEXT + megatron, tuple(_HF_TEXT + name for name in hf), shapes, (layers,))
 
 
 def _vision(kind: type[Row], megatron: str, hf: str, shape: Shape) -> Row:
-    return kind(_VISION + megatron, (_HF_VISION + hf,), (shape,), "vision_layers")
+    return kind(_VISION + megatron, (_HF_VISION + hf,), (shape,), ("vision_layers",))
 
 
 def _affine(
-    megatron: str, hf: str, weight: Shape, *, index: str | None = None, replicated: bool = False
+    megatron: str, hf: str, weight: Shape, *, indices: tuple[str, ...] = (), replicated: bool = False
 ) -> tuple[Row, ...]:
     """Rows of a module with a weight and a bias as long as the weight's first dimension."""
     return tuple(
-        Copy(f"{megatron}.{suffix}", (f"{hf}.{suffix}",), (shape,), index, replicated=replicated)
+        Copy(f"{megatron}.{suffix}", (f"{hf}.{suffix}",), (shape,), indices, replicated=replicated)
         for suffix, shape in (("weight", weight), ("bias", weight[:1]))
     )
 
 
-def _merger(megatron: str, hf: str, norm: str, index: str | None = None) -> tuple[Row, ...]:
+def _merger(megatron: str, hf: str, norm: str, indices: tuple[str, ...] = ()) -> tuple[Row, ...]:
     return (
-        *_affine(f"{megatron}.patch_norm", f"{hf}.norm", (norm,), index=index),
-        *_affine(f"{megatron}.linear_fc1", f"{hf}.linear_fc1", ("v_merged", "v_merged"), index=index),
-        *_affine(f"{megatron}.linear_fc2", f"{hf}.linear_fc2", ("hidden", "v_merged"), index=index),
+        *_affine(f"{megatron}.patch_norm", f"{hf}.norm", (norm,), indices=indices),
+        *_affine(f"{megatron}.linear_fc1", f"{hf}.linear_fc1", ("v_merged", "v_merged"), indices=indices),
+        *_affine(f"{megatron}.linear_fc2", f"{hf}.linear_fc2", ("hidden", "v_merged"), indices=indices),
     )
 
 
@@ -139,7 +90,7 @@ VISION_ROWS: tuple[Row, ...] = (
         "vision_model.decoder.deepstack_merger_list.*",
         "model.visual.deepstack_merger_list.*",
         "v_merged",
-        index="deepstack_taps",
+        indices=("deepstack_taps",),
     ),
 )
 
@@ -158,15 +109,6 @@ TEXT_ROWS: tuple[Row, ...] = (
         ("kv", "hidden"),
         ("kv", "hidden"),
     ),
-    _text(
-        QKV,
-        "self_attention.linear_qkv.bias",
-        ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
-        ("q",),
-        ("kv",),
-        ("kv",),
-        condition="attention_bias",
-    ),
     _text(Copy, "self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",), ("head_dim",)),
     _text(Copy, "self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), ("head_dim",)),
     _text(Copy, "self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), ("hidden", "q")),
@@ -179,87 +121,105 @@ TEXT_ROWS: tuple[Row, ...] = (
 )
 
 DENSE_MLP_ROWS: tuple[Row, ...] = (
-    _text(Copy, "mlp.linear_fc1.layer_norm_weight", ("post_attention_layernorm.weight",), ("hidden",)),
+    _text(
+        Copy,
+        "mlp.linear_fc1.layer_norm_weight",
+        ("post_attention_layernorm.weight",),
+        ("hidden",),
+        layers="dense_layers",
+    ),
     _text(
         GatedMLP,
         "mlp.linear_fc1.weight",
         ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
         ("ffn", "hidden"),
         ("ffn", "hidden"),
+        layers="dense_layers",
     ),
-    _text(Copy, "mlp.linear_fc2.weight", ("mlp.down_proj.weight",), ("hidden", "ffn")),
+    _text(Copy, "mlp.linear_fc2.weight", ("mlp.down_proj.weight",), ("hidden", "ffn"), layers="dense_layers"),
 )
 
-DENSE_ROWS: tuple[Row, ...] = VISION_ROWS + TEXT_ROWS + DENSE_MLP_ROWS
+MOE_ROWS: tuple[Row, ...] = (
+    _text(Copy, "pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), ("hidden",), layers="moe_layers"),
+    _text(Copy, "mlp.router.weight", ("mlp.gate.weight",), ("experts", "hidden"), layers="moe_layers"),
+)
 
-# Where a layer spec has no fused norm-and-linear module, its norms are modules of their own.
+_FC1, _FC2 = f"{_TEXT}mlp.experts.linear_fc1.weight*", f"{_TEXT}mlp.experts.linear_fc2.weight*"
+_HF_EXPERTS = f"{_HF_TEXT}mlp.experts."
+_EACH_EXPERT = ("moe_layers", "experts")
+
+
+def _packed_experts(gate_up: Shape, down: Shape, *, transposed: bool) -> tuple[Row, ...]:
+    return (
+        PackedExpert(
+            _FC1, (f"{_HF_EXPERTS}gate_up_proj",), (gate_up,), _EACH_EXPERT, transposed=transposed, gated=True
+        ),
+        PackedExpert(_FC2, (f"{_HF_EXPERTS}down_proj",), (down,), _EACH_EXPERT, transposed=transposed),
+    )
+
+
+EXPERT_ROWS: Mapping[ExpertLayout, tuple[Row, ...]] = {
+    ExpertLayout.INPUT_MAJOR: _packed_experts(("hidden", "moe_gate_up"), ("moe_ffn", "hidden"), transposed=True),
+    ExpertLayout.OUTPUT_MAJOR: _packed_experts(("moe_gate_up", "hidden"), ("hidden", "moe_ffn"), transposed=False),
+    ExpertLayout.PER_EXPERT: (
+        GatedMLP(
+            _FC1,
+            (f"{_HF_EXPERTS}*.gate_proj.weight", f"{_HF_EXPERTS}*.up_proj.weight"),
+            (("moe_ffn", "hidden"), ("moe_ffn", "hidden")),
+            _EACH_EXPERT,
+        ),
+        Copy(_FC2, (f"{_HF_EXPERTS}*.down_proj.weight",), (("hidden", "moe_ffn"),), _EACH_EXPERT),
+    ),
+}
+
+
+def table(experts: ExpertLayout = ExpertLayout.INPUT_MAJOR) -> tuple[Row, ...]:
+    """The whole table, for a checkpoint that holds its experts so."""
+    return VISION_ROWS + TEXT_ROWS + DENSE_MLP_ROWS + MOE_ROWS + EXPERT_ROWS[experts]
+
+
+TABLE = table()
+
+
+# Where a layer spec has no fused norm-and-linear module, its norms are modules of their own; where it has no grouped
+# experts, each expert is.
 _LOCAL_NAMES = (
-    ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
-    ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
+    (r"self_attention\.linear_qkv\.layer_norm_", "input_layernorm."),
+    (r"mlp\.linear_fc1\.layer_norm_", "pre_mlp_layernorm."),
+    (r"mlp\.experts\.(linear_fc[12])\.weight(\d+|\*)", r"mlp.experts.local_experts.\2.\1.weight"),
 )
 
 
 def local_name(name: str) -> str:
-    """The local layer spec's name of a dense parameter given in Transformer Engine spelling."""
-    for fused, alone in _LOCAL_NAMES:
-        name = name.replace(fused, alone)
+    """The local layer spec's name of a parameter given in Transformer Engine spelling."""
+    for pattern, instead in _LOCAL_NAMES:
+        name = re.sub(pattern, instead, name)
     return name
 
 
-def expand(rows: tuple[Row, ...], dimensions: Mapping[str, int]) -> Iterator[Row]:
-    """The rows a model of these dimensions really has, one per Megatron parameter, no `*` left.
+def expert_layout_of(shapes: Mapping[str, Sequence[int]], dimensions: Dimensions) -> ExpertLayout:
+    """How a checkpoint holds its experts, told by the shapes of one layer's tensors.
+
+    No model is ambiguous: where one tensor's two orientations have the same shape, the other's have not.
 
     Args:
-        rows: rows of the table, with `*`.
-        dimensions: from `dimensions_of`.
-    """
-    for row in rows:
-        if row.condition is not None and not dimensions[row.condition]:
-            continue
-        if row.index is None:
-            yield row
-        else:
-            yield from (row.at(i) for i in range(dimensions[row.index]))
-
-
-def parameter_count(rows: tuple[Row, ...], dimensions: Mapping[str, int]) -> int:
-    """Number of parameters of a model of these dimensions, without building it."""
-    return sum(math.prod(shape) for row in expand(rows, dimensions) for shape in row.numbers(dimensions))
-
-
-def dimensions_of(config: Mapping) -> dict[str, int]:
-    """The numbers that the table's symbols stand for.
-
-    Args:
-        config: a Qwen3-VL `config.json` as a mapping (`text_config`, `vision_config`, `tie_word_embeddings`).
+        shapes: of the checkpoint's tensors, by Hugging Face name. Only those of the first MoE layer are looked at.
+        dimensions: of a model with MoE layers.
 
     Raises:
-        KeyError: the mapping lacks a field; the message names it.
+        ValueError: they are held in none of the known ways.
     """
-    text, vision = config["text_config"], config["vision_config"]
-    head_dim = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
-    kv_heads = text.get("num_key_value_heads") or text["num_attention_heads"]
-    return {
-        "text_layers": text["num_hidden_layers"],
-        "vision_layers": vision["depth"],
-        "deepstack_taps": len(vision["deepstack_visual_indexes"]),
-        "vocab": text["vocab_size"],
-        "hidden": text["hidden_size"],
-        "ffn": text["intermediate_size"],
-        "head_dim": head_dim,
-        "heads": text["num_attention_heads"],
-        "kv_heads": kv_heads,
-        "q": text["num_attention_heads"] * head_dim,
-        "kv": kv_heads * head_dim,
-        "attention_bias": int(bool(text.get("attention_bias", False))),
-        "untied": int(not config.get("tie_word_embeddings", False)),
-        "v_hidden": vision["hidden_size"],
-        "v_heads": vision["num_heads"],
-        "v_qkv": 3 * vision["hidden_size"],
-        "v_ffn": vision["intermediate_size"],
-        "v_merged": vision["hidden_size"] * vision["spatial_merge_size"] ** 2,
-        "v_positions": vision["num_position_embeddings"],
-        "v_channels": vision.get("in_channels", 3),
-        "v_patch": vision["patch_size"],
-        "v_temporal_patch": vision["temporal_patch_size"],
-    }
+    layer = dimensions.indices["moe_layers"][0]
+    for layout, rows in EXPERT_ROWS.items():
+        expected: dict[str, tuple[int, ...]] = {}
+        for row, expert in itertools.product(rows, dimensions.indices["experts"]):
+            one = row.at(layer, expert)
+            expected.update(zip(one.hf, hf_shapes(one, dimensions), strict=True))
+        if all(tuple(shapes.get(name, ())) == shape for name, shape in expected.items()):
+            return layout
+    prefix = _HF_EXPERTS.replace("*", str(layer))
+    found = sorted((name, list(shape)) for name, shape in shapes.items() if name.startswith(prefix))
+    raise ValueError(
+        f"experts of layer {layer}: found {found[:4] or 'no tensors'}, expected {dimensions['experts']} experts of "
+        f"{dimensions['hidden']} x {dimensions['moe_ffn']}, {' or '.join(layout.value for layout in ExpertLayout)}"
+    )

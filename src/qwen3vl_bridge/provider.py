@@ -1,20 +1,22 @@
 """The provider: everything that defines a Qwen3-VL model and how it is trained, as one dataclass.
 
-What lives here: fields with Megatron-Bridge's names, their checks, and the configuration of the vision tower derived
-from them. What may not: reading Hugging Face configurations (`bridge.py`), modules (`model/`).
+What lives here: fields with Megatron-Bridge's names, and their checks. What may not: reading Hugging Face
+configurations (`bridge.py`), the vision tower's own configuration (`vision_config.py`), modules (`model/`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from qwen3vl_bridge.dimensions import Dimensions
+from qwen3vl_bridge.vision_config import check_vision_recompute
 
 import torch
 import torch.nn.functional as F
 from megatron.bridge.models.gpt_provider import GPTModelProvider, default_layer_spec
-from megatron.bridge.models.transformer_config import TransformerConfig
 from megatron.bridge.utils.vocab_utils import calculate_padded_vocab_size
 from megatron.core.pipeline_parallel.utils import (
     is_pp_first_stage,
@@ -24,30 +26,34 @@ from megatron.core.pipeline_parallel.utils import (
 )
 from transformers import Qwen3VLVisionConfig
 
-# transformers, Qwen3VLVisionModel: every norm of the tower has this epsilon; no configuration field holds it.
-_VISION_NORM_EPSILON = 1e-6
+
+def has_transformer_engine() -> bool:
+    """Whether Transformer Engine is installed and there is a GPU for it."""
+    return importlib.util.find_spec("transformer_engine") is not None and torch.cuda.is_available()
 
 
 def default_transformer_impl() -> str:
-    """Transformer Engine where it is installed and there is a GPU for it, else modules of torch and megatron-core."""
-    has_engine = importlib.util.find_spec("transformer_engine") is not None
-    return "transformer_engine" if has_engine and torch.cuda.is_available() else "local"
+    """Transformer Engine where it can run, else modules of torch and megatron-core."""
+    return "transformer_engine" if has_transformer_engine() else "local"
 
 
 @dataclass
 class Qwen3VLModelProvider(GPTModelProvider):
-    """A dense Qwen3-VL model.
+    """A dense Qwen3-VL model, and what models with experts share with it.
 
     The inherited fields describe the text model. All token ids and defaults are the released models'.
 
     Attributes:
         vision_config: the vision tower, as transformers describes it.
         image_token_id, video_token_id, vision_start_token_id, vision_end_token_id, bos_token_id, eos_token_id: ids.
+        pad_token_id: where a caller's rows come without any mask, a run of it at a row's end is padding. None: every
+            token is real.
         mrope_section: rotary frequencies of the temporal, height and width axis.
+        rope_parameters: a scaled rotary embedding (YaRN and the like) as transformers describes it, or None.
         freeze_language_model, freeze_vision_model, freeze_vision_projection: parts that are not trained. The vision
             projection is the patch mergers.
-        vision_recompute_granularity, vision_recompute_method, vision_recompute_num_layers: activation recomputation
-            of the vision tower, as the fields without `vision_` are of the text model.
+        vision_recompute_granularity, vision_recompute_modules, vision_recompute_method, vision_recompute_num_layers:
+            activation recomputation of the vision tower, as the fields without `vision_` are of the text model.
     """
 
     vision_config: Qwen3VLVisionConfig = field(default_factory=Qwen3VLVisionConfig)
@@ -58,6 +64,7 @@ class Qwen3VLModelProvider(GPTModelProvider):
     vision_end_token_id: int = 151653
     bos_token_id: int = 151643
     eos_token_id: int = 151645
+    pad_token_id: int | None = None
 
     normalization: str = "RMSNorm"
     layernorm_epsilon: float = 1e-6
@@ -71,6 +78,7 @@ class Qwen3VLModelProvider(GPTModelProvider):
     position_embedding_type: str = "mrope"
     rotary_base: float = 5_000_000.0
     mrope_section: list[int] = field(default_factory=lambda: [24, 20, 20])
+    rope_parameters: dict[str, Any] | None = None
     scatter_embedding_sequence_parallel: bool = False
     share_embeddings_and_output_weights: bool = False
 
@@ -85,8 +93,30 @@ class Qwen3VLModelProvider(GPTModelProvider):
     freeze_vision_projection: bool = False
 
     vision_recompute_granularity: str | None = None
+    vision_recompute_modules: list[str] | None = None
     vision_recompute_method: str | None = None
     vision_recompute_num_layers: int | None = None
+
+    # Settings of the inherited configuration that this model does not follow, and what it does.
+    fixed: ClassVar[dict[str, Any]] = {
+        "position_embedding_type": "mrope",
+        "rotary_percent": 1.0,
+        "rope_scaling": False,
+        "seq_len_interpolation_factor": None,
+        "apply_rope_fusion": False,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "qk_layernorm": True,
+        "add_bias_linear": False,
+        "add_qkv_bias": False,
+        "window_size": None,
+        "softmax_scale": None,
+        "multi_latent_attention": False,
+        "mtp_num_layers": None,
+        "num_moe_experts": None,
+        "transformer_layer_spec": default_layer_spec,
+    }
 
     def finalize(self) -> None:
         """Check the fields and complete them.
@@ -102,10 +132,10 @@ class Qwen3VLModelProvider(GPTModelProvider):
             raise ValueError(f"deepstack_visual_indexes is {taps}, expected ascending layers below {layers}")
         if len(taps) > self.num_layers:
             raise ValueError(f"{len(taps)} DeepStack taps need as many text layers, num_layers is {self.num_layers}")
-        for name, only in _FIXED.items():
+        for name, only in self.fixed.items():
             if getattr(self, name) != only:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, expected {only!r}: this model has nothing else")
-        self._check_vision_recompute()
+        check_vision_recompute(self)
         super().finalize()
         if self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "native" and not self.bf16:
             raise ValueError(
@@ -118,17 +148,6 @@ class Qwen3VLModelProvider(GPTModelProvider):
                 f"dimension, {self.kv_channels // 2}"
             )
 
-    def _check_vision_recompute(self) -> None:
-        # megatron-core keeps a tapped layer's output only at the end of a recomputed chunk, and is silent otherwise.
-        if self.vision_recompute_granularity == "full" and self.vision_recompute_method == "uniform":
-            chunk = self.vision_recompute_num_layers or 1
-            lost = [tap for tap in self.vision_config.deepstack_visual_indexes if (tap + 1) % chunk]
-            if lost:
-                raise ValueError(
-                    f"vision_recompute_num_layers is {chunk}; DeepStack taps {lost} don't end a chunk of {chunk} "
-                    "layers and would be lost. Use 1"
-                )
-
     @property
     def padded_vocab_size(self) -> int:
         """Rows of the embedding and the output layer."""
@@ -138,34 +157,25 @@ class Qwen3VLModelProvider(GPTModelProvider):
             self.vocab_size, self.make_vocab_size_divisible_by, self.tensor_model_parallel_size
         )
 
-    def vision_transformer_config(self) -> TransformerConfig:
-        """Configuration of the vision tower's transformer block. It is tensor-parallel as the text model is."""
-        vision = self.vision_config
-        config = TransformerConfig(
-            num_layers=vision.depth,
-            hidden_size=vision.hidden_size,
-            num_attention_heads=vision.num_heads,
-            num_query_groups=vision.num_heads,
-            kv_channels=vision.hidden_size // vision.num_heads,
-            ffn_hidden_size=vision.intermediate_size,
-            normalization="LayerNorm",
-            layernorm_epsilon=_VISION_NORM_EPSILON,
-            activation_func=_vision_activation(vision.hidden_act),
-            gated_linear_unit=False,
-            add_bias_linear=True,
-            add_qkv_bias=True,
-            attention_dropout=0.0,
-            hidden_dropout=0.0,
-            bias_activation_fusion=False,
-            init_method_std=vision.initializer_range,
-            recompute_granularity=self.vision_recompute_granularity,
-            recompute_method=self.vision_recompute_method,
-            recompute_num_layers=self.vision_recompute_num_layers,
-            tensor_model_parallel_size=self.tensor_model_parallel_size,
-            **{name: getattr(self, name) for name in _SHARED_WITH_VISION},
+    def dimensions(self) -> Dimensions:
+        """What the weight table's symbols stand for, as far as names and their numbers go: no shapes."""
+        layers, moe_layers = range(self.num_layers), self.moe_layers
+        return Dimensions(
+            sizes={"untied": int(not self.share_embeddings_and_output_weights)},
+            indices={
+                "text_layers": layers,
+                "dense_layers": [i for i in layers if i not in moe_layers],
+                "moe_layers": moe_layers,
+                "experts": range(self.num_moe_experts or 0),
+                "vision_layers": range(self.vision_config.depth),
+                "deepstack_taps": range(len(self.vision_config.deepstack_visual_indexes)),
+            },
         )
-        config.finalize()
-        return config
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Layers with experts."""
+        return ()
 
     def provide(self, pre_process: bool | None = None, post_process: bool | None = None, vp_stage: int | None = None):
         """Build the model of one pipeline stage.
@@ -195,38 +205,65 @@ class Qwen3VLModelProvider(GPTModelProvider):
         return model
 
 
-# Settings of the inherited configuration that this model does not follow, and what it does.
-_FIXED = {
-    "position_embedding_type": "mrope",
-    "rotary_percent": 1.0,
-    "rope_scaling": False,
-    "seq_len_interpolation_factor": None,
-    "apply_rope_fusion": False,
-    "normalization": "RMSNorm",
-    "gated_linear_unit": True,
-    "qk_layernorm": True,
-    "add_bias_linear": False,
-    "window_size": None,
-    "softmax_scale": None,
-    "multi_latent_attention": False,
-    "mtp_num_layers": None,
-    "num_moe_experts": None,
-    "transformer_layer_spec": default_layer_spec,
-}
+@dataclass
+class Qwen3VLMoEModelProvider(Qwen3VLModelProvider):
+    """A Qwen3-VL model with experts, and only what differs from the dense one.
 
-_SHARED_WITH_VISION = (
-    "params_dtype",
-    "bf16",
-    "fp16",
-    "transformer_impl",
-    "use_cpu_initialization",
-    "perform_initialization",
-    "gradient_accumulation_fusion",
-    "deterministic_mode",
-)
+    Attributes:
+        moe_layer_freq: 1 for each layer with experts, 0 for each dense one (or megatron-core's other spellings).
+        moe_grouped_gemm: experts of a rank as one grouped product; Transformer Engine's.
+    """
 
+    num_moe_experts: int | None = 128
+    moe_router_topk: int = 8
+    moe_ffn_hidden_size: int | None = 768
+    moe_router_dtype: str | None = "fp32"
+    moe_router_load_balancing_type: str | list[str] = "aux_loss"
+    moe_aux_loss_coeff: float | list[float] = 1e-3
+    moe_token_dispatcher_type: str = "alltoall"
+    moe_grouped_gemm: bool = field(default_factory=has_transformer_engine)
+    moe_permute_fusion: bool = field(default_factory=has_transformer_engine)
 
-def _vision_activation(name: str):
-    if name != "gelu_pytorch_tanh":
-        raise ValueError(f"vision_config.hidden_act is {name!r}, expected 'gelu_pytorch_tanh'")
-    return functools.partial(F.gelu, approximate="tanh")
+    fixed: ClassVar[dict[str, Any]] = {
+        **{name: only for name, only in Qwen3VLModelProvider.fixed.items() if name != "num_moe_experts"},
+        # The chosen experts' weights add up to one. Source: transformers, Qwen3VLMoeTextTopKRouter.
+        "moe_router_score_function": "softmax",
+        "moe_router_pre_softmax": False,
+        "moe_router_topk_scaling_factor": None,
+        "moe_router_num_groups": None,
+        "moe_router_enable_expert_bias": False,
+        "moe_shared_expert_intermediate_size": None,
+        "moe_latent_size": None,
+        # A full expert would drop tokens, and padding would push real ones out.
+        "moe_expert_capacity_factor": None,
+    }
+
+    def finalize(self) -> None:
+        """Check the fields and complete them.
+
+        Raises:
+            ValueError: fields that contradict each other, or that this model would ignore.
+        """
+        if not self.num_moe_experts or not self.moe_layers:
+            raise ValueError(
+                f"num_moe_experts is {self.num_moe_experts}, moe_layer_freq {self.moe_layer_freq}: expected experts "
+                "in one layer or more. A model without is Qwen3VLModelProvider's"
+            )
+        if not 0 < self.moe_router_topk <= self.num_moe_experts:
+            raise ValueError(f"moe_router_topk is {self.moe_router_topk}, expected 1 to {self.num_moe_experts}")
+        if self.transformer_impl == "local" and (self.moe_grouped_gemm or self.moe_permute_fusion):
+            raise ValueError(
+                f"moe_grouped_gemm is {self.moe_grouped_gemm} and moe_permute_fusion {self.moe_permute_fusion}, "
+                "expected False: both are Transformer Engine's, and transformer_impl is 'local'"
+            )
+        super().finalize()
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Layers with experts, as megatron-core reads `moe_layer_freq`."""
+        frequency = self.moe_layer_freq
+        if isinstance(frequency, int):
+            return tuple(range(0, self.num_layers, frequency))
+        if len(frequency) != self.num_layers:
+            raise ValueError(f"moe_layer_freq has {len(frequency)} entries, expected {self.num_layers}, one per layer")
+        return tuple(layer for layer, has_experts in enumerate(frequency) if has_experts)

@@ -10,7 +10,9 @@ from qwen3vl_bridge.checkpoint import CheckpointError, Topology
 from qwen3vl_bridge.checkpoint.plan import make_table, plan_export, plan_import
 from qwen3vl_bridge.checkpoint.proof import prove
 from qwen3vl_bridge.checkpoint.tensors import Run, TensorSpec, slice_runs
-from qwen3vl_bridge.mappings import DENSE_ROWS, dimensions_of, parameter_count
+from qwen3vl_bridge.dimensions import dimensions_of
+from qwen3vl_bridge.mappings import TABLE
+from qwen3vl_bridge.weight_rows import parameter_count
 
 import pytest
 
@@ -37,10 +39,10 @@ def specs(shapes, dtype="bfloat16") -> dict[str, TensorSpec]:
 def test_a_large_model_is_planned_at_once(naming):
     begun = time.monotonic()
     dimensions = dimensions_of(CONFIG_32B)
-    table = make_table(DENSE_ROWS, dimensions, naming)
-    there = plan_import(DENSE_ROWS, dimensions, specs(table.hf), where="here", naming=naming)
-    back = plan_export(DENSE_ROWS, dimensions, {t.target.name: t.target for t in there.tasks}, where="there")
-    assert there.numel == back.numel == parameter_count(DENSE_ROWS, dimensions) == 33_357_390_064
+    table = make_table(TABLE, dimensions, naming)
+    there = plan_import(TABLE, dimensions, specs(table.hf), where="here", naming=naming)
+    back = plan_export(TABLE, dimensions, {t.target.name: t.target for t in there.tasks}, where="there")
+    assert there.numel == back.numel == parameter_count(TABLE, dimensions) == 33_357_390_064
     assert there.naming == back.naming == naming
     assert {task.target.name: task.target.shape for task in back.tasks} == table.hf
     assert time.monotonic() - begun < 5  # 0.1 s here
@@ -77,8 +79,8 @@ def test_elements_that_nobody_reads_are_found_out():
 def test_long_lists_are_cut():
     dimensions = dimensions_of(CONFIG_32B)
     with pytest.raises(CheckpointError) as error:
-        plan_import(DENSE_ROWS, dimensions, {}, where="here")
-    count = len(make_table(DENSE_ROWS, dimensions).hf)
+        plan_import(TABLE, dimensions, {}, where="here")
+    count = len(make_table(TABLE, dimensions).hf)
     assert f"{count} missing" in str(error.value) and f"and {count - 20} more" in str(error.value)
 
 

@@ -21,7 +21,8 @@ from qwen3vl_bridge.checkpoint.hf_writer import layout, write_index, write_shard
 from qwen3vl_bridge.checkpoint.json_files import read_object, write_object
 from qwen3vl_bridge.checkpoint.plan import make_table
 from qwen3vl_bridge.checkpoint.tensors import TensorSpec
-from qwen3vl_bridge.mappings import DENSE_ROWS, dimensions_of
+from qwen3vl_bridge.dimensions import dimensions_of
+from qwen3vl_bridge.mappings import TABLE
 
 import pytest
 
@@ -105,7 +106,7 @@ def larger(untied_folder, tmp_path_factory):
     config = read_object(folder / "config.json")
     config["text_config"] |= {"hidden_size": 256, "intermediate_size": 2048, "vocab_size": 9216}
     write_object(folder / "config.json", config)
-    shapes = make_table(DENSE_ROWS, dimensions_of(config)).hf
+    shapes = make_table(TABLE, dimensions_of(config)).hf
     shards = layout([TensorSpec(name, "float32", shape) for name, shape in shapes.items()], 20 << 20)
     generator = random.Random(0)
     for shard in shards:

@@ -3,6 +3,8 @@
 import importlib.util
 
 from qwen3vl_bridge import mappings
+from qwen3vl_bridge.dimensions import Dimensions, dimensions_of
+from qwen3vl_bridge.weight_rows import PackedExpert, Row, expand, hf_shapes
 
 import pytest
 import torch
@@ -10,9 +12,11 @@ import torch
 HAS_TRANSFORMER_ENGINE = importlib.util.find_spec("transformer_engine") is not None and torch.cuda.is_available()
 
 
-def megatron_shape(row: mappings.Row, dimensions: dict[str, int]) -> tuple[int, ...]:
-    """Every row stacks its tensors along the first dimension."""
+def megatron_shape(row: Row, dimensions: Dimensions) -> tuple[int, ...]:
+    """Every row stacks its tensors along the first dimension; an input-major expert is transposed."""
     shapes = row.numbers(dimensions)
+    if isinstance(row, PackedExpert) and row.transposed:
+        return shapes[0][::-1]
     return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
@@ -30,59 +34,54 @@ def build(folder, transformer_impl: str) -> dict[str, tuple[int, ...]]:
     return {name: tuple(p.shape) for name, p in provider.provide(True, True).named_parameters()}
 
 
-def table(folder) -> tuple[list[mappings.Row], dict[str, int]]:
+def table(folder, layout=mappings.ExpertLayout.INPUT_MAJOR) -> tuple[list[Row], Dimensions]:
     from transformers import AutoConfig
 
-    dimensions = mappings.dimensions_of(AutoConfig.from_pretrained(folder).to_dict())
-    return list(mappings.expand(mappings.DENSE_ROWS, dimensions)), dimensions
+    dimensions = dimensions_of(AutoConfig.from_pretrained(folder).to_dict())
+    return list(expand(mappings.table(layout), dimensions)), dimensions
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_local_spec_has_the_tables_names(tied, untied_folder, tied_folder):
-    folder = tied_folder if tied else untied_folder
-    rows, dimensions = table(folder)
+@pytest.mark.parametrize("kind", ["tied", "untied", "moe"])
+@pytest.mark.parametrize("layout", mappings.ExpertLayout)
+def test_local_spec_has_the_tables_names(kind, layout, request):
+    folder = request.getfixturevalue(f"{kind}_folder")
+    rows, dimensions = table(folder, layout)
     expected = {mappings.local_name(row.megatron): megatron_shape(row, dimensions) for row in rows}
     assert build(folder, "local") == expected
 
 
 @pytest.mark.skipif(not HAS_TRANSFORMER_ENGINE, reason="needs Transformer Engine and a GPU")
-def test_transformer_engine_spec_has_the_tables_names(untied_folder):
-    rows, dimensions = table(untied_folder)
+@pytest.mark.parametrize("kind", ["untied", "moe"])
+def test_transformer_engine_spec_has_the_tables_names(kind, request):
+    folder = request.getfixturevalue(f"{kind}_folder")
+    rows, dimensions = table(folder)
     expected = {row.megatron: megatron_shape(row, dimensions) for row in rows}
-    assert build(untied_folder, "transformer_engine") == expected
+    assert build(folder, "transformer_engine") == expected
 
 
-# facts of the released models: hidden, ffn, layers, heads, kv heads, tied, vision (depth, hidden, ffn, taps), count
-RELEASED = {
-    "2B": (2048, 6144, 28, 16, 8, True, (24, 1024, 4096, [5, 11, 17]), 2_127_532_032),
-    "4B": (2560, 9728, 36, 32, 8, True, (24, 1024, 4096, [5, 11, 17]), 4_437_815_808),
-    "8B": (4096, 12288, 36, 32, 8, False, (27, 1152, 4304, [8, 16, 24]), 8_767_123_696),
-    "32B": (5120, 25600, 64, 64, 8, False, (27, 1152, 4304, [8, 16, 24]), 33_357_390_064),
-}
+def test_the_provider_names_what_the_configuration_does(moe_folder):
+    from megatron.bridge import AutoBridge
+
+    _, dimensions = table(moe_folder)
+    provider = AutoBridge.from_hf_pretrained(str(moe_folder)).to_megatron_provider(load_weights=False)
+    ours = provider.dimensions()
+    assert {name: list(found) for name, found in ours.indices.items()} == {
+        name: list(found) for name, found in dimensions.indices.items()
+    }
+    assert ours["untied"] == dimensions["untied"]
 
 
-@pytest.mark.parametrize("size", RELEASED)
-def test_parameter_count_of_released_sizes(size):
-    hidden, ffn, layers, heads, kv_heads, tied, (depth, v_hidden, v_ffn, taps), count = RELEASED[size]
-    text = dict(
-        vocab_size=151_936,
-        hidden_size=hidden,
-        intermediate_size=ffn,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=128,
-    )
-    vision = dict(
-        depth=depth,
-        hidden_size=v_hidden,
-        intermediate_size=v_ffn,
-        deepstack_visual_indexes=taps,
-        num_heads=16,
-        patch_size=16,
-        temporal_patch_size=2,
-        spatial_merge_size=2,
-        num_position_embeddings=2304,
-    )
-    config = dict(text_config=text, vision_config=vision, tie_word_embeddings=tied)
-    assert mappings.parameter_count(mappings.DENSE_ROWS, mappings.dimensions_of(config)) == count
+@pytest.mark.parametrize("layout", mappings.ExpertLayout)
+@pytest.mark.parametrize(("hidden", "moe_ffn"), [(64, 24), (64, 32), (64, 64)])
+def test_the_layout_of_experts_is_told_by_shapes_even_where_one_is_square(layout, hidden, moe_ffn):
+    sizes = dict(hidden=hidden, moe_ffn=moe_ffn, moe_gate_up=2 * moe_ffn, experts=4)
+    dimensions = Dimensions(sizes, dict(moe_layers=(1, 2), experts=range(4)))
+    shapes = {
+        name: shape
+        for row in expand(mappings.EXPERT_ROWS[layout], dimensions)
+        for name, shape in zip(row.hf, hf_shapes(row, dimensions), strict=True)
+    }
+    assert mappings.expert_layout_of(shapes, dimensions) is layout
+    name = next(iter(shapes))
+    with pytest.raises(ValueError, match=r"experts of layer 1: found .*expected 4 experts of 64"):
+        mappings.expert_layout_of(shapes | {name: (4, 63, 1)}, dimensions)

@@ -5,6 +5,7 @@ import copy
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.bridge import Qwen3VLBridge
 from qwen3vl_bridge.provider import Qwen3VLModelProvider
+from qwen3vl_bridge.vision_config import vision_transformer_config
 
 import pytest
 import torch
@@ -51,7 +52,8 @@ def test_contradictions_are_refused(provider, fields, message):
 @pytest.mark.parametrize(
     ("rope", "message"),
     [
-        ({"rope_type": "yarn", "factor": 2.0}, "rope type is 'yarn'"),
+        ({"rope_type": "dynamic", "factor": 2.0}, "rope_type is 'dynamic', expected one of default, linear"),
+        ({"rope_type": "yarn"}, "no factor"),
         ({"mrope_interleaved": False}, "mrope_interleaved is False"),
         ({"mrope_section": None}, "no mrope_section"),
     ],
@@ -70,9 +72,9 @@ def test_activation_of_the_tower_is_checked(provider):
     provider.vision_config = copy.deepcopy(provider.vision_config)
     provider.vision_config.hidden_act = "relu"
     with pytest.raises(ValueError, match="hidden_act is 'relu'"):
-        provider.vision_transformer_config()
+        vision_transformer_config(provider)
 
 
 def test_vision_tower_follows_the_models_precision(provider):
     provider.params_dtype, provider.bf16 = torch.bfloat16, True
-    assert provider.vision_transformer_config().params_dtype is torch.bfloat16
+    assert vision_transformer_config(provider).params_dtype is torch.bfloat16

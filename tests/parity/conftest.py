@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from qwen3vl_bridge.mappings import ExpertLayout
+
 import pytest
 import torch
+
+from tests.expert_layouts import relayout
 
 
 @dataclass
 class Pair:
-    """One model twice. `bridge` translates between them."""
+    """One model twice. `bridge` translates between them, in the layout of experts that its checkpoint has."""
 
     bridge: object
     provider: object
     megatron: torch.nn.Module
     reference: torch.nn.Module
+    layout: ExpertLayout = ExpertLayout.OUTPUT_MAJOR
 
     @property
     def config(self):
@@ -38,11 +43,12 @@ class Pair:
         return gradients
 
     def reference_gradients(self) -> dict[str, torch.Tensor]:
-        """Gradients of the reference; zero for parameters it did not use."""
-        return {
+        """Gradients of the reference in the same layouts; zero for parameters it did not use."""
+        gradients = {
             name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
             for name, p in self.reference.named_parameters(remove_duplicate=False)
         }
+        return relayout(gradients, self.layout)
 
     def zero_grad(self) -> None:
         """Forget both models' gradients."""
@@ -50,13 +56,19 @@ class Pair:
         self.reference.zero_grad()
 
 
-def make_pair(folder, **provider_fields) -> Pair:
-    """Load a Hugging Face folder on both sides through the public interface."""
+def make_pair(folder, reference_folder=None, **provider_fields) -> Pair:
+    """Load a Hugging Face folder on both sides through the public interface.
+
+    Args:
+        folder: what the Megatron model is made from.
+        reference_folder: what transformers reads, where it cannot read `folder`.
+        provider_fields: settings beside those of the folder.
+    """
     import qwen3vl_bridge  # noqa: F401  (registers)
     from qwen3vl_bridge.training.process_group import initialize
 
     from megatron.bridge import AutoBridge
-    from transformers import Qwen3VLForConditionalGeneration
+    from transformers import AutoModelForImageTextToText
 
     bridge = AutoBridge.from_hf_pretrained(str(folder))
     provider = bridge.to_megatron_provider(load_weights=True)
@@ -68,10 +80,20 @@ def make_pair(folder, **provider_fields) -> Pair:
     (megatron,) = provider.provide_distributed_model(
         wrap_with_ddp=False, use_cpu_initialization=True, mixed_precision_wrapper=None
     )
-    reference = Qwen3VLForConditionalGeneration.from_pretrained(folder, attn_implementation="eager")
+    reference = AutoModelForImageTextToText.from_pretrained(reference_folder or folder, attn_implementation="eager")
     return Pair(bridge, provider, megatron.train(), reference.train())
 
 
-@pytest.fixture(scope="session", params=["untied", "tied"])
-def pair(request, untied_folder, tied_folder) -> Pair:
-    return make_pair({"untied": untied_folder, "tied": tied_folder}[request.param])
+MOE = [layout.name for layout in ExpertLayout]
+
+
+@pytest.fixture(scope="session", params=["untied", "tied", *MOE])
+def pair(request) -> Pair:
+    if request.param not in MOE:
+        return make_pair(request.getfixturevalue(f"{request.param}_folder"))
+    layout = ExpertLayout[request.param]
+    folder = request.getfixturevalue("moe_folders")[layout]
+    # The reference's loss has no balancing term.
+    pair = make_pair(folder, request.getfixturevalue("moe_folder"), moe_aux_loss_coeff=0.0)
+    pair.layout = layout
+    return pair

@@ -45,7 +45,7 @@ def test_no_step_changes_no_weight_from_import_to_export(inputs, tmp_path):
     [
         (dict(model__share_embeddings_and_output_weights=True), "unexpected: .*output_layer.weight"),
         (dict(model__ffn_hidden_size=64), r"misshapen: .*linear_fc1.weight_v is \[.*\], expected \[64, .*\]"),
-        (dict(model__add_qkv_bias=True), "missing: .*linear_qkv.bias"),
+        (dict(model__num_layers=5), r"missing: .*layers\.4\.mlp"),
         (dict(checkpoint__pretrained_checkpoint="/nowhere"), "/nowhere: found nothing, expected the folder"),
     ],
 )

@@ -11,13 +11,17 @@ from typing import Any
 
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
 from qwen3vl_bridge.checkpoint.json_files import read_object
-from qwen3vl_bridge.mappings import DENSE_ROWS, Row, dimensions_of
+from qwen3vl_bridge.dimensions import Dimensions, dimensions_of
+from qwen3vl_bridge.hf_settings import check_settings
+from qwen3vl_bridge.mappings import TABLE
+from qwen3vl_bridge.weight_rows import Row
 
 # model_type -> (architecture, weight table)
 _MODELS: dict[str, tuple[str, tuple[Row, ...]]] = {
-    "qwen3_vl": ("Qwen3VLForConditionalGeneration", DENSE_ROWS),
+    "qwen3_vl": ("Qwen3VLForConditionalGeneration", TABLE),
 }
-_FLAGS = ("attention_bias", "untied", "deepstack_taps")
+# What a dense or a tied model has none of.
+_MAY_BE_ZERO = ("untied", "experts", "moe_ffn", "moe_gate_up")
 
 
 class ModelConfig:
@@ -56,15 +60,18 @@ def _rows(raw: dict[str, Any], path: Path) -> tuple[Row, ...]:
     return known[1]
 
 
-def _dimensions(raw: dict[str, Any], path: Path) -> dict[str, int]:
+def _dimensions(raw: dict[str, Any], path: Path) -> Dimensions:
     try:
         dimensions = dimensions_of(raw)
+        check_settings(raw)
     except KeyError as error:
         raise CheckpointError(f"{path} lacks the field {error}") from error
     except (TypeError, AttributeError, ZeroDivisionError) as error:
         raise CheckpointError(f"{path} has a field of the wrong kind: {error}") from error
-    for name, value in dimensions.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < (name not in _FLAGS):
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    for name, value in dimensions.sizes.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < (name not in _MAY_BE_ZERO):
             raise CheckpointError(f"{path}: {name} is {value!r}, expected a positive whole number")
     for whole, part in (("heads", "kv_heads"), ("v_hidden", "v_heads")):
         if dimensions[whole] % dimensions[part]:

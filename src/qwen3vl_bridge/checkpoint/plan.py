@@ -13,7 +13,9 @@ from qwen3vl_bridge.checkpoint.errors import CheckpointError
 from qwen3vl_bridge.checkpoint.proof import check_same, check_weights_dtype, prove
 from qwen3vl_bridge.checkpoint.spans import LOCAL, TRANSFORMER_ENGINE, Span, spans, stored_shapes
 from qwen3vl_bridge.checkpoint.tensors import Run, Shape, TensorSpec
-from qwen3vl_bridge.mappings import Row, expand, local_name
+from qwen3vl_bridge.dimensions import Dimensions
+from qwen3vl_bridge.mappings import local_name
+from qwen3vl_bridge.weight_rows import Row, expand
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class Table:
     padded: frozenset[str]
 
 
-def make_table(rows: tuple[Row, ...], dimensions: Mapping[str, int], naming: str = TRANSFORMER_ENGINE) -> Table:
+def make_table(rows: tuple[Row, ...], dimensions: Dimensions, naming: str = TRANSFORMER_ENGINE) -> Table:
     """Expand the weight table for a model.
 
     Args:
@@ -98,7 +100,7 @@ def make_table(rows: tuple[Row, ...], dimensions: Mapping[str, int], naming: str
     return Table(hf, stored, tuple(everything), frozenset(padded))
 
 
-def naming_of(rows: tuple[Row, ...], dimensions: Mapping[str, int], names: Collection[str]) -> str:
+def naming_of(rows: tuple[Row, ...], dimensions: Dimensions, names: Collection[str]) -> str:
     """Layer spec whose spelling some Megatron parameter names have: where both spell one alike, Transformer Engine."""
     for row in expand(rows, dimensions):
         if row.megatron not in names and local_name(row.megatron) in names:
@@ -124,7 +126,7 @@ def _grouped(pairs: Iterable[tuple[str, int, Run]]) -> Iterator[tuple[str, tuple
 
 def plan_import(
     rows: tuple[Row, ...],
-    dimensions: Mapping[str, int],
+    dimensions: Dimensions,
     found: Mapping[str, TensorSpec],
     *,
     where: str,
@@ -152,7 +154,7 @@ def plan_import(
 
 def plan_export(
     rows: tuple[Row, ...],
-    dimensions: Mapping[str, int],
+    dimensions: Dimensions,
     found: Mapping[str, TensorSpec],
     *,
     where: str,

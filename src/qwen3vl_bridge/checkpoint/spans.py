@@ -7,11 +7,13 @@ end. What may not: names and shapes (`mappings.py`), files, torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from qwen3vl_bridge.checkpoint.tensors import Shape
-from qwen3vl_bridge.mappings import QKV, ConcatenatedQKV, Copy, GatedMLP, Row, local_name
+from qwen3vl_bridge.dimensions import Dimensions
+from qwen3vl_bridge.mappings import local_name
+from qwen3vl_bridge.weight_rows import QKV, ConcatenatedQKV, Copy, GatedMLP, Row
 
 # Layer specs, whose parameter names differ where one fuses a norm and a linear layer.
 TRANSFORMER_ENGINE = "transformer_engine"
@@ -28,7 +30,7 @@ class Span(NamedTuple):
     length: int
 
 
-def stored_shapes(row: Row, dimensions: Mapping[str, int], naming: str) -> dict[str, Shape]:
+def stored_shapes(row: Row, dimensions: Dimensions, naming: str) -> dict[str, Shape]:
     """Names and shapes under which an fsdp_dtensor checkpoint holds a row.
 
     Args:
@@ -42,7 +44,7 @@ def stored_shapes(row: Row, dimensions: Mapping[str, int], naming: str) -> dict[
     return dict.fromkeys(names, (rows, *shapes[0][1:]))
 
 
-def spans(row: Row, dimensions: Mapping[str, int], naming: str) -> Iterator[Span]:
+def spans(row: Row, dimensions: Dimensions, naming: str) -> Iterator[Span]:
     """All elements of a row, in the order of the Megatron side.
 
     Args:
@@ -58,7 +60,7 @@ def spans(row: Row, dimensions: Mapping[str, int], naming: str) -> Iterator[Span
         position += length
 
 
-def _pieces(row: Row, dimensions: Mapping[str, int]) -> Iterator[tuple[str, int, int]]:
+def _pieces(row: Row, dimensions: Dimensions) -> Iterator[tuple[str, int, int]]:
     """The Megatron parameter as (Hugging Face tensor, first element, number of elements), in order."""
     shapes = row.numbers(dimensions)
     if isinstance(row, QKV):

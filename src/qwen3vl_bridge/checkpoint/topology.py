@@ -9,11 +9,12 @@ small, and cut where tensor-parallel ranks are.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
 from qwen3vl_bridge.checkpoint.tensors import Shape, TensorSpec
+from qwen3vl_bridge.dimensions import Dimensions
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Topology:
     etp: int | None = None
     chunk_bytes: int = 32 << 20
 
-    def check(self, dimensions: Mapping[str, int]) -> None:
+    def check(self, dimensions: Dimensions) -> None:
         """Check that a dense model can be split so.
 
         Args:

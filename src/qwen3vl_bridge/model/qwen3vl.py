@@ -7,16 +7,18 @@ the batch.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from qwen3vl_bridge.model.attention import layout_packed_seq_params
 from qwen3vl_bridge.model.inputs import as_model_inputs
 from qwen3vl_bridge.model.layers import text_block_spec
-from qwen3vl_bridge.model.rope import InterleavedMRoPE
+from qwen3vl_bridge.model.rope import InterleavedMRoPE, scaled_frequencies
 from qwen3vl_bridge.model.vision import Qwen3VLVisionModel
 from qwen3vl_bridge.parallel import scatter_sequence, sum_gradients_over_sequence
 from qwen3vl_bridge.provider import Qwen3VLModelProvider
 from qwen3vl_bridge.sequence.batch import ModelInputs, VisionRows
+from qwen3vl_bridge.vision_config import vision_transformer_config
 
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -52,8 +54,11 @@ class Qwen3VLGPTModel(GPTModel):
             pg_collection=pg_collection,
             vp_stage=vp_stage,
         )
+        scaled = config.rope_parameters and functools.partial(
+            scaled_frequencies, config.rope_parameters, config.kv_channels
+        )
         self.rotary_pos_emb = InterleavedMRoPE(
-            config.kv_channels, config.rotary_base, config.mrope_section, config.params_dtype
+            config.kv_channels, config.rotary_base, config.mrope_section, config.params_dtype, scaled
         )
 
 
@@ -83,7 +88,7 @@ class Qwen3VLModel(MegatronModule):
         self.share_embeddings_and_output_weights = config.share_embeddings_and_output_weights
         if pre_process:
             self.vision_model = Qwen3VLVisionModel(
-                config.vision_transformer_config(), config.vision_config, pg_collection
+                vision_transformer_config(config), config.vision_config, pg_collection
             )
         self.language_model = Qwen3VLGPTModel(
             config, pg_collection, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage

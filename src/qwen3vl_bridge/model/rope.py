@@ -5,8 +5,15 @@ What lives here: angles from positions, and the rotation itself. What may not: p
 that they are computed once a step and not once a layer.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from transformers import Qwen3VLTextConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
 def inverse_frequencies(dim: int, theta: float, device: torch.device) -> Tensor:
@@ -17,10 +24,26 @@ def inverse_frequencies(dim: int, theta: float, device: torch.device) -> Tensor:
     return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
 
 
-def cos_sin(angles: Tensor, dtype: torch.dtype) -> Tensor:
+def cos_sin(angles: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
     """[..., d/2] angles -> [2, ..., d] cosine and sine, both halves of a head rotating by the same angles."""
     angles = torch.cat((angles, angles), dim=-1)
-    return torch.stack((angles.cos(), angles.sin())).to(dtype)
+    return (torch.stack((angles.cos(), angles.sin())) * scale).to(dtype)
+
+
+def scaled_frequencies(
+    parameters: dict[str, Any], dim: int, longest: int, device: torch.device
+) -> tuple[Tensor, float]:
+    """Frequencies [d/2] of a scaled rotary embedding (YaRN and the like), and the factor of its cosines and sines.
+
+    transformers' own functions compute them.
+
+    Args:
+        parameters: as transformers' `rope_parameters`.
+        dim: head dimension d.
+        device: where to.
+    """
+    config = Qwen3VLTextConfig(head_dim=dim, rope_parameters=dict(parameters))
+    return ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, device)
 
 
 def rotate(x: Tensor, rotary: Tensor) -> Tensor:
@@ -46,13 +69,22 @@ class InterleavedMRoPE(nn.Module):
         theta: RoPE base.
         mrope_section: how many of the d/2 frequencies each axis (temporal, height, width) has.
         dtype: precision in which heads are rotated.
+        scaled: gives the frequencies and the factor of a scaled embedding on a device; None for unscaled.
     """
 
-    def __init__(self, dim: int, theta: float, mrope_section: list[int], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        dim: int,
+        theta: float,
+        mrope_section: list[int],
+        dtype: torch.dtype,
+        scaled: Callable[[torch.device], tuple[Tensor, float]] | None = None,
+    ) -> None:
         super().__init__()
         if sum(mrope_section) != dim // 2:
             raise ValueError(f"mrope_section {mrope_section} has sum {sum(mrope_section)}, expected {dim // 2}")
         self.dim, self.theta, self.dtype, self.mrope_section = dim, theta, dtype, mrope_section
+        self.scaled = scaled
 
     def axes(self, device: torch.device) -> Tensor:
         """[d/2] which axis each frequency turns by. Not a buffer: one on the meta device would stay empty."""
@@ -64,9 +96,13 @@ class InterleavedMRoPE(nn.Module):
 
     def forward(self, position_ids: Tensor, mrope_section: object = None, cp_group: object = None) -> Tensor:
         """[3, b, s] local positions -> [2, s, b, 1, d]. The last two arguments are GPTModel's and not needed."""
-        positions = position_ids.float()[self.axes(position_ids.device)].permute(2, 1, 0)  # [s, b, d/2]
-        angles = positions * inverse_frequencies(self.dim, self.theta, position_ids.device)
-        return cos_sin(angles, self.dtype)[:, :, :, None]
+        device = position_ids.device
+        positions = position_ids.float()[self.axes(device)].permute(2, 1, 0)  # [s, b, d/2]
+        if self.scaled is None:
+            frequencies, scale = inverse_frequencies(self.dim, self.theta, device), 1.0
+        else:
+            frequencies, scale = self.scaled(device)
+        return cos_sin(positions * frequencies, self.dtype, scale)[:, :, :, None]
 
 
 def vision_rotary(position_ids: Tensor, dim: int, theta: float = 10000.0) -> Tensor:

@@ -32,6 +32,7 @@ from qwen3vl_bridge.checkpoint.megatron_folder import (
 from qwen3vl_bridge.checkpoint.staging import replace_file, staged
 from qwen3vl_bridge.parallel import wait_for_all
 from qwen3vl_bridge.provider import Qwen3VLModelProvider
+from qwen3vl_bridge.weight_rows import Row, expand
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -50,28 +51,21 @@ _OPTIMIZER = "optimizer.state.module.module.module."
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def _rows_by_name(provider: Qwen3VLModelProvider) -> dict[str, mappings.Row]:
+def _rows_by_name(provider: Qwen3VLModelProvider) -> dict[str, Row]:
     """The table's rows under the parameter names of the model's layer spec."""
-    dimensions = {
-        "text_layers": provider.num_layers,
-        "vision_layers": provider.vision_config.depth,
-        "deepstack_taps": len(provider.vision_config.deepstack_visual_indexes),
-        "attention_bias": provider.add_qkv_bias,
-        "untied": not provider.share_embeddings_and_output_weights,
-    }
     local = provider.transformer_impl == "local"
-    rows = mappings.expand(mappings.DENSE_ROWS, dimensions)
+    rows = expand(mappings.TABLE, provider.dimensions())
     return {mappings.local_name(row.megatron) if local else row.megatron: row for row in rows}
 
 
-def _named_parameters(model: list[torch.nn.Module]) -> Iterator[tuple[mappings.Row, torch.nn.Parameter]]:
+def _named_parameters(model: list[torch.nn.Module]) -> Iterator[tuple[Row, torch.nn.Parameter]]:
     (bare,) = unwrap_model(model)
     rows = _rows_by_name(bare.config)
     for name, parameter in bare.named_parameters():
         yield rows[name], parameter
 
 
-def _parts(row: mappings.Row, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _parts(row: Row, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """What a parameter-shaped tensor is stored as; the parts are views of it."""
     yield from zip(row.stored, tensor.chunk(len(row.stored)), strict=True)
 

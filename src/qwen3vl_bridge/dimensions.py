@@ -1,0 +1,87 @@
+"""The numbers of one model: what the weight table's symbols stand for.
+
+What lives here: reading them off a Hugging Face configuration. Standard library only. What may not: parameter names
+(`mappings.py`), whether a configuration is one we honour (`hf_settings.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Dimensions:
+    """The numbers of one model that the table's symbols stand for; `dimensions[name]` is one of the sizes.
+
+    Attributes:
+        sizes: by name, those in the rows' shapes, conditions (0 or 1) and counts of heads.
+        indices: by name, the numbers that a `*` takes.
+    """
+
+    sizes: Mapping[str, int]
+    indices: Mapping[str, Sequence[int]]
+
+    def __getitem__(self, name: str) -> int:
+        return self.sizes[name]
+
+
+def moe_layers_of(text: Mapping) -> tuple[int, ...]:
+    """Which layers of a text configuration have experts. Source: transformers, Qwen3VLMoeTextDecoderLayer."""
+    if not experts_of(text):
+        return ()
+    step, dense = text.get("decoder_sparse_step", 1), text.get("mlp_only_layers") or ()
+    return tuple(i for i in range(text["num_hidden_layers"]) if i not in dense and (i + 1) % step == 0)
+
+
+def experts_of(text: Mapping) -> int:
+    """Experts of a MoE layer, in the spelling of the released files or of transformers 5; 0 in a dense model."""
+    return text.get("num_experts", text.get("num_local_experts")) or 0
+
+
+def dimensions_of(config: Mapping) -> Dimensions:
+    """The numbers that the table's symbols stand for.
+
+    Args:
+        config: a Qwen3-VL `config.json` as a mapping (`text_config`, `vision_config`, `tie_word_embeddings`).
+
+    Raises:
+        KeyError: the mapping lacks a field; the message names it.
+    """
+    text, vision = config["text_config"], config["vision_config"]
+    head_dim = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
+    kv_heads = text.get("num_key_value_heads") or text["num_attention_heads"]
+    layers, moe_layers = range(text["num_hidden_layers"]), moe_layers_of(text)
+    moe_ffn = text["moe_intermediate_size"] if moe_layers else 0
+    sizes = {
+        "vocab": text["vocab_size"],
+        "hidden": text["hidden_size"],
+        "ffn": text["intermediate_size"],
+        "head_dim": head_dim,
+        "heads": text["num_attention_heads"],
+        "kv_heads": kv_heads,
+        "q": text["num_attention_heads"] * head_dim,
+        "kv": kv_heads * head_dim,
+        "experts": experts_of(text),
+        "moe_ffn": moe_ffn,
+        "moe_gate_up": 2 * moe_ffn,
+        "untied": int(not config.get("tie_word_embeddings", False)),
+        "v_hidden": vision["hidden_size"],
+        "v_heads": vision["num_heads"],
+        "v_qkv": 3 * vision["hidden_size"],
+        "v_ffn": vision["intermediate_size"],
+        "v_merged": vision["hidden_size"] * vision["spatial_merge_size"] ** 2,
+        "v_positions": vision["num_position_embeddings"],
+        "v_channels": vision.get("in_channels", 3),
+        "v_patch": vision["patch_size"],
+        "v_temporal_patch": vision["temporal_patch_size"],
+    }
+    indices = {
+        "text_layers": layers,
+        "dense_layers": tuple(i for i in layers if i not in moe_layers),
+        "moe_layers": moe_layers,
+        "experts": range(experts_of(text)),
+        "vision_layers": range(vision["depth"]),
+        "deepstack_taps": range(len(vision["deepstack_visual_indexes"])),
+    }
+    return Dimensions(sizes, indices)

@@ -1,0 +1,84 @@
+"""Settings of a Hugging Face configuration that would change the result: honoured, or refused here.
+
+What lives here: the check, and the rotary settings in one spelling. Standard library only, so that a converter can
+ask too. What may not: sizes (`dimensions.py`), the translation of what is honoured (`bridge.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from qwen3vl_bridge.dimensions import experts_of, moe_layers_of
+
+# Rotary embeddings whose frequencies don't depend on a batch's length.
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+def check_settings(config: Mapping[str, Any]) -> None:
+    """Refuse what this model does not compute.
+
+    Args:
+        config: a Qwen3-VL `config.json` as a mapping.
+
+    Raises:
+        ValueError: a setting that would otherwise be ignored; the message names it.
+    """
+    text, vision = config["text_config"], config["vision_config"]
+    wanted = {
+        # transformers gives the output projection a bias too, which no released model has.
+        "text_config.attention_bias": (text.get("attention_bias") or False, False),
+        "text_config.hidden_act": (text.get("hidden_act", "silu"), "silu"),
+        "text_config.use_sliding_window": (text.get("use_sliding_window") or False, False),
+        "vision_config.hidden_act": (vision.get("hidden_act", "gelu_pytorch_tanh"), "gelu_pytorch_tanh"),
+        "quantization_config": (config.get("quantization_config"), None),
+        # transformers divides the chosen experts' weights by their sum whatever this says.
+        "text_config.norm_topk_prob": (text.get("norm_topk_prob", True), True),
+    }
+    for name, (found, expected) in wanted.items():
+        if found != expected:
+            raise ValueError(f"{name} is {found!r}, expected {expected!r}: this model has nothing else")
+    rope_parameters(text)
+    _check_experts(text)
+
+
+def _check_experts(text: Mapping[str, Any]) -> None:
+    experts, chosen = experts_of(text), text.get("num_experts_per_tok")
+    if not experts:
+        return
+    if not isinstance(chosen, int) or not 0 < chosen <= experts:
+        raise ValueError(f"text_config.num_experts_per_tok is {chosen!r}, expected 1 to {experts}, the experts")
+    if not moe_layers_of(text):
+        raise ValueError(
+            f"text_config has {experts} experts and no layer that uses them: decoder_sparse_step is "
+            f"{text.get('decoder_sparse_step', 1)}, mlp_only_layers {text.get('mlp_only_layers')}"
+        )
+
+
+def rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary settings of a text configuration, in the spelling of transformers 5 whichever it has.
+
+    Returns:
+        `rope_type`, `rope_theta`, `mrope_section`, and the parameters of a scaled type.
+
+    Raises:
+        ValueError: a kind of rotary embedding that this model does not compute, or a missing parameter.
+    """
+    rope = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
+    kind = rope.pop("type", None)
+    kind = rope.get("rope_type") or kind or "default"
+    rope["rope_type"] = "default" if kind == "mrope" else kind
+    if rope["rope_type"] not in _ROPE_TYPES:
+        raise ValueError(f"rope_type is {kind!r}, expected one of {', '.join(_ROPE_TYPES)}")
+    if not rope.get("mrope_interleaved", True):
+        raise ValueError("mrope_interleaved is False, expected True as in every Qwen3-VL")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(f"partial_rotary_factor is {rope['partial_rotary_factor']}, expected 1.0")
+    rope.setdefault("rope_theta", text.get("rope_theta"))
+    if rope["rope_type"] in ("yarn", "llama3"):  # transformers completes it so
+        rope.setdefault("original_max_position_embeddings", text.get("max_position_embeddings"))
+    needed = ("rope_theta", "mrope_section", *(() if rope["rope_type"] == "default" else ("factor",)))
+    for name in needed:
+        if rope.get(name) is None:
+            raise ValueError(f"text_config has no {name}, neither in rope_parameters nor elsewhere")
+    return rope

@@ -1,0 +1,74 @@
+"""The weight table's rows as Megatron-Bridge's parameter mappings.
+
+What lives here: which mapping each kind of row is, and the one Megatron-Bridge lacks. What may not: parameter names
+(`mappings.py`), configurations (`bridge.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from qwen3vl_bridge.mappings import local_name
+from qwen3vl_bridge.weight_rows import QKV, ConcatenatedQKV, Copy, GatedMLP, PackedExpert, Row
+
+from megatron.bridge.models.conversion.param_mapping import (
+    AutoMapping,
+    ConcatenatedQKVMapping,
+    FusedExpertMapping,
+    FusedGatedExpertMapping,
+    GatedMLPMapping,
+    MegatronParamMapping,
+    QKVMapping,
+    ReplicatedMapping,
+)
+from torch import Tensor, nn
+
+_MAPPING_OF: dict[type[Row], Callable[..., MegatronParamMapping]] = {
+    Copy: AutoMapping,
+    QKV: QKVMapping,
+    ConcatenatedQKV: ConcatenatedQKVMapping,
+    GatedMLP: GatedMLPMapping,
+}
+
+
+class _InputMajor:
+    """Turns an expert of an input-major tensor; before import, after export.
+
+    Megatron-Bridge's own mappings tell the orientation by comparing shapes, which fails where a tensor is square.
+    """
+
+    def hf_to_megatron(self, hf_weights: Tensor, megatron_module: nn.Module) -> Tensor:
+        """[experts, in, out] -> this rank's part of the expert, [out, in]."""
+        return super().hf_to_megatron(hf_weights.transpose(-1, -2), megatron_module)
+
+    def megatron_to_hf(self, megatron_weights: Tensor | None, megatron_module: nn.Module | None) -> dict[str, Tensor]:
+        """The expert, or one of every expert-parallel rank, as [..., in, out]."""
+        exported = super().megatron_to_hf(megatron_weights, megatron_module)
+        return {name: tensor.transpose(-1, -2).contiguous() for name, tensor in exported.items()}
+
+
+class InputMajorExpertMapping(_InputMajor, FusedExpertMapping):
+    """`down_proj` [experts, I, H] of the released checkpoints."""
+
+
+class InputMajorGatedExpertMapping(_InputMajor, FusedGatedExpertMapping):
+    """`gate_up_proj` [experts, H, 2 * I] of the released checkpoints."""
+
+
+_PACKED: dict[tuple[bool, bool], type[MegatronParamMapping]] = {  # (gated, transposed)
+    (False, False): FusedExpertMapping,
+    (True, False): FusedGatedExpertMapping,
+    (False, True): InputMajorExpertMapping,
+    (True, True): InputMajorGatedExpertMapping,
+}
+
+
+def param_mappings(rows: tuple[Row, ...]) -> Iterator[MegatronParamMapping]:
+    """Megatron-Bridge's mapping of each row, for the names of both layer specs."""
+    for row in rows:
+        if isinstance(row, PackedExpert):
+            make = _PACKED[row.gated, row.transposed]
+        else:
+            make = ReplicatedMapping if row.replicated else _MAPPING_OF[type(row)]
+        for name in dict.fromkeys((row.megatron, local_name(row.megatron))):
+            yield make(name, *row.hf)

@@ -1,0 +1,83 @@
+"""The vision tower's transformer configuration, derived from the provider.
+
+What lives here: the derivation and its check. What may not: fields (`provider.py`), modules (`model/vision.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch.nn.functional as F
+from megatron.bridge.models.transformer_config import TransformerConfig
+
+if TYPE_CHECKING:
+    from qwen3vl_bridge.provider import Qwen3VLModelProvider
+
+# transformers, Qwen3VLVisionModel: every norm of the tower has this epsilon; no configuration field holds it.
+_NORM_EPSILON = 1e-6
+
+_SHARED = (
+    "params_dtype",
+    "bf16",
+    "fp16",
+    "transformer_impl",
+    "use_cpu_initialization",
+    "perform_initialization",
+    "gradient_accumulation_fusion",
+    "deterministic_mode",
+)
+
+
+def vision_transformer_config(provider: Qwen3VLModelProvider) -> TransformerConfig:
+    """Configuration of the vision tower's transformer block. It is tensor-parallel as the text model is."""
+    vision = provider.vision_config
+    config = TransformerConfig(
+        num_layers=vision.depth,
+        hidden_size=vision.hidden_size,
+        num_attention_heads=vision.num_heads,
+        num_query_groups=vision.num_heads,
+        kv_channels=vision.hidden_size // vision.num_heads,
+        ffn_hidden_size=vision.intermediate_size,
+        normalization="LayerNorm",
+        layernorm_epsilon=_NORM_EPSILON,
+        activation_func=_activation(vision.hidden_act),
+        gated_linear_unit=False,
+        add_bias_linear=True,
+        add_qkv_bias=True,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        bias_activation_fusion=False,
+        init_method_std=vision.initializer_range,
+        recompute_granularity=provider.vision_recompute_granularity,
+        recompute_modules=provider.vision_recompute_modules,
+        recompute_method=provider.vision_recompute_method,
+        recompute_num_layers=provider.vision_recompute_num_layers,
+        tensor_model_parallel_size=provider.tensor_model_parallel_size,
+        **{name: getattr(provider, name) for name in _SHARED},
+    )
+    config.finalize()
+    return config
+
+
+def check_vision_recompute(provider: Qwen3VLModelProvider) -> None:
+    """Refuse a setting under which DeepStack features would be lost.
+
+    Raises:
+        ValueError: a tapped layer is not the last of its recomputed chunk.
+    """
+    # megatron-core keeps a tapped layer's output only at the end of a recomputed chunk, and is silent otherwise.
+    if provider.vision_recompute_granularity == "full" and provider.vision_recompute_method == "uniform":
+        chunk = provider.vision_recompute_num_layers or 1
+        lost = [tap for tap in provider.vision_config.deepstack_visual_indexes if (tap + 1) % chunk]
+        if lost:
+            raise ValueError(
+                f"vision_recompute_num_layers is {chunk}; DeepStack taps {lost} don't end a chunk of {chunk} "
+                "layers and would be lost. Use 1"
+            )
+
+
+def _activation(name: str):
+    if name != "gelu_pytorch_tanh":
+        raise ValueError(f"vision_config.hidden_act is {name!r}, expected 'gelu_pytorch_tanh'")
+    return functools.partial(F.gelu, approximate="tanh")
