@@ -1,6 +1,6 @@
 """The weight table's rows as Megatron-Bridge's parameter mappings.
 
-What lives here: which mapping each kind of row is, and the one Megatron-Bridge lacks. What may not: parameter names
+What lives here: which mapping each kind of row is, and those Megatron-Bridge lacks. What may not: parameter names
 (`mappings.py`), configurations (`bridge.py`).
 """
 
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from qwen3vl_bridge.mappings import local_name
 from qwen3vl_bridge.weight_rows import QKV, ConcatenatedQKV, Copy, GatedMLP, PackedExpert, Row
 
+import torch.nn.functional as F
 from megatron.bridge.models.conversion.param_mapping import (
     AutoMapping,
     ConcatenatedQKVMapping,
@@ -22,6 +23,7 @@ from megatron.bridge.models.conversion.param_mapping import (
     ReplicatedMapping,
 )
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 _MAPPING_OF: dict[type[Row], Callable[..., MegatronParamMapping]] = {
     Copy: AutoMapping,
@@ -29,6 +31,28 @@ _MAPPING_OF: dict[type[Row], Callable[..., MegatronParamMapping]] = {
     ConcatenatedQKV: ConcatenatedQKVMapping,
     GatedMLP: GatedMLPMapping,
 }
+
+
+class VocabularyMapping(AutoMapping):
+    """A tensor with a row for each token; Megatron's has more rows where the vocabulary is padded.
+
+    Megatron-Bridge's own mapping pads under tensor parallelism alone, for names of pure text models, and leaves the
+    padding in what it exports.
+    """
+
+    def hf_to_megatron(self, hf_weights: Tensor, megatron_module: nn.Module) -> Tensor:
+        """[vocabulary, h] -> this rank's rows; those of no token are zero."""
+        rows = megatron_module.weight.shape[0]
+        if not isinstance(megatron_module.weight, DTensor):  # whose shape is the whole
+            rows *= self.tp_size
+        return super().hf_to_megatron(F.pad(hf_weights, (0, 0, 0, rows - len(hf_weights))), megatron_module)
+
+    def megatron_to_hf(self, megatron_weights: Tensor | None, megatron_module: nn.Module | None) -> dict[str, Tensor]:
+        """The rows of tokens, [vocabulary, h]."""
+        tokens = None if megatron_module is None else self._get_config(megatron_module).vocab_size
+        tokens = self.broadcast_obj_from_pp_rank(tokens, f"{self.hf_param} tokens")
+        exported = super().megatron_to_hf(megatron_weights, megatron_module)
+        return {name: tensor[:tokens] for name, tensor in exported.items()}
 
 
 class _InputMajor:
@@ -68,6 +92,8 @@ def param_mappings(rows: tuple[Row, ...]) -> Iterator[MegatronParamMapping]:
     for row in rows:
         if isinstance(row, PackedExpert):
             make = _PACKED[row.gated, row.transposed]
+        elif row.shapes[0][0] == "vocab":
+            make = VocabularyMapping
         else:
             make = ReplicatedMapping if row.replicated else _MAPPING_OF[type(row)]
         for name in dict.fromkeys((row.megatron, local_name(row.megatron))):

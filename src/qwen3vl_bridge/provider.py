@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from qwen3vl_bridge.dimensions import Dimensions
-from qwen3vl_bridge.vision_config import check_vision_recompute
+from qwen3vl_bridge.recompute import check_recompute
 
 import torch
 import torch.nn.functional as F
@@ -135,7 +135,7 @@ class Qwen3VLModelProvider(GPTModelProvider):
         for name, only in self.fixed.items():
             if getattr(self, name) != only:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, expected {only!r}: this model has nothing else")
-        check_vision_recompute(self)
+        check_recompute(self)
         super().finalize()
         if self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "native" and not self.bf16:
             raise ValueError(

@@ -1,6 +1,6 @@
 """The vision tower's transformer configuration, derived from the provider.
 
-What lives here: the derivation and its check. What may not: fields (`provider.py`), modules (`model/vision.py`).
+What lives here: the derivation. What may not: fields (`provider.py`), modules (`model/vision.py`).
 """
 
 from __future__ import annotations
@@ -58,23 +58,6 @@ def vision_transformer_config(provider: Qwen3VLModelProvider) -> TransformerConf
     )
     config.finalize()
     return config
-
-
-def check_vision_recompute(provider: Qwen3VLModelProvider) -> None:
-    """Refuse a setting under which DeepStack features would be lost.
-
-    Raises:
-        ValueError: a tapped layer is not the last of its recomputed chunk.
-    """
-    # megatron-core keeps a tapped layer's output only at the end of a recomputed chunk, and is silent otherwise.
-    if provider.vision_recompute_granularity == "full" and provider.vision_recompute_method == "uniform":
-        chunk = provider.vision_recompute_num_layers or 1
-        lost = [tap for tap in provider.vision_config.deepstack_visual_indexes if (tap + 1) % chunk]
-        if lost:
-            raise ValueError(
-                f"vision_recompute_num_layers is {chunk}; DeepStack taps {lost} don't end a chunk of {chunk} "
-                "layers and would be lost. Use 1"
-            )
 
 
 def _activation(name: str):

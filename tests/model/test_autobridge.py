@@ -1,12 +1,16 @@
 """AutoBridge with our classes: every weight there and back, through Megatron-Bridge's own machinery."""
 
-from qwen3vl_bridge.provider import Qwen3VLModelProvider
+from qwen3vl_bridge.mappings import ExpertLayout
+from qwen3vl_bridge.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
 from qwen3vl_bridge.training.process_group import initialize
 
+import pytest
 import torch
 from megatron.bridge import AutoBridge
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, Qwen3VLForConditionalGeneration
+
+from tests.expert_layouts import relayout
 
 
 def build(provider) -> list[torch.nn.Module]:
@@ -56,3 +60,67 @@ def test_freezing_stops_exactly_the_named_parts(untied_folder):
     assert "vision_model.decoder.deepstack_merger_list.2.patch_norm.weight" in trained
     assert "language_model.output_layer.weight" in trained
     assert all(name.startswith("vision_model.") and "merger" not in name for name in frozen) and frozen
+
+
+def load_folder(folder) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for file in folder.glob("*.safetensors"):
+        tensors |= load_file(file)
+    return tensors
+
+
+@pytest.mark.parametrize("layout", ExpertLayout)
+def test_experts_go_back_in_the_layout_they_came_in(layout, moe_folders, tmp_path):
+    bridge = AutoBridge.from_hf_pretrained(str(moe_folders[layout]))
+    model = build(bridge.to_megatron_provider(load_weights=True))
+    source = load_folder(moe_folders[layout])
+    exported = dict(bridge.export_hf_weights(model, cpu=True, show_progress=False))
+    assert exported.keys() == source.keys()
+    assert all(torch.equal(exported[name], source[name]) for name in source)
+    bridge.save_hf_pretrained(model, tmp_path, show_progress=False)
+    saved = load_folder(tmp_path)
+    assert saved.keys() == source.keys()
+    assert all(torch.equal(saved[name], source[name]) for name in source)
+
+
+def test_without_a_checkpoint_experts_leave_as_the_released_ones_lie(moe_folder):
+    bridge = AutoBridge.from_hf_config(AutoConfig.from_pretrained(moe_folder))
+    provider = bridge.to_megatron_provider(load_weights=False)
+    assert type(provider) is Qwen3VLMoEModelProvider
+    exported = dict(bridge.export_hf_weights(build(provider), cpu=True, show_progress=False))
+    expected = relayout(load_folder(moe_folder), ExpertLayout.INPUT_MAJOR)
+    assert {name: t.shape for name, t in exported.items()} == {name: t.shape for name, t in expected.items()}
+
+
+def test_a_square_expert_is_turned_as_its_layout_says(moe_folders, tmp_path):
+    """Gate and up together as wide as the model: the shape alone does not tell which side is which."""
+    folder = tmp_path / "square"
+    config = AutoConfig.from_pretrained(moe_folders[ExpertLayout.INPUT_MAJOR])
+    width = config.text_config.hidden_size
+    config.text_config.moe_intermediate_size = width // 2
+    config.save_pretrained(folder)
+    source = load_folder(moe_folders[ExpertLayout.INPUT_MAJOR])
+    for name in source:
+        if name.endswith("experts.gate_up_proj"):
+            source[name] = torch.randn(len(source[name]), width, width)
+        if name.endswith("experts.down_proj"):
+            source[name] = torch.randn(len(source[name]), width // 2, width)
+    save_file(source, folder / "model.safetensors", metadata={"format": "pt"})
+    bridge = AutoBridge.from_hf_pretrained(str(folder))
+    model = build(bridge.to_megatron_provider(load_weights=True))
+    parameters = dict(model[0].named_parameters())
+    for expert in range(2):
+        ours = parameters[f"language_model.decoder.layers.0.mlp.experts.local_experts.{expert}.linear_fc1.weight"]
+        assert torch.equal(ours, source["model.language_model.layers.0.mlp.experts.gate_up_proj"][expert].T)
+    exported = dict(bridge.export_hf_weights(model, cpu=True, show_progress=False))
+    assert all(torch.equal(exported[name], source[name]) for name in source)
+
+
+@pytest.mark.parametrize("kind", ["untied", "moe"])
+def test_to_megatron_model_needs_nothing_else(kind, request):
+    folder = request.getfixturevalue(f"{kind}_folder")
+    bridge = AutoBridge.from_hf_pretrained(str(folder))
+    model = bridge.to_megatron_model(wrap_with_ddp=False, use_cpu_initialization=True)
+    exported = dict(bridge.export_hf_weights(model, cpu=True, show_progress=False))
+    source = load_folder(folder)
+    assert all(torch.equal(exported[name], source[name]) for name in source)

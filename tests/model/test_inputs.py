@@ -1,31 +1,19 @@
 """The model's door: each calling convention gives the same inputs as our batch, anything else a clear error."""
 
-import types
-
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
+from qwen3vl_bridge.model.conventions import arrange
 from qwen3vl_bridge.model.inputs import as_model_inputs
+from qwen3vl_bridge.sequence import SequenceLayout
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from megatron.core.packed_seq_params import PackedSeqParams
-from transformers import AutoConfig
 
 from tests.parity.batches import make_batch, make_samples
 
-ALONE = types.SimpleNamespace(size=lambda: 1, rank=lambda: 0)
-GROUPS = types.SimpleNamespace(tp=ALONE, cp=ALONE)
-
-
-@pytest.fixture(scope="module")
-def provider(untied_folder):
-    from megatron.bridge import AutoBridge
-
-    return AutoBridge.from_hf_pretrained(str(untied_folder)).to_megatron_provider(load_weights=False)
-
-
-@pytest.fixture(scope="module")
-def config(untied_folder):
-    return AutoConfig.from_pretrained(untied_folder)
+from .support import GROUPS, SECOND_OF_TWO, packed_params
 
 
 def pictures(samples):
@@ -33,9 +21,20 @@ def pictures(samples):
     return {name: torch.cat([s.pixels[name] for s in samples if name in s.pixels]) for name in names}
 
 
+def mask_of(batch):
+    return (~batch.layout.padding_mask()).view(batch.input_ids.shape).long()
+
+
+def params_of(layout):
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=layout.cu_seqlens, cu_seqlens_q_padded=layout.cu_seqlens_padded
+    )
+
+
 def assert_same(ours, expected):
     real = ~expected.padding_mask
     assert torch.equal(ours.padding_mask, expected.padding_mask)
+    assert torch.equal(ours.input_ids[real], expected.input_ids[real])
     assert torch.equal(ours.position_ids[:, real], expected.position_ids[:, real])
     for name in ("rows", "positions"):
         assert torch.equal(getattr(ours.fuse, name), getattr(expected.fuse, name))
@@ -44,66 +43,137 @@ def assert_same(ours, expected):
     assert ours.vision.lengths == expected.vision.lengths
 
 
-def test_rows_with_attention_mask(provider, config):
+@pytest.mark.parametrize("dtype", [torch.long, torch.bool, torch.float32])
+@pytest.mark.parametrize("shift", [0, 3], ids=["right", "left"])
+def test_rows_with_attention_mask(provider, config, dtype, shift):
+    """`make_batch` leaves 3 tokens of padding behind the longest row, so all rows can be rolled by 3."""
     samples = make_samples("mixed", config, seed=0)
     batch = make_batch(samples, config, packed=False)
-    ours = as_model_inputs(
-        provider,
-        GROUPS,
-        batch.input_ids,
-        attention_mask=(~batch.layout.padding_mask()).view(batch.input_ids.shape).long(),
-        **pictures(samples),
-    )
+    ids, mask = (x.roll(shift, 1) for x in (batch.input_ids, mask_of(batch).to(dtype)))
+    ours, order = as_model_inputs(provider, GROUPS, ids, attention_mask=mask, **pictures(samples))
     assert_same(ours, batch.local())
     assert ours.labels is None
+    assert (order is None) == (shift == 0)
 
 
 def test_flat_row_with_packed_seq_params(provider, config):
     samples = make_samples("mixed", config, seed=0)
     batch = make_batch(samples, config, packed=True)
-    packed = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=batch.layout.cu_seqlens, cu_seqlens_q_padded=batch.layout.cu_seqlens_padded
-    )
-    ours = as_model_inputs(provider, GROUPS, batch.input_ids, packed_seq_params=packed, **pictures(samples))
-    assert_same(ours, batch.local())
+    for mask in (None, mask_of(batch)):
+        ours, order = as_model_inputs(
+            provider,
+            GROUPS,
+            batch.input_ids,
+            attention_mask=mask,
+            packed_seq_params=params_of(batch.layout),
+            **pictures(samples),
+        )
+        assert_same(ours, batch.local())
+        assert order is None
+
+
+def test_a_mask_tells_padding_that_the_offsets_count_as_tokens(provider, config):
+    samples = make_samples("mixed", config, seed=0)
+    batch = make_batch(samples, config, packed=True)
+    stretched = packed_params(batch.layout.cu_seqlens_padded.tolist())
+    call = dict(packed_seq_params=stretched, attention_mask=mask_of(batch))
+    assert_same(as_model_inputs(provider, GROUPS, batch.input_ids, **call, **pictures(samples))[0], batch.local())
+
+
+def test_a_mask_tells_padding_after_the_last_offset(provider):
+    call = dict(packed_seq_params=packed_params([0, 4, 6]), attention_mask=torch.tensor([[1] * 6 + [0] * 2]))
+    ours, _ = as_model_inputs(provider, GROUPS, torch.ones(1, 8, dtype=torch.long), **call)
+    assert ours.layout == SequenceLayout.packed_row([4, 2], total=8)
+    assert ours.padding_mask.tolist() == [[False] * 6 + [True] * 2]
+
+
+def test_offsets_that_repeat_are_no_segments(provider):
+    call = dict(packed_seq_params=packed_params([0, 4, 4, 6, 6, 6]))
+    ours, _ = as_model_inputs(provider, GROUPS, torch.ones(1, 6, dtype=torch.long), **call)
+    assert ours.layout == SequenceLayout.packed_row([4, 2])
+
+
+def test_rows_with_packed_seq_params(provider, config):
+    """Row i holds segment i; a context-parallel rank gets its share of the packed row, left padding or not."""
+    samples = make_samples("mixed", config, seed=0)
+    packed, rows = (make_batch(samples, config, packed=packed) for packed in (True, False))
+    for shift in (0, 3):
+        for groups, ranks in ((GROUPS, {}), (SECOND_OF_TWO, dict(cp_size=2, cp_rank=1))):
+            ours, order = as_model_inputs(
+                provider,
+                groups,
+                rows.input_ids.roll(shift, 1),
+                attention_mask=mask_of(rows).roll(shift, 1),
+                packed_seq_params=params_of(packed.layout),
+                **pictures(samples),
+            )
+            assert_same(ours, packed.local(**ranks))
+            assert order is None
 
 
 def test_flat_row_positions_restart_in_each_document(provider):
-    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=torch.tensor([0, 6, 12, 18], dtype=torch.int32))
-    ours = as_model_inputs(provider, GROUPS, torch.ones(1, 18, dtype=torch.long), packed_seq_params=packed)
+    packed = packed_params([0, 6, 12, 18])
+    ours, _ = as_model_inputs(provider, GROUPS, torch.ones(1, 18, dtype=torch.long), packed_seq_params=packed)
     assert ours.position_ids.tolist() == [[list(range(6)) * 3]] * 3
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (dict(input_ids=None), r"input_ids has shape None, expected \[rows, tokens\]"),
-        (dict(input_ids=torch.ones(4, dtype=torch.long)), r"input_ids has shape \[4\]"),
-        (dict(position_ids=torch.zeros(2, 6)), r"position_ids has shape \[2, 6\], expected \[3, 2, 6\]"),
-        (dict(attention_mask=torch.ones(2, 5)), r"attention_mask has shape \[2, 5\], expected \[2, 6\]"),
-        (dict(attention_mask=torch.tensor([[0, 1, 1, 1, 1, 1]] * 2)), "padded on the right"),
-        (dict(packed_seq_params=PackedSeqParams(qkv_format="thd")), "one flat row"),
-        (dict(pixel_values=torch.zeros(4, 1536), image_grid_thw=torch.tensor([[1, 2, 2]])), "image"),
-    ],
-)
-def test_wrong_calls_say_what_is_wrong(provider, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        as_model_inputs(provider, GROUPS, **{"input_ids": torch.ones(2, 6, dtype=torch.long), **arguments})
+def test_given_positions_go_to_real_tokens_alone(provider):
+    positions = torch.arange(1, 25).view(3, 2, 4)
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]])
+    ours, _ = as_model_inputs(
+        provider, GROUPS, torch.ones(2, 4, dtype=torch.long), position_ids=positions, attention_mask=mask
+    )
+    assert ours.position_ids[0].tolist() == [[3, 4, 0, 0], [5, 6, 7, 0]]
+    assert ours.position_ids[2].tolist() == [[19, 20, 0, 0], [21, 22, 23, 0]]
 
 
 @pytest.mark.parametrize(
-    ("labels", "message"),
+    ("pad", "mask", "lengths"),
     [
-        (torch.full((2, 6), -100), r"smallest entry -100, expected \[2, 6\] token ids"),
-        (torch.ones(2, 5, dtype=torch.long), r"labels has shape \[2, 5\]"),
+        (None, None, (5, 5, 5)),
+        (7, None, (3, 5, 0)),
+        (7, [[1, 1, 1, 1, 0], [1] * 5, [1] * 5], (4, 5, 5)),
     ],
+    ids=["no pad id", "trailing run", "a mask comes first"],
 )
-def test_labels_that_no_loss_can_be_of_are_refused(provider, labels, message):
-    with pytest.raises(ValueError, match=message):
-        as_model_inputs(provider, GROUPS, torch.ones(2, 6, dtype=torch.long), labels=labels)
+def test_without_a_mask_a_trailing_run_of_the_pad_token_is_padding(provider, pad, mask, lengths, monkeypatch):
+    monkeypatch.setattr(provider, "pad_token_id", pad)
+    ids = torch.tensor([[1, 7, 2, 7, 7], [7, 7, 7, 7, 3], [7, 7, 7, 7, 7]])
+    mask = None if mask is None else torch.tensor(mask)
+    ours, _ = as_model_inputs(provider, GROUPS, ids, attention_mask=mask)
+    assert ours.layout.lengths == lengths
+    packed = packed_params([0, 5, 10, 15])
+    ours, _ = as_model_inputs(provider, GROUPS, ids, packed_seq_params=packed)
+    assert ours.layout.lengths == (5, 5, 5)  # the offsets come first too
 
 
-def test_video_tokens_without_a_video_are_refused_whatever_the_positions(provider, config):
-    ids = torch.tensor([[5, config.vision_start_token_id, config.video_token_id, config.vision_end_token_id]])
-    with pytest.raises(ValueError, match="video"):
-        as_model_inputs(provider, GROUPS, ids, position_ids=torch.zeros(3, 1, 4, dtype=torch.long))
+@given(st.data())
+def test_outputs_return_to_the_callers_places(data):
+    """With the token ids themselves as outputs, for rows and for packed rows."""
+    lengths = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=5))
+    room = max(1, max(lengths)) + data.draw(st.integers(0, 3))
+    first = [data.draw(st.integers(0, room - n)) for n in lengths]
+    place = torch.arange(room)
+    mask = torch.stack([(place >= a) & (place < a + n) for a, n in zip(first, lengths, strict=True)])
+    ids = 1 + torch.arange(mask.numel()).view(mask.shape)
+
+    rows = arrange(ids, mask, None, None)
+    arranged = rows.take(ids)
+    order = rows.way_back(None)
+    assert torch.equal(arranged if order is None else order.restore(arranged), ids)
+    assert torch.equal(arranged.flatten()[~rows.layout.padding_mask()], ids[mask])
+
+    multiple = data.draw(st.integers(1, 4))
+    padded = [-(-n // multiple) * multiple for n in lengths]
+    flat_row = len(lengths) == 1 and padded[0] == room  # where the caller's order is the packed row's
+    if not sum(padded) or (flat_row and first[0]):
+        return
+    offsets = [0, *torch.tensor(padded).cumsum(0).tolist()]
+    packed = arrange(ids, mask, packed_params(offsets), None)
+    arranged = packed.take(ids)
+    assert torch.equal(arranged.flatten()[~packed.layout.padding_mask()], ids[mask])
+    assert packed.way_back(None) is None
+    order = packed.way_back(ids)
+    outputs = arranged if order is None else order.restore(arranged)
+    assert torch.equal(outputs[mask], ids[mask]) and outputs.shape == ids.shape
+    assert flat_row or not outputs[~mask].any()

@@ -40,6 +40,9 @@ def test_nothing_is_frozen_unless_asked(provider):
             dict(vision_recompute_granularity="full", vision_recompute_method="uniform", vision_recompute_num_layers=2),
             r"taps \[0, 2\] don't end a chunk",
         ),
+        (dict(vision_recompute_modules=["layernorm"]), "'layernorm' needs Transformer Engine"),
+        (dict(vision_recompute_modules=["mlp"]), r"vision_recompute_modules has \['mlp'\], expected some of"),
+        (dict(add_qkv_bias=True), "add_qkv_bias is True, expected False"),
     ],
 )
 def test_contradictions_are_refused(provider, fields, message):

@@ -35,7 +35,7 @@ class Sample:
 
 
 def make_samples(content: str, config, seed: int) -> list[Sample]:
-    """Samples with random text around random pictures; frames of a video each in their own span."""
+    """Samples of `CONTENTS[content]`, random text around random pictures; a video's frames each in their own span."""
     rng = torch.Generator().manual_seed(seed)
 
     def text(low: int, high: int) -> list[int]:
@@ -76,12 +76,15 @@ def run_reference(model, samples: list[Sample]) -> tuple[list[torch.Tensor], tor
     return logits, total
 
 
-def make_batch(samples: list[Sample], config, *, packed: bool) -> PackedBatch:
+def make_batch(
+    samples: list[Sample], config, *, packed: bool = False, layout: SequenceLayout | None = None
+) -> PackedBatch:
     """The samples as one batch: a packed row with padding after each document, or rows padded on the right."""
     lengths = [len(s.ids) for s in samples]
-    layout = (
-        SequenceLayout.packed_row(lengths, multiple=4) if packed else SequenceLayout.rows(lengths, max(lengths) + 3)
-    )
+    if layout is None and packed:
+        layout = SequenceLayout.packed_row(lengths, multiple=4)
+    elif layout is None:
+        layout = SequenceLayout.rows(lengths, max(lengths) + 3)
     shape = (layout.num_rows, -1)
 
     def place(values: list[torch.Tensor], fill: float) -> torch.Tensor:

@@ -1,21 +1,19 @@
 """The model's door: a batch in a caller's convention becomes `ModelInputs`.
 
-What lives here: the conventions people call vision-language models with, each turned into a layout. What may not:
-the model's own work. Batches of our own data path do not come through here.
+What lives here: what people call vision-language models with, turned into a batch of ours. What may not: where real
+tokens lie (`conventions.py`), checks of single arguments (`arguments.py`), the model's own work. Batches of our own
+data path do not come through here.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+from qwen3vl_bridge.model.arguments import check_others, check_pixels, check_types
+from qwen3vl_bridge.model.conventions import Arrangement, CallerOrder, arrange
 from qwen3vl_bridge.parallel import sequence_ranks
 from qwen3vl_bridge.provider import Qwen3VLModelProvider
-from qwen3vl_bridge.sequence import (
-    ModelInputs,
-    PackedBatch,
-    SequenceLayout,
-    make_vision_inputs,
-    mrope_positions,
-    vision_slots,
-)
+from qwen3vl_bridge.sequence import ModelInputs, PackedBatch, make_vision_inputs, mrope_positions, vision_slots
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -31,12 +29,15 @@ def as_model_inputs(
     position_ids: Tensor | None = None,
     attention_mask: Tensor | None = None,
     labels: Tensor | None = None,
+    loss_mask: Tensor | None = None,
     packed_seq_params: PackedSeqParams | None = None,
+    mm_token_type_ids: Tensor | None = None,
     pixel_values: Tensor | None = None,
     image_grid_thw: Tensor | None = None,
     pixel_values_videos: Tensor | None = None,
     video_grid_thw: Tensor | None = None,
-) -> ModelInputs:
+    **others: Any,
+) -> tuple[ModelInputs, CallerOrder | None]:
     """This rank's share of a whole batch as transformers or Megatron callers pass it.
 
     Lengths, positions and indices are worked out on the host, which waits for the device to read the token ids: use
@@ -46,95 +47,143 @@ def as_model_inputs(
         config: the provider.
         groups: process groups.
         input_ids: [B, S] rows, or one flat row [1, T] with `packed_seq_params`.
-        position_ids: [3, B, S], or None to derive them.
-        attention_mask: [B, S] 1 for real tokens, rows padded on the right; or None for rows without padding.
+        position_ids: [3, B, S] temporal, height and width position of each token; [4, B, S], where transformers has
+            text positions first; [B, S] for text alone; or None to derive them.
+        attention_mask: [B, S], 1 for real tokens, on the left, on the right or in the middle of each row. None: see
+            `conventions.arrange`, as for all that rows and packing mean together.
         labels: [B, S] already shifted, every one a token id: the model gives a loss for each, and the caller leaves
-            out those that don't count. Or None for logits.
-        packed_seq_params: the segments of a flat row.
+            out those that don't count. With `packed_seq_params` also [1, T], in the packed row's order. Or None for
+            logits.
+        loss_mask: as labels, 0 where a label may be anything, such as -100. The caller multiplies the losses by it.
+        packed_seq_params: the segments of a packed row.
+        mm_token_type_ids: [B, S], 1 for image and 2 for video tokens, as the processor gives them; checked only.
         pixel_values, image_grid_thw: patches and grids of the images, as the processor gives them.
         pixel_values_videos, video_grid_thw: the same of videos.
+        others: what other models take, see `arguments.REFUSED`; None alone is accepted.
+
+    Returns:
+        The inputs, and how outputs come back to the caller's order; None where they lie in it.
 
     Raises:
-        ValueError: shapes that don't belong together, padding on the left, pictures that don't fit the tokens.
+        ValueError: shapes that don't belong together, masks with holes, pictures that don't fit the tokens.
+        TypeError: an unknown argument.
     """
-    if input_ids is None or input_ids.dim() != 2:
-        found = None if input_ids is None else list(input_ids.shape)
-        raise ValueError(f"input_ids has shape {found}, expected [rows, tokens]")
-    if position_ids is not None and position_ids.shape != (3, *input_ids.shape):
-        raise ValueError(
-            f"position_ids has shape {list(position_ids.shape)}, expected {[3, *input_ids.shape]} (temporal, height "
-            "and width position of each token), or None to derive them from the tokens and grids"
-        )
-    if labels is not None and (labels.shape != input_ids.shape or bool((labels < 0).any())):
-        raise ValueError(
-            f"labels has shape {list(labels.shape)} and smallest entry {int(labels.min())}, expected "
-            f"{list(input_ids.shape)} token ids: mask losses of labels such as -100 instead"
-        )
+    check_others(others)
+    if input_ids is None or input_ids.dim() != 2 or input_ids.is_floating_point() or not input_ids.numel():
+        found = None if input_ids is None else f"{list(input_ids.shape)} {input_ids.dtype}"
+        raise ValueError(f"input_ids has shape {found}, expected [rows, tokens] of integers")
     device, ids = input_ids.device, input_ids.cpu()
-    grids = [None if grid is None else grid.cpu() for grid in (image_grid_thw, video_grid_thw)]
-    layout = _layout(ids, attention_mask, packed_seq_params)
-    derived = mrope_positions(  # in any case: it checks that tokens and pictures fit
-        ids,
-        layout,
-        *grids,
-        image_token_id=config.image_token_id,
-        video_token_id=config.video_token_id,
-        spatial_merge_size=config.vision_config.spatial_merge_size,
-    )
-    image_tokens = 0 if grids[0] is None else int(grids[0].prod(-1).sum()) // config.vision_config.spatial_merge_size**2
+    pictures = [pixel_values, _host(image_grid_thw), pixel_values_videos, _host(video_grid_thw)]
+    check_pixels(config, pixel_values=pixel_values, pixel_values_videos=pixel_values_videos)
+    arranged = arrange(ids, attention_mask, packed_seq_params, config.pad_token_id)
+    check_types(config, ids, mm_token_type_ids, arranged)
+    # The padding that a layout adds is told by its mask, so any id serves.
+    ids = arranged.take(ids, fill=config.pad_token_id or 0)
+    has_masks = attention_mask is not None or packed_seq_params is not None
+    axes = None if position_ids is None else _three_axes(config, position_ids, ids, arranged, has_masks)
+    ranks = sequence_ranks(config, groups)
+    order = _way_back(arranged, labels, ranks["cp_size"])
     batch = PackedBatch(
-        input_ids=input_ids,
-        labels=torch.zeros_like(input_ids) if labels is None else labels,
-        loss_mask=torch.ones(input_ids.shape, device=device),
-        position_ids=derived if position_ids is None else position_ids,
-        vision_slot=vision_slots(ids, config.image_token_id, config.video_token_id, image_tokens),
-        layout=layout,
+        input_ids=ids,
+        labels=torch.zeros_like(ids) if labels is None else arranged.take_labels(_counting(labels, loss_mask)),
+        loss_mask=torch.ones(ids.shape, device=device),
+        position_ids=_positions(config, ids, arranged, pictures[1], pictures[3], axes),
+        vision_slot=_slots(config, ids, pictures[1]),
+        layout=arranged.layout,
         vision=make_vision_inputs(
-            pixel_values,
-            grids[0],
-            pixel_values_videos,
-            grids[1],
+            *pictures,
             num_position_embeddings=config.vision_config.num_position_embeddings,
             spatial_merge_size=config.vision_config.spatial_merge_size,
         ),
     )
-    inputs = batch.to(device).local(**sequence_ranks(config, groups))
-    return inputs if labels is not None else inputs.without_labels()
+    inputs = batch.to(device).local(**ranks)
+    return inputs if labels is not None else inputs.without_labels(), order
 
 
-def _layout(ids: Tensor, attention_mask: Tensor | None, packed: PackedSeqParams | None) -> SequenceLayout:
-    if packed is not None:
-        return _packed_layout(ids, attention_mask, packed)
-    rows, tokens = ids.shape
-    if attention_mask is None:
-        return SequenceLayout.rows([tokens] * rows, tokens)
-    if attention_mask.shape != ids.shape:
+def _counting(labels: Tensor, loss_mask: Tensor | None) -> Tensor:
+    """Labels, 0 where they don't count."""
+    if loss_mask is None:
+        return labels
+    if loss_mask.shape != labels.shape:
+        raise ValueError(f"loss_mask has shape {list(loss_mask.shape)}, expected {list(labels.shape)} as labels")
+    return labels.masked_fill(loss_mask == 0, 0)
+
+
+def _way_back(arranged: Arrangement, labels: Tensor | None, cp_size: int) -> CallerOrder | None:
+    order = arranged.way_back(labels)
+    if order is not None and cp_size > 1:
         raise ValueError(
-            f"attention_mask has shape {list(attention_mask.shape)}, expected {list(ids.shape)}: 1 for real tokens"
+            f"context parallelism over {cp_size} ranks gives each its share of the outputs, which cannot come back in "
+            "the caller's order: expected rows padded on the right, or labels in the packed row's order, [1, tokens]"
         )
-    keep = attention_mask.cpu().bool()
-    lengths = keep.sum(-1)
-    if not torch.equal(keep, torch.arange(tokens) < lengths[:, None]):
-        raise ValueError("attention_mask has padding before real tokens; rows must be padded on the right")
-    return SequenceLayout.rows(lengths.tolist(), tokens)
+    return order
 
 
-def _packed_layout(ids: Tensor, attention_mask: Tensor | None, packed: PackedSeqParams) -> SequenceLayout:
-    if packed.qkv_format != "thd" or ids.shape[0] != 1:
-        raise ValueError(
-            f"packed_seq_params has qkv_format {packed.qkv_format!r} and input_ids shape {list(ids.shape)}, expected "
-            "'thd' and one flat row [1, tokens]"
-        )
-    if attention_mask is not None:
-        raise ValueError("attention_mask and packed_seq_params are both given; a packed row needs only the latter")
-    logical = packed.cu_seqlens_q.cpu().int()
-    padded = logical if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded.cpu().int()
-    if int(padded[-1]) != ids.shape[1]:
-        raise ValueError(f"packed_seq_params describes {int(padded[-1])} tokens, input_ids has {ids.shape[1]}")
-    return SequenceLayout(
-        cu_seqlens=logical,
-        cu_seqlens_padded=padded,
-        num_rows=1,
-        lengths=tuple(logical.diff().tolist()),
-        padded_lengths=tuple(padded.diff().tolist()),
+def _positions(
+    config: Qwen3VLModelProvider,
+    ids: Tensor,
+    arranged: Arrangement,
+    image_grid_thw: Tensor | None,
+    video_grid_thw: Tensor | None,
+    given: Tensor | None,
+) -> Tensor:
+    """[3, b, s] positions of arranged tokens, 0 for padding; `given` [3, B, S] if it is."""
+    derived = mrope_positions(  # in any case: it checks that tokens and pictures fit
+        ids,
+        arranged.layout,
+        image_grid_thw,
+        video_grid_thw,
+        image_token_id=config.image_token_id,
+        video_token_id=config.video_token_id,
+        spatial_merge_size=config.vision_config.spatial_merge_size,
     )
+    if given is None:
+        return derived
+    return arranged.take(given.cpu()).long().masked_fill(arranged.layout.padding_mask().view(ids.shape), 0)
+
+
+def _slots(config: Qwen3VLModelProvider, ids: Tensor, image_grid_thw: Tensor | None) -> Tensor:
+    patches = 0 if image_grid_thw is None else int(image_grid_thw.prod(-1).sum())
+    tokens = patches // config.vision_config.spatial_merge_size**2
+    return vision_slots(ids, config.image_token_id, config.video_token_id, tokens)
+
+
+def _three_axes(
+    config: Qwen3VLModelProvider, position_ids: Tensor, ids: Tensor, arranged: Arrangement, has_masks: bool
+) -> Tensor:
+    """[3, B, S] of what was given; `ids` are arranged.
+
+    transformers takes [B, S] for all three axes and [4, B, S] with text positions first, and reads documents of a
+    packed row from text positions that don't count up, unless a mask is given.
+    """
+    rows = list(arranged.shape)
+    if position_ids.is_floating_point() or list(position_ids.shape) not in (rows, [3, *rows], [4, *rows]):
+        raise ValueError(
+            f"position_ids has shape {list(position_ids.shape)} {position_ids.dtype}, expected {[3, *rows]} integers "
+            f"(temporal, height and width position of each token), {[4, *rows]} (text positions first), {rows} for "
+            "text alone, or None to derive them from the tokens and grids"
+        )
+    if position_ids.dim() == 3 and len(position_ids) == 3:
+        return position_ids
+    text = position_ids if position_ids.dim() == 2 else position_ids[0]
+    real = ~arranged.layout.padding_mask().view(ids.shape)
+    steps = arranged.take(text.cpu()).diff() - 1
+    if not has_masks and (steps * real[:, 1:]).any():
+        raise ValueError(
+            "position_ids has text positions that don't count up by one in a row: where it packs several documents, "
+            "give packed_seq_params; where it is padded, an attention_mask"
+        )
+    if position_ids.dim() == 3:
+        return position_ids[1:]
+    if ((ids == config.image_token_id) | (ids == config.video_token_id)).any():
+        # transformers would give every token of a picture positions as if it were text, Megatron-Bridge ignores
+        # positions of this shape. Both are silent, and only one can be what is meant.
+        raise ValueError(
+            f"position_ids has shape {rows} in a batch with pictures, whose tokens have three positions: expected "
+            f"{[3, *rows]}, or None to derive them"
+        )
+    return position_ids.expand(3, *rows)
+
+
+def _host(grid: Tensor | None) -> Tensor | None:
+    return None if grid is None else grid.cpu()

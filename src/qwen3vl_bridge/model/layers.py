@@ -56,7 +56,7 @@ def _sequence_parallel_norm(base: type[nn.Module]) -> type[nn.Module]:
         """torch's norm with megatron-core's constructor; its gradients are reduced under sequence parallelism."""
 
         def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-            super().__init__(hidden_size, eps=eps)
+            super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
             for parameter in self.parameters():
                 parameter.sequence_parallel = config.sequence_parallel
 

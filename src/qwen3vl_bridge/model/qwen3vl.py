@@ -61,6 +61,17 @@ class Qwen3VLGPTModel(GPTModel):
             config.kv_channels, config.rotary_base, config.mrope_section, config.params_dtype, scaled
         )
 
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """Loss [b, s] of labels [b, s] under logits [s, b, padded vocabulary / tp].
+
+        Rows that pad the vocabulary are no tokens: as they lie, each would take a share of the probability.
+        """
+        tokens, here = self.config.vocab_size, logits.size(-1)
+        first = self.pg_collection.tp.rank() * here
+        if first + here > tokens:
+            logits[..., max(tokens - first, 0) :] = float("-inf")
+        return super().compute_language_model_loss(labels, logits)
+
 
 class Qwen3VLModel(MegatronModule):
     """Qwen3-VL of one pipeline stage: the vision tower on the first stage, the text model on every one.
@@ -119,12 +130,14 @@ class Qwen3VLModel(MegatronModule):
             inputs: or the batch as `PackedBatch.local` gives it, which needs no work here.
 
         Returns:
-            [b, s] float32 loss of each token where there are labels, else logits [b, s, padded vocabulary / tp].
+            [b, s] float32 loss of each token where there are labels, else logits [b, s, padded vocabulary / tp]. A
+            caller's own batch comes back in the caller's token order, see `conventions.Arrangement.way_back`.
         """
-        if inputs is not None and (input_ids is not None or labels is not None or pictures_and_packing):
+        order, given = None, (input_ids, position_ids, attention_mask, labels, *pictures_and_packing.values())
+        if inputs is not None and any(argument is not None for argument in given):
             raise ValueError("inputs holds a whole batch; nothing else can be given beside it")
         if inputs is None:
-            inputs = as_model_inputs(
+            inputs, order = as_model_inputs(
                 self.config,
                 self.pg_collection,
                 input_ids,
@@ -134,7 +147,7 @@ class Qwen3VLModel(MegatronModule):
                 **pictures_and_packing,
             )
         hidden, deepstack = self.embed(inputs) if self.pre_process else (None, None)
-        return self.language_model(
+        output = self.language_model(
             inputs.input_ids,
             inputs.position_ids,
             attention_mask=None,
@@ -144,6 +157,7 @@ class Qwen3VLModel(MegatronModule):
             padding_mask=inputs.padding_mask,
             extra_block_kwargs=deepstack,
         )
+        return output if order is None or not self.post_process else order.restore(output)
 
     def embed(self, inputs: ModelInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """Tokens and pictures as hidden states [s, b, h], and what the decoder needs for DeepStack.

@@ -30,9 +30,7 @@ def cos_sin(angles: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
     return (torch.stack((angles.cos(), angles.sin())) * scale).to(dtype)
 
 
-def scaled_frequencies(
-    parameters: dict[str, Any], dim: int, longest: int, device: torch.device
-) -> tuple[Tensor, float]:
+def scaled_frequencies(parameters: dict[str, Any], dim: int, device: torch.device) -> tuple[Tensor, float]:
     """Frequencies [d/2] of a scaled rotary embedding (YaRN and the like), and the factor of its cosines and sines.
 
     transformers' own functions compute them.

@@ -1,0 +1,77 @@
+"""Checks of single arguments at the model's door.
+
+What lives here: refusals, with what was found and what was expected. What may not: making anything of the arguments
+(`inputs.py`), masks and offsets (`masks.py`), whether pictures fit the tokens (`sequence/`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qwen3vl_bridge.model.conventions import Arrangement
+from qwen3vl_bridge.provider import Qwen3VLModelProvider
+
+from torch import Tensor
+
+_NO_CACHE = "the model keeps no cache, each call is given whole sequences"
+_FROM_IDS = "it is worked out from the token ids and grids"
+
+# Arguments that transformers, Megatron-Bridge or RL frameworks may pass, and why this model takes None alone.
+REFUSED = {
+    "inputs_embeds": "the model embeds input_ids itself, pictures included",
+    "past_key_values": _NO_CACHE,
+    "inference_context": _NO_CACHE,
+    "inference_params": _NO_CACHE,
+    "cu_seqlens": "give packed_seq_params",
+    "runtime_gather_output": "set parallel_output of the provider",
+    "extra_block_kwargs": "they carry DeepStack features, which the model makes itself",
+    "second_per_grid_ts": "Qwen3-VL has times in the text",
+    "image_input_mask": _FROM_IDS,
+    "video_input_mask": _FROM_IDS,
+    "cp_img_num": _FROM_IDS,
+    "images_padded": _FROM_IDS,
+}
+
+
+def check_types(config: Qwen3VLModelProvider, ids: Tensor, types: Tensor | None, arranged: Arrangement) -> None:
+    """Refuses token types that contradict the token ids where tokens are real."""
+    if types is None:
+        return
+    if types.shape != ids.shape:
+        raise ValueError(f"mm_token_type_ids has shape {list(types.shape)}, expected {list(ids.shape)}")
+    expected = (ids == config.image_token_id).long() + 2 * (ids == config.video_token_id).long()
+    real = ~arranged.layout.padding_mask()
+    wrong = (arranged.take(types.cpu() != expected).flatten() & real).nonzero()
+    if len(wrong):
+        slot = int(wrong[0])
+        found, wanted, token = (int(arranged.take(x).flatten()[slot]) for x in (types.cpu(), expected, ids))
+        raise ValueError(
+            f"mm_token_type_ids has {found} for a token of id {token}, expected {wanted} (1 for image tokens, "
+            f"{config.image_token_id}; 2 for video tokens, {config.video_token_id}; 0 for text)"
+        )
+
+
+def check_pixels(config: Qwen3VLModelProvider, **pixels: Tensor | None) -> None:
+    """Refuses pixels that are not [patches, features] floating point, by name."""
+    vision = config.vision_config
+    width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    for name, values in pixels.items():
+        if values is not None and (values.dim() != 2 or values.shape[1] != width or not values.is_floating_point()):
+            raise ValueError(
+                f"{name} has shape {list(values.shape)} {values.dtype}, expected [patches, {width}] floating point, as "
+                "the processor gives it"
+            )
+
+
+def check_others(others: dict[str, Any]) -> None:
+    """Refuses arguments that the model has no use for; None says that the caller means nothing by them.
+
+    Raises:
+        ValueError: one of `REFUSED` is given.
+        TypeError: an argument that is not known.
+    """
+    for name, value in others.items():
+        if name not in REFUSED:
+            raise TypeError(f"unexpected argument {name!r}; expected those of as_model_inputs")
+        if value is not None:
+            raise ValueError(f"{name} is given, expected None: {REFUSED[name]}")

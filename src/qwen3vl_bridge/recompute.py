@@ -1,0 +1,43 @@
+"""Settings of activation recomputation that would lose something or fail in the middle of a step.
+
+What lives here: their check. What may not: fields (`provider.py`); megatron-core does the recomputing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from qwen3vl_bridge.provider import Qwen3VLModelProvider
+
+# Not "mlp": megatron-core 0.19 hands a recomputed MLP's bias, which the tower's have, out of its autograd function,
+# and the backward pass then calls itself without end. The rest is for experts or another kind of attention.
+_OF_VISION = {"core_attn", "layernorm"}
+
+
+def check_recompute(provider: Qwen3VLModelProvider) -> None:
+    """Check the text model's and the vision tower's settings.
+
+    Raises:
+        ValueError: DeepStack features would be lost, Transformer Engine is needed and not used, or the backward pass
+            would not end.
+    """
+    for prefix in ("", "vision_"):
+        modules = getattr(provider, f"{prefix}recompute_modules") or ()
+        # megatron-core's recomputation of a norm takes its default for 8-bit training, and asks Transformer Engine.
+        if "layernorm" in modules and provider.transformer_impl == "local":
+            raise ValueError(
+                f"{prefix}recompute_modules is {modules}: 'layernorm' needs Transformer Engine, and transformer_impl "
+                "is 'local'. Leave it out"
+            )
+    if unknown := set(provider.vision_recompute_modules or ()) - _OF_VISION:
+        raise ValueError(f"vision_recompute_modules has {sorted(unknown)}, expected some of {sorted(_OF_VISION)}")
+    # megatron-core keeps a tapped layer's output only at the end of a recomputed chunk, and is silent otherwise.
+    if provider.vision_recompute_granularity == "full" and provider.vision_recompute_method == "uniform":
+        chunk = provider.vision_recompute_num_layers or 1
+        lost = [tap for tap in provider.vision_config.deepstack_visual_indexes if (tap + 1) % chunk]
+        if lost:
+            raise ValueError(
+                f"vision_recompute_num_layers is {chunk}; DeepStack taps {lost} don't end a chunk of {chunk} "
+                "layers and would be lost. Use 1"
+            )

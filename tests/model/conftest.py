@@ -1,0 +1,27 @@
+"""The tiny checkpoint as provider and configuration, and as both models."""
+
+from __future__ import annotations
+
+import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
+
+import pytest
+from transformers import AutoConfig
+
+from tests.parity.conftest import Pair, make_pair
+
+
+@pytest.fixture(scope="module")
+def provider(untied_folder):
+    from megatron.bridge import AutoBridge
+
+    return AutoBridge.from_hf_pretrained(str(untied_folder)).to_megatron_provider(load_weights=False)
+
+
+@pytest.fixture(scope="module")
+def config(untied_folder):
+    return AutoConfig.from_pretrained(untied_folder)
+
+
+@pytest.fixture(scope="module")
+def pair(untied_folder) -> Pair:
+    return make_pair(untied_folder)

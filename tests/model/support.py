@@ -1,0 +1,110 @@
+"""Batches as callers make them: padded rows, masks, packed-sequence parameters; and what transformers makes of them."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from tests.parity.batches import Sample
+from tests.parity.conftest import Pair
+
+ALONE = types.SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+GROUPS = types.SimpleNamespace(tp=ALONE, cp=ALONE)
+SECOND_OF_TWO = types.SimpleNamespace(tp=ALONE, cp=types.SimpleNamespace(size=lambda: 2, rank=lambda: 1))
+
+
+def packed_params(logical: Sequence[int], padded: Sequence[int] | None = None) -> PackedSeqParams:
+    """From offsets, those in the row left out where they are the logical ones."""
+    offsets = [None if x is None else torch.tensor(x, dtype=torch.int32) for x in (logical, padded)]
+    return PackedSeqParams("thd", offsets[0], offsets[0], offsets[1], offsets[1])
+
+
+def offsets(lengths: Sequence[int]) -> list[int]:
+    """Where segments begin, and the last ends."""
+    return [0, *accumulate(lengths)]
+
+
+def unpack(packed: torch.Tensor, lengths: Sequence[int], padded: Sequence[int]) -> torch.Tensor:
+    """The real tokens of a packed row [1, T, ...]."""
+    starts = offsets(padded)
+    return torch.cat([packed[0, a : a + n] for a, n in zip(starts, lengths, strict=False)])
+
+
+@dataclass
+class Rows:
+    """Samples as a caller's padded rows."""
+
+    samples: list[Sample]
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
+
+    @property
+    def pixels(self) -> dict[str, torch.Tensor]:
+        """All samples' pictures, as arguments."""
+        names = {name for s in self.samples for name in s.pixels}
+        return {name: torch.cat([s.pixels[name] for s in self.samples if name in s.pixels]) for name in names}
+
+    def real(self, values: torch.Tensor) -> torch.Tensor:
+        """What stands at real tokens, row after row."""
+        return values[self.attention_mask.bool()]
+
+    def types(self, config) -> torch.Tensor:
+        """As the processor gives them."""
+        return (self.input_ids == config.image_token_id).int() + 2 * (self.input_ids == config.video_token_id).int()
+
+
+def make_rows(samples: list[Sample], left: list[int], extra: int = 5, pad: int = 7) -> Rows:
+    """Row i has `left[i]` tokens of padding before its sample, and the rest of the row after it."""
+    length = max(len(s.ids) for s in samples) + extra
+    shape = (len(samples), length)
+    ids, mask, labels = torch.full(shape, pad), torch.zeros(shape, dtype=torch.long), torch.zeros(shape).long()
+    loss_mask = torch.zeros(shape)
+    for row, (sample, start) in enumerate(zip(samples, left, strict=True)):
+        where = slice(start, start + len(sample.ids))
+        ids[row, where], mask[row, where], labels[row, where] = sample.ids, 1, sample.labels
+        loss_mask[row, where] = sample.loss_mask
+    return Rows(samples, ids, mask, labels, loss_mask)
+
+
+def reference_logits(pair: Pair, rows: Rows, **more) -> torch.Tensor:
+    """What transformers makes of the same rows and mask."""
+    with torch.no_grad():
+        return pair.reference(
+            input_ids=rows.input_ids,
+            attention_mask=rows.attention_mask,
+            mm_token_type_ids=rows.types(pair.config),
+            **rows.pixels,
+            **more,
+        ).logits
+
+
+def no_grad(model: torch.nn.Module, *arguments, **named):
+    """A forward pass alone."""
+    with torch.no_grad():
+        return model(*arguments, **named)
+
+
+def gaps(samples: list[Sample], extra: int = 5) -> list[int]:
+    """All padding on the left."""
+    longest = max(len(s.ids) for s in samples) + extra
+    return [longest - len(s.ids) for s in samples]
+
+
+def sides(samples: list[Sample]) -> dict[str, list[int]]:
+    """Left padding of each row, by name."""
+    room = gaps(samples)
+    return {
+        "right": [0] * len(room),
+        "left": room,
+        "mixed": [n * (i % 2) for i, n in enumerate(room)],
+        "both": [n // 2 for n in room],
+    }

@@ -1,0 +1,188 @@
+"""Whole calls in callers' conventions: logits, losses and gradients come back where the caller expects them."""
+
+from __future__ import annotations
+
+import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.parity.batches import make_batch, make_samples
+
+from .support import gaps, make_rows, no_grad, reference_logits, sides
+
+# Absolute errors, measured over all cases of this file.
+LOGITS = 1e-5  # measured 2.1e-6, of logits up to about 2
+LOSS = 1e-6  # measured 1.2e-7 relative, of a summed loss
+GRADIENT = 1e-6  # measured 0, relative to the largest entry of each gradient: the layouts are the same
+
+
+@pytest.mark.parametrize("side", ["right", "left", "mixed", "both"])
+def test_padded_rows_equal_transformers(pair, side):
+    samples = make_samples("mixed", pair.config, seed=2)
+    rows = make_rows(samples, sides(samples)[side])
+    expected = reference_logits(pair, rows)
+    call = dict(attention_mask=rows.attention_mask, **rows.pixels)
+    logits = no_grad(pair.megatron, rows.input_ids, **call)
+    losses = no_grad(pair.megatron, rows.input_ids, labels=rows.labels, **call)
+
+    assert logits.shape[:2] == losses.shape == rows.input_ids.shape
+    assert (rows.real(logits) - rows.real(expected)).abs().max() <= LOGITS
+    wanted = F.cross_entropy(rows.real(expected), rows.real(rows.labels), reduction="none") @ rows.real(rows.loss_mask)
+    assert (losses * rows.loss_mask).sum().item() == pytest.approx(wanted.item(), rel=LOSS)
+
+
+def test_gradients_do_not_depend_on_the_side_of_the_padding(pair):
+    samples = make_samples("mixed", pair.config, seed=2)
+    gradients = {}
+    for side, left in sides(samples).items():
+        rows = make_rows(samples, left)
+        pair.megatron.zero_grad()
+        losses = pair.megatron(rows.input_ids, attention_mask=rows.attention_mask, labels=rows.labels, **rows.pixels)
+        (losses * rows.loss_mask).sum().backward()
+        gradients[side] = {name: p.grad.clone() for name, p in pair.megatron.named_parameters()}
+    for side in ("left", "mixed", "both"):
+        for name, expected in gradients["right"].items():
+            error = (gradients[side][name] - expected).abs().max() / expected.abs().max()
+            assert error <= GRADIENT, f"{side}: {name} {error:.1e}"
+
+
+def test_gradients_through_restored_logits(pair):
+    """Callers that compute their own loss differentiate through the way back."""
+    samples = make_samples("mixed", pair.config, seed=2)
+    found = []
+    for side in ("right", "left"):
+        rows = make_rows(samples, sides(samples)[side])
+        pair.megatron.zero_grad()
+        logits = pair.megatron(rows.input_ids, attention_mask=rows.attention_mask, **rows.pixels)
+        own = F.cross_entropy(rows.real(logits), rows.real(rows.labels), reduction="none")
+        (own * rows.real(rows.loss_mask)).sum().backward()
+        found.append({name: p.grad.clone() for name, p in pair.megatron.named_parameters()})
+    for name, expected in found[0].items():
+        assert (found[1][name] - expected).abs().max() <= GRADIENT * expected.abs().max(), name
+
+
+def test_a_row_that_is_all_padding(pair):
+    samples = make_samples("mixed", pair.config, seed=2)
+    rows = make_rows(samples, sides(samples)["left"])
+    expected = no_grad(pair.megatron, rows.input_ids, attention_mask=rows.attention_mask, **rows.pixels)
+    blank = torch.full((1, rows.input_ids.shape[1]), 7)
+    logits = no_grad(
+        pair.megatron,
+        torch.cat((rows.input_ids[:2], blank, rows.input_ids[2:])),
+        attention_mask=torch.cat((rows.attention_mask[:2], 0 * blank, rows.attention_mask[2:])),
+        **rows.pixels,
+    )
+    assert torch.isfinite(logits).all()
+    assert (rows.real(logits[[0, 1, 3, 4]]) - rows.real(expected)).abs().max() <= LOGITS
+
+
+@pytest.mark.parametrize("axes", [3, 4])
+def test_explicit_positions_of_rows_padded_on_the_left(pair, axes):
+    samples = make_samples("mixed", pair.config, seed=2)
+    rows = make_rows(samples, gaps(samples))
+    positions = torch.randint(0, 50, (axes, *rows.input_ids.shape), generator=torch.Generator().manual_seed(0))
+    expected = reference_logits(pair, rows, position_ids=positions)
+    logits = no_grad(
+        pair.megatron, rows.input_ids, positions, rows.attention_mask, mm_token_type_ids=rows.types(pair.config),
+        **rows.pixels,
+    )  # fmt: skip
+    assert (rows.real(logits) - rows.real(expected)).abs().max() <= LOGITS
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_positions_of_text_alone(pair, masked):
+    samples = make_samples("text only", pair.config, seed=2)
+    rows = make_rows(samples, gaps(samples))
+    if not masked:
+        rows.attention_mask = torch.ones_like(rows.attention_mask)
+    positions = 5 + torch.arange(rows.input_ids.shape[1]).expand(rows.input_ids.shape)
+    expected = reference_logits(pair, rows, position_ids=positions)
+    logits = no_grad(pair.megatron, rows.input_ids, positions, rows.attention_mask if masked else None)
+    assert (rows.real(logits) - rows.real(expected)).abs().max() <= LOGITS
+
+
+def test_what_the_processor_gives(pair):
+    """`model(**processor(...))` as with transformers: several rows, images and a video, padded on the left."""
+    from examples.digits.processor import make_processor
+
+    processor = make_processor(pair.config.text_config.vocab_size)
+    processor.tokenizer.padding_side = "left"
+    random = np.random.default_rng(0)
+    image = random.integers(0, 256, (64, 96, 3), dtype=np.uint8)
+    inputs = processor(
+        text=[f"see <|vision_start|>{processor.image_token}<|vision_end|> it", "no picture in here at all, is there?"],
+        images=[image],
+        padding=True,
+        return_tensors="pt",
+    )
+    assert {"mm_token_type_ids", "attention_mask"} < inputs.keys() and not inputs["attention_mask"].all()
+    real = inputs["attention_mask"].bool()
+    expected = no_grad(pair.reference, **inputs).logits
+    assert (no_grad(pair.megatron, **inputs) - expected)[real].abs().max() <= LOGITS
+
+
+def test_a_batch_without_pictures_may_bring_empty_ones(pair):
+    samples = make_samples("text only", pair.config, seed=2)
+    rows = make_rows(samples, gaps(samples))
+    expected = no_grad(pair.megatron, rows.input_ids, attention_mask=rows.attention_mask)
+    width = pair.megatron.vision_model.values_per_patch
+    empty = dict(pixel_values=torch.zeros(0, width), image_grid_thw=torch.zeros(0, 3, dtype=torch.long))
+    logits = no_grad(pair.megatron, rows.input_ids, attention_mask=rows.attention_mask, **empty, loss_mask=None)
+    assert torch.equal(logits, expected)
+    assert (rows.real(logits) - rows.real(reference_logits(pair, rows))).abs().max() <= LOGITS
+
+
+def test_hidden_states_of_an_earlier_stage_stay_in_the_layouts_order(pair):
+    samples = make_samples("mixed", pair.config, seed=2)
+    stage = pair.provider.provide(pre_process=True, post_process=False)
+    stage.load_state_dict(pair.megatron.state_dict(), strict=False)
+    hidden = []
+    for side in ("right", "left"):
+        rows = make_rows(samples, sides(samples)[side])
+        hidden.append(no_grad(stage, rows.input_ids, attention_mask=rows.attention_mask, **rows.pixels))
+    assert hidden[0].shape[:2] == rows.input_ids.T.shape
+    real = make_rows(samples, [0] * 4).attention_mask.T.bool()
+    assert (hidden[0] - hidden[1])[real].abs().max() <= LOGITS
+
+
+def test_a_batch_of_ours_comes_alone(pair):
+    batch = make_batch(make_samples("one image", pair.config, seed=2), pair.config, packed=True)
+    no_grad(pair.megatron, inputs=batch.local(), pixel_values=None)
+    for name in ("input_ids", "position_ids", "attention_mask", "labels", "pixel_values"):
+        with pytest.raises(ValueError, match="nothing else can be given beside it"):
+            pair.megatron(inputs=batch.local(), **{name: batch.input_ids})
+
+
+@given(st.data())
+@settings(max_examples=8)
+def test_any_mix_of_padding_gives_each_rows_own_logits(pair, data):
+    lengths = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=4))
+    room = max(lengths) + data.draw(st.integers(1, 3))
+    ids, mask = torch.full((len(lengths), room), 7), torch.zeros(len(lengths), room, dtype=torch.bool)
+    for row, length in enumerate(lengths):
+        first = data.draw(st.integers(0, room - length))
+        ids[row, first : first + length] = torch.arange(length) * 3 + row
+        mask[row, first : first + length] = True
+    logits = no_grad(pair.megatron, ids, attention_mask=mask)
+    for row, length in enumerate(lengths):
+        if length:
+            alone = no_grad(pair.megatron, torch.arange(length)[None] * 3 + row)
+            assert (logits[row][mask[row]] - alone[0]).abs().max() <= LOGITS
+
+
+def test_labels_may_be_anything_where_the_loss_mask_is_zero(pair):
+    """As Megatron-Bridge's own steps give them."""
+    samples = make_samples("mixed", pair.config, seed=2)
+    rows = make_rows(samples, sides(samples)["left"])
+    masked = rows.labels.masked_fill(rows.loss_mask == 0, -100)
+    arguments = dict(attention_mask=rows.attention_mask, **rows.pixels)
+    losses = no_grad(pair.megatron, rows.input_ids, labels=masked, loss_mask=rows.loss_mask, **arguments)
+    expected = no_grad(pair.megatron, rows.input_ids, labels=rows.labels, **arguments)
+    assert torch.equal(losses * rows.loss_mask, expected * rows.loss_mask)
+    with pytest.raises(ValueError, match=r"loss_mask has shape \[1\]"):
+        pair.megatron(rows.input_ids, labels=masked, loss_mask=torch.ones(1), **arguments)

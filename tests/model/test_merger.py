@@ -1,0 +1,50 @@
+"""Patch mergers, main and DeepStack, equal the reference's; with the blocks' tanh-GELU they would not."""
+
+from __future__ import annotations
+
+from qwen3vl_bridge.model.vision import PatchMerger
+from qwen3vl_bridge.training.process_group import initialize
+from qwen3vl_bridge.vision_config import vision_transformer_config
+
+import pytest
+import torch
+from megatron.bridge import AutoBridge
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionPatchMerger
+
+TOLERANCE = 2e-6  # measured 4.8e-7, of outputs up to 4
+
+
+@pytest.fixture(params=[False, True], ids=["main", "deepstack"])
+def mergers(request, untied_folder):
+    """Ours and the reference's with the same weights, large enough that GELU is used where its forms differ."""
+    provider = AutoBridge.from_hf_pretrained(str(untied_folder)).to_megatron_provider(load_weights=False)
+    provider.finalize()
+    groups = initialize(provider, seed=0)
+    vision = provider.vision_config
+    ours = PatchMerger(vision_transformer_config(provider), vision, groups.tp, norm_after_shuffle=request.param)
+    reference = Qwen3VLVisionPatchMerger(vision, use_postshuffle_norm=request.param)
+    with torch.no_grad():
+        for (name, target), (_, source) in zip(
+            [(n, p) for part in ("patch_norm", "linear_fc1", "linear_fc2") for n, p in named(ours, part)],
+            [(n, p) for part in ("norm", "linear_fc1", "linear_fc2") for n, p in named(reference, part)],
+            strict=True,
+        ):
+            assert target.shape == source.shape, name
+            source.copy_(torch.randn(source.shape) * (0.1 if source.ndim == 2 else 0.5))
+            target.copy_(source)
+    return ours, reference, torch.randn(12 * 4, vision.hidden_size)
+
+
+def named(module: torch.nn.Module, part: str) -> list[tuple[str, torch.nn.Parameter]]:
+    return [(name, getattr(getattr(module, part), name)) for name in ("weight", "bias")]
+
+
+def test_equals_the_reference(mergers):
+    ours, reference, patches = mergers
+    assert (ours(patches) - reference(patches)).abs().max() <= TOLERANCE
+
+
+def test_the_blocks_gelu_would_be_seen(mergers):
+    ours, reference, patches = mergers
+    reference.act_fn = torch.nn.GELU(approximate="tanh")
+    assert (ours(patches) - reference(patches)).abs().max() > 50 * TOLERANCE

@@ -1,0 +1,96 @@
+"""Settings beside the released models' own give what transformers makes of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from .batches import make_batch, make_samples, run_reference
+from .conftest import make_pair
+from .test_parity import LOGITS, LOSS, assert_gradients_equal, per_sample
+
+GRADIENT = 5e-5  # measured 1.1e-5 (llama3) relative to the largest entry of each parameter's gradient
+
+
+def changed(folder, target, **text):
+    """A copy of a checkpoint with other text settings."""
+    shutil.copytree(folder, target)
+    config = json.loads((target / "config.json").read_text())
+    config["text_config"].update(text)
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+def assert_parity(pair):
+    samples = make_samples("mixed", pair.config, seed=8)
+    expected_logits, expected_loss = run_reference(pair.reference, samples)
+    expected_loss.backward()
+    batch = make_batch(samples, pair.config, packed=True)
+    inputs = batch.local()
+    loss = (pair.megatron(inputs=inputs) * inputs.loss_mask).sum()
+    loss.backward()
+    with torch.no_grad():
+        logits = per_sample(pair.megatron(inputs=inputs.without_labels()), batch)
+    vocabulary = pair.config.text_config.vocab_size
+    for got, want in zip(logits, expected_logits, strict=True):
+        assert (got[..., :vocabulary] - want).abs().max() <= LOGITS
+    assert abs(loss.item() / expected_loss.item() - 1) <= LOSS
+    assert_gradients_equal(pair, GRADIENT)
+    return logits
+
+
+SCALED = {
+    "yarn": dict(factor=4.0, original_max_position_embeddings=64),
+    "linear": dict(factor=2.0),
+    "llama3": dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64),
+}
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_scaled_rotary_embeddings(kind, untied_folder, tmp_path):
+    rope = dict(rope_theta=5e6, mrope_section=[6, 5, 5], mrope_interleaved=True)
+    unscaled = make_pair(untied_folder)
+    pair = make_pair(
+        changed(untied_folder, tmp_path / kind, rope_parameters=dict(rope_type=kind, **rope, **SCALED[kind]))
+    )
+    logits = assert_parity(pair)
+    batch = make_batch(make_samples("mixed", pair.config, seed=8), pair.config, packed=True)
+    with torch.no_grad():
+        plain = per_sample(unscaled.megatron(inputs=batch.local().without_labels()), batch)
+    assert max((a - b).abs().max() for a, b in zip(logits, plain, strict=True)) > 100 * LOGITS
+
+
+def test_rotary_settings_in_the_spelling_of_old_files(untied_folder, tmp_path):
+    old = dict(rope_parameters=None, rope_theta=5e6, rope_scaling=dict(rope_type="default", mrope_section=[6, 5, 5]))
+    assert_parity(make_pair(changed(untied_folder, tmp_path / "old", **old)))
+
+
+@pytest.mark.parametrize("kind", ["untied", "tied"])
+def test_rows_that_pad_the_vocabulary_take_no_probability(kind, request):
+    pair = make_pair(request.getfixturevalue(f"{kind}_folder"), should_pad_vocab=True, make_vocab_size_divisible_by=100)
+    assert pair.megatron.language_model.embedding.word_embeddings.weight.shape[0] == 600
+    assert_parity(pair)
+
+
+@pytest.mark.parametrize("settings", [dict(decoder_sparse_step=2, mlp_only_layers=[]), dict(mlp_only_layers=[0, 3])])
+def test_any_choice_of_layers_with_experts(settings, moe_folder, tmp_path):
+    from transformers import AutoConfig
+
+    from examples.digits.checkpoint import make_model
+
+    config = AutoConfig.from_pretrained(changed(moe_folder, tmp_path / "config", **settings))
+    make_model(config, seed=5).save_pretrained(tmp_path / "made")
+    pair = make_pair(tmp_path / "made", moe_aux_loss_coeff=0.0)
+    assert 0 < len(pair.provider.moe_layers) < 3
+    assert_parity(pair)
+
+
+@pytest.mark.parametrize("kind", ["untied", "tied"])
+def test_an_export_leaves_the_vocabularys_padding_out(kind, request):
+    pair = make_pair(request.getfixturevalue(f"{kind}_folder"), should_pad_vocab=True, make_vocab_size_divisible_by=100)
+    exported = dict(pair.bridge.export_hf_weights([pair.megatron], cpu=True, show_progress=False))
+    for name, weight in pair.reference.named_parameters():
+        assert torch.equal(exported[name], weight), name
