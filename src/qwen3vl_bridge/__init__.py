@@ -17,6 +17,7 @@ _PUBLIC = {
     "Qwen3VLMoEModelProvider": "qwen3vl_bridge.provider",
     "Qwen3VLConversationProvider": "qwen3vl_bridge.data.provider",
     "forward_step": "qwen3vl_bridge.training.step",
+    "generate": "qwen3vl_bridge.generation",
     "import_checkpoint": "qwen3vl_bridge.checkpoint",
     "export_checkpoint": "qwen3vl_bridge.checkpoint",
     "verify_checkpoint": "qwen3vl_bridge.checkpoint",

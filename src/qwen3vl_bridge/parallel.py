@@ -47,3 +47,8 @@ def sum_gradients_over_sequence(features: Tensor, config: TransformerConfig, gro
     if not config.sequence_parallel:
         return features
     return tensor_parallel.copy_to_tensor_model_parallel_region(features, group=groups.tp)
+
+
+def gather_vocabulary(logits: Tensor, groups: ProcessGroupCollection) -> Tensor:
+    """[..., padded vocabulary / tp] logits of this rank -> those of all tensor-parallel ranks, side by side."""
+    return tensor_parallel.gather_from_tensor_model_parallel_region(logits, group=groups.tp)

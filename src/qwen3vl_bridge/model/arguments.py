@@ -13,7 +13,7 @@ from qwen3vl_bridge.provider import Qwen3VLModelProvider
 
 from torch import Tensor
 
-_NO_CACHE = "the model keeps no cache, each call is given whole sequences"
+_NO_CACHE = "forward keeps no cache; `qwen3vl_bridge.generate` does"
 _FROM_IDS = "it is worked out from the token ids and grids"
 
 # Arguments that transformers, Megatron-Bridge or RL frameworks may pass, and why this model takes None alone.

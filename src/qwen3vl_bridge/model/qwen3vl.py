@@ -17,9 +17,10 @@ from qwen3vl_bridge.model.rope import InterleavedMRoPE, scaled_frequencies
 from qwen3vl_bridge.model.vision import Qwen3VLVisionModel
 from qwen3vl_bridge.parallel import scatter_sequence, sum_gradients_over_sequence
 from qwen3vl_bridge.provider import Qwen3VLModelProvider
-from qwen3vl_bridge.sequence.batch import ModelInputs, VisionRows
+from qwen3vl_bridge.sequence.batch import ModelInputs, VisionInputs, VisionRows
 from qwen3vl_bridge.vision_config import vision_transformer_config
 
+import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
@@ -159,14 +160,25 @@ class Qwen3VLModel(MegatronModule):
         )
         return output if order is None or not self.post_process else order.restore(output)
 
-    def embed(self, inputs: ModelInputs) -> tuple[Tensor, dict[str, Tensor]]:
+    def encode(self, vision: VisionInputs | None, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Vision tokens [M, h] and DeepStack features [t, M, h] of all pictures.
+
+        A batch without pictures runs the tower on a blank one, and uses none of its rows.
+        """
+        return self.vision_model(vision or self.vision_model.blank_picture(device))
+
+    def embed(
+        self, inputs: ModelInputs, encoded: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Tokens and pictures as hidden states [s, b, h], and what the decoder needs for DeepStack.
 
-        A batch without pictures runs the tower on a blank one and uses none of its rows.
+        Args:
+            inputs: the batch.
+            encoded: what `encode` gave for its pictures, where they are seen more than once.
         """
         device = inputs.input_ids.device
         nothing = VisionRows.none(device)
-        tokens, features = self.vision_model(inputs.vision or self.vision_model.blank_picture(device))
+        tokens, features = encoded or self.encode(inputs.vision, device)
         hidden = fuse(
             self.language_model.embedding(inputs.input_ids, position_ids=None), tokens, inputs.fuse or nothing
         )
