@@ -14,6 +14,7 @@ from qwen3vl_bridge.dimensions import dimensions_of, moe_layers_of
 from qwen3vl_bridge.hf_settings import check_settings, rope_parameters
 from qwen3vl_bridge.model.qwen3vl import Qwen3VLModel
 from qwen3vl_bridge.param_mappings import param_mappings
+from qwen3vl_bridge.peft_export import AdapterConversion
 from qwen3vl_bridge.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
 
 import torch
@@ -34,7 +35,7 @@ register_allowed_target_prefix("qwen3vl_bridge.")
     provider=Qwen3VLModelProvider,
     model_type="qwen3_vl",
 )
-class Qwen3VLBridge(MegatronModelBridge):
+class Qwen3VLBridge(AdapterConversion, MegatronModelBridge):
     """Dense Qwen3-VL for AutoBridge."""
 
     def provider_bridge(self, hf_pretrained: Any) -> Qwen3VLModelProvider:

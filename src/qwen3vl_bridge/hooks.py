@@ -24,6 +24,8 @@ _BRIDGE_MODELS = "megatron.bridge.models"
 # The one module of Megatron-Bridge that needs Transformer Engine to be imported, for names in annotations and for
 # classes it uses only where Transformer Engine layers are there.
 _NEEDS_TRANSFORMER_ENGINE = "megatron.bridge.peft.lora_layers"
+# And two that ask megatron-core for Transformer Engine's layers and take the empty names they get for classes.
+_MISTAKE_NAMES_FOR_CLASSES = ("megatron.bridge.peft.utils", "megatron.bridge.peft.module_matcher")
 
 
 def install() -> None:
@@ -93,11 +95,17 @@ class _Imports(MetaPathFinder):
             from qwen3vl_bridge import cpu
 
             cpu.adopt(module)
+        if module.__name__ in _MISTAKE_NAMES_FOR_CLASSES and not _has_transformer_engine():
+            vars(module).update({name: False for name in vars(module) if name.startswith("HAVE_TE")})
         # When its models are there, Megatron-Bridge has registered its own Qwen3-VL; the later registration wins.
         self.register_later |= module.__name__ == _BRIDGE_MODELS
         if self.register_later and not self.ours_running:
             self.register_later = False
             importlib.import_module("qwen3vl_bridge.bridge")
+
+
+def _has_transformer_engine() -> bool:
+    return importlib.util.find_spec("transformer_engine") is not None
 
 
 class _StandIn(ModuleType):
@@ -127,7 +135,7 @@ def _transformer_engine_stand_in() -> Iterator[None]:
 
     Left in `sys.modules` it would make megatron-core, peft and others believe Transformer Engine is installed.
     """
-    if importlib.util.find_spec("transformer_engine") is not None:
+    if _has_transformer_engine():
         yield
         return
     package, pytorch = _StandIn("transformer_engine"), _StandIn("transformer_engine.pytorch")

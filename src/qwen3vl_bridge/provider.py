@@ -204,6 +204,14 @@ class Qwen3VLModelProvider(GPTModelProvider):
         )
         return model
 
+    def provide_distributed_model(self, *args: Any, **kwargs: Any) -> list[torch.nn.Module]:
+        """As ModelProviderMixin's; says how many parameters of each part are trained, adapters counted in."""
+        from qwen3vl_bridge.model.parts import log_trained_parameters
+
+        model = super().provide_distributed_model(*args, **kwargs)
+        log_trained_parameters(model)
+        return model
+
 
 @dataclass
 class Qwen3VLMoEModelProvider(Qwen3VLModelProvider):

@@ -13,6 +13,7 @@ from typing import Any
 from qwen3vl_bridge.model.attention import layout_packed_seq_params
 from qwen3vl_bridge.model.inputs import as_model_inputs
 from qwen3vl_bridge.model.layers import text_block_spec
+from qwen3vl_bridge.model.parts import Part, part_of
 from qwen3vl_bridge.model.rope import InterleavedMRoPE, scaled_frequencies
 from qwen3vl_bridge.model.vision import Qwen3VLVisionModel
 from qwen3vl_bridge.parallel import scatter_sequence, sum_gradients_over_sequence
@@ -195,13 +196,13 @@ class Qwen3VLModel(MegatronModule):
         freeze_vision_projection: bool = False,
     ) -> None:
         """Stop training of whole parts. The vision projection is the mergers; the vision model is all the rest."""
+        frozen = {
+            Part.LANGUAGE_MODEL: freeze_language_model,
+            Part.VISION_MODEL: freeze_vision_model,
+            Part.VISION_PROJECTION: freeze_vision_projection,
+        }
         for name, parameter in self.named_parameters():
-            is_merger = ".merger." in f".{name}" or ".deepstack_merger_list." in name
-            if name.startswith("language_model."):
-                frozen = freeze_language_model
-            else:
-                frozen = freeze_vision_projection if is_merger else freeze_vision_model
-            if frozen:
+            if frozen[part_of(name)]:
                 parameter.requires_grad = False
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:

@@ -133,7 +133,6 @@ def set_up(cfg: ConfigContainer) -> Run:
     state.cfg, state._train_state = cfg, TrainState()
     stream = cfg.dataset.stream("train", **_data_share(cfg, groups))
     run = Run(cfg, state, model, optimizer, scheduler, stream, groups, config_yaml)
-    _log_trainable_parameters(model)
     resumed = cfg.checkpoint.load and checkpoint.latest(cfg.checkpoint.load)
     if resumed:
         checkpoint.load(resumed, run)
@@ -145,12 +144,6 @@ def set_up(cfg: ConfigContainer) -> Run:
 
 def _data_share(cfg: ConfigContainer, groups: ProcessGroupCollection) -> dict[str, int]:
     return dict(dp_rank=groups.dp.rank(), dp_size=groups.dp.size(), micro_batch_size=cfg.train.micro_batch_size)
-
-
-def _log_trainable_parameters(model: list[torch.nn.Module]) -> None:
-    sizes = [(p.numel(), p.requires_grad) for chunk in model for p in chunk.parameters()]
-    trained, total = sum(n for n, on in sizes if on), sum(n for n, _ in sizes)
-    logger.info("%s of %s parameters are trained", f"{trained:,}", f"{total:,}")
 
 
 def _forward_backward(run: Run, batches: Iterator, microbatches: int, *, forward_only: bool) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 from megatron.bridge.models.model_provider import ModelProviderMixin
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 
 def initialize(provider: ModelProviderMixin, seed: int) -> ProcessGroupCollection:
@@ -18,18 +19,39 @@ def initialize(provider: ModelProviderMixin, seed: int) -> ProcessGroupCollectio
         provider: its parallel sizes are used, and it is given the groups.
         seed: of torch's and megatron-core's random generators.
     """
-    if not torch.distributed.is_initialized():
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        if "WORLD_SIZE" in os.environ:
-            torch.distributed.init_process_group(backend)
-        else:
-            # Alone, and no port to collide on with another run on this machine.
-            torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+    if not _groups_serve(provider):
+        shutdown()
+        _join()
+        provider.initialize_model_parallel()
     torch.manual_seed(seed)
-    parallel_state.destroy_model_parallel()
-    provider.initialize_model_parallel(seed=seed)
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     return provider._pg_collection
+
+
+def _groups_serve(provider: ModelProviderMixin) -> bool:
+    """Whether there are groups of the provider's sizes already. Each set has dozens of threads of its own."""
+    if not parallel_state.model_parallel_is_initialized():
+        return False
+    tensor = provider.tensor_model_parallel_size
+    wanted = {
+        parallel_state.get_tensor_model_parallel_world_size: tensor,
+        parallel_state.get_pipeline_model_parallel_world_size: provider.pipeline_model_parallel_size,
+        parallel_state.get_virtual_pipeline_model_parallel_world_size: provider.virtual_pipeline_model_parallel_size,
+        parallel_state.get_context_parallel_world_size: provider.context_parallel_size,
+        parallel_state.get_expert_model_parallel_world_size: provider.expert_model_parallel_size,
+        parallel_state.get_expert_tensor_parallel_world_size: provider.expert_tensor_parallel_size or tensor,
+    }
+    return all(find() == size for find, size in wanted.items())
+
+
+def _join() -> None:
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if "WORLD_SIZE" in os.environ:
+        torch.distributed.init_process_group(backend)
+    else:
+        # Alone, and no port to collide on with another run on this machine.
+        torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
 
 
 def shutdown() -> None:

@@ -1,0 +1,229 @@
+"""LoRA and DoRA of Qwen3-VL: Megatron-Bridge's, with parts of the model that can be frozen and adapted one by one.
+
+What lives here: the two configurations and what they do to a model. What may not: Hugging Face names and layouts
+(`peft_export.py`), which parameters make up a part (`model/parts.py`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+from qwen3vl_bridge.model.parts import Part, part_of
+from qwen3vl_bridge.model.qwen3vl import Qwen3VLModel
+
+import torch
+from megatron.bridge.peft.adapter_wrapper import AdapterWrapper
+from megatron.bridge.peft.dora import DoRA
+from megatron.bridge.peft.dora_layers import DoRALinear
+from megatron.bridge.peft.lora import VLMLoRA
+from megatron.bridge.peft.utils import is_expert_linear
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.utils import unwrap_model
+from torch import Tensor, nn
+
+_ADAPT = {f"adapt_{part.value}": part for part in Part}
+_ALL_LINEAR_LAYERS = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]  # target_modules, where nobody sets it
+# Fields of LoRA that say how experts are adapted, which this package does not do yet, and their defaults.
+_FOR_EXPERTS = {"normalize_moe_lora": False, "share_expert_adapters": True, "experts_shared_outer_loras": False}
+
+
+@dataclass
+class Qwen3VLParts:
+    """What LoRA and DoRA share: which parts get adapters, and which parts' own weights rest.
+
+    `target_modules` (and `exclude_modules`) choose among the linear layers of the adapted parts: a name such as
+    "linear_qkv", or a pattern such as "*.layers.0.*.linear_qkv". Layers are linear_qkv and linear_proj of attention,
+    linear_fc1 and linear_fc2 of MLPs; the mergers have linear_fc1 and linear_fc2.
+
+    Attributes:
+        freeze_language_model, freeze_vision_model, freeze_vision_projection: whether that part's own weights rest.
+            False leaves them as the provider's fields of the same name have left them. The vision projection is the
+            mergers. Adapters are trained in any case.
+        adapt_language_model, adapt_vision_model, adapt_vision_projection: whether that part's linear layers get
+            adapters.
+    """
+
+    freeze_language_model: bool = True
+    freeze_vision_model: bool = True
+    freeze_vision_projection: bool = True
+
+    adapt_language_model: bool = True
+    adapt_vision_model: bool = False
+    adapt_vision_projection: bool = False
+
+    def __call__(self, model: Any, training: bool = True) -> Any:
+        """Freeze, and put adapters in. Megatron-Bridge calls this before it wraps the model.
+
+        Args:
+            model: a Qwen3VLModel or the list of a rank's virtual stages, wrapped or not. It is changed in place.
+            training: whether adapters are to be trained; if not, nothing is.
+
+        Returns:
+            `model`.
+
+        Raises:
+            TypeError: it is not a Qwen3VLModel.
+            ValueError: it has adapters already, or a field of this configuration would have no effect on it.
+            NotImplementedError: linear layers of experts are named.
+        """
+        # Not Megatron-Bridge's own way, which would replace `forward` of blocks that recompute, trained or not.
+        chunks = _chunks(model)
+        self._refuse_what_would_be_ignored(chunks)
+        self.freeze_model(chunks)
+        self._walk_model(chunks, self.transform)
+        if training:
+            for chunk in chunks:
+                _let_recompute_see_gradients(chunk)
+        else:
+            self.freeze_model(chunks, training=False)
+        for module in model if isinstance(model, list) else [model]:
+            module.train(mode=training)
+        return model
+
+    def match(self, m: nn.Module, name: str | None = None, prefix: str | None = None) -> tuple[str, str] | None:
+        """The entry of `target_modules` that names a module of an adapted part, and the module's whole name."""
+        full_name = f"{prefix}.{name}" if prefix else name or ""
+        # Not the embeddings, the output layer, or the patch projection.
+        inside = ".layers." in full_name or part_of(full_name) is Part.VISION_PROJECTION
+        if not inside or not getattr(self, f"adapt_{part_of(full_name).value}"):
+            return None
+        return super().match(m, name, prefix)
+
+    def freeze_model(self, model: Any, training: bool = True) -> None:
+        """Stop training of the parts' own weights; of everything where nothing is to be trained."""
+        for chunk in _chunks(model):
+            chunk.freeze(
+                freeze_language_model=self.freeze_language_model or not training,
+                freeze_vision_model=self.freeze_vision_model or not training,
+                freeze_vision_projection=self.freeze_vision_projection or not training,
+            )
+
+    def set_params_to_save(self, model: Any) -> None:
+        """Note what is trained, for checkpoints: they know an adapted layer's own weights by their plain names."""
+        super().set_params_to_save(model)
+        self.params_to_save |= {name.replace(".to_wrap.", ".") for name in self.params_to_save}
+
+    def _targets(self, chunks: list[Qwen3VLModel]) -> dict[str, list[str]]:
+        targets = defaultdict(list)
+        for chunk in chunks:
+            for full_name, module in chunk.named_modules():
+                prefix, _, name = full_name.rpartition(".")
+                if (found := self.match(module, name, prefix)) is not None:
+                    targets[found[0]].append(full_name)
+        return targets
+
+    def _refuse_what_would_be_ignored(self, chunks: list[Qwen3VLModel]) -> None:
+        if adapted := [n for chunk in chunks for n, m in chunk.named_modules() if isinstance(m, AdapterWrapper)]:
+            raise ValueError(f"the model has {len(adapted)} adapters already, such as {adapted[0]}; expected none")
+        if self.canonical_mapping:
+            raise ValueError(f"canonical_mapping is {dict(self.canonical_mapping)}, expected it to be empty")
+        targets = self._targets(chunks)
+        names = [name for found in targets.values() for name in found]
+        if of_experts := [name for name in names if is_expert_linear(name)]:
+            raise NotImplementedError(
+                f"target_modules {self.target_modules} name {len(of_experts)} linear layers of experts, such as "
+                f"{of_experts[0]}, whose adapters cannot be exported yet; expected none of them"
+            )
+        # A pipeline stage may rightly lack what another one has.
+        if any(chunk.pre_process for chunk in chunks) and any(chunk.post_process for chunk in chunks):
+            self._refuse_idle_fields(targets, names)
+
+    def _refuse_idle_fields(self, targets: dict[str, list[str]], names: list[str]) -> None:
+        parts = [part for part in _ADAPT if getattr(self, part)]
+        asked_for = [] if self.target_modules == _ALL_LINEAR_LAYERS else self.target_modules or []
+        if idle := [entry for entry in asked_for if entry not in targets]:
+            raise ValueError(f"target_modules {idle} add no linear layer of the adapted parts, {parts}")
+        if idle := [part for part in parts if not any(part_of(name) is _ADAPT[part] for name in names)]:
+            raise ValueError(f"{', '.join(idle)} is True, and target_modules {self.target_modules} name nothing there")
+        if not names:
+            raise ValueError(f"nothing would be adapted; expected one of {', '.join(_ADAPT)} to be True")
+
+
+@dataclass
+class Qwen3VLLoRA(Qwen3VLParts, VLMLoRA):
+    """LoRA. Fields beside those of `Qwen3VLParts` are Megatron-Bridge's (`dim`, `alpha`, `dropout`, ...)."""
+
+    def _refuse_what_would_be_ignored(self, chunks: list[Qwen3VLModel]) -> None:
+        if self.lora_dtype is not None:
+            raise ValueError(f"lora_dtype is {self.lora_dtype}, expected None: adapters have their layer's dtype")
+        for name, default in _FOR_EXPERTS.items():
+            if (value := getattr(self, name)) != default:
+                raise ValueError(f"{name} is {value}, expected {default}: experts have no adapters")
+        super()._refuse_what_would_be_ignored(chunks)
+
+
+@dataclass
+class Qwen3VLDoRA(Qwen3VLParts, DoRA):
+    """DoRA. Fields beside those of `Qwen3VLParts` are Megatron-Bridge's (`dim`, `alpha`, ...).
+
+    Not yet with dropout, nor with tensor or pipeline parallelism: an error says so.
+    """
+
+    def _refuse_what_would_be_ignored(self, chunks: list[Qwen3VLModel]) -> None:
+        if self.dropout:
+            # Megatron-Bridge would send the difference that dropout makes through a fused norm, and drop twice.
+            raise ValueError(f"dropout is {self.dropout}, expected 0: DoRA has none here")
+        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+            # A rank's norm of its columns is not the norm of the row, and magnitudes are read from one rank.
+            if (size := getattr(chunks[0].config, name)) > 1:
+                raise ValueError(f"{name} is {size}, expected 1 for DoRA")
+        super()._refuse_what_would_be_ignored(chunks)
+
+    def transform(self, m: nn.Module, name: str | None = None, prefix: str | None = None) -> nn.Module:
+        """The module, with an adapter around it where it is a target."""
+        adapted = super().transform(m, name, prefix)
+        return adapted if adapted is m else MagnitudeLinear(adapted.to_wrap, adapted.adapter)
+
+
+class MagnitudeLinear(DoRALinear):
+    """A linear layer under DoRA: rows of W + BA brought to learned lengths, the bias left alone.
+
+    Megatron-Bridge's own scales the bias too where the layer has added it, and expects inputs of three dimensions.
+    """
+
+    def _get_weight_norm(self) -> Tensor:
+        with torch.no_grad():
+            return super()._get_weight_norm()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[..., in] -> [..., out], and the bias where the layer leaves adding it to the caller."""
+        output, bias_to_add, normed = self.base_linear_forward(x)
+        if not self._adapter_enabled:
+            return output, bias_to_add
+        bias = getattr(self.to_wrap, "bias", None)
+        added = bias if bias_to_add is None and bias is not None and bias.numel() else None
+        product = output if added is None else output - added
+        length = self.adapter.get_weight_magnitude() / self._get_weight_norm()
+        scaled = length * (product + self.adapter(normed.contiguous()).view_as(product))
+        return scaled if added is None else scaled + added, bias_to_add
+
+
+def _chunks(model: Any) -> list[Qwen3VLModel]:
+    chunks = unwrap_model(model if isinstance(model, list) else [model])
+    for chunk in chunks:
+        if not isinstance(chunk, Qwen3VLModel):
+            raise TypeError(f"found a {type(chunk).__name__}, expected a Qwen3VLModel")
+    return chunks
+
+
+def _let_recompute_see_gradients(chunk: Qwen3VLModel) -> None:
+    """Have blocks that recompute, and train something, take inputs that require a gradient.
+
+    A recomputed function gets no gradient, and so its parameters neither, when none of its inputs requires one.
+    Megatron-Bridge sees to it only where the text model recomputes and no base weight is trained, and then for both
+    towers.
+    """
+    for block in chunk.modules():
+        if not isinstance(block, TransformerBlock) or block.config.recompute_granularity is None:
+            continue
+        if any(parameter.requires_grad for parameter in block.layers.parameters()):
+            block.register_forward_pre_hook(_require_gradient, with_kwargs=True)
+
+
+def _require_gradient(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    hidden, *rest = args or (kwargs["hidden_states"],)
+    if torch.is_grad_enabled() and hidden is not None and not hidden.requires_grad:
+        hidden = hidden.detach().requires_grad_()
+    return ((hidden, *rest), kwargs) if args else (args, kwargs | {"hidden_states": hidden})
