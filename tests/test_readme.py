@@ -9,16 +9,26 @@ import subprocess
 import sys
 from pathlib import Path
 
+from qwen3vl_bridge import presets
+
 import pytest
+from PIL import Image
+from transformers import AutoProcessor
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-def block(heading: str, language: str) -> str:
-    """The first code block of a language under a heading."""
+def blocks(heading: str, language: str) -> list[str]:
+    """The code blocks of a language under a heading."""
     section = README.split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0]
-    return re.search(rf"```{language}\n(.*?)```", section, re.DOTALL)[1]
+    return re.findall(rf"```{language}\n(.*?)```", section, re.DOTALL)
+
+
+def block(heading: str, language: str) -> str:
+    """The only one."""
+    (only,) = blocks(heading, language)
+    return only
 
 
 def run(command: str) -> None:
@@ -42,6 +52,7 @@ def places(tmp_path_factory, untied_folder) -> dict[str, str]:
     make_dataset(folder / "data")
     names = {"HF_FOLDER": untied_folder, "DATA": folder / "data"}
     names |= {name: folder / name.lower() for name in ("MEGATRON", "EXPORTED", "RUN")}
+    names["IMAGE"] = next((folder / "data" / "images").iterdir())
     return {name: str(path) for name, path in names.items()}
 
 
@@ -68,22 +79,27 @@ def test_the_data_line_is_a_conversation_our_data_path_reads(places):
     assert len(ConversationFile(file)) == 1
 
 
-def test_python(untied_folder, tmp_path):
+def test_python(untied_folder, tmp_path, monkeypatch):
+    """The blocks one after the other, as a reader would run them."""
     import torch
 
-    code = block("Use it", "python").replace("Qwen/Qwen3-VL-8B-Instruct", str(untied_folder))
-    code = code.replace('"exported"', repr(str(tmp_path / "exported")))
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(untied_folder)
-    image = [config.vision_start_token_id, *[config.image_token_id] * 4, config.vision_end_token_id]
-    input_ids = torch.tensor([[5, *image, 6, 7]])
+    monkeypatch.chdir(tmp_path)
+    processor = AutoProcessor.from_pretrained(untied_folder)
+    picture = Image.new("RGB", (64, 64), "gray")
+    content = [{"type": "image", "image": picture}, {"type": "text", "text": "Which digit is this?"}]
+    messages = [{"role": "user", "content": content}]
+    inputs = processor.apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="pt")
     names = {
-        "input_ids": input_ids,
-        "loss_mask": (input_ids == 6).float(),
-        "pixel_values": torch.randn(16, 1536),
-        "image_grid_thw": torch.tensor([[1, 4, 4]]),
+        "processor": processor,
+        "messages": messages,
+        "loss_mask": torch.ones_like(inputs["input_ids"]),
+        **{name: inputs[name] for name in ("input_ids", "pixel_values", "image_grid_thw")},
     }
-    exec(code, names)
-    assert names["losses"].shape == input_ids.shape and names["loss"].isfinite()
-    assert (tmp_path / "exported" / "config.json").exists()
+    for code in blocks("Use it", "python"):
+        exec(code.replace("Qwen/Qwen3-VL-8B-Instruct", str(untied_folder)), names)
+    assert names["losses"].shape == names["input_ids"].shape and names["loss"].isfinite()
+    assert 0 < names["answer"].shape[1] - names["inputs"]["input_ids"].shape[1] <= 64
+    assert (tmp_path / "exported" / "config.json").exists() and (tmp_path / "merged" / "config.json").exists()
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+    count = re.search(r"parameter_count\(\"235B-A22B\"\)  # (\d+)", README)[1]
+    assert presets.parameter_count("235B-A22B") == int(count)

@@ -1,0 +1,77 @@
+"""Ask a checkpoint a question through the Megatron model, without exporting it.
+
+    python conversion/generate.py --hf-path HF_FOLDER --megatron-path MEGATRON --image cat.png "What is this?"
+
+`--hf-path` gives configuration, processor and, where no `--megatron-path` is given, the weights. The answer is greedy:
+the one transformers' `generate(do_sample=False)` gives on the export.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from qwen3vl_bridge import Qwen3VLModel
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="Ask a checkpoint a question, without exporting it.")
+    parser.add_argument("question")
+    parser.add_argument("--hf-path", required=True, help="Hugging Face folder or hub id: configuration and processor")
+    parser.add_argument("--megatron-path", help="fsdp_dtensor checkpoint; without it, the weights of --hf-path")
+    parser.add_argument("--image", action="append", default=[], help="a picture to show; may be given several times")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    return parser.parse_args()
+
+
+def load_model(hf_path: str, megatron_path: str | None) -> list[Qwen3VLModel]:
+    """The Megatron model with the checkpoint's weights."""
+    from qwen3vl_bridge.logs import quiet
+    from qwen3vl_bridge.training.checkpoint import load_weights
+    from qwen3vl_bridge.training.process_group import initialize
+
+    import torch
+    from megatron.bridge import AutoBridge
+
+    quiet()
+    provider = AutoBridge.from_hf_pretrained(hf_path).to_megatron_provider(load_weights=megatron_path is None)
+    provider.finalize()
+    groups = initialize(provider, seed=0)
+    model = provider.provide_distributed_model(
+        wrap_with_ddp=False, use_cpu_initialization=not torch.cuda.is_available(), pg_collection=groups
+    )
+    if megatron_path is not None:
+        load_weights(megatron_path, model)
+    return model
+
+
+def main() -> None:
+    """Print the answer."""
+    arguments = parse_arguments()
+    model = load_model(arguments.hf_path, arguments.megatron_path)
+
+    from qwen3vl_bridge import generate
+    from qwen3vl_bridge.training.process_group import shutdown
+
+    from transformers import AutoProcessor
+
+    processor = AutoProcessor.from_pretrained(arguments.hf_path)
+    pictures = [{"type": "image", "image": path} for path in arguments.image]
+    content = [*pictures, {"type": "text", "text": arguments.question}]
+    inputs = processor.apply_chat_template(
+        [{"role": "user", "content": content}],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+    ).to(next(model[0].parameters()).device)
+    answer = generate(model, **inputs, max_new_tokens=arguments.max_new_tokens)
+    new = answer[:, inputs["input_ids"].shape[1] :]
+    print(processor.batch_decode(new, skip_special_tokens=True)[0])
+    shutdown()
+
+
+if __name__ == "__main__":
+    main()
