@@ -9,6 +9,7 @@ the one transformers' `generate(do_sample=False)` gives on the export.
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -23,19 +24,22 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--megatron-path", help="fsdp_dtensor checkpoint; without it, the weights of --hf-path")
     parser.add_argument("--image", action="append", default=[], help="a picture to show; may be given several times")
     parser.add_argument("--max-new-tokens", type=int, default=128)
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if missing := [path for path in arguments.image if not Path(path).is_file()]:
+        parser.error(f"--image is {missing[0]}, expected a file that exists")
+    if arguments.max_new_tokens < 1:
+        parser.error(f"--max-new-tokens is {arguments.max_new_tokens}, expected 1 or more")
+    return arguments
 
 
 def load_model(hf_path: str, megatron_path: str | None) -> list[Qwen3VLModel]:
     """The Megatron model with the checkpoint's weights."""
-    from qwen3vl_bridge.logs import quiet
     from qwen3vl_bridge.training.checkpoint import load_weights
     from qwen3vl_bridge.training.process_group import initialize
 
     import torch
     from megatron.bridge import AutoBridge
 
-    quiet()
     provider = AutoBridge.from_hf_pretrained(hf_path).to_megatron_provider(load_weights=megatron_path is None)
     provider.finalize()
     groups = initialize(provider, seed=0)
@@ -50,15 +54,20 @@ def load_model(hf_path: str, megatron_path: str | None) -> list[Qwen3VLModel]:
 def main() -> None:
     """Print the answer."""
     arguments = parse_arguments()
+
+    from qwen3vl_bridge.logs import quiet
+
+    quiet()
     model = load_model(arguments.hf_path, arguments.megatron_path)
 
     from qwen3vl_bridge import generate
     from qwen3vl_bridge.training.process_group import shutdown
 
+    from PIL import Image
     from transformers import AutoProcessor
 
     processor = AutoProcessor.from_pretrained(arguments.hf_path)
-    pictures = [{"type": "image", "image": path} for path in arguments.image]
+    pictures = [{"type": "image", "image": Image.open(path).convert("RGB")} for path in arguments.image]
     content = [*pictures, {"type": "text", "text": arguments.question}]
     inputs = processor.apply_chat_template(
         [{"role": "user", "content": content}],

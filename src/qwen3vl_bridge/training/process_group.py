@@ -20,7 +20,9 @@ def initialize(provider: ModelProviderMixin, seed: int) -> ProcessGroupCollectio
         seed: of torch's and megatron-core's random generators.
     """
     if not _groups_serve(provider):
-        shutdown()
+        if _alone():
+            shutdown()
+        parallel_state.destroy_model_parallel()
         _join()
         provider.initialize_model_parallel()
     torch.manual_seed(seed)
@@ -45,13 +47,19 @@ def _groups_serve(provider: ModelProviderMixin) -> bool:
     return all(find() == size for find, size in wanted.items())
 
 
+def _alone() -> bool:
+    return "WORLD_SIZE" not in os.environ
+
+
 def _join() -> None:
+    if torch.distributed.is_initialized():  # processes that torchrun started meet once
+        return
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    if "WORLD_SIZE" in os.environ:
-        torch.distributed.init_process_group(backend)
-    else:
-        # Alone, and no port to collide on with another run on this machine.
+    if _alone():
+        # No port to collide on with another run on this machine.
         torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+    else:
+        torch.distributed.init_process_group(backend)
 
 
 def shutdown() -> None:

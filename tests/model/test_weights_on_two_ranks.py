@@ -1,0 +1,23 @@
+"""Weights come back bit for bit under tensor, pipeline, expert and expert-tensor parallelism."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from qwen3vl_bridge.mappings import ExpertLayout
+
+
+def test_every_tensor_comes_back(untied_folder, tied_folder, moe_folders, tmp_path):
+    tp, ep = dict(tensor_model_parallel_size=2, sequence_parallel=True), dict(expert_model_parallel_size=2)
+    pp = dict(pipeline_model_parallel_size=2, num_layers_in_first_pipeline_stage=3, pipeline_dtype=None)
+    padded = dict(should_pad_vocab=True, make_vocab_size_divisible_by=100)
+    cases = [(untied_folder, tp | padded), (tied_folder, tp | padded), (tied_folder, pp | padded)]
+    cases += [(moe_folders[layout], ep) for layout in ExpertLayout]
+    cases += [(moe_folders[layout], tp) for layout in ExpertLayout]
+    cases += [(moe_folders[layout], tp | ep | dict(expert_tensor_parallel_size=1)) for layout in ExpertLayout]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [*torchrun, "-m", "tests.model.weights_on_two_ranks", json.dumps([fields for _, fields in cases])]
+    command += [str(folder) for folder, _ in cases]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
