@@ -16,6 +16,7 @@ from qwen3vl_bridge.model.qwen3vl import Qwen3VLModel
 from qwen3vl_bridge.param_mappings import param_mappings
 from qwen3vl_bridge.peft_export import AdapterConversion
 from qwen3vl_bridge.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
+from qwen3vl_bridge.weight_rows import expand
 
 import torch
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
@@ -84,6 +85,20 @@ class Qwen3VLBridge(AdapterConversion, MegatronModelBridge):
             vision_end_token_id=config.vision_end_token_id,
             **{name: getattr(text, name) for name in token_ids if getattr(text, name, None) is not None},
         )
+
+    def load_weights_hf_to_megatron(self, hf_pretrained: Any, *args: Any, **kwargs: Any) -> Any:
+        """As Megatron-Bridge's, which leaves a weight that the checkpoint lacks as it happens to be.
+
+        Raises:
+            ValueError: tensors are missing; the message names them.
+        """
+        self.hf_pretrained = hf_pretrained
+        rows = mappings.table(self.expert_layout())
+        wanted = {name for row in expand(rows, dimensions_of(hf_pretrained.config.to_dict())) for name in row.hf}
+        if missing := sorted(wanted - set(hf_pretrained.state.keys())):
+            shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+            raise ValueError(f"{hf_pretrained.model_name_or_path} lacks {len(missing)} tensors: {shown}")
+        return super().load_weights_hf_to_megatron(hf_pretrained, *args, **kwargs)
 
     def mapping_registry(self) -> MegatronMappingRegistry:
         """The weight table as Megatron-Bridge's mappings."""

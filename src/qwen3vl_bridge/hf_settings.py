@@ -48,6 +48,13 @@ def _check_experts(text: Mapping[str, Any]) -> None:
         return
     if not isinstance(chosen, int) or not 0 < chosen <= experts:
         raise ValueError(f"text_config.num_experts_per_tok is {chosen!r}, expected 1 to {experts}, the experts")
+    if (step := text.get("decoder_sparse_step", 1)) < 1:
+        raise ValueError(f"text_config.decoder_sparse_step is {step}, expected 1 or more")
+    if len({text[name] for name in ("num_experts", "num_local_experts") if text.get(name)}) > 1:
+        raise ValueError(
+            f"text_config.num_experts is {text['num_experts']}, num_local_experts {text['num_local_experts']}: "
+            "expected the same number"
+        )
     if not moe_layers_of(text):
         raise ValueError(
             f"text_config has {experts} experts and no layer that uses them: decoder_sparse_step is "

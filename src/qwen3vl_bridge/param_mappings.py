@@ -42,6 +42,8 @@ class VocabularyMapping(AutoMapping):
 
     def hf_to_megatron(self, hf_weights: Tensor, megatron_module: nn.Module) -> Tensor:
         """[vocabulary, h] -> this rank's rows; those of no token are zero."""
+        if len(hf_weights) != (tokens := self._get_config(megatron_module).vocab_size):
+            raise ValueError(f"{self.hf_param} has {len(hf_weights)} rows, expected vocab_size, {tokens}")
         rows = megatron_module.weight.shape[0]
         if not isinstance(megatron_module.weight, DTensor):  # whose shape is the whole
             rows *= self.tp_size

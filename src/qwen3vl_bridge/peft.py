@@ -35,7 +35,8 @@ class Qwen3VLParts:
 
     `target_modules` (and `exclude_modules`) choose among the linear layers of the adapted parts: a name such as
     "linear_qkv", or a pattern such as "*.layers.0.*.linear_qkv". Layers are linear_qkv and linear_proj of attention,
-    linear_fc1 and linear_fc2 of MLPs; the mergers have linear_fc1 and linear_fc2.
+    linear_fc1 and linear_fc2 of MLPs; the mergers have linear_fc1 and linear_fc2. Experts get no adapters: by default
+    they are left out, and naming them is an error.
 
     Attributes:
         freeze_language_model, freeze_vision_model, freeze_vision_projection: whether that part's own weights rest.
@@ -89,6 +90,9 @@ class Qwen3VLParts:
         inside = ".layers." in full_name or part_of(full_name) is Part.VISION_PROJECTION
         if not inside or not getattr(self, f"adapt_{part_of(full_name).value}"):
             return None
+        # Experts' adapters cannot be exported yet. Who names linear layers is told so; who doesn't gets the others.
+        if self.target_modules == _ALL_LINEAR_LAYERS and is_expert_linear(full_name):
+            return None
         return super().match(m, name, prefix)
 
     def freeze_model(self, model: Any, training: bool = True) -> None:
@@ -119,6 +123,11 @@ class Qwen3VLParts:
             raise ValueError(f"the model has {len(adapted)} adapters already, such as {adapted[0]}; expected none")
         if self.canonical_mapping:
             raise ValueError(f"canonical_mapping is {dict(self.canonical_mapping)}, expected it to be empty")
+        if self.target_modules and self.exclude_modules:
+            raise ValueError(
+                f"target_modules is {self.target_modules} and exclude_modules {self.exclude_modules}, expected one of "
+                "them: set target_modules to [] to adapt all linear layers but some"
+            )
         targets = self._targets(chunks)
         names = [name for found in targets.values() for name in found]
         if of_experts := [name for name in names if is_expert_linear(name)]:

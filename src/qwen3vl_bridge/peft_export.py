@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qwen3vl_bridge.mappings import TABLE
 from qwen3vl_bridge.parallel import wait_for_all
+from qwen3vl_bridge.weight_rows import ConcatenatedQKV
 
 import torch
-from megatron.bridge.models.conversion.param_mapping import ConcatenatedQKVMapping
 from megatron.bridge.models.conversion.peft_bridge import (
     AdapterWeight,
     AdapterWeightConversionTask,
@@ -34,6 +36,11 @@ if TYPE_CHECKING:
     from megatron.bridge import AutoBridge
 
 Weights = dict[str, Tensor]
+
+# Megatron names of weights whose q, k and v are one Hugging Face tensor.
+_CONCATENATED_QKV = re.compile(
+    "|".join(re.escape(row.megatron).replace(r"\*", r"\d+") for row in TABLE if isinstance(row, ConcatenatedQKV))
+)
 
 
 class AdapterConversion(MegatronPeftBridge):
@@ -114,7 +121,7 @@ class AdapterConversion(MegatronPeftBridge):
 
     def _in_hf_order(self, prefix: str, rows: Tensor) -> Tensor:
         """[out, r] rows, from q, k, v of head 0, of head 1, ... to q of all heads, k of all, v of all."""
-        if not isinstance(self.mapping_registry().megatron_to_hf_lookup(f"{prefix}.weight"), ConcatenatedQKVMapping):
+        if not _CONCATENATED_QKV.fullmatch(f"{prefix}.weight"):
             return rows
         return rows.unflatten(0, (self.hf_config.vision_config.num_heads, 3, -1)).transpose(0, 1).flatten(0, 2)
 

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from qwen3vl_bridge.dimensions import Dimensions
+from qwen3vl_bridge.fixed_settings import FIXED, FIXED_WITH_EXPERTS, ROUTING
 from qwen3vl_bridge.recompute import check_recompute
 
 import torch
 import torch.nn.functional as F
-from megatron.bridge.models.gpt_provider import GPTModelProvider, default_layer_spec
+from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.utils.vocab_utils import calculate_padded_vocab_size
 from megatron.core.pipeline_parallel.utils import (
     is_pp_first_stage,
@@ -97,26 +99,7 @@ class Qwen3VLModelProvider(GPTModelProvider):
     vision_recompute_method: str | None = None
     vision_recompute_num_layers: int | None = None
 
-    # Settings of the inherited configuration that this model does not follow, and what it does.
-    fixed: ClassVar[dict[str, Any]] = {
-        "position_embedding_type": "mrope",
-        "rotary_percent": 1.0,
-        "rope_scaling": False,
-        "seq_len_interpolation_factor": None,
-        "apply_rope_fusion": False,
-        "normalization": "RMSNorm",
-        "gated_linear_unit": True,
-        "activation_func": F.silu,
-        "qk_layernorm": True,
-        "add_bias_linear": False,
-        "add_qkv_bias": False,
-        "window_size": None,
-        "softmax_scale": None,
-        "multi_latent_attention": False,
-        "mtp_num_layers": None,
-        "num_moe_experts": None,
-        "transformer_layer_spec": default_layer_spec,
-    }
+    fixed: ClassVar[Mapping[str, Any]] = FIXED
 
     def finalize(self) -> None:
         """Check the fields and complete them.
@@ -232,19 +215,7 @@ class Qwen3VLMoEModelProvider(Qwen3VLModelProvider):
     moe_grouped_gemm: bool = field(default_factory=has_transformer_engine)
     moe_permute_fusion: bool = field(default_factory=has_transformer_engine)
 
-    fixed: ClassVar[dict[str, Any]] = {
-        **{name: only for name, only in Qwen3VLModelProvider.fixed.items() if name != "num_moe_experts"},
-        # The chosen experts' weights add up to one. Source: transformers, Qwen3VLMoeTextTopKRouter.
-        "moe_router_score_function": "softmax",
-        "moe_router_pre_softmax": False,
-        "moe_router_topk_scaling_factor": None,
-        "moe_router_num_groups": None,
-        "moe_router_enable_expert_bias": False,
-        "moe_shared_expert_intermediate_size": None,
-        "moe_latent_size": None,
-        # A full expert would drop tokens, and padding would push real ones out.
-        "moe_expert_capacity_factor": None,
-    }
+    fixed: ClassVar[Mapping[str, Any]] = FIXED_WITH_EXPERTS
 
     def finalize(self) -> None:
         """Check the fields and complete them.
@@ -259,6 +230,12 @@ class Qwen3VLMoEModelProvider(Qwen3VLModelProvider):
             )
         if not 0 < self.moe_router_topk <= self.num_moe_experts:
             raise ValueError(f"moe_router_topk is {self.moe_router_topk}, expected 1 to {self.num_moe_experts}")
+        kinds = self.moe_router_load_balancing_type
+        if unknown := set([kinds] if isinstance(kinds, str) else kinds) - ROUTING:
+            raise ValueError(
+                f"moe_router_load_balancing_type is {kinds!r}, expected some of {sorted(ROUTING)}: under "
+                f"{sorted(unknown)} padding or packing would change what real tokens are trained to"
+            )
         if self.transformer_impl == "local" and (self.moe_grouped_gemm or self.moe_permute_fusion):
             raise ValueError(
                 f"moe_grouped_gemm is {self.moe_grouped_gemm} and moe_permute_fusion {self.moe_permute_fusion}, "
@@ -272,6 +249,8 @@ class Qwen3VLMoEModelProvider(Qwen3VLModelProvider):
         frequency = self.moe_layer_freq
         if isinstance(frequency, int):
             return tuple(range(0, self.num_layers, frequency))
+        if isinstance(frequency, str):
+            raise ValueError(f"moe_layer_freq is the text {frequency!r}, expected a number or a list")
         if len(frequency) != self.num_layers:
             raise ValueError(f"moe_layer_freq has {len(frequency)} entries, expected {self.num_layers}, one per layer")
         return tuple(layer for layer, has_experts in enumerate(frequency) if has_experts)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from qwen3vl_bridge.provider import Qwen3VLModelProvider
 
+_MEGATRONS_OWN = ["core_attn"]  # what finalize() writes into recompute_modules where nobody has
 # Not "mlp": megatron-core 0.19 hands a recomputed MLP's bias, which the tower's have, out of its autograd function,
 # and the backward pass then calls itself without end. The rest is for experts or another kind of attention.
 _OF_VISION = {"core_attn", "layernorm"}
@@ -23,7 +24,24 @@ def check_recompute(provider: Qwen3VLModelProvider) -> None:
             would not end.
     """
     for prefix in ("", "vision_"):
-        modules = getattr(provider, f"{prefix}recompute_modules") or ()
+        names = ("granularity", "method", "num_layers", "modules")
+        granularity, method, number, modules = (getattr(provider, f"{prefix}recompute_{name}") for name in names)
+        if granularity not in (None, "full", "selective"):
+            raise ValueError(f"{prefix}recompute_granularity is {granularity!r}, expected None, 'full' or 'selective'")
+        if granularity == "full" and (method not in ("uniform", "block") or not number):
+            raise ValueError(
+                f"{prefix}recompute_method is {method!r} and {prefix}recompute_num_layers {number}, expected 'uniform' "
+                f"or 'block' and 1 or more, as {prefix}recompute_granularity is 'full'"
+            )
+        idle = {"full": ("modules",), "selective": ("method", "num_layers")}.get(granularity)
+        for name in idle or names[1:]:
+            value = getattr(provider, f"{prefix}recompute_{name}")
+            if value and value != _MEGATRONS_OWN:
+                raise ValueError(
+                    f"{prefix}recompute_{name} is {value!r}, which {prefix}recompute_granularity {granularity!r} would "
+                    "ignore"
+                )
+        modules = modules or ()
         # megatron-core's recomputation of a norm takes its default for 8-bit training, and asks Transformer Engine.
         if "layernorm" in modules and provider.transformer_impl == "local":
             raise ValueError(

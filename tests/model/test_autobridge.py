@@ -1,5 +1,7 @@
 """AutoBridge with our classes: every weight there and back, through Megatron-Bridge's own machinery."""
 
+import shutil
+
 from qwen3vl_bridge.mappings import ExpertLayout
 from qwen3vl_bridge.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
 from qwen3vl_bridge.training.process_group import initialize
@@ -50,10 +52,16 @@ def test_a_configuration_is_enough_for_a_provider(untied_folder):
     assert not provider.share_embeddings_and_output_weights
 
 
-def test_freezing_stops_exactly_the_named_parts(untied_folder):
-    provider = AutoBridge.from_hf_pretrained(str(untied_folder)).to_megatron_provider(load_weights=False)
+@pytest.mark.parametrize("kind", ["untied", "moe"])
+def test_freezing_stops_exactly_the_named_parts(kind, request, caplog):
+    folder = request.getfixturevalue(f"{kind}_folder")
+    provider = AutoBridge.from_hf_pretrained(str(folder)).to_megatron_provider(load_weights=False)
     provider.freeze_vision_model = True
-    (model,) = build(provider)
+    with caplog.at_level("INFO", logger="qwen3vl_bridge"):
+        (model,) = build(provider)
+    count = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    (message,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("parameters trained")]
+    assert f"parameters trained on this rank: {count:,} of " in message and "vision_model 0 of " in message
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     assert "vision_model.merger.linear_fc1.weight" in trained
@@ -124,3 +132,21 @@ def test_to_megatron_model_needs_nothing_else(kind, request):
     exported = dict(bridge.export_hf_weights(model, cpu=True, show_progress=False))
     source = load_folder(folder)
     assert all(torch.equal(exported[name], source[name]) for name in source)
+
+
+@pytest.mark.parametrize("layout", [ExpertLayout.INPUT_MAJOR, ExpertLayout.PER_EXPERT])
+def test_a_checkpoint_that_lacks_a_tensor_is_not_loaded(layout, moe_folders, tmp_path):
+    source = load_folder(moe_folders[layout])
+    del source["model.language_model.layers.1.mlp.down_proj.weight"]
+    save_file(source, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    shutil.copy(moe_folders[layout] / "config.json", tmp_path)
+    provider = AutoBridge.from_hf_pretrained(str(tmp_path)).to_megatron_provider(load_weights=True)
+    with pytest.raises(ValueError, match=r"lacks 1 tensors: model\.language_model\.layers\.1\.mlp\.down_proj"):
+        build(provider)
+
+
+def test_another_vocabulary_is_not_cut_to_fit(untied_folder):
+    provider = AutoBridge.from_hf_pretrained(str(untied_folder)).to_megatron_provider(load_weights=True)
+    provider.vocab_size = 400
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight has 512 rows, expected vocab_size, 400"):
+        build(provider)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.parity.batches import make_batch, make_samples
 
-from .support import gaps, make_rows, no_grad, reference_logits, sides
+from .support import gaps, make_rows, no_grad, packed_params, reference_logits, sides
 
 # Absolute errors, measured over all cases of this file.
 LOGITS = 1e-5  # measured 2.1e-6, of logits up to about 2
@@ -186,3 +186,37 @@ def test_labels_may_be_anything_where_the_loss_mask_is_zero(pair):
     assert torch.equal(losses * rows.loss_mask, expected * rows.loss_mask)
     with pytest.raises(ValueError, match=r"loss_mask has shape \[1\]"):
         pair.megatron(rows.input_ids, labels=masked, loss_mask=torch.ones(1), **arguments)
+
+
+TEXT = torch.tensor([[11, 12, 13, 14, 15, 16], [21, 22, 23, 24, 25, 26]])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        dict(),
+        dict(attention_mask=torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])),
+        dict(attention_mask=torch.tensor([[1, 1, 1, 1, 0, 0], [1] * 6])),
+        dict(packed_seq_params=packed_params([0, 4, 10])),
+        dict(packed_seq_params=packed_params([0, 4, 10], [0, 6, 12])),
+        dict(input_ids=TEXT.view(1, 12), packed_seq_params=packed_params([0, 6, 12])),
+        dict(input_ids=TEXT.view(1, 12), packed_seq_params=packed_params([0, 4, 10], [0, 6, 12])),
+    ],
+    ids=["rows", "left", "right", "rows packed", "rows packed and padded", "flat", "flat and padded"],
+)
+def test_text_alone_in_every_convention(pair, given):
+    """No picture, no DeepStack features in any layer, and a gradient for every parameter all the same."""
+    pair.megatron.zero_grad()
+    features = []
+    layers = pair.megatron.language_model.decoder.layers
+    hooks = [
+        layer.register_forward_pre_hook(lambda _, a, named: features.append(named["context"]), with_kwargs=True)
+        for layer in layers
+    ]
+    ids = given.get("input_ids", TEXT)
+    pair.megatron(**{"input_ids": TEXT, **given}, labels=ids).sum().backward()
+    for hook in hooks:
+        hook.remove()
+    assert len(features) == len(layers) and all(f.shape[1] == 0 for f in features)
+    assert all(p.grad is not None for p in pair.megatron.parameters())
+    assert not any(p.grad.any() for p in pair.megatron.vision_model.parameters())

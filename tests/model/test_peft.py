@@ -134,8 +134,19 @@ class TestRefusals:
     def test_experts(self, moe_folder):
         model = model_of(moe_folder)
         with pytest.raises(NotImplementedError, match="linear layers of experts"):
-            Qwen3VLLoRA(dim=2)(model)
-        Qwen3VLLoRA(dim=2, target_modules=["linear_qkv", "linear_proj"])(model)
+            Qwen3VLLoRA(dim=2, target_modules=["linear_fc1"])(model)
+        Qwen3VLLoRA(dim=2)(model)  # nobody named them
+        adapted = [name for name, p in model.named_parameters() if p.requires_grad]
+        assert any(".layers.1.mlp.linear_fc1.adapter." in name for name in adapted)  # the dense layer
+        assert not any(".experts." in name for name in adapted)
+
+    def test_both_kinds_of_choice(self, untied_folder):
+        with pytest.raises(ValueError, match=r"set target_modules to \[\]"):
+            Qwen3VLLoRA(dim=2, exclude_modules=["*.layers.0.*"])(model_of(untied_folder))
+        model = model_of(untied_folder)
+        Qwen3VLLoRA(dim=2, target_modules=[], exclude_modules=["*.layers.0.*"])(model)
+        adapted = [name for name, p in model.named_parameters() if p.requires_grad]
+        assert adapted and not any(".layers.0." in name for name in adapted)
 
     def test_a_pipeline_stage_may_lack_a_part(self, untied_folder):
         model = model_of(untied_folder)

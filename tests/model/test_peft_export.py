@@ -109,13 +109,17 @@ def test_gradients_are_those_of_peft(method, untied_folder, tmp_path):
     assert len(errors) > 80 and max(errors.values()) <= GRADIENT, errors
 
 
-def test_attention_of_a_model_with_experts(method, moe_folder, tmp_path):
-    peft = method(dim=4, alpha=8, target_modules=["linear_qkv", "linear_proj"])
-    adapted = adapt(moe_folder, peft)
+def test_a_model_with_experts(method, moe_folder, tmp_path):
+    """Adapters on all that is no expert: attention, the dense layer, the vision tower and the mergers."""
+    adapted = adapt(moe_folder, method(dim=4, alpha=8, **ALL_PARTS))
     adapted.train()
-    save_hf_adapter(adapted.pair.bridge, [adapted.model], tmp_path, peft)
-    loaded = with_adapter(moe_folder, tmp_path)
-    assert worst_difference(adapted.logits(), reference_logits(loaded, adapted.samples)) <= TOLERANCE
+    logits = adapted.logits()
+    save_hf_adapter(adapted.pair.bridge, [adapted.model], tmp_path / "adapter", adapted.peft)
+    adapted.pair.bridge.save_hf_pretrained([adapted.model], tmp_path / "merged", show_progress=False)
+    loaded = with_adapter(moe_folder, tmp_path / "adapter")
+    assert worst_difference(logits, reference_logits(loaded, adapted.samples)) <= TOLERANCE
+    merged = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged")
+    assert worst_difference(logits, reference_logits(merged, adapted.samples)) <= TOLERANCE
 
 
 def test_untrained_adapters_change_nothing(method, tied_folder):

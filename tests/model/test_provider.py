@@ -4,7 +4,8 @@ import copy
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.bridge import Qwen3VLBridge
-from qwen3vl_bridge.provider import Qwen3VLModelProvider
+from qwen3vl_bridge.hf_settings import check_settings
+from qwen3vl_bridge.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
 from qwen3vl_bridge.vision_config import vision_transformer_config
 
 import pytest
@@ -40,8 +41,20 @@ def test_nothing_is_frozen_unless_asked(provider):
             dict(vision_recompute_granularity="full", vision_recompute_method="uniform", vision_recompute_num_layers=2),
             r"taps \[0, 2\] don't end a chunk",
         ),
-        (dict(vision_recompute_modules=["layernorm"]), "'layernorm' needs Transformer Engine"),
-        (dict(vision_recompute_modules=["mlp"]), r"vision_recompute_modules has \['mlp'\], expected some of"),
+        (
+            dict(vision_recompute_granularity="selective", vision_recompute_modules=["layernorm"]),
+            "'layernorm' needs Transformer Engine",
+        ),
+        (
+            dict(vision_recompute_granularity="selective", vision_recompute_modules=["mlp"]),
+            r"vision_recompute_modules has \['mlp'\], expected some of",
+        ),
+        (dict(softmax_type="off-by-one"), "softmax_type is 'off-by-one', expected 'vanilla'"),
+        (dict(rotary_interleaved=True), "rotary_interleaved is True, expected False"),
+        (dict(recompute_granularity="full"), "recompute_method is None and recompute_num_layers None"),
+        (dict(vision_recompute_granularity="all"), "vision_recompute_granularity is 'all', expected None, 'full'"),
+        (dict(vision_recompute_modules=["core_attn"], vision_recompute_num_layers=2), "would ignore"),
+        (dict(recompute_modules=["mlp"]), r"recompute_modules is \['mlp'\], which recompute_granularity None would"),
         (dict(add_qkv_bias=True), "add_qkv_bias is True, expected False"),
     ],
 )
@@ -81,3 +94,64 @@ def test_activation_of_the_tower_is_checked(provider):
 def test_vision_tower_follows_the_models_precision(provider):
     provider.params_dtype, provider.bf16 = torch.bfloat16, True
     assert vision_transformer_config(provider).params_dtype is torch.bfloat16
+
+
+@pytest.fixture
+def moe_provider(moe_folder):
+    return AutoBridge.from_hf_pretrained(str(moe_folder)).to_megatron_provider(load_weights=False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(num_moe_experts=None), "expected experts in one layer or more"),
+        (dict(moe_layer_freq=[0, 0, 0, 0]), "expected experts in one layer or more"),
+        (dict(moe_layer_freq=[1, 0]), "moe_layer_freq has 2 entries, expected 4"),
+        (dict(moe_layer_freq="[1,0,1,1]"), "is the text"),
+        (dict(moe_router_topk=7), "moe_router_topk is 7, expected 1 to 6"),
+        (dict(moe_grouped_gemm=True), "both are Transformer Engine's"),
+        (dict(moe_router_load_balancing_type="sinkhorn"), "is 'sinkhorn', expected some of"),
+        (dict(moe_router_load_balancing_type=["aux_loss", "seq_aux_loss"]), "padding or packing would change"),
+        (dict(moe_expert_capacity_factor=1.0), "moe_expert_capacity_factor is 1.0, expected None"),
+        (dict(moe_router_pre_softmax=True), "moe_router_pre_softmax is True, expected False"),
+    ],
+)
+def test_what_experts_do_not_do_is_refused(moe_provider, fields, message):
+    for name, value in fields.items():
+        setattr(moe_provider, name, value)
+    with pytest.raises(ValueError, match=message):
+        moe_provider.finalize()
+
+
+def test_nothing_is_frozen_in_a_model_with_experts_either(moe_provider):
+    assert type(moe_provider) is Qwen3VLMoEModelProvider
+    names = ("freeze_language_model", "freeze_vision_model", "freeze_vision_projection")
+    assert not any(getattr(moe_provider, name) for name in names)
+
+
+def test_a_provider_can_be_finalized_again(provider, moe_provider):
+    for one in (provider, moe_provider):
+        one.finalize()
+        one.finalize()
+
+
+@pytest.mark.parametrize(
+    ("part", "settings", "message"),
+    [
+        ("text_config", dict(attention_bias=True), "text_config.attention_bias is True, expected False"),
+        ("text_config", dict(hidden_act="gelu"), "text_config.hidden_act is 'gelu', expected 'silu'"),
+        ("text_config", dict(norm_topk_prob=False), "text_config.norm_topk_prob is False, expected True"),
+        ("text_config", dict(num_experts_per_tok=9), "num_experts_per_tok is 9, expected 1 to 6"),
+        ("text_config", dict(decoder_sparse_step=0), "decoder_sparse_step is 0, expected 1 or more"),
+        ("text_config", dict(mlp_only_layers=[0, 1, 2, 3]), "no layer that uses them"),
+        ("vision_config", dict(hidden_act="relu"), "vision_config.hidden_act is 'relu'"),
+        (None, dict(quantization_config={"quant_method": "fp8"}), "quantization_config is"),
+    ],
+)
+def test_settings_of_a_configuration_that_nothing_would_follow(moe_folder, part, settings, message):
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(moe_folder).to_dict()
+    (config if part is None else config[part]).update(settings)
+    with pytest.raises(ValueError, match=message):
+        check_settings(config)

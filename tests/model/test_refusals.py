@@ -94,7 +94,9 @@ def test_wrong_flat_rows_say_what_is_wrong(provider, logical, mask, message):
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        (torch.full((2, 6), -100), r"smallest entry -100, expected \[2, 6\] token ids"),
+        (torch.full((2, 6), 512), r"entries in \[512, 512\]"),
+        (torch.ones(2, 6), "torch.float32"),
+        (torch.full((2, 6), -100), r"entries in \[-100, -100\], expected \[2, 6\] token ids below 512"),
         (torch.ones(2, 5, dtype=torch.long), r"labels has shape \[2, 5\]"),
         (torch.ones(1, 12, dtype=torch.long), r"labels has shape \[1, 12\]"),
     ],

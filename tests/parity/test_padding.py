@@ -8,7 +8,10 @@ from qwen3vl_bridge.sequence import SequenceLayout
 
 import pytest
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.moe import router
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+from megatron.core.transformer.moe.moe_utils import switch_load_balancing_loss_func
 from megatron.core.transformer.moe.router import TopKRouter
 
 from .batches import Sample, make_batch, make_samples
@@ -54,18 +57,16 @@ def run(pair: Pair, samples: list[Sample], layout: SequenceLayout) -> Seen:
     tracker.clear()
     counts = []
 
-    def count(router, arguments, result) -> None:
-        _, padding_mask = arguments
-        _, routing_map = result
-        counts.append(routing_map[~padding_mask.flatten()].sum(0))
+    def count(*arguments, tokens_per_expert, **more):
+        counts.append(tokens_per_expert)
+        return switch_load_balancing_loss_func(*arguments, tokens_per_expert=tokens_per_expert, **more)
 
-    hooks = [m.register_forward_hook(count) for m in pair.megatron.modules() if isinstance(m, TopKRouter)]
     batch = make_batch(samples, pair.config, layout=layout)
     inputs = batch.local()
-    losses = pair.megatron(inputs=inputs)
+    with pytest.MonkeyPatch.context() as patch:  # to see the counts that megatron-core balances by
+        patch.setattr(router, "switch_load_balancing_loss_func", count)
+        losses = pair.megatron(inputs=inputs)
     (losses * inputs.loss_mask).sum().backward()
-    for hook in hooks:
-        hook.remove()
     return Seen(
         losses=[loss.detach() for loss in per_sample(losses, batch)],
         balance={name: entry.values.clone() for name, entry in tracker.metrics.items()},
@@ -96,28 +97,65 @@ def test_balancing_losses_have_gradients(pair):
     """Or the test above would compare nothing."""
     samples = make_samples("mixed", pair.config, seed=11)
     layout = SequenceLayout.packed_row([len(s.ids) for s in samples])
-    router = "language_model.decoder.layers.0.mlp.router.weight"
-    with_balance = run(pair, samples, layout).gradients[router]
+    weight = "language_model.decoder.layers.0.mlp.router.weight"
+    with_balance = run(pair, samples, layout).gradients[weight]
     pair.provider.moe_aux_loss_coeff, pair.provider.moe_z_loss_coeff = 0.0, None
     try:
-        without = run(pair, samples, layout).gradients[router]
+        without = run(pair, samples, layout).gradients[weight]
     finally:
         pair.provider.moe_aux_loss_coeff, pair.provider.moe_z_loss_coeff = 0.02, 1e-3
     assert (with_balance - without).abs().max() > 1e-2 * without.abs().max()
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
-def test_the_mask_arrives_at_every_layer_with_experts(pair, packed):
+def masks_that_arrive(pair: Pair, *arguments, **named) -> list[torch.Tensor]:
+    """What every layer with experts is told of padding, [s, b] as Megatron has it."""
     arrived = []
     hooks = [
-        m.register_forward_pre_hook(lambda _, arguments: arrived.append(arguments[1]))
+        m.register_forward_pre_hook(lambda _, found: arrived.append(found[1]))
         for m in pair.megatron.modules()
         if isinstance(m, TopKRouter)
     ]
-    batch = make_batch(make_samples("mixed", pair.config, seed=1), pair.config, packed=packed)
-    pair.megatron(inputs=batch.local())
+    pair.megatron(*arguments, **named)
     for hook in hooks:
         hook.remove()
-    expected = batch.layout.padding_mask().view(batch.input_ids.shape).T  # [s, b], as Megatron has it
-    assert expected.any() and len(arrived) == len(pair.provider.moe_layers)
-    assert all(torch.equal(mask, expected) for mask in arrived)
+    assert len(arrived) == len(pair.provider.moe_layers)
+    return arrived
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+def test_the_mask_arrives_at_every_layer_with_experts(pair, packed):
+    batch = make_batch(make_samples("mixed", pair.config, seed=1), pair.config, packed=packed)
+    expected = batch.layout.padding_mask().view(batch.input_ids.shape).T
+    assert expected.any()
+    assert all(torch.equal(mask, expected) for mask in masks_that_arrive(pair, inputs=batch.local()))
+
+
+IDS = torch.tensor([[11, 12, 13, 14, 9, 9], [11, 12, 13, 14, 15, 16]])
+
+
+@pytest.mark.parametrize(
+    ("given", "padding"),
+    [
+        (dict(attention_mask=torch.tensor([[1, 1, 1, 1, 0, 0], [1] * 6])), [[0, 0, 0, 0, 1, 1], [0] * 6]),
+        # Rolled: real tokens come first.
+        (dict(attention_mask=torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])), [[0, 0, 0, 0, 1, 1], [0] * 6]),
+        # Both are given: the mask counts, not the ids.
+        (dict(attention_mask=torch.ones(2, 6)), [[0] * 6] * 2),
+        (dict(), [[0, 0, 0, 0, 1, 1], [0] * 6]),  # the last resort, a run of the padding token
+        (
+            dict(
+                packed_seq_params=PackedSeqParams(
+                    "thd",
+                    cu_seqlens_q=torch.tensor([0, 3, 9], dtype=torch.int32),
+                    cu_seqlens_q_padded=torch.tensor([0, 4, 10], dtype=torch.int32),
+                )
+            ),
+            [[0, 0, 0, 1, 0, 0, 0, 0, 0, 0]],
+        ),
+    ],
+    ids=["mask on the right", "mask on the left", "mask before ids", "ids", "packed rows"],
+)
+def test_what_a_caller_says_of_padding_arrives(pair, monkeypatch, given, padding):
+    monkeypatch.setattr(pair.provider, "pad_token_id", 9)
+    expected = torch.tensor(padding).bool().T
+    assert all(torch.equal(mask, expected) for mask in masks_that_arrive(pair, IDS, **given))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import types
 
 import pytest
 import torch
@@ -94,3 +95,23 @@ def test_an_export_leaves_the_vocabularys_padding_out(kind, request):
     exported = dict(pair.bridge.export_hf_weights([pair.megatron], cpu=True, show_progress=False))
     for name, weight in pair.reference.named_parameters():
         assert torch.equal(exported[name], weight), name
+
+
+def test_a_tower_without_deepstack(untied_folder, tmp_path):
+    from transformers import AutoConfig
+
+    from examples.digits.checkpoint import make_model
+
+    config = AutoConfig.from_pretrained(untied_folder)
+    config.vision_config.deepstack_visual_indexes = []
+    make_model(config, seed=6).save_pretrained(tmp_path)
+    assert_parity(make_pair(tmp_path))
+
+
+def test_a_loss_of_gathered_logits_is_refused(untied_folder, monkeypatch):
+    """Under tensor parallelism megatron-core would give it wrong gradients."""
+    text = make_pair(untied_folder).megatron.language_model
+    monkeypatch.setattr(text, "parallel_output", False)
+    monkeypatch.setattr(text.pg_collection, "tp", types.SimpleNamespace(size=lambda: 2, rank=lambda: 1))
+    with pytest.raises(ValueError, match="parallel_output is False, expected True"):
+        text.compute_language_model_loss(torch.zeros(1, 1), torch.zeros(1, 1, 512))

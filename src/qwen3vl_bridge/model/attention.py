@@ -6,6 +6,7 @@ specs (`layers.py`).
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass
 from itertools import groupby
@@ -18,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -170,15 +172,18 @@ class SegmentAttention(MegatronModule):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
         """[n, heads, length, d] each, keys and values possibly of fewer heads."""
-        return F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            is_causal=causal,
-            scale=self.scale,
-            dropout_p=self.dropout if self.training else 0.0,
-            enable_gqa=query.size(1) != key.size(1),
-        )
+        dropout = self.dropout if self.training else 0.0
+        # Tensor-parallel ranks hold different heads, which drop different weights.
+        with get_cuda_rng_tracker().fork() if dropout else contextlib.nullcontext():
+            return F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                is_causal=causal,
+                scale=self.scale,
+                dropout_p=dropout,
+                enable_gqa=query.size(1) != key.size(1),
+            )
 
 
 def _segment_lengths(params: PackedSeqParams, tokens: int) -> tuple[int, ...]:

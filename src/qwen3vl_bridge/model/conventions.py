@@ -73,18 +73,20 @@ class Arrangement:
             flat = F.pad(flat, (0, 1), value=fill)[..., self.sources.to(flat.device)]  # -1 is the one filled in
         return flat.unflatten(-1, (self.layout.num_rows, -1))
 
-    def take_labels(self, labels: Tensor) -> Tensor:
+    def take_labels(self, labels: Tensor, vocab_size: int) -> Tensor:
         """Labels [B, S] in the caller's places, or of a packed row [1, T] in the layout's.
 
         Raises:
             ValueError: on another shape, or labels that are no token ids.
         """
         in_layout = self.packed and labels.shape == (1, self.layout.total)
-        if (labels.shape != self.shape and not in_layout) or bool((labels < 0).any()):
+        wrong = labels.is_floating_point() or bool(((labels < 0) | (labels >= vocab_size)).any())
+        if wrong or (labels.shape != self.shape and not in_layout):
             packed = f" or [1, {self.layout.total}]" if self.packed else ""
+            found = [labels.min().item(), labels.max().item()] if labels.numel() else []
             raise ValueError(
-                f"labels has shape {list(labels.shape)} and smallest entry {_smallest(labels)}, expected "
-                f"{list(self.shape)}{packed} token ids: mask losses of labels such as -100 instead"
+                f"labels has shape {list(labels.shape)} {labels.dtype} and entries in {found}, expected "
+                f"{list(self.shape)}{packed} token ids below {vocab_size}: mask losses of labels such as -100 instead"
             )
         return labels if in_layout else self.take(labels)
 
@@ -202,7 +204,3 @@ def _packed_row(shape: tuple[int, int], keep: Tensor | None, logical: Tensor, ph
             )
         check_counts(lengths, logical, physical)
     return Arrangement(packed_layout(lengths, physical), shape, packed=True)
-
-
-def _smallest(labels: Tensor) -> int | None:
-    return int(labels.min()) if labels.numel() else None

@@ -69,6 +69,8 @@ def as_model_inputs(
         TypeError: an unknown argument.
     """
     check_others(others)
+    if labels is None and loss_mask is not None:
+        raise ValueError("loss_mask is given without labels, expected both or neither")
     if input_ids is None or input_ids.dim() != 2 or input_ids.is_floating_point() or not input_ids.numel():
         found = None if input_ids is None else f"{list(input_ids.shape)} {input_ids.dtype}"
         raise ValueError(f"input_ids has shape {found}, expected [rows, tokens] of integers")
@@ -85,7 +87,7 @@ def as_model_inputs(
     order = _way_back(arranged, labels, ranks["cp_size"])
     batch = PackedBatch(
         input_ids=ids,
-        labels=torch.zeros_like(ids) if labels is None else arranged.take_labels(_counting(labels, loss_mask)),
+        labels=_arranged_labels(labels, loss_mask, ids, arranged, config.vocab_size),
         loss_mask=torch.ones(ids.shape, device=device),
         position_ids=_positions(config, ids, arranged, pictures[1], pictures[3], axes),
         vision_slot=_slots(config, ids, pictures[1]),
@@ -100,13 +102,16 @@ def as_model_inputs(
     return inputs if labels is not None else inputs.without_labels(), order
 
 
-def _counting(labels: Tensor, loss_mask: Tensor | None) -> Tensor:
-    """Labels, 0 where they don't count."""
-    if loss_mask is None:
-        return labels
-    if loss_mask.shape != labels.shape:
+def _arranged_labels(
+    labels: Tensor | None, loss_mask: Tensor | None, ids: Tensor, arranged: Arrangement, vocab_size: int
+) -> Tensor:
+    """[b, s] labels of arranged tokens, 0 where they don't count or there are none."""
+    if labels is None:
+        return torch.zeros_like(ids)
+    if loss_mask is not None and loss_mask.shape != labels.shape:
         raise ValueError(f"loss_mask has shape {list(loss_mask.shape)}, expected {list(labels.shape)} as labels")
-    return labels.masked_fill(loss_mask == 0, 0)
+    counting = labels if loss_mask is None else labels.masked_fill(loss_mask == 0, 0)
+    return arranged.take_labels(counting, vocab_size)
 
 
 def _way_back(arranged: Arrangement, labels: Tensor | None, cp_size: int) -> CallerOrder | None:

@@ -68,6 +68,11 @@ class Qwen3VLGPTModel(GPTModel):
 
         Rows that pad the vocabulary are no tokens: as they lie, each would take a share of the probability.
         """
+        if not self.parallel_output and self.pg_collection.tp.size() > 1:
+            raise ValueError(
+                "parallel_output is False, expected True to train under tensor parallelism: a loss of gathered logits "
+                "gives wrong gradients"
+            )
         tokens, here = self.config.vocab_size, logits.size(-1)
         first = self.pg_collection.tp.rank() * here
         if first + here > tokens:

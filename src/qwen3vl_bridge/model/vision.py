@@ -134,15 +134,17 @@ class Qwen3VLVisionModel(MegatronModule):
             Vision tokens [M, text h], and DeepStack features [t, M, text h].
         """
         hidden = self.patch_embed(vision.pixel_values) + self.position_embedding(vision)
-        hidden, tapped = self.decoder(
+        encoded = self.decoder(
             hidden[:, None],
             attention_mask=None,
             rotary_pos_emb=vision_rotary(vision.position_ids, self.config.kv_channels),
             packed_seq_params=packed_seq_params(vision.cu_seqlens, vision.cu_seqlens, vision.lengths),
             extract_layer_indices=set(self.taps),
         )
+        hidden, tapped = encoded if self.taps else (encoded, ())
         features = [merge(tap[:, 0]) for merge, tap in zip(self.decoder.deepstack_merger_list, tapped, strict=True)]
-        return self.merger(hidden[:, 0]), torch.stack(features)
+        tokens = self.merger(hidden[:, 0])
+        return tokens, torch.stack(features) if features else tokens.new_empty(0, *tokens.shape)
 
     def blank_picture(self, device: torch.device) -> VisionInputs:
         """The smallest picture, for a batch that has none.

@@ -1,0 +1,70 @@
+"""Settings of Megatron's configuration that this model does not follow, each with the only value it may have.
+
+What lives here: the values; `Qwen3VLModelProvider.finalize` refuses others. What may not: settings with a choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.nn.functional as F
+from megatron.bridge.models.gpt_provider import default_layer_spec
+
+_SHARED: Mapping[str, Any] = {
+    "transformer_layer_spec": default_layer_spec,
+    # Rotary embedding: `rotary_base`, `mrope_section` and `rope_parameters` say all.
+    "position_embedding_type": "mrope",
+    "rotary_percent": 1.0,
+    "rotary_interleaved": False,
+    "rotary_scaling_factor": None,
+    "yarn_rotary_scaling_factor": None,
+    "rope_scaling": False,
+    "seq_len_interpolation_factor": None,
+    "no_rope_freq": None,
+    "apply_rope_fusion": False,
+    # Attention.
+    "qk_layernorm": True,
+    "qk_l2_norm": False,
+    "add_qkv_bias": False,
+    "attention_output_gate": False,
+    "window_size": None,
+    "softmax_scale": None,
+    "softmax_type": "vanilla",
+    "multi_latent_attention": False,
+    # The rest of a layer.
+    "normalization": "RMSNorm",
+    "layernorm_zero_centered_gamma": False,
+    "apply_residual_connection_post_layernorm": False,
+    "gated_linear_unit": True,
+    "activation_func": F.silu,
+    "activation_func_clamp_value": None,
+    "glu_linear_offset": 0.0,
+    "add_bias_linear": False,
+    "use_mup": False,
+    "mtp_num_layers": None,
+    "mtp_enabled": False,
+}
+
+FIXED: Mapping[str, Any] = {**_SHARED, "num_moe_experts": None}
+
+FIXED_WITH_EXPERTS: Mapping[str, Any] = {
+    **_SHARED,
+    # The chosen experts' weights add up to one. Source: transformers, Qwen3VLMoeTextTopKRouter.
+    "moe_router_score_function": "softmax",
+    "moe_router_pre_softmax": False,
+    "moe_router_topk_scaling_factor": None,
+    "moe_router_num_groups": None,
+    "moe_router_enable_expert_bias": False,
+    "moe_router_force_biased": None,
+    "moe_mlp_glu_interleave_size": None,
+    "moe_shared_expert_intermediate_size": None,
+    "moe_shared_expert_gate": False,
+    "moe_latent_size": None,
+    # A full expert would drop tokens, and padding would push real ones out.
+    "moe_expert_capacity_factor": None,
+    "moe_token_dropping": False,
+}
+
+# Kinds of load balancing that see tokens alone: not their order, and not which of them share a row.
+ROUTING = frozenset({"aux_loss", "global_aux_loss", "none"})
