@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,23 @@ def test_two_halves_are_the_whole(inputs, unbroken, tmp_path):
     halves, whole = stored(tmp_path), stored(save)
     assert halves.keys() == whole.keys() and len(whole) > 300
     assert all(torch.equal(halves[key], whole[key]) for key in whole)
+
+
+def test_a_model_with_experts_goes_on_as_well(inputs, moe_folder, tmp_path):
+    """From its initial weights; its experts are stepped by an optimizer of their own."""
+    from qwen3vl_bridge.training.loop import train
+
+    moe = replace(inputs, hf=moe_folder)
+    fresh = dict(checkpoint__pretrained_checkpoint=None)
+    whole = train(moe.config(tmp_path / "whole", **fresh))
+    first = train(moe.config(tmp_path / "halves", **fresh), stop_after=3)
+    second = train(moe.config(tmp_path / "halves", **fresh))
+    steps = [e for e in whole if "loss" in e]
+    assert losses([e for e in first + second if "loss" in e]) == losses(steps)
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    halves, expected = stored(tmp_path / "halves"), stored(tmp_path / "whole")
+    assert halves.keys() == expected.keys() and any("experts.linear_fc1.weight5_w" in key for key in expected)
+    assert all(torch.equal(halves[key], expected[key]) for key in expected)
 
 
 def test_the_log_on_disk_is_the_log(unbroken):

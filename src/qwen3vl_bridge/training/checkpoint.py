@@ -81,7 +81,7 @@ def _weights(model: list[torch.nn.Module]) -> dict[str, Tensor]:
 
 def _moments(run: Run) -> dict[str, Tensor]:
     """The optimizer's tensors as stored, made as zeros for parameters it has not stepped yet."""
-    state = _adam(run).state
+    state = _adam_states(run)
     tensors = {}
     for row, parameter in _named_parameters(run.model):
         if not parameter.requires_grad:
@@ -95,15 +95,15 @@ def _moments(run: Run) -> dict[str, Tensor]:
     return tensors
 
 
-def _adam(run: Run) -> torch.optim.Optimizer:
+def _adam_states(run: Run) -> dict[Tensor, dict]:
+    """What Adam keeps of each parameter it steps, to be read and written. Experts have an optimizer of their own."""
     optimizers = getattr(run.optimizer, "chained_optimizers", [run.optimizer])
-    if len(optimizers) != 1:
-        raise NotImplementedError(f"the run has {len(optimizers)} optimizers, expected 1")
-    return optimizers[0].optimizer
+    groups = [(one.optimizer, group) for one in optimizers for group in one.optimizer.param_groups]
+    return {parameter: adam.state[parameter] for adam, group in groups for parameter in group["params"]}
 
 
 def _run_state(run: Run) -> dict:
-    steps = [int(s["step"]) for s in _adam(run).state.values() if "step" in s]
+    steps = [int(s["step"]) for s in _adam_states(run).values() if "step" in s]
     return {
         "optimizer_step": max(steps, default=0),
         "scheduler": run.scheduler.state_dict(),
@@ -114,7 +114,7 @@ def _run_state(run: Run) -> dict:
 
 
 def _restore_run_state(run: Run, saved: dict) -> None:
-    for state in _adam(run).state.values():
+    for state in _adam_states(run).values():
         state["step"] = torch.tensor(float(saved["optimizer_step"]))
     run.scheduler.load_state_dict(saved["scheduler"])
     torch.set_rng_state(saved["torch_rng"])
