@@ -37,6 +37,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +117,8 @@ def set_up(cfg: ConfigContainer) -> Run:
     config_yaml = dump_dataclass_to_yaml(cfg.to_dict())
     _without_sharding(cfg)
     groups = initialize(cfg.model, cfg.rng.seed)
+    # A backward pass outside a schedule leaves a scale of another shape behind, which a schedule's does not fit.
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None
     share = cfg.train.micro_batch_size * groups.dp.size()
     if cfg.train.global_batch_size % share:
         raise ValueError(
