@@ -10,10 +10,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from qwen3vl_bridge import Qwen3VLModel
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -32,25 +28,6 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def load_model(hf_path: str, megatron_path: str | None) -> list[Qwen3VLModel]:
-    """The Megatron model with the checkpoint's weights."""
-    from qwen3vl_bridge.training.checkpoint import load_weights
-    from qwen3vl_bridge.training.process_group import initialize
-
-    import torch
-    from megatron.bridge import AutoBridge
-
-    provider = AutoBridge.from_hf_pretrained(hf_path).to_megatron_provider(load_weights=megatron_path is None)
-    provider.finalize()
-    groups = initialize(provider, seed=0)
-    model = provider.provide_distributed_model(
-        wrap_with_ddp=False, use_cpu_initialization=not torch.cuda.is_available(), pg_collection=groups
-    )
-    if megatron_path is not None:
-        load_weights(megatron_path, model)
-    return model
-
-
 def main() -> None:
     """Print the answer."""
     arguments = parse_arguments()
@@ -58,14 +35,14 @@ def main() -> None:
     from qwen3vl_bridge.logs import quiet
 
     quiet()
-    model = load_model(arguments.hf_path, arguments.megatron_path)
-
     from qwen3vl_bridge import generate
+    from qwen3vl_bridge.loading import load_model
     from qwen3vl_bridge.training.process_group import shutdown
 
     from PIL import Image
     from transformers import AutoProcessor
 
+    model = load_model(arguments.hf_path, arguments.megatron_path)
     processor = AutoProcessor.from_pretrained(arguments.hf_path)
     pictures = [{"type": "image", "image": Image.open(path).convert("RGB")} for path in arguments.image]
     content = [*pictures, {"type": "text", "text": arguments.question}]

@@ -24,13 +24,13 @@ def logits_difference(megatron_run: Path, hf_folder: Path, data: Path, *, sample
     Returns:
         The difference, and the largest logit of transformers, to compare it with.
     """
-    import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
+    from qwen3vl_bridge.loading import load_model
 
     from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
     processor = AutoProcessor.from_pretrained(hf_folder)
     reference = Qwen3VLForConditionalGeneration.from_pretrained(hf_folder).eval()
-    megatron = _load_megatron(megatron_run, hf_folder)
+    megatron = load_model(hf_folder, megatron_run)[0].eval()
     worst = scale = 0.0
     for line in data.read_text().splitlines()[:samples]:
         inputs = processor.apply_chat_template(
@@ -47,20 +47,6 @@ def logits_difference(megatron_run: Path, hf_folder: Path, data: Path, *, sample
         worst = max(worst, (ours - expected).abs().max().item())
         scale = max(scale, expected.abs().max().item())
     return worst, scale
-
-
-def _load_megatron(run: Path, hf_folder: Path) -> torch.nn.Module:
-    from qwen3vl_bridge.training.checkpoint import load_weights
-    from qwen3vl_bridge.training.process_group import initialize
-
-    from megatron.bridge import AutoBridge
-
-    provider = AutoBridge.from_hf_pretrained(str(hf_folder)).to_megatron_provider(load_weights=False)
-    provider.finalize()
-    initialize(provider, seed=0)
-    model = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=True)
-    load_weights(run, model)
-    return model[0].eval()
 
 
 def _with_paths(messages: list[dict], root: Path) -> list[dict]:

@@ -7,6 +7,7 @@ What lives here: the two translations and the registration with Megatron-Bridge.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 from qwen3vl_bridge import mappings
@@ -152,9 +153,12 @@ class Qwen3VLMoEBridge(Qwen3VLBridge):
 
 def _expert_shapes(source: SafeTensorsStateSource, layer: int) -> dict[str, list[int]]:
     """Shapes of a layer's expert tensors, from the files' headers: the tensors are not read."""
-    names = (name for name in source.get_all_keys() if f".layers.{layer}.mlp.experts." in name)
+    by_file = defaultdict(list)
+    for name, file in source.key_to_filename_map.items():
+        if f".layers.{layer}.mlp.experts." in name:
+            by_file[file].append(name)
     shapes = {}
-    for name in names:
-        with safe_open(source.path / source.key_to_filename_map[name], framework="pt") as file:
-            shapes[name] = file.get_slice(name).get_shape()
+    for file, names in by_file.items():
+        with safe_open(source.path / file, framework="pt") as tensors:
+            shapes.update((name, tensors.get_slice(name).get_shape()) for name in names)
     return shapes

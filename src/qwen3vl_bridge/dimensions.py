@@ -51,7 +51,7 @@ def dimensions_of(config: Mapping) -> Dimensions:
     text, vision = config["text_config"], config["vision_config"]
     head_dim = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
     kv_heads = text.get("num_key_value_heads") or text["num_attention_heads"]
-    layers, moe_layers = range(text["num_hidden_layers"]), moe_layers_of(text)
+    moe_layers = moe_layers_of(text)
     moe_ffn = text["moe_intermediate_size"] if moe_layers else 0
     sizes = {
         "vocab": text["vocab_size"],
@@ -76,12 +76,25 @@ def dimensions_of(config: Mapping) -> Dimensions:
         "v_patch": vision["patch_size"],
         "v_temporal_patch": vision["temporal_patch_size"],
     }
-    indices = {
-        "text_layers": layers,
-        "dense_layers": tuple(i for i in layers if i not in moe_layers),
-        "moe_layers": moe_layers,
-        "experts": range(experts_of(text)),
-        "vision_layers": range(vision["depth"]),
-        "deepstack_taps": range(len(vision["deepstack_visual_indexes"])),
-    }
+    indices = indices_of(
+        layers=text["num_hidden_layers"],
+        moe_layers=moe_layers,
+        experts=experts_of(text),
+        vision_layers=vision["depth"],
+        deepstack_taps=len(vision["deepstack_visual_indexes"]),
+    )
     return Dimensions(sizes, indices)
+
+
+def indices_of(
+    *, layers: int, moe_layers: Sequence[int], experts: int, vision_layers: int, deepstack_taps: int
+) -> dict[str, Sequence[int]]:
+    """`Dimensions.indices` of a model with these counts, whose `moe_layers` have experts and whose others have not."""
+    return {
+        "text_layers": range(layers),
+        "dense_layers": tuple(i for i in range(layers) if i not in moe_layers),
+        "moe_layers": moe_layers,
+        "experts": range(experts),
+        "vision_layers": range(vision_layers),
+        "deepstack_taps": range(deepstack_taps),
+    }

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from qwen3vl_bridge.dimensions import Dimensions
+from qwen3vl_bridge.dimensions import Dimensions, indices_of
 from qwen3vl_bridge.fixed_settings import FIXED, FIXED_WITH_EXPERTS, ROUTING
 from qwen3vl_bridge.recompute import check_recompute
 
@@ -142,18 +142,14 @@ class Qwen3VLModelProvider(GPTModelProvider):
 
     def dimensions(self) -> Dimensions:
         """What the weight table's symbols stand for, as far as names and their numbers go: no shapes."""
-        layers, moe_layers = range(self.num_layers), self.moe_layers
-        return Dimensions(
-            sizes={"untied": int(not self.share_embeddings_and_output_weights)},
-            indices={
-                "text_layers": layers,
-                "dense_layers": [i for i in layers if i not in moe_layers],
-                "moe_layers": moe_layers,
-                "experts": range(self.num_moe_experts or 0),
-                "vision_layers": range(self.vision_config.depth),
-                "deepstack_taps": range(len(self.vision_config.deepstack_visual_indexes)),
-            },
+        indices = indices_of(
+            layers=self.num_layers,
+            moe_layers=self.moe_layers,
+            experts=self.num_moe_experts or 0,
+            vision_layers=self.vision_config.depth,
+            deepstack_taps=len(self.vision_config.deepstack_visual_indexes),
         )
+        return Dimensions({"untied": int(not self.share_embeddings_and_output_weights)}, indices)
 
     @property
     def moe_layers(self) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ class Row:
 
     Attributes:
         megatron: Megatron parameter name, Transformer Engine spelling.
-        hf: names of its Hugging Face tensors, in the order `parts` names them.
+        hf: names of its Hugging Face tensors, in the order Megatron's parameter has them.
         shapes: shape of each Hugging Face tensor; a string names a size of `Dimensions`.
         indices: what each `*` counts, entries of `Dimensions.indices`. A Hugging Face name may have fewer of them.
         condition: key of `dimensions` that must be true for the row to exist, or None.
@@ -68,8 +68,8 @@ class GatedMLP(Row):
 
     @property
     def stored(self) -> tuple[str, ...]:
-        """The gate under the suffix `_w`, the up projection under `_v`."""
-        return f"{self.megatron}_w", f"{self.megatron}_v"
+        """As `gate_and_up` names them."""
+        return gate_and_up(self.megatron)
 
 
 @dataclass(frozen=True)
@@ -89,11 +89,16 @@ class PackedExpert(Row):
     @property
     def stored(self) -> tuple[str, ...]:
         """As of a GatedMLP where it is one."""
-        return (f"{self.megatron}_w", f"{self.megatron}_v") if self.gated else (self.megatron,)
+        return gate_and_up(self.megatron) if self.gated else (self.megatron,)
 
     def at(self, *numbers: int) -> Row:
         """This row with its `*` replaced; the last number is the expert."""
         return replace(super().at(*numbers), expert=numbers[-1])
+
+
+def gate_and_up(megatron: str) -> tuple[str, str]:
+    """What an fsdp_dtensor checkpoint calls a stacked parameter's gate and its up projection."""
+    return f"{megatron}_w", f"{megatron}_v"
 
 
 def _fill(name: str, numbers: Sequence[int]) -> str:

@@ -11,7 +11,7 @@ import torch
 from megatron.bridge import AutoBridge
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionPatchMerger
 
-TOLERANCE = 2e-6  # measured 4.8e-7, of outputs up to 4
+TOLERANCE = 2e-6  # measured 7.7e-7, of outputs up to 5; the other GELU is 1e-3 off
 
 
 @pytest.fixture(params=[False, True], ids=["main", "deepstack"])

@@ -18,6 +18,13 @@ def provider(untied_folder):
     return AutoBridge.from_hf_pretrained(str(untied_folder)).to_megatron_provider(load_weights=False)
 
 
+def assert_refused(provider, fields, message):
+    for name, value in fields.items():
+        setattr(provider, name, value)
+    with pytest.raises(ValueError, match=message):
+        provider.finalize()
+
+
 def test_our_classes_are_registered(provider):
     assert type(provider) is Qwen3VLModelProvider
 
@@ -59,10 +66,7 @@ def test_nothing_is_frozen_unless_asked(provider):
     ],
 )
 def test_contradictions_are_refused(provider, fields, message):
-    for name, value in fields.items():
-        setattr(provider, name, value)
-    with pytest.raises(ValueError, match=message):
-        provider.finalize()
+    assert_refused(provider, fields, message)
 
 
 @pytest.mark.parametrize(
@@ -117,10 +121,7 @@ def moe_provider(moe_folder):
     ],
 )
 def test_what_experts_do_not_do_is_refused(moe_provider, fields, message):
-    for name, value in fields.items():
-        setattr(moe_provider, name, value)
-    with pytest.raises(ValueError, match=message):
-        moe_provider.finalize()
+    assert_refused(moe_provider, fields, message)
 
 
 def test_nothing_is_frozen_in_a_model_with_experts_either(moe_provider):

@@ -11,9 +11,7 @@ import torch
 
 from .batches import make_batch, make_samples, run_reference
 from .conftest import make_pair
-from .test_parity import LOGITS, LOSS, assert_gradients_equal, per_sample
-
-GRADIENT = 5e-5  # measured 1.1e-5 (llama3) relative to the largest entry of each parameter's gradient
+from .test_parity import GRADIENT, LOGITS, LOSS, assert_gradients_equal, per_sample
 
 
 def changed(folder, target, **text):
@@ -39,7 +37,7 @@ def assert_parity(pair):
     for got, want in zip(logits, expected_logits, strict=True):
         assert (got[..., :vocabulary] - want).abs().max() <= LOGITS
     assert abs(loss.item() / expected_loss.item() - 1) <= LOSS
-    assert_gradients_equal(pair, GRADIENT)
+    assert_gradients_equal(pair, GRADIENT)  # measured 3.9e-6 (YaRN)
     return logits
 
 
