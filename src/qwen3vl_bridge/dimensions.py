@@ -25,6 +25,10 @@ class Dimensions:
     def __getitem__(self, name: str) -> int:
         return self.sizes[name]
 
+    def with_vocab(self, rows: int) -> Dimensions:
+        """The same with a vocabulary of so many rows."""
+        return Dimensions({**self.sizes, "vocab": rows}, self.indices)
+
 
 def moe_layers_of(text: Mapping) -> tuple[int, ...]:
     """Which layers of a text configuration have experts. Source: transformers, Qwen3VLMoeTextDecoderLayer."""
@@ -49,8 +53,10 @@ def dimensions_of(config: Mapping) -> Dimensions:
         KeyError: the mapping lacks a field; the message names it.
     """
     text, vision = config["text_config"], config["vision_config"]
-    head_dim = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
-    kv_heads = text.get("num_key_value_heads") or text["num_attention_heads"]
+    # What a file without the field means: in transformers the dense model has a default, the other has not.
+    head_dim = text.get("head_dim", None if experts_of(text) else 128)
+    head_dim = head_dim or text["hidden_size"] // text["num_attention_heads"]
+    kv_heads = text["num_key_value_heads"] or text["num_attention_heads"]
     moe_layers = moe_layers_of(text)
     moe_ffn = text["moe_intermediate_size"] if moe_layers else 0
     sizes = {

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 
 from qwen3vl_bridge.dimensions import Dimensions
@@ -195,6 +195,45 @@ def local_name(name: str) -> str:
     for pattern, instead in _LOCAL_NAMES:
         name = re.sub(pattern, instead, name)
     return name
+
+
+# Indices that megatron-core's own format turns into dimensions of a tensor, with the index that counts the dimension.
+_STACKED: Mapping[str, str] = {
+    "text_layers": "text_layers",
+    "dense_layers": "text_layers",
+    "moe_layers": "text_layers",
+    "vision_layers": "vision_layers",
+    "deepstack_taps": "deepstack_taps",
+    "experts": "experts",
+}
+# They stay in the name where layers of one stack differ, as the layers of a model with dense and MoE layers do.
+NAMED_IF_MIXED = ("text_layers", "dense_layers", "moe_layers")
+
+
+def stacked_name(
+    row: Row, dimensions: Dimensions, named: Collection[str] = ()
+) -> tuple[str, tuple[tuple[int, int], ...]]:
+    """What megatron-core's own format, `torch_dist`, calls the tensor that an expanded row is a part of.
+
+    Source: megatron-core 0.19, `sharded_state_dict` of TransformerBlock, SequentialMLP and TEGroupedMLP.
+
+    Args:
+        row: an expanded row.
+        dimensions: from `dimensions_of`.
+        named: indices that stay in the name.
+
+    Returns:
+        The name, and for each dimension in front of the parameter's own: the row's number in it, and its size.
+    """
+    name = row.pattern.replace("mlp.experts.", "mlp.experts.experts.").replace("weight*", "weight.*")
+    stacked = []
+    for index, number in zip(row.indices, row.position, strict=True):
+        if index in named:
+            name = name.replace("*", str(number), 1)
+        else:
+            name = name.replace(".*", "", 1)
+            stacked.append((number, len(dimensions.indices[_STACKED[index]])))
+    return name, tuple(stacked)
 
 
 def expert_layout_of(shapes: Mapping[str, Sequence[int]], dimensions: Dimensions) -> ExpertLayout:

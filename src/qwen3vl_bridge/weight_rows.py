@@ -27,6 +27,8 @@ class Row:
         indices: what each `*` counts, entries of `Dimensions.indices`. A Hugging Face name may have fewer of them.
         condition: key of `dimensions` that must be true for the row to exist, or None.
         replicated: the parameter is a plain torch one, whole on every tensor-parallel rank.
+        position: the numbers that stand for the `*`, in an expanded row.
+        pattern: the Megatron parameter name as the table has it, in an expanded row.
     """
 
     megatron: str
@@ -35,6 +37,8 @@ class Row:
     indices: tuple[str, ...] = ()
     condition: str | None = None
     replicated: bool = False
+    position: tuple[int, ...] = ()
+    pattern: str = ""
 
     @property
     def stored(self) -> tuple[str, ...]:
@@ -44,7 +48,7 @@ class Row:
     def at(self, *numbers: int) -> Row:
         """This row with its `*` replaced by `numbers`, from left to right, on both sides."""
         hf = tuple(_fill(name, numbers) for name in self.hf)
-        return replace(self, megatron=_fill(self.megatron, numbers), hf=hf, indices=())
+        return replace(self, megatron=_fill(self.megatron, numbers), hf=hf, position=numbers, pattern=self.megatron)
 
     def numbers(self, dimensions: Dimensions) -> tuple[tuple[int, ...], ...]:
         """Shapes of the Hugging Face tensors as numbers; of a packed tensor, the row's expert's part of it."""
@@ -79,21 +83,20 @@ class PackedExpert(Row):
     Attributes:
         transposed: the tensor is input-major, [experts, in, out], against Megatron's [out, in].
         gated: it is the gate above the up projection; stored apart in an fsdp_dtensor checkpoint, as `GatedMLP` is.
-        expert: which one, in an expanded row.
     """
 
     transposed: bool = False
     gated: bool = False
-    expert: int | None = None
 
     @property
     def stored(self) -> tuple[str, ...]:
         """As of a GatedMLP where it is one."""
         return gate_and_up(self.megatron) if self.gated else (self.megatron,)
 
-    def at(self, *numbers: int) -> Row:
-        """This row with its `*` replaced; the last number is the expert."""
-        return replace(super().at(*numbers), expert=numbers[-1])
+    @property
+    def expert(self) -> int:
+        """Which expert an expanded row is."""
+        return self.position[-1]
 
 
 def gate_and_up(megatron: str) -> tuple[str, str]:
@@ -123,7 +126,7 @@ def expand(rows: tuple[Row, ...], dimensions: Dimensions) -> Iterator[Row]:
     for row in rows:
         if row.condition is None or dimensions[row.condition]:
             for numbers in itertools.product(*(dimensions.indices[name] for name in row.indices)):
-                yield row.at(*numbers) if numbers else row
+                yield row.at(*numbers)
 
 
 def parameter_count(rows: tuple[Row, ...], dimensions: Dimensions) -> int:

@@ -10,8 +10,8 @@ from pathlib import Path
 from qwen3vl_bridge.checkpoint.cli import main
 from qwen3vl_bridge.checkpoint.dcp_metadata import read_metadata
 from qwen3vl_bridge.checkpoint.dcp_reader import DcpTensors
-from qwen3vl_bridge.checkpoint.streams import RunReader
-from qwen3vl_bridge.checkpoint.tensors import Run
+from qwen3vl_bridge.checkpoint.pieces import Run
+from qwen3vl_bridge.checkpoint.streams import PieceReader
 
 import torch
 from safetensors import safe_open
@@ -50,7 +50,7 @@ def read_everything(folder) -> dict[str, torch.Tensor]:
     metadata = read_metadata(folder)
     source = DcpTensors(metadata, {key: key for key in metadata.tensors})
     found = {}
-    with RunReader(source, block=8) as reader:
+    with PieceReader(source, block=8) as reader:
         for name, spec in source.specs.items():
             data = b"".join(bytes(block) for block in reader.blocks([Run(name, 0, spec.numel)], spec.dtype))
             found[name] = torch.frombuffer(bytearray(data), dtype=getattr(torch, spec.dtype)).reshape(spec.shape)

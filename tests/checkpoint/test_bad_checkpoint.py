@@ -76,10 +76,20 @@ def test_a_tracker_that_names_no_iteration(capsys, tmp_path, imported, text):
     )
 
 
-def test_a_checkpoint_of_the_other_format(capsys, tmp_path, imported):
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [("{}", "sharded_backend is None"), ('{"sharded_backend": "zarr"}', "is 'zarr'"), ("x", "as JSON")],
+)
+def test_a_checkpoint_of_another_format(capsys, tmp_path, imported, text, part):
     shutil.copytree(imported, tmp_path / "checkpoint")
-    (tmp_path / "checkpoint" / "iter_0000000" / "metadata.json").write_text("{}")
-    expect_error(capsys, exporting(tmp_path / "checkpoint", tmp_path), "torch_dist", "expected fsdp_dtensor")
+    (tmp_path / "checkpoint" / "iter_0000000" / "metadata.json").write_text(text)
+    expect_error(capsys, exporting(tmp_path / "checkpoint", tmp_path), "metadata.json", part)
+
+
+def test_a_checkpoint_that_says_it_is_of_the_other_format(capsys, tmp_path, imported):
+    shutil.copytree(imported, tmp_path / "checkpoint")
+    (tmp_path / "checkpoint" / "iter_0000000" / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    expect_error(capsys, exporting(tmp_path / "checkpoint", tmp_path), "holds no model", "model.module.")
 
 
 def test_an_existing_target(capsys, tmp_path, untied_folder, imported):
@@ -153,7 +163,7 @@ def test_verify_names_what_differs(capsys, tmp_path, untied_folder, imported):
 def test_verify_during_import_catches_a_wrong_byte(tmp_path, untied_folder, monkeypatch):
     from qwen3vl_bridge.checkpoint import streams
 
-    original = streams.RunReader._read
+    original = streams.PieceReader._read
 
     def damage(self, file, into, offset, path, name):
         original(self, file, into, offset, path, name)
@@ -162,7 +172,7 @@ def test_verify_during_import_catches_a_wrong_byte(tmp_path, untied_folder, monk
             damaged.append(True)
 
     damaged: list[bool] = []
-    monkeypatch.setattr(streams.RunReader, "_read", damage)
+    monkeypatch.setattr(streams.PieceReader, "_read", damage)
     with pytest.raises(CheckpointError, match="not written as it should be"):
         import_checkpoint(untied_folder, tmp_path / "megatron", verify=True)
     assert not list(tmp_path.iterdir())

@@ -60,7 +60,11 @@ def test_folders_that_hold_something_else(capsys, tmp_path, untied_folder, impor
     [
         ({"model_type": "qwen2_vl", "architectures": ["Qwen2VL"]}, ("['Qwen2VL']", "qwen2_vl", "expected Qwen3VLFor")),
         ({"model_type": "qwen3_vl_moe"}, ("qwen3_vl_moe", "expected Qwen3VLForConditionalGeneration")),
-        ({"text_config": {}}, ("lacks the field 'hidden_size'",)),
+        (
+            {"model_type": "qwen3_vl_moe", "architectures": ["Qwen3VLMoeForConditionalGeneration"]},
+            ("0 layers have experts", "qwen3_vl_moe does not allow"),
+        ),
+        ({"text_config": {}}, ("lacks the field",)),
         ({"vision_config": 3}, ("wrong kind",)),
     ],
 )

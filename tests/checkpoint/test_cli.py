@@ -46,9 +46,14 @@ def test_a_whole_conversion(untied_folder, tmp_path, capsys):
 
 def test_a_dry_run_writes_nothing(untied_folder, tmp_path, capsys):
     arguments = ["--hf-model", str(untied_folder), "--megatron-path", str(tmp_path / "a" / "b"), "--dry-run"]
-    assert main(["import", *arguments, "--torch-dtype", "bfloat16"]) == 0
+    arguments += ["--torch-dtype", "bfloat16"]
+    assert main(["import", *arguments, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert plan["dtypes"] == ["bfloat16"] and plan["computed"] == plan["tensors"] and plan["dry_run"]
+    assert plan["dtypes"] == ["bfloat16"] and plan["cast"] == plan["tensors"] and plan["dry_run"]
+    assert plan["disk_free"] > plan["disk_needed"] > plan["nbytes"] and plan["estimate"] > 0
+    assert main(["import", *arguments]) == 0
+    out = capsys.readouterr().out
+    assert f"{plan['parameters']:,} parameters in bfloat16" in out and f"{plan['cast']} tensors cast" in out
     assert not list(tmp_path.iterdir())
 
 

@@ -7,7 +7,7 @@ import os
 import pickle
 
 from qwen3vl_bridge.checkpoint import CheckpointError
-from qwen3vl_bridge.checkpoint.boxes import linear_blocks
+from qwen3vl_bridge.checkpoint.boxes import Tiling
 from qwen3vl_bridge.checkpoint.dcp_items import NotPlain, find_payload
 from qwen3vl_bridge.checkpoint.dcp_metadata import read_metadata
 
@@ -147,17 +147,27 @@ def test_metadata_that_lies(change, message, folder):
 
 
 @settings(deadline=None)
-@given(cuts=st.lists(st.lists(st.integers(0, 5), max_size=3), min_size=3, max_size=3))
-def test_boxes_of_any_grid_are_every_element_once(cuts):
+@given(
+    cuts=st.lists(st.lists(st.integers(0, 5), max_size=3), min_size=3, max_size=3),
+    span=st.tuples(st.integers(0, 60), st.integers(0, 60)),
+)
+def test_boxes_of_any_grid_are_every_element_once(cuts, span):
     shape = (5, 4, 3)
     tensor = torch.arange(60).reshape(shape)
     edges = [[0, *sorted({c for c in cut if c < n}), n] for cut, n in zip(cuts, shape, strict=True)]
     grid = [[(a, b - a) for a, b in itertools.pairwise(e) if b > a] for e in edges]
     boxes = [tuple(zip(x, y, z, strict=True)) for x in grid[0] for y in grid[1] for z in grid[2]]
+    tiling = Tiling(shape, boxes)
+    low, high = sorted(span)
     found = []
-    for block in linear_blocks(shape, boxes):
+    for block in tiling.blocks(low, high - low):
         offsets, sizes = boxes[block.box]
         box = tensor[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))].flatten()
-        assert block.start == len(found)
+        assert block.start == low + len(found)
         found += box[block.first : block.first + block.length].tolist()
-    assert found == list(range(60))
+    assert found == list(range(low, high))
+    whole = sum(block.length for block in tiling.blocks(0, 60))
+    assert whole == 60
+    for broken, message in ((boxes[1:], "elements in chunks"), ([*boxes, boxes[0]], "in two chunks")):
+        with pytest.raises(ValueError, match=message):
+            Tiling(shape, broken)

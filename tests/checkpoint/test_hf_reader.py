@@ -7,7 +7,9 @@ import struct
 
 from qwen3vl_bridge.checkpoint import CheckpointError
 from qwen3vl_bridge.checkpoint.hf_reader import INDEX, SINGLE, HFWeights
-from qwen3vl_bridge.checkpoint.hf_writer import layout, write_index, write_shard
+from qwen3vl_bridge.checkpoint.hf_writer import layout, write_index
+from qwen3vl_bridge.checkpoint.pieces import Pieces, Zeros
+from qwen3vl_bridge.checkpoint.plan import Task
 from qwen3vl_bridge.checkpoint.tensors import TensorSpec
 
 import pytest
@@ -76,13 +78,16 @@ def test_an_index_that_lies(index, message, tmp_path):
 
 def test_what_the_writer_writes_safetensors_reads(tmp_path):
     specs = [TensorSpec("b", "bfloat16", (3,)), TensorSpec("f", "float32", (2, 2)), TensorSpec("h", "float16", (5,))]
-    shards = layout(specs, max_shard_bytes=22)
-    assert [[spec.name for spec in shard.tensors] for shard in shards] == [["f", "b"], ["h"]]
-    for shard in shards:
-        write_shard(tmp_path, shard, ([memoryview(bytes(spec.nbytes))] for spec in shard.tensors))
-        assert (tmp_path / shard.name).stat().st_size == shard.nbytes
-    write_index(tmp_path, shards)
-    read = {name: tensor for shard in shards for name, tensor in load_file(tmp_path / shard.name).items()}
+    tasks = [Task(spec, Pieces([Zeros(spec.numel)])) for spec in specs]
+    files = layout(tasks, max_shard_bytes=22)
+    for file in files:
+        data = b"".join(segment if isinstance(segment, bytes) else bytes(len(segment)) for segment in file.segments)
+        assert len(data) == file.nbytes
+        (tmp_path / file.name).write_bytes(data)
+    write_index(tmp_path, tasks, max_shard_bytes=22)
+    found = [list(load_file(tmp_path / file.name)) for file in files]
+    assert [sorted(names) for names in found] == [["b", "f"], ["h"]]
+    read = {name: tensor for file in files for name, tensor in load_file(tmp_path / file.name).items()}
     assert {name: (str(t.dtype), tuple(t.shape)) for name, t in read.items()} == {
         spec.name: (f"torch.{spec.dtype}", spec.shape) for spec in specs
     }

@@ -2,54 +2,65 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
-from dataclasses import replace
 
 from qwen3vl_bridge.checkpoint import CheckpointError, Topology
-from qwen3vl_bridge.checkpoint.plan import make_table, plan_export, plan_import
+from qwen3vl_bridge.checkpoint.pieces import Pieces, Run, Transposed, Zeros
+from qwen3vl_bridge.checkpoint.plan import make_plan, tensors_of
 from qwen3vl_bridge.checkpoint.proof import prove
-from qwen3vl_bridge.checkpoint.tensors import Run, TensorSpec, slice_runs
+from qwen3vl_bridge.checkpoint.sides import FsdpDtensor, HuggingFace, TorchDist
+from qwen3vl_bridge.checkpoint.tensors import TensorSpec
 from qwen3vl_bridge.dimensions import dimensions_of
-from qwen3vl_bridge.mappings import TABLE
-from qwen3vl_bridge.weight_rows import parameter_count
+from qwen3vl_bridge.mappings import ExpertLayout, table
+from qwen3vl_bridge.presets import PRESETS, config_dict, parameter_count
+from qwen3vl_bridge.weight_rows import expand
 
 import pytest
-
-# facts/models.md: the largest dense model
-CONFIG_32B = {
-    "text_config": {
-        "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64,
-        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
-    },
-    "vision_config": {
-        "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "patch_size": 16,
-        "temporal_patch_size": 2, "spatial_merge_size": 2, "num_position_embeddings": 2304,
-        "deepstack_visual_indexes": [8, 16, 24],
-    },
-    "tie_word_embeddings": False,
-}  # fmt: skip
+from hypothesis import given
+from hypothesis import strategies as st
 
 
 def specs(shapes, dtype="bfloat16") -> dict[str, TensorSpec]:
     return {name: TensorSpec(name, dtype, shape) for name, shape in shapes.items()}
 
 
-@pytest.mark.parametrize("naming", ["transformer_engine", "local"])
-def test_a_large_model_is_planned_at_once(naming):
+def sides(dimensions, naming="transformer_engine"):
+    return HuggingFace(dimensions), FsdpDtensor(dimensions, naming), TorchDist(dimensions)
+
+
+@pytest.mark.parametrize("layout", ExpertLayout)
+@pytest.mark.parametrize("size", ["32B", "235B-A22B"])
+def test_a_large_model_is_planned_in_all_directions(size, layout):
+    dimensions = dimensions_of(config_dict(size))
+    if not dimensions.indices["moe_layers"] and layout is not ExpertLayout.INPUT_MAJOR:
+        return
+    rows = list(expand(table(layout), dimensions))
     begun = time.monotonic()
-    dimensions = dimensions_of(CONFIG_32B)
-    table = make_table(TABLE, dimensions, naming)
-    there = plan_import(TABLE, dimensions, specs(table.hf), where="here", naming=naming)
-    back = plan_export(TABLE, dimensions, {t.target.name: t.target for t in there.tasks}, where="there")
-    assert there.numel == back.numel == parameter_count(TABLE, dimensions) == 33_357_390_064
-    assert there.naming == back.naming == naming
-    assert {task.target.name: task.target.shape for task in back.tasks} == table.hf
-    assert time.monotonic() - begun < 5  # 0.1 s here
+    for source, target in itertools.permutations(sides(dimensions), 2):
+        plan = make_plan(rows, source, target, specs(tensors_of(rows, source)), where="here")
+        assert plan.numel == parameter_count(size)
+        assert {name: spec.shape for name, spec in plan.specs.items()} == tensors_of(rows, target)
+        turned = layout is ExpertLayout.INPUT_MAJOR and HuggingFace in (type(source), type(target))
+        assert bool(plan.transposed) == (turned and size == "235B-A22B") and not plan.cast
+    assert time.monotonic() - begun < 60  # six plans: 8 s here for the largest
 
 
-def tasks(*runs: tuple[str, int, int], shape=(4,), name="out"):
-    return [(TensorSpec(name, "float32", shape), tuple(Run(*run) for run in runs))]
+@pytest.mark.parametrize("size", PRESETS)
+def test_names_and_shapes_of_every_size_are_alike_in_both_layer_specs(size):
+    dimensions = dimensions_of(config_dict(size))
+    rows = list(expand(table(), dimensions))
+    te, local = (tensors_of(rows, FsdpDtensor(dimensions, naming)) for naming in ("transformer_engine", "local"))
+    assert len(te) == len(local) and sorted(te.values()) == sorted(local.values()) and te.keys() != local.keys()
+
+
+def tasks(*runs, shape=(4,), name="out"):
+    pieces = tuple(run if isinstance(run, Transposed | Zeros) else Run(*run) for run in runs)
+    return [(TensorSpec(name, "float32", shape), pieces)]
+
+
+TURNED = Transposed((Run("a", 0, 4),), 2, 0, 4)
 
 
 @pytest.mark.parametrize(
@@ -62,6 +73,11 @@ def tasks(*runs: tuple[str, int, int], shape=(4,), name="out"):
         (tasks(("a", 0, 4)) * 2, "planned twice"),
         (tasks(("a", 0, 4), name="other"), "planned twice or in another shape|other"),
         ([], "nothing planned"),
+        (tasks(("a", 0, 3), Zeros(1)), "zeros are planned"),
+        (tasks(TURNED.part(0, 2), TURNED.part(0, 2)), "read not exactly once"),
+        (tasks(TURNED.part(0, 3), Zeros(1)), "zeros"),
+        (tasks(TURNED.part(0, 2), ("a", 2, 2)), "not read as a whole"),
+        (tasks(TURNED._replace(columns=3)), "not read as a whole"),
     ],
 )
 def test_a_wrong_plan_is_found_out(plan, message):
@@ -71,24 +87,43 @@ def test_a_wrong_plan_is_found_out(plan, message):
 
 def test_elements_that_nobody_reads_are_found_out():
     prove(tasks(("a", 0, 4)), specs({"a": (4,)}), {"out": (4,)})
+    prove(tasks(TURNED.part(2, 2), TURNED.part(0, 2)), specs({"a": (4,)}), {"out": (4,)})
+    prove(tasks(("a", 0, 4), Zeros(2), shape=(6,)), specs({"a": (4,)}), {"out": (6,)}, padded={"out"})
     prove(tasks(("a", 0, 4)), specs({"a": (6,)}), {"out": (4,)}, padded={"a"})
     with pytest.raises(AssertionError, match="4 elements read of 6"):
         prove(tasks(("a", 0, 4)), specs({"a": (6,)}), {"out": (4,)})
 
 
 def test_long_lists_are_cut():
-    dimensions = dimensions_of(CONFIG_32B)
+    dimensions = dimensions_of(config_dict("32B"))
+    rows = list(expand(table(), dimensions))
+    hf, fsdp, _ = sides(dimensions)
     with pytest.raises(CheckpointError) as error:
-        plan_import(TABLE, dimensions, {}, where="here")
-    count = len(make_table(TABLE, dimensions).hf)
+        make_plan(rows, hf, fsdp, {}, where="here")
+    count = len(tensors_of(rows, hf))
     assert f"{count} missing" in str(error.value) and f"and {count - 20} more" in str(error.value)
 
 
-def test_runs_are_sliced_by_element():
-    runs = (Run("a", 10, 5), Run("b", 0, 3), Run("a", 0, 4))
-    assert list(slice_runs(runs, 0, 12)) == list(runs)
-    assert list(slice_runs(runs, 4, 5)) == [Run("a", 14, 1), Run("b", 0, 3), Run("a", 0, 1)]
-    assert list(slice_runs(runs, 6, 1)) == [Run("b", 1, 1)]
+PIECES = (Run("a", 10, 5), Zeros(2), Transposed((Run("b", 0, 6),), 2, 0, 6), Run("a", 0, 4))
+
+
+@given(st.integers(0, 17), st.integers(0, 17))
+def test_pieces_are_cut_by_element(one, other):
+    def elements(pieces):
+        for piece in pieces:
+            if isinstance(piece, Run):
+                yield from ((piece.source, piece.start + i) for i in range(piece.length))
+            elif isinstance(piece, Zeros):
+                yield from [None] * piece.length
+            else:
+                yield from (("turned", piece.start + i) for i in range(piece.length))
+
+    start, end = sorted((one, other))
+    pieces = Pieces(PIECES)
+    assert list(elements(pieces.cut(start, end - start))) == list(elements(PIECES))[start:end]
+    assert all(piece.length for piece in pieces.cut(start, end - start))
+    with pytest.raises(AssertionError, match="elements up to 18 of 17"):
+        list(pieces.cut(start, 18 - start))
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3, 8])
@@ -108,9 +143,42 @@ def test_chunks_cover_a_tensor_and_end_where_ranks_do(shape, tp):
         assert {rank * shape[0] // tp for rank in range(tp)} <= {offsets[0] for offsets, _ in chunks}
 
 
+def test_layers_and_experts_have_chunks_of_their_own():
+    spec = TensorSpec("x", "bfloat16", (2, 3, 10, 4))
+    chunks = list(Topology(tp=2, chunk_bytes=32).chunks(spec, leading=2))
+    assert {sizes[:2] for _, sizes in chunks} == {(1, 1)}
+    assert chunks[:4] == [((0, 0, row, 0), (1, 1, count, 4)) for row, count in ((0, 3), (3, 2), (5, 3), (8, 2))]
+    assert [offsets[:2] for offsets, _ in chunks[::4]] == [(i, j) for i in range(2) for j in range(3)]
+
+
 def test_a_topology_is_checked_against_the_model():
-    dimensions = dimensions_of(CONFIG_32B)
+    dense, moe = (dimensions_of(config_dict(size)) for size in ("32B", "30B-A3B"))
     for tp in (1, 2, 4, 8, 16):
-        Topology(tp=tp, cp=4, etp=1).check(dimensions)
-    with pytest.raises(CheckpointError, match="--tp is 32, expected a divisor of v_heads, which is 16"):
-        replace(Topology(), tp=32).check(dimensions)
+        Topology(tp=tp, cp=4, etp=1).check(dense, stages=False)
+        Topology(tp=tp, pp=8, ep=16, etp=3, world_size=tp * 384).check(moe, stages=True)
+
+
+@pytest.mark.parametrize(
+    ("size", "sizes", "message"),
+    [
+        ("32B", {"tp": 32}, "--tp is 32, expected a divisor of v_heads, which is 16"),
+        ("32B", {"ep": 2}, "--ep is 2, expected 1: a dense model has no experts"),
+        ("32B", {"pp": 3}, "--pp is 3, expected a divisor of the 64 text layers"),
+        (
+            "32B",
+            {"tp": 2, "cp": 3, "world_size": 8},
+            r"--world-size is 8, expected a multiple of tp \* pp \* cp, which is 6",
+        ),
+        ("32B", {"world_size": 0}, "--world-size is 0, expected 1 or more"),
+        ("30B-A3B", {"ep": 3}, "--ep is 3, expected a divisor of the 128 experts"),
+        ("30B-A3B", {"etp": 5}, "--etp is 5, expected a divisor of the experts' width, which is 768"),
+        (
+            "30B-A3B",
+            {"ep": 8, "world_size": 4},
+            r"--world-size is 4, expected a multiple of etp \* ep \* pp, which is 8",
+        ),
+    ],
+)
+def test_a_topology_that_cannot_be(size, sizes, message):
+    with pytest.raises(CheckpointError, match=message):
+        Topology(**sizes).check(dimensions_of(config_dict(size)), stages=True)

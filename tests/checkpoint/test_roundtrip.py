@@ -33,9 +33,9 @@ def test_every_tensor_comes_back(which, naming, request, tmp_path):
     for name, tensor in before.items():
         assert after[name].dtype == tensor.dtype
         assert torch.equal(after[name], tensor), name
-    assert imported.naming == exported.naming == naming
+    assert imported.layer_spec == naming and exported.layer_spec is None
     assert imported.parameters == exported.parameters == sum(tensor.numel() for tensor in before.values())
-    assert imported.computed == exported.computed == 0
+    assert imported.cast == exported.cast == imported.transposed == exported.transposed == 0
     assert verify_checkpoint(source, tmp_path / "megatron").same
 
 
@@ -77,6 +77,9 @@ def test_the_checkpoint_is_laid_out_as_megatron_writes_it(imported, untied_folde
     assert not list((folder / "hf").glob("*.safetensors"))
     manifest = json.loads((folder / "qwen3vl_bridge.json").read_text())
     assert (manifest["layer_spec"], manifest["source"]) == ("transformer_engine", str(untied_folder))
+    assert (
+        manifest["tensors"] == 114 and torch.__version__.startswith(manifest["torch"]) and len(manifest["digest"]) == 64
+    )
 
 
 def test_inspect_says_what_is_there(imported, untied_folder):

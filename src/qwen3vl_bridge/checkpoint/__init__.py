@@ -1,8 +1,9 @@
 """Checkpoint conversion between Hugging Face safetensors and Megatron, without a GPU and without the model in memory.
 
 What lives here: the public names, loaded on first use so that importing the package stays cheap. What may not: code.
-The layers, lowest first: `tensors` (what both sides speak), readers and writers of each format (`hf_*`, `dcp_*`), the
-planner (`spans`, `plan`, `proof`), and the commands on top (`importing`, `exporting`, `verifying`, `inspection`,
+The layers, lowest first: `tensors` and `pieces` (what all speak), readers and layouts of each format (`hf_*`, `dcp_*`),
+the planner (`sides`, `plan`, `proof`), writing (`files`, `copying`, `journal`, `staging`, `ranks`), the course of every
+conversion (`conversion`), and the commands on top (`importing`, `exporting`, `reformatting`, `verifying`, `inspection`,
 `cli`).
 """
 
@@ -11,13 +12,17 @@ from importlib import import_module
 _PUBLIC = {
     "CheckpointError": "errors",
     "ConversionReport": "reports",
+    "Ranks": "ranks",
     "Topology": "topology",
     "VerifyReport": "reports",
     "copy_side_files": "hf_files",
     "export_checkpoint": "exporting",
     "import_checkpoint": "importing",
     "inspect_checkpoint": "inspection",
+    "reformat_checkpoint": "reformatting",
     "verify_checkpoint": "verifying",
+    "verify_checksums": "verifying",
+    "verify_reformatted": "verifying",
 }
 
 __all__ = sorted(_PUBLIC)

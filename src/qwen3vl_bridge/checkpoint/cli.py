@@ -1,30 +1,38 @@
-"""The converter's command line: import, export, verify, inspect.
+"""The converter's command line: import, export, reformat, verify, inspect.
 
-What lives here: options, and what is printed. What may not: torch at import time (so that `--help` answers at once),
-and work.
+What lives here: options and their meaning. What may not: torch at import time (so that `--help` answers at once), work,
+printing (`printing.py`).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
+from qwen3vl_bridge.checkpoint import printing
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
+from qwen3vl_bridge.checkpoint.megatron_folder import FORMATS
+from qwen3vl_bridge.checkpoint.ranks import Ranks
+from qwen3vl_bridge.checkpoint.sides import LOCAL, TRANSFORMER_ENGINE
+from qwen3vl_bridge.checkpoint.tensors import WEIGHT_DTYPES
 from qwen3vl_bridge.checkpoint.topology import Topology
+from qwen3vl_bridge.mappings import ExpertLayout
 
-if TYPE_CHECKING:
-    from qwen3vl_bridge.checkpoint.reports import ConversionReport
-
-_BAD_INPUT, _DIFFERENT = 2, 1
-_DTYPES = ("float32", "float16", "bfloat16")
-_FORMATS = ("fsdp_dtensor",)
+_BAD_INPUT = 2
+_SIZES = {
+    "tp": "tensor-parallel size",
+    "pp": "pipeline-parallel size",
+    "cp": "context-parallel size",
+    "ep": "expert-parallel size",
+    "etp": "expert-tensor-parallel size (default: --tp)",
+    "world-size": "number of processes that train",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command.
+    """Run one command, in one process or in each of those torchrun started.
 
     Args:
         arguments: as typed; None for those of the process.
@@ -33,10 +41,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Exit status: 0, 1 if `verify` found differences, 2 for bad input.
     """
     options = _parser().parse_args(arguments)
+    first = True
     try:
+        options.ranks = Ranks.of_torchrun()
+        first = options.ranks.first
         return options.run(options)
     except (CheckpointError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        if first:
+            print(f"error: {error}", file=sys.stderr)
         return _BAD_INPUT
 
 
@@ -44,12 +56,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="convert.py",
         description="Convert Qwen3-VL between Hugging Face safetensors and Megatron checkpoints. No GPU is needed, "
-        "and no model in memory.",
+        "and no model in memory. Under torchrun the processes share the work.",
     )
     verbs = parser.add_subparsers(metavar="VERB", required=True)
     _import(verbs.add_parser("import", help="Hugging Face model to Megatron checkpoint"))
     _export(verbs.add_parser("export", help="Megatron checkpoint to Hugging Face model"))
-    _verify(verbs.add_parser("verify", help="compare a Megatron checkpoint with a Hugging Face model, bit for bit"))
+    _reformat(verbs.add_parser("reformat", help="Megatron checkpoint to one of the other format"))
+    _verify(verbs.add_parser("verify", help="compare a Megatron checkpoint with what it was made of, bit for bit"))
     _inspect(verbs.add_parser("inspect", help="say what a checkpoint holds"))
     return parser
 
@@ -57,19 +70,8 @@ def _parser() -> argparse.ArgumentParser:
 def _import(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hf-model", required=True, metavar="MODEL", help="folder of the model, or hub id")
     parser.add_argument("--megatron-path", required=True, metavar="FOLDER", help="checkpoint to write")
-    parser.add_argument("--layer-spec", choices=("transformer_engine", "local"), default="transformer_engine",
-                        help="whose parameter names to use (default: %(default)s)")  # fmt: skip
-    for name, what in (
-        ("tp", "tensor"),
-        ("pp", "pipeline"),
-        ("cp", "context"),
-        ("ep", "expert"),
-        ("etp", "expert-tensor"),
-    ):
-        default = None if name == "etp" else 1
-        text = f"{what}-parallel size the checkpoint is meant for; it loads at any other too"
-        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
-    parser.add_argument("--verify", action="store_true", help="compare with the source before putting it into place")
+    _storing(parser)
+    _lenient(parser)
     _writing(parser)
     parser.set_defaults(run=_run_import)
 
@@ -77,17 +79,31 @@ def _import(parser: argparse.ArgumentParser) -> None:
 def _export(parser: argparse.ArgumentParser) -> None:
     _megatron_path(parser)
     parser.add_argument("--hf-path", required=True, metavar="FOLDER", help="model to write")
-    parser.add_argument("--hf-model", metavar="MODEL",
-                        help="take configuration, tokenizer and processor from this folder or hub id instead of from "
-                        "the checkpoint")  # fmt: skip
+    _other_model(parser)
+    layouts = [layout.name.lower() for layout in ExpertLayout]
+    parser.add_argument("--expert-layout", choices=layouts,
+                        help="how to hold experts (default: as the model that was imported)")  # fmt: skip
+    _lenient(parser)
     _writing(parser)
     parser.set_defaults(run=_run_export)
 
 
-def _verify(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--hf-model", required=True, metavar="MODEL", help="folder of the model, or hub id")
+def _reformat(parser: argparse.ArgumentParser) -> None:
     _megatron_path(parser)
+    parser.add_argument("--new-path", required=True, metavar="FOLDER", help="checkpoint to write")
+    _other_model(parser)
+    _storing(parser, required=True)
+    _writing(parser)
+    parser.set_defaults(run=_run_reformat)
+
+
+def _verify(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--hf-model", metavar="MODEL",
+                        help="folder or hub id of the model it was imported from or exported to")  # fmt: skip
+    _megatron_path(parser)
+    parser.add_argument("--new-path", metavar="FOLDER", help="compare the checkpoint with this one, made of it")
     parser.add_argument("--no-progress", action="store_true", help="show no progress")
+    parser.epilog = "Without --hf-model and --new-path the checkpoint is compared with the checksums in its manifest."
     parser.set_defaults(run=_run_verify)
 
 
@@ -105,13 +121,62 @@ def _megatron_path(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--iteration", type=int, metavar="N", help="which iteration (default: the latest)")
 
 
+def _other_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--hf-model", metavar="MODEL",
+                        help="take configuration, tokenizer and processor from this folder or hub id instead of from "
+                        "the checkpoint")  # fmt: skip
+
+
+def _storing(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
+    """Options of a Megatron checkpoint to be written."""
+    text = "format to write" if required else "format to write (default: %(default)s)"
+    parser.add_argument("--ckpt-format", choices=FORMATS, required=required, default=FORMATS[0], help=text)
+    parser.add_argument("--layer-spec", choices=(TRANSFORMER_ENGINE, LOCAL), default=TRANSFORMER_ENGINE,
+                        help="layer spec to write for (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--make-vocab-size-divisible-by", type=int, metavar="N", dest="vocab_divisor",
+                        help="pad the vocabulary to a multiple of N times --tp, as a model with should_pad_vocab does "
+                        "(default: no padding)")  # fmt: skip
+    group = parser.add_argument_group("sizes the checkpoint is meant for; it loads at any other too")
+    for name, text in _SIZES.items():
+        default = None if name in ("etp", "world-size") else 1
+        group.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
+
+
+def _lenient(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--not-strict", action="store_true",
+                        help="leave aside tensors that the model does not call for, instead of failing")  # fmt: skip
+    parser.add_argument("--trust-remote-code", action="store_true",
+                        help="take along code that the model brings; it is never run here")  # fmt: skip
+
+
 def _writing(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--torch-dtype", choices=_DTYPES, help="cast the weights (default: leave them as they are)")
-    parser.add_argument("--ckpt-format", choices=_FORMATS, default=_FORMATS[0],
-                        help="format of the Megatron side (default: %(default)s)")  # fmt: skip
+    parser.add_argument(
+        "--torch-dtype", choices=WEIGHT_DTYPES, help="cast the weights (default: leave them as they are)"
+    )
+    parser.add_argument("--verify", action="store_true", help="compare with the source before putting it into place")
+    parser.add_argument("--checksums", action="store_true", help="put a SHA-256 of every tensor into the manifest")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier result at that place")
+    parser.add_argument("--resume", action="store_true", help="continue what an earlier run left when it was "
+                        "interrupted; if this one fails, leave what is written for the next")  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", help="check everything and print the plan; write nothing")
+    parser.add_argument("--json", action="store_true", help="print the plan or the report as JSON")
     parser.add_argument("--no-progress", action="store_true", help="show no progress")
+
+
+def _how(options: argparse.Namespace) -> dict[str, Any]:
+    names = ("overwrite", "resume", "verify", "checksums", "dry_run", "ranks")
+    return {name: getattr(options, name) for name in names} | {"progress": not options.no_progress}
+
+
+def _stored(options: argparse.Namespace) -> dict[str, Any]:
+    sizes = {name.replace("-", "_"): getattr(options, name.replace("-", "_")) for name in _SIZES}
+    return {
+        "ckpt_format": options.ckpt_format,
+        "torch_dtype": options.torch_dtype,
+        "topology": Topology(**sizes),
+        "naming": options.layer_spec,
+        "vocab_divisor": options.vocab_divisor,
+    }
 
 
 def _run_import(options: argparse.Namespace) -> int:
@@ -120,15 +185,12 @@ def _run_import(options: argparse.Namespace) -> int:
     report = import_checkpoint(
         options.hf_model,
         options.megatron_path,
-        torch_dtype=options.torch_dtype,
-        topology=Topology(options.tp, options.pp, options.cp, options.ep, options.etp),
-        naming=options.layer_spec,
-        overwrite=options.overwrite,
-        verify=options.verify,
-        dry_run=options.dry_run,
-        progress=not options.no_progress,
+        strict=not options.not_strict,
+        trust_remote_code=options.trust_remote_code,
+        **_stored(options),
+        **_how(options),
     )
-    return _print(report)
+    return printing.conversion(report, options)
 
 
 def _run_export(options: argparse.Namespace) -> int:
@@ -140,47 +202,43 @@ def _run_export(options: argparse.Namespace) -> int:
         hf_model=options.hf_model,
         torch_dtype=options.torch_dtype,
         iteration=options.iteration,
-        overwrite=options.overwrite,
-        dry_run=options.dry_run,
-        progress=not options.no_progress,
+        expert_layout=options.expert_layout,
+        strict=not options.not_strict,
+        trust_remote_code=options.trust_remote_code,
+        **_how(options),
     )
-    return _print(report)
+    return printing.conversion(report, options)
 
 
-def _print(report: ConversionReport) -> int:
-    if report.dry_run:
-        print(json.dumps(report.as_dict(), indent=2))
-        return 0
-    for note in report.notes:
-        print(f"note: {note}")
-    rate = report.nbytes / 1e9 / max(report.seconds, 1e-9)
-    print(
-        f"{report.target}: {report.tensors} tensors, {report.parameters:,} parameters in {', '.join(report.dtypes)}, "
-        f"{report.nbytes / 1e9:.2f} GB in {report.seconds:.1f} s ({rate:.2f} GB/s)"
+def _run_reformat(options: argparse.Namespace) -> int:
+    from qwen3vl_bridge.checkpoint.reformatting import reformat_checkpoint
+
+    report = reformat_checkpoint(
+        options.megatron_path,
+        options.new_path,
+        hf_model=options.hf_model,
+        iteration=options.iteration,
+        **_stored(options),
+        **_how(options),
     )
-    return 0
+    return printing.conversion(report, options)
 
 
 def _run_verify(options: argparse.Namespace) -> int:
-    from qwen3vl_bridge.checkpoint.verifying import verify_checkpoint
+    from qwen3vl_bridge.checkpoint import verifying
 
-    report = verify_checkpoint(
-        options.hf_model, options.megatron_path, iteration=options.iteration, progress=not options.no_progress
-    )
-    for note in report.notes:
-        print(f"note: {note}")
-    if report.same:
-        print(f"same: {report.tensors} tensors, {report.nbytes:,} bytes compared")
-        return 0
-    print(f"different: {len(report.differences)} of {report.tensors} tensors", file=sys.stderr)
-    for entry in report.differences:
-        print(f"  {entry}", file=sys.stderr)
-    return _DIFFERENT
+    how = {"iteration": options.iteration, "progress": not options.no_progress, "ranks": options.ranks}
+    if options.new_path is not None:
+        report = verifying.verify_reformatted(options.megatron_path, options.new_path, hf_model=options.hf_model, **how)
+    elif options.hf_model is not None:
+        report = verifying.verify_checkpoint(options.hf_model, options.megatron_path, **how)
+    else:
+        report = verifying.verify_checksums(options.megatron_path, **how)
+    return printing.comparison(report, options)
 
 
 def _run_inspect(options: argparse.Namespace) -> int:
-    from qwen3vl_bridge.checkpoint.inspection import as_table, inspect_checkpoint
+    from qwen3vl_bridge.checkpoint.inspection import inspect_checkpoint
 
     found = inspect_checkpoint(options.megatron_path or options.hf_model, iteration=options.iteration)
-    print(json.dumps(found, indent=2) if options.json else as_table(found))
-    return 0
+    return printing.contents(found, options)

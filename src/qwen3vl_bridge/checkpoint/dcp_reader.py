@@ -7,16 +7,16 @@ and loading tensors, except where an item cannot be read in place.
 from __future__ import annotations
 
 import tempfile
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
-from qwen3vl_bridge.checkpoint.boxes import Block, linear_blocks
+from qwen3vl_bridge.checkpoint.boxes import Tiling
 from qwen3vl_bridge.checkpoint.dcp_items import NotPlain, find_payload, open_item
 from qwen3vl_bridge.checkpoint.dcp_metadata import Chunk, DcpMetadata
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
-from qwen3vl_bridge.checkpoint.tensors import ITEMSIZE, Extent, Run, TensorSpec
+from qwen3vl_bridge.checkpoint.pieces import Run
+from qwen3vl_bridge.checkpoint.tensors import ITEMSIZE, Extent, TensorSpec
 
 
 class DcpTensors:
@@ -44,10 +44,8 @@ class DcpTensors:
             specs[name] = TensorSpec(name, spec.dtype, spec.shape)
         self.specs: Mapping[str, TensorSpec] = specs
         self._spilled: list[IO[bytes]] = []
-        # Runs of one tensor come one after another, so the latest tensor is all worth remembering.
-        self._latest: tuple[str, list[Block], list[Extent]] = ("", [], [])
-        for name in specs:
-            self._blocks(name)
+        self._payloads: dict[Extent, Extent] = {}
+        self._tilings = {name: self._tiling(name) for name in specs}
 
     def extents(self, run: Run) -> Iterator[Extent]:
         """Where the elements of a run are.
@@ -55,41 +53,43 @@ class DcpTensors:
         Raises:
             CheckpointError: an item is damaged or holds another tensor than the metadata says.
         """
-        blocks, payloads = self._located(run.source)
-        size = ITEMSIZE[self.specs[run.source].dtype]
-        position, end = run.start, run.start + run.length
-        at = bisect_right(blocks, position, key=lambda block: block.start) - 1
-        while position < end:
-            block = blocks[at]
-            skip = position - block.start
-            take = min(end, block.start + block.length) - position
-            payload = payloads[block.box]
-            yield Extent(payload.path, payload.offset + (block.first + skip) * size, take * size)
-            position += take
-            at += 1
+        size, chunks = ITEMSIZE[self.specs[run.source].dtype], self._chunks[run.source]
+        for block in self._tilings[run.source].blocks(run.start, run.length):
+            payload = self._payload(run.source, chunks[block.box])
+            yield Extent(payload.path, payload.offset + block.first * size, block.length * size)
 
-    def check_items(self) -> None:
-        """Find the bytes of every tensor.
+    @property
+    def files(self) -> list[Path]:
+        """The files they lie in."""
+        return sorted({chunk.item.path for chunks in self._chunks.values() for chunk in chunks})
+
+    def drop(self, name: str) -> None:
+        """Forget a tensor."""
+        self.specs = {key: spec for key, spec in self.specs.items() if key != name}
+
+    def check(self, names: Iterable[str]) -> None:
+        """Find the bytes of some tensors.
 
         Raises:
             CheckpointError: an item is damaged or holds another tensor than the metadata says.
         """
-        for name in self.specs:
-            self._located(name)
+        for name in names:
+            for chunk in self._chunks[name]:
+                self._payload(name, chunk)
 
-    def _blocks(self, name: str) -> list[Block]:
+    def _tiling(self, name: str) -> Tiling:
         try:
-            return linear_blocks(self.specs[name].shape, [chunk[:2] for chunk in self._chunks[name]])
+            return Tiling(self.specs[name].shape, [chunk[:2] for chunk in self._chunks[name]])
         except ValueError as error:
             raise CheckpointError(f"{self.folder}, tensor {name} {self.specs[name].shape}: {error}") from error
 
-    def _located(self, name: str) -> tuple[list[Block], list[Extent]]:
-        if self._latest[0] != name:
-            payloads = [self._payload(name, chunk) for chunk in self._chunks[name]]
-            self._latest = (name, self._blocks(name), payloads)
-        return self._latest[1:]
-
     def _payload(self, name: str, chunk: Chunk) -> Extent:
+        found = self._payloads.get(chunk.item)
+        if found is None:
+            found = self._payloads[chunk.item] = self._find(name, chunk)
+        return found
+
+    def _find(self, name: str, chunk: Chunk) -> Extent:
         dtype = self.specs[name].dtype
         try:
             return find_payload(chunk.item, dtype, chunk.sizes, name)

@@ -1,29 +1,26 @@
-"""Export: an fsdp_dtensor checkpoint becomes a Hugging Face model.
+"""Export: a Megatron checkpoint becomes a Hugging Face model.
 
-What lives here: the order of the steps, and what is written besides the tensors. What may not: how anything is done.
+What lives here: what is read and what is made of it. What may not: how anything is done.
 """
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any, Unpack
 
-from qwen3vl_bridge.checkpoint import megatron_folder as megatron
-from qwen3vl_bridge.checkpoint import staging
-from qwen3vl_bridge.checkpoint.dcp_metadata import read_metadata
-from qwen3vl_bridge.checkpoint.dcp_reader import DcpTensors
+from qwen3vl_bridge.checkpoint.conversion import Conversion, How, carry_out
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
 from qwen3vl_bridge.checkpoint.hf_config import ModelConfig, with_dtype
-from qwen3vl_bridge.checkpoint.hf_files import copy_side_files, find_model
+from qwen3vl_bridge.checkpoint.hf_files import copy_side_files
 from qwen3vl_bridge.checkpoint.hf_reader import HFWeights
-from qwen3vl_bridge.checkpoint.hf_writer import MAX_SHARD_BYTES, Shard, layout, write_index, write_shard
+from qwen3vl_bridge.checkpoint.hf_writer import MAX_SHARD_BYTES, layout, write_index
 from qwen3vl_bridge.checkpoint.json_files import write_object
-from qwen3vl_bridge.checkpoint.plan import Plan, plan_export
-from qwen3vl_bridge.checkpoint.progress import Progress
+from qwen3vl_bridge.checkpoint.plan import Plan, leave_unexpected, make_plan
 from qwen3vl_bridge.checkpoint.reports import ConversionReport
-from qwen3vl_bridge.checkpoint.streams import RunReader
-
-_OVERHEAD = 64 << 20
+from qwen3vl_bridge.checkpoint.sides import HuggingFace
+from qwen3vl_bridge.checkpoint.stored_model import StoredModel, open_stored
+from qwen3vl_bridge.mappings import ExpertLayout
 
 
 def export_checkpoint(
@@ -33,13 +30,13 @@ def export_checkpoint(
     hf_model: str | Path | None = None,
     torch_dtype: str | None = None,
     iteration: int | None = None,
+    expert_layout: str | None = None,
+    strict: bool = True,
+    trust_remote_code: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    overwrite: bool = False,
-    dry_run: bool = False,
-    progress: bool = False,
-    sync: bool = True,
+    **how: Unpack[How],
 ) -> ConversionReport:
-    """Write a Hugging Face model from an fsdp_dtensor checkpoint; optimizer state in it is left aside.
+    """Write a Hugging Face model from a Megatron checkpoint of either format; optimizer state in it is left aside.
 
     Args:
         megatron_path: the checkpoint's root folder, or an iteration's folder.
@@ -48,87 +45,84 @@ def export_checkpoint(
             that an import put into the checkpoint.
         torch_dtype: "float32", "float16" or "bfloat16" to cast the weights; None to leave their bytes as they are.
         iteration: which iteration; None for the latest.
+        expert_layout: "input_major" as released, "output_major" as transformers 5 saves its own, or "per_expert"; None
+            for that of the model the checkpoint was imported from.
+        strict: whether tensors that the model does not call for are an error; otherwise they are left aside.
+        trust_remote_code: whether to take along code that the configuration of `hf_model` calls for. It is never run
+            here.
         max_shard_bytes: how large a file of weights may be.
-        overwrite: whether to replace an earlier model at that place.
-        dry_run: whether to stop before anything is written.
-        progress: whether to show progress on standard error.
-        sync: whether to wait until everything is on disk.
+        how: overwrite, resume, verify and more, see `How`.
 
     Returns:
         What was done.
 
     Raises:
-        CheckpointError: the source, the target or an option is not as it must be. Nothing is left behind.
+        CheckpointError: the source, the target or an option is not as it must be. The target is as it was before.
     """
-    target = Path(os.path.abspath(Path(hf_path).expanduser()))
-    folder = megatron.find_iteration(Path(megatron_path).expanduser(), iteration)
-    config = _config(folder, hf_model)
-    metadata = read_metadata(folder)
-    stored = DcpTensors(metadata, megatron.model_keys(metadata))
-    plan = plan_export(config.rows, config.dimensions, stored.specs, where=str(folder), dtype=torch_dtype)
-    staging.check_target(target, overwrite=overwrite, is_ours=_is_model, sources=(folder, config.folder))
-    staging.check_space(target, plan.nbytes + _OVERHEAD)
-    notes, seconds = _dropped_rows(plan, stored), 0.0
-    if not dry_run:
-        shards = layout([task.target for task in plan.tasks], max_shard_bytes)
-        with staging.staged(target, notes.append, replace=overwrite, sync=sync) as work:
-            seconds = _write(work, shards, plan, stored, config, progress=progress, sync=sync)
-            _check_written(work, plan)
-    return ConversionReport.of(megatron_path, target, plan, notes, seconds, dry_run=dry_run)
+    stored = open_stored(megatron_path, iteration, hf_model, trust_remote_code=trust_remote_code)
+    experts = stored.experts if expert_layout is None else _layout_named(expert_layout)
+    rows, notes = stored.config.rows(experts), []
+    if not strict:
+        notes += leave_unexpected(stored.tensors, rows, stored.side)
+    plan = make_plan(
+        rows,
+        stored.side,
+        HuggingFace(stored.config.dimensions),
+        stored.tensors.specs,
+        where=str(stored.folder),
+        dtype=torch_dtype,
+    )
+    notes += _dropped_rows(stored)
+    if max_shard_bytes < 1:
+        raise CheckpointError(f"max_shard_bytes is {max_shard_bytes}, expected 1 or more")
+    conversion = Conversion(
+        name="export",
+        origin=str(megatron_path),
+        target=Path(os.path.abspath(Path(hf_path).expanduser())),
+        plan=plan,
+        source=stored.tensors,
+        folders=(stored.folder, stored.config.folder),
+        settings=_settings(stored, experts),
+        files=layout(plan.tasks, max_shard_bytes),
+        inner=".",
+        is_ours=_is_model,
+        finish=lambda root, _: _finish(root, plan, stored.config, max_shard_bytes),
+        open=HFWeights,
+        notes=notes,
+    )
+    return carry_out(conversion, how)
+
+
+def _layout_named(name: str) -> ExpertLayout:
+    try:
+        return ExpertLayout[name.upper()]
+    except KeyError:
+        expected = ", ".join(layout.name.lower() for layout in ExpertLayout)
+        raise CheckpointError(f"expert_layout is {name!r}, expected {expected}") from None
+
+
+def _settings(stored: StoredModel, experts: ExpertLayout) -> dict[str, Any]:
+    moe = bool(stored.config.dimensions.indices["moe_layers"])
+    return {"format": "huggingface", "from": stored.ckpt_format, "expert_layout": experts.name if moe else None}
 
 
 def _is_model(path: Path) -> bool:
     return (path / "config.json").is_file()
 
 
-def _config(folder: Path, hf_model: str | Path | None) -> ModelConfig:
-    if hf_model is not None:
-        return ModelConfig(find_model(hf_model, weights=False))
-    if not (folder / megatron.HF_FILES / "config.json").is_file():
-        raise CheckpointError(f"{folder} has no {megatron.HF_FILES}/config.json; name the model with --hf-model")
-    return ModelConfig(folder / megatron.HF_FILES)
-
-
-def _dropped_rows(plan: Plan, stored: DcpTensors) -> list[str]:
-    notes = []
-    for task in plan.tasks:
-        rows = stored.specs[task.runs[0].source].shape[:1]
-        if len(task.runs) == 1 and rows > task.target.shape[:1]:
-            dropped = rows[0] - task.target.shape[0]
-            notes.append(f"{task.runs[0].source} has {dropped} rows beyond the vocabulary; they are padding, left out")
+def _dropped_rows(stored: StoredModel) -> list[str]:
+    notes, vocabulary = [], stored.config.dimensions["vocab"]
+    for row in stored.config.rows():
+        if row.shapes[0][0] == "vocab" and (rows := stored.tensors.specs[row.megatron].shape[0]) > vocabulary:
+            dropped = rows - vocabulary
+            notes.append(f"{row.megatron} has {dropped} rows beyond the vocabulary; they are padding, left out")
     return notes
 
 
-def _write(
-    work: Path,
-    shards: tuple[Shard, ...],
-    plan: Plan,
-    stored: DcpTensors,
-    config: ModelConfig,
-    *,
-    progress: bool,
-    sync: bool,
-) -> float:
-    tasks = {task.target.name: task for task in plan.tasks}
-    with RunReader(stored) as reader, Progress("export", plan.nbytes, shown=progress) as meter:
-        for shard in shards:
-            contents = (meter.counted(reader.blocks(tasks[spec.name].runs, spec.dtype)) for spec in shard.tensors)
-            write_shard(work, shard, contents, sync=sync)
-        seconds = meter.seconds
-    write_index(work, shards)
+def _finish(work: Path, plan: Plan, config: ModelConfig, max_shard_bytes: int) -> None:
+    write_index(work, plan.tasks, max_shard_bytes)
     copy_side_files(config.folder, work)
     if len(plan.dtypes) == 1:
         raw = with_dtype(config.raw, plan.dtypes[0])
         if raw != config.raw:
             write_object(work / "config.json", raw)
-    return seconds
-
-
-def _check_written(work: Path, plan: Plan) -> None:
-    """Read back the headers: every tensor is there, whole.
-
-    Raises:
-        CheckpointError: it is not so.
-    """
-    if HFWeights(work).specs != {task.target.name: task.target for task in plan.tasks}:
-        raise CheckpointError(f"{work}: what is there is not what was to be written")

@@ -6,19 +6,23 @@ What may not: weights, and names of parameters (`mappings.py`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from copy import copy
 from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
 from qwen3vl_bridge.checkpoint.json_files import read_object
+from qwen3vl_bridge.checkpoint.tensors import Shape
 from qwen3vl_bridge.dimensions import Dimensions, dimensions_of
 from qwen3vl_bridge.hf_settings import check_settings
-from qwen3vl_bridge.mappings import TABLE
-from qwen3vl_bridge.weight_rows import Row
+from qwen3vl_bridge.mappings import ExpertLayout, expert_layout_of, table
+from qwen3vl_bridge.weight_rows import Row, expand
 
-# model_type -> (architecture, weight table)
-_MODELS: dict[str, tuple[str, tuple[Row, ...]]] = {
-    "qwen3_vl": ("Qwen3VLForConditionalGeneration", TABLE),
+# model_type -> (architecture, whether it has experts)
+_MODELS: dict[str, tuple[str, bool]] = {
+    "qwen3_vl": ("Qwen3VLForConditionalGeneration", False),
+    "qwen3_vl_moe": ("Qwen3VLMoeForConditionalGeneration", True),
 }
 # What a dense or a tied model has none of.
 _MAY_BE_ZERO = ("untied", "experts", "moe_ffn", "moe_gate_up")
@@ -31,7 +35,6 @@ class ModelConfig:
         folder: where its `config.json` is.
         raw: the whole of it.
         dimensions: what the weight table's symbols stand for.
-        rows: the weight table of this architecture.
         tied: whether the output layer is the embedding.
     """
 
@@ -46,12 +49,35 @@ class ModelConfig:
         if not path.is_file():
             raise CheckpointError(f"{folder} is not a Hugging Face model: it has no config.json")
         self.raw = read_object(path)
-        self.rows = _rows(self.raw, path)
-        self.dimensions = _dimensions(self.raw, path)
+        with_experts = _has_experts(self.raw, path)
+        self.dimensions = _dimensions(self.raw, path, with_experts=with_experts)
         self.tied = not self.dimensions["untied"]
 
+    def expert_layout(self, shapes: Mapping[str, Shape]) -> ExpertLayout:
+        """How tensors of these shapes hold the model's experts; for a dense model, anyhow.
 
-def _rows(raw: dict[str, Any], path: Path) -> tuple[Row, ...]:
+        Raises:
+            CheckpointError: in none of the known ways.
+        """
+        if not self.dimensions.indices["moe_layers"]:
+            return ExpertLayout.INPUT_MAJOR
+        try:
+            return expert_layout_of(shapes, self.dimensions)
+        except ValueError as error:
+            raise CheckpointError(f"{self.folder}: {error}") from error
+
+    def with_vocab(self, rows: int) -> ModelConfig:
+        """The same with a vocabulary of so many rows."""
+        changed = copy(self)
+        changed.dimensions = self.dimensions.with_vocab(rows)
+        return changed
+
+    def rows(self, experts: ExpertLayout = ExpertLayout.INPUT_MAJOR) -> list[Row]:
+        """The weight table, expanded for this model."""
+        return list(expand(table(experts), self.dimensions))
+
+
+def _has_experts(raw: dict[str, Any], path: Path) -> bool:
     model_type, architectures = raw.get("model_type"), raw.get("architectures")
     known = _MODELS.get(model_type) if isinstance(model_type, str) else None
     if known is None or architectures not in (None, [known[0]]):
@@ -60,7 +86,7 @@ def _rows(raw: dict[str, Any], path: Path) -> tuple[Row, ...]:
     return known[1]
 
 
-def _dimensions(raw: dict[str, Any], path: Path) -> Dimensions:
+def _dimensions(raw: dict[str, Any], path: Path, *, with_experts: bool) -> Dimensions:
     try:
         dimensions = dimensions_of(raw)
         check_settings(raw)
@@ -73,6 +99,11 @@ def _dimensions(raw: dict[str, Any], path: Path) -> Dimensions:
     for name, value in dimensions.sizes.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < (name not in _MAY_BE_ZERO):
             raise CheckpointError(f"{path}: {name} is {value!r}, expected a positive whole number")
+    found = len(dimensions.indices["moe_layers"])
+    if bool(found) != with_experts:
+        raise CheckpointError(
+            f"{path}: {found} layers have experts, which model_type {raw['model_type']} does not allow"
+        )
     for whole, part in (("heads", "kv_heads"), ("v_hidden", "v_heads")):
         if dimensions[whole] % dimensions[part]:
             raise CheckpointError(f"{path}: {whole} is {dimensions[whole]}, no multiple of {part} {dimensions[part]}")

@@ -12,6 +12,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
+from qwen3vl_bridge.checkpoint.json_files import read_object
 
 # Everything from_pretrained of a model, a tokenizer or a processor may look for, weights aside.
 _SIDE_FILES = (
@@ -28,45 +29,64 @@ _SIDE_FILES = (
     "video_preprocessor_config.json",
     "processor_config.json",
 )
+# Code that a model brings along; its JSON files then have an `auto_map`, which names it.
+_CODE = "*.py"
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
-def find_model(hf_model: str | Path, *, weights: bool = True) -> Path:
+def find_model(hf_model: str | Path, *, weights: bool = True, trust_remote_code: bool = False) -> Path:
     """The local folder of a model, downloaded from the hub where it is not a folder.
 
     Args:
         hf_model: a folder, or a hub id such as `Qwen/Qwen3-VL-2B-Instruct`.
         weights: whether the weights are needed too.
+        trust_remote_code: whether the model may bring code. It is copied then, never run here.
 
     Raises:
-        CheckpointError: it is neither.
+        CheckpointError: it is neither, or brings code that is not trusted.
     """
     path = Path(hf_model).expanduser()
     if path.is_dir():
-        return path
+        folder = path
+    else:
+        folder = _downloaded(hf_model, [*_SIDE_FILES, _CODE, *(_WEIGHT_FILES if weights else ())])
+    if (name := _calls_for_code(folder)) and not trust_remote_code:
+        raise CheckpointError(
+            f"{folder / name} calls for code that the model brings (auto_map); --trust-remote-code takes it along"
+        )
+    return folder
+
+
+def _calls_for_code(folder: Path) -> str | None:
+    """The file that calls for code of the model's own, None if none does."""
+    for path in sorted(folder.glob("*config.json")):
+        if path.is_file() and "auto_map" in read_object(path):
+            return path.name
+    return None
+
+
+def _downloaded(hf_model: str | Path, patterns: list[str]) -> Path:
+    path = Path(hf_model).expanduser()
     if path.exists():
         raise CheckpointError(f"{hf_model} is a file, expected a folder with config.json and *.safetensors")
     if isinstance(hf_model, Path) or not _HUB_ID.fullmatch(hf_model):
         raise CheckpointError(f"{hf_model} does not exist, expected a folder with config.json and *.safetensors")
-    return _download(hf_model, [*_SIDE_FILES, *(_WEIGHT_FILES if weights else ())])
-
-
-def _download(hub_id: str, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=patterns))
+        return Path(snapshot_download(hf_model, allow_patterns=patterns))
     except (HfHubHTTPError, OSError, ValueError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"{hub_id} is neither a folder nor a model the hub can give: {reason}") from error
+        raise CheckpointError(f"{hf_model} is neither a folder nor a model the hub can give: {reason}") from error
 
 
 def side_files(folder: Path) -> list[Path]:
     """The files of a model's folder that are not weights and belong to it, as paths relative to `folder`, sorted."""
     found = (path.relative_to(folder) for pattern in ("*", "*/*") for path in folder.glob(pattern) if path.is_file())
-    return sorted(path for path in found if any(fnmatch(path.as_posix(), pattern) for pattern in _SIDE_FILES))
+    patterns = (*_SIDE_FILES, _CODE) if _calls_for_code(folder) else _SIDE_FILES
+    return sorted(path for path in found if any(fnmatch(path.as_posix(), pattern) for pattern in patterns))
 
 
 def copy_side_files(source: Path, destination: Path) -> list[Path]:

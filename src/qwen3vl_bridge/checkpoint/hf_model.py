@@ -9,14 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from qwen3vl_bridge.checkpoint.compare import difference
+from qwen3vl_bridge.checkpoint.comparing import difference
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
 from qwen3vl_bridge.checkpoint.hf_config import ModelConfig
 from qwen3vl_bridge.checkpoint.hf_files import find_model
 from qwen3vl_bridge.checkpoint.hf_reader import HFWeights
-from qwen3vl_bridge.checkpoint.streams import RunReader
-from qwen3vl_bridge.checkpoint.tensors import Run
-from qwen3vl_bridge.mappings import Row
+from qwen3vl_bridge.checkpoint.pieces import Run
+from qwen3vl_bridge.checkpoint.plan import leave_unexpected
+from qwen3vl_bridge.checkpoint.sides import HuggingFace
+from qwen3vl_bridge.checkpoint.streams import PieceReader
+from qwen3vl_bridge.mappings import TABLE, ExpertLayout
+from qwen3vl_bridge.weight_rows import Row
 
 
 @dataclass(frozen=True)
@@ -28,29 +31,52 @@ class HFModel:
     weights: HFWeights
     notes: list[str] = field(default_factory=list)
 
+    @property
+    def experts(self) -> ExpertLayout:
+        """How it holds its experts.
 
-def open_model(hf_model: str | Path) -> HFModel:
+        Raises:
+            CheckpointError: in none of the known ways.
+        """
+        return self.config.expert_layout({name: spec.shape for name, spec in self.weights.specs.items()})
+
+    @property
+    def rows(self) -> list[Row]:
+        """The weight table, expanded for this model."""
+        return self.config.rows(self.experts)
+
+    @property
+    def side(self) -> HuggingFace:
+        """Its side of a conversion."""
+        return HuggingFace(self.config.dimensions)
+
+
+def open_model(hf_model: str | Path, *, strict: bool = True, trust_remote_code: bool = False) -> HFModel:
     """Open a model.
 
     Args:
         hf_model: a folder or a hub id.
+        strict: whether tensors that the model does not call for stay, to be found out; otherwise they are left aside.
+        trust_remote_code: whether the model may bring code.
 
     Raises:
         CheckpointError: it is not there, not a Qwen3-VL, or its files are damaged.
     """
-    folder = find_model(hf_model)
+    folder = find_model(hf_model, trust_remote_code=trust_remote_code)
     model = HFModel(folder, ModelConfig(folder), HFWeights(folder))
     if model.config.tied:
-        for copy, original in _tied_pairs(model.config.rows):
+        for copy, original in _tied_pairs():
             if copy in model.weights.specs and original in model.weights.specs:
                 _drop_copy(model, copy, original)
+    if not strict:
+        model.notes.extend(leave_unexpected(model.weights, model.rows, model.side))
     return model
 
 
-def _tied_pairs(rows: tuple[Row, ...]) -> list[tuple[str, str]]:
+def _tied_pairs() -> list[tuple[str, str]]:
     """Tensors that a tied model has only under the second name."""
-    embedding = next(row for row in rows if row.shapes[0][0] == "vocab" and row.condition is None)
-    return [(row.hf[0], embedding.hf[0]) for row in rows if row.condition == "untied"]
+    embedding = next(row for row in TABLE if row.shapes[0][0] == "vocab" and row.condition is None)
+    return [(row.hf[0], embedding.hf[0]) for row in TABLE if row.condition == "untied"]
 
 
 def _drop_copy(model: HFModel, copy: str, original: str) -> None:
@@ -59,7 +85,7 @@ def _drop_copy(model: HFModel, copy: str, original: str) -> None:
     if one.describe() != other.describe():
         found = f"{one.describe()}, not {other.describe()}"
     else:
-        with RunReader(weights) as left, RunReader(weights) as right:
+        with PieceReader(weights) as left, PieceReader(weights) as right:
             streams = (
                 reader.blocks([Run(spec.name, 0, spec.numel)], spec.dtype)
                 for reader, spec in ((left, one), (right, other))

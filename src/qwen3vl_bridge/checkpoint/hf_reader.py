@@ -6,7 +6,7 @@ what the tensors mean (`plan.py`), copying (`streams.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ from typing import Any
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
 from qwen3vl_bridge.checkpoint.json_files import parse_object, read_object
 from qwen3vl_bridge.checkpoint.paths import file_size, inside
-from qwen3vl_bridge.checkpoint.tensors import DTYPE_OF_SAFETENSORS, ITEMSIZE, Extent, Run, TensorSpec
+from qwen3vl_bridge.checkpoint.pieces import Run
+from qwen3vl_bridge.checkpoint.tensors import DTYPE_OF_SAFETENSORS, ITEMSIZE, Extent, TensorSpec
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -53,6 +54,14 @@ class HFWeights:
         size = ITEMSIZE[stored.spec.dtype]
         yield Extent(stored.path, stored.offset + run.start * size, run.length * size)
 
+    @property
+    def files(self) -> list[Path]:
+        """The files they lie in."""
+        return sorted({stored.path for stored in self._stored.values()})
+
+    def check(self, names: Iterable[str]) -> None:
+        """All of it was checked when the headers were read."""
+
     def drop(self, name: str) -> None:
         """Forget a tensor."""
         self._stored.pop(name)
@@ -62,6 +71,11 @@ class HFWeights:
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(spec.nbytes for spec in self.specs.values())
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a folder looks like one with a model's weights."""
+    return (folder / SINGLE).exists() or (folder / INDEX).exists()
 
 
 def _read_folder(folder: Path) -> list[_Stored]:

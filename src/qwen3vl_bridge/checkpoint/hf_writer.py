@@ -1,107 +1,73 @@
-"""Writes sharded safetensors as a stream.
+"""Lays out sharded safetensors.
 
 What lives here: which tensor goes to which shard at which byte, headers, the index. What may not: what tensors there
-are (`plan.py`), the other files of a model (`hf_files.py`).
-
-The whole layout is known before the first byte is written, so several processes can fill disjoint parts of it.
+are (`plan.py`), writing them (`copying.py`), the other files of a model (`hf_files.py`).
 """
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from qwen3vl_bridge.checkpoint.files import Data, OutputFile
 from qwen3vl_bridge.checkpoint.hf_reader import INDEX, SINGLE
 from qwen3vl_bridge.checkpoint.json_files import write_object
-from qwen3vl_bridge.checkpoint.tensors import SAFETENSORS_OF_DTYPE, TensorSpec
+from qwen3vl_bridge.checkpoint.plan import Task
+from qwen3vl_bridge.checkpoint.tensors import ITEMSIZE, SAFETENSORS_OF_DTYPE
 
 MAX_SHARD_BYTES = 5_000_000_000
-# Smaller than the blocks that come in, so that those go to the file without another copy.
-_BUFFER = 1 << 16
 
 
-@dataclass(frozen=True)
-class Shard:
-    """A file to be: its name, its header, its tensors in the order of their bytes, and its size."""
-
-    name: str
-    header: bytes
-    tensors: tuple[TensorSpec, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the file."""
-        return len(self.header) + sum(spec.nbytes for spec in self.tensors)
-
-
-def layout(tensors: Sequence[TensorSpec], max_shard_bytes: int = MAX_SHARD_BYTES) -> tuple[Shard, ...]:
+def layout(tasks: Sequence[Task], max_shard_bytes: int = MAX_SHARD_BYTES) -> list[OutputFile]:
     """Distribute tensors over files in their order; a tensor larger than a shard gets one of its own.
 
     Args:
-        tensors: what to write.
+        tasks: what to write.
         max_shard_bytes: payload of a file at most.
     """
-    groups: list[list[TensorSpec]] = [[]]
+    return [_shard(name, group) for name, group in _shards(tasks, max_shard_bytes)]
+
+
+def _shards(tasks: Sequence[Task], max_shard_bytes: int) -> Iterator[tuple[str, list[Task]]]:
+    groups: list[list[Task]] = [[]]
     room = max_shard_bytes
-    for spec in tensors:
-        if groups[-1] and spec.nbytes > room:
+    for task in tasks:
+        if groups[-1] and task.target.nbytes > room:
             groups.append([])
             room = max_shard_bytes
-        groups[-1].append(spec)
-        room -= spec.nbytes
-    if len(groups) == 1:
-        return (_shard(SINGLE, groups[0]),)
-    count = len(groups)
-    return tuple(_shard(f"model-{i:05d}-of-{count:05d}.safetensors", group) for i, group in enumerate(groups, 1))
+        groups[-1].append(task)
+        room -= task.target.nbytes
+    for number, group in enumerate(groups, 1):
+        yield SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors", group
 
 
-def _shard(name: str, tensors: list[TensorSpec]) -> Shard:
+def _shard(name: str, tasks: list[Task]) -> OutputFile:
     # Wider elements first, as safetensors has it, so that every tensor is aligned to its element size.
-    ordered = sorted(tensors, key=lambda spec: -(spec.nbytes // max(spec.numel, 1)))
+    ordered = sorted(tasks, key=lambda task: -ITEMSIZE[task.target.dtype])
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0
-    for spec in ordered:
+    for spec in (task.target for task in ordered):
         end = position + spec.nbytes
         dtype = SAFETENSORS_OF_DTYPE[spec.dtype]
         entries[spec.name] = {"dtype": dtype, "shape": list(spec.shape), "data_offsets": [position, end]}
         position = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return Shard(name, len(text).to_bytes(8, "little") + text, tuple(ordered))
+    file = OutputFile(name)
+    file.append(len(text).to_bytes(8, "little") + text)
+    for task in ordered:
+        file.append(Data(task.pieces, task.target.dtype, 0, task.target.numel))
+    return file
 
 
-def write_shard(folder: Path, shard: Shard, contents: Iterable[Iterable[memoryview]], *, sync: bool = True) -> None:
-    """Write one file.
-
-    Args:
-        folder: an existing folder.
-        shard: the file.
-        contents: the bytes of each of its tensors.
-        sync: whether to wait until it is on disk.
-
-    Raises:
-        AssertionError: a tensor has more or fewer bytes than it should.
-    """
-    with (folder / shard.name).open("xb", buffering=_BUFFER) as file:
-        file.write(shard.header)
-        for spec, blocks in zip(shard.tensors, contents, strict=True):
-            written = sum(file.write(block) for block in blocks)
-            if written != spec.nbytes:
-                raise AssertionError(f"{spec.name}: {written} bytes written of {spec.nbytes}")
-        file.flush()
-        if sync:
-            os.fdatasync(file.fileno())
-
-
-def write_index(folder: Path, shards: Sequence[Shard]) -> None:
-    """Write the index of several files; for a single one there is none."""
+def write_index(folder: Path, tasks: Sequence[Task], max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+    """Write the index of the files that `layout` gives; for a single one there is none."""
+    shards = dict(_shards(tasks, max_shard_bytes))
     if len(shards) == 1:
         return
-    weight_map = {spec.name: shard.name for shard in shards for spec in shard.tensors}
-    numel = sum(spec.numel for shard in shards for spec in shard.tensors)
-    size = sum(spec.nbytes for shard in shards for spec in shard.tensors)
+    weight_map = {task.target.name: name for name, group in shards.items() for task in group}
+    numel = sum(task.target.numel for task in tasks)
+    size = sum(task.target.nbytes for task in tasks)
     metadata = {"total_parameters": numel, "total_size": size}
     write_object(folder / INDEX, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})

@@ -13,8 +13,8 @@ from typing import Any
 from qwen3vl_bridge.checkpoint import megatron_folder as megatron
 from qwen3vl_bridge.checkpoint.dcp_metadata import read_metadata
 from qwen3vl_bridge.checkpoint.hf_config import ModelConfig
-from qwen3vl_bridge.checkpoint.hf_reader import INDEX, SINGLE, HFWeights
-from qwen3vl_bridge.checkpoint.json_files import read_object
+from qwen3vl_bridge.checkpoint.hf_reader import HFWeights, has_weights
+from qwen3vl_bridge.checkpoint.manifest import read_manifest
 from qwen3vl_bridge.checkpoint.plan import naming_of
 from qwen3vl_bridge.checkpoint.tensors import TensorSpec
 
@@ -33,30 +33,48 @@ def inspect_checkpoint(path: str | Path, *, iteration: int | None = None) -> dic
         CheckpointError: there is no checkpoint, or it is damaged.
     """
     folder = Path(path).expanduser()
-    if (folder / SINGLE).exists() or (folder / INDEX).exists():
-        weights = HFWeights(folder)
-        files = len(list(folder.glob("*.safetensors")))
-        return {"format": "huggingface", "path": str(folder), "files": files, **_summary(weights.specs.values())}
+    if has_weights(folder):
+        return _inspect_hf(folder)
     folder = megatron.find_iteration(folder, iteration)
-    metadata = read_metadata(folder)
-    keys = megatron.model_keys(metadata)
+    ckpt_format, metadata, manifest = megatron.format_of(folder), read_metadata(folder), read_manifest(folder)
+    keys = megatron.model_keys(metadata, ckpt_format)
     specs = {name: metadata.tensors[key][0] for name, key in keys.items()}
     model_keys = set(keys.values())
     others = [spec for key, (spec, _) in metadata.tensors.items() if key not in model_keys]
-    manifest = folder / megatron.MANIFEST
     config_folder = folder / megatron.HF_FILES
     config = ModelConfig(config_folder) if (config_folder / "config.json").is_file() else None
+    spelled = naming_of(config.rows(), specs) if config and ckpt_format == megatron.FSDP_DTENSOR else None
     return {
-        "format": "fsdp_dtensor",
+        "format": ckpt_format,
         "path": str(folder),
+        "model": config.raw.get("model_type") if config else None,
         "files": len(list(folder.glob("*.distcp"))),
         **_summary(specs.values()),
         "chunks": sum(len(metadata.tensors[key][1]) for key in model_keys),
-        "layer_spec": naming_of(config.rows, config.dimensions, specs) if config else None,
+        "layer_spec": spelled or manifest.get("layer_spec"),
+        "topology": manifest.get("topology"),
+        "source": manifest.get("source"),
+        "checksums": "sha256" in manifest,
         "other_tensors": len(others),
         "other_bytes": sum(spec.nbytes for spec in others),
-        "byte_items": sorted(metadata.byte_items),
-        "manifest": read_object(manifest) if manifest.is_file() else None,
+        "byte_items": sorted(key for key in metadata.byte_items if "_extra_state" not in key),
+        "manifest": {name: value for name, value in manifest.items() if name != "sha256"} or None,
+    }
+
+
+def _inspect_hf(folder: Path) -> dict[str, Any]:
+    weights = HFWeights(folder)
+    config = ModelConfig(folder) if (folder / "config.json").is_file() else None
+    experts = None
+    if config and config.dimensions.indices["moe_layers"]:
+        experts = config.expert_layout({name: spec.shape for name, spec in weights.specs.items()}).name.lower()
+    return {
+        "format": "huggingface",
+        "path": str(folder),
+        "model": config.raw.get("model_type") if config else None,
+        "files": len(weights.files),
+        **_summary(weights.specs.values()),
+        "experts": experts,
     }
 
 
@@ -72,13 +90,19 @@ def _summary(specs: Iterable[TensorSpec]) -> dict[str, Any]:
 
 def as_table(found: Mapping[str, Any]) -> str:
     """What `inspect_checkpoint` found, one line per value."""
-    lines = []
-    for name, value in found.items():
-        if isinstance(value, dict):
-            value = ", ".join(f"{key} {entry}" for key, entry in value.items())
-        elif isinstance(value, list):
-            value = ", ".join(map(str, value[:8])) + (f" and {len(value) - 8} more" if len(value) > 8 else "")
-        elif isinstance(value, int):
-            value = f"{value:,}"
-        lines.append(f"{name.replace('_', ' '):14} {'-' if value in (None, '') else value}")
-    return "\n".join(lines)
+    # What the manifest adds stands in lines of its own.
+    return "\n".join(
+        f"{name.replace('_', ' '):14} {_text(value)}" for name, value in found.items() if name != "manifest"
+    )
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {entry}" for key, entry in value.items() if entry is not None)
+    if isinstance(value, list):
+        return ", ".join(map(str, value[:8])) + (f" and {len(value) - 8} more" if len(value) > 8 else "")
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return "-" if value in (None, "") else str(value)

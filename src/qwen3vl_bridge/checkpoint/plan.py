@@ -1,7 +1,7 @@
 """What a conversion has to do, worked out from headers alone.
 
 What lives here: the comparison of what is there with what the weight table expects, and the work items: each target
-tensor as a concatenation of runs of source tensors. What may not: opening files, torch, names of parameters.
+tensor as pieces of source tensors. What may not: opening files, torch, names of parameters, formats (`sides.py`).
 """
 
 from __future__ import annotations
@@ -9,21 +9,27 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from qwen3vl_bridge.checkpoint.errors import CheckpointError
+from qwen3vl_bridge.checkpoint.pieces import Piece, Pieces, Run, Transposed, Zeros, joined
 from qwen3vl_bridge.checkpoint.proof import check_same, check_weights_dtype, prove
-from qwen3vl_bridge.checkpoint.spans import LOCAL, TRANSFORMER_ENGINE, Span, spans, stored_shapes
-from qwen3vl_bridge.checkpoint.tensors import Run, Shape, TensorSpec
-from qwen3vl_bridge.dimensions import Dimensions
+from qwen3vl_bridge.checkpoint.sides import LOCAL, TRANSFORMER_ENGINE, Place, Side
+from qwen3vl_bridge.checkpoint.tensors import Shape, TensorSource, TensorSpec
 from qwen3vl_bridge.mappings import local_name
-from qwen3vl_bridge.weight_rows import Row, expand
+from qwen3vl_bridge.weight_rows import Row
 
 
 @dataclass(frozen=True)
 class Task:
-    """One target tensor: its elements are the runs' elements in order, cast to its dtype where theirs differs."""
+    """One target tensor.
+
+    Attributes:
+        target: what it is.
+        pieces: its elements, in order; cast to its dtype where theirs differs.
+        leading: how many of its first dimensions count layers or experts.
+    """
 
     target: TensorSpec
-    runs: tuple[Run, ...]
+    pieces: Pieces
+    leading: int = 0
 
 
 @dataclass(frozen=True)
@@ -31,14 +37,14 @@ class Plan:
     """A conversion.
 
     Attributes:
-        tasks: the work, one item per target tensor; any process may do any of it.
-        naming: layer spec whose names the Megatron side uses.
-        computed: names of the targets that are cast; the others are copies.
+        tasks: the work, one item per target tensor; any process may do any part of it.
+        cast: names of the targets whose dtype is not that of their sources.
+        transposed: names of the targets made of transposed matrices. All others are copies.
     """
 
     tasks: tuple[Task, ...]
-    naming: str
-    computed: frozenset[str]
+    cast: frozenset[str] = frozenset()
+    transposed: frozenset[str] = frozenset()
 
     @property
     def nbytes(self) -> int:
@@ -55,145 +61,141 @@ class Plan:
         """Dtypes of the targets, sorted."""
         return sorted({task.target.dtype for task in self.tasks})
 
-
-@dataclass(frozen=True)
-class Table:
-    """The weight table for one model: every tensor of both sides, and where the elements are.
-
-    Attributes:
-        hf: shape of each Hugging Face tensor.
-        stored: shape of each tensor of an fsdp_dtensor checkpoint.
-        spans: all elements, in the order of the table and the Megatron side.
-        padded: tensors of both sides whose first dimension is the vocabulary.
-    """
-
-    hf: dict[str, Shape]
-    stored: dict[str, Shape]
-    spans: tuple[Span, ...]
-    padded: frozenset[str]
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        """The targets by name."""
+        return {task.target.name: task.target for task in self.tasks}
 
 
-def make_table(rows: tuple[Row, ...], dimensions: Dimensions, naming: str = TRANSFORMER_ENGINE) -> Table:
-    """Expand the weight table for a model.
+def naming_of(rows: Iterable[Row], names: Collection[str]) -> str:
+    """Layer spec whose spelling some Megatron parameter names have: where both spell one alike, Transformer Engine.
 
     Args:
-        rows: rows of the table, with `*`.
-        dimensions: from `dimensions_of`.
-        naming: "transformer_engine" or "local".
-
-    Raises:
-        CheckpointError: it is neither.
+        rows: expanded rows.
+        names: what a checkpoint holds.
     """
-    if naming not in (TRANSFORMER_ENGINE, LOCAL):
-        raise CheckpointError(f"naming is {naming!r}, expected {TRANSFORMER_ENGINE!r} or {LOCAL!r}")
-    hf: dict[str, Shape] = {}
-    stored: dict[str, Shape] = {}
-    everything: list[Span] = []
-    padded: set[str] = set()
-    for row in expand(rows, dimensions):
-        here = stored_shapes(row, dimensions, naming)
-        hf.update(zip(row.hf, row.numbers(dimensions), strict=True))
-        stored.update(here)
-        everything += spans(row, dimensions, naming)
-        if row.shapes[0][0] == "vocab":
-            padded.update(row.hf, here)
-    return Table(hf, stored, tuple(everything), frozenset(padded))
-
-
-def naming_of(rows: tuple[Row, ...], dimensions: Dimensions, names: Collection[str]) -> str:
-    """Layer spec whose spelling some Megatron parameter names have: where both spell one alike, Transformer Engine."""
-    for row in expand(rows, dimensions):
-        if row.megatron not in names and local_name(row.megatron) in names:
+    for row in rows:
+        if row.stored[0] not in names and local_name(row.stored[0]) in names:
             return LOCAL
     return TRANSFORMER_ENGINE
 
 
-def _grouped(pairs: Iterable[tuple[str, int, Run]]) -> Iterator[tuple[str, tuple[Run, ...]]]:
-    """Runs by target, in the order of the targets' elements, neighbours joined."""
-    targets: dict[str, list[tuple[int, Run]]] = {}
-    for target, start, run in pairs:
-        targets.setdefault(target, []).append((start, run))
-    for target, runs in targets.items():
-        runs.sort()
-        joined: list[Run] = []
-        for _, run in runs:
-            if joined and joined[-1].source == run.source and joined[-1].start + joined[-1].length == run.start:
-                joined[-1] = joined[-1]._replace(length=joined[-1].length + run.length)
-            else:
-                joined.append(run)
-        yield target, tuple(joined)
+def tensors_of(rows: Iterable[Row], side: Side) -> dict[str, Shape]:
+    """Every tensor a side has for a model: name -> shape.
+
+    Args:
+        rows: expanded rows.
+        side: the format.
+    """
+    return {name: shape for row in rows for name, shape in side.tensors(row).items()}
 
 
-def plan_import(
-    rows: tuple[Row, ...],
-    dimensions: Dimensions,
+def leave_unexpected(source: TensorSource, rows: Iterable[Row], side: Side) -> list[str]:
+    """Forget the tensors that a model does not call for.
+
+    Args:
+        source: what is there; only what is called for stays.
+        rows: the weight table, expanded for the model.
+        side: format of what is there.
+
+    Returns:
+        A line of text for each.
+    """
+    expected = tensors_of(rows, side)
+    unexpected = [spec for name, spec in source.specs.items() if name not in expected]
+    for spec in unexpected:
+        source.drop(spec.name)
+    return [f"{spec.name} {spec.describe()} is no tensor of this model; it was left aside" for spec in unexpected]
+
+
+def make_plan(
+    rows: Collection[Row],
+    source: Side,
+    target: Side,
     found: Mapping[str, TensorSpec],
     *,
     where: str,
     dtype: str | None = None,
-    naming: str = TRANSFORMER_ENGINE,
 ) -> Plan:
-    """Hugging Face tensors to those of an fsdp_dtensor checkpoint.
+    """Plan the way from one side to the other.
 
     Args:
-        rows: the weight table.
-        dimensions: from `dimensions_of`.
-        found: what the Hugging Face folder holds.
-        where: that folder, for errors.
+        rows: the weight table, expanded for the model.
+        source: format of what is there. Its tensors of the vocabulary may have more rows, which are padding.
+        target: format of what is to be. Its tensors of the vocabulary may have more rows, which become zeros.
+        found: what is there.
+        where: the folder, for errors.
         dtype: what to store the weights as; None to leave them as they are.
-        naming: layer spec whose names to use.
 
     Raises:
         CheckpointError: tensors are missing, unexpected or misshapen; it lists them.
     """
-    table = make_table(rows, dimensions, naming)
-    check_same(found, table.hf, where)
-    runs = _grouped((span.stored, span.stored_start, Run(span.hf, span.hf_start, span.length)) for span in table.spans)
-    return _finish(runs, found, table.stored, where, dtype, naming)
+    vocabulary = [row for row in rows if row.shapes[0][0] == "vocab"]
+    padded = {name for side in (source, target) for row in vocabulary for name in side.tensors(row)}
+    check_same(found, tensors_of(rows, source), where, may_be_longer=padded)
+    shapes = tensors_of(rows, target)
+    leading = {name: target.leading(row) for row in rows for name in target.tensors(row)}
+    tasks, cast, transposed = [], set(), set()
+    for name, pieces in _grouped(_joined_sides(rows, source, target)):
+        sources = [found[run.source] for run in _runs(pieces)]
+        spec = TensorSpec(name, check_weights_dtype(name, sources, dtype, where), shapes[name])
+        tasks.append(Task(spec, Pieces(pieces), leading[name]))
+        if any(source.dtype != spec.dtype for source in sources):
+            cast.add(name)
+        if any(isinstance(piece, Transposed) for piece in pieces):
+            transposed.add(name)
+    prove(((task.target, task.pieces) for task in tasks), found, shapes, padded)
+    return Plan(tuple(tasks), frozenset(cast), frozenset(transposed))
 
 
-def plan_export(
-    rows: tuple[Row, ...],
-    dimensions: Dimensions,
-    found: Mapping[str, TensorSpec],
-    *,
-    where: str,
-    dtype: str | None = None,
-) -> Plan:
-    """Tensors of an fsdp_dtensor checkpoint to Hugging Face ones. Rows beyond the vocabulary are padding and go.
-
-    Args:
-        rows: the weight table.
-        dimensions: from `dimensions_of`.
-        found: the model's tensors in the checkpoint, by Megatron parameter name.
-        where: the checkpoint, for errors.
-        dtype: what to write the weights as; None to leave them as they are.
-
-    Raises:
-        CheckpointError: tensors are missing, unexpected or misshapen; it lists them.
-    """
-    naming = naming_of(rows, dimensions, found)
-    table = make_table(rows, dimensions, naming)
-    check_same(found, table.stored, where, may_be_longer=table.padded)
-    runs = _grouped((span.hf, span.hf_start, Run(span.stored, span.stored_start, span.length)) for span in table.spans)
-    return _finish(runs, found, table.hf, where, dtype, naming, padded=table.padded)
+def _runs(pieces: Iterable[Piece]) -> Iterator[Run]:
+    for piece in pieces:
+        if isinstance(piece, Run):
+            yield piece
+        elif isinstance(piece, Transposed):
+            yield from piece.runs
 
 
-def _finish(
-    grouped: Iterator[tuple[str, tuple[Run, ...]]],
-    found: Mapping[str, TensorSpec],
-    shapes: Mapping[str, Shape],
-    where: str,
-    dtype: str | None,
-    naming: str,
-    padded: frozenset[str] = frozenset(),
-) -> Plan:
-    tasks, computed = [], set()
-    for name, runs in grouped:
-        sources = [found[run.source] for run in runs]
-        target_dtype = check_weights_dtype(name, sources, dtype, where)
-        tasks.append(Task(TensorSpec(name, target_dtype, shapes[name]), runs))
-        if any(source.dtype != target_dtype for source in sources):
-            computed.add(name)
-    prove(((task.target, task.runs) for task in tasks), found, shapes, padded)
-    return Plan(tuple(tasks), naming, frozenset(computed))
+def _joined_sides(rows: Iterable[Row], source: Side, target: Side) -> Iterator[tuple[str, int, Piece]]:
+    """All elements: which target tensor, from which of its elements on, what is there."""
+    for row in rows:
+        pieces = Pieces(_read(place) for place in source.places(row))
+        position = 0
+        for place in target.places(row):
+            here = min(place.length, pieces.length - position)
+            part = tuple(joined(pieces.cut(position, here)))
+            if place.columns:
+                part = (_turned(part, place.columns),)
+            if here < place.length:
+                part += (Zeros(place.length - here),)
+            start = place.start
+            for piece in part:
+                yield place.tensor, start, piece
+                start += piece.length
+            position += place.length
+
+
+def _read(place: Place) -> Piece:
+    """What lies at a place, in the order of the Megatron parameter."""
+    run = Run(place.tensor, place.start, place.length)
+    if not place.columns:
+        return run
+    # There it is the transpose of what it is to be, so it has as many columns as that has rows.
+    return Transposed((run,), place.length // place.columns, 0, place.length)
+
+
+def _turned(pieces: tuple[Piece, ...], columns: int) -> Transposed:
+    runs = tuple(piece for piece in pieces if isinstance(piece, Run))
+    if len(runs) != len(pieces):
+        raise AssertionError("a matrix to be transposed lies transposed, or is padded")
+    return Transposed(runs, columns, 0, sum(run.length for run in runs))
+
+
+def _grouped(pieces: Iterable[tuple[str, int, Piece]]) -> Iterator[tuple[str, tuple[Piece, ...]]]:
+    """Pieces by target, in the order of the targets' elements."""
+    targets: dict[str, list[tuple[int, Piece]]] = {}
+    for target, start, piece in pieces:
+        targets.setdefault(target, []).append((start, piece))
+    for target, parts in targets.items():
+        parts.sort(key=lambda part: part[0])
+        yield target, tuple(joined(piece for _, piece in parts))

@@ -40,9 +40,10 @@ class Progress:
         for block in blocks:
             count = len(block)
             yield block
-            self._advance(count)
+            self.advance(count)
 
-    def _advance(self, count: int) -> None:
+    def advance(self, count: int) -> None:
+        """So many more bytes are done."""
         self._done += count
         if self._bar is not None:
             self._bar.update(count)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
-from qwen3vl_bridge.checkpoint.tensors import WEIGHT_DTYPES, Run, Shape, TensorSpec
+from qwen3vl_bridge.checkpoint.pieces import Piece, Run, Transposed
+from qwen3vl_bridge.checkpoint.tensors import WEIGHT_DTYPES, Shape, TensorSpec
 
 _LISTED = 20
 
@@ -92,7 +93,7 @@ def check_weights_dtype(name: str, sources: Sequence[TensorSpec], dtype: str | N
 
 
 def prove(
-    tasks: Iterable[tuple[TensorSpec, tuple[Run, ...]]],
+    tasks: Iterable[tuple[TensorSpec, Iterable[Piece]]],
     sources: Mapping[str, TensorSpec],
     targets: Mapping[str, Shape],
     padded: Collection[str] = (),
@@ -102,31 +103,56 @@ def prove(
     This guards against errors of ours, in the weight table or the planner, not of the input.
 
     Args:
-        tasks: target and runs of each work item.
+        tasks: target and pieces of each work item.
         sources: the source tensors.
         targets: shapes of the target tensors.
-        padded: names of source tensors that may have elements behind the last one read.
+        padded: names of source tensors that may have elements behind the last one read, and of targets that may have
+            zeros.
 
     Raises:
         AssertionError: the plan is wrong.
     """
     read: dict[str, list[tuple[int, int]]] = {name: [] for name in sources}
+    turned: dict[Transposed, list[tuple[int, int]]] = {}
     produced: set[str] = set()
-    for target, runs in tasks:
+    for target, pieces in tasks:
         if target.name in produced or target.shape != targets[target.name]:
             raise AssertionError(f"{target.name} is planned twice or in another shape than {targets[target.name]}")
         produced.add(target.name)
-        if sum(run.length for run in runs) != target.numel:
-            raise AssertionError(f"{target.name}: {sum(run.length for run in runs)} elements planned of {target.numel}")
-        for run in runs:
-            read[run.source].append((run.start, run.start + run.length))
+        planned = 0
+        for piece in pieces:
+            planned += piece.length
+            if isinstance(piece, Run):
+                read[piece.source].append((piece.start, piece.start + piece.length))
+            elif isinstance(piece, Transposed):
+                whole = piece._replace(start=0, length=piece.numel)
+                turned.setdefault(whole, []).append((piece.start, piece.start + piece.length))
+            elif target.name not in padded:
+                raise AssertionError(f"{target.name}: zeros are planned for it")
+        if planned != target.numel:
+            raise AssertionError(f"{target.name}: {planned} elements planned of {target.numel}")
     if produced != set(targets):
         raise AssertionError(f"nothing planned for {sorted(set(targets) - produced)}")
+    for matrix, ranges in turned.items():
+        if _read_once(ranges, matrix.runs[0].source) != matrix.numel or matrix.numel % matrix.columns:
+            raise AssertionError(f"{matrix.runs[0].source}: a matrix is not read as a whole")
+        for run in matrix.runs:
+            read[run.source].append((run.start, run.start + run.length))
     for name, ranges in read.items():
-        position = 0
-        for start, end in sorted(ranges):
-            if start != position:
-                raise AssertionError(f"{name}: element {min(start, position)} read not exactly once")
-            position = end
+        position = _read_once(ranges, name)
         if position != sources[name].numel and not (name in padded and position < sources[name].numel):
             raise AssertionError(f"{name}: {position} elements read of {sources[name].numel}")
+
+
+def _read_once(ranges: list[tuple[int, int]], name: str) -> int:
+    """How many elements, from the first one on, ranges cover.
+
+    Raises:
+        AssertionError: they leave a gap or overlap.
+    """
+    position = 0
+    for start, end in sorted(ranges):
+        if start != position:
+            raise AssertionError(f"{name}: element {min(start, position)} read not exactly once")
+        position = end
+    return position

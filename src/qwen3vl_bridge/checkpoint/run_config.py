@@ -1,6 +1,6 @@
 """`run_config.yaml`: what Megatron-Bridge's tools read about the run a checkpoint comes from.
 
-What lives here: the one function that says what an imported checkpoint's file holds. What may not: reading it.
+What lives here: the one function that says what a converted checkpoint's file holds. What may not: reading it.
 """
 
 from __future__ import annotations
@@ -8,31 +8,62 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from qwen3vl_bridge.checkpoint.errors import CheckpointError
 
-def run_config(hf_config: Mapping[str, Any], hf_model: str) -> dict[str, Any]:
-    """Contents of `run_config.yaml` for a checkpoint imported from a Hugging Face model.
+# Makes our provider of a config.json. Megatron-Bridge calls it once `import qwen3vl_bridge` has allowed it to.
+_TARGET = "qwen3vl_bridge.bridge.provider_from_hf_config"
 
-    Megatron-Bridge's loader wants the two parallel sizes as soon as the file is there, its export looks for
-    `hf_model_id`.
+
+def run_config(
+    hf_config: Mapping[str, Any], hf_model: str, ckpt_format: str, vocab_divisor: int | None
+) -> dict[str, Any]:
+    """Contents of `run_config.yaml` for a checkpoint that no run has written.
+
+    Megatron-Bridge builds the model of `model`. Its loader wants the two parallel sizes as soon as the file is there,
+    its export looks for `hf_model_id`.
 
     Args:
         hf_config: the model's `config.json`.
         hf_model: where it came from: a folder or a hub id.
+        ckpt_format: which of the two formats.
+        vocab_divisor: what the vocabulary's rows are padded to a multiple of, for each tensor-parallel rank; None
+            where they are not.
 
     Returns:
         Plain values only.
+
+    Raises:
+        CheckpointError: the configuration holds what Megatron-Bridge would act on instead of reading it.
     """
-    del hf_config
+    _check_passive(hf_config, "config.json")
+    padding = {} if vocab_divisor is None else {"should_pad_vocab": True, "make_vocab_size_divisible_by": vocab_divisor}
     return {
         "model": {
+            "_target_": _TARGET,
+            "hf_config": dict(hf_config),
             "tensor_model_parallel_size": 1,
             "pipeline_model_parallel_size": 1,
             "hf_model_id": hf_model,
+            **padding,
         },
         "checkpoint": {
-            "ckpt_format": "fsdp_dtensor",
+            "ckpt_format": ckpt_format,
             "save_optim": False,
             "save_rng": False,
             "fully_parallel_save": True,
         },
     }
+
+
+def _check_passive(value: Any, where: str) -> None:
+    """Check that nothing in a configuration calls for anything: Megatron-Bridge calls a `_target_` wherever it is."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if key.startswith("_") and key.endswith("_"):
+                raise CheckpointError(f"{where} has the key {key!r}, expected none that Megatron-Bridge would act on")
+            _check_passive(inner, f"{where}, {key}")
+    elif isinstance(value, list):
+        for inner in value:
+            _check_passive(inner, where)
+    elif isinstance(value, str) and "${" in value:
+        raise CheckpointError(f"{where} is {value[:80]!r}, expected no text that Megatron-Bridge would replace")

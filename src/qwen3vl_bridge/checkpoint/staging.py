@@ -18,6 +18,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from qwen3vl_bridge.checkpoint import journal
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
 
 _SPARE = 16 << 20
@@ -51,20 +52,43 @@ def check_target(
         raise CheckpointError(f"{target} is no checkpoint, so --overwrite does not replace it; remove it yourself")
 
 
+def _disk(target: Path) -> Path:
+    return next(path for path in target.absolute().parents if path.exists())
+
+
+def free_space(target: Path) -> int:
+    """Bytes free on the disk where a result is to be."""
+    return shutil.disk_usage(_disk(target)).free
+
+
+def space_of(folder: Path) -> int:
+    """Bytes of the disk that a folder's files take."""
+    return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+
+
 def check_space(target: Path, nbytes: int) -> None:
     """Check that a result fits on the disk.
 
     Raises:
         CheckpointError: it does not.
     """
-    parent = next(path for path in target.absolute().parents if path.exists())
-    free = shutil.disk_usage(parent).free
+    free = free_space(target)
     if free < nbytes + _SPARE:
-        raise CheckpointError(f"{parent} has {free:,} bytes free, expected {nbytes + _SPARE:,} for {target.name}")
+        raise CheckpointError(
+            f"{_disk(target)} has {free:,} bytes free, expected {nbytes + _SPARE:,} for {target.name}"
+        )
 
 
 @contextlib.contextmanager
-def staged(target: Path, say: Callable[[str], None], *, replace: bool = False, sync: bool = True) -> Iterator[Path]:
+def staged(
+    target: Path,
+    say: Callable[[str], None],
+    *,
+    replace: bool = False,
+    sync: bool = True,
+    claim: Callable[[Path], bool] = lambda _: False,
+    keep: bool = False,
+) -> Iterator[Path]:
     """A hidden folder beside the target, which becomes the target when the body ends without an exception.
 
     Args:
@@ -72,6 +96,8 @@ def staged(target: Path, say: Callable[[str], None], *, replace: bool = False, s
         say: called with a line of text when something was cleaned up.
         replace: whether to replace what is at the target; otherwise only an empty folder is.
         sync: whether to wait until everything is on disk before the result is put into place.
+        claim: whether to go on in a folder that a process left when it died; any other such folder is removed.
+        keep: whether the hidden folder stays when the body fails, for a later run to claim.
 
     Yields:
         The hidden folder.
@@ -82,10 +108,7 @@ def staged(target: Path, say: Callable[[str], None], *, replace: bool = False, s
     parent, made = target.absolute().parent, []
     try:
         made = _make_parents(parent)
-        _clean(target, say)
-        folder = parent / f"{_prefix(target)}{uuid.uuid4().hex[:12]}"
-        folder.mkdir()
-        lock = _lock(folder)
+        folder, lock = _claimed(target, say, claim) or _new_folder(target)
     except OSError as error:
         _remove_empty(made)
         raise CheckpointError(f"{target}: cannot be written beside: {error.strerror or error}") from error
@@ -100,10 +123,12 @@ def staged(target: Path, say: Callable[[str], None], *, replace: bool = False, s
         if sync:
             _sync(parent)
     except BaseException as error:
-        shutil.rmtree(folder, ignore_errors=True)
-        _remove_empty(made)
+        left = f"what was written so far stays in {folder}" if keep else "nothing was left behind"
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
+            _remove_empty(made)
         if isinstance(error, OSError):
-            raise CheckpointError(f"{target}: {error.strerror or error}; nothing was left behind") from error
+            raise CheckpointError(f"{target}: {error.strerror or error}; {left}") from error
         raise
     finally:
         os.close(lock)
@@ -140,20 +165,32 @@ def _lock(folder: Path) -> int:
     return file
 
 
-def _clean(target: Path, say: Callable[[str], None]) -> None:
-    """Remove what earlier processes left when they died."""
-    for stale in target.absolute().parent.glob(f"{_glob_safe(_prefix(target))}*"):
-        try:
-            lock = _lock(stale)
-        except BlockingIOError:
-            raise CheckpointError(f"{target} is being written by another process, in {stale}") from None
-        except FileNotFoundError:
-            continue
-        try:
-            shutil.rmtree(stale)
-            say(f"removed {stale}, left behind by a run that did not end")
-        finally:
-            os.close(lock)
+def _new_folder(target: Path) -> tuple[Path, int]:
+    folder = target.absolute().parent / f"{_prefix(target)}{uuid.uuid4().hex[:12]}"
+    folder.mkdir()
+    return folder, _lock(folder)
+
+
+def _claimed(target: Path, say: Callable[[str], None], claim: Callable[[Path], bool]) -> tuple[Path, int] | None:
+    """A folder to go on in, with its lock. What else earlier processes left when they died is removed."""
+    with contextlib.ExitStack() as locks:
+        found = []
+        for stale in sorted(target.absolute().parent.glob(f"{_glob_safe(_prefix(target))}*")):
+            with contextlib.suppress(FileNotFoundError):
+                try:
+                    found.append((stale, _lock(stale)))
+                except BlockingIOError:
+                    raise CheckpointError(f"{target} is being written by another process, in {stale}") from None
+                locks.callback(os.close, found[-1][1])
+                if journal.is_written_by_another(stale):
+                    raise CheckpointError(f"{target} is being written by another process, in {stale}")
+        claimed = next(((folder, lock) for folder, lock in found if claim(folder)), None)
+        for folder, lock in found:
+            if (folder, lock) != claimed:
+                shutil.rmtree(folder)
+                say(f"removed {folder}, left behind by a run that did not end")
+        # The copy keeps the lock when the first one is closed here.
+        return claimed and (claimed[0], os.dup(claimed[1]))
 
 
 def _glob_safe(text: str) -> str:

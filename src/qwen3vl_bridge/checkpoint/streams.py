@@ -1,6 +1,9 @@
-"""Reads runs of tensors as a stream of bytes, through one buffer of a fixed size.
+"""Reads pieces of tensors as a stream of bytes, through one buffer of a fixed size.
 
-What lives here: reading byte ranges, and the cast of a buffer from one dtype to another. What may not: formats, plans.
+What lives here: reading byte ranges, turning a matrix, and the cast of a buffer from one dtype to another. What may
+not: formats, plans.
+
+A matrix to be turned is read whole; it is one expert's. All else passes through the buffer.
 """
 
 from __future__ import annotations
@@ -11,22 +14,29 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
-from qwen3vl_bridge.checkpoint.tensors import ITEMSIZE, Run, TensorSource
+from qwen3vl_bridge.checkpoint.pieces import Piece, Run, Transposed, Zeros
+from qwen3vl_bridge.checkpoint.tensors import ITEMSIZE, TensorSource
+
+import numpy as np
 
 # Small enough to stay in a processor's cache between reading and writing.
 _BLOCK = 1 << 18
 _OPEN_FILES = 32
+# Elements of a matrix turned at a time in either direction: a tile and its transpose fit the first-level cache.
+_TILE = 64
 
 
-class RunReader:
-    """Reads runs of one source. Not for several threads at once."""
+class PieceReader:
+    """Reads pieces of one source. Not for several threads at once."""
 
     def __init__(self, source: TensorSource, block: int = _BLOCK) -> None:
         self._source = source
         self._buffer = memoryview(bytearray(block))
         self._files: OrderedDict[Path, int] = OrderedDict()
+        # The latest matrix, since its parts are asked for one after the other: a gate, then its up projection.
+        self._matrix: tuple[tuple[Run, ...], np.ndarray] | None = None
 
-    def __enter__(self) -> RunReader:
+    def __enter__(self) -> PieceReader:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -37,38 +47,82 @@ class RunReader:
         while self._files:
             os.close(self._files.popitem()[1])
 
-    def blocks(self, runs: Iterable[Run], dtype: str) -> Iterator[memoryview]:
-        """The bytes of a concatenation of runs.
+    def blocks(self, pieces: Iterable[Piece], dtype: str) -> Iterator[memoryview]:
+        """The bytes of a row of pieces.
 
         Args:
-            runs: the runs.
-            dtype: what the bytes are to be; runs of another dtype are cast.
+            pieces: the pieces.
+            dtype: what the bytes are to be; pieces of another dtype are cast.
 
         Yields:
-            Pieces; each is valid until the next is asked for.
+            Blocks; each is valid until the next is asked for.
 
         Raises:
             CheckpointError: a file cannot be read, or ends early, or a value does not fit the dtype.
         """
         used, current, name = 0, dtype, ""
-        for run in runs:
-            previous, name = name, run.source
-            found = self._source.specs[run.source].dtype
+        for piece in pieces:
+            if not isinstance(piece, Run) and used:
+                yield cast(self._buffer[:used], current, dtype, name)
+                used = 0
+            if isinstance(piece, Zeros):
+                yield from self._zeros(piece.length * ITEMSIZE[dtype])
+                continue
+            if isinstance(piece, Transposed):
+                yield from self._turned(piece, dtype)
+                continue
+            previous, name = name, piece.source
+            found = self._source.specs[piece.source].dtype
             if found != current:
                 if used:
                     yield cast(self._buffer[:used], current, dtype, previous)
                 used, current = 0, found
-            for path, offset, length in self._source.extents(run):
-                file = self._open(path, run.source)
+            for path, offset, length in self._source.extents(piece):
+                file = self._open(path, piece.source)
                 while length:
                     take = min(length, len(self._buffer) - used)
-                    self._read(file, self._buffer[used : used + take], offset, path, run.source)
+                    self._read(file, self._buffer[used : used + take], offset, path, piece.source)
                     used, offset, length = used + take, offset + take, length - take
                     if used == len(self._buffer):
                         yield cast(self._buffer, current, dtype, name)
                         used = 0
         if used:
             yield cast(self._buffer[:used], current, dtype, name)
+
+    def _zeros(self, length: int) -> Iterator[memoryview]:
+        zeros = memoryview(bytes(min(length, len(self._buffer))))
+        while length:
+            yield zeros[:length]
+            length -= min(length, len(zeros))
+
+    def _turned(self, piece: Transposed, dtype: str) -> Iterator[memoryview]:
+        matrix, name = self._load(piece.runs).reshape(-1, piece.columns).T, piece.runs[0].source
+        found, width = self._source.specs[name].dtype, piece.rows
+        rows = max(1, len(self._buffer) // (width * matrix.itemsize))
+        position, end = piece.start, piece.start + piece.length
+        while position < end:
+            first, inside = divmod(position, width)
+            last = min(first + rows, -(-end // width))
+            part = _contiguous(matrix[first:last]).reshape(-1)[inside : end - first * width]
+            yield cast(memoryview(part.view(np.uint8)), found, dtype, name)
+            position += len(part)
+
+    def _load(self, runs: tuple[Run, ...]) -> np.ndarray:
+        """The elements of some runs, as unsigned numbers of their size."""
+        if self._matrix is None or self._matrix[0] != runs:
+            size = ITEMSIZE[self._source.specs[runs[0].source].dtype]
+            shape = sum(run.length for run in runs) * size
+            # The memory of the last one serves again where it is as large; it goes before a new one comes.
+            data = self._matrix[1] if self._matrix is not None and self._matrix[1].nbytes == shape else None
+            self._matrix = None
+            data = np.empty(shape, np.uint8) if data is None else data.view(np.uint8)
+            into, done = memoryview(data), 0
+            for run in runs:
+                for path, offset, length in self._source.extents(run):
+                    self._read(self._open(path, run.source), into[done : done + length], offset, path, run.source)
+                    done += length
+            self._matrix = (runs, data.view(f"u{size}"))
+        return self._matrix[1]
 
     def _open(self, path: Path, name: str) -> int:
         file = self._files.pop(path, None)
@@ -95,6 +149,16 @@ class RunReader:
                     f"{path}, tensor {name}: ends at byte {offset + done}, expected {left} more bytes"
                 )
             done += count
+
+
+def _contiguous(view: np.ndarray) -> np.ndarray:
+    """A row-major copy of a transposed matrix, tile by tile: numpy's own walks memory against its order."""
+    rows, columns = view.shape
+    copy = np.empty((rows, columns), view.dtype)
+    for i in range(0, rows, _TILE):
+        for j in range(0, columns, _TILE):
+            copy[i : i + _TILE, j : j + _TILE] = view[i : i + _TILE, j : j + _TILE]
+    return copy
 
 
 def cast(data: memoryview, source: str, target: str, name: str) -> memoryview:

@@ -1,16 +1,18 @@
 """What readers, writers and the planner have in common: a tensor's description, and byte ranges in files.
 
-What lives here: dtypes, `TensorSpec`, `Run`, `Extent`, and the `TensorSource` that every reader is. What may not:
-file formats, parameter names, torch. Dtypes go by torch's names as strings, so that planning needs no torch.
+What lives here: dtypes, `TensorSpec`, `Extent`, and the `TensorSource` that every reader is. What may not: file
+formats, parameter names, torch. Dtypes go by torch's names as strings, so that planning needs no torch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
+
+from qwen3vl_bridge.checkpoint.pieces import Run
 
 # torch name -> (name in a safetensors header, bytes per element)
 _DTYPES: dict[str, tuple[str, int]] = {
@@ -63,14 +65,6 @@ class TensorSpec:
         return f"{list(self.shape)} {self.dtype}"
 
 
-class Run(NamedTuple):
-    """Consecutive elements of a source tensor, in row-major order."""
-
-    source: str
-    start: int
-    length: int
-
-
 class Extent(NamedTuple):
     """A range of bytes of a file."""
 
@@ -87,18 +81,23 @@ class TensorSource(Protocol):
         """Every tensor by name."""
         ...
 
+    @property
+    def files(self) -> Iterable[Path]:
+        """The files they lie in."""
+        ...
+
+    def drop(self, name: str) -> None:
+        """Forget a tensor."""
+        ...
+
+    def check(self, names: Iterable[str]) -> None:
+        """Check that the bytes of some tensors are where they should be.
+
+        Raises:
+            CheckpointError: they are not.
+        """
+        ...
+
     def extents(self, run: Run) -> Iterator[Extent]:
         """Where the elements of a run are, in order."""
         ...
-
-
-def slice_runs(runs: tuple[Run, ...], start: int, count: int) -> Iterator[Run]:
-    """Elements [start, start + count) of a concatenation of runs, as runs."""
-    position, end = 0, start + count
-    for source, first, length in runs:
-        low, high = max(start, position), min(end, position + length)
-        if low < high:
-            yield Run(source, first + low - position, high - low)
-        position += length
-        if position >= end:
-            return

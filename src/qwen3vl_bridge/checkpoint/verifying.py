@@ -1,30 +1,35 @@
-"""Verify: whether a Megatron checkpoint is, bit for bit, what importing a Hugging Face model gives.
+"""Verify: whether a Megatron checkpoint is, bit for bit, what it was made of.
 
-What lives here: the comparison, tensor by tensor, streaming. What may not: writing anything.
+What lives here: what is compared with what. What may not: writing anything; the comparison itself (`comparing.py`).
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from qwen3vl_bridge.checkpoint import megatron_folder as megatron
-from qwen3vl_bridge.checkpoint.compare import difference
-from qwen3vl_bridge.checkpoint.dcp_metadata import read_metadata
-from qwen3vl_bridge.checkpoint.dcp_reader import DcpTensors
-from qwen3vl_bridge.checkpoint.hf_config import ModelConfig
+from qwen3vl_bridge.checkpoint.comparing import checksums, differences
+from qwen3vl_bridge.checkpoint.conversion import tasks_of
+from qwen3vl_bridge.checkpoint.errors import CheckpointError
+from qwen3vl_bridge.checkpoint.files import share
 from qwen3vl_bridge.checkpoint.hf_model import open_model
-from qwen3vl_bridge.checkpoint.hf_reader import HFWeights
-from qwen3vl_bridge.checkpoint.plan import plan_export, plan_import
+from qwen3vl_bridge.checkpoint.manifest import MANIFEST
+from qwen3vl_bridge.checkpoint.plan import Plan, make_plan
 from qwen3vl_bridge.checkpoint.progress import Progress
+from qwen3vl_bridge.checkpoint.ranks import Ranks
 from qwen3vl_bridge.checkpoint.reports import Difference, VerifyReport
-from qwen3vl_bridge.checkpoint.streams import RunReader
-from qwen3vl_bridge.checkpoint.tensors import Run
+from qwen3vl_bridge.checkpoint.stored_model import StoredModel, open_stored
+from qwen3vl_bridge.checkpoint.tensors import TensorSource
 
 
 def verify_checkpoint(
-    hf_model: str | Path, megatron_path: str | Path, *, iteration: int | None = None, progress: bool = False
+    hf_model: str | Path,
+    megatron_path: str | Path,
+    *,
+    iteration: int | None = None,
+    progress: bool = False,
+    ranks: Ranks | None = None,
 ) -> VerifyReport:
-    """Compare a checkpoint with the model it was imported from, or exported to.
+    """Compare a checkpoint of either format with the model it was imported from, or exported to.
 
     Where the checkpoint has another dtype, the model's weights are cast to it as an import would. So a checkpoint in
     float32 that was exported to bfloat16 counts as different wherever that export rounded.
@@ -34,6 +39,7 @@ def verify_checkpoint(
         megatron_path: the checkpoint's root folder or an iteration's folder.
         iteration: which iteration; None for the latest.
         progress: whether to show progress on standard error.
+        ranks: the processes that share the work; each of them makes the same call.
 
     Returns:
         What differs.
@@ -41,40 +47,103 @@ def verify_checkpoint(
     Raises:
         CheckpointError: one of them is damaged, or they do not even have the same tensors.
     """
-    folder = megatron.find_iteration(Path(megatron_path).expanduser(), iteration)
-    metadata = read_metadata(folder)
-    stored = DcpTensors(metadata, megatron.model_keys(metadata))
-    model = open_model(hf_model)
+    model = open_model(hf_model, trust_remote_code=True)  # nothing is taken along
+    stored = open_stored(megatron_path, iteration, model.folder, trust_remote_code=True)
     # Both sides must be complete before a comparison means anything.
-    plan_import(
-        model.config.rows, model.config.dimensions, model.weights.specs, where=str(model.folder), dtype="float32"
-    )
-    differences = compare_all(model.weights, stored, model.config, progress=progress)
-    nbytes = sum(spec.nbytes for spec in stored.specs.values())
-    return VerifyReport(len(model.weights.specs), nbytes, tuple(differences), tuple(model.notes))
+    where = str(model.folder)
+    make_plan(model.rows, model.side, stored.side, model.weights.specs, where=where, dtype="float32")
+    plan = make_plan(model.rows, stored.side, model.side, stored.tensors.specs, where=str(stored.folder))
+    found = _compared(plan, stored.tensors, model.weights, progress, ranks or Ranks())
+    return VerifyReport(len(model.weights.specs), _nbytes(stored), tuple(found), tuple(model.notes))
 
 
-def compare_all(
-    weights: HFWeights, stored: DcpTensors, config: ModelConfig, *, progress: bool = False
-) -> list[Difference]:
-    """The Hugging Face tensors that differ from what a checkpoint stores.
+def verify_reformatted(
+    megatron_path: str | Path,
+    new_path: str | Path,
+    *,
+    hf_model: str | Path | None = None,
+    iteration: int | None = None,
+    progress: bool = False,
+    ranks: Ranks | None = None,
+) -> VerifyReport:
+    """Compare a checkpoint with another that was made of it, in either format.
 
     Args:
-        weights: the model's tensors.
-        stored: the checkpoint's.
-        config: the model's.
+        megatron_path: the first one's root folder or an iteration's folder.
+        new_path: the other's.
+        hf_model: folder or hub id of a model whose configuration to take; None for the one in the first.
+        iteration: which iteration of the first one; None for the latest.
         progress: whether to show progress on standard error.
+        ranks: the processes that share the work; each of them makes the same call.
+
+    Returns:
+        What differs, by the other's names.
+
+    Raises:
+        CheckpointError: one of them is damaged, or they do not even have the same tensors.
     """
-    plan = plan_export(config.rows, config.dimensions, stored.specs, where=str(stored.folder))
-    found = []
-    with (
-        RunReader(weights) as ours,
-        RunReader(stored) as theirs,
-        Progress("verify", plan.nbytes, shown=progress) as meter,
-    ):
-        for task in plan.tasks:
-            name, dtype, numel = task.target.name, task.target.dtype, task.target.numel
-            one = ours.blocks([Run(name, 0, numel)], dtype)
-            other = meter.counted(theirs.blocks(task.runs, dtype))
-            found.append(difference(name, numel, dtype, one, other))
-    return [entry for entry in found if entry is not None]
+    source = open_stored(megatron_path, iteration, hf_model).with_padding()
+    target = open_stored(new_path, None, hf_model or source.config.folder).with_padding()
+    rows = source.config.rows()
+    plan = make_plan(rows, source.side, target.side, source.tensors.specs, where=str(source.folder))
+    make_plan(rows, target.side, source.side, target.tensors.specs, where=str(target.folder), dtype="float32")
+    found = _compared(plan, source.tensors, target.tensors, progress, ranks or Ranks())
+    return VerifyReport(len(plan.tasks), plan.nbytes, tuple(found))
+
+
+def verify_checksums(
+    megatron_path: str | Path,
+    *,
+    iteration: int | None = None,
+    progress: bool = False,
+    ranks: Ranks | None = None,
+) -> VerifyReport:
+    """Compare a checkpoint with the checksums that its own manifest holds.
+
+    Args:
+        megatron_path: the checkpoint's root folder or an iteration's folder.
+        iteration: which iteration; None for the latest.
+        progress: whether to show progress on standard error.
+        ranks: the processes that share the work; each of them makes the same call.
+
+    Returns:
+        The tensors whose checksums differ.
+
+    Raises:
+        CheckpointError: it is damaged, or was written without checksums.
+    """
+    stored, ranks = open_stored(megatron_path, iteration), ranks or Ranks()
+    expected = stored.manifest.get("sha256")
+    if not isinstance(expected, dict) or expected.keys() != stored.tensors.specs.keys():
+        found = "no checksums" if not expected else "checksums of other tensors"
+        raise CheckpointError(
+            f"{stored.folder / MANIFEST} holds {found}, expected those of all {len(stored.tensors.specs)} tensors, "
+            "which --checksums puts there; with --hf-model the checkpoint is compared with its source instead"
+        )
+    names, sizes = list(stored.tensors.specs), [spec.nbytes for spec in stored.tensors.specs.values()]
+    mine = share(names, sizes, ranks.rank, ranks.size)
+
+    def check() -> dict[str, str]:
+        nbytes = sum(stored.tensors.specs[name].nbytes for name in mine)
+        with Progress("checksums", nbytes, shown=progress and ranks.first) as meter:
+            return checksums(mine, stored.tensors, meter)
+
+    found = {name: value for part in ranks.each(check) for name, value in part.items()}
+    numel = {name: spec.numel for name, spec in stored.tensors.specs.items()}
+    different = (Difference(name, None, None, numel[name]) for name in names if found[name] != expected[name])
+    return VerifyReport(len(names), _nbytes(stored), tuple(different))
+
+
+def _compared(plan: Plan, source: TensorSource, target: TensorSource, progress: bool, ranks: Ranks) -> list[Difference]:
+    tasks = tasks_of(plan, ranks)
+
+    def compare() -> list[Difference]:
+        nbytes = sum(task.target.nbytes for task in tasks)
+        with Progress("verify", nbytes, shown=progress and ranks.first) as meter:
+            return list(differences(tasks, source, target, meter))
+
+    return [entry for part in ranks.each(compare) for entry in part]
+
+
+def _nbytes(stored: StoredModel) -> int:
+    return sum(spec.nbytes for spec in stored.tensors.specs.values())

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 from qwen3vl_bridge import mappings
 from qwen3vl_bridge.checkpoint.dcp_metadata import read_metadata
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
+from qwen3vl_bridge.checkpoint.megatron_files import BYTE_ITEMS
 from qwen3vl_bridge.checkpoint.megatron_folder import (
-    BYTE_ITEMS,
     HF_FILES,
     LATEST_TRAIN_STATE,
     RUN_CONFIG,

@@ -1,0 +1,258 @@
+"""The course of every conversion: check, write aside, prove, put in place.
+
+What lives here: the order of the steps and what all processes do in each. What may not: what is converted into what
+(`importing.py`, `exporting.py`, `reformatting.py`), how a step is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypedDict
+
+from qwen3vl_bridge.checkpoint import journal, staging
+from qwen3vl_bridge.checkpoint.comparing import checksums, differences
+from qwen3vl_bridge.checkpoint.copying import check_sizes, write_units
+from qwen3vl_bridge.checkpoint.errors import CheckpointError
+from qwen3vl_bridge.checkpoint.files import OutputFile, share, units
+from qwen3vl_bridge.checkpoint.json_files import write_object
+from qwen3vl_bridge.checkpoint.manifest import MANIFEST, tool
+from qwen3vl_bridge.checkpoint.plan import Plan, Task
+from qwen3vl_bridge.checkpoint.progress import Progress
+from qwen3vl_bridge.checkpoint.ranks import Ranks
+from qwen3vl_bridge.checkpoint.reports import ConversionReport
+from qwen3vl_bridge.checkpoint.streams import PieceReader
+from qwen3vl_bridge.checkpoint.tensors import TensorSource
+
+# For the files beside the tensors.
+_OVERHEAD = 64 << 20
+# How much of the source is read to estimate how long it takes.
+_SAMPLES, _SAMPLE_ELEMENTS = 32, 4 << 20
+
+
+class How(TypedDict, total=False):
+    """How a conversion is carried out; every entry may be left out.
+
+    Attributes:
+        overwrite: whether to replace an earlier result at that place.
+        resume: whether to continue what an earlier run with the same source and options left, and to leave what is
+            written so far if this one fails.
+        verify: whether to compare what was written with the source, bit for bit, before it is put into place.
+        checksums: whether to put a checksum of every tensor into the manifest.
+        dry_run: whether to stop before anything is written.
+        progress: whether to show progress on standard error.
+        sync: whether to wait until everything is on disk.
+        ranks: the processes that share the work; each of them makes the same call.
+    """
+
+    overwrite: bool
+    resume: bool
+    verify: bool
+    checksums: bool
+    dry_run: bool
+    progress: bool
+    sync: bool
+    ranks: Ranks
+
+
+@dataclass(frozen=True)
+class _Conduct:
+    """`How` with what is left out filled in."""
+
+    overwrite: bool = False
+    resume: bool = False
+    verify: bool = False
+    checksums: bool = False
+    dry_run: bool = False
+    progress: bool = False
+    sync: bool = True
+    ranks: Ranks = field(default_factory=Ranks)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What is converted into what.
+
+    Attributes:
+        name: what it is called.
+        origin: what was asked to be read, in the user's words.
+        target: the result's folder, to be made.
+        plan: tensor by tensor.
+        source: what the plan reads.
+        folders: folders that are read meanwhile.
+        settings: whatever else the result depends on, fit for JSON; the manifest has it.
+        files: the files with tensors.
+        inner: the folder in the result that they are in.
+        is_ours: whether a folder looks like an earlier result.
+        finish: writes all other files, the manifest aside, given the result's folder and a digest of the plan.
+        open: opens a result's tensors and checks that all its files are as they should be.
+        notes: what the user should know.
+    """
+
+    name: str
+    origin: str
+    target: Path
+    plan: Plan
+    source: TensorSource
+    folders: tuple[Path, ...]
+    settings: dict[str, Any]
+    files: list[OutputFile]
+    inner: str
+    is_ours: Callable[[Path], bool]
+    finish: Callable[[Path, str], None]
+    open: Callable[[Path], TensorSource]
+    notes: list[str]
+
+    def digest(self) -> str:
+        """Tells one plan from another: source files, settings, every tensor and every file."""
+        source = [(str(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in self.source.files]
+        tensors = [(task.target.name, task.target.dtype, task.target.shape) for task in self.plan.tasks]
+        files = [(file.name, file.nbytes) for file in self.files]
+        everything = [tool(), self.name, source, self.settings, tensors, files]
+        return hashlib.sha256(json.dumps(everything).encode()).hexdigest()
+
+    def write_manifest(self, result: Path, digest: str, sums: dict[str, str]) -> None:
+        """Write what the result says of itself."""
+        plan = self.plan
+        made = {"tensors": len(plan.tasks), "parameters": plan.numel, "bytes": plan.nbytes, "dtypes": plan.dtypes}
+        made |= {"cast": len(plan.cast), "transposed": len(plan.transposed), "digest": digest}
+        manifest = tool() | {"source": self.origin} | self.settings | made
+        write_object(result / self.inner / MANIFEST, manifest | ({"sha256": sums} if sums else {}))
+
+
+def carry_out(conversion: Conversion, how: How) -> ConversionReport:
+    """Do what is planned.
+
+    Args:
+        conversion: the plan, the same in every process.
+        how: how to do it.
+
+    Raises:
+        CheckpointError: the target or the file system is not as it must be, or a process failed. The target is as it
+            was before.
+    """
+    conduct = _Conduct(**how)
+    ranks, target = conduct.ranks, conversion.target
+    digests = ranks.each(conversion.digest)
+    if len(set(digests)) > 1:
+        raise CheckpointError(f"{conversion.origin} is not the same for all {ranks.size} processes; do they share it?")
+    needed = sum(file.nbytes for file in conversion.files) + _OVERHEAD
+    ranks.once(lambda: _check_target(conversion, conduct))
+    report = ConversionReport.of(conversion, needed, staging.free_space(target), ranks.size)
+    if conduct.dry_run:
+        return replace(report, estimate=ranks.once(lambda: _estimate(conversion, ranks.size)))
+    with contextlib.ExitStack() as stack:
+        work = ranks.once(lambda: stack.enter_context(_begun(conversion, conduct, digests[0], needed)))
+        seconds, skipped = _write(conversion, conduct, work)
+        _finish_and_prove(conversion, conduct, work, digests[0])
+        ranks.once(lambda: shutil.rmtree(work / journal.FOLDER))
+        into_place = stack.pop_all()
+    ranks.once(into_place.close)
+    return report.done(ranks.once(lambda: conversion.notes), seconds, skipped)
+
+
+def _estimate(conversion: Conversion, processes: int) -> float:
+    """Seconds a conversion may take, if the disk writes as fast as a sample of the source is read."""
+    tasks, sampled, begun = conversion.plan.tasks, 0, time.monotonic()
+    with PieceReader(conversion.source) as reader:
+        for task in tasks[:: max(1, len(tasks) // _SAMPLES)]:
+            length = min(task.pieces.length, _SAMPLE_ELEMENTS)
+            sampled += sum(map(len, reader.blocks(task.pieces.cut(0, length), task.target.dtype)))
+    reading = (time.monotonic() - begun) / max(sampled, 1) * conversion.plan.nbytes
+    return 2 * reading / processes
+
+
+def _check_target(conversion: Conversion, conduct: _Conduct) -> None:
+    staging.check_target(
+        conversion.target, overwrite=conduct.overwrite, is_ours=conversion.is_ours, sources=conversion.folders
+    )
+
+
+@contextlib.contextmanager
+def _begun(conversion: Conversion, conduct: _Conduct, digest: str, needed: int) -> Iterator[Path]:
+    """The folder in which the result grows, with a journal."""
+
+    def claim(folder: Path) -> bool:
+        if not conduct.resume:
+            return False
+        if not journal.follows(folder, digest):
+            conversion.notes.append("an unfinished result has another source, other settings or another version")
+            return False
+        return True
+
+    target = conversion.target
+    with staging.staged(
+        target,
+        conversion.notes.append,
+        replace=conduct.overwrite,
+        sync=conduct.sync,
+        claim=claim,
+        keep=conduct.resume,
+    ) as work:
+        staging.check_space(target, needed - staging.space_of(work))
+        journal.begin(work, digest)
+        (work / conversion.inner).mkdir(exist_ok=True)
+        yield work
+
+
+def _write(conversion: Conversion, conduct: _Conduct, work: Path) -> tuple[float, int]:
+    """Write all files with tensors; returns how long it took, and the bytes that were there already."""
+    ranks, folder, everything = conduct.ranks, work / conversion.inner, units(conversion.files)
+    # Asked once: while one process looks, another must not have begun to write.
+    there = ranks.once(lambda: journal.written(work, folder, conversion.files, everything))
+    left = [unit for unit in everything if unit not in there]
+    mine = share(left, [unit.nbytes for unit in left], ranks.rank, ranks.size)
+
+    def write() -> float:
+        with (
+            journal.Journal(work, ranks.rank) as lines,
+            _meter(conversion.name, sum(unit.nbytes for unit in mine), conduct) as meter,
+        ):
+            write_units(folder, conversion.files, mine, conversion.source, lines, meter, sync=conduct.sync)
+            return meter.seconds
+
+    return max(ranks.each(write)), sum(unit.nbytes for unit in there)
+
+
+def _finish_and_prove(conversion: Conversion, conduct: _Conduct, work: Path, digest: str) -> None:
+    """Write everything else, read back what was written, and compare if asked to."""
+    ranks = conduct.ranks
+    ranks.once(lambda: check_sizes(work / conversion.inner, conversion.files))
+    ranks.once(lambda: conversion.finish(work, digest))
+    tasks = tasks_of(conversion.plan, ranks)
+    nbytes = sum(task.target.nbytes for task in tasks)
+
+    def check() -> dict[str, str]:
+        written = conversion.open(work)
+        if written.specs != conversion.plan.specs:
+            raise CheckpointError(f"{work}: what is there is not what was to be written")
+        written.check(task.target.name for task in tasks)
+        if conduct.verify:
+            with _meter("verify", nbytes, conduct) as meter:
+                for found in differences(tasks, conversion.source, written, meter):
+                    raise CheckpointError(f"{work}: was not written as it should be: {found}")
+        if not conduct.checksums:
+            return {}
+        with _meter("checksums", nbytes, conduct) as meter:
+            return checksums((task.target.name for task in tasks), written, meter)
+
+    sums = ranks.each(check)
+    ranks.once(lambda: conversion.write_manifest(work, digest, {name: s for part in sums for name, s in part.items()}))
+
+
+def tasks_of(plan: Plan, ranks: Ranks) -> list[Task]:
+    """This process's share of reading what a plan makes."""
+    return share(plan.tasks, [task.target.nbytes for task in plan.tasks], ranks.rank, ranks.size)
+
+
+def _meter(label: str, total: int, conduct: _Conduct) -> Progress:
+    ranks = conduct.ranks
+    if ranks.size > 1:
+        label = f"{label}, process {ranks.rank} of {ranks.size}"
+    return Progress(label, total, shown=conduct.progress and ranks.first)

@@ -1,0 +1,83 @@
+"""What the command line prints.
+
+What lives here: reports as text or JSON. What may not: work. Of several processes, the first one prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from qwen3vl_bridge.checkpoint.reports import ConversionReport, VerifyReport
+
+_DIFFERENT = 1
+
+
+def conversion(report: ConversionReport, options: argparse.Namespace) -> int:
+    """Print what was converted, or would be; returns the exit status."""
+    if not options.ranks.first:
+        return 0
+    if options.json:
+        print(json.dumps(report.as_dict(), indent=2))
+        return 0
+    for note in report.notes:
+        print(f"note: {note}")
+    print(_plan(report) if report.dry_run else _done(report))
+    return 0
+
+
+def _plan(report: ConversionReport) -> str:
+    copied = report.tensors - report.cast - report.transposed
+    lines = {
+        report.name: f"{report.source} -> {report.target} ({report.format})",
+        "tensors": f"{report.tensors:,} in {report.files} files, {report.parameters:,} parameters in "
+        f"{', '.join(report.dtypes)}",
+        "bytes": _gigabytes(report.nbytes),
+        "computed": f"{report.cast:,} tensors cast, {report.transposed:,} transposed, {max(copied, 0):,} copied",
+        "disk": f"{_gigabytes(report.disk_needed)} needed, {_gigabytes(report.disk_free)} free",
+        "processes": f"{report.processes}",
+        "time": f"about {report.estimate:.0f} s, if the disk writes as fast as a sample of the source was read",
+    }
+    return "\n".join(f"{name:10} {text}" for name, text in lines.items())
+
+
+def _done(report: ConversionReport) -> str:
+    rate = (report.nbytes - report.resumed) / 1e9 / max(report.seconds, 1e-9)
+    resumed = f"; {_gigabytes(report.resumed)} were there already" if report.resumed else ""
+    return (
+        f"{report.target}: {report.tensors} tensors, {report.parameters:,} parameters in {', '.join(report.dtypes)}, "
+        f"{_gigabytes(report.nbytes)} in {report.seconds:.1f} s ({rate:.2f} GB/s){resumed}"
+    )
+
+
+def _gigabytes(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB"
+
+
+def comparison(report: VerifyReport, options: argparse.Namespace) -> int:
+    """Print what differs; returns the exit status."""
+    status = 0 if report.same else _DIFFERENT
+    if not options.ranks.first:
+        return status
+    for note in report.notes:
+        print(f"note: {note}")
+    if report.same:
+        print(f"same: {report.tensors} tensors, {report.nbytes:,} bytes compared")
+        return status
+    print(f"different: {len(report.differences)} of {report.tensors} tensors", file=sys.stderr)
+    for entry in report.differences:
+        print(f"  {entry}", file=sys.stderr)
+    return status
+
+
+def contents(found: Mapping[str, Any], options: argparse.Namespace) -> int:
+    """Print what a checkpoint holds; returns the exit status."""
+    from qwen3vl_bridge.checkpoint.inspection import as_table
+
+    if options.ranks.first:
+        print(json.dumps(found, indent=2) if options.json else as_table(found))
+    return 0

@@ -1,0 +1,105 @@
+"""The processes that share a conversion.
+
+What lives here: one process, or those torchrun started, and the few ways they meet. What may not: dividing the work
+(`files.py`), checkpoints.
+
+They meet over gloo, whatever the machine has. When one of them dies, the others learn of it at the next meeting.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Callable
+from typing import Any
+
+from qwen3vl_bridge.checkpoint.errors import CheckpointError
+
+# How long processes wait for each other to come up, and for each other's share of the work. That one has died while
+# working is noticed at once.
+_START, _WORK = datetime.timedelta(minutes=10), datetime.timedelta(hours=12)
+
+
+class Ranks:
+    """This process among those that work together: on its own, unless `of_torchrun` says otherwise.
+
+    Attributes:
+        rank: its number.
+        size: how many there are.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank, self.size = rank, size
+        self._group: Any = None
+
+    @classmethod
+    def of_torchrun(cls) -> Ranks:
+        """The processes torchrun started, or this one where it started none.
+
+        Raises:
+            CheckpointError: they cannot reach each other.
+        """
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+        if size == 1:
+            return cls()
+        import torch.distributed as dist
+
+        try:
+            if not dist.is_initialized():
+                dist.init_process_group("gloo", timeout=_START)
+            ranks = cls(dist.get_rank(), dist.get_world_size())
+            ranks._group = dist.new_group(backend="gloo", timeout=_WORK)
+        except (RuntimeError, ValueError) as error:
+            raise CheckpointError(f"the {size} processes do not find each other: {error}") from error
+        return ranks
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the process that does what is done once."""
+        return self.rank == 0
+
+    def each[Result](self, work: Callable[[], Result]) -> list[Result]:
+        """Have every process do something.
+
+        Returns:
+            What each of them returned.
+
+        Raises:
+            CheckpointError: one of them could not, or died. All processes raise it.
+        """
+        if self.size == 1:
+            return [work()]
+        result, error = None, None
+        try:
+            result = work()
+        except Exception as failure:  # whatever it is, the others must not wait for this one
+            error = failure
+        outcomes = self._exchange((result, None if error is None else f"{error}" or type(error).__name__))
+        if error is not None:
+            raise error
+        for rank, (_, message) in enumerate(outcomes):
+            if message is not None:
+                raise CheckpointError(f"process {rank} of {self.size}: {message}")
+        return [outcome for outcome, _ in outcomes]
+
+    def once[Result](self, work: Callable[[], Result]) -> Result:
+        """Have the first process do something.
+
+        Returns:
+            What it returned, in every process.
+
+        Raises:
+            CheckpointError: it could not, or a process died. All processes raise it.
+        """
+        return self.each(lambda: work() if self.first else None)[0]  # pyright: ignore[reportReturnType]
+
+    def _exchange(self, mine: Any) -> list[Any]:
+        import torch.distributed as dist
+
+        everyone: list[Any] = [None] * self.size
+        try:
+            dist.all_gather_object(everyone, mine, group=self._group)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise CheckpointError(f"another of the {self.size} processes ended: {reason}") from error
+        return everyone

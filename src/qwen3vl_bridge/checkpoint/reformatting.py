@@ -1,0 +1,86 @@
+"""Reformat: a Megatron checkpoint of one format becomes one of the other, without Hugging Face in between.
+
+What lives here: what is read and what is made of it. What may not: how anything is done.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Unpack
+
+from qwen3vl_bridge.checkpoint.conversion import How, carry_out
+from qwen3vl_bridge.checkpoint.plan import make_plan
+from qwen3vl_bridge.checkpoint.reports import ConversionReport
+from qwen3vl_bridge.checkpoint.sides import TRANSFORMER_ENGINE
+from qwen3vl_bridge.checkpoint.stored_model import open_stored
+from qwen3vl_bridge.checkpoint.storing import Storage
+from qwen3vl_bridge.checkpoint.topology import Topology
+
+
+def reformat_checkpoint(
+    megatron_path: str | Path,
+    new_path: str | Path,
+    *,
+    ckpt_format: str,
+    hf_model: str | Path | None = None,
+    torch_dtype: str | None = None,
+    topology: Topology | None = None,
+    naming: str = TRANSFORMER_ENGINE,
+    vocab_divisor: int | None = None,
+    iteration: int | None = None,
+    **how: Unpack[How],
+) -> ConversionReport:
+    """Write the weights of a Megatron checkpoint in another format, layer spec or dtype.
+
+    Optimizer state is left aside.
+
+    Args:
+        megatron_path: the checkpoint's root folder, or an iteration's folder.
+        new_path: the new checkpoint's root folder, to be made.
+        ckpt_format: "fsdp_dtensor" or "torch_dist".
+        hf_model: folder or hub id of a model whose configuration, tokenizer and processor to take; None for those in
+            the checkpoint.
+        torch_dtype: "float32", "float16" or "bfloat16" to cast the weights; None to leave their bytes as they are.
+        topology: parallel sizes the checkpoint is meant for; it loads at any other too.
+        naming: layer spec to write for, "transformer_engine" or "local".
+        vocab_divisor: pad the vocabulary to a multiple of this and the tensor-parallel size; None for the padding that
+            is there.
+        iteration: which iteration; None for the latest.
+        how: overwrite, resume, verify and more, see `How`.
+
+    Returns:
+        What was done.
+
+    Raises:
+        CheckpointError: the source, the target or an option is not as it must be. The target is as it was before.
+    """
+    stored = open_stored(megatron_path, iteration, hf_model).with_padding()
+    origin = stored.manifest.get("hf_model") or hf_model or megatron_path
+    storage = Storage(
+        ckpt_format,
+        naming,
+        topology or Topology(),
+        stored.config,
+        str(origin),
+        stored.experts,
+        stored.vocab_divisor if vocab_divisor is None else vocab_divisor,
+    )
+    storage.check()
+    plan = make_plan(
+        stored.config.rows(),
+        stored.side,
+        storage.side,
+        stored.tensors.specs,
+        where=str(stored.folder),
+        dtype=torch_dtype,
+    )
+    conversion = storage.conversion(
+        "reformat",
+        megatron_path,
+        new_path,
+        plan=plan,
+        source=stored.tensors,
+        folder=stored.folder,
+        notes=[],
+    )
+    return carry_out(conversion, how)

@@ -1,0 +1,121 @@
+"""A Megatron checkpoint on disk: folder, format, configuration and weights together.
+
+What lives here: opening one of either format. What may not: Hugging Face weights (`hf_model.py`), planning.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from qwen3vl_bridge.checkpoint import megatron_folder as megatron
+from qwen3vl_bridge.checkpoint.dcp_metadata import DcpMetadata, read_metadata
+from qwen3vl_bridge.checkpoint.dcp_reader import DcpTensors
+from qwen3vl_bridge.checkpoint.errors import CheckpointError
+from qwen3vl_bridge.checkpoint.hf_config import ModelConfig
+from qwen3vl_bridge.checkpoint.hf_files import find_model
+from qwen3vl_bridge.checkpoint.hf_reader import HFWeights, has_weights
+from qwen3vl_bridge.checkpoint.manifest import MANIFEST, read_manifest
+from qwen3vl_bridge.checkpoint.plan import naming_of
+from qwen3vl_bridge.checkpoint.sides import FsdpDtensor, TorchDist, named_in
+from qwen3vl_bridge.mappings import TABLE, ExpertLayout
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """A checkpoint's folder, format, configuration and weights.
+
+    Attributes:
+        folder: the iteration's.
+        ckpt_format: "fsdp_dtensor" or "torch_dist".
+        metadata: all that the folder holds.
+        tensors: the model's, by Megatron parameter name.
+        config: the model's configuration.
+        experts: how the Hugging Face model it comes from held its experts.
+        manifest: of the conversion that wrote it; empty where a trainer did.
+    """
+
+    folder: Path
+    ckpt_format: str
+    metadata: DcpMetadata
+    tensors: DcpTensors
+    config: ModelConfig
+    experts: ExpertLayout
+    manifest: dict[str, Any]
+
+    @property
+    def side(self) -> FsdpDtensor | TorchDist:
+        """Its side of a conversion."""
+        rows, dimensions, names = self.config.rows(), self.config.dimensions, self.tensors.specs
+        if self.ckpt_format == megatron.TORCH_DIST:
+            return TorchDist(dimensions, named_in(rows, dimensions, names))
+        return FsdpDtensor(dimensions, naming_of(rows, names))
+
+    @property
+    def vocab_divisor(self) -> int | None:
+        """What its vocabulary was padded to a multiple of, for each tensor-parallel rank; None where it was not.
+
+        Raises:
+            CheckpointError: its manifest names no number.
+        """
+        found = self.manifest.get("vocab_divisor")
+        if found is not None and type(found) is not int:
+            raise CheckpointError(f"{self.folder / MANIFEST}: vocab_divisor is {found!r}, expected a number")
+        return found
+
+    def with_padding(self) -> StoredModel:
+        """The same, with a configuration whose vocabulary counts all rows that are there."""
+        name = next(row.megatron for row in TABLE if row.shapes[0][0] == "vocab")
+        spec = self.tensors.specs.get(name)
+        rows = spec.shape[0] if spec is not None and spec.shape else 0
+        config = self.config if rows <= self.config.dimensions["vocab"] else self.config.with_vocab(rows)
+        return replace(self, config=config)
+
+
+def open_stored(
+    path: str | Path,
+    iteration: int | None = None,
+    hf_model: str | Path | None = None,
+    *,
+    trust_remote_code: bool = False,
+) -> StoredModel:
+    """Open a checkpoint.
+
+    Args:
+        path: its root folder, or an iteration's folder.
+        iteration: which iteration; None for the latest.
+        hf_model: folder or hub id of a model whose configuration to take; None for the one in the checkpoint.
+        trust_remote_code: whether that model may bring code.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    folder = megatron.find_iteration(Path(path).expanduser(), iteration)
+    ckpt_format = megatron.format_of(folder)
+    config, manifest = _config(folder, hf_model, trust_remote_code), read_manifest(folder)
+    metadata = read_metadata(folder)
+    tensors = DcpTensors(metadata, megatron.model_keys(metadata, ckpt_format))
+    return StoredModel(folder, ckpt_format, metadata, tensors, config, _experts(config, manifest, folder), manifest)
+
+
+def _config(folder: Path, hf_model: str | Path | None, trust_remote_code: bool) -> ModelConfig:
+    if hf_model is not None:
+        return ModelConfig(find_model(hf_model, weights=False, trust_remote_code=trust_remote_code))
+    if not (folder / megatron.HF_FILES / "config.json").is_file():
+        raise CheckpointError(f"{folder} has no {megatron.HF_FILES}/config.json; name the model with --hf-model")
+    return ModelConfig(folder / megatron.HF_FILES)
+
+
+def _experts(config: ModelConfig, manifest: dict[str, Any], folder: Path) -> ExpertLayout:
+    """As the model whose configuration it is has them, else as the manifest says, else as released."""
+    if has_weights(config.folder):
+        return config.expert_layout({name: spec.shape for name, spec in HFWeights(config.folder).specs.items()})
+    name = manifest.get("expert_layout")
+    if name is None:
+        return ExpertLayout.INPUT_MAJOR
+    try:
+        return ExpertLayout[name]
+    except KeyError:
+        expected = ", ".join(layout.name for layout in ExpertLayout)
+        raise CheckpointError(f"{folder / MANIFEST}: expert_layout {name!r}, expected {expected}") from None

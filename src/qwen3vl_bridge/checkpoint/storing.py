@@ -1,0 +1,201 @@
+"""Lays out a Megatron checkpoint for a plan, and writes the files around its tensors.
+
+What lives here: what import and reformatting have in common: the side that is written. What may not: the one that is
+read.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from qwen3vl_bridge.checkpoint import megatron_folder as megatron
+from qwen3vl_bridge.checkpoint.conversion import Conversion
+from qwen3vl_bridge.checkpoint.dcp_metadata import read_metadata
+from qwen3vl_bridge.checkpoint.dcp_reader import DcpTensors
+from qwen3vl_bridge.checkpoint.dcp_writer import DcpLayout
+from qwen3vl_bridge.checkpoint.errors import CheckpointError
+from qwen3vl_bridge.checkpoint.hf_config import ModelConfig
+from qwen3vl_bridge.checkpoint.hf_files import copy_side_files
+from qwen3vl_bridge.checkpoint.megatron_files import BYTE_ITEMS, COMMON_STATE, write_run_files
+from qwen3vl_bridge.checkpoint.plan import Plan
+from qwen3vl_bridge.checkpoint.run_config import run_config
+from qwen3vl_bridge.checkpoint.sides import TRANSFORMER_ENGINE, FsdpDtensor, TorchDist, named_of
+from qwen3vl_bridge.checkpoint.tensors import TensorSource, TensorSpec
+from qwen3vl_bridge.checkpoint.topology import Topology
+from qwen3vl_bridge.dimensions import Dimensions
+from qwen3vl_bridge.mappings import ExpertLayout, stacked_name
+from qwen3vl_bridge.weight_rows import Row
+
+# Modules of which megatron-core stores a state beside their weights, always None here, and asks for on loading. The
+# first do so in either layer spec, the others are Transformer Engine's.
+_LINEAR = re.compile(r"linear_(qkv|proj|fc1|fc2)")
+_NORM = re.compile(r"(\w+_layernorm|patch_norm)")
+
+
+@dataclass(frozen=True)
+class Storage:
+    """A Megatron checkpoint to be.
+
+    Attributes:
+        ckpt_format: "fsdp_dtensor" or "torch_dist".
+        naming: layer spec it is for, "transformer_engine" or "local".
+        topology: parallel sizes it is meant for.
+        config: the model's configuration.
+        hf_model: where that came from.
+        experts: how the Hugging Face model holds its experts; an export does the same.
+        vocab_divisor: what the vocabulary's rows are padded to a multiple of, for each tensor-parallel rank.
+    """
+
+    ckpt_format: str
+    naming: str
+    topology: Topology
+    config: ModelConfig
+    hf_model: str
+    experts: ExpertLayout
+    vocab_divisor: int | None = None
+
+    @property
+    def dimensions(self) -> Dimensions:
+        """The model's, with the padding of its vocabulary."""
+        dimensions = self.config.dimensions
+        if self.vocab_divisor is None:
+            return dimensions
+        step = self.vocab_divisor * self.topology.tp
+        return dimensions.with_vocab(-(-dimensions["vocab"] // step) * step)
+
+    @property
+    def side(self) -> FsdpDtensor | TorchDist:
+        """Its side of a conversion."""
+        if self.ckpt_format == megatron.TORCH_DIST:
+            return TorchDist(self.dimensions, named_of(self.dimensions))
+        return FsdpDtensor(self.dimensions, self.naming)
+
+    def check(self) -> None:
+        """Check the options against each other and the model.
+
+        Raises:
+            CheckpointError: they don't fit.
+        """
+        if self.ckpt_format not in megatron.FORMATS:
+            raise CheckpointError(f"ckpt_format is {self.ckpt_format!r}, expected {' or '.join(megatron.FORMATS)}")
+        FsdpDtensor(self.dimensions, self.naming)  # refuses a naming that is none
+        if self.vocab_divisor is not None and self.vocab_divisor < 1:
+            raise CheckpointError(f"--make-vocab-size-divisible-by is {self.vocab_divisor}, expected 1 or more")
+        self.topology.check(self.dimensions, stages=self.ckpt_format == megatron.TORCH_DIST)
+
+    def conversion(
+        self,
+        name: str,
+        origin: str | Path,
+        target: str | Path,
+        *,
+        plan: Plan,
+        source: TensorSource,
+        folder: Path,
+        notes: list[str],
+    ) -> Conversion:
+        """The conversion that makes this checkpoint.
+
+        Args:
+            name: what it is called.
+            origin: what was asked to be read, in the user's words.
+            target: where the checkpoint is to be.
+            plan: its tensors.
+            source: what the plan reads.
+            folder: where that is.
+            notes: what the user should know.
+        """
+        layout = self._layout(plan)
+        settings = {
+            "format": self.ckpt_format,
+            "layer_spec": self.naming,
+            "hf_model": self.hf_model,
+            "expert_layout": self.experts.name if self.dimensions.indices["moe_layers"] else None,
+            "vocab_divisor": self.vocab_divisor,
+            "topology": asdict(self.topology),
+        }
+        return Conversion(
+            name=name,
+            origin=str(origin),
+            target=Path(os.path.abspath(Path(target).expanduser())),
+            plan=plan,
+            source=source,
+            folders=(folder, self.config.folder),
+            settings=settings,
+            files=layout.files,
+            inner=megatron.iteration_folder(Path(), 0).name,
+            is_ours=megatron.is_megatron_checkpoint,
+            finish=lambda root, digest: self._finish(root, digest, layout, plan),
+            open=lambda root: self._open(root, layout),
+            notes=notes,
+        )
+
+    def _layout(self, plan: Plan) -> DcpLayout:
+        """All files with tensors, and the byte items a loader wants."""
+        layout = DcpLayout()
+        for task in plan.tasks:
+            key = megatron.key_of(task.target.name, self.ckpt_format)
+            spec, position = TensorSpec(key, task.target.dtype, task.target.shape), 0
+            for offsets, sizes in self.topology.chunks(spec, task.leading):
+                position += layout.add_chunk(spec, offsets, sizes, task.pieces, position)
+        if self.ckpt_format == megatron.FSDP_DTENSOR:
+            for key, value in BYTE_ITEMS.items():
+                layout.add_bytes(key, value)
+            return layout
+        layout.add_bytes(*COMMON_STATE)
+        side = TorchDist(self.dimensions, named_of(self.dimensions))
+        for key in extra_states(self.config.rows(), side, with_norms=self.naming == TRANSFORMER_ENGINE):
+            layout.add_bytes(key, [None])
+        return layout
+
+    def _finish(self, root: Path, digest: str, layout: DcpLayout, plan: Plan) -> None:
+        """Write all files but those with tensors and the manifest."""
+        folder = megatron.iteration_folder(root, 0)
+        paths = {
+            megatron.key_of(task.target.name, self.ckpt_format): megatron.path_of(task.target.name, self.ckpt_format)
+            for task in plan.tasks
+        }
+        layout.write_metadata(folder, paths, digest)
+        copy_side_files(self.config.folder, folder / megatron.HF_FILES)
+        config = run_config(self.config.raw, self.hf_model, self.ckpt_format, self.vocab_divisor)
+        write_run_files(root, folder, config, self.ckpt_format)
+
+    def _open(self, root: Path, layout: DcpLayout) -> DcpTensors:
+        """What was written, as found.
+
+        Raises:
+            CheckpointError: it is not what was laid out.
+        """
+        metadata = read_metadata(megatron.iteration_folder(root, 0))
+        if set(metadata.byte_items) != set(layout.byte_items):
+            raise CheckpointError(f"{metadata.folder}: what is there is not what was to be written")
+        return DcpTensors(metadata, megatron.model_keys(metadata, self.ckpt_format))
+
+
+def extra_states(rows: Collection[Row], side: TorchDist, *, with_norms: bool) -> Iterator[str]:
+    """Keys of the states that megatron-core stores beside weights.
+
+    Source: megatron-core 0.19, `make_sharded_tensors_for_checkpoint` and the modules' own `_extra_state`.
+
+    Args:
+        rows: the weight table, expanded for the model.
+        side: names of tensors.
+        with_norms: whether norms have one too.
+    """
+    seen: set[str] = set()
+    for row in rows:
+        name, stacked = stacked_name(row, side.dimensions, side.named)
+        module = name.rpartition(".")[0]
+        last = module.rpartition(".")[2]
+        if not (_LINEAR.fullmatch(last) or (with_norms and _NORM.fullmatch(last))):
+            continue
+        numbers, counts = zip(*stacked or ((0, 1),), strict=True)
+        shard = "_".join(".".join(map(str, values)) for values in (numbers, counts))
+        key = f"{module}._extra_state/shard_{shard}"
+        if key not in seen:
+            seen.add(key)
+            yield key

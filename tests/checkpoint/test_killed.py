@@ -1,0 +1,214 @@
+"""Kill a conversion at any moment, one process of it or all: the target is whole or not there, and --resume goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from qwen3vl_bridge.checkpoint import (
+    CheckpointError,
+    Ranks,
+    export_checkpoint,
+    files,
+    import_checkpoint,
+    inspect_checkpoint,
+    verify_checkpoint,
+)
+from qwen3vl_bridge.checkpoint.hf_files import copy_side_files
+from qwen3vl_bridge.checkpoint.json_files import read_object, write_object
+from qwen3vl_bridge.checkpoint.plan import tensors_of
+from qwen3vl_bridge.checkpoint.sides import HuggingFace
+from qwen3vl_bridge.dimensions import dimensions_of
+from qwen3vl_bridge.mappings import TABLE
+from qwen3vl_bridge.weight_rows import expand
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:This process .* is multi-threaded", "ignore:.*fork.*:DeprecationWarning"
+)
+MOMENTS, INTERRUPTED, GRACE = 50, 15, 3
+
+
+@pytest.fixture(scope="module", params=["untied_folder", "moe_folder"])
+def larger(request, tmp_path_factory):
+    """A random model of some 20 MB, dense or with transposed experts."""
+    folder = tmp_path_factory.mktemp("larger") / "hf"
+    copy_side_files(request.getfixturevalue(request.param), folder)
+    config = read_object(folder / "config.json")
+    config["text_config"] |= {"hidden_size": 256, "intermediate_size": 640, "vocab_size": 6144}
+    write_object(folder / "config.json", config)
+    dimensions, generator = dimensions_of(config), np.random.default_rng(0)
+    shapes = tensors_of(expand(TABLE, dimensions), HuggingFace(dimensions))
+    tensors = {name: generator.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert sum(tensor.nbytes for tensor in tensors.values()) > 20 << 20
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def small_units(monkeypatch):
+    monkeypatch.setattr(files, "UNIT_BYTES", 1 << 20)
+
+
+def run(work: Callable[[Ranks], object], processes: int, kill: Callable[[list[int]], None] | None = None) -> list[int]:
+    """Run something in forked processes, which meet as torchrun's do; returns their exit statuses."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    children = []
+    for rank in range(processes):
+        child = os.fork()
+        if child == 0:
+            try:
+                os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1"}
+                os.environ |= {"MASTER_PORT": str(port), "LOCAL_RANK": str(rank)}
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # gloo's complaints about those that were killed
+                work(Ranks.of_torchrun())
+                os._exit(0)
+            finally:
+                os._exit(1)
+        children.append(child)
+    if kill is not None:
+        kill(children)
+    begun = time.monotonic()
+    statuses: dict[int, int] = {}
+    while len(statuses) < processes:
+        for child in set(children) - statuses.keys():
+            found, status = os.waitpid(child, os.WNOHANG)
+            if found:
+                statuses[child] = status
+        # Those that wait for one that never came up: torchrun ends them so, only sooner.
+        if any(statuses.values()) and time.monotonic() - begun > GRACE:
+            for child in set(children) - statuses.keys():
+                os.kill(child, signal.SIGTERM)
+        assert time.monotonic() - begun < 60
+        time.sleep(0.002)
+    return list(statuses.values())
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("direction", ["import", "torch_dist", "export"])
+def test_killed_at_any_moment(direction, processes, larger, tmp_path):
+    source, target = tmp_path / "source", tmp_path / "out" / "target"
+    target.parent.mkdir()
+    if direction == "export":
+        import_checkpoint(larger, source, ckpt_format="torch_dist")
+    resume = False
+
+    def work(ranks: Ranks) -> None:
+        how = {"overwrite": True, "resume": resume, "ranks": ranks}
+        if direction == "export":
+            export_checkpoint(source, target, **how)
+        else:
+            ckpt_format = "torch_dist" if direction == "torch_dist" else "fsdp_dtensor"
+            import_checkpoint(larger, target, ckpt_format=ckpt_format, **how)
+
+    def whole() -> bool:
+        return verify_checkpoint(*((target, source) if direction == "export" else (larger, target))).same
+
+    begun = time.monotonic()
+    assert not any(run(work, processes))
+    duration, expected = time.monotonic() - begun, contents(target)
+    assert whole()
+    generator, interrupted, left_something, moment = random.Random(0), 0, 0, 0
+    while moment < MOMENTS or interrupted < INTERRUPTED:
+        moment += 1
+        assert moment < 10 * MOMENTS, "nothing is ever interrupted"
+        resume = generator.random() < 0.5
+        if generator.random() < 0.5:  # half the time there is nothing to be replaced
+            shutil.rmtree(target, ignore_errors=True)
+        before = target.exists()
+
+        def kill(children: list[int]) -> None:
+            time.sleep(generator.uniform(0, 1.1) * duration)
+            for child in generator.sample(children, generator.randint(1, len(children))):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGKILL)
+
+        interrupted += any(run(work, processes, kill))
+        left_something += any(target.parent.glob(".target.partial-*/.journal/rank-*"))
+        if target.exists():
+            assert contents(target) == expected
+        else:
+            assert not before
+            with pytest.raises(CheckpointError):
+                inspect_checkpoint(target)
+    assert left_something
+    resume = True
+    assert not any(run(work, 3 - processes))  # by another number of processes
+    assert contents(target) == expected and whole()
+    assert [path.name for path in target.parent.iterdir()] == ["target"]
+
+
+def test_resume_writes_only_what_is_missing(larger, tmp_path, monkeypatch):
+    from qwen3vl_bridge.checkpoint import copying
+
+    import_checkpoint(larger, tmp_path / "whole")
+    count, original = 0, copying._commit
+
+    def fail_later(*arguments):
+        nonlocal count
+        count += 1
+        if count > 5:
+            raise OSError(28, "No space left on device")
+        original(*arguments)
+
+    monkeypatch.setattr(copying, "_commit", fail_later)
+    with pytest.raises(CheckpointError, match="No space left on device; what was written so far stays in"):
+        import_checkpoint(larger, tmp_path / "target", resume=True)
+    monkeypatch.setattr(copying, "_commit", original)
+    report = import_checkpoint(larger, tmp_path / "target", resume=True, verify=True)
+    assert 0 < report.resumed < report.nbytes / 1.5
+    assert contents(tmp_path / "target") == contents(tmp_path / "whole")
+
+
+def test_resume_does_not_go_on_with_something_else(larger, tmp_path, monkeypatch):
+    from qwen3vl_bridge.checkpoint import copying
+
+    def fail(*_):
+        raise OSError(5, "Input/output error")
+
+    original = copying._commit
+    monkeypatch.setattr(copying, "_commit", fail)
+    with pytest.raises(CheckpointError, match="stays in"):
+        import_checkpoint(larger, tmp_path / "target", resume=True)
+    assert list(tmp_path.glob(".target.partial-*"))
+    monkeypatch.setattr(copying, "_commit", original)
+    report = import_checkpoint(larger, tmp_path / "target", resume=True, torch_dtype="bfloat16")
+    assert not report.resumed and "other settings" in report.notes[0] and "removed" in report.notes[1]
+    assert not list(tmp_path.glob(".target.partial-*"))
+
+
+def test_a_process_that_fails_makes_all_fail(larger, tmp_path):
+    def work(ranks: Ranks) -> None:
+        if ranks.rank == 1:
+            files.Data.__len__ = lambda _: 1 / 0  # whatever goes wrong in one alone
+        import_checkpoint(larger, tmp_path / "target", ranks=ranks)
+
+    assert all(run(work, 2))
+    assert not (tmp_path / "target").exists() and not list(tmp_path.glob(".target*"))
+
+
+def test_processes_that_see_different_models_are_refused(larger, tmp_path):
+    shutil.copytree(larger, tmp_path / "other")
+
+    def work(ranks: Ranks) -> None:
+        with pytest.raises(CheckpointError, match="is not the same for all 2 processes"):
+            import_checkpoint([larger, tmp_path / "other"][ranks.rank], tmp_path / "target", ranks=ranks)
+
+    assert run(work, 2) == [0, 0]
+    assert not (tmp_path / "target").exists()
