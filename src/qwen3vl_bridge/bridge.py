@@ -7,7 +7,11 @@ What lives here: the two translations and the registration with Megatron-Bridge.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import types
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 from qwen3vl_bridge import mappings
@@ -25,7 +29,12 @@ from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.models.hf_pretrained.state import SafeTensorsStateSource
 from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
 from safetensors import safe_open
-from transformers import Qwen3VLForConditionalGeneration, Qwen3VLMoeForConditionalGeneration
+from transformers import (
+    CONFIG_MAPPING,
+    PretrainedConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeForConditionalGeneration,
+)
 
 # A saved run_config.yaml names our classes; Megatron-Bridge builds only what is allowed.
 register_allowed_target_prefix("qwen3vl_bridge.")
@@ -140,15 +149,51 @@ class Qwen3VLMoEBridge(Qwen3VLBridge):
             ValueError: a setting this model does not honour.
         """
         config = hf_pretrained.config
-        text, moe_layers = config.text_config, moe_layers_of(config.text_config.to_dict())
+        text = config.text_config
         return Qwen3VLMoEModelProvider(
             **self.provider_fields(config),
             num_moe_experts=text.num_experts,
             moe_router_topk=text.num_experts_per_tok,
             moe_ffn_hidden_size=text.moe_intermediate_size,
             moe_aux_loss_coeff=text.router_aux_loss_coef,
-            moe_layer_freq=[int(layer in moe_layers) for layer in range(text.num_hidden_layers)],
+            moe_layer_freq=_moe_layer_freq(text),
         )
+
+
+def provider_from_hf_config(hf_config: Mapping[str, Any], **settings: Any) -> Qwen3VLModelProvider:
+    """The provider of a `config.json`. The `run_config.yaml` of a converted checkpoint names this function.
+
+    Args:
+        hf_config: the whole file.
+        settings: fields of the provider.
+
+    Returns:
+        The provider, not finalized.
+
+    Raises:
+        ValueError: a setting this model does not honour, or another model's configuration.
+        TypeError: a setting that is no field of the provider.
+    """
+    bridges = {bridge.MODEL_TYPE: bridge for bridge in (Qwen3VLBridge, Qwen3VLMoEBridge)}
+    kind = hf_config.get("model_type")
+    if kind not in bridges:
+        raise ValueError(f"model_type is {kind!r}, expected one of {', '.join(bridges)}")
+    # Some of transformers' configuration classes complete the mapping they are given.
+    config = CONFIG_MAPPING[kind].from_dict(copy.deepcopy(dict(hf_config)))
+    provider = bridges[kind]().provider_bridge(types.SimpleNamespace(config=config))
+    if unknown := settings.keys() - {field.name for field in dataclasses.fields(provider)}:
+        raise TypeError(f"{type(provider).__name__} has no {', '.join(sorted(unknown))}")
+    for name, value in settings.items():
+        setattr(provider, name, value)
+    return provider
+
+
+def _moe_layer_freq(text: PretrainedConfig) -> int | list[int]:
+    """megatron-core takes layers for different ones wherever this is a list, and a checkpoint then names each."""
+    moe_layers = moe_layers_of(text.to_dict())
+    if len(moe_layers) == text.num_hidden_layers:
+        return 1
+    return [int(layer in moe_layers) for layer in range(text.num_hidden_layers)]
 
 
 def _expert_shapes(source: SafeTensorsStateSource, layer: int) -> dict[str, list[int]]:

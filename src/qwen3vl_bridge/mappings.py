@@ -211,7 +211,7 @@ NAMED_IF_MIXED = ("text_layers", "dense_layers", "moe_layers")
 
 
 def stacked_name(
-    row: Row, dimensions: Dimensions, named: Collection[str] = ()
+    row: Row, dimensions: Dimensions, named: Collection[str] = (), *, local: bool = False
 ) -> tuple[str, tuple[tuple[int, int], ...]]:
     """What megatron-core's own format, `torch_dist`, calls the tensor that an expanded row is a part of.
 
@@ -221,11 +221,15 @@ def stacked_name(
         row: an expanded row.
         dimensions: from `dimensions_of`.
         named: indices that stay in the name.
+        local: whether it was saved with megatron-core's own local layer spec. That renames norms as if they were all
+            fused, as the norm before experts is in no spec; ours leaves that one alone.
 
     Returns:
         The name, and for each dimension in front of the parameter's own: the row's number in it, and its size.
     """
     name = row.pattern.replace("mlp.experts.", "mlp.experts.experts.").replace("weight*", "weight.*")
+    if local:
+        name = name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
     stacked = []
     for index, number in zip(row.indices, row.position, strict=True):
         if index in named:

@@ -72,8 +72,14 @@ _CLASSES = {
     )
 } | {("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _record("_StorageInfo")}
 
+# megatron-core leaves its writers' plans in the file; nobody here reads them.
+_PLANNER = "torch.distributed.checkpoint.planner"
+_PLANS = {(_PLANNER, name): _record(name) for name in ("SavePlan", "WriteItem", "TensorWriteData", "BytesIOWriteData")}
+
 METADATA_GLOBALS: Mapping[tuple[str, str], Any] = {
     **_CLASSES,
+    **_PLANS,
+    (_PLANNER, "WriteItemType"): _text,
     **{("torch", name): name for name in ITEMSIZE},
     ("torch", "Size"): _size,
     ("collections", "OrderedDict"): dict,

@@ -143,49 +143,57 @@ class TorchDist:
 
     Attributes:
         dimensions: from `dimensions_of`; its "vocab" counts padding too.
-        named: indices that stay in the names of tensors instead, from `named_of` or `named_in`.
+        named: indices that stay in the names of tensors instead.
+        local: whether it has the names of megatron-core's own local layer spec.
     """
 
     dimensions: Dimensions
     named: frozenset[str] = frozenset()
+    local: bool = False
+
+    @classmethod
+    def of(cls, dimensions: Dimensions) -> TorchDist:
+        """As megatron-core saves a model: layers that differ, dense and MoE ones, keep their indices in their names."""
+        mixed = bool(dimensions.indices["dense_layers"]) and bool(dimensions.indices["moe_layers"])
+        return cls(dimensions, frozenset(NAMED_IF_MIXED) if mixed else frozenset())
+
+    @classmethod
+    def found(cls, rows: Collection[Row], dimensions: Dimensions, names: Collection[str]) -> TorchDist:
+        """As a checkpoint has it. A trainer may leave indices in the names in any model.
+
+        Args:
+            rows: the weight table, expanded for the model.
+            dimensions: from `dimensions_of`.
+            names: those of the checkpoint's tensors.
+        """
+        stacks = (frozenset(NAMED_IF_MIXED), frozenset({"vision_layers"}), frozenset({"deepstack_taps"}))
+        named: frozenset[str] = frozenset()
+        for stack in stacks:
+            first = next((row for row in rows if stack.intersection(row.indices)), None)
+            if first is not None and stacked_name(first, dimensions, stack)[0] in names:
+                named |= stack
+        spelled = {local: cls(dimensions, named, local) for local in (False, True)}
+        count = {local: sum(side.name(row)[0] in names for row in rows) for local, side in spelled.items()}
+        return spelled[count[True] > count[False]]
+
+    def name(self, row: Row) -> tuple[str, tuple[tuple[int, int], ...]]:
+        """What an expanded row's tensor is called, and its number in each of the first dimensions with their sizes."""
+        return stacked_name(row, self.dimensions, self.named, local=self.local)
 
     def tensors(self, row: Row) -> dict[str, Shape]:
         """As of any side."""
-        name, stacked = stacked_name(row, self.dimensions, self.named)
+        name, stacked = self.name(row)
         return {name: (*(count for _, count in stacked), *megatron_shape(row, self.dimensions))}
 
     def leading(self, row: Row) -> int:
         """As of any side."""
-        return len(stacked_name(row, self.dimensions, self.named)[1])
+        return len(self.name(row)[1])
 
     def places(self, row: Row) -> Iterator[Place]:
         """As of any side."""
-        name, stacked = stacked_name(row, self.dimensions, self.named)
+        name, stacked = self.name(row)
         index = 0
         for number, count in stacked:
             index = index * count + number
         size = math.prod(megatron_shape(row, self.dimensions))
         yield Place(name, index * size, size)
-
-
-def named_of(dimensions: Dimensions) -> frozenset[str]:
-    """Indices that megatron-core leaves in the names of a model's tensors: those of layers that differ."""
-    mixed = bool(dimensions.indices["dense_layers"]) and bool(dimensions.indices["moe_layers"])
-    return frozenset(NAMED_IF_MIXED) if mixed else frozenset()
-
-
-def named_in(rows: Collection[Row], dimensions: Dimensions, names: Collection[str]) -> frozenset[str]:
-    """Indices that a checkpoint has in the names of its tensors; a trainer may leave them there in any model.
-
-    Args:
-        rows: the weight table, expanded for the model.
-        dimensions: from `dimensions_of`.
-        names: those of the checkpoint's tensors.
-    """
-    stacks = (frozenset(NAMED_IF_MIXED), frozenset({"vision_layers"}), frozenset({"deepstack_taps"}))
-    named: set[str] = set()
-    for stack in stacks:
-        first = next((row for row in rows if stack.intersection(row.indices)), None)
-        if first is not None and stacked_name(first, dimensions, stack)[0] in names:
-            named |= stack
-    return frozenset(named)

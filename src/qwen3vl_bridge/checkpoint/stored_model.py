@@ -18,7 +18,7 @@ from qwen3vl_bridge.checkpoint.hf_files import find_model
 from qwen3vl_bridge.checkpoint.hf_reader import HFWeights, has_weights
 from qwen3vl_bridge.checkpoint.manifest import MANIFEST, read_manifest
 from qwen3vl_bridge.checkpoint.plan import naming_of
-from qwen3vl_bridge.checkpoint.sides import FsdpDtensor, TorchDist, named_in
+from qwen3vl_bridge.checkpoint.sides import FsdpDtensor, TorchDist
 from qwen3vl_bridge.mappings import TABLE, ExpertLayout
 
 
@@ -49,7 +49,7 @@ class StoredModel:
         """Its side of a conversion."""
         rows, dimensions, names = self.config.rows(), self.config.dimensions, self.tensors.specs
         if self.ckpt_format == megatron.TORCH_DIST:
-            return TorchDist(dimensions, named_in(rows, dimensions, names))
+            return TorchDist.found(rows, dimensions, names)
         return FsdpDtensor(dimensions, naming_of(rows, names))
 
     @property

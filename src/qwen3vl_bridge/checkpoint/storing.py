@@ -23,11 +23,11 @@ from qwen3vl_bridge.checkpoint.hf_files import copy_side_files
 from qwen3vl_bridge.checkpoint.megatron_files import BYTE_ITEMS, COMMON_STATE, write_run_files
 from qwen3vl_bridge.checkpoint.plan import Plan
 from qwen3vl_bridge.checkpoint.run_config import run_config
-from qwen3vl_bridge.checkpoint.sides import TRANSFORMER_ENGINE, FsdpDtensor, TorchDist, named_of
+from qwen3vl_bridge.checkpoint.sides import TRANSFORMER_ENGINE, FsdpDtensor, TorchDist
 from qwen3vl_bridge.checkpoint.tensors import TensorSource, TensorSpec
 from qwen3vl_bridge.checkpoint.topology import Topology
 from qwen3vl_bridge.dimensions import Dimensions
-from qwen3vl_bridge.mappings import ExpertLayout, stacked_name
+from qwen3vl_bridge.mappings import ExpertLayout
 from qwen3vl_bridge.weight_rows import Row
 
 # Modules of which megatron-core stores a state beside their weights, always None here, and asks for on loading. The
@@ -71,7 +71,7 @@ class Storage:
     def side(self) -> FsdpDtensor | TorchDist:
         """Its side of a conversion."""
         if self.ckpt_format == megatron.TORCH_DIST:
-            return TorchDist(self.dimensions, named_of(self.dimensions))
+            return TorchDist.of(self.dimensions)
         return FsdpDtensor(self.dimensions, self.naming)
 
     def check(self) -> None:
@@ -147,7 +147,7 @@ class Storage:
                 layout.add_bytes(key, value)
             return layout
         layout.add_bytes(*COMMON_STATE)
-        side = TorchDist(self.dimensions, named_of(self.dimensions))
+        side = TorchDist.of(self.dimensions)
         for key in extra_states(self.config.rows(), side, with_norms=self.naming == TRANSFORMER_ENGINE):
             layout.add_bytes(key, [None])
         return layout
@@ -188,7 +188,7 @@ def extra_states(rows: Collection[Row], side: TorchDist, *, with_norms: bool) ->
     """
     seen: set[str] = set()
     for row in rows:
-        name, stacked = stacked_name(row, side.dimensions, side.named)
+        name, stacked = side.name(row)
         module = name.rpartition(".")[0]
         last = module.rpartition(".")[2]
         if not (_LINEAR.fullmatch(last) or (with_norms and _NORM.fullmatch(last))):

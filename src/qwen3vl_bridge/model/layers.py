@@ -21,6 +21,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -104,6 +105,10 @@ def _use_local_modules(spec: ModuleSpec, config: TransformerConfig) -> None:
     attention.core_attention = modules.core_attention()
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = norm
+    if isinstance(layer.mlp, functools.partial) and layer.mlp.func is MoELayer:
+        # A checkpoint has the Transformer Engine spec's names, whose norm before experts is a module of its own too.
+        # megatron-core's map is made for dense layers, where it is a part of `linear_fc1`.
+        layer.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
 
 
 def _adapt(spec: ModuleSpec, config: TransformerConfig) -> ModuleSpec:

@@ -13,6 +13,8 @@ from qwen3vl_bridge.sequence.batch import VisionInputs
 
 import torch
 import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlock
@@ -98,6 +100,26 @@ class VisionBlock(TransformerBlock):
             PatchMerger(config, vision, pg_collection.tp, norm_after_shuffle=True)
             for _ in vision.deepstack_visual_indexes
         )
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> ShardedStateDict:
+        """As TransformerBlock's, which takes whatever a list of modules holds to be whole on every rank.
+
+        Mergers are stacked like layers, [taps, ...] under one name, or named one by one where layers are.
+        """
+        mergers, taps = f"{prefix}deepstack_merger_list.", len(self.deepstack_merger_list)
+        everything = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        state = {name: part for name, part in everything.items() if not name.startswith(mergers)}
+        # megatron-core decides by many settings whether layers are stacked; what it has named the first one tells.
+        stacked = not any(part.key.startswith(f"{prefix}layers.0.") for part in state.values())
+        for i, merger in enumerate(self.deepstack_merger_list):
+            here = f"{mergers}{i}."
+            parts = merger.sharded_state_dict(here, ((0, i, taps),) if stacked else (), metadata)
+            if stacked:
+                replace_prefix_for_sharding(parts, here, mergers)
+            state.update(parts)
+        return state
 
 
 class Qwen3VLVisionModel(MegatronModule):
