@@ -1,12 +1,14 @@
 """How fast conversion is against `cp` of the same bytes, and how much memory it takes.
 
-    python benchmarks/convert.py --text-layers 4 --vision-layers 6      # about 1.2 GB
-    python benchmarks/convert.py                                        # a whole 2B, 4.3 GB
+    python benchmarks/convert.py                                          # a whole 2B, 4.3 GB
+    python benchmarks/convert.py --size 2B --text-layers 4 --vision-layers 6 --rounds 3
+    python benchmarks/convert.py --size 30B-A3B --text-layers 8 --rounds 1 --no-stock
 
-Random bfloat16 weights in the widths of Qwen3-VL-2B are written once; then, in interleaved rounds, `cp`, import,
-export and verify. Every step starts with nothing left to be written to the disk, and with what it reads in the page
-cache and nothing else. Prints medians, ratios to `cp` and the peak of anonymous memory above the idle process, and
-appends a row to a CSV file.
+Random bfloat16 weights in the shapes of a released size are written once, experts as released (transposed); then, in
+interleaved rounds, `cp`, import to both formats, export, verify, and torch.distributed.checkpoint.save of the same
+tensors. Every step starts with nothing left to be written to the disk, and with what it reads in the page cache and
+nothing else. Prints medians, ratios to `cp` and the peak of anonymous memory above the idle process, and appends rows
+to a CSV file. Last it runs the command line in one and in two processes, and plans the largest model.
 
 What lives here: the measurement. What may not: code that conversion needs.
 """
@@ -22,53 +24,86 @@ import platform
 import shutil
 import statistics
 import subprocess
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from qwen3vl_bridge import presets
 from qwen3vl_bridge.checkpoint import export_checkpoint, import_checkpoint, verify_checkpoint
-from qwen3vl_bridge.checkpoint.hf_writer import layout, write_index, write_shard
-from qwen3vl_bridge.checkpoint.plan import make_table
+from qwen3vl_bridge.checkpoint.hf_writer import layout, write_index
+from qwen3vl_bridge.checkpoint.pieces import Pieces, Zeros
+from qwen3vl_bridge.checkpoint.plan import Task, tensors_of
+from qwen3vl_bridge.checkpoint.sides import HuggingFace
 from qwen3vl_bridge.checkpoint.tensors import TensorSpec
 from qwen3vl_bridge.dimensions import dimensions_of
 from qwen3vl_bridge.mappings import TABLE
+from qwen3vl_bridge.weight_rows import expand
 
-import torch.distributed.checkpoint  # what an idle process of ours has loaded  # noqa: F401
+import torch.distributed.checkpoint  # what an idle process of ours has loaded
 
+_ROOT = Path(__file__).parents[1]
 _RESULTS = Path(__file__).parent / "results" / "convert.csv"
 _MB = 1 << 20
 
 
-def _config(text_layers: int, vision_layers: int) -> dict:
-    text = dict(hidden_size=2048, intermediate_size=6144, num_hidden_layers=text_layers, vocab_size=151936)
-    text |= dict(num_attention_heads=16, num_key_value_heads=8, head_dim=128)
-    vision = dict(depth=vision_layers, hidden_size=1024, intermediate_size=4096, num_heads=16, patch_size=16)
-    vision |= dict(temporal_patch_size=2, spatial_merge_size=2, num_position_embeddings=2304)
-    vision["deepstack_visual_indexes"] = [i for i in (5, 11, 17) if i < vision_layers]
-    names = {"architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl", "dtype": "bfloat16"}
-    return names | {"text_config": text, "vision_config": vision, "tie_word_embeddings": True}
+def _config(size: str, text_layers: int | None, vision_layers: int | None) -> dict:
+    config = presets.config_dict(size)
+    if text_layers is not None:
+        config["text_config"]["num_hidden_layers"] = text_layers
+    if vision_layers is not None:
+        vision = config["vision_config"]
+        vision["depth"] = vision_layers
+        vision["deepstack_visual_indexes"] = [i for i in vision["deepstack_visual_indexes"] if i < vision_layers]
+    return config
 
 
-def _random_bytes(nbytes: int):
-    while nbytes:
-        block = os.urandom(min(nbytes, 1 << 22))
-        nbytes -= len(block)
-        yield memoryview(block)
+def _tasks(config: dict) -> list[Task]:
+    dimensions = dimensions_of(config)
+    shapes = tensors_of(expand(TABLE, dimensions), HuggingFace(dimensions))
+    specs = (TensorSpec(name, "bfloat16", shape) for name, shape in shapes.items())
+    return [Task(spec, Pieces([Zeros(spec.numel)])) for spec in specs]
 
 
-def make_model(folder: Path, text_layers: int, vision_layers: int) -> int:
+def make_model(folder: Path, config: dict) -> int:
     """Write a model of random bytes; returns how many."""
-    config = _config(text_layers, vision_layers)
-    shapes = make_table(TABLE, dimensions_of(config)).hf
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    shards = layout([TensorSpec(name, "bfloat16", shape) for name, shape in shapes.items()])
-    for shard in shards:
-        write_shard(folder, shard, (_random_bytes(spec.nbytes) for spec in shard.tensors))
-    write_index(folder, shards)
-    return sum(shard.nbytes for shard in shards)
+    tasks = _tasks(config)
+    files = layout(tasks)
+    for file in files:
+        with (folder / file.name).open("wb") as out:
+            for segment in file.segments:
+                if isinstance(segment, bytes):
+                    out.write(segment)
+                    continue
+                for start in range(0, len(segment), 1 << 22):
+                    out.write(os.urandom(min(1 << 22, len(segment) - start)))
+    write_index(folder, tasks)
+    return sum(file.nbytes for file in files)
+
+
+def _plan_largest(work: Path) -> float:
+    """Seconds from nothing to the printed plan of 235B-A22B, whose files have headers and no contents."""
+    folder = work / "largest"
+    folder.mkdir()
+    config = presets.config_dict("235B-A22B")
+    (folder / "config.json").write_text(json.dumps(config))
+    tasks = _tasks(config)
+    for file in layout(tasks):
+        with (folder / file.name).open("wb") as out:
+            out.write(file.segments[0])
+            out.truncate(file.nbytes)
+    write_index(folder, tasks)
+    command = [sys.executable, _ROOT / "conversion" / "convert.py", "import", "--dry-run", "--ep", "8"]
+    command += ["--hf-model", folder, "--megatron-path", work / "never"]
+    begun = time.perf_counter()
+    subprocess.run(command, capture_output=True, check=True)
+    seconds = time.perf_counter() - begun
+    shutil.rmtree(folder)
+    return seconds
 
 
 def _anonymous() -> int:
@@ -115,29 +150,53 @@ def _copy(source: Path, target: Path, *, sync: bool) -> None:
                 os.fsync(file.fileno())
 
 
-def run(work: Path, rounds: int) -> dict[str, list[tuple[float, int]]]:
+def _save_stock(hf: Path, target: Path) -> Callable[[], object]:
+    from safetensors.torch import load_file
+
+    tensors = {name: tensor for path in sorted(hf.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+    return lambda: torch.distributed.checkpoint.save(tensors, checkpoint_id=target, no_dist=True)
+
+
+def _steps(work: Path, *, sync: bool) -> Iterator[tuple[str, Path, Callable[[], object]]]:
+    hf, copy, megatron, torch_dist, exported = (work / n for n in ("hf", "copy", "megatron", "torch_dist", "exported"))
+    yield "cp", hf, lambda: _copy(hf, copy, sync=sync)
+    yield "import", hf, lambda: import_checkpoint(hf, megatron, sync=sync)
+    yield "export", megatron, lambda: export_checkpoint(megatron, exported, sync=sync)
+    if sync:
+        yield "verify", work, lambda: verify_checkpoint(hf, megatron)
+    else:
+        yield "import torch_dist", hf, lambda: import_checkpoint(hf, torch_dist, ckpt_format="torch_dist", sync=sync)
+
+
+def run(work: Path, rounds: int, *, stock: bool) -> dict[str, list[tuple[float, int]]]:
     """Measure every step in each round."""
-    hf, copy, megatron, exported = (work / name for name in ("hf", "copy", "megatron", "exported"))
     results: dict[str, list[tuple[float, int]]] = {}
     for _ in range(rounds):
         for sync in (False, True):
-            suffix = "+fsync" if sync else ""
-            steps: list[tuple[str, Path, Callable[[], object]]] = [
-                ("cp", hf, lambda sync=sync: _copy(hf, copy, sync=sync)),
-                ("import", hf, lambda sync=sync: import_checkpoint(hf, megatron, sync=sync)),
-                ("export", megatron, lambda sync=sync: export_checkpoint(megatron, exported, sync=sync)),
-            ]
-            for name, source, step in steps:
+            for name, source, step in _steps(work, sync=sync):
                 _settle(work, source)
-                results.setdefault(name + suffix, []).append(measure(step))
-                shutil.rmtree(copy, ignore_errors=True)
-
-            if sync:
-                _settle(work, work)
-                results.setdefault("verify", []).append(measure(lambda: verify_checkpoint(hf, megatron)))
-            for path in (megatron, exported):
-                shutil.rmtree(path)
+                name += "+fsync" if sync and name != "verify" else ""
+                results.setdefault(name, []).append(measure(step))
+                for left in ("copy", "torch_dist"):
+                    shutil.rmtree(work / left, ignore_errors=True)
+            for left in ("megatron", "exported"):
+                shutil.rmtree(work / left)
+        if stock:
+            step = _save_stock(work / "hf", work / "stock")
+            _settle(work, work / "hf")
+            results.setdefault("stock save+fsync", []).append(measure(step))
+            shutil.rmtree(work / "stock")
     return results
+
+
+def processes(work: Path, count: int) -> float:
+    """Seconds that writing takes in so many processes, by the command line."""
+    _settle(work, work / "hf")
+    command = ["-m", "torch.distributed.run", "--nproc_per_node", str(count), _ROOT / "conversion" / "convert.py"]
+    command += ["import", "--hf-model", work / "hf", "--megatron-path", work / "ranks", "--json", "--no-progress"]
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=True)
+    shutil.rmtree(work / "ranks")
+    return json.loads(done.stdout)["seconds"]
 
 
 def _machine() -> str:
@@ -149,33 +208,53 @@ def _machine() -> str:
 def main() -> None:
     """Measure, print, append."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--text-layers", type=int, default=28)
-    parser.add_argument("--vision-layers", type=int, default=24)
+    parser.add_argument("--size", choices=presets.PRESETS, default="2B")
+    parser.add_argument("--text-layers", type=int, help="fewer than the size has")
+    parser.add_argument("--vision-layers", type=int, help="fewer than the size has")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--no-stock", action="store_true", help="leave out torch's own save, with all in memory")
     parser.add_argument("--folder", type=Path, help="where to work (default: a temporary folder)")
     parser.add_argument("--csv", type=Path, default=_RESULTS, help="file to append to (default: %(default)s)")
     options = parser.parse_args()
+    config = _config(options.size, options.text_layers, options.vision_layers)
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         work = Path(name)
-        nbytes = make_model(work / "hf", options.text_layers, options.vision_layers)
-        results = run(work, options.rounds)
+        nbytes = make_model(work / "hf", config)
+        results = run(work, options.rounds, stock=not options.no_stock)
+        for count in (1, 2):
+            results[f"import in {count}+fsync"] = [(processes(work, count), 0) for _ in range(options.rounds)]
+        results["plan of 235B-A22B"] = [(_plan_largest(work), 0)]
     seconds = {step: statistics.median(took for took, _ in runs) for step, runs in results.items()}
-    row: dict[str, object] = {"date": datetime.date.today().isoformat(), "machine": _machine(), "bytes": nbytes}
-    row["rounds"] = options.rounds
+    rows = []
     for step, took in seconds.items():
         ratio = took / seconds["cp+fsync" if step.endswith("fsync") else "cp"]
         memory = max(peak for _, peak in results[step]) / _MB
         print(
-            f"{step:14} {took:6.2f} s  {nbytes / took / 1e9:5.2f} GB/s  {ratio:5.2f} x cp  {memory:6.1f} MB anonymous"
+            f"{step:20} {took:6.2f} s  {nbytes / took / 1e9:5.2f} GB/s  {ratio:5.2f} x cp  {memory:6.1f} MB anonymous"
         )
-        row |= {f"{step} s": f"{took:.3f}", f"{step} / cp": f"{ratio:.3f}", f"{step} MB": f"{memory:.1f}"}
+        layers = config["text_config"]["num_hidden_layers"], config["vision_config"]["depth"]
+        rows.append(
+            {
+                "date": datetime.date.today().isoformat(),
+                "machine": _machine(),
+                "size": options.size,
+                "text layers": layers[0],
+                "vision layers": layers[1],
+                "bytes": nbytes,
+                "rounds": len(results[step]),
+                "step": step,
+                "seconds": f"{took:.3f}",
+                "of cp": f"{ratio:.3f}",
+                "MB": f"{memory:.1f}",
+            }
+        )
     options.csv.parent.mkdir(parents=True, exist_ok=True)
     new = not options.csv.exists()
     with options.csv.open("a", newline="") as file:
-        writer = csv.DictWriter(file, row)
+        writer = csv.DictWriter(file, rows[0])
         if new:
             writer.writeheader()
-        writer.writerow(row)
+        writer.writerows(rows)
 
 
 if __name__ == "__main__":

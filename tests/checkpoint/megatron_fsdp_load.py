@@ -1,13 +1,16 @@
-"""On two ranks, megatron-core's own MegatronFSDP loads a checkpoint through Megatron-Bridge's own function.
+"""On several ranks, megatron-core's own MegatronFSDP loads a checkpoint through Megatron-Bridge's own function.
 
-    python megatron_fsdp_load.py HF_FOLDER MEGATRON_FOLDER TP...
+    python megatron_fsdp_load.py [[HF_FOLDER, MEGATRON_FOLDER, WORLD, TP, EP, FOLDER_TO_SAVE_TO or null], ...]
 
 It is loaded strictly, and then every local shard is compared with the checkpoint, bit for bit. The checkpoint has to
-have the local layer spec's names, which the model has on a CPU.
+have the local layer spec's names, which the model has on a CPU. Where there is a folder to save to, all weights are
+doubled and saved by Megatron-Bridge's own function, together with the state of megatron-core's optimizer.
 """
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 import tempfile
 import types
@@ -23,13 +26,12 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 from megatron.core.distributed.fsdp.src.megatron_fsdp import megatron_fsdp
 from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import gather_and_compute_chunk_metadata
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
-
-_WORLD = 2
 
 
 def without_cuda() -> None:
@@ -56,12 +58,21 @@ def without_cuda() -> None:
     mcore_fsdp_adapter.DeviceMesh, megatron_fsdp.torch = CpuMesh, Torch()
 
 
-def wrapped_model(hf_folder: str, tp: int) -> torch.nn.Module:
-    """The model in MegatronFSDP, all its weights 7."""
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, create_gloo_process_groups=False)
+def wrapped_model(hf_folder: str, tp: int, ep: int) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """The wrapper, and MegatronFSDP with the model in it; all weights are 7."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=1,
+        create_gloo_process_groups=False,
+    )
     model_parallel_cuda_manual_seed(0)
     provider = AutoBridge.from_hf_pretrained(hf_folder).to_megatron_provider(load_weights=False)
     provider.tensor_model_parallel_size, provider.bf16, provider.params_dtype = tp, True, torch.bfloat16
+    if ep > 1:
+        provider.expert_model_parallel_size = ep
+    if tp > 1 and getattr(provider, "num_moe_experts", None):
+        provider.expert_tensor_parallel_size, provider.sequence_parallel = 1, True
     provider.finalize()
     provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     ddp = DistributedDataParallelConfig(
@@ -72,7 +83,7 @@ def wrapped_model(hf_folder: str, tp: int) -> torch.nn.Module:
     model = unwrap_model([wrapper])[0]
     for parameter in model.parameters():
         parameter.data.fill_(7)
-    return model
+    return wrapper, model
 
 
 def load(model: torch.nn.Module, folder: str) -> None:
@@ -85,43 +96,78 @@ def load(model: torch.nn.Module, folder: str) -> None:
     checkpointing._load_model_state_dict(model, state["model"], True)
 
 
-def compare(model: torch.nn.Module, stored: dict[str, torch.Tensor], tp: int) -> int:
-    """Compare every shard with its part of what is stored; returns how many there are."""
-    compared = 0
+def save_doubled(wrapper: torch.nn.Module, model: torch.nn.Module, folder: str) -> None:
+    """Save twice the weights; where there is one rank, with the optimizer's state.
+
+    On several, megatron-core 0.19 waits forever here: a rank has no state of a parameter it has no element of, which in
+    a tiny model is so of many, and the ranks then split different states.
+    """
+    state = {"checkpoint_version": 3.0, "iteration": 1, "model": model.state_dict_for_save_checkpoint()}
+    for tensor in state["model"].values():
+        if hasattr(tensor, "to_local"):
+            tensor.to_local().mul_(2)
+    if dist.get_world_size() == 1:
+        settings = OptimizerConfig(
+            optimizer="adam", lr=1e-3, weight_decay=0.0, bf16=True, use_distributed_optimizer=True
+        )
+        optimizer = get_megatron_optimizer(settings, [wrapper], use_gloo_process_groups=False)
+        for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+            one._init_optimizer_states_with_dummy_values()
+        kind = {"distrib_optim_sharding_type": "fsdp_dtensor"}
+        state["optimizer"] = optimizer.sharded_state_dict(state["model"], is_loading=False, metadata=kind)
+    checkpointing.save_fsdp_dtensor_checkpoint(folder, state, cfg=None, model=model)
+
+
+def compare(model: torch.nn.Module, stored: dict[str, torch.Tensor], tp: int) -> set[str]:
+    """Compare every shard with its part of what is stored; returns the names of what was compared."""
+    compared = set()
+    groups, experts = parallel_state, getattr(unwrap_model([model])[0].config, "num_moe_experts", None) or 0
+    first = groups.get_expert_model_parallel_rank() * (experts // groups.get_expert_model_parallel_world_size())
     for name, parameter in model.state_dict().items():
         if not hasattr(parameter, "to_local"):
             continue
+        # A rank counts its experts from 0.
+        name = re.sub(r"(local_experts\.)(\d+)", lambda match: f"{match[1]}{int(match[2]) + first}", name)
+        parts = 1 if "local_experts" in name else tp
         if name in stored:
-            whole = stored[name]
+            whole, names = stored[name], [name]
         else:  # each tensor-parallel rank has its part of the gate above its part of the up projection
-            halves = (stored[name + suffix].chunk(tp) for suffix in ("_w", "_v"))
+            names = [name + suffix for suffix in ("_w", "_v")]
+            halves = (stored[half].chunk(parts) for half in names)
             whole = torch.cat([part for pair in zip(*halves, strict=True) for part in pair])
         box = gather_and_compute_chunk_metadata(parameter)
         part = whole[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))]
         if parameter.shape != whole.shape or not torch.equal(parameter.to_local(), part):
             raise AssertionError(f"{name}: {parameter} is not {part}")
-        compared += 1
+        compared.update(names)
     return compared
 
 
-def rank_main(rank: int, store: str, hf_folder: str, folder: str, *sizes: str) -> None:
-    """Load at each tensor-parallel size."""
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=_WORLD)
+def rank_main(
+    rank: int, store: str, hf_folder: str, folder: str, world: int, tp: int, ep: int, save_to: str | None
+) -> None:
+    """Load at one topology, and say what was compared on all ranks together."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     without_cuda()
     stored = _load_state_dict_from_keys(None, checkpoint_id=f"{folder}/iter_0000000")["model"]
-    for tp in map(int, sizes):
-        model = wrapped_model(hf_folder, tp)
-        load(model, folder)
-        # One write with its newline in it: print makes two where output is unbuffered, and two ranks then mix lines.
-        sys.stdout.write(f"same: {compare(model, stored, tp)} of {len(stored)} at tp {tp}\n")
+    wrapper, model = wrapped_model(hf_folder, tp, ep)
+    load(model, folder)
+    everyone: list = [None] * world
+    dist.all_gather_object(everyone, compare(model, stored, tp))
+    if rank == 0:
+        assert set().union(*everyone) == stored.keys(), stored.keys() - set().union(*everyone)
+        # One write with its newline in it, so that it stays one line.
+        sys.stdout.write(f"same: {len(stored)} at world {world}, tp {tp}, ep {ep}\n")
         sys.stdout.flush()
-        parallel_state.destroy_model_parallel()
+    if save_to is not None:
+        save_doubled(wrapper, model, save_to)
+    parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     # Forked, so that Megatron, which takes long to import, is imported once.
-    with tempfile.TemporaryDirectory() as scratch:
-        torch.multiprocessing.start_processes(
-            rank_main, (f"{scratch}/store", *sys.argv[1:]), nprocs=_WORLD, start_method="fork"
-        )
+    for load_from in json.loads(sys.argv[1]):
+        with tempfile.TemporaryDirectory() as scratch:
+            arguments = (f"{scratch}/store", *load_from)
+            torch.multiprocessing.start_processes(rank_main, arguments, nprocs=load_from[2], start_method="fork")

@@ -1,30 +1,52 @@
-"""What we wrote is loaded by megatron-core's own MegatronFSDP, strictly, on two ranks without and with TP."""
+"""megatron-core's own MegatronFSDP loads what we wrote, strictly, at several worlds; what it saves, we export."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-from qwen3vl_bridge.checkpoint import Topology, import_checkpoint
+from qwen3vl_bridge.checkpoint import Topology, export_checkpoint, import_checkpoint, inspect_checkpoint
+from qwen3vl_bridge.mappings import ExpertLayout
+
+import torch
 
 from .support import hf_tensors
 
+SCRIPT = Path(__file__).parent / "megatron_fsdp_load.py"
+# world, tp, ep, and whether it saves
+TOPOLOGIES = {
+    "untied": [(1, 1, 1, True), (2, 1, 1, False), (2, 2, 1, False), (4, 2, 1, True)],
+    "tied": [(2, 2, 1, False)],
+    "moe": [(1, 1, 1, True), (2, 1, 2, True), (4, 1, 2, False), (4, 2, 2, False)],
+}
 
-def test_megatron_fsdp_loads_every_shard(untied_folder, tmp_path):
-    topology = Topology(tp=2, chunk_bytes=20_000)
-    report = import_checkpoint(untied_folder, tmp_path / "megatron", topology=topology, naming="local")
-    script = Path(__file__).parent / "megatron_fsdp_load.py"
+
+def test_megatron_fsdp_loads_every_shard_and_what_it_saves_exports(untied_folder, tied_folder, moe_folders, tmp_path):
+    sources = {"untied": untied_folder, "tied": tied_folder, "moe": moe_folders[ExpertLayout.INPUT_MAJOR]}
+    loads, expected, saved = [], "", []
+    for name, source in sources.items():
+        topology = Topology(tp=2, chunk_bytes=20_000)
+        report = import_checkpoint(source, tmp_path / name, topology=topology, naming="local")
+        for world, tp, ep, saves in TOPOLOGIES[name]:
+            folder = tmp_path / f"saved-{name}-{world}" / "iter_0000001"
+            loads.append((str(source), str(tmp_path / name), world, tp, ep, str(folder) if saves else None))
+            expected += f"same: {report.tensors} at world {world}, tp {tp}, ep {ep}\n"
+            saved += [(source, folder, world == 1)] if saves else []
     found = subprocess.run(
-        [sys.executable, script, untied_folder, tmp_path / "megatron", "1", "2"],
+        [sys.executable, SCRIPT, json.dumps(loads)],
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert found.returncode == 0, found.stderr[-4000:]
-    text_layers = 4  # each with a gate and an up projection, which are one parameter of the model
-    assert report.tensors == len(hf_tensors(untied_folder)) - text_layers * 2
-    for tp in (1, 2):
-        line = f"same: {report.tensors - text_layers} of {report.tensors} at tp {tp}\n"
-        assert found.stdout.count(line) == 2, found.stdout
+    assert "".join(line for line in found.stdout.splitlines(keepends=True) if line.startswith("same: ")) == expected
+    for source, folder, with_optimizer in saved:
+        assert (inspect_checkpoint(folder)["other_tensors"] > 200) == with_optimizer
+        export_checkpoint(folder, folder.parent / "hf", hf_model=source)
+        before, after = hf_tensors(source), hf_tensors(folder.parent / "hf")
+        assert before.keys() == after.keys()
+        for name, tensor in before.items():
+            assert torch.equal(after[name], 2 * tensor), name

@@ -54,7 +54,7 @@ class Progress:
     def _line(self) -> None:
         rate = self._done / max(self.seconds, 1e-9)
         left = (self._total - self._done) / max(rate, 1.0)
-        share = 100 * self._done / max(self._total, 1)
+        share = 100 * self._done / self._total if self._total else 100
         done, total = self._done / 1e9, self._total / 1e9
         text = f"{self._label}: {share:3.0f} %, {done:.2f} of {total:.2f} GB, {rate / 1e9:.2f} GB/s, {left:.0f} s left"
         print(text, file=sys.stderr, flush=True)

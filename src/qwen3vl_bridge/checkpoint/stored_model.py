@@ -114,8 +114,8 @@ def _experts(config: ModelConfig, manifest: dict[str, Any], folder: Path) -> Exp
     name = manifest.get("expert_layout")
     if name is None:
         return ExpertLayout.INPUT_MAJOR
-    try:
-        return ExpertLayout[name]
-    except KeyError:
-        expected = ", ".join(layout.name for layout in ExpertLayout)
-        raise CheckpointError(f"{folder / MANIFEST}: expert_layout {name!r}, expected {expected}") from None
+    for layout in ExpertLayout:
+        if layout.name == name:
+            return layout
+    expected = ", ".join(layout.name for layout in ExpertLayout)
+    raise CheckpointError(f"{folder / MANIFEST}: expert_layout is {name!r}, expected {expected}")

@@ -50,10 +50,7 @@ class Topology:
         Raises:
             CheckpointError: it cannot; the message says why.
         """
-        for name in ("tp", "pp", "cp", "ep", "etp", "world_size"):
-            size = getattr(self, name)
-            if size is not None and size < 1:
-                raise CheckpointError(f"{_option(name)} is {size}, expected 1 or more")
+        self.check_numbers()
         if self.pp > 1 and not stages:
             raise CheckpointError(f"--pp is {self.pp}, expected 1: an fsdp_dtensor checkpoint has no pipeline stages")
         self._check_experts(dimensions)
@@ -67,6 +64,17 @@ class Topology:
         if layers % self.pp:
             raise CheckpointError(f"--pp is {self.pp}, expected a divisor of the {layers} text layers")
         self._check_world()
+
+    def check_numbers(self) -> None:
+        """Check the sizes alone.
+
+        Raises:
+            CheckpointError: one is no positive number.
+        """
+        for name in ("tp", "pp", "cp", "ep", "etp", "world_size", "chunk_bytes"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise CheckpointError(f"{_option(name)} is {size}, expected 1 or more")
 
     def _check_experts(self, dimensions: Dimensions) -> None:
         experts, ffn = dimensions["experts"], dimensions["moe_ffn"]
