@@ -10,7 +10,9 @@ from qwen3vl_bridge.checkpoint import copy_side_files, import_checkpoint
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from transformers import Qwen3VLForConditionalGeneration
+from transformers import Qwen3VLForConditionalGeneration, Qwen3VLMoeConfig
+
+from examples.digits.checkpoint import make_model
 
 from .support import TENSORS
 
@@ -34,6 +36,17 @@ def sharded_folder(untied_folder, tmp_path_factory):
 @pytest.fixture(scope="session")
 def bf16_folder(untied_folder, tmp_path_factory):
     return _save_again(untied_folder, tmp_path_factory.mktemp("bf16"), torch.bfloat16)
+
+
+@pytest.fixture(scope="session")
+def all_moe_folder(moe_folder, tmp_path_factory):
+    """Every layer has experts, as in the released models."""
+    folder = tmp_path_factory.mktemp("all_moe")
+    copy_side_files(moe_folder, folder)
+    config = Qwen3VLMoeConfig.from_pretrained(moe_folder)
+    config.text_config.mlp_only_layers = []
+    make_model(config, seed=5).save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -65,7 +65,8 @@ def test_an_export_may_have_another_expert_layout(layout, moe_folders, moe_folde
         export_checkpoint(tmp_path / "m", tmp_path / "x", expert_layout="x")
 
 
-@pytest.mark.parametrize("layout", ExpertLayout)
+# transformers 5.12 has no rule for one tensor per expert in this model.
+@pytest.mark.parametrize("layout", [ExpertLayout.INPUT_MAJOR, ExpertLayout.OUTPUT_MAJOR])
 def test_stock_transformers_loads_the_export(layout, moe_folders, moe_folder, tmp_path):
     import_checkpoint(moe_folders[layout], tmp_path / "m", ckpt_format="torch_dist")
     export_checkpoint(tmp_path / "m", tmp_path / "hf")
@@ -94,13 +95,12 @@ def test_one_format_becomes_the_other(first, second, which, request, tmp_path):
     assert_same(hf_tensors(source), hf_tensors(tmp_path / "hf"))
 
 
-def test_layers_are_stacked_where_all_are_alike(moe_folder, untied_folder, tmp_path):
-    import_checkpoint(moe_folder, tmp_path / "moe", ckpt_format="torch_dist")
-    hf, stored = hf_tensors(moe_folder), stock_load(tmp_path / "moe" / "iter_0000000")
+def test_layers_are_stacked_where_all_are_alike(all_moe_folder, untied_folder, tmp_path):
+    import_checkpoint(all_moe_folder, tmp_path / "moe", ckpt_format="torch_dist")
+    hf, stored = hf_tensors(all_moe_folder), stock_load(tmp_path / "moe" / "iter_0000000")
     experts = stored["language_model.decoder.layers.mlp.experts.experts.linear_fc1.weight"]
-    assert torch.equal(
-        experts, torch.stack([hf[f"model.language_model.layers.{i}.mlp.experts.gate_up_proj"] for i in range(4)])
-    )
+    packed = [hf[f"model.language_model.layers.{i}.mlp.experts.gate_up_proj"] for i in range(4)]
+    assert torch.equal(experts, torch.stack(packed))
     merger = stored["vision_model.decoder.deepstack_merger_list.linear_fc2.weight"]
     assert torch.equal(merger[1], hf["model.visual.deepstack_merger_list.1.linear_fc2.weight"])
     import_checkpoint(untied_folder, tmp_path / "dense", ckpt_format="torch_dist")
