@@ -221,6 +221,7 @@ def main() -> None:
         work = Path(name)
         nbytes = make_model(work / "hf", config)
         results = run(work, options.rounds, stock=not options.no_stock)
+        print({step: [f"{took:.2f}" for took, _ in runs] for step, runs in results.items()}, flush=True)
         for count in (1, 2):
             results[f"import in {count}+fsync"] = [(processes(work, count), 0) for _ in range(options.rounds)]
         results["plan of 235B-A22B"] = [(_plan_largest(work), 0)]

@@ -73,7 +73,8 @@ def run(work: Callable[[Ranks], object], processes: int, kill: Callable[[list[in
                 os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1"}
                 os.environ |= {"MASTER_PORT": str(port), "LOCAL_RANK": str(rank)}
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # gloo's complaints about those that were killed
-                work(Ranks.of_torchrun())
+                with Ranks.of_torchrun() as ranks:
+                    work(ranks)
                 os._exit(0)
             finally:
                 os._exit(1)

@@ -43,9 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     first = True
     try:
-        options.ranks = Ranks.of_torchrun()
-        first = options.ranks.first
-        return options.run(options)
+        with Ranks.of_torchrun() as options.ranks:
+            first = options.ranks.first
+            return options.run(options)
     except (CheckpointError, OSError) as error:
         if first:
             print(f"error: {error}", file=sys.stderr)

@@ -23,6 +23,8 @@ _START, _WORK = datetime.timedelta(minutes=10), datetime.timedelta(hours=12)
 class Ranks:
     """This process among those that work together: on its own, unless `of_torchrun` says otherwise.
 
+    As a context it leaves the others in good order at the end.
+
     Attributes:
         rank: its number.
         size: how many there are.
@@ -31,6 +33,21 @@ class Ranks:
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
         self._group: Any = None
+        self._started = False
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if self._group is None:
+            return
+        import torch.distributed as dist
+
+        # A process that simply ends makes gloo's threads in another abort that one.
+        if kind is None:
+            self.each(lambda: None)
+        dist.destroy_process_group(None if self._started else self._group)
+        self._group = None
 
     @classmethod
     def of_torchrun(cls) -> Ranks:
@@ -45,9 +62,11 @@ class Ranks:
         import torch.distributed as dist
 
         try:
-            if not dist.is_initialized():
+            alone = not dist.is_initialized()
+            if alone:
                 dist.init_process_group("gloo", timeout=_START)
             ranks = cls(dist.get_rank(), dist.get_world_size())
+            ranks._started = alone
             ranks._group = dist.new_group(backend="gloo", timeout=_WORK)
         except (RuntimeError, ValueError) as error:
             raise CheckpointError(f"the {size} processes do not find each other: {error}") from error
