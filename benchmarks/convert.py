@@ -177,10 +177,9 @@ def run(work: Path, rounds: int, *, stock: bool) -> dict[str, list[tuple[float, 
                 _settle(work, source)
                 name += "+fsync" if sync and name != "verify" else ""
                 results.setdefault(name, []).append(measure(step))
-                for left in ("copy", "torch_dist"):
+                for left in ("copy", "torch_dist", "exported"):
                     shutil.rmtree(work / left, ignore_errors=True)
-            for left in ("megatron", "exported"):
-                shutil.rmtree(work / left)
+            shutil.rmtree(work / "megatron")
         if stock:
             step = _save_stock(work / "hf", work / "stock")
             _settle(work, work / "hf")

@@ -33,9 +33,9 @@ def block(heading: str, language: str) -> str:
 
 def run(command: str) -> None:
     words = shlex.split(command.replace("\\\n", " "))
-    assert words[0] == "python"
+    start = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}[words[0]]
     done = subprocess.run(
-        [sys.executable, *words[1:]],
+        [sys.executable, *start, *words[1:]],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -51,7 +51,7 @@ def places(tmp_path_factory, untied_folder) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("readme")
     make_dataset(folder / "data")
     names = {"HF_FOLDER": untied_folder, "DATA": folder / "data"}
-    names |= {name: folder / name.lower() for name in ("MEGATRON", "EXPORTED", "RUN")}
+    names |= {name: folder / name.lower() for name in ("MEGATRON", "EXPORTED", "TORCH_DIST", "RUN")}
     names["IMAGE"] = next((folder / "data" / "images").iterdir())
     return {name: str(path) for name, path in names.items()}
 
@@ -61,13 +61,24 @@ def fill(text: str, places: dict[str, str]) -> str:
 
 
 def test_convert_then_fine_tune(places):
-    for command in fill(block("Convert", "bash"), places).strip().splitlines():
+    commands, _ = blocks("Convert", "bash")
+    for command in fill(commands, places).strip().splitlines():
         run(command)
     assert (Path(places["EXPORTED"]) / "config.json").exists()
     (command,) = [fill(block("Fine-tune", "bash"), places)]
     assert "train.train_iters=400" in command
     run(command.replace("train.train_iters=400", "train.train_iters=2 scheduler.lr_warmup_iters=1"))
     assert (Path(places["RUN"]) / "iter_0000002").is_dir()
+
+
+def test_convert_by_several_processes(places, moe_folder, tmp_path):
+    _, command = blocks("Convert", "bash")
+    instead = {"--nproc_per_node 8": "--nproc_per_node 2", "--ep 8": "--ep 2", " MEGATRON": f" {tmp_path / 'megatron'}"}
+    for text, other in {"Qwen/Qwen3-VL-30B-A3B-Instruct": str(moe_folder), **instead}.items():
+        assert text in command
+        command = command.replace(text, other)
+    run(command)
+    assert (tmp_path / "megatron" / "iter_0000000" / "run_config.yaml").exists()
 
 
 def test_the_data_line_is_a_conversation_our_data_path_reads(places):

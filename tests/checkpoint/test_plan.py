@@ -14,10 +14,11 @@ from qwen3vl_bridge.checkpoint.sides import FsdpDtensor, HuggingFace, TorchDist
 from qwen3vl_bridge.checkpoint.tensors import TensorSpec
 from qwen3vl_bridge.dimensions import dimensions_of
 from qwen3vl_bridge.mappings import ExpertLayout, table
-from qwen3vl_bridge.presets import PRESETS, config_dict, parameter_count
+from qwen3vl_bridge.presets import PRESETS, config_dict, hf_config, parameter_count
 from qwen3vl_bridge.weight_rows import expand
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -53,6 +54,21 @@ def test_names_and_shapes_of_every_size_are_alike_in_both_layer_specs(size):
     rows = list(expand(table(), dimensions))
     te, local = (tensors_of(rows, FsdpDtensor(dimensions, naming)) for naming in ("transformer_engine", "local"))
     assert len(te) == len(local) and sorted(te.values()) == sorted(local.values()) and te.keys() != local.keys()
+
+
+@pytest.mark.parametrize("size", PRESETS)
+def test_an_export_has_the_tensors_of_the_model_transformers_builds(size):
+    from transformers import Qwen3VLForConditionalGeneration, Qwen3VLMoeForConditionalGeneration
+
+    dimensions = dimensions_of(config_dict(size))
+    moe = bool(dimensions.indices["moe_layers"])
+    with torch.device("meta"):
+        model = (Qwen3VLMoeForConditionalGeneration if moe else Qwen3VLForConditionalGeneration)(hf_config(size))
+    theirs = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if PRESETS[size].tied:
+        del theirs["lm_head.weight"]
+    rows = expand(table(ExpertLayout.OUTPUT_MAJOR), dimensions)
+    assert tensors_of(rows, HuggingFace(dimensions)) == theirs
 
 
 def tasks(*runs, shape=(4,), name="out"):

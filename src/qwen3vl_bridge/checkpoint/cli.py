@@ -20,7 +20,8 @@ from qwen3vl_bridge.checkpoint.tensors import WEIGHT_DTYPES
 from qwen3vl_bridge.checkpoint.topology import Topology
 from qwen3vl_bridge.mappings import ExpertLayout
 
-_BAD_INPUT = 2
+# As a shell reports a command that was ended by the signal of Ctrl-C.
+_BAD_INPUT, _INTERRUPTED = 2, 130
 _SIZES = {
     "tp": "tensor-parallel size",
     "pp": "pipeline-parallel size",
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: as typed; None for those of the process.
 
     Returns:
-        Exit status: 0, 1 if `verify` found differences, 2 for bad input.
+        Exit status: 0, 1 if `verify` found differences, 2 for bad input, 130 if interrupted.
     """
     options = _parser().parse_args(arguments)
     first = True
@@ -50,6 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if first:
             print(f"error: {error}", file=sys.stderr)
         return _BAD_INPUT
+    except KeyboardInterrupt:
+        if first:
+            print("interrupted", file=sys.stderr)
+        return _INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -38,7 +38,8 @@ def _plan(report: ConversionReport) -> str:
         f"{', '.join(report.dtypes)}",
         "bytes": _gigabytes(report.nbytes),
         "computed": f"{report.cast:,} tensors cast, {report.transposed:,} transposed, {max(copied, 0):,} copied",
-        "disk": f"{_gigabytes(report.disk_needed)} needed, {_gigabytes(report.disk_free)} free",
+        "disk": f"{_gigabytes(report.disk_needed)} needed, {_gigabytes(report.disk_free)} free"
+        + (": not enough" if report.disk_needed > report.disk_free else ""),
         "processes": f"{report.processes}",
         "time": f"about {report.estimate:.0f} s, if the disk writes as fast as a sample of the source was read",
     }

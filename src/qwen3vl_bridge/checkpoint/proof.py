@@ -87,7 +87,8 @@ def check_weights_dtype(name: str, sources: Sequence[TensorSpec], dtype: str | N
             raise CheckpointError(f"torch_dtype is {dtype!r}, expected one of {', '.join(WEIGHT_DTYPES)}")
         return dtype
     if len({source.dtype for source in sources}) > 1:
-        parts = ", ".join(sorted({f"{source.name} {source.dtype}" for source in sources}))
+        found = {source.dtype: source for source in sources}  # one of each dtype says it all
+        parts = ", ".join(sorted(f"{source.name} {source.dtype}" for source in found.values()))
         raise CheckpointError(f"{where}: {name} is made of {parts}, expected one dtype; choose it with --torch-dtype")
     return sources[0].dtype
 
