@@ -121,7 +121,7 @@ def _no_place(metadata):
         (lambda m: setattr(_info(m), "length", 20), "expected room for float32"),
         (lambda m: setattr(_info(m), "offset", -1), "whole numbers"),
         (lambda m: setattr(_info(m), "offset", _info(m).offset + 1), "a"),
-        (lambda m: setattr(_info(m), "transform_descriptors", ["zstd"]), "transformed by"),
+        (lambda m: setattr(_info(m), "transform_descriptors", ["zstd"]), "one that is transformed"),
         (lambda m: setattr(m, "storage_data", None), "found NoneType, expected dict"),
         (
             lambda m: setattr(m.state_dict_metadata["a"], "size", torch.Size([4, 4])),

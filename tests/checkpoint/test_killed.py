@@ -190,7 +190,7 @@ def test_resume_does_not_go_on_with_something_else(larger, tmp_path, monkeypatch
     assert list(tmp_path.glob(".target.partial-*"))
     monkeypatch.setattr(copying, "_commit", original)
     report = import_checkpoint(larger, tmp_path / "target", resume=True, torch_dtype="bfloat16")
-    assert not report.resumed and "other settings" in report.notes[0] and "removed" in report.notes[1]
+    assert not report.resumed and "other options" in report.notes[0] and "removed" in report.notes[1]
     assert not list(tmp_path.glob(".target.partial-*"))
 
 

@@ -75,7 +75,7 @@ def test_an_earlier_result_is_replaced(tmp_path, monkeypatch, swap):
     (target / "old").write_text("x")
     if not swap:  # as on a file system that has no such operation
         monkeypatch.setattr(staging, "_RENAME_EXCHANGE", 1 << 20)
-    with staging.staged(target, quiet, replace=True) as work:
+    with staging.staged(target, quiet, replace=lambda _: True) as work:
         (work / "new").write_text("x")
         assert (target / "old").exists()
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["new", "target"]

@@ -7,8 +7,13 @@ printing (`printing.py`).
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.checkpoint import printing
@@ -42,9 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Exit status: 0, 1 if `verify` found differences, 2 for bad input, 130 if interrupted.
     """
     options = _parser().parse_args(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # names in a checkpoint may hold what a terminal cannot show
+            stream.reconfigure(errors="backslashreplace")
     first = True
     try:
-        with Ranks.of_torchrun() as options.ranks:
+        with Ranks.of_torchrun() as options.ranks, _stoppable():
             first = options.ranks.first
             return options.run(options)
     except (CheckpointError, OSError) as error:
@@ -55,6 +63,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if first:
             print("interrupted", file=sys.stderr)
         return _INTERRUPTED
+
+
+@contextlib.contextmanager
+def _stoppable() -> Iterator[None]:
+    """A process that is told to end does so as on Ctrl-C: it tidies up."""
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -98,6 +123,7 @@ def _reformat(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--new-path", required=True, metavar="FOLDER", help="checkpoint to write")
     _other_model(parser)
     _storing(parser, required=True)
+    _remote_code(parser)
     _writing(parser)
     parser.set_defaults(run=_run_reformat)
 
@@ -147,11 +173,15 @@ def _storing(parser: argparse.ArgumentParser, *, required: bool = False) -> None
         group.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
 
 
-def _lenient(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--not-strict", action="store_true",
-                        help="leave aside tensors that the model does not call for, instead of failing")  # fmt: skip
+def _remote_code(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trust-remote-code", action="store_true",
                         help="take along code that the model brings; it is never run here")  # fmt: skip
+
+
+def _lenient(parser: argparse.ArgumentParser) -> None:
+    _remote_code(parser)
+    parser.add_argument("--not-strict", action="store_true",
+                        help="leave aside tensors that the model does not call for, instead of failing")  # fmt: skip
 
 
 def _writing(parser: argparse.ArgumentParser) -> None:
@@ -223,6 +253,7 @@ def _run_reformat(options: argparse.Namespace) -> int:
         options.new_path,
         hf_model=options.hf_model,
         iteration=options.iteration,
+        trust_remote_code=options.trust_remote_code,
         **_stored(options),
         **_how(options),
     )
@@ -245,5 +276,7 @@ def _run_verify(options: argparse.Namespace) -> int:
 def _run_inspect(options: argparse.Namespace) -> int:
     from qwen3vl_bridge.checkpoint.inspection import inspect_checkpoint
 
-    found = inspect_checkpoint(options.megatron_path or options.hf_model, iteration=options.iteration)
+    if options.hf_model is not None and not (Path(options.hf_model).expanduser() / "config.json").is_file():
+        raise CheckpointError(f"{options.hf_model}: found no config.json, expected the folder of a Hugging Face model")
+    found = inspect_checkpoint(str(options.megatron_path or options.hf_model), iteration=options.iteration)
     return printing.contents(found, options)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -109,13 +107,21 @@ class Conversion:
     open: Callable[[Path], TensorSource]
     notes: list[str]
 
-    def digest(self) -> str:
-        """Tells one plan from another: source files, settings, every tensor and every file."""
-        source = [(str(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in self.source.files]
-        tensors = [(task.target.name, task.target.dtype, task.target.shape) for task in self.plan.tasks]
-        files = [(file.name, file.nbytes) for file in self.files]
-        everything = [tool(), self.name, source, self.settings, tensors, files]
-        return hashlib.sha256(json.dumps(everything).encode()).hexdigest()
+    def digest(self, *, sync: bool) -> str:
+        """Tells one plan from another: source files, where every element comes from, where every byte goes.
+
+        Args:
+            sync: whether what is written is waited for; what was not is nothing to go on from.
+        """
+        digest = hashlib.sha256(repr((tool(), self.name, sync)).encode())
+        for path in self.source.files:
+            found = path.stat()
+            digest.update(repr((str(path.resolve()), found.st_size, found.st_mtime_ns)).encode())
+        for task in self.plan.tasks:
+            digest.update(repr((task.target, tuple(task.pieces))).encode())
+        for file in self.files:
+            digest.update(repr((file.name, [len(segment) for segment in file.segments])).encode())
+        return digest.hexdigest()
 
     def write_manifest(self, result: Path, digest: str, sums: dict[str, str]) -> None:
         """Write what the result says of itself."""
@@ -126,20 +132,22 @@ class Conversion:
         write_object(result / self.inner / MANIFEST, manifest | ({"sha256": sums} if sums else {}))
 
 
-def carry_out(conversion: Conversion, how: How) -> ConversionReport:
-    """Do what is planned.
+def carry_out(planned: Callable[[], Conversion], how: How) -> ConversionReport:
+    """Plan a conversion and do it.
 
     Args:
-        conversion: the plan, the same in every process.
+        planned: makes the plan, the same in every process.
         how: how to do it.
 
     Raises:
-        CheckpointError: the target or the file system is not as it must be, or a process failed. The target is as it
-            was before.
+        CheckpointError: the source, an option, the target or the file system is not as it must be, or a process failed.
+            The target is as it was before.
     """
     conduct = _Conduct(**how)
-    ranks, target = conduct.ranks, conversion.target
-    digests = ranks.each(conversion.digest)
+    ranks = conduct.ranks
+    conversion = ranks.alike(planned)
+    target = conversion.target
+    digests = ranks.each(lambda: conversion.digest(sync=conduct.sync))
     if len(set(digests)) > 1:
         raise CheckpointError(f"{conversion.origin} is not the same for all {ranks.size} processes; do they share it?")
     needed = sum(file.nbytes for file in conversion.files) + _OVERHEAD
@@ -151,7 +159,8 @@ def carry_out(conversion: Conversion, how: How) -> ConversionReport:
         work = ranks.once(lambda: stack.enter_context(_begun(conversion, conduct, digests[0], needed)))
         seconds, skipped = _write(conversion, conduct, work)
         _finish_and_prove(conversion, conduct, work, digests[0])
-        ranks.once(lambda: shutil.rmtree(work / journal.FOLDER))
+        if ranks.once(lambda: conversion.digest(sync=conduct.sync)) != digests[0]:
+            raise CheckpointError(f"{conversion.origin} changed while it was read; {work} is of no use")
         into_place = stack.pop_all()
     ranks.once(into_place.close)
     return report.done(ranks.once(lambda: conversion.notes), seconds, skipped)
@@ -182,7 +191,7 @@ def _begun(conversion: Conversion, conduct: _Conduct, digest: str, needed: int) 
         if not conduct.resume:
             return False
         if not journal.follows(folder, digest):
-            conversion.notes.append("an unfinished result has another source, other settings or another version")
+            conversion.notes.append("an unfinished result has another source, other options or another version")
             return False
         return True
 
@@ -190,7 +199,7 @@ def _begun(conversion: Conversion, conduct: _Conduct, digest: str, needed: int) 
     with staging.staged(
         target,
         conversion.notes.append,
-        replace=conduct.overwrite,
+        replace=conversion.is_ours if conduct.overwrite else None,
         sync=conduct.sync,
         claim=claim,
         keep=conduct.resume,

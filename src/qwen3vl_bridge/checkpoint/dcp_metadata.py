@@ -17,7 +17,7 @@ from qwen3vl_bridge.checkpoint.paths import file_size, inside
 from qwen3vl_bridge.checkpoint.tensors import ITEMSIZE, Extent, Shape, TensorSpec
 
 FILE = ".metadata"
-_MAX_DIMENSIONS = 32
+_MAX_DIMENSIONS, _MAX_BYTES = 32, 1 << 31
 
 
 class Chunk(NamedTuple):
@@ -53,6 +53,8 @@ def read_metadata(folder: Path) -> DcpMetadata:
     if not path.is_file():
         raise CheckpointError(f"{folder} is no torch.distributed.checkpoint folder: it has no {FILE}")
     try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise CheckpointError(f"{path} has {path.stat().st_size:,} bytes, expected {_MAX_BYTES:,} at most")
         data = path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from error
@@ -64,6 +66,13 @@ def read_metadata(folder: Path) -> DcpMetadata:
 
 def _kind(value: Any) -> str:
     return value.kind if isinstance(value, Record) else type(value).__name__
+
+
+def _shown(value: Any) -> str:
+    """A value in words. What a file nests in itself may be endless, so only plain values are spelled out."""
+    if isinstance(value, tuple) and all(isinstance(entry, int) for entry in value):
+        return str(value[:_MAX_DIMENSIONS])
+    return str(value)[:120] if isinstance(value, (str, int, float, type(None))) else _kind(value)
 
 
 class _Checker:
@@ -90,7 +99,7 @@ class _Checker:
         return result
 
     def fail(self, where: str, found: Any, expected: str) -> CheckpointError:
-        return CheckpointError(f"{self.path}, {where}: found {str(found)[:120]}, expected {expected}")
+        return CheckpointError(f"{self.path}, {where}: found {_shown(found)}, expected {expected}")
 
     def expect(self, value: Any, kind: type, where: str) -> Any:
         if not isinstance(value, kind):
@@ -135,7 +144,7 @@ class _Checker:
     def item(self, info: Any, where: str) -> Extent:
         self.expect_record(info, "_StorageInfo", where)
         if info.field("transform_descriptors"):
-            raise self.fail(where, f"transformed by {info.field('transform_descriptors')}", "an item stored as it is")
+            raise self.fail(where, "one that is transformed", "an item stored as it is")
         relative = self.expect(info.field("relative_path"), str, f"{where}, file")
         offset, length = self.numbers((info.field("offset"), info.field("length")), f"{where}, place")
         if relative not in self.sizes:

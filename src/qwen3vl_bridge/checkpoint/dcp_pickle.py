@@ -38,7 +38,11 @@ class Record:
         return (self.kind, self.field("fqn"), self.field("offset"))
 
     def __hash__(self) -> int:
-        return hash(self._key())
+        kind, key, offset = self._key()
+        flat = offset is None or (isinstance(offset, tuple) and all(isinstance(number, int) for number in offset))
+        if not isinstance(key, str) or not flat:
+            raise pickle.UnpicklingError(f"{kind} with another key than a name and an offset")
+        return hash((kind, key, offset))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Record) and self._key() == other._key()
@@ -55,7 +59,7 @@ def _size(values: Any = ()) -> tuple[Any, ...]:
 
 
 def _text(*parts: Any) -> str:
-    return "/".join(str(part)[:4096] for part in parts)
+    return "/".join(str(part)[:4096] if isinstance(part, str | int) else type(part).__name__ for part in parts)
 
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -90,6 +94,17 @@ METADATA_GLOBALS: Mapping[tuple[str, str], Any] = {
 }
 
 
+_MAX_DEPTH = 4
+
+
+def _depth(value: Any) -> int:
+    """How deep tuples are in each other; looks no deeper than matters."""
+    deepest, level = 0, {id(value): value}
+    while deepest <= _MAX_DEPTH and (level := {i: entry for i, entry in level.items() if isinstance(entry, tuple)}):
+        deepest, level = deepest + 1, {id(entry): entry for outer in level.values() for entry in outer}
+    return deepest
+
+
 # Its inner workings, which are overridden here, are not described to type checkers.
 _Base: Any = pickle._Unpickler
 
@@ -120,10 +135,18 @@ class _Unpickler(_Base):
             raise pickle.UnpicklingError(f"it sets the state of a {type(self.stack[-1]).__name__}")
         self.stack[-1].__setstate__(state)
 
+    def load_tuple_of(self, load: Callable[[Any], None]) -> None:
+        # Tuples in each other, shared, take a time without end to compare or to hash.
+        load(self)
+        if _depth(self.stack[-1]) > _MAX_DEPTH:
+            raise pickle.UnpicklingError(f"it has tuples in each other more than {_MAX_DEPTH} deep")
+
     def _refuse(self) -> None:
         raise pickle.UnpicklingError("it holds an instruction that torch does not write")
 
     dispatch[pickle.BUILD[0]] = load_build
+    for _code in (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3):
+        dispatch[_code[0]] = lambda self, load=_Base.dispatch[_code[0]]: self.load_tuple_of(load)
     for _code in (pickle.INST, pickle.OBJ, pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.NEXT_BUFFER):
         dispatch[_code[0]] = _refuse
 

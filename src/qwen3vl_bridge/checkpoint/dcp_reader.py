@@ -46,6 +46,7 @@ class DcpTensors:
         self._spilled: list[IO[bytes]] = []
         self._payloads: dict[Extent, Extent] = {}
         self._tilings = {name: self._tiling(name) for name in specs}
+        self._check_items()
 
     def extents(self, run: Run) -> Iterator[Extent]:
         """Where the elements of a run are.
@@ -76,6 +77,20 @@ class DcpTensors:
         for name in names:
             for chunk in self._chunks[name]:
                 self._payload(name, chunk)
+
+    def _check_items(self) -> None:
+        """Check that no two chunks are the same item.
+
+        Raises:
+            CheckpointError: two are.
+        """
+        owners: dict[tuple[Path, int], str] = {}
+        for name, chunks in self._chunks.items():
+            for path, offset, _ in (chunk.item for chunk in chunks):
+                if (path, offset) in owners:
+                    both = f"{owners[path, offset]} and of {name}"
+                    raise CheckpointError(f"{path}: byte {offset} is a chunk of {both}, expected one of them")
+                owners[path, offset] = name
 
     def _tiling(self, name: str) -> Tiling:
         try:

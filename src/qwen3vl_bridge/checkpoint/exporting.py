@@ -59,38 +59,41 @@ def export_checkpoint(
     Raises:
         CheckpointError: the source, the target or an option is not as it must be. The target is as it was before.
     """
-    stored = open_stored(megatron_path, iteration, hf_model, trust_remote_code=trust_remote_code)
-    experts = stored.experts if expert_layout is None else _layout_named(expert_layout)
-    rows, notes = stored.config.rows(experts), []
-    if not strict:
-        notes += leave_unexpected(stored.tensors, rows, stored.side)
-    plan = make_plan(
-        rows,
-        stored.side,
-        HuggingFace(stored.config.dimensions),
-        stored.tensors.specs,
-        where=str(stored.folder),
-        dtype=torch_dtype,
-    )
-    notes += _dropped_rows(stored)
-    if max_shard_bytes < 1:
-        raise CheckpointError(f"max_shard_bytes is {max_shard_bytes}, expected 1 or more")
-    conversion = Conversion(
-        name="export",
-        origin=str(megatron_path),
-        target=Path(os.path.abspath(Path(hf_path).expanduser())),
-        plan=plan,
-        source=stored.tensors,
-        folders=(stored.folder, stored.config.folder),
-        settings=_settings(stored, experts),
-        files=layout(plan.tasks, max_shard_bytes),
-        inner=".",
-        is_ours=_is_model,
-        finish=lambda root, _: _finish(root, plan, stored.config, max_shard_bytes),
-        open=HFWeights,
-        notes=notes,
-    )
-    return carry_out(conversion, how)
+
+    def planned() -> Conversion:
+        stored = open_stored(megatron_path, iteration, hf_model, trust_remote_code=trust_remote_code)
+        experts = stored.experts if expert_layout is None else _layout_named(expert_layout)
+        rows, notes = stored.config.rows(experts), []
+        if not strict:
+            notes += leave_unexpected(stored.tensors, rows, stored.side)
+        plan = make_plan(
+            rows,
+            stored.side,
+            HuggingFace(stored.config.dimensions),
+            stored.tensors.specs,
+            where=str(stored.folder),
+            dtype=torch_dtype,
+        )
+        notes += _dropped_rows(stored)
+        if max_shard_bytes < 1:
+            raise CheckpointError(f"max_shard_bytes is {max_shard_bytes}, expected 1 or more")
+        return Conversion(
+            name="export",
+            origin=str(megatron_path),
+            target=Path(os.path.abspath(Path(hf_path).expanduser())),
+            plan=plan,
+            source=stored.tensors,
+            folders=(stored.folder, stored.config.folder),
+            settings=_settings(stored, experts),
+            files=layout(plan.tasks, max_shard_bytes),
+            inner=".",
+            is_ours=_is_model,
+            finish=lambda root, _: _finish(root, plan, stored.config, max_shard_bytes),
+            open=HFWeights,
+            notes=notes,
+        )
+
+    return carry_out(planned, how)
 
 
 def _layout_named(name: str) -> ExpertLayout:

@@ -24,6 +24,9 @@ _MODELS: dict[str, tuple[str, bool]] = {
     "qwen3_vl": ("Qwen3VLForConditionalGeneration", False),
     "qwen3_vl_moe": ("Qwen3VLMoeForConditionalGeneration", True),
 }
+# What is counted out one by one, and how far at most.
+_COUNTS = {"text_config": ("num_hidden_layers", "num_experts", "num_local_experts"), "vision_config": ("depth",)}
+_MAX_COUNT = 10_000
 # What a dense or a tied model has none of.
 _MAY_BE_ZERO = ("untied", "experts", "moe_ffn", "moe_gate_up")
 
@@ -88,6 +91,11 @@ def _has_experts(raw: dict[str, Any], path: Path) -> bool:
 
 def _dimensions(raw: dict[str, Any], path: Path, *, with_experts: bool) -> Dimensions:
     try:
+        for section, names in _COUNTS.items():
+            for name in names:
+                value = raw[section].get(name) or 0
+                if value > _MAX_COUNT:
+                    raise ValueError(f"{section}.{name} is {value}, expected {_MAX_COUNT} at most")
         dimensions = dimensions_of(raw)
         check_settings(raw)
     except KeyError as error:

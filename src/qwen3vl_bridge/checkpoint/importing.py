@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Unpack
 
 from qwen3vl_bridge.checkpoint import megatron_folder as megatron
-from qwen3vl_bridge.checkpoint.conversion import How, carry_out
+from qwen3vl_bridge.checkpoint.conversion import Conversion, How, carry_out
 from qwen3vl_bridge.checkpoint.hf_model import open_model
 from qwen3vl_bridge.checkpoint.plan import make_plan
 from qwen3vl_bridge.checkpoint.reports import ConversionReport
@@ -52,21 +52,24 @@ def import_checkpoint(
     Raises:
         CheckpointError: the source, the target or an option is not as it must be. The target is as it was before.
     """
-    model = open_model(hf_model, strict=strict, trust_remote_code=trust_remote_code)
-    storage = Storage(
-        ckpt_format, naming, topology or Topology(), model.config, str(hf_model), model.experts, vocab_divisor
-    )
-    storage.check()
-    plan = make_plan(
-        model.rows, model.side, storage.side, model.weights.specs, where=str(model.folder), dtype=torch_dtype
-    )
-    conversion = storage.conversion(
-        "import",
-        hf_model,
-        megatron_path,
-        plan=plan,
-        source=model.weights,
-        folder=model.folder,
-        notes=list(model.notes),
-    )
-    return carry_out(conversion, how)
+
+    def planned() -> Conversion:
+        model = open_model(hf_model, strict=strict, trust_remote_code=trust_remote_code)
+        storage = Storage(
+            ckpt_format, naming, topology or Topology(), model.config, str(hf_model), model.experts, vocab_divisor
+        )
+        storage.check()
+        plan = make_plan(
+            model.rows, model.side, storage.side, model.weights.specs, where=str(model.folder), dtype=torch_dtype
+        )
+        return storage.conversion(
+            "import",
+            hf_model,
+            megatron_path,
+            plan=plan,
+            source=model.weights,
+            folder=model.folder,
+            notes=list(model.notes),
+        )
+
+    return carry_out(planned, how)

@@ -6,10 +6,14 @@ What lives here: reading it with errors that name the file. What may not: what t
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
+
+# More than any index has, and than any configuration goes deep.
+_MAX_BYTES, _MAX_DEPTH = 1 << 28, 50
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -37,7 +41,18 @@ def parse_object(text: bytes, what: str) -> dict[str, Any]:
         raise CheckpointError(f"{what} cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{what} is a JSON {type(value).__name__}, expected an object")
+    level: list[Any] = [value]
+    for _ in range(_MAX_DEPTH):
+        level = [inner for outer in level for inner in _inside(outer)]
+    if level:
+        raise CheckpointError(f"{what} has objects in each other more than {_MAX_DEPTH} deep")
     return value
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    """The objects and lists that an object or a list holds."""
+    inner = value.values() if isinstance(value, dict) else value
+    return [entry for entry in inner if isinstance(entry, (dict, list))]
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -47,6 +62,8 @@ def read_object(path: Path) -> dict[str, Any]:
         CheckpointError: it is missing, unreadable, or something else.
     """
     try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise CheckpointError(f"{path} has {path.stat().st_size:,} bytes, expected {_MAX_BYTES:,} at most")
         text = path.read_bytes()
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
@@ -57,4 +74,9 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def write_object(path: Path, value: dict[str, Any]) -> None:
     """Write one JSON object to a file, in the style of transformers."""
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    try:
+        data = text.encode()
+    except UnicodeEncodeError:  # half a surrogate pair, such as of a file name that is not UTF-8
+        data = (json.dumps(value, indent=2) + "\n").encode()
+    path.write_bytes(data)

@@ -56,7 +56,10 @@ class Ranks:
         Raises:
             CheckpointError: they cannot reach each other.
         """
-        size = int(os.environ.get("WORLD_SIZE", "1"))
+        number = os.environ.get("WORLD_SIZE", "1")
+        if not number.isdecimal() or int(number) < 1:
+            raise CheckpointError(f"WORLD_SIZE is {number!r}, expected the number of processes")
+        size = int(number)
         if size == 1:
             return cls()
         import torch.distributed as dist
@@ -100,6 +103,19 @@ class Ranks:
             if message is not None:
                 raise CheckpointError(f"process {rank} of {self.size}: {message}")
         return [outcome for outcome, _ in outcomes]
+
+    def alike[Result](self, work: Callable[[], Result]) -> Result:
+        """Have every process do the same and keep its own result.
+
+        Returns:
+            What it returned here.
+
+        Raises:
+            CheckpointError: one of them could not, or died. All processes raise it.
+        """
+        mine: list[Result] = []
+        self.each(lambda: mine.append(work()))
+        return mine[0]
 
     def once[Result](self, work: Callable[[], Result]) -> Result:
         """Have the first process do something.

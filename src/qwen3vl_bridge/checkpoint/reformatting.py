@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Unpack
 
-from qwen3vl_bridge.checkpoint.conversion import How, carry_out
+from qwen3vl_bridge.checkpoint.conversion import Conversion, How, carry_out
 from qwen3vl_bridge.checkpoint.plan import make_plan
 from qwen3vl_bridge.checkpoint.reports import ConversionReport
 from qwen3vl_bridge.checkpoint.sides import TRANSFORMER_ENGINE
@@ -28,6 +28,7 @@ def reformat_checkpoint(
     naming: str = TRANSFORMER_ENGINE,
     vocab_divisor: int | None = None,
     iteration: int | None = None,
+    trust_remote_code: bool = False,
     **how: Unpack[How],
 ) -> ConversionReport:
     """Write the weights of a Megatron checkpoint in another format, layer spec or dtype.
@@ -46,6 +47,8 @@ def reformat_checkpoint(
         vocab_divisor: pad the vocabulary to a multiple of this and the tensor-parallel size; None for the padding that
             is there.
         iteration: which iteration; None for the latest.
+        trust_remote_code: whether to take along code that the configuration of `hf_model` calls for. It is never run
+            here.
         how: overwrite, resume, verify and more, see `How`.
 
     Returns:
@@ -54,33 +57,36 @@ def reformat_checkpoint(
     Raises:
         CheckpointError: the source, the target or an option is not as it must be. The target is as it was before.
     """
-    stored = open_stored(megatron_path, iteration, hf_model).with_padding()
-    origin = stored.manifest.get("hf_model") or hf_model or megatron_path
-    storage = Storage(
-        ckpt_format,
-        naming,
-        topology or Topology(),
-        stored.config,
-        str(origin),
-        stored.experts,
-        stored.vocab_divisor if vocab_divisor is None else vocab_divisor,
-    )
-    storage.check()
-    plan = make_plan(
-        stored.config.rows(),
-        stored.side,
-        storage.side,
-        stored.tensors.specs,
-        where=str(stored.folder),
-        dtype=torch_dtype,
-    )
-    conversion = storage.conversion(
-        "reformat",
-        megatron_path,
-        new_path,
-        plan=plan,
-        source=stored.tensors,
-        folder=stored.folder,
-        notes=[],
-    )
-    return carry_out(conversion, how)
+
+    def planned() -> Conversion:
+        stored = open_stored(megatron_path, iteration, hf_model, trust_remote_code=trust_remote_code).with_padding()
+        origin = stored.manifest.get("hf_model") or hf_model or megatron_path
+        storage = Storage(
+            ckpt_format,
+            naming,
+            topology or Topology(),
+            stored.config,
+            str(origin),
+            stored.experts,
+            stored.vocab_divisor if vocab_divisor is None else vocab_divisor,
+        )
+        storage.check()
+        plan = make_plan(
+            stored.config.rows(),
+            stored.side,
+            storage.side,
+            stored.tensors.specs,
+            where=str(stored.folder),
+            dtype=torch_dtype,
+        )
+        return storage.conversion(
+            "reformat",
+            megatron_path,
+            new_path,
+            plan=plan,
+            source=stored.tensors,
+            folder=stored.folder,
+            notes=[],
+        )
+
+    return carry_out(planned, how)

@@ -36,6 +36,7 @@ def run_config(
         CheckpointError: the configuration holds what Megatron-Bridge would act on instead of reading it.
     """
     _check_passive(hf_config, "config.json")
+    _check_passive(hf_model, "the name of the model")
     padding = {} if vocab_divisor is None else {"should_pad_vocab": True, "make_vocab_size_divisible_by": vocab_divisor}
     return {
         "model": {

@@ -44,11 +44,14 @@ def check_target(
         one, other = target.resolve(), source.resolve()
         if one == other or one in other.parents or other in one.parents:
             raise CheckpointError(f"{target} and the source {source} overlap, expected folders apart from each other")
-    if not os.path.lexists(target) or (target.is_dir() and not any(target.iterdir())):
+    if target.is_symlink() or os.path.ismount(target):
+        kind = "a link" if target.is_symlink() else "where a file system is mounted"
+        raise CheckpointError(f"{target} is {kind}, expected a place that a folder can be moved to")
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     if not overwrite:
         raise CheckpointError(f"{target} exists already, expected a new or empty folder; --overwrite replaces it")
-    if not target.is_dir() or target.is_symlink() or not is_ours(target):
+    if not target.is_dir() or not is_ours(target):
         raise CheckpointError(f"{target} is no checkpoint, so --overwrite does not replace it; remove it yourself")
 
 
@@ -84,7 +87,7 @@ def staged(
     target: Path,
     say: Callable[[str], None],
     *,
-    replace: bool = False,
+    replace: Callable[[Path], bool] | None = None,
     sync: bool = True,
     claim: Callable[[Path], bool] = lambda _: False,
     keep: bool = False,
@@ -94,7 +97,7 @@ def staged(
     Args:
         target: where the result is to be.
         say: called with a line of text when something was cleaned up.
-        replace: whether to replace what is at the target; otherwise only an empty folder is.
+        replace: whether what is at the target in the end may be replaced; None if only an empty folder may.
         sync: whether to wait until everything is on disk before the result is put into place.
         claim: whether to go on in a folder that a process left when it died; any other such folder is removed.
         keep: whether the hidden folder stays when the body fails, for a later run to claim.
@@ -108,6 +111,7 @@ def staged(
     parent, made = target.absolute().parent, []
     try:
         made = _make_parents(parent)
+        _restore(target, say)
         folder, lock = _claimed(target, say, claim) or _new_folder(target)
     except OSError as error:
         _remove_empty(made)
@@ -115,15 +119,17 @@ def staged(
     except CheckpointError:
         _remove_empty(made)
         raise
+    left = f"what was written so far stays in {folder}" if keep else "nothing was left behind"
     try:
         yield folder
         if sync:
             sync_tree(folder)
-        _move_into_place(folder, target, replace=replace)
+        left = f"the whole result stays in {folder}" if keep else left
+        shutil.rmtree(folder / journal.FOLDER)
+        _move_into_place(folder, target, replace)
         if sync:
             _sync(parent)
     except BaseException as error:
-        left = f"what was written so far stays in {folder}" if keep else "nothing was left behind"
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
             _remove_empty(made)
@@ -153,10 +159,13 @@ def _remove_empty(folders: list[Path]) -> None:
 def _lock(folder: Path) -> int:
     """Mark a folder as being worked on; the mark goes with the process, however that ends.
 
+    It is a file, open for writing: some network file systems lock nothing else.
+
     Raises:
         BlockingIOError: another process works on it.
     """
-    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    (folder / journal.FOLDER).mkdir(exist_ok=True)
+    file = os.open(folder / journal.FOLDER / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -168,7 +177,21 @@ def _lock(folder: Path) -> int:
 def _new_folder(target: Path) -> tuple[Path, int]:
     folder = target.absolute().parent / f"{_prefix(target)}{uuid.uuid4().hex[:12]}"
     folder.mkdir()
-    return folder, _lock(folder)
+    try:
+        return folder, _lock(folder)
+    except OSError:
+        shutil.rmtree(folder)
+        raise
+
+
+def _restore(target: Path, say: Callable[[str], None]) -> None:
+    """Bring back what a process had moved away when it died; where its place is taken again, it may go."""
+    for old in sorted(target.absolute().parent.glob(f"{_glob_safe(_replaced(target))}*")):
+        if os.path.lexists(target):
+            shutil.rmtree(old)
+        else:
+            os.rename(old, target)
+            say(f"brought back {target}, which a run that did not end had moved away")
 
 
 def _claimed(target: Path, say: Callable[[str], None], claim: Callable[[Path], bool]) -> tuple[Path, int] | None:
@@ -222,8 +245,10 @@ def _sync(path: Path) -> None:
         os.close(file)
 
 
-def _move_into_place(folder: Path, target: Path, *, replace: bool) -> None:
-    if replace and target.is_dir() and any(target.iterdir()):
+def _move_into_place(folder: Path, target: Path, replace: Callable[[Path], bool] | None) -> None:
+    if replace is not None and target.is_dir() and any(target.iterdir()):
+        if not replace(target):  # it is not what was there in the beginning
+            raise CheckpointError(f"{target} is no checkpoint, so it is not replaced")
         _exchange(folder, target)
         shutil.rmtree(folder)
     else:
@@ -240,7 +265,15 @@ def _exchange(one: Path, other: Path) -> None:
     if number not in (errno.EINVAL, errno.ENOSYS):
         raise OSError(number, os.strerror(number), str(other))
     # A file system without the swap: for a moment there is none in the target's place, never half of one.
-    old = one.with_name(f".{other.name}.replaced-{uuid.uuid4().hex[:12]}")
+    old = one.with_name(f"{_replaced(other)}{uuid.uuid4().hex[:12]}")
     os.rename(other, old)
-    os.rename(one, other)
+    try:
+        os.rename(one, other)
+    except OSError:
+        os.rename(old, other)
+        raise
     os.rename(old, one)
+
+
+def _replaced(target: Path) -> str:
+    return f".{target.name}.replaced-"

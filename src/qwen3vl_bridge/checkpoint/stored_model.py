@@ -109,6 +109,8 @@ def _config(folder: Path, hf_model: str | Path | None, trust_remote_code: bool) 
 
 def _experts(config: ModelConfig, manifest: dict[str, Any], folder: Path) -> ExpertLayout:
     """As the model whose configuration it is has them, else as the manifest says, else as released."""
+    if not config.dimensions.indices["moe_layers"]:
+        return ExpertLayout.INPUT_MAJOR
     if has_weights(config.folder):
         return config.expert_layout({name: spec.shape for name, spec in HFWeights(config.folder).specs.items()})
     name = manifest.get("expert_layout")

@@ -83,8 +83,11 @@ class Storage:
         if self.ckpt_format not in megatron.FORMATS:
             raise CheckpointError(f"ckpt_format is {self.ckpt_format!r}, expected {' or '.join(megatron.FORMATS)}")
         FsdpDtensor(self.config.dimensions, self.naming)  # refuses a naming that is none
-        if self.vocab_divisor is not None and self.vocab_divisor < 1:
-            raise CheckpointError(f"--make-vocab-size-divisible-by is {self.vocab_divisor}, expected 1 or more")
+        vocabulary = self.config.dimensions["vocab"]
+        if self.vocab_divisor is not None and not 1 <= self.vocab_divisor <= vocabulary:
+            raise CheckpointError(
+                f"--make-vocab-size-divisible-by is {self.vocab_divisor}, expected 1 to {vocabulary}, the vocabulary"
+            )
         self.topology.check_numbers()  # before one of them is divided by
         self.topology.check(self.dimensions, stages=self.ckpt_format == megatron.TORCH_DIST)
 

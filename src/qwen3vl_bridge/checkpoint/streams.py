@@ -34,7 +34,7 @@ class PieceReader:
         self._buffer = memoryview(bytearray(block))
         self._files: OrderedDict[Path, int] = OrderedDict()
         # The latest matrix, since its parts are asked for one after the other: a gate, then its up projection.
-        self._matrix: tuple[tuple[Run, ...], np.ndarray] | None = None
+        self._matrix: tuple[tuple[tuple[Run, ...], str], np.ndarray] | None = None
 
     def __enter__(self) -> PieceReader:
         return self
@@ -96,8 +96,10 @@ class PieceReader:
             length -= min(length, len(zeros))
 
     def _turned(self, piece: Transposed, dtype: str) -> Iterator[memoryview]:
-        matrix, name = self._load(piece.runs).reshape(-1, piece.columns).T, piece.runs[0].source
-        found, width = self._source.specs[name].dtype, piece.rows
+        name, width = piece.runs[0].source, piece.rows
+        dtypes = {self._source.specs[run.source].dtype for run in piece.runs}
+        found = dtypes.pop() if len(dtypes) == 1 else dtype
+        matrix = self._load(piece.runs, found).reshape(-1, piece.columns).T
         rows = max(1, len(self._buffer) // (width * matrix.itemsize))
         position, end = piece.start, piece.start + piece.length
         while position < end:
@@ -107,21 +109,25 @@ class PieceReader:
             yield cast(memoryview(part.view(np.uint8)), found, dtype, name)
             position += len(part)
 
-    def _load(self, runs: tuple[Run, ...]) -> np.ndarray:
-        """The elements of some runs, as unsigned numbers of their size."""
-        if self._matrix is None or self._matrix[0] != runs:
-            size = ITEMSIZE[self._source.specs[runs[0].source].dtype]
-            shape = sum(run.length for run in runs) * size
+    def _load(self, runs: tuple[Run, ...], dtype: str) -> np.ndarray:
+        """The elements of some runs in a dtype, as unsigned numbers of its size."""
+        if self._matrix is None or self._matrix[0] != (runs, dtype):
+            nbytes = sum(run.length for run in runs) * ITEMSIZE[dtype]
             # The memory of the last one serves again where it is as large; it goes before a new one comes.
-            data = self._matrix[1] if self._matrix is not None and self._matrix[1].nbytes == shape else None
+            data = self._matrix[1] if self._matrix is not None and self._matrix[1].nbytes == nbytes else None
             self._matrix = None
-            data = np.empty(shape, np.uint8) if data is None else data.view(np.uint8)
+            data = np.empty(nbytes, np.uint8) if data is None else data.view(np.uint8)
             into, done = memoryview(data), 0
             for run in runs:
+                if self._source.specs[run.source].dtype != dtype:
+                    for block in self.blocks([run], dtype):
+                        into[done : done + len(block)] = block
+                        done += len(block)
+                    continue
                 for path, offset, length in self._source.extents(run):
                     self._read(self._open(path, run.source), into[done : done + length], offset, path, run.source)
                     done += length
-            self._matrix = (runs, data.view(f"u{size}"))
+            self._matrix = ((runs, dtype), data.view(f"u{ITEMSIZE[dtype]}"))
         return self._matrix[1]
 
     def _open(self, path: Path, name: str) -> int:

@@ -11,8 +11,10 @@ from qwen3vl_bridge.checkpoint.comparing import checksums, differences
 from qwen3vl_bridge.checkpoint.conversion import tasks_of
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
 from qwen3vl_bridge.checkpoint.files import share
+from qwen3vl_bridge.checkpoint.hf_config import ModelConfig
 from qwen3vl_bridge.checkpoint.hf_model import open_model
 from qwen3vl_bridge.checkpoint.manifest import MANIFEST
+from qwen3vl_bridge.checkpoint.megatron_folder import HF_FILES
 from qwen3vl_bridge.checkpoint.plan import Plan, make_plan
 from qwen3vl_bridge.checkpoint.progress import Progress
 from qwen3vl_bridge.checkpoint.ranks import Ranks
@@ -49,6 +51,9 @@ def verify_checkpoint(
     """
     model = open_model(hf_model, trust_remote_code=True)  # nothing is taken along
     stored = open_stored(megatron_path, iteration, model.folder, trust_remote_code=True)
+    own = stored.folder / HF_FILES
+    if (own / "config.json").is_file() and ModelConfig(own).dimensions != model.config.dimensions:
+        raise CheckpointError(f"{own / 'config.json'} describes another model than {model.folder / 'config.json'}")
     # Both sides must be complete before a comparison means anything.
     where = str(model.folder)
     make_plan(model.rows, model.side, stored.side, model.weights.specs, where=where, dtype="float32")
@@ -82,8 +87,9 @@ def verify_reformatted(
     Raises:
         CheckpointError: one of them is damaged, or they do not even have the same tensors.
     """
-    source = open_stored(megatron_path, iteration, hf_model).with_padding()
-    target = open_stored(new_path, None, hf_model or source.config.folder).with_padding()
+    # Nothing is taken along, so there is nothing to trust.
+    source = open_stored(megatron_path, iteration, hf_model, trust_remote_code=True).with_padding()
+    target = open_stored(new_path, None, hf_model or source.config.folder, trust_remote_code=True).with_padding()
     rows = source.config.rows()
     plan = make_plan(rows, source.side, target.side, source.tensors.specs, where=str(source.folder))
     make_plan(rows, target.side, source.side, target.tensors.specs, where=str(target.folder), dtype="float32")

@@ -145,7 +145,7 @@ def save(folder: str | Path, run: Run) -> Path:
     final = iteration_folder(folder, step)
     if torch.distributed.get_rank() == 0:
         # One of this step is there where a run was resumed from before it; it is replaced in one move.
-        with staged(final, logger.info, replace=True) as aside:
+        with staged(final, logger.info, replace=lambda _: True) as aside:
             _write(aside, run)
         replace_file(folder / LATEST_TRAIN_STATE, (final / TRAIN_STATE).read_bytes())
         replace_file(folder / TRACKER, str(step).encode())

@@ -1,0 +1,231 @@
+"""What could have gone wrong unnoticed: mixed dtypes, a source or a target that changes meanwhile, bombs."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import time
+
+from qwen3vl_bridge.checkpoint import (
+    CheckpointError,
+    copying,
+    export_checkpoint,
+    files,
+    import_checkpoint,
+    staging,
+    verify_checkpoint,
+)
+from qwen3vl_bridge.checkpoint.cli import main
+from qwen3vl_bridge.checkpoint.dcp_metadata import read_metadata
+from qwen3vl_bridge.checkpoint.json_files import read_object, write_object
+from qwen3vl_bridge.mappings import ExpertLayout
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from tests.expert_layouts import relayout
+
+from .support import expect_error, hf_tensors, importing, stock_load
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("gate", DTYPES)
+@pytest.mark.parametrize("up", DTYPES)
+@pytest.mark.parametrize("target", ["float32", "bfloat16"])
+def test_gate_and_up_of_different_dtypes_are_cast_before_they_are_transposed(gate, up, target, moe_folder, tmp_path):
+    import_checkpoint(moe_folder, tmp_path / "m")
+    stored = {k: v for k, v in stock_load(tmp_path / "m" / "iter_0000000").items() if isinstance(v, torch.Tensor)}
+    for name, tensor in stored.items():
+        if ".experts." in name and name.endswith(("_w", "_v")):
+            stored[name] = tensor.to(gate if name.endswith("_w") else up)
+    dcp.save(stored, checkpoint_id=tmp_path / "mixed", no_dist=True)
+    how = dict(hf_model=moe_folder, torch_dtype=target, verify=True)
+    export_checkpoint(tmp_path / "mixed", tmp_path / "packed", expert_layout="input_major", **how)
+    export_checkpoint(tmp_path / "mixed", tmp_path / "apart", expert_layout="per_expert", **how)
+    # One tensor per expert is never transposed.
+    packed, apart = hf_tensors(tmp_path / "packed"), hf_tensors(tmp_path / "apart")
+    outward = {n: t.transpose(1, 2).contiguous() if ".mlp.experts." in n else t for n, t in packed.items()}
+    again = relayout(outward, ExpertLayout.PER_EXPERT)
+    assert again.keys() == apart.keys() and all(torch.equal(again[name], apart[name]) for name in apart)
+
+
+def interrupt_after(monkeypatch, count: int):
+    done, original = [], copying._commit
+
+    def fail_later(*arguments):
+        done.append(1)
+        if len(done) > count:
+            raise OSError(5, "Input/output error")
+        original(*arguments)
+
+    monkeypatch.setattr(files, "UNIT_BYTES", 1 << 18)
+    monkeypatch.setattr(copying, "_commit", fail_later)
+    return lambda: monkeypatch.setattr(copying, "_commit", original)
+
+
+def test_resume_notices_that_elements_come_from_elsewhere(untied_folder, tmp_path, monkeypatch):
+    model = shutil.copytree(untied_folder, tmp_path / "model")
+    mend = interrupt_after(monkeypatch, 5)
+    with pytest.raises(CheckpointError, match="stays in"):
+        import_checkpoint(model, tmp_path / "m", resume=True)
+    mend()
+    config = read_object(model / "config.json")
+    config["vision_config"]["num_heads"] //= 2  # the same shapes, interleaved in another way
+    write_object(model / "config.json", config)
+    report = import_checkpoint(model, tmp_path / "m", resume=True)
+    assert not report.resumed and verify_checkpoint(model, tmp_path / "m").same
+    with pytest.raises(CheckpointError, match="describes another model"):
+        verify_checkpoint(untied_folder, tmp_path / "m")
+
+
+def test_resume_goes_on_under_another_spelling_and_not_from_what_was_not_waited_for(
+    untied_folder, tmp_path, monkeypatch
+):
+    for sync, resumed in ((True, True), (False, False)):
+        mend = interrupt_after(monkeypatch, 5)
+        with pytest.raises(CheckpointError, match="stays in"):
+            import_checkpoint(str(untied_folder), tmp_path / "m", resume=True, sync=sync, overwrite=True)
+        mend()
+        report = import_checkpoint(f"{untied_folder}/", tmp_path / "m", resume=True, overwrite=True)
+        assert bool(report.resumed) == resumed
+
+
+def test_a_source_that_changes_while_it_is_read(untied_folder, tmp_path, monkeypatch):
+    model, original = shutil.copytree(untied_folder, tmp_path / "model"), copying._commit
+
+    def touch(*arguments):
+        os.utime(model / "model.safetensors")
+        original(*arguments)
+
+    monkeypatch.setattr(copying, "_commit", touch)
+    with pytest.raises(CheckpointError, match="changed while it was read"):
+        import_checkpoint(model, tmp_path / "m")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
+def test_what_came_to_the_targets_place_meanwhile_is_kept(untied_folder, tmp_path, monkeypatch):
+    import_checkpoint(untied_folder, tmp_path / "m")
+    original = copying._commit
+
+    def intrude(*arguments):
+        if (tmp_path / "m" / "iter_0000000").exists():
+            shutil.rmtree(tmp_path / "m")
+            (tmp_path / "m").mkdir()
+            (tmp_path / "m" / "precious").write_text("x")
+        original(*arguments)
+
+    monkeypatch.setattr(copying, "_commit", intrude)
+    with pytest.raises(CheckpointError, match="is no checkpoint, so it is not replaced"):
+        import_checkpoint(untied_folder, tmp_path / "m", overwrite=True)
+    assert [path.name for path in tmp_path.rglob("*")] == ["m", "precious"]
+
+
+def test_without_a_swap_the_old_result_is_never_lost(tmp_path, monkeypatch):
+    target, rename = tmp_path / "target", os.rename
+    target.mkdir()
+    (target / "old").write_text("x")
+    monkeypatch.setattr(staging, "_RENAME_EXCHANGE", 1 << 20)
+
+    def refuse(one, other):
+        if ".partial-" in str(one):
+            raise OSError(5, "Input/output error")
+        rename(one, other)
+
+    monkeypatch.setattr(staging.os, "rename", refuse)
+    with (
+        pytest.raises(CheckpointError, match="nothing was left behind"),
+        staging.staged(target, print, replace=lambda _: True),
+    ):
+        pass
+    assert [path.name for path in tmp_path.rglob("*")] == ["target", "old"]
+    monkeypatch.setattr(staging.os, "rename", rename)
+    rename(target, tmp_path / ".target.replaced-1")  # as a process leaves it that dies between the two steps
+    said: list[str] = []
+    with pytest.raises(KeyError), staging.staged(target, said.append):
+        raise KeyError
+    assert "brought back" in said[0] and (target / "old").exists()
+
+
+def test_a_target_that_nothing_can_be_moved_to(capsys, tmp_path, untied_folder):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "megatron").symlink_to(tmp_path / "real")
+    expect_error(capsys, importing(untied_folder, tmp_path), "is a link, expected a place")
+
+
+def test_two_chunks_that_are_one_item(untied_folder, imported, tmp_path):
+    folder = shutil.copytree(imported, tmp_path / "m") / "iter_0000000"
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    layers = {i.fqn: i for i in metadata.storage_data if "q_layernorm" in i.fqn or "k_layernorm" in i.fqn}
+    one, other = list(layers.values())[:2]
+    metadata.storage_data[one] = metadata.storage_data[other]
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="expected one of them"):
+        export_checkpoint(tmp_path / "m", tmp_path / "hf")
+
+
+def bomb(levels: int) -> bytes:
+    """Tuples of a tuple twice, in each other."""
+    return b"\x80\x04)" + b"2\x86" * levels
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        bomb(60) + b".",
+        b"\x80\x04}" + bomb(60)[2:] + b"K\x01s.",
+        b"\x80\x04ctorch.serialization\n_get_layout\n" + bomb(60)[2:] + b"\x85R.",
+        b"\x80\x04]" + b"q\x00h\x00h\x00\x86a" * 3 + b".",
+    ],
+)
+def test_metadata_without_end(data, saved, tmp_path):
+    folder = shutil.copytree(saved, tmp_path / "copy")
+    (folder / ".metadata").write_bytes(data)
+    begun = time.monotonic()
+    with pytest.raises(CheckpointError):
+        read_metadata(folder)
+    assert time.monotonic() - begun < 10
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"text_config": {"num_hidden_layers": 10**9}}, "num_hidden_layers is 1000000000, expected 10000 at most"),
+        ({"vision_config": {"depth": 10**9}}, "depth is 1000000000"),
+    ],
+)
+def test_counts_without_end(capsys, tmp_path, untied_folder, change, part):
+    model = shutil.copytree(untied_folder, tmp_path / "model")
+    config = read_object(model / "config.json")
+    for section, fields in change.items():
+        config[section] |= fields
+    write_object(model / "config.json", config)
+    expect_error(capsys, importing(model, tmp_path), part)
+
+
+def test_json_that_is_too_deep_or_too_long_or_no_text(capsys, tmp_path, untied_folder):
+    model = shutil.copytree(untied_folder, tmp_path / "model")
+    text = (model / "config.json").read_text()
+    (model / "config.json").write_text(text.rstrip()[:-1] + ', "x": ' + '{"x": ' * 600 + "1" + "}" * 601)
+    expect_error(capsys, importing(model, tmp_path), "more than 50 deep")
+    os.truncate(model / "config.json", 300 << 30)
+    expect_error(capsys, importing(model, tmp_path), "bytes, expected")
+    (model / "config.json").write_text(json.dumps(json.loads(text) | {"note": "\ud800"}))
+    import_checkpoint(model, tmp_path / "m", torch_dtype="bfloat16")
+    export_checkpoint(tmp_path / "m", tmp_path / "hf")
+    assert read_object(tmp_path / "hf" / "config.json")["note"] == "\ud800"
+
+
+def test_the_number_of_processes_is_one(capsys, monkeypatch, untied_folder, tmp_path):
+    monkeypatch.setenv("WORLD_SIZE", "x")
+    expect_error(capsys, importing(untied_folder, tmp_path), "WORLD_SIZE is 'x'")
+
+
+def test_inspect_of_what_is_no_model(capsys, tmp_path):
+    assert main(["inspect", "--hf-model", str(tmp_path / "none")]) == 2
+    assert "expected the folder of a Hugging Face model" in capsys.readouterr().err
