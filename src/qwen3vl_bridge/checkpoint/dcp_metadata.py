@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from qwen3vl_bridge.checkpoint.dcp_pickle import Record, restricted_loads
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
-from qwen3vl_bridge.checkpoint.paths import file_size, inside
+from qwen3vl_bridge.checkpoint.paths import file_size, inside, read_whole
 from qwen3vl_bridge.checkpoint.tensors import ITEMSIZE, Extent, Shape, TensorSpec
 
 FILE = ".metadata"
@@ -53,9 +53,7 @@ def read_metadata(folder: Path) -> DcpMetadata:
     if not path.is_file():
         raise CheckpointError(f"{folder} is no torch.distributed.checkpoint folder: it has no {FILE}")
     try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise CheckpointError(f"{path} has {path.stat().st_size:,} bytes, expected {_MAX_BYTES:,} at most")
-        data = path.read_bytes()
+        data = read_whole(path, _MAX_BYTES)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from error
     top = restricted_loads(data, str(path))

@@ -5,7 +5,6 @@ What lives here: what is read and what is made of it. What may not: how anything
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -16,6 +15,7 @@ from qwen3vl_bridge.checkpoint.hf_files import copy_side_files
 from qwen3vl_bridge.checkpoint.hf_reader import HFWeights
 from qwen3vl_bridge.checkpoint.hf_writer import MAX_SHARD_BYTES, layout, write_index
 from qwen3vl_bridge.checkpoint.json_files import write_object
+from qwen3vl_bridge.checkpoint.paths import place
 from qwen3vl_bridge.checkpoint.plan import Plan, leave_unexpected, make_plan
 from qwen3vl_bridge.checkpoint.reports import ConversionReport
 from qwen3vl_bridge.checkpoint.sides import HuggingFace
@@ -80,7 +80,7 @@ def export_checkpoint(
         return Conversion(
             name="export",
             origin=str(megatron_path),
-            target=Path(os.path.abspath(Path(hf_path).expanduser())),
+            target=place(hf_path),
             plan=plan,
             source=stored.tensors,
             folders=(stored.folder, stored.config.folder),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
+from qwen3vl_bridge.checkpoint.paths import read_whole
 
 # More than any index has, and than any configuration goes deep.
 _MAX_BYTES, _MAX_DEPTH = 1 << 28, 50
@@ -62,9 +63,7 @@ def read_object(path: Path) -> dict[str, Any]:
         CheckpointError: it is missing, unreadable, or something else.
     """
     try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise CheckpointError(f"{path} has {path.stat().st_size:,} bytes, expected {_MAX_BYTES:,} at most")
-        text = path.read_bytes()
+        text = read_whole(path, _MAX_BYTES)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
     except OSError as error:

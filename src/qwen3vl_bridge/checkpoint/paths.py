@@ -1,13 +1,33 @@
-"""Paths that a checkpoint's own files name.
+"""Paths that a user or a checkpoint's own files name.
 
-What lives here: the check that such a path stays inside the checkpoint's folder. What may not: reading files.
+What lives here: where they lead, the check that those of a checkpoint stay inside its folder, and that a file read as a
+whole is not endless. What may not: what is in the files.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path, PurePosixPath
 
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
+
+
+def place(path: str | Path) -> Path:
+    """The place a user means, absolute; links stay as they are."""
+    return Path(os.path.abspath(Path(path).expanduser()))
+
+
+def read_whole(path: Path, at_most: int) -> bytes:
+    """The contents of a file that may not be longer than it could rightly be.
+
+    Raises:
+        CheckpointError: it is longer.
+        OSError: it cannot be read.
+    """
+    size = path.stat().st_size
+    if size > at_most:
+        raise CheckpointError(f"{path} has {size:,} bytes, expected {at_most:,} at most")
+    return path.read_bytes()
 
 
 def inside(folder: Path, relative: object, named_by: str) -> Path:

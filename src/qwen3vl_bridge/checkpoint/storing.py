@@ -6,7 +6,6 @@ read.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
@@ -21,6 +20,7 @@ from qwen3vl_bridge.checkpoint.errors import CheckpointError
 from qwen3vl_bridge.checkpoint.hf_config import ModelConfig
 from qwen3vl_bridge.checkpoint.hf_files import copy_side_files
 from qwen3vl_bridge.checkpoint.megatron_files import BYTE_ITEMS, COMMON_STATE, write_run_files
+from qwen3vl_bridge.checkpoint.paths import place
 from qwen3vl_bridge.checkpoint.plan import Plan
 from qwen3vl_bridge.checkpoint.run_config import run_config
 from qwen3vl_bridge.checkpoint.sides import TRANSFORMER_ENGINE, FsdpDtensor, TorchDist
@@ -125,7 +125,7 @@ class Storage:
         return Conversion(
             name=name,
             origin=str(origin),
-            target=Path(os.path.abspath(Path(target).expanduser())),
+            target=place(target),
             plan=plan,
             source=source,
             folders=(folder, self.config.folder),
@@ -146,12 +146,12 @@ class Storage:
             spec, position = TensorSpec(key, task.target.dtype, task.target.shape), 0
             for offsets, sizes in self.topology.chunks(spec, task.leading):
                 position += layout.add_chunk(spec, offsets, sizes, task.pieces, position)
-        if self.ckpt_format == megatron.FSDP_DTENSOR:
+        side = self.side
+        if isinstance(side, FsdpDtensor):
             for key, value in BYTE_ITEMS.items():
                 layout.add_bytes(key, value)
             return layout
         layout.add_bytes(*COMMON_STATE)
-        side = TorchDist.of(self.dimensions)
         for key in extra_states(self.config.rows(), side, with_norms=self.naming == TRANSFORMER_ENGINE):
             layout.add_bytes(key, [None])
         return layout
