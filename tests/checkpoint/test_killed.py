@@ -7,7 +7,7 @@ import os
 import random
 import shutil
 import signal
-import socket
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +31,7 @@ from qwen3vl_bridge.weight_rows import expand
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from safetensors.numpy import save_file
 
 pytestmark = pytest.mark.filterwarnings(
@@ -61,20 +62,20 @@ def small_units(monkeypatch):
 
 
 def run(work: Callable[[Ranks], object], processes: int, kill: Callable[[list[int]], None] | None = None) -> list[int]:
-    """Run something in forked processes, which meet as torchrun's do; returns their exit statuses."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    """Run something in forked processes; returns their exit statuses."""
+    # They find each other by a file: a port that is free now may be taken by the time they want it.
+    file = os.path.join(tempfile.mkdtemp(), "store")
     children = []
     for rank in range(processes):
         child = os.fork()
         if child == 0:
             try:
-                os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1"}
-                os.environ |= {"MASTER_PORT": str(port), "LOCAL_RANK": str(rank)}
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # gloo's complaints about those that were killed
+                os.environ["WORLD_SIZE"] = str(processes)
+                dist.init_process_group("gloo", store=dist.FileStore(file, processes), rank=rank, world_size=processes)
                 with Ranks.of_torchrun() as ranks:
                     work(ranks)
+                dist.destroy_process_group()
                 os._exit(0)
             finally:
                 os._exit(1)
@@ -94,6 +95,7 @@ def run(work: Callable[[Ranks], object], processes: int, kill: Callable[[list[in
                 os.kill(child, signal.SIGTERM)
         assert time.monotonic() - begun < 60
         time.sleep(0.002)
+    shutil.rmtree(os.path.dirname(file))
     return list(statuses.values())
 
 
