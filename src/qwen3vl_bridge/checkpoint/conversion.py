@@ -252,10 +252,11 @@ def _finish_and_prove(conversion: Conversion, conduct: _Conduct, work: Path, dig
     nbytes = sum(task.target.nbytes for task in tasks)
 
     def check() -> dict[str, str]:
-        written = conversion.open(work)
-        if written.specs != conversion.plan.specs:
-            raise CheckpointError(f"{work}: what is there is not what was to be written")
-        written.check(task.target.name for task in tasks)
+        with _no_collection():
+            written = conversion.open(work)
+            if written.specs != conversion.plan.specs:
+                raise CheckpointError(f"{work}: what is there is not what was to be written")
+            written.check(task.target.name for task in tasks)
         if conduct.verify:
             with _meter("verify", nbytes, conduct) as meter:
                 for found in differences(tasks, conversion.source, written, meter):
