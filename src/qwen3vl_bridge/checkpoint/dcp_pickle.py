@@ -21,8 +21,15 @@ from qwen3vl_bridge.checkpoint.tensors import ITEMSIZE
 class Record:
     """An instance of a class that is allowed: its name and its state, whatever that is."""
 
+    __slots__ = ("state",)
     kind = ""
-    state: Any = None  # of the class, because an unpickler makes instances without calling __init__
+    state: Any
+
+    def __new__(cls) -> Record:
+        """An unpickler makes instances without calling __init__."""
+        record = super().__new__(cls)
+        record.state = None
+        return record
 
     def __setstate__(self, state: Any) -> None:
         # A frozen dataclass or an enum comes with a state too; a second one would be an attempt to change the first.
@@ -49,7 +56,7 @@ class Record:
 
 
 def _record(name: str) -> type[Record]:
-    return type(name, (Record,), {"kind": name})
+    return type(name, (Record,), {"kind": name, "__slots__": ()})
 
 
 def _size(values: Any = ()) -> tuple[Any, ...]:
@@ -105,6 +112,18 @@ def _depth(value: Any) -> int:
     return deepest
 
 
+class _Memo(list):
+    """What was unpickled so far, by number. A tenth of the memory of the dictionary that Python takes for it."""
+
+    def __setitem__(self, number: Any, value: Any) -> None:
+        if number == len(self):
+            self.append(value)
+        elif number < len(self):
+            super().__setitem__(number, value)
+        else:
+            raise pickle.UnpicklingError(f"it numbers its parts {len(self)}, then {number}")
+
+
 # Its inner workings, which are overridden here, are not described to type checkers.
 _Base: Any = pickle._Unpickler
 
@@ -114,6 +133,7 @@ class _Unpickler(_Base):
 
     def __init__(self, data: bytes, allowed: Mapping[tuple[str, str], Any], persistent: Callable[[Any], Any] | None):
         super().__init__(io.BytesIO(data))
+        self.memo = _Memo()
         self._allowed = allowed
         self._persistent = persistent
 

@@ -10,6 +10,7 @@ import io
 import os
 import pickle
 import uuid
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +72,11 @@ class DcpLayout:
         info = self._append(frame.head, data, frame.tail)
         entry = self._entries.get(spec.name)
         if entry is None:
-            entry = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(spec.shape), [])
+            entry = TensorStorageMetadata(_properties(dtype), _size(spec.shape), [])
             self._entries[spec.name] = entry
         assert isinstance(entry, TensorStorageMetadata)
-        entry.chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-        self._storage[MetadataIndex(spec.name, offsets)] = info
+        entry.chunks.append(ChunkStorageMetadata(_size(offsets), _size(sizes)))
+        self._storage[MetadataIndex(spec.name, _size(offsets))] = info
         return data.length
 
     def add_bytes(self, key: str, value: Any) -> None:
@@ -115,3 +116,14 @@ class DcpLayout:
             pickle.dump(metadata, file)
             file.flush()
             os.fsync(file.fileno())
+
+
+# Ten thousand experts have few shapes. One object for each keeps `.metadata`, and what reading it takes, small.
+@cache
+def _properties(dtype: torch.dtype) -> TensorProperties:
+    return TensorProperties(dtype=dtype)
+
+
+@lru_cache(maxsize=1 << 12)
+def _size(numbers: Shape) -> torch.Size:
+    return torch.Size(numbers)

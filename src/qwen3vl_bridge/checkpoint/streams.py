@@ -3,18 +3,19 @@
 What lives here: reading byte ranges, turning a matrix, and the cast of a buffer from one dtype to another. What may
 not: formats, plans.
 
-A matrix to be turned is read whole; it is one expert's. All else passes through the buffer.
+A turned matrix is held whole; it is one expert's. All else passes through the buffer.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
-from qwen3vl_bridge.checkpoint.pieces import Piece, Run, Transposed, Zeros
+from qwen3vl_bridge.checkpoint.pieces import Piece, Pieces, Run, Transposed, Zeros
 from qwen3vl_bridge.checkpoint.tensors import ITEMSIZE, TensorSource
 
 import numpy as np
@@ -22,8 +23,8 @@ import numpy as np
 # Small enough to stay in a processor's cache between reading and writing.
 _BLOCK = 1 << 18
 _OPEN_FILES = 32
-# Elements of a matrix turned at a time in either direction: a tile and its transpose fit the first-level cache.
-_TILE = 64
+# Bytes of a matrix that are turned at a time: the more rows, the longer the stretches that they become.
+_STRIP = 1 << 20
 
 
 class PieceReader:
@@ -34,7 +35,7 @@ class PieceReader:
         self._buffer = memoryview(bytearray(block))
         self._files: OrderedDict[Path, int] = OrderedDict()
         # The latest matrix, since its parts are asked for one after the other: a gate, then its up projection.
-        self._matrix: tuple[tuple[tuple[Run, ...], str], np.ndarray] | None = None
+        self._matrix: tuple[tuple[tuple[Run, ...], int, str], mmap.mmap] | None = None
 
     def __enter__(self) -> PieceReader:
         return self
@@ -96,39 +97,50 @@ class PieceReader:
             length -= min(length, len(zeros))
 
     def _turned(self, piece: Transposed, dtype: str) -> Iterator[memoryview]:
-        name, width = piece.runs[0].source, piece.rows
         dtypes = {self._source.specs[run.source].dtype for run in piece.runs}
         found = dtypes.pop() if len(dtypes) == 1 else dtype
-        matrix = self._load(piece.runs, found).reshape(-1, piece.columns).T
-        rows = max(1, len(self._buffer) // (width * matrix.itemsize))
-        position, end = piece.start, piece.start + piece.length
-        while position < end:
-            first, inside = divmod(position, width)
-            last = min(first + rows, -(-end // width))
-            part = _contiguous(matrix[first:last]).reshape(-1)[inside : end - first * width]
-            yield cast(memoryview(part.view(np.uint8)), found, dtype, name)
-            position += len(part)
+        start, end = (number * ITEMSIZE[found] for number in (piece.start, piece.start + piece.length))
+        matrix = self._transpose(piece, found)
+        for position in range(start, end, len(self._buffer)):
+            block = matrix[position : min(position + len(self._buffer), end)]
+            yield cast(block, found, dtype, piece.runs[0].source)
 
-    def _load(self, runs: tuple[Run, ...], dtype: str) -> np.ndarray:
-        """The elements of some runs in a dtype, as unsigned numbers of its size."""
-        if self._matrix is None or self._matrix[0] != (runs, dtype):
-            nbytes = sum(run.length for run in runs) * ITEMSIZE[dtype]
-            # The memory of the last one serves again where it is as large; it goes before a new one comes.
-            data = self._matrix[1] if self._matrix is not None and self._matrix[1].nbytes == nbytes else None
-            self._matrix = None
-            data = np.empty(nbytes, np.uint8) if data is None else data.view(np.uint8)
-            into, done = memoryview(data), 0
-            for run in runs:
-                if self._source.specs[run.source].dtype != dtype:
-                    for block in self.blocks([run], dtype):
-                        into[done : done + len(block)] = block
-                        done += len(block)
-                    continue
-                for path, offset, length in self._source.extents(run):
-                    self._read(self._open(path, run.source), into[done : done + length], offset, path, run.source)
-                    done += length
-            self._matrix = ((runs, dtype), data.view(f"u{ITEMSIZE[dtype]}"))
-        return self._matrix[1]
+    def _transpose(self, piece: Transposed, dtype: str) -> memoryview:
+        """The whole matrix that a piece is of, turned, in a dtype."""
+        key = (piece.runs, piece.columns, dtype)
+        if self._matrix is None or self._matrix[0] != key:
+            size, rows, columns = ITEMSIZE[dtype], piece.rows, piece.columns
+            memory = self._memory(rows * columns * size)
+            turned = np.frombuffer(memory, f"i{size}").reshape(columns, rows)
+            pieces, step = Pieces(piece.runs), max(1, _STRIP // (columns * size))
+            strip = np.empty((min(step, rows), columns), turned.dtype)
+            for first in range(0, rows, step):
+                count = min(step, rows - first)
+                self._fill(memoryview(strip[:count]).cast("B"), pieces.cut(first * columns, count * columns), dtype)
+                turned[:, first : first + count] = _transposed(strip[:count])
+            self._matrix = (key, memory)
+        return memoryview(self._matrix[1])
+
+    def _memory(self, nbytes: int) -> mmap.mmap:
+        """The last matrix's memory again where it is as large. It is given back at once where it is not."""
+        last, self._matrix = self._matrix, None
+        if last is not None and len(last[1]) == nbytes:
+            return last[1]
+        return mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+    def _fill(self, into: memoryview, runs: Iterable[Piece], dtype: str) -> None:
+        """Read runs of tensors, each in its dtype or cast to the one wanted."""
+        done = 0
+        for run in runs:
+            assert isinstance(run, Run)
+            if self._source.specs[run.source].dtype != dtype:
+                for block in self.blocks([run], dtype):
+                    into[done : done + len(block)] = block
+                    done += len(block)
+                continue
+            for path, offset, length in self._source.extents(run):
+                self._read(self._open(path, run.source), into[done : done + length], offset, path, run.source)
+                done += length
 
     def _open(self, path: Path, name: str) -> int:
         file = self._files.pop(path, None)
@@ -157,14 +169,11 @@ class PieceReader:
             done += count
 
 
-def _contiguous(view: np.ndarray) -> np.ndarray:
-    """A row-major copy of a transposed matrix, tile by tile: numpy's own walks memory against its order."""
-    rows, columns = view.shape
-    copy = np.empty((rows, columns), view.dtype)
-    for i in range(0, rows, _TILE):
-        for j in range(0, columns, _TILE):
-            copy[i : i + _TILE, j : j + _TILE] = view[i : i + _TILE, j : j + _TILE]
-    return copy
+def _transposed(matrix: np.ndarray) -> np.ndarray:
+    """The transpose, row-major: torch goes tile by tile, numpy against the order of the memory."""
+    import torch
+
+    return torch.from_numpy(matrix).t().contiguous().numpy()
 
 
 def cast(data: memoryview, source: str, target: str, name: str) -> memoryview:
