@@ -5,10 +5,11 @@
     python benchmarks/convert.py --size 30B-A3B --text-layers 8 --rounds 1 --no-stock
 
 Random bfloat16 weights in the shapes of a released size are written once, experts as released (transposed); then, in
-interleaved rounds, `cp`, import to both formats, export, verify, and torch.distributed.checkpoint.save of the same
-tensors. Every step starts with nothing left to be written to the disk, and with what it reads in the page cache and
-nothing else. Prints medians, ratios to `cp` and the peak of anonymous memory above the idle process, and appends rows
-to a CSV file. Last it runs the command line in one and in two processes, and plans the largest model.
+interleaved rounds, `cp`, import to both formats, export, verify, one block written over and over (the disk's own pace),
+and torch.distributed.checkpoint.save of the same tensors. Every step starts with nothing left to be written to the
+disk, and with what it reads in the page cache and nothing else. Prints medians, ratios to `cp` and the peak of
+anonymous memory above the idle process, and appends rows to a CSV file. Last it runs the command line in one and in two
+processes, and plans the largest model.
 
 What lives here: the measurement. What may not: code that conversion needs.
 """
@@ -29,6 +30,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from qwen3vl_bridge import presets
@@ -150,6 +152,15 @@ def _copy(source: Path, target: Path, *, sync: bool) -> None:
                 os.fsync(file.fileno())
 
 
+def _write_plainly(target: Path, nbytes: int) -> None:
+    """One block over and over, into one file: what the disk can do."""
+    block = os.urandom(1 << 24)
+    with target.open("wb", buffering=0) as file:
+        for start in range(0, nbytes, len(block)):
+            file.write(block[: nbytes - start])
+        os.fsync(file.fileno())
+
+
 def _save_stock(hf: Path, target: Path) -> Callable[[], object]:
     from safetensors.torch import load_file
 
@@ -180,6 +191,10 @@ def run(work: Path, rounds: int, *, stock: bool) -> dict[str, list[tuple[float, 
                 for left in ("copy", "torch_dist", "exported"):
                     shutil.rmtree(work / left, ignore_errors=True)
             shutil.rmtree(work / "megatron")
+        nbytes = sum(path.stat().st_size for path in (work / "hf").iterdir())
+        _settle(work, work / "hf")
+        results.setdefault("plain write+fsync", []).append(measure(partial(_write_plainly, work / "plain", nbytes)))
+        (work / "plain").unlink()
         if stock:
             step = _save_stock(work / "hf", work / "stock")
             _settle(work, work / "hf")
