@@ -24,7 +24,7 @@ from qwen3vl_bridge.checkpoint.tensors import ITEMSIZE
 UNIT_BYTES = 256 << 20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Data:
     """Elements of a tensor: `pieces` cut to [start, start + length), in `dtype`."""
 

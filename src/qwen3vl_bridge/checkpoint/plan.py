@@ -17,7 +17,7 @@ from qwen3vl_bridge.mappings import local_name
 from qwen3vl_bridge.weight_rows import Row
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Task:
     """One target tensor.
 

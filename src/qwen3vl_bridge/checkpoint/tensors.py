@@ -42,7 +42,7 @@ WEIGHT_DTYPES = ("float32", "float16", "bfloat16")
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorSpec:
     """Name, dtype (torch's name) and shape of a tensor, contiguous and row-major."""
 
