@@ -82,12 +82,12 @@ def test_convert_by_several_processes(places, moe_folder, tmp_path):
 
 
 def test_the_data_line_is_a_conversation_our_data_path_reads(places):
-    from qwen3vl_bridge.data.conversations import ConversationFile
+    from qwen3vl_bridge.data import open_source
 
     file = Path(places["DATA"]) / "readme.jsonl"
     picture = next((Path(places["DATA"]) / "images").iterdir()).name
     file.write_text(block("Fine-tune", "json").replace("0001.png", picture))
-    assert len(ConversationFile(file)) == 1
+    assert open_source(file)[0].images
 
 
 def test_python(untied_folder, tmp_path, monkeypatch):

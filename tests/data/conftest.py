@@ -9,8 +9,8 @@ from pathlib import Path
 
 from qwen3vl_bridge.data import (
     Collator,
-    ConversationFile,
     Encoder,
+    JsonLines,
     RowDataset,
     RowSettings,
     Samples,
@@ -18,7 +18,10 @@ from qwen3vl_bridge.data import (
     pad_token_id,
 )
 
+import datasets
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
@@ -84,7 +87,7 @@ def read(tmp_path) -> Callable:
 
     def read(record):
         record = {"messages": record} if isinstance(record, list) else record
-        return ConversationFile(write(tmp_path / "train.jsonl", [record]))[0]
+        return JsonLines(write(tmp_path / "train.jsonl", [record]))[0]
 
     return read
 
@@ -93,14 +96,39 @@ def read(tmp_path) -> Callable:
 def make_rows(train_file, encoder, collator) -> Callable[..., Callable]:
     """Makes functions that make rows of 256 tokens, as streams take them."""
 
-    def make(path=train_file, on_long="error", seq_length=256, multiple=1, **settings) -> Callable:
+    def make(path=train_file, on_long="error", on_bad="error", seq_length=256, multiple=1, **settings) -> Callable:
         settings = {"seed": 0, "window_size": 8, **settings}
 
         def rows(begin=None) -> RowDataset:
-            samples = Samples(ConversationFile(path), encoder, limit=seq_length, on_long=on_long)
+            samples = Samples(JsonLines(path), encoder, limit=seq_length, on_long=on_long, on_bad=on_bad)
             lay_out = replace(collator, seq_length=seq_length, multiple=multiple)
             return RowDataset(samples, RowSettings(lay_out, **settings), begin=begin)
 
         return rows
 
     return make
+
+
+def llava_record(number: int) -> dict:
+    """A conversation with up to two pictures, as LLaVA and ShareGPT would spell it; some with null for none."""
+    paths = ["a.png", "b.png"][: number % 3]
+    turns = [{"from": "human", "value": "<image>" * len(paths) + f"é{number}?"}, {"from": "gpt", "value": "[7] {,\"'"}]
+    return {"conversations": turns, "images": paths or None, "other": number}
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory) -> Path:
+    """Twenty conversations in every shape."""
+    folder, records = tmp_path_factory.mktemp("sources"), [llava_record(number) for number in range(20)]
+    for name in ("a.png", "b.png"):
+        picture(folder / name, 32, 32)
+    for name in ("train.jsonl", "lines.json"):
+        write(folder / name, records)
+    (folder / "list.json").write_text(" \n" + json.dumps(records, indent=1, ensure_ascii=False) + "\n", "utf-8")
+    table = pa.Table.from_pylist(records)
+    pq.write_table(table, folder / "train.parquet", row_group_size=3)
+    (folder / "parts").mkdir()
+    for number in range(4):
+        pq.write_table(table.slice(number * 5, 5), folder / f"parts/part-{number}.parquet", row_group_size=2)
+    datasets.Dataset.from_list(records).save_to_disk(folder / "saved")
+    return folder

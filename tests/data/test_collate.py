@@ -3,7 +3,7 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
-from qwen3vl_bridge.data import Collator, ConversationFile, DataError, VisionSettings, pad_token_id
+from qwen3vl_bridge.data import Collator, DataError, JsonLines, VisionSettings, pad_token_id
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ import torch
 
 @pytest.fixture(scope="module")
 def samples(train_file, encoder):
-    file = ConversationFile(train_file)
+    file = JsonLines(train_file)
     return [encoder(file[index]) for index in range(len(file))]
 
 

@@ -224,3 +224,13 @@ def test_a_picture_that_the_processor_refuses_is_named(encoder, read, tmp_path):
     for encode in (encoder, encoder.length):
         with pytest.raises(DataError, match=r"train.jsonl:1: the processor refuses it: .*aspect ratio"):
             encode(conversation)
+
+
+@pytest.mark.parametrize("role", ["user", "assistant"])
+def test_text_that_is_no_unicode_is_refused(encoder, read, role):
+    """JSON can spell half a surrogate pair."""
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    messages[role == "assistant"]["content"] = "a\ud800"
+    for work in (encoder, encoder.length):
+        with pytest.raises(DataError, match=r"train.jsonl:1: found text that is no Unicode"):
+            work(read(messages))

@@ -1,6 +1,6 @@
 """Pictures on disk: sizes and pixels as people see them, and what does not decode."""
 
-from qwen3vl_bridge.data import ConversationFile, DataError
+from qwen3vl_bridge.data import DataError, JsonLines
 from qwen3vl_bridge.data.media import image_size, load_image
 
 import pytest
@@ -34,10 +34,11 @@ def test_pictures_that_do_not_decode_are_refused(tmp_path, encoder, content, mes
     refused(tmp_path, encoder, message, read_picture)
 
 
-def test_a_picture_that_breaks_off_is_refused(tmp_path, encoder):
+@pytest.mark.parametrize("read_picture", ["length", "call"])
+def test_a_picture_that_breaks_off_is_refused(tmp_path, encoder, read_picture):
     path = picture(tmp_path / "x.png", 64, 64)
     path.write_bytes(path.read_bytes()[:2000])
-    refused(tmp_path, encoder, "x.png does not decode as a picture: ", "call")
+    refused(tmp_path, encoder, "x.png does not decode as a picture: ", read_picture)
 
 
 @pytest.mark.parametrize("read_picture", ["length", "call"])
@@ -53,7 +54,7 @@ def test_a_picture_that_would_fill_the_memory_is_refused(tmp_path, encoder, monk
 def refused(folder, encoder, message: str, read_picture: str) -> None:
     question = {"role": "user", "content": [{"type": "image", "image": "x.png"}]}
     record = {"messages": [question, {"role": "assistant", "content": "Seven."}]}
-    file = ConversationFile(write(folder / "train.jsonl", [record]))
+    file = JsonLines(write(folder / "train.jsonl", [record]))
     with pytest.raises(DataError, match=message) as caught:
         encoder.length(file[0]) if read_picture == "length" else encoder(file[0])
     assert str(caught.value).startswith("train.jsonl:1: ")

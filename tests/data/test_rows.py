@@ -1,6 +1,6 @@
 """Rows: samples measured and encoded, and what happens to those that are too long."""
 
-from qwen3vl_bridge.data import ConversationFile, DataError, one_pass
+from qwen3vl_bridge.data import DataError, JsonLines, one_pass
 
 import pytest
 
@@ -11,7 +11,7 @@ def first(rows, number: int = 20) -> list:
 
 
 def test_the_longest_sample_may_fill_a_row(make_rows, encoder, train_file):
-    file = ConversationFile(train_file)
+    file = JsonLines(train_file)
     longest = max(encoder.length(file[index]) for index in range(40))
     first(make_rows(seq_length=longest)())
     with pytest.raises(DataError, match=f"found a sample of {longest} tokens, expected at most {longest - 1}"):
@@ -36,7 +36,7 @@ def test_a_long_sample_is_refused_or_dropped_and_counted(make_rows, caplog):
     assert f"expected at most 64: dropped, {dropped} so far" in caplog.messages[-1]
     with pytest.raises(ValueError, match="epoch 0: none of 40 samples is in a row"):
         make_rows(seq_length=8, on_long="drop")()[0]
-    with pytest.raises(ValueError, match="on_long is 'cut', expected 'error' or 'drop'"):
+    with pytest.raises(ValueError, match="on_long is 'cut', expected 'error' or 'drop' or 'truncate'"):
         make_rows(on_long="cut")()
 
 

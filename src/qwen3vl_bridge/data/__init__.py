@@ -1,35 +1,45 @@
 """From conversations with pictures to packed batches.
 
-What lives here: reading, encoding, packing, collating. What may not: the model; and Megatron, but in `provider.py`.
+What lives here: the public names of reading, encoding, packing and collating, loaded on first use so that importing the
+package stays cheap. What may not: the model; and Megatron, but in `provider.py`.
 """
 
-from .collate import Collator, VisionSettings, pad_token_id
-from .conversations import Conversation, ConversationFile
-from .encode import EncodedSample, Encoder
-from .errors import DataError
-from .packing import best_fit, fill
-from .plan import RowPlan, Window
-from .processor import load_processor
-from .rows import RowDataset, RowSettings, Samples
-from .stream import BatchStream, one_pass
+from importlib import import_module
 
-__all__ = [
-    "BatchStream",
-    "Collator",
-    "Conversation",
-    "ConversationFile",
-    "DataError",
-    "EncodedSample",
-    "Encoder",
-    "RowDataset",
-    "RowPlan",
-    "RowSettings",
-    "Samples",
-    "VisionSettings",
-    "Window",
-    "best_fit",
-    "fill",
-    "load_processor",
-    "one_pass",
-    "pad_token_id",
-]
+_PUBLIC = {
+    "BatchStream": "stream",
+    "Collator": "collate",
+    "Conversation": "conversations",
+    "ConversationSource": "sources",
+    "DataError": "errors",
+    "EncodedSample": "encode",
+    "Encoder": "encode",
+    "HubDataset": "hub",
+    "JsonLines": "sources",
+    "JsonList": "sources",
+    "Parquet": "parquet",
+    "RowDataset": "rows",
+    "RowPlan": "plan",
+    "RowSettings": "rows",
+    "Samples": "rows",
+    "VisionSettings": "collate",
+    "Window": "plan",
+    "best_fit": "packing",
+    "fill": "packing",
+    "load_processor": "processor",
+    "one_pass": "stream",
+    "open_source": "sources",
+    "pad_token_id": "collate",
+}
+
+__all__ = sorted(_PUBLIC)
+
+
+def __getattr__(name: str):
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_PUBLIC[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})

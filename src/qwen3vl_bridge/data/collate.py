@@ -123,9 +123,8 @@ class Collator:
 
     def _batch(self, samples: Sequence[EncodedSample], layout: SequenceLayout) -> PackedBatch:
         ids = self._laid_out([sample.input_ids for sample in samples], layout, self.pad_id)
-        grids = [sample.image_grid_thw for sample in samples if sample.image_grid_thw is not None]
-        pixels = [sample.pixel_values for sample in samples if sample.pixel_values is not None]
-        images = torch.cat(grids) if grids else None
+        images, pixels = self._pictures(samples, "image_grid_thw", "pixel_values")
+        videos, frames = self._pictures(samples, "video_grid_thw", "pixel_values_videos")
         tokens, merge = (self.vision.image_token_id, self.vision.video_token_id), self.vision.spatial_merge_size
         num_image_tokens = int((images.prod(-1) // merge**2).sum()) if images is not None else 0
         return PackedBatch(
@@ -136,7 +135,7 @@ class Collator:
                 ids,
                 layout,
                 images,
-                None,
+                videos,
                 image_token_id=tokens[0],
                 video_token_id=tokens[1],
                 spatial_merge_size=merge,
@@ -144,15 +143,23 @@ class Collator:
             vision_slot=vision_slots(ids, *tokens, num_image_tokens),
             layout=layout,
             vision=make_vision_inputs(
-                torch.cat(pixels).to(self.pixel_dtype) if pixels else None,
+                pixels,
                 images,
-                None,
-                None,
+                frames,
+                videos,
                 num_position_embeddings=self.vision.num_position_embeddings,
                 spatial_merge_size=merge,
             ),
             sample_ids=tuple(sample.sample_id for sample in samples),
         )
+
+    def _pictures(self, samples: Sequence[EncodedSample], grids: str, pixels: str) -> tuple[Tensor | None, ...]:
+        """Grids and pixels of all samples, or None where no sample has any."""
+        some = [sample for sample in samples if getattr(sample, grids) is not None]
+        if not some:
+            return None, None
+        whole = torch.cat([getattr(sample, pixels) for sample in some]).to(self.pixel_dtype)
+        return torch.cat([getattr(sample, grids) for sample in some]), whole
 
     @staticmethod
     def _laid_out(parts: Sequence[Tensor], layout: SequenceLayout, padding: int) -> Tensor:

@@ -1,24 +1,29 @@
-"""Conversations on disk: JSON lines of `messages`, checked.
+"""Conversations as they are written down, checked.
 
-What lives here: finding a line, reading it, refusing what is not a conversation. What may not: pixels (`media.py`),
-tokens and templates (`encode.py`).
+What lives here: what a record of ours may hold, and refusing what is none. What may not: finding and reading records
+(`sources.py`), other people's spellings (`spellings.py`), pixels (`media.py`, `video.py`), tokens (`encode.py`).
 
-A line is {"messages": [{"role": "user", "content": "..."}, ...]}. Roles are system, user and assistant. Content is a
-string, or a list of {"type": "text", "text": "..."} and {"type": "image", "image": "path"}.
+A record is {"messages": [{"role": "user", "content": "..."}, ...]}. Roles are system, user, assistant and tool. Content
+is a string, or a list of {"type": "text", "text": "..."}, {"type": "image", "image": "path"} and
+{"type": "video", "video": "path"}. Beside a role there may be what a chat template reads: "reasoning_content",
+"tool_calls", "name"; beside the messages, "tools".
+
+A picture or a video is a path, "data:...;base64,...", bytes, or {"bytes": ..., "path": ...} as Hugging Face datasets
+have it. A video may also be a list of pictures, with how many of them are a second: "sample_fps".
 """
 
 from __future__ import annotations
 
 import json
-from array import array
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .errors import DataError
-from .media import find
+from .media import FrameList, Media, Video, find
 
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant", "tool")
+_BESIDE = {"reasoning_content", "tool_calls", "tool_call_id", "name"}
 
 
 @dataclass(frozen=True)
@@ -28,113 +33,111 @@ class Conversation:
     Attributes:
         sample_id: file and line, "train.jsonl:12".
         messages: with role and content, as a chat template takes them.
-        images: the pictures' files, in the order of their parts.
+        images: the pictures, in the order of their parts.
+        videos: likewise.
+        tools: what the model may call, as a chat template takes them, or None.
     """
 
     sample_id: str
     messages: tuple[dict[str, Any], ...]
-    images: tuple[Path, ...]
+    images: tuple[Media, ...] = ()
+    videos: tuple[Video, ...] = ()
+    tools: tuple[dict[str, Any], ...] | None = None
 
 
-class ConversationFile:
-    """A file of conversations, one a line. Holds where lines begin, not the lines."""
+def conversation_of(record: Any, place: str, root: Path) -> Conversation:
+    """A record as a conversation.
 
-    def __init__(self, path: str | Path, media_root: str | Path | None = None) -> None:
-        """Find the lines. Blank ones are none, but count as lines.
+    Args:
+        record: what the module describes.
+        place: where it stands, for messages.
+        root: folder that paths are relative to and may not leave.
 
-        Args:
-            path: the JSONL file.
-            media_root: folder that picture paths are relative to and may not leave; the file's own by default.
-
-        Raises:
-            DataError: no such file or folder, or a file without lines.
-        """
-        self.path = Path(path)
-        self.media_root = Path(media_root) if media_root is not None else self.path.parent
-        if not self.path.is_file():
-            raise DataError(str(self.path), "there is no such file, expected JSON lines of conversations")
-        if not self.media_root.is_dir():
-            raise DataError(str(self.media_root), "there is no such folder, expected the media root")
-        self._offsets, self._lines = array("Q"), array("Q")
-        offset = 0
-        with self.path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.isspace():
-                    self._offsets.append(offset)
-                    self._lines.append(number)
-                offset += len(line)
-        self.size = offset
-        if not self._offsets:
-            raise DataError(str(self.path), "found no lines, expected one conversation a line")
-
-    def __len__(self) -> int:
-        return len(self._offsets)
-
-    def sample_id(self, index: int) -> str:
-        """File and line of a conversation."""
-        return f"{self.path.name}:{self._lines[index]}"
-
-    def __getitem__(self, index: int) -> Conversation:
-        """Read one conversation.
-
-        Raises:
-            DataError: anything about the line that is not as the module says.
-        """
-        place = self.sample_id(index)
-        with self.path.open("rb") as file:
-            file.seek(self._offsets[index])
-            line = file.readline()
-        try:
-            record = json.loads(line.decode("utf-8"))
-        except UnicodeDecodeError as error:
-            raise DataError(place, f"found bytes that are no UTF-8 ({error})") from error
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise DataError(place, f"found no valid JSON ({error}), expected one conversation") from error
-        return _conversation(record, place, self.media_root)
-
-
-def _conversation(record: Any, place: str, root: Path) -> Conversation:
+    Raises:
+        DataError: anything about it that is not as the module says.
+    """
     messages = record.get("messages") if isinstance(record, dict) else None
     if not isinstance(messages, list) or not messages:
         found = _kind(record) if not isinstance(record, dict) else f"{_kind(messages)} under 'messages'"
         raise DataError(place, f"found {found}, expected an object with a list of messages")
-    if "tools" in record:
-        raise DataError(place, "found 'tools', which this reader does not pass on to the chat template yet")
-    images: list[Path] = []
-    checked = tuple(_message(m, f"{place}: message {i}", root, images) for i, m in enumerate(messages, start=1))
+    media = _Media(root)
+    checked = tuple(media.message(m, f"{place}: message {i}") for i, m in enumerate(messages, start=1))
     roles = [message["role"] for message in checked]
     if "assistant" not in roles or roles[0] == "assistant":
         raise DataError(place, f"found the roles {', '.join(roles)}, expected an assistant's answer to something")
-    return Conversation(place, checked, tuple(images))
+    tools = record.get("tools")
+    if not (tools is None or (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools))):
+        raise DataError(place, f"found {_kind(tools)} under 'tools', expected a list of objects")
+    return Conversation(place, checked, tuple(media.images), tuple(media.videos), tuple(tools) if tools else None)
 
 
-def _message(message: Any, place: str, root: Path, images: list[Path]) -> dict[str, Any]:
-    if not isinstance(message, dict) or set(message) != {"role", "content"}:
-        found = f"the keys {', '.join(map(str, message))}" if isinstance(message, dict) else _kind(message)
-        raise DataError(place, f"found {found}, expected an object with role and content alone")
-    role, content = message["role"], message["content"]
-    if role not in ROLES:
-        raise DataError(place, f"found the role {role!r}, expected one of {', '.join(ROLES)}")
-    if isinstance(content, str):
-        return {"role": role, "content": content}
-    if not isinstance(content, list) or not content:
-        raise DataError(place, f"found {_kind(content)} as content, expected a string or a list of parts")
-    parts = [_part(part, f"{place}, part {i}", root, images) for i, part in enumerate(content, start=1)]
-    return {"role": role, "content": parts}
+class _Media:
+    """Checks messages, and collects their pictures and videos."""
 
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self.images: list[Media] = []
+        self.videos: list[Video] = []
 
-def _part(part: Any, place: str, root: Path, images: list[Path]) -> dict[str, str]:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind == "video":
-        raise DataError(place, "found a video, which this reader does not decode yet, expected text or image")
-    if kind not in ("text", "image"):
-        found = _kind(part) if not isinstance(part, dict) else f"a part of type {kind!r}"
-        raise DataError(place, f"found {found}, expected an object of type 'text' or 'image'")
-    if not isinstance(part.get(kind), str) or set(part) != {"type", kind}:
-        raise DataError(place, f"found the keys {', '.join(part)}, expected 'type' and a string as {kind!r} alone")
-    if kind == "image":
-        images.append(find(part["image"], root, place))
-    return dict(part)
+    def message(self, message: Any, place: str) -> dict[str, Any]:
+        if not isinstance(message, dict):
+            raise DataError(place, f"found {_kind(message)}, expected an object with role and content")
+        # Tables give every row the columns of all others, empty where a message has none.
+        message = {key: value for key, value in message.items() if value is not None or key == "content"}
+        if message.get("content") is None and message.get("tool_calls"):
+            message["content"] = ""
+        if not {"role", "content"} <= set(message) <= {"role", "content", *_BESIDE}:
+            allowed = f"role and content, and {', '.join(sorted(_BESIDE))} where needed"
+            raise DataError(place, f"found the keys {', '.join(map(str, message))}, expected {allowed}")
+        role, content = message["role"], message["content"]
+        if role not in ROLES:
+            raise DataError(place, f"found the role {role!r}, expected one of {', '.join(ROLES)}")
+        if isinstance(content, str):
+            return message
+        if not isinstance(content, list) or not content:
+            raise DataError(place, f"found {_kind(content)} as content, expected a string or a list of parts")
+        parts = [self._part(part, f"{place}, part {i}") for i, part in enumerate(content, start=1)]
+        return {**message, "content": parts}
+
+    def _part(self, part: Any, place: str) -> dict[str, str]:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in ("text", "image", "video"):
+            found = _kind(part) if not isinstance(part, dict) else f"a part of type {kind!r}"
+            raise DataError(place, f"found {found}, expected an object of type 'text', 'image' or 'video'")
+        part = {key: value for key, value in part.items() if value is not None}
+        value, keys = part.get(kind), set(part) - {"type", kind}
+        frames = kind == "video" and isinstance(value, list)
+        if keys - ({"sample_fps"} if frames else set()):
+            raise DataError(place, f"found the keys {', '.join(map(str, part))}, expected 'type' and {kind!r} alone")
+        if kind == "text":
+            if not isinstance(value, str):
+                raise DataError(place, f"found {_kind(value)} under 'text', expected a string")
+        elif frames:
+            self.videos.append(self._frames(value, part.get("sample_fps"), place))
+        else:
+            (self.images if kind == "image" else self.videos).append(self._media(value, kind, place))
+        # A template asks what kind a part is. Contents would only make the messages heavy.
+        return {"type": kind, kind: value if isinstance(value, str) and not value.startswith("data:") else ""}
+
+    def _media(self, value: Any, kind: str, place: str) -> Media:
+        if isinstance(value, dict) and set(value) <= {"bytes", "path"}:
+            value = value["bytes"] if value.get("bytes") is not None else value.get("path")
+        if isinstance(value, str) and value:
+            return find(value, self._root, place)
+        if isinstance(value, bytes) and value:
+            return value
+        raise DataError(place, f"found {_kind(value)} under {kind!r}, expected a path or bytes")
+
+    def _frames(self, frames: list[Any], fps: Any, place: str) -> FrameList:
+        if not frames:
+            raise DataError(place, "found a video of no frames, expected at least one")
+        if isinstance(fps, bool) or not isinstance(fps, (int, float)) or not 0 < fps < float("inf"):
+            raise DataError(
+                place, f"found {_kind(fps)} as the 'sample_fps' of a list of frames, expected how many are a second"
+            )
+        return FrameList(
+            tuple(self._media(frame, "video", f"{place}, frame {i}") for i, frame in enumerate(frames)), fps
+        )
 
 
 def _kind(value: Any) -> str:
@@ -142,4 +145,5 @@ def _kind(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     names = {dict: "an object", list: "a list", str: "a string", int: "a number", float: "a number"}
-    return f"an empty {names[type(value)][2:].strip()}" if value in ({}, [], "") else names[type(value)]
+    name = names.get(type(value), type(value).__name__)
+    return f"an empty {name[2:].strip()}" if value in ({}, [], "") else name

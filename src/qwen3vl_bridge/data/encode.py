@@ -11,17 +11,23 @@ is ever trained on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from math import prod
+from typing import Any, Literal
 
 import jinja2
 import torch
 from torch import Tensor
 
+from . import video
 from .conversations import Conversation
 from .errors import DataError
 from .media import image_size, load_image
+from .tokens import Seen, Tokens, tokenise
+
+Answers = Literal["all", "last"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,8 @@ class EncodedSample:
         pixel_values: [N, channels * temporal_patch * patch * patch] float32, or None without pictures.
         image_grid_thw: [images, 3] int64, or None without pictures.
         sample_id: file and line.
+        pixel_values_videos: as `pixel_values`, of the videos.
+        video_grid_thw: [videos, 3] int64, or None without videos.
     """
 
     input_ids: Tensor
@@ -43,6 +51,8 @@ class EncodedSample:
     pixel_values: Tensor | None
     image_grid_thw: Tensor | None
     sample_id: str
+    pixel_values_videos: Tensor | None = None
+    video_grid_thw: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -51,73 +61,109 @@ class EncodedSample:
 class Encoder:
     """Turns conversations into `EncodedSample`s. Picklable, so that data-loading workers can have one each."""
 
-    def __init__(self, processor: Any) -> None:
-        """Keep a processor, as `load_processor` gives it."""
-        self.processor = processor
-        # Pictures are not answers, even where a template lets an assistant's turn show one.
-        pictorial = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-        self._never = torch.tensor([number for name in pictorial if (number := getattr(processor, name)) is not None])
+    def __init__(self, processor: Any, answers: Answers = "all") -> None:
+        """Keep a processor, as `load_processor` gives it.
 
-    def length(self, conversation: Conversation) -> int:
-        """How many tokens the sample takes, without its pictures' pixels.
+        Args:
+            processor: it.
+            answers: train on all of an assistant's answers, or on the last alone.
+        """
+        if answers not in ("all", "last"):
+            raise ValueError(f"answers is {answers!r}, expected 'all' or 'last'")
+        self.processor, self._only = processor, answers
+
+    def length(self, conversation: Conversation, limit: int | None = None) -> int:
+        """How many tokens the sample takes, of its pictures reading no more than their headers.
+
+        Args:
+            conversation: it.
+            limit: most tokens, to which it is cut; no picture is cut.
 
         Raises:
-            DataError: a picture or a conversation that cannot be encoded.
+            DataError: a picture or a conversation that cannot be encoded, or that has no answer before the cut.
         """
+        seen = self._see(conversation)
+        self._check_placeholders(conversation)
+        # Where nothing is cut, nobody needs to know where the answers are.
         text = self._render(conversation, conversation.messages)
-        sizes = [image_size(path, conversation.sample_id) for path in conversation.images]
-        self._check_placeholders(conversation, text)
-        images = self.processor.image_processor
-        try:
-            patches = [images.get_number_of_image_patches(height, width, {}) for height, width in sizes]
-        except ValueError as error:
-            raise _refused(conversation, error) from error
-        extra = sum(number // images.merge_size**2 - 1 for number in patches)
-        return len(self.processor.tokenizer(text)["input_ids"]) + extra
+        length = len(tokenise(self.processor, text, (), seen, conversation.sample_id))
+        return length if limit is None or length <= limit else len(self._tokens(conversation, seen, limit))
 
-    def __call__(self, conversation: Conversation) -> EncodedSample:
-        """Encode one conversation.
+    def __call__(self, conversation: Conversation, limit: int | None = None) -> EncodedSample:
+        """Encode one conversation; arguments as for `length`.
 
         Raises:
             DataError: pictures that do not decode or don't match their places in the text, or a template that gives
                 no place to hold on to for an answer.
         """
-        text, answers = self._answers(conversation)
-        self._check_placeholders(conversation, text)
-        pictures = [load_image(path, conversation.sample_id) for path in conversation.images]
-        try:
-            encoded = self.processor(
-                text=[text],
-                images=pictures or None,
-                return_offsets_mapping=True,
-                return_mm_token_type_ids=False,
-                return_tensors="pt",
-            )
-        except (ValueError, RuntimeError) as error:
-            raise _refused(conversation, error) from error
-        ids, offsets = encoded["input_ids"][0], encoded["offset_mapping"][0]
-        grids = encoded.get("image_grid_thw")
-        trained = torch.zeros(len(ids), dtype=torch.bool)
-        for start, end in self._expanded(text, answers, grids):
-            trained |= (offsets[:, 0] >= start) & (offsets[:, 0] < end)
-        trained &= ~torch.isin(ids, self._never)
+        seen = self._see(conversation)
+        tokens = self._tokens(conversation, seen, limit)
+        seen = Seen(seen.image_tokens[: len(tokens.images)], seen.videos[: len(tokens.videos)])
+        images, videos = self._pixels(conversation, seen)
+        ids, trained = tokens.whole()
         return EncodedSample(
             input_ids=ids,
             labels=torch.cat((ids[1:], ids[-1:])),
             loss_mask=torch.cat((trained[1:], trained.new_zeros(1))).float(),
-            pixel_values=encoded.get("pixel_values"),
-            image_grid_thw=grids,
+            pixel_values=images.get("pixel_values"),
+            image_grid_thw=images.get("image_grid_thw"),
+            pixel_values_videos=videos.get("pixel_values_videos"),
+            video_grid_thw=videos.get("video_grid_thw"),
             sample_id=conversation.sample_id,
         )
+
+    def _tokens(self, conversation: Conversation, seen: Seen, limit: int | None) -> Tokens:
+        self._check_placeholders(conversation)
+        text, answers = self._answers(conversation)
+        tokens = tokenise(self.processor, text, answers, seen, conversation.sample_id)
+        if limit is None or len(tokens) <= limit:
+            return tokens
+        cut = tokens.cut(limit)
+        if not cut.trained[1:].any():
+            problem = f"found {len(tokens)} tokens, and no answer among the first {len(cut)} that remain of it"
+            raise DataError(conversation.sample_id, f"{problem}, expected one within {limit}")
+        return cut
+
+    def _see(self, conversation: Conversation) -> Seen:
+        """What a conversation's pictures and videos become, by their headers."""
+        place, images = conversation.sample_id, self.processor.image_processor
+        sizes = [image_size(image, place) for image in conversation.images]
+        try:
+            patches = [images.get_number_of_image_patches(height, width, {}) for height, width in sizes]
+        except ValueError as error:
+            raise _refused(conversation, error) from error
+        videos = (video.sample(clip, self.processor.video_processor, place) for clip in conversation.videos)
+        return Seen(tuple(number // images.merge_size**2 for number in patches), tuple(videos))
+
+    def _pixels(self, conversation: Conversation, seen: Seen) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """What the image and the video processor make of a conversation's pictures and videos."""
+        place, reader = conversation.sample_id, self.processor.video_processor
+        pictures = [load_image(image, place) for image in conversation.images[: len(seen.image_tokens)]]
+        pairs = zip(conversation.videos, seen.videos, strict=False)  # a sample cut short shows fewer
+        clips = [video.load(clip, sampled, reader, place) for clip, sampled in pairs]
+        try:
+            images = self.processor.image_processor(images=pictures, return_tensors="pt") if pictures else {}
+            # They have their frames and their size already.
+            as_they_are = {"do_sample_frames": False, "do_resize": False, "return_tensors": "pt"}
+            made = [reader(videos=[clip], **as_they_are) for clip in clips]
+        except (ValueError, RuntimeError) as error:
+            raise _refused(conversation, error) from error
+        merge = self.processor.image_processor.merge_size**2
+        found = [prod(grid) // merge for grid in images["image_grid_thw"].tolist()] if pictures else []
+        found += [tuple(one["video_grid_thw"][0].tolist()) for one in made]
+        expected = [*seen.image_tokens, *(sampled.grid for sampled in seen.videos)]
+        if found != expected:
+            raise DataError(place, f"pictures and videos became {found}, expected {expected} by their headers")
+        names = ("pixel_values_videos", "video_grid_thw") if made else ()
+        return images, {name: torch.cat([one[name] for one in made]) for name in names}
 
     def _answers(self, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
         """The whole text, and where in it the answers lie, each with the token that closes it."""
         messages, place = conversation.messages, conversation.sample_id
         text = self._render(conversation, messages)
         spans = []
-        for number, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
+        answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        for number in answers if self._only == "all" else answers[-1:]:
             where = f"{place}: message {number + 1}"
             prompt = self._render(conversation, messages[:number], prompt=True)
             turn = self._render(conversation, messages[: number + 1])
@@ -133,13 +179,13 @@ class Encoder:
         return text, spans
 
     def _render(self, conversation: Conversation, messages: Sequence[dict[str, Any]], prompt: bool = False) -> str:
-        copies = [dict(message) for message in messages]  # transformers rewrites messages in place
+        copies, tools = copy.deepcopy((list(messages), conversation.tools))  # transformers rewrites messages in place
         try:
-            return self.processor.apply_chat_template(copies, tokenize=False, add_generation_prompt=prompt)
+            return self.processor.apply_chat_template(copies, tools=tools, tokenize=False, add_generation_prompt=prompt)
         except jinja2.TemplateError as error:
             raise DataError(conversation.sample_id, f"the chat template refuses it: {error}") from error
 
-    def _check_placeholders(self, conversation: Conversation, text: str) -> None:
+    def _check_placeholders(self, conversation: Conversation) -> None:
         """Refuses text that would be taken for a picture."""
         for number, message in enumerate(conversation.messages, start=1):
             content = message["content"]
@@ -148,28 +194,6 @@ class Encoder:
                 if any(token in words for words in texts):
                     place = f"{conversation.sample_id}: message {number}"
                     raise DataError(place, f"found {token!r} in the text, which stands for a picture")
-        found, expected = text.count(self.processor.image_token), len(conversation.images)
-        if found != expected:
-            raise DataError(
-                conversation.sample_id, f"the chat template made {found} places for pictures, expected {expected}"
-            )
-
-    def _expanded(self, text: str, spans: list[tuple[int, int]], grids: Tensor | None) -> list[tuple[int, int]]:
-        """The spans in the text that was tokenised, where each picture's token stands once for each of its tokens."""
-        if grids is None:
-            return spans
-        token, merge = self.processor.image_token, self.processor.image_processor.merge_size
-        added = [(number - 1) * len(token) for number in (grids.prod(-1) // merge**2).tolist()]
-        shift, place, shifts = 0, -1, []
-        for extra in added:
-            place = text.index(token, place + 1)
-            shift += extra
-            shifts.append((place, shift))
-
-        def moved(offset: int) -> int:
-            return offset + max((shift for place, shift in shifts if place < offset), default=0)
-
-        return [(moved(start), moved(end)) for start, end in spans]
 
 
 def _refused(conversation: Conversation, error: Exception) -> DataError:

@@ -1,11 +1,16 @@
-"""Pictures on disk: which file a conversation means, how large it is, its pixels.
+"""Pictures: which file or bytes a conversation means, how large it is, its pixels.
 
-What lives here: everything that opens a picture. What may not: resizing and patches (the processor's).
+What lives here: everything that opens a picture. What may not: videos (`video.py`), resizing and patches (the
+processor's).
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
+import io
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 
 from PIL import ExifTags, Image, ImageOps
@@ -16,41 +21,80 @@ from .errors import DataError
 MOST_PIXELS = Image.MAX_IMAGE_PIXELS or 2**30
 _SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that swap width and height
 
+Media = Path | bytes
 
-def find(name: str, root: Path, place: str) -> Path:
-    """The file that a conversation calls `name`.
+
+@dataclass(frozen=True)
+class FrameList:
+    """A video that comes as pictures, sampled already.
+
+    Attributes:
+        frames: the pictures, all of one size.
+        fps: how many of them are a second.
+    """
+
+    frames: tuple[Media, ...]
+    fps: float
+
+
+Video = Media | FrameList
+
+
+def find(name: str, root: Path, place: str) -> Media:
+    """What a conversation calls `name`.
 
     Args:
-        name: path relative to `root`, or absolute and inside it.
+        name: path relative to `root`, or absolute and inside it; or the contents themselves, "data:...;base64,...".
         root: folder that no path may leave, by `..` or by a link.
         place: where the name stands, for messages.
 
     Raises:
-        DataError: an address, a path that leaves the root, or no such file.
+        DataError: an address, a path that leaves the root, no such file, or damaged contents.
     """
-    if "://" in name or name.startswith("data:"):
+    if name.startswith("data:"):
+        head, comma, contents = name.partition(",")
+        if not comma or not head.endswith(";base64"):
+            raise DataError(place, f"found {name[:40]!r}, expected 'data:...;base64,' and contents")
+        try:
+            return base64.b64decode(contents, validate=True)
+        except binascii.Error as error:
+            raise DataError(place, f"found contents that are no base64 ({error})") from error
+    if "://" in name:
         raise DataError(place, f"found the address {name[:80]!r}, expected the path of a file")
-    path = (root / name).resolve()
-    if not path.is_relative_to(root.resolve()):
-        raise DataError(place, f"{name!r} is {path}, expected a path inside the media root {root.resolve()}")
-    if not path.is_file():
-        raise DataError(place, f"{name!r} is {path}, and there is no such file")
+    try:
+        path = (root / name).resolve()
+        if not path.is_relative_to(root.resolve()):
+            raise DataError(place, f"{name!r} is {path}, expected a path inside the media root {root.resolve()}")
+        if not path.is_file():
+            raise DataError(place, f"{name!r} is {path}, and there is no such file")
+    except DataError:
+        raise
+    except (OSError, ValueError) as error:  # too long, a loop of links, a null character
+        raise DataError(place, f"found {name[:80]!r}, expected the path of a file ({error})") from error
     return path
 
 
-def image_size(path: Path, place: str) -> tuple[int, int]:
+def describe(media: Media) -> str:
+    """A file's path, or how many bytes came in its stead."""
+    return str(media) if isinstance(media, Path) else f"a picture or video of {len(media):,} bytes"
+
+
+def image_size(image: Media, place: str) -> tuple[int, int]:
     """Height and width of a picture as `load_image` gives it, read from the file's header.
 
     Raises:
         DataError: as `load_image`, as far as the header tells.
     """
-    with _opened(path, place) as image:
-        width, height = image.size
-        sideways = image.getexif().get(ExifTags.Base.Orientation) in _SIDEWAYS
+    with _opened(image, place) as opened:
+        width, height = opened.size
+        try:
+            sideways = opened.getexif().get(ExifTags.Base.Orientation) in _SIDEWAYS
+        except Exception as error:  # of some formats it reads the whole file
+            raise DataError(place, f"{describe(image)} does not decode as a picture: {error}") from error
     return (width, height) if sideways else (height, width)
 
 
-def load_image(path: Path, place: str) -> Image.Image:
+def load_image(image: Media, place: str) -> Image.Image:
     """The picture in RGB and upright, as `transformers.image_utils.load_image` gives it.
 
     A processor that is given a path leaves a photograph on its side as the camera held it; people who wrote about it
@@ -59,25 +103,38 @@ def load_image(path: Path, place: str) -> Image.Image:
     Raises:
         DataError: a file that does not decode, or one with too many pixels.
     """
-    with _opened(path, place) as image:
+    with _opened(image, place) as opened:
         try:
-            return ImageOps.exif_transpose(image).convert("RGB")
+            return ImageOps.exif_transpose(opened).convert("RGB")
         except Exception as error:  # each of Pillow's decoders has its own
-            raise DataError(place, f"{path} does not decode as a picture: {error}") from error
+            raise DataError(place, f"{describe(image)} does not decode as a picture: {error}") from error
 
 
-def _opened(path: Path, place: str) -> Image.Image:
-    too_large = f"expected at most {MOST_PIXELS:,} pixels"
+def _opened(media: Media, place: str) -> Image.Image:
+    name = describe(media)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            image = Image.open(path)
+            image = Image.open(media if isinstance(media, Path) else io.BytesIO(media))
     except Image.DecompressionBombError as error:
-        raise DataError(place, f"{path} is too large: {error}; {too_large}") from error
+        raise DataError(place, f"{name} is too large: {error}; expected at most {MOST_PIXELS:,} pixels") from error
     except Exception as error:  # each of Pillow's decoders has its own
-        raise DataError(place, f"{path} does not decode as a picture: {error}") from error
-    width, height = image.size
-    if width * height > MOST_PIXELS:
+        raise DataError(place, f"{name} does not decode as a picture: {error}") from error
+    try:
+        check_pixels(*image.size, name, place)
+    except DataError:
         image.close()
-        raise DataError(place, f"{path} is too large: {width} x {height} pixels, {too_large}")
+        raise
     return image
+
+
+def check_pixels(width: int, height: int, name: str, place: str) -> None:
+    """Refuses a picture made to exhaust memory.
+
+    Raises:
+        DataError: it has too many pixels.
+    """
+    if width * height > MOST_PIXELS:
+        raise DataError(
+            place, f"{name} is too large: {width} x {height} pixels, expected at most {MOST_PIXELS:,} pixels"
+        )

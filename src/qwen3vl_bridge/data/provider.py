@@ -7,9 +7,9 @@ may not: reading, encoding, packing.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 from qwen3vl_bridge.sequence import PackedBatch
 
@@ -17,11 +17,11 @@ import torch
 from megatron.bridge.data.base import DatasetBuildContext, DatasetProvider
 
 from .collate import Collator, VisionSettings, pad_token_id
-from .conversations import ConversationFile
-from .encode import Encoder
+from .encode import Answers, Encoder
 from .plan import Window
-from .processor import load_processor
-from .rows import OnLong, RowDataset, RowSettings, Samples
+from .processor import VisionLimits, load_processor
+from .rows import OnBad, OnLong, RowDataset, RowSettings, Samples, check_policies
+from .sources import open_source
 from .stream import BatchStream, one_pass
 
 SPLITS = ("train", "valid", "test")
@@ -34,7 +34,7 @@ class Qwen3VLConversationProvider(DatasetProvider):
     Only the training split is shuffled. A "sample" of Megatron-Bridge's counters is a row.
 
     Attributes:
-        train_path: JSON lines of conversations (see `conversations.py`).
+        train_path: conversations: a file of JSON or Parquet, a folder, or "hf://owner/name#split" (see `sources.py`).
         valid_path: likewise, for validation, or None.
         test_path: likewise, or None.
         media_root: folder of the pictures; by default that of each file.
@@ -42,7 +42,11 @@ class Qwen3VLConversationProvider(DatasetProvider):
         seq_length: tokens of a row.
         pack: several conversations in a row, best-fit, with micro_batch_size 1; otherwise one in each, padded.
         seed: of the order of the training split.
-        on_long: what to do with a conversation longer than a row: "error", or "drop", counted and reported.
+        on_long: what to do with a conversation longer than a row: "error"; or "drop" it, or "truncate" it without
+            cutting a picture, counted and reported.
+        on_bad: what to do with one that cannot be read or encoded: "error", or "drop", counted and reported.
+        vision: how much is seen of pictures and videos, where not as the checkpoint says.
+        answers: which of an assistant's answers to train on, "all" or the "last".
         window_size: conversations that are packed together.
         pad_to_multiple_of: each conversation of a packed row is padded to a multiple of this: 2 * cp, and of the
             tensor-parallel size under sequence parallelism.
@@ -59,6 +63,9 @@ class Qwen3VLConversationProvider(DatasetProvider):
     pack: bool = True
     seed: int = 1234
     on_long: OnLong = "error"
+    on_bad: OnBad = "error"
+    answers: Answers = "all"
+    vision: VisionLimits = field(default_factory=VisionLimits)
     window_size: int = 512
     pad_to_multiple_of: int = 1
     pixel_dtype: torch.dtype = torch.float32
@@ -75,8 +82,9 @@ class Qwen3VLConversationProvider(DatasetProvider):
             raise ValueError(
                 f"dataloader_type is {self.dataloader_type!r}, expected 'single': rows are in order already"
             )
-        if self.on_long not in ("error", "drop"):
-            raise ValueError(f"on_long is {self.on_long!r}, expected 'error' or 'drop'")
+        check_policies(self.on_long, self.on_bad)
+        if self.answers not in get_args(Answers):
+            raise ValueError(f"answers is {self.answers!r}, expected 'all' or 'last'")
         if self.seq_length % self.pad_to_multiple_of:
             raise ValueError(
                 f"seq_length is {self.seq_length}, expected a multiple of pad_to_multiple_of, {self.pad_to_multiple_of}"
@@ -138,11 +146,17 @@ class Qwen3VLConversationProvider(DatasetProvider):
         path = getattr(self, f"{split}_path", None)
         if path is None:
             raise ValueError(f"the split {split!r} has no {split}_path; splits are {', '.join(SPLITS)}")
-        encoder, vision, pad_id = _of_checkpoint(self.hf_processor_path)
+        encoder, vision, pad_id = _of_checkpoint(self.hf_processor_path, self.answers, self.vision)
         collator = Collator(vision, pad_id, self.seq_length, self.pad_to_multiple_of, self.pixel_dtype)
         shuffled = split == "train" if shuffle is None else shuffle
         return RowDataset(
-            Samples(ConversationFile(path, self.media_root), encoder, limit=self.seq_length, on_long=self.on_long),
+            Samples(
+                open_source(path, self.media_root),
+                encoder,
+                limit=self.seq_length,
+                on_long=self.on_long,
+                on_bad=self.on_bad,
+            ),
             RowSettings(collator, self.pack, self.seed if shuffled else None, self.window_size),
             length=length,
             begin=begin,
@@ -150,7 +164,7 @@ class Qwen3VLConversationProvider(DatasetProvider):
 
 
 @cache
-def _of_checkpoint(path: str) -> tuple[Encoder, VisionSettings, int]:
+def _of_checkpoint(path: str, answers: Answers, limits: VisionLimits) -> tuple[Encoder, VisionSettings, int]:
     """What a checkpoint says about encoding and laying out; read once a process."""
-    processor = load_processor(path)
-    return Encoder(processor), VisionSettings.of_checkpoint(path, processor), pad_token_id(processor.tokenizer)
+    processor = load_processor(path, limits)
+    return Encoder(processor, answers), VisionSettings.of_checkpoint(path, processor), pad_token_id(processor.tokenizer)

@@ -8,44 +8,66 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from qwen3vl_bridge.sequence import PackedBatch
 
 import torch
 from torch.utils.data import Dataset
 
-from .collate import Collator
-from .conversations import ConversationFile
+from .collate import Collator, pad_token_id
 from .encode import EncodedSample, Encoder
 from .errors import DataError
 from .plan import RowPlan, Window
+from .sources import ConversationSource
 
 logger = logging.getLogger(__name__)
 
-OnLong = Literal["error", "drop"]
+OnLong = Literal["error", "drop", "truncate"]
+OnBad = Literal["error", "drop"]
 _UNKNOWN = -1
+
+
+def check_policies(on_long: str, on_bad: str) -> None:
+    """Refuses what `Samples` cannot do.
+
+    Raises:
+        ValueError: a policy that there is not.
+    """
+    for name, found, allowed in (("on_long", on_long, get_args(OnLong)), ("on_bad", on_bad, get_args(OnBad))):
+        if found not in allowed:
+            raise ValueError(f"{name} is {found!r}, expected {' or '.join(map(repr, allowed))}")
 
 
 class Samples:
     """The samples of one file: measured first, encoded when their row is due."""
 
-    def __init__(self, file: ConversationFile, encoder: Encoder, *, limit: int, on_long: OnLong = "error") -> None:
+    def __init__(
+        self,
+        file: ConversationSource,
+        encoder: Encoder,
+        *,
+        limit: int,
+        on_long: OnLong = "error",
+        on_bad: OnBad = "error",
+    ) -> None:
         """Take a file's conversations as samples.
 
         Args:
             file: the conversations.
             encoder: turns them into tokens.
             limit: most tokens a sample may have.
-            on_long: refuse a longer one, or drop, count and report it.
+            on_long: refuse a longer one; or drop it; or cut it short, without cutting a picture. The latter two are
+                counted and reported.
+            on_bad: refuse one that cannot be encoded, or drop, count and report it.
         """
-        if on_long not in ("error", "drop"):
-            raise ValueError(f"on_long is {on_long!r}, expected 'error' or 'drop'")
-        self.file, self._encoder, self.limit, self._on_long = file, encoder, limit, on_long
+        check_policies(on_long, on_bad)
+        self.file, self._encoder, self.limit = file, encoder, limit
+        self.on_long, self.on_bad = on_long, on_bad
         self._lengths = array("q", [_UNKNOWN]) * len(file)
-        self.num_dropped = 0
+        self.num_dropped = self.num_truncated = 0
 
     def __len__(self) -> int:
         return len(self.file)
@@ -54,30 +76,55 @@ class Samples:
         """Tokens of a sample, or 0 for one that is dropped.
 
         Raises:
-            DataError: a sample that is too long, where that is an error, or that cannot be read.
+            DataError: a sample that is too long or cannot be read, where that is an error.
         """
         if self._lengths[index] == _UNKNOWN:
             self._lengths[index] = self._measure(index)
         return self._lengths[index]
 
     def _measure(self, index: int) -> int:
-        length = self._encoder.length(self.file[index])
+        length = self._unless_bad(lambda: self._encoder.length(self.file[index]), 0)
         if length <= self.limit:
             return length
-        problem = f"found a sample of {length} tokens, expected at most {self.limit}"
-        if self._on_long == "error":
-            raise DataError(self.file.sample_id(index), f"{problem} (a row's length; on_long='drop' leaves it out)")
+        problem = f"{self.file.sample_id(index)}: found a sample of {length} tokens, expected at most {self.limit}"
+        if self.on_long == "error":
+            raise DataError(f"{problem} (a row's length; on_long='drop' leaves it out, 'truncate' cuts it)")
+        if self.on_long == "drop":
+            return self._drop(problem, 0)
+        length = self._unless_bad(lambda: self._encoder.length(self.file[index], self.limit), 0)
+        if length:
+            self.num_truncated += 1
+            logger.warning("%s: cut, %d so far", problem, self.num_truncated)
+        return length
+
+    def _unless_bad[Result](self, work: Callable[[], Result], otherwise: Result) -> Result:
+        try:
+            return work()
+        except DataError as error:
+            if self.on_bad == "error":
+                raise
+            return self._drop(str(error), otherwise)
+
+    def _drop[Result](self, problem: str, otherwise: Result) -> Result:
         self.num_dropped += 1
-        logger.warning("%s: %s: dropped, %d so far", self.file.sample_id(index), problem, self.num_dropped)
-        return 0
+        logger.warning("%s: dropped, %d so far", problem, self.num_dropped)
+        return otherwise
 
     def encode(self, index: int) -> EncodedSample:
         """The sample's tokens and pixels.
 
+        One that proves bad only now, such as a picture that breaks off, and is dropped, leaves its place in the row
+        to a single token that nothing is trained on.
+
         Raises:
-            DataError: it cannot be encoded, or not to the length that its row was planned with.
+            DataError: it cannot be encoded, where that is an error, or not to the length that its row was planned with.
         """
-        sample = self._encoder(self.file[index])
+        token = torch.tensor([pad_token_id(self._encoder.processor.tokenizer)])
+        nothing = EncodedSample(token, token, torch.zeros(1), None, None, self.file.sample_id(index))
+        return self._unless_bad(lambda: self._encode(index), nothing)
+
+    def _encode(self, index: int) -> EncodedSample:
+        sample = self._encoder(self.file[index], self.limit)
         if len(sample) != self.length(index):
             raise DataError(
                 sample.sample_id, f"found {len(sample)} tokens, but its row was planned for {self.length(index)}"
@@ -158,17 +205,19 @@ class RowDataset(Dataset[Row]):
             raise ValueError(f"found a microbatch of {len(rows)} packed rows, expected 1: make the row longer instead")
         return self.settings.collator.packed(rows[0].samples)
 
-    def fingerprint(self) -> dict[str, int | None]:
+    def fingerprint(self) -> dict[str, int | str | None]:
         """What must be the same for a row's number to mean the same row."""
         settings = self.settings
         return {
             "samples": len(self.samples),
-            "bytes": self.samples.file.size,
+            "bytes": self.samples.file.fingerprint(),
             "seq_length": settings.collator.seq_length,
             "multiple": settings.collator.multiple,
             "pack": int(settings.pack),
             "seed": settings.seed,
             "window_size": settings.window_size,
+            "on_long": self.samples.on_long,
+            "on_bad": self.samples.on_bad,
         }
 
 

@@ -1,0 +1,144 @@
+"""The data's command line: inspect.
+
+What lives here: options and their meaning. What may not: torch at import time (so that `--help` answers at once), work,
+words of a report (`report.py`, `html_report.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import io
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from qwen3vl_bridge.data.errors import DataError
+
+# As a shell reports a command that was ended by the signal of Ctrl-C.
+_BAD_SAMPLES, _BAD_INPUT, _INTERRUPTED = 1, 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: as typed; None for those of the process.
+
+    Returns:
+        Exit status: 0, 1 if there were samples with errors, 2 for bad input, 130 if interrupted.
+    """
+    options = _parser().parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # samples may hold what a terminal cannot show
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        return options.run(options)
+    except (DataError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return _BAD_INPUT
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return _INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="qwen3vl-data", description="Look at conversations before training on them.")
+    verbs = parser.add_subparsers(metavar="VERB", required=True)
+    _inspect(verbs.add_parser("inspect", help="show samples as the model will see them, and what is trained on"))
+    return parser
+
+
+def _inspect(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Show samples as the model will see them: tokens, which of them are trained on, pictures; and how long samples "
+        "are, how full rows get, and which samples cannot be trained on. The exit status is 1 if there are any."
+    )
+    parser.add_argument("--data", required=True, metavar="PATH",
+                        help="conversations: a file, a folder, or hf://owner/name#split")  # fmt: skip
+    parser.add_argument("--hf-model", required=True, metavar="MODEL",
+                        help="folder of the model, or hub id: its processor and chat template")  # fmt: skip
+    parser.add_argument("--media-root", metavar="FOLDER", help="folder of the pictures (default: that of --data)")
+    parser.add_argument("--answers", choices=("all", "last"), default="all",
+                        help="train on all answers, or on the last one alone (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--seq-length", type=_at_least(1), default=4096, metavar="N",
+                        help="tokens of a row (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--samples", type=_at_least(0), default=8, metavar="N",
+                        help="how many samples to show (default: %(default)s)")  # fmt: skip
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--start", type=_at_least(0), default=0, metavar="N",
+                       help="show samples from this one on, counted from 0 (default: %(default)s)")  # fmt: skip
+    which.add_argument("--seed", type=int, metavar="N", help="show a random choice instead, by this seed")
+    parser.add_argument("--lengths", type=_at_least(0), default=2000, metavar="N",
+                        help="how many samples to measure, spread over the whole file; 0 for those shown alone "
+                        "(default: %(default)s)")  # fmt: skip
+    parser.add_argument("--no-pack", action="store_true", help="one sample in a row, padded")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write an HTML report with pictures, too")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier report at that place")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--no-progress", action="store_true", help="show no progress")
+    parser.set_defaults(run=_run_inspect)
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if (value := int(text)) < least:
+            raise argparse.ArgumentTypeError(f"found {value}, expected at least {least}")
+        return value
+
+    return number
+
+
+def _run_inspect(options: argparse.Namespace) -> int:
+    if options.output is not None:
+        _check_output(options.output, overwrite=options.overwrite)
+    from qwen3vl_bridge.data.sources import open_source
+
+    source = open_source(options.data, options.media_root)  # before torch, so that a mistyped name is known at once
+
+    from qwen3vl_bridge.data.encode import Encoder
+    from qwen3vl_bridge.data.inspection import InspectionSettings, inspect_samples
+    from qwen3vl_bridge.data.processor import load_processor
+    from qwen3vl_bridge.data.report import as_json, print_text
+    from qwen3vl_bridge.data.rows import Samples
+
+    processor = load_processor(options.hf_model)
+    settings = InspectionSettings(
+        seq_length=options.seq_length,
+        samples=options.samples,
+        start=options.start,
+        seed=options.seed,
+        lengths=options.lengths,
+        pack=not options.no_pack,
+        pictures=options.output is not None,
+    )
+    samples = Samples(source, Encoder(processor, options.answers), limit=sys.maxsize)
+    found = inspect_samples(samples, processor, settings, functools.partial(_counted, shown=not options.no_progress))
+    if options.output is not None:
+        from qwen3vl_bridge.data.html_report import write_html
+
+        write_html(found, options.output, title=Path(options.data).name)
+    if options.json:
+        print(as_json(found))
+    else:
+        print_text(found)
+    return _BAD_SAMPLES if found.errors else 0
+
+
+def _check_output(path: Path, *, overwrite: bool) -> None:
+    """Refuses a place for the report before any work is done for it."""
+    if path.exists() and (not overwrite or not path.is_file()):
+        raise DataError(str(path), "there is something already; --overwrite replaces a file")
+    if not path.parent.is_dir():
+        raise DataError(str(path.parent), "there is no such folder, expected one to write the report into")
+
+
+def _counted(indices: Sequence[int], *, shown: bool) -> Iterable[int]:
+    from tqdm import tqdm
+
+    # None leaves it to tqdm: a bar on a terminal, nothing elsewhere.
+    return tqdm(indices, desc="samples", leave=False, disable=None if shown else True, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,232 @@
+"""Where conversations are read from: files of JSON here, tables in their own modules, and the choice among them.
+
+What lives here: what a source is, finding a record in a file of JSON, which reader a path is for. What may not: tables
+(`parquet.py`, `hub.py`), what a record means (`spellings.py`, `conversations.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import re
+from array import array
+from pathlib import Path
+from typing import Protocol
+
+from .conversations import Conversation, conversation_of
+from .errors import DataError
+from .hub import HubDataset
+from .parquet import Parquet
+from .spellings import messages_of
+from .tables import media_folder
+
+HUB = "hf://"
+# White space, words and whole strings up to the next bracket, or to a quotation mark that none closes, or to the end.
+_TO_BRACKET = re.compile(rb'(?:[^"\[\]{}]++|"(?:[^"\\]++|\\.)*+")*+([\[\]{}"]|\Z)', re.DOTALL)
+
+
+class ConversationSource(Protocol):
+    """Conversations by number. Picklable, for data-loading workers; reading one never changes what another reads."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Conversation:
+        """Read one conversation.
+
+        Raises:
+            DataError: a record that cannot be read, or is no conversation.
+        """
+        ...
+
+    def sample_id(self, index: int) -> str:
+        """Where a conversation is from, for messages."""
+        ...
+
+    def fingerprint(self) -> int | str:
+        """What must stay the same for a number to mean the same conversation."""
+        ...
+
+
+class JsonLines:
+    """A file of conversations, one a line. Holds where lines begin, not the lines."""
+
+    def __init__(self, path: str | Path, media_root: str | Path | None = None) -> None:
+        """Find the lines. Blank ones are none, but count as lines.
+
+        Args:
+            path: the JSONL file.
+            media_root: folder that picture paths are relative to and may not leave; the file's own by default.
+
+        Raises:
+            DataError: no such file or folder, or a file without lines.
+        """
+        self.path = Path(path)
+        if not self.path.is_file():
+            raise DataError(str(self.path), "there is no such file, expected JSON lines of conversations")
+        self.media_root = media_folder(media_root, self.path.parent)
+        self._offsets, self._lines = array("Q"), array("Q")
+        offset = 0
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.isspace():
+                    self._offsets.append(offset)
+                    self._lines.append(number)
+                offset += len(line)
+        self.size = offset
+        if not self._offsets:
+            raise DataError(str(self.path), "found no lines, expected one conversation a line")
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def sample_id(self, index: int) -> str:
+        """File and line of a conversation."""
+        return f"{self.path.name}:{self._lines[index]}"
+
+    def fingerprint(self) -> int:
+        """The file's size in bytes."""
+        return self.size
+
+    def __getitem__(self, index: int) -> Conversation:
+        """Read one conversation.
+
+        Raises:
+            DataError: a line that is no JSON in UTF-8, or no conversation.
+        """
+        place = self.sample_id(index)
+        with self.path.open("rb") as file:
+            file.seek(self._offsets[index])
+            line = file.readline()
+        return _conversation(line, place, self.media_root)
+
+
+class JsonList:
+    """A file with one list of records, as LLaVA's are. Holds where records begin and end, not the records."""
+
+    def __init__(self, path: str | Path, media_root: str | Path | None = None) -> None:
+        """Find the records.
+
+        Args:
+            path: the JSON file.
+            media_root: folder that picture paths are relative to and may not leave; the file's own by default.
+
+        Raises:
+            DataError: no such file or folder, a file that is no list of objects, or is cut off.
+        """
+        self.path = Path(path)
+        if not self.path.is_file() or not self.path.stat().st_size:
+            raise DataError(str(self.path), "there is no such file, or nothing in it; expected a list of conversations")
+        self.media_root = media_folder(media_root, self.path.parent)
+        self._starts, self._ends = array("Q"), array("Q")
+        with (
+            self.path.open("rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text,
+        ):
+            self.size = len(text)
+            self._find(text)
+        if not self._starts:
+            raise DataError(str(self.path), "found an empty list, expected conversations")
+
+    def _find(self, text: mmap.mmap) -> None:
+        """Notes where each object in the list is. What is in the objects is checked when one is read."""
+        depth, end = 0, 0  # of brackets open; of the list's beginning or the last record
+        for match in _TO_BRACKET.finditer(text):
+            at, bracket = match.start(1), match[1]
+            if depth == 0 and end and (bracket or text[end:].strip()):
+                raise self._refused(text[end : end + 40].strip(), "after the list, expected the end of the file")
+            if bracket in (b"", b'"'):
+                break
+            if depth <= 1:
+                self._between(text[end:at], bracket, depth)
+            depth += 1 if bracket in b"[{" else -1
+            if depth == 2 and bracket == b"{" and len(self._starts) == len(self._ends):
+                self._starts.append(at)
+            elif depth == 1 and bracket in b"]}" and len(self._starts) > len(self._ends):
+                self._ends.append(at + 1)
+            if depth <= 1:
+                end = at + 1
+        if depth or not end:
+            raise self._refused(b"the end of the file" if depth else text[:40], "inside the list, expected it whole")
+
+    def _between(self, gap: bytes, bracket: bytes, depth: int) -> None:
+        """Refuses anything but one list, and in it anything but objects with commas between."""
+        opening = b"[" if depth == 0 else b"{" if bracket != b"]" else b"]"
+        comma = b"," if depth and self._starts and bracket != b"]" else b""
+        if bracket != opening or gap.strip() != comma:
+            what = "a list" if depth == 0 else "objects with commas between them"
+            raise self._refused((gap.strip() + bracket)[:40], f"after {len(self._ends)} records, expected {what}")
+
+    def _refused(self, found: bytes, problem: str) -> DataError:
+        return DataError(str(self.path), f"found {found.decode('utf-8', 'backslashreplace')!r} {problem}")
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def sample_id(self, index: int) -> str:
+        """File and place in the list, counted from 0."""
+        return f"{self.path.name}[{range(len(self))[index]}]"
+
+    def fingerprint(self) -> int:
+        """The file's size in bytes."""
+        return self.size
+
+    def __getitem__(self, index: int) -> Conversation:
+        """Read one conversation.
+
+        Raises:
+            DataError: a record that is no JSON in UTF-8, or no conversation.
+        """
+        with self.path.open("rb") as file:
+            file.seek(self._starts[index])
+            text = file.read(self._ends[index] - self._starts[index])
+        return _conversation(text, self.sample_id(index), self.media_root)
+
+
+def open_source(path: str | Path, media_root: str | Path | None = None) -> ConversationSource:
+    """The reader for what a path is.
+
+    Args:
+        path: a .jsonl file; a .json file, of lines or with one list; a .parquet file, a folder of them, or a pattern
+            such as "data/train-*.parquet"; a folder made by `save_to_disk` of Hugging Face's `datasets`; or
+            "hf://owner/name#split" for a data set of the hub.
+        media_root: folder that paths of pictures and videos are relative to and may not leave; by default that of the
+            file, and none for the hub.
+
+    Raises:
+        DataError: a path of none of these, or one that the reader refuses.
+    """
+    if str(path).startswith(HUB):
+        name, _, split = str(path).removeprefix(HUB).partition("#")
+        if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+            raise DataError(str(path), f"found the name {name!r}, expected hf://owner/name or hf://owner/name#split")
+        return HubDataset.named(name, split or None, media_root)
+    path = Path(path)
+    if path.is_dir():
+        saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
+        return HubDataset.saved(path, media_root) if saved else Parquet(path, media_root)
+    if path.suffix == ".parquet":
+        return Parquet(path, media_root)
+    if path.suffix not in (".json", ".jsonl"):
+        raise DataError(
+            str(path), "found no folder and none of the endings .jsonl, .json and .parquet, expected one of them"
+        )
+    listed = path.suffix == ".json" and path.is_file() and _begins_a_list(path)
+    return JsonList(path, media_root) if listed else JsonLines(path, media_root)
+
+
+def _begins_a_list(path: Path) -> bool:
+    with path.open("rb") as file:
+        while chunk := file.read(2**16):  # a list often stands on one line, of any length
+            if chunk.strip():
+                return chunk.lstrip().startswith(b"[")
+    return False
+
+
+def _conversation(text: bytes, place: str, root: Path) -> Conversation:
+    try:
+        record = json.loads(text.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise DataError(place, f"found bytes that are no UTF-8 ({error})") from error
+    except (ValueError, RecursionError) as error:  # also a number of too many digits
+        raise DataError(place, f"found no valid JSON ({error}), expected one conversation") from error
+    return conversation_of(messages_of(record, place), place, root)

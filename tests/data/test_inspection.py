@@ -1,0 +1,260 @@
+"""The inspection shows what is trained on, and survives what data may hold."""
+
+import base64
+import html
+import io
+import json
+import re
+import subprocess
+import sys
+import unicodedata
+
+from qwen3vl_bridge.data import DataError, Samples, open_source
+from qwen3vl_bridge.data.cli import main
+from qwen3vl_bridge.data.html_report import html_parts
+from qwen3vl_bridge.data.inspection import InspectionSettings, inspect_samples, view_sample
+from qwen3vl_bridge.data.pictures import unpatched
+from qwen3vl_bridge.data.report import as_json, as_text
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from transformers.image_utils import SizeDict
+
+from .conftest import picture, write
+
+END = "<|im_end|>"
+# With what takes several tokens a character, and a character that stands for a broken one.
+TEXT = st.text(
+    st.one_of(st.characters(codec="utf-8"), st.sampled_from("ab \n\ufffd\u0301é漢😀")), min_size=1, max_size=40
+)
+
+
+@pytest.fixture(scope="module")
+def hf_model(processor, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    processor.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def inspect(encoder, processor):
+    def inspect(path, **how):
+        samples = Samples(open_source(path), encoder, limit=sys.maxsize)
+        return inspect_samples(samples, processor, InspectionSettings(**how))
+
+    return inspect
+
+
+def conversation(*answers, question="what is it"):
+    turns = [[{"role": "user", "content": question}, {"role": "assistant", "content": answer}] for answer in answers]
+    return {"messages": [message for turn in turns for message in turn]}
+
+
+def trained_text(view):
+    return "".join(piece.text for piece in view.pieces if piece.trained)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(answers=st.lists(TEXT, min_size=1, max_size=3), question=TEXT)
+def test_trained_text_is_the_answers(tmp_path, inspect, answers, question):
+    file = write(tmp_path / "train.jsonl", [conversation(*answers, question=question)])
+    (view,) = inspect(file).samples
+    # The tokenizer itself writes characters in one of their equal forms.
+    assert trained_text(view) == "".join(unicodedata.normalize("NFC", answer) + END for answer in answers)
+
+
+def test_all_tokens_are_shown_in_order(train_file, encoder, processor):
+    source = open_source(train_file)
+    for number in range(len(source)):
+        sample = encoder(source[number])
+        view = view_sample(sample, processor)
+        ids = [number for piece in view.pieces for number in piece.ids]
+        assert ids == sample.input_ids.tolist()
+        assert view.num_trained == int(sample.loss_mask.sum())
+        words = "".join(piece.text * (len(piece.ids) if piece.vision else 1) for piece in view.pieces)
+        assert words == processor.tokenizer.decode(ids)
+
+
+def test_a_long_run_without_whole_characters_is_shown_whole(tmp_path, inspect):
+    answer = "\ufffd" * 500
+    (view,) = inspect(write(tmp_path / "train.jsonl", [conversation(answer)])).samples
+    assert trained_text(view) == answer + END
+
+
+def test_plain_text_puts_trained_tokens_in_brackets_and_shortens_runs(tmp_path, inspect):
+    picture(tmp_path / "a.png", 64, 96)
+    record = conversation("a fox", question=[{"type": "image", "image": "a.png"}])
+    text = as_text(inspect(write(tmp_path / "train.jsonl", [record])), brackets=True).plain
+    assert f"assistant\n[[a fox{END}]]\n" in text
+    assert "<|vision_start|><|image_pad|> x 6<|vision_end|>" in text
+    assert "image 1: 64 x 96 pixels (height x width), grid 1 x 4 x 6, 6 tokens" in text
+    assert "[[" not in as_text(inspect(tmp_path / "train.jsonl")).plain
+
+
+def inlined(page):
+    found = re.findall(r'src="data:image/(?:png|jpeg);base64,([^"]+)"', page)
+    return [np.asarray(Image.open(io.BytesIO(base64.b64decode(data)))).astype(int) for data in found]
+
+
+def test_pictures_of_the_report_are_the_resized_ones(tmp_path, inspect, processor):
+    picture(tmp_path / "whole.png", 64, 96, seed=1)
+    picture(tmp_path / "odd.png", 77, 50, seed=2)
+    parts = [{"type": "image", "image": name} for name in ("whole.png", "odd.png")]
+    found = inspect(write(tmp_path / "train.jsonl", [conversation("yes", question=parts)]), pictures=True)
+    whole, odd = inlined("".join(html_parts(found, "train.jsonl")))
+
+    def original(name):
+        return np.asarray(Image.open(tmp_path / name)).astype(int)
+
+    assert np.abs(whole - original("whole.png")).max() <= 1  # measured: 0
+    assert odd.shape == (64, 64, 3)
+    images, size = processor.image_processor, SizeDict(height=64, width=64)
+    source = torch.from_numpy(original("odd.png")).permute(2, 0, 1).to(torch.uint8)
+    resized = images.resize(source, size=size, resample=images.resample)
+    assert np.abs(odd - resized.permute(1, 2, 0).numpy().astype(int)).max() <= 1  # measured: 0
+
+
+def test_large_pictures_are_inlined_as_jpeg(tmp_path, inspect, monkeypatch):
+    Image.new("RGB", (96, 64), (200, 30, 90)).save(tmp_path / "a.png")
+    record = conversation("yes", question=[{"type": "image", "image": "a.png"}])
+    monkeypatch.setattr("qwen3vl_bridge.data.html_report._MOST_PNG_PIXELS", 0)
+    page = "".join(html_parts(inspect(write(tmp_path / "train.jsonl", [record]), pictures=True), "train.jsonl"))
+    (found,) = inlined(page)
+    assert "data:image/jpeg;" in page and found.shape == (64, 96, 3)
+    assert np.abs(found - [200, 30, 90]).max() <= 3  # measured: 1
+
+
+def test_frames_of_videos_come_back(processor):
+    frames = torch.randint(0, 256, (4, 3, 64, 96), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    videos = processor.video_processor
+    made = videos([frames], do_sample_frames=False, do_resize=False, return_tensors="pt")
+    (grid,) = made["video_grid_thw"].tolist()
+    back = unpatched(made["pixel_values_videos"], tuple(grid), videos)
+    assert (back.int() - frames.permute(0, 2, 3, 1).int()).abs().max() <= 1  # measured: 0
+
+
+def test_videos_are_shown_frame_by_frame(tmp_path, inspect):
+    frames = [picture(tmp_path / f"{number}.png", 64, 96, seed=number).name for number in range(4)]
+    record = conversation("yes", question=[{"type": "video", "video": frames, "sample_fps": 2}])
+    found = inspect(write(tmp_path / "train.jsonl", [record]), pictures=True)
+    ((video,),) = (view.pictures for view in found.samples)
+    assert (video.kind, video.grid, video.num_tokens) == ("video", (2, 4, 6), 12)
+    page = "".join(html_parts(found, "train.jsonl"))
+    for frame, name in zip(inlined(page), frames, strict=True):
+        assert np.abs(frame - np.asarray(Image.open(tmp_path / name)).astype(int)).max() <= 1  # measured: 0
+    assert "frame 4 of 4" in page and "<|video_pad|> x 6" in as_text(found).plain
+
+
+def test_broken_samples_are_counted_and_named_and_the_rest_shown(tmp_path, inspect):
+    records = [conversation("one"), {"messages": []}, conversation("two"), {"wrong": 1}]
+    found = inspect(write(tmp_path / "train.jsonl", records))
+    assert [sample_id for sample_id, _ in found.errors] == ["train.jsonl:2", "train.jsonl:4"]
+    assert [view.sample_id for view in found.samples] == ["train.jsonl:1", "train.jsonl:3"]
+    assert len(found.lengths) == 2
+    assert "found an empty list under 'messages'" in as_text(found).plain
+
+
+def test_a_fault_of_ours_names_the_sample(train_file, inspect, monkeypatch):
+    def fail(*_, **__):
+        raise TypeError("no such thing")
+
+    monkeypatch.setattr("qwen3vl_bridge.data.inspection.view_sample", fail)
+    with pytest.raises(TypeError, match="no such thing") as caught:
+        inspect(train_file, start=3)
+    assert caught.value.__notes__ == ["while looking at sample 3, counted from 0"]
+
+
+def test_lengths_and_rows(train_file, inspect, make_rows):
+    rows = make_rows(window_size=512)()
+    found = inspect(train_file, seq_length=256)
+    assert found.lengths == tuple(rows.samples.length(index) for index in range(40))
+    assert len(found.row_fills) == rows.plan.end_of_epoch()
+    assert found.fill == pytest.approx(sum(found.lengths) / (256 * len(found.row_fills)))
+    alone = inspect(train_file, seq_length=256, pack=False)
+    assert len(alone.row_fills) == 40
+    longest = max(found.lengths)
+    short = inspect(train_file, seq_length=longest - 1)
+    assert short.too_long == found.lengths.count(longest)
+    assert inspect(train_file, seq_length=1).row_fills == ()
+
+
+def test_which_samples_are_shown_and_measured(train_file, inspect):
+    def lines(**how):
+        return [int(view.sample_id.rpartition(":")[2]) for view in inspect(train_file, lengths=1, **how).samples]
+
+    assert lines(start=38) == [39, 40]
+    assert lines(seed=1, samples=5) == lines(seed=1, samples=5) != lines(seed=2, samples=5)
+    assert len(inspect(train_file, lengths=0, samples=3).lengths) == 3
+    assert len(inspect(train_file, lengths=7, samples=0).lengths) == 7
+    with pytest.raises(DataError, match="start is 40, expected less than 40"):
+        lines(start=40)
+
+
+def test_untrusted_text_is_escaped(tmp_path, inspect):
+    wicked = "<script>alert('x')</script> & \" \x1b[31m \u202e ]]"
+    found = inspect(write(tmp_path / "train.jsonl", [conversation(wicked, question=wicked)]))
+    page, text = "".join(html_parts(found, "<b>.jsonl")), as_text(found).plain
+    assert "<script" not in page and "<b>" not in page and "\x1b" not in page and "\u202e" not in page
+    words = html.unescape(re.sub(r"<[^>]*>", "", page[page.index('class="text"') :]))
+    assert words.count("<script>alert('x')</script> & \" \\x1b[31m \\u202e ]]") == 2
+    assert "\x1b" not in text and "\\x1b[31m" in text
+
+
+def test_json_holds_everything_but_pictures(train_file, inspect):
+    found = json.loads(as_json(inspect(train_file, samples=40, pictures=True)))
+    assert found["num_samples"] == len(found["samples"]) == len(found["lengths"]) == 40
+    for sample in found["samples"]:
+        assert sum(piece.get("count") or len(piece["ids"]) for piece in sample["pieces"]) == sample["num_tokens"]
+    empty = json.loads(as_json(inspect(train_file, samples=0, lengths=0)))
+    assert empty["length"] is None and empty["row_fills"] == []
+
+
+def test_the_command_prints_and_writes(train_file, hf_model, tmp_path, capsys):
+    report = tmp_path / "report.html"
+    command = ["inspect", "--data", str(train_file), "--hf-model", hf_model, "--samples", "2", "--output", str(report)]
+    assert main(command) == 0
+    assert "samples        40: 2 shown, 40 measured" in capsys.readouterr().out
+    page = report.read_text()
+    assert page.count("<section>") == 2 and page.count("<svg") == 2 and "http://" not in page
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+
+    report.write_text("mine")
+    assert main(command) == 2
+    assert "there is something already" in capsys.readouterr().err
+    assert report.read_text() == "mine"
+    assert main([*command, "--overwrite", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["samples"]) == 2
+    assert report.read_text() == page
+
+
+def test_the_last_answer_alone(hf_model, tmp_path, capsys):
+    file = write(tmp_path / "train.jsonl", [conversation("one", "two")])
+    assert main(["inspect", "--data", str(file), "--hf-model", hf_model, "--answers", "last"]) == 0
+    assert re.findall(r"\[\[.*\]\]", capsys.readouterr().out) == [f"[[two{END}]]"]
+
+
+def test_exit_status(hf_model, tmp_path, capsys):
+    file = write(tmp_path / "train.jsonl", [conversation("one"), {"messages": []}])
+    assert main(["inspect", "--data", str(file), "--hf-model", hf_model]) == 1
+    assert "train.jsonl:2" in capsys.readouterr().out
+    assert main(["inspect", "--data", str(tmp_path / "none"), "--hf-model", hf_model]) == 2
+    assert main(["inspect", "--data", str(file), "--hf-model", str(tmp_path)]) == 2
+    nowhere = tmp_path / "none" / "report.html"
+    assert main(["inspect", "--data", str(file), "--hf-model", hf_model, "--output", str(nowhere)]) == 2
+    assert "there is no such folder" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["inspect", "--data", str(file), "--hf-model", hf_model, "--seq-length", "0"])
+
+
+def test_help_answers_at_once_without_torch():
+    code = (
+        "import sys\nfrom qwen3vl_bridge.data.cli import main\n"
+        "try: main(['inspect', '--help'])\nexcept SystemExit: pass\n"
+        "print([name for name in ('torch', 'transformers', 'megatron') if name in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=2, check=True)
+    assert "--hf-model" in found.stdout and found.stdout.endswith("[]\n")
