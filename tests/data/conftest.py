@@ -96,11 +96,14 @@ def read(tmp_path) -> Callable:
 def make_rows(train_file, encoder, collator) -> Callable[..., Callable]:
     """Makes functions that make rows of 256 tokens, as streams take them."""
 
-    def make(path=train_file, on_long="error", on_bad="error", seq_length=256, multiple=1, **settings) -> Callable:
+    def make(
+        path=train_file, on_long="error", on_bad="error", most_patches=None, seq_length=256, multiple=1, **settings
+    ) -> Callable:
         settings = {"seed": 0, "window_size": 8, **settings}
 
         def rows(begin=None) -> RowDataset:
-            samples = Samples(JsonLines(path), encoder, limit=seq_length, on_long=on_long, on_bad=on_bad)
+            policies = {"most_patches": most_patches, "on_long": on_long, "on_bad": on_bad}
+            samples = Samples(JsonLines(path), encoder, limit=seq_length, **policies)
             lay_out = replace(collator, seq_length=seq_length, multiple=multiple)
             return RowDataset(samples, RowSettings(lay_out, **settings), begin=begin)
 

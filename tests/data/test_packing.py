@@ -34,6 +34,29 @@ def test_rows_are_few(case):
     assert all(a + b > capacity for a, b in itertools.pairwise(loads))
 
 
+@given(lengths_and_capacity, st.data())
+def test_no_row_has_too_many_patches(case, data):
+    """By tokens and by patches both; and where there are patches to spare, as if there were none."""
+    lengths, capacity = case
+    most = data.draw(st.integers(1, 60))
+    patches = data.draw(st.lists(st.integers(0, most), min_size=len(lengths), max_size=len(lengths)))
+    rows = best_fit(lengths, capacity, patches, most)
+    assert sorted(sample for row in rows for sample in row) == list(range(len(lengths)))
+    for values, bound in ((lengths, capacity), (patches, most)):
+        assert all(sum(values[sample] for sample in row) <= bound for row in rows)
+    for one, other in itertools.combinations(rows, 2):
+        both = [*one, *other]
+        assert sum(lengths[s] for s in both) > capacity or sum(patches[s] for s in both) > most
+    if most >= sum(patches):
+        small = [0] * len(lengths)
+        assert best_fit(lengths, capacity, small, most) == best_fit(lengths, capacity)
+
+
+def test_a_sample_of_too_many_patches_is_refused():
+    with pytest.raises(ValueError, match="sample 1 has 11 patches, expected at most 10"):
+        best_fit([1, 1], 10, [3, 11], 10)
+
+
 def test_the_tightest_row_is_taken():
     assert best_fit([6, 5, 4, 3], 9) == [[0, 3], [1, 2]]
     assert best_fit([5, 5, 4, 6], 10) == [[0, 1], [2, 3]]

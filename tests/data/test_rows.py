@@ -52,3 +52,15 @@ def test_several_packed_rows_in_a_microbatch_are_refused(make_rows):
     rows = make_rows()()
     with pytest.raises(ValueError, match="found a microbatch of 2 packed rows, expected 1"):
         rows.collate_fn([rows[0], rows[1]])
+
+
+def test_rows_have_no_more_patches_than_they_may(make_rows):
+    def patches(batch) -> int:
+        return 0 if batch.vision is None else len(batch.vision.pixel_values)
+
+    free = list(one_pass(make_rows(seed=None)()))
+    assert max(map(patches, free)) > 100
+    bounded = list(one_pass(make_rows(seed=None, most_patches=100, on_long="drop")()))
+    assert 50 < max(map(patches, bounded)) <= 100 and len(bounded) > len(free)
+    with pytest.raises(DataError, match=r"train.jsonl:\d+: found pictures of \d+ patches, expected at most 10 \(what"):
+        list(one_pass(make_rows(seed=None, most_patches=10)()))

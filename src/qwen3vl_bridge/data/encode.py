@@ -15,7 +15,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jinja2
 import torch
@@ -58,6 +58,18 @@ class EncodedSample:
         return len(self.input_ids)
 
 
+class Size(NamedTuple):
+    """How much of a row a sample takes.
+
+    Attributes:
+        tokens: of the language model.
+        patches: of the vision tower.
+    """
+
+    tokens: int
+    patches: int
+
+
 class Encoder:
     """Turns conversations into `EncodedSample`s. Picklable, so that data-loading workers can have one each."""
 
@@ -73,7 +85,11 @@ class Encoder:
         self.processor, self._only = processor, answers
 
     def length(self, conversation: Conversation, limit: int | None = None) -> int:
-        """How many tokens the sample takes, of its pictures reading no more than their headers.
+        """How many tokens the sample takes; as `size` has it."""
+        return self.size(conversation, limit).tokens
+
+    def size(self, conversation: Conversation, limit: int | None = None) -> Size:
+        """How many tokens and patches the sample takes, of its pictures reading no more than their headers.
 
         Args:
             conversation: it.
@@ -86,11 +102,14 @@ class Encoder:
         self._check_placeholders(conversation)
         # Where nothing is cut, nobody needs to know where the answers are.
         text = self._render(conversation, conversation.messages)
-        length = len(tokenise(self.processor, text, (), seen, conversation.sample_id))
-        return length if limit is None or length <= limit else len(self._tokens(conversation, seen, limit))
+        tokens = tokenise(self.processor, text, (), seen, conversation.sample_id)
+        if limit is not None and len(tokens) > limit:
+            tokens = self._tokens(conversation, seen, limit)
+        images = sum(seen.image_tokens[: len(tokens.images)]) * self.processor.image_processor.merge_size**2
+        return Size(len(tokens), images + sum(prod(clip.grid) for clip in seen.videos[: len(tokens.videos)]))
 
     def __call__(self, conversation: Conversation, limit: int | None = None) -> EncodedSample:
-        """Encode one conversation; arguments as for `length`.
+        """Encode one conversation; arguments as for `size`.
 
         Raises:
             DataError: pictures that do not decode or don't match their places in the text, or a template that gives

@@ -55,6 +55,8 @@ class RowPlan:
         seed: int | None = None,
         window_size: int = 512,
         begin: Window | None = None,
+        patches: Callable[[int], int] | None = None,
+        most_patches: int | None = None,
     ) -> None:
         """Plan rows of samples.
 
@@ -66,11 +68,14 @@ class RowPlan:
             seed: of the order; None for the file's own order.
             window_size: samples that are packed together.
             begin: the window to go on from; the first one if None.
+            patches: of a sample's pictures; asked after its length, and only where there are `most_patches`.
+            most_patches: patches a row holds; any number if None.
         """
         if num_samples < 1 or window_size < 1:
             raise ValueError(f"found {num_samples} samples and windows of {window_size}, expected at least 1 of each")
         self._length, self._num_samples, self._capacity = length, num_samples, capacity
         self._pack, self._seed, self._window_size = pack, seed, window_size
+        self._patches, self._most_patches = patches, most_patches
         self._windows = [begin or Window()]
         self._tokens = self._count = 0  # in the epoch's rows so far
         self._order: tuple[int, list[int]] | None = None
@@ -142,7 +147,10 @@ class RowPlan:
         if not self._pack:
             rows = [(sample,) for sample in kept]
         else:
-            packed = best_fit([lengths[sample] for sample in kept], self._capacity)
+            patches = None
+            if self._patches is not None and self._most_patches is not None:
+                patches = [self._patches(sample) for sample in kept]
+            packed = best_fit([lengths[sample] for sample in kept], self._capacity, patches, self._most_patches)
             rows = [tuple(kept[place] for place in row) for row in packed]
             if end < self._num_samples and len(rows) > 1:
                 emptiest = min(range(len(rows)), key=lambda row: (sum(lengths[s] for s in rows[row]), -row))

@@ -40,6 +40,8 @@ class Qwen3VLConversationProvider(DatasetProvider):
         media_root: folder of the pictures; by default that of each file.
         hf_processor_path: the Hugging Face checkpoint, local or on the hub: its processor, chat template and config.
         seq_length: tokens of a row.
+        max_patches: patches of pictures and videos in a row, so that the vision tower has its bound too; None for no
+            bound. A picture's tokens are a quarter of its patches.
         pack: several conversations in a row, best-fit, with micro_batch_size 1; otherwise one in each, padded.
         seed: of the order of the training split.
         on_long: what to do with a conversation longer than a row: "error"; or "drop" it, or "truncate" it without
@@ -60,6 +62,7 @@ class Qwen3VLConversationProvider(DatasetProvider):
     media_root: str | None = None
     hf_processor_path: str
     seq_length: int
+    max_patches: int | None = None
     pack: bool = True
     seed: int = 1234
     on_long: OnLong = "error"
@@ -85,6 +88,8 @@ class Qwen3VLConversationProvider(DatasetProvider):
         check_policies(self.on_long, self.on_bad)
         if self.answers not in get_args(Answers):
             raise ValueError(f"answers is {self.answers!r}, expected 'all' or 'last'")
+        if self.max_patches is not None and self.max_patches < 1:
+            raise ValueError(f"max_patches is {self.max_patches}, expected a positive number or None")
         if self.seq_length % self.pad_to_multiple_of:
             raise ValueError(
                 f"seq_length is {self.seq_length}, expected a multiple of pad_to_multiple_of, {self.pad_to_multiple_of}"

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import Dataset
 
 from .collate import Collator, pad_token_id
-from .encode import EncodedSample, Encoder
+from .encode import EncodedSample, Encoder, Size
 from .errors import DataError
 from .plan import RowPlan, Window
 from .sources import ConversationSource
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 OnLong = Literal["error", "drop", "truncate"]
 OnBad = Literal["error", "drop"]
-_UNKNOWN = -1
+_UNKNOWN, _NOTHING = -1, Size(0, 0)
 
 
 def check_policies(on_long: str, on_bad: str) -> None:
@@ -50,6 +50,7 @@ class Samples:
         encoder: Encoder,
         *,
         limit: int,
+        most_patches: int | None = None,
         on_long: OnLong = "error",
         on_bad: OnBad = "error",
     ) -> None:
@@ -59,14 +60,15 @@ class Samples:
             file: the conversations.
             encoder: turns them into tokens.
             limit: most tokens a sample may have.
+            most_patches: most patches its pictures may have; any number if None.
             on_long: refuse a longer one; or drop it; or cut it short, without cutting a picture. The latter two are
-                counted and reported.
+                counted and reported. One of too many patches is refused or dropped.
             on_bad: refuse one that cannot be encoded, or drop, count and report it.
         """
         check_policies(on_long, on_bad)
-        self.file, self._encoder, self.limit = file, encoder, limit
+        self.file, self._encoder, self.limit, self.most_patches = file, encoder, limit, most_patches
         self.on_long, self.on_bad = on_long, on_bad
-        self._lengths = array("q", [_UNKNOWN]) * len(file)
+        self._lengths, self._patches = array("q", [_UNKNOWN]) * len(file), array("q", [0]) * len(file)
         self.num_dropped = self.num_truncated = 0
 
     def __len__(self) -> int:
@@ -79,23 +81,35 @@ class Samples:
             DataError: a sample that is too long or cannot be read, where that is an error.
         """
         if self._lengths[index] == _UNKNOWN:
-            self._lengths[index] = self._measure(index)
+            self._lengths[index], self._patches[index] = self._measure(index)
         return self._lengths[index]
 
-    def _measure(self, index: int) -> int:
-        length = self._unless_bad(lambda: self._encoder.length(self.file[index]), 0)
-        if length <= self.limit:
-            return length
-        problem = f"{self.file.sample_id(index)}: found a sample of {length} tokens, expected at most {self.limit}"
-        if self.on_long == "error":
-            raise DataError(f"{problem} (a row's length; on_long='drop' leaves it out, 'truncate' cuts it)")
-        if self.on_long == "drop":
-            return self._drop(problem, 0)
-        length = self._unless_bad(lambda: self._encoder.length(self.file[index], self.limit), 0)
-        if length:
-            self.num_truncated += 1
-            logger.warning("%s: cut, %d so far", problem, self.num_truncated)
-        return length
+    def patches(self, index: int) -> int:
+        """Patches of a sample's pictures; raises as `length` does."""
+        self.length(index)
+        return self._patches[index]
+
+    def _measure(self, index: int) -> Size:
+        size, place = (
+            self._unless_bad(lambda: self._encoder.size(self.file[index]), _NOTHING),
+            self.file.sample_id(index),
+        )
+        if size.tokens > self.limit:
+            problem = f"{place}: found a sample of {size.tokens} tokens, expected at most {self.limit}"
+            if self.on_long == "error":
+                raise DataError(f"{problem} (a row's length; on_long='drop' leaves it out, 'truncate' cuts it)")
+            if self.on_long == "drop":
+                return self._drop(problem, _NOTHING)
+            size = self._unless_bad(lambda: self._encoder.size(self.file[index], self.limit), _NOTHING)
+            if size.tokens:
+                self.num_truncated += 1
+                logger.warning("%s: cut, %d so far", problem, self.num_truncated)
+        if self.most_patches is not None and size.patches > self.most_patches:
+            problem = f"{place}: found pictures of {size.patches} patches, expected at most {self.most_patches}"
+            if self.on_long == "error":
+                raise DataError(f"{problem} (what a row holds; on_long='drop' leaves the sample out)")
+            return self._drop(problem, _NOTHING)
+        return size
 
     def _unless_bad[Result](self, work: Callable[[], Result], otherwise: Result) -> Result:
         try:
@@ -179,6 +193,8 @@ class RowDataset(Dataset[Row]):
             seed=settings.seed,
             window_size=settings.window_size,
             begin=begin,
+            patches=samples.patches,
+            most_patches=samples.most_patches,
         )
 
     def _length_in_row(self, index: int) -> int:
@@ -216,6 +232,7 @@ class RowDataset(Dataset[Row]):
             "pack": int(settings.pack),
             "seed": settings.seed,
             "window_size": settings.window_size,
+            "most_patches": self.samples.most_patches,
             "on_long": self.samples.on_long,
             "on_bad": self.samples.on_bad,
         }
