@@ -60,6 +60,41 @@ def test_interpolation_of_every_side_up_to_200():
     assert torch.equal(index, expected_index.long()) and torch.equal(weight, expected_weight)
 
 
+@pytest.mark.parametrize("grid", [[1, 4, 6], [3, 4, 6], [1, 66, 64]])  # the last is too large to be kept
+def test_results_are_the_callers_own(grid):
+    """What is kept from one call to the next is never handed out, even for a single picture."""
+    grids = torch.tensor([grid])
+    for _ in range(2):
+        index, weight = interpolation(grids, 8, 2)
+        places = patch_positions(grids, 2)
+        expected = (*get_vision_bilinear_indices_and_weights(grids, 8, 2), get_vision_position_ids(grids, 2))
+        for found, right in zip((index, weight, places), expected, strict=True):
+            assert torch.equal(found, right.to(found)) and found.is_contiguous()
+            found.fill_(-1)
+
+
+def test_what_is_kept_does_not_depend_on_defaults():
+    """Models are often made under another default type or device; batches may be too."""
+    grids = torch.tensor([[1, 14, 22]])
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            interpolation(grids, 48, 2), patch_positions(grids, 2)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    index, weight = interpolation(grids, 48, 2)
+    expected_index, expected_weight = get_vision_bilinear_indices_and_weights(grids, 48, 2)
+    assert torch.equal(index, expected_index.long()) and torch.equal(weight, expected_weight)
+    assert torch.equal(patch_positions(grids, 2), get_vision_position_ids(grids, 2))
+
+
+def test_no_pictures_have_no_patches():
+    none = torch.zeros(0, 3, dtype=torch.int64)
+    index, weight = interpolation(none, 8, 2)
+    assert index.shape == weight.shape == (4, 0) and index.dtype == torch.int64 and weight.dtype == torch.float32
+    assert patch_positions(none, 2).shape == (0, 2)
+
+
 def test_slots_are_rows_of_images_then_videos():
     ids = torch.tensor([[1, IMAGE, IMAGE, 2, VIDEO], [VIDEO, 3, IMAGE, 4, 5]])
     assert vision_slots(ids, IMAGE, VIDEO, 3).tolist() == [

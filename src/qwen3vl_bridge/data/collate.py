@@ -158,7 +158,11 @@ class Collator:
         some = [sample for sample in samples if getattr(sample, grids) is not None]
         if not some:
             return None, None
-        whole = torch.cat([getattr(sample, pixels) for sample in some]).to(self.pixel_dtype)
+        parts = [getattr(sample, pixels) for sample in some]
+        lengths = [len(part) for part in parts]
+        whole = torch.empty(sum(lengths), parts[0].shape[1], dtype=self.pixel_dtype)
+        for place, part in zip(whole.split(lengths), parts, strict=True):
+            place.copy_(part)  # cast on the way: the pixels are most of a batch
         return torch.cat([getattr(sample, grids) for sample in some]), whole
 
     @staticmethod

@@ -118,9 +118,9 @@ class SequenceLayout(Movable):
 
     def padding_mask(self) -> Tensor:
         """[T] bool, True where there is no real token."""
-        device = self.cu_seqlens_padded.device
-        ends = self.cu_seqlens_padded[:-1] + self.cu_seqlens.diff()
-        return torch.arange(self.total, device=device) >= self.per_token(ends)
+        real, padded = self.cu_seqlens.diff(), self.cu_seqlens_padded.diff()
+        turns = torch.arange(2 * len(real), device=real.device) % 2 == 1
+        return turns.repeat_interleave(torch.stack((real, padded - real), -1).flatten(), output_size=self.total)
 
     def per_token(self, values: Tensor) -> Tensor:
         """[T], each segment's entry of `values` [n] at every token of the segment."""

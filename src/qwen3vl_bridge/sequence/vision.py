@@ -9,7 +9,9 @@ Legend: K grids, F frames, N patches, M = N / merge^2 vision tokens, T tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
+from inspect import unwrap
 from math import isqrt
 
 import torch
@@ -39,24 +41,16 @@ def vision_slots(input_ids: Tensor, image_token_id: int, video_token_id: int, nu
     rank = image.cumsum(0)
     if int(rank[-1]) != num_image_tokens:
         raise ValueError(f"found {int(rank[-1])} image tokens, expected {num_image_tokens} for the images")
-    slots = torch.where(image, rank - 1, -1)
-    return torch.where(video, video.cumsum(0) - 1 + num_image_tokens, slots)
+    slots = rank.mul_(image).sub_(1)  # in place: new memory would cost more than the sums
+    if not video.any():
+        return slots
+    return torch.where(video, video.cumsum(0).add_(num_image_tokens - 1), slots)
 
 
 def patch_positions(grids: Tensor, merge: int) -> Tensor:
     """[N, 2] int64, row and column of each patch in its frame, in merge order, for grids [K, 3]."""
-    width = grids[:, 2].repeat_interleave(grids[:, 0])
-    lengths = frame_lengths(grids)
-    ends = lengths.cumsum(0)
-    total = int(lengths.sum())
-    starts, tokens_a_row = (
-        values.repeat_interleave(lengths, output_size=total) for values in (ends - lengths, width // merge)
-    )
-    place = torch.arange(total) - starts
-    token, inner = place // merge**2, place % merge**2
-    row = token // tokens_a_row * merge + inner // merge
-    column = token % tokens_a_row * merge + inner % merge
-    return torch.stack((row, column), dim=-1)
+    frames = _frames(_frame_positions, grids, merge)
+    return torch.cat(frames) if frames else torch.zeros(0, 2, dtype=torch.int64)
 
 
 def interpolation(grids: Tensor, side: int, merge: int) -> tuple[Tensor, Tensor]:
@@ -71,31 +65,60 @@ def interpolation(grids: Tensor, side: int, merge: int) -> tuple[Tensor, Tensor]
         [4, N] int64 rows of the embedding table around each patch (upper left, upper right, lower left, lower right)
         and [4, N] float32 their weights. Both as transformers has them, to the bit.
     """
-    sizes, which = grids[:, 1:].unique(return_inverse=True)
-    axes = [_axis(int(size), side) for size in sizes.tolist()]
-    low, fraction = (torch.cat(parts) for parts in zip(*axes, strict=True)) if axes else (torch.zeros(0),) * 2
-    starts = (sizes.cumsum(0) - sizes)[which].repeat_interleave(grids[:, 0], dim=0)
-    lengths = frame_lengths(grids)
-    entry = patch_positions(grids, merge) + starts.repeat_interleave(lengths, dim=0)
-    (top, left), (down, right) = (
-        low.long()[entry].unbind(-1),
-        fraction[entry].unbind(-1),
-    )
-    bottom, far = (top + 1).clamp(max=side - 1), (left + 1).clamp(max=side - 1)
-    index = torch.stack((top * side + left, top * side + far, bottom * side + left, bottom * side + far))
-    up, near = 1 - down, 1 - right
-    return index, torch.stack((up * near, up * right, down * near, down * right))
+    frames = _frames(_frame_interpolation, grids, side, merge)
+    if not frames:
+        return torch.zeros(4, 0, dtype=torch.int64), torch.zeros(4, 0)
+    index, weight = zip(*frames, strict=True)
+    return torch.cat(index, dim=-1), torch.cat(weight, dim=-1)
+
+
+def _frames[T](of_frame: Callable[..., T], grids: Tensor, *settings: int) -> list[T]:
+    """[F] what `of_frame` gives for the height and width of each frame. It may be shared: copy it, don't change it.
+
+    Pictures come in few sizes, and their frames in one, so what was made for one is kept; for the largest it is not,
+    which bounds the memory: 512 frames of 4,096 patches take 128 MiB.
+    """
+    frames = []
+    for count, height, width in grids.tolist():
+        make = of_frame if height * width <= 4096 else unwrap(of_frame)
+        frames += [make(height, width, *settings)] * count
+    return frames
+
+
+@lru_cache(maxsize=512)
+def _frame_positions(height: int, width: int, merge: int) -> Tensor:
+    """[N, 2] int64, row and column of each patch of one frame."""
+    row, column = torch.arange(height, device="cpu")[:, None], torch.arange(width, device="cpu")
+    return _merged(torch.stack(torch.broadcast_tensors(row, column)), merge).T.contiguous()
+
+
+@lru_cache(maxsize=512)
+def _frame_interpolation(height: int, width: int, side: int, merge: int) -> tuple[Tensor, Tensor]:
+    """[4, N] int64 and [4, N] float32 of one frame, as `interpolation` has them."""
+    (rows, up_down), (columns, left_right) = _axis(height, side), _axis(width, side)
+    shapes = (2, 1, height, 1), (2, 1, width)
+    index = (rows * side).view(shapes[0]) + columns.view(shapes[1])
+    weight = up_down.view(shapes[0]) * left_right.view(shapes[1])
+    return _merged(index.flatten(0, 1), merge), _merged(weight.flatten(0, 1), merge)
+
+
+def _merged(raster: Tensor, merge: int) -> Tensor:
+    """[C, height * width] in merge order, of a frame [C, height, width]."""
+    channels, height, width = raster.shape
+    tiles = raster.view(channels, height // merge, merge, width // merge, merge)
+    return tiles.transpose(2, 3).reshape(channels, -1)
 
 
 @lru_cache(maxsize=4096)
 def _axis(size: int, side: int) -> tuple[Tensor, Tensor]:
-    """[size] the embedding at or before each patch of an axis, and how far beyond it the patch lies.
+    """[2, size] int64 the embeddings before and after each patch of an axis, [2, size] float32 their weights.
 
-    Pictures come in few sizes, so this is worth keeping; and only `linspace` itself rounds as transformers does.
+    Only `linspace` itself rounds as transformers does. What is kept must not depend on torch's defaults of the moment.
     """
-    place = torch.linspace(0, side - 1, size)
-    low = place.int()
-    return low, place - low
+    place = torch.linspace(0, side - 1, size, dtype=torch.float32, device="cpu")
+    low = place.long()
+    beyond = place - low
+    return torch.stack((low, (low + 1).clamp(max=side - 1))), torch.stack((1 - beyond, beyond))
 
 
 def make_vision_inputs(

@@ -1,0 +1,236 @@
+"""How fast the host prepares a batch: positions and interpolation indices against others', and collation in tokens/s.
+
+    OMP_NUM_THREADS=1 python benchmarks/host.py
+    OMP_NUM_THREADS=1 python benchmarks/host.py --rounds 5 --csv /tmp/host.csv
+
+One core. 64 samples of up to 4,096 tokens with up to 16 images each, whose sides are drawn in steps of 32 pixels, so
+that nearly all sizes differ. transformers and Megatron-Bridge get the same padded rows; results are compared once,
+then rounds are interleaved. Prints medians and ratios and appends rows to a CSV file.
+
+- positions: transformers' and Megatron-Bridge's `get_rope_index`.
+- interpolation: transformers' `get_vision_bilinear_indices_and_weights`, and Megatron-Bridge's
+  `fast_pos_embed_interpolate` with an embedding of width one, as it does not have the indices apart. "cold" is ours
+  when it has never seen a picture's size.
+- patch positions: transformers' `get_vision_position_ids`.
+- collate: `Collator.packed` of the first 16 samples, in rows of 16,384 tokens, with pixels (float32 in, bfloat16 out)
+  and without pictures.
+
+What lives here: the measurement. What may not: code that training needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from qwen3vl_bridge.data.collate import Collator, VisionSettings
+from qwen3vl_bridge.data.encode import EncodedSample
+from qwen3vl_bridge.sequence import SequenceLayout, interpolation, mrope_positions, patch_positions, vision
+
+import torch
+from megatron.bridge.models.qwen_vl.modelling_qwen3_vl import rope as bridge_rope
+from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.vision_model import Qwen3VLVisionModel
+from torch import Tensor
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
+from transformers.vision_utils import get_vision_bilinear_indices_and_weights, get_vision_position_ids
+
+_RESULTS = Path(__file__).parent / "results" / "host.csv"
+_IMAGE, _VIDEO, _START, _END, _PAD = 151655, 151656, 151652, 151653, 151643
+_SIDE, _MERGE, _LONGEST, _MOST_IMAGES, _ROW = 48, 2, 4096, 16, 16384
+
+Sample = tuple[Tensor, Tensor]
+
+
+def make_samples(count: int) -> list[Sample]:
+    """[L] tokens and [images, 3] grids of each sample: text and up to 16 images of 64 to 896 pixels a side."""
+    torch.manual_seed(0)
+    samples = []
+    for _ in range(count):
+        pieces, grids = [_text(20, 200)], []
+        for _ in range(int(torch.randint(_MOST_IMAGES + 1, ()))):
+            height, width = torch.randint(2, 29, (2,)).tolist()
+            picture = torch.tensor([_START, *[_IMAGE] * (height * width), _END])
+            text = _text(5, 150)
+            if sum(map(len, pieces)) + len(picture) + len(text) > _LONGEST:
+                break
+            pieces += [picture, text]
+            grids.append([1, _MERGE * height, _MERGE * width])
+        samples.append((torch.cat(pieces), torch.tensor(grids, dtype=torch.int64).view(-1, 3)))
+    return samples
+
+
+def _text(least: int, most: int) -> Tensor:
+    return torch.randint(0, 150_000, (int(torch.randint(least, most, ())),))
+
+
+def positions(samples: list[Sample]) -> dict[str, Callable[[], Tensor]]:
+    """Ways to [3, B, S] positions of padded rows."""
+    layout = SequenceLayout.rows([len(ids) for ids, _ in samples], _LONGEST)
+    rows = torch.full((len(samples), _LONGEST), _PAD)
+    for row, (ids, _) in zip(rows, samples, strict=True):
+        row[: len(ids)] = ids
+    grids, mask = torch.cat([grids for _, grids in samples]), (~layout.padding_mask()).long().view(rows.shape)
+    model: Any = SimpleNamespace(
+        config=SimpleNamespace(vision_config=SimpleNamespace(spatial_merge_size=_MERGE)),
+        get_vision_position_ids=partial(Qwen3VLModel.get_vision_position_ids, None),
+    )
+    kinds = (rows == _IMAGE).int()
+
+    def ours() -> Tensor:
+        tokens: Any = dict(image_token_id=_IMAGE, video_token_id=_VIDEO, spatial_merge_size=_MERGE)
+        return mrope_positions(rows, layout, grids, None, **tokens)
+
+    def of_transformers() -> Tensor:
+        return Qwen3VLModel.get_rope_index(model, rows, kinds, grids, attention_mask=mask)[0]
+
+    def of_bridge() -> Tensor:
+        ids = (_MERGE, _IMAGE, _VIDEO, _START)
+        return bridge_rope.get_rope_index(*ids, rows, image_grid_thw=grids, attention_mask=mask)[0]
+
+    expected = of_transformers()
+    assert torch.equal(ours(), expected)
+    assert torch.equal(of_bridge() * mask, expected)  # its padding is at position 1
+    return {"ours": ours, "transformers": of_transformers, "Megatron-Bridge": of_bridge}
+
+
+def interpolations(grids: Tensor) -> dict[str, Callable[[], object]]:
+    """Ways to the indices and weights of all pictures' position embeddings."""
+    embedding = torch.nn.Embedding(_SIDE**2, 1).requires_grad_(False)
+    tower: Any = SimpleNamespace(
+        num_grid_per_side=_SIDE, pos_embed=embedding, config=SimpleNamespace(spatial_merge_size=_MERGE)
+    )
+
+    def ours() -> tuple[Tensor, Tensor]:
+        return interpolation(grids, _SIDE, _MERGE)
+
+    def cold() -> tuple[Tensor, Tensor]:
+        vision._frame_interpolation.cache_clear()
+        vision._axis.cache_clear()
+        return ours()
+
+    def of_transformers() -> tuple[Tensor, Tensor]:
+        return get_vision_bilinear_indices_and_weights(grids, _SIDE, _MERGE)
+
+    for way in (cold, ours):
+        assert all(torch.equal(a, b.to(a)) for a, b in zip(way(), of_transformers(), strict=True))
+    return {
+        "ours": ours,
+        "ours, cold": cold,
+        "transformers": of_transformers,
+        "Megatron-Bridge": partial(Qwen3VLVisionModel.fast_pos_embed_interpolate, tower, grids),
+    }
+
+
+def patches(grids: Tensor) -> dict[str, Callable[[], object]]:
+    """Ways to rows and columns of all patches."""
+    ours, others = partial(patch_positions, grids, _MERGE), partial(get_vision_position_ids, grids, _MERGE)
+    assert torch.equal(ours(), others())
+    return {"ours": ours, "transformers": others}
+
+
+def collation(samples: list[Sample], *, pictures: bool) -> tuple[Callable[[], object], int]:
+    """A way to collate packed rows, and how many real tokens they have."""
+    collator = Collator(
+        VisionSettings(_IMAGE, _VIDEO, _MERGE, _SIDE**2), _PAD, _ROW, multiple=8, pixel_dtype=torch.bfloat16
+    )
+    rows: list[list[EncodedSample]] = [[]]
+    for ids, grids in samples:
+        if not pictures:
+            ids = torch.randint(0, 150_000, (len(ids),))
+        if sum(len(sample) + 8 for sample in rows[-1]) + len(ids) + 8 > _ROW:
+            rows.append([])
+        pixels = torch.randn(int(grids.prod(-1).sum()), 1536) if pictures and len(grids) else None
+        kept = grids if pixels is not None else None
+        rows[-1].append(EncodedSample(ids, ids.roll(-1), torch.ones(len(ids)), pixels, kept, "a sample"))
+
+    def collate() -> None:
+        for row in rows:
+            collator.packed(row)
+
+    return collate, sum(len(ids) for ids, _ in samples)
+
+
+def measure(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Median seconds of each way, in rounds that take every way in turn for 30 ms, after one that does not count."""
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds + 1):
+        for name, way in ways.items():
+            begun, calls = time.perf_counter(), 0
+            while calls == 0 or time.perf_counter() - begun < 0.03:
+                way()
+                calls += 1
+            if number:
+                taken[name].append((time.perf_counter() - begun) / calls)
+    return {name: statistics.median(times) for name, times in taken.items()}
+
+
+def _machine() -> str:
+    with open("/proc/cpuinfo") as file:
+        model = next((line.split(":")[1].strip() for line in file if line.startswith("model name")), platform.machine())
+    return f"{os.cpu_count()} x {model}"
+
+
+def main() -> None:
+    """Measure, print, append."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--samples", type=int, default=64)
+    parser.add_argument("--csv", type=Path, default=_RESULTS, help="file to append to (default: %(default)s)")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    samples = make_samples(options.samples)
+    grids = torch.cat([grids for _, grids in samples])
+    few = grids[torch.arange(len(grids)) % 8]
+    tokens, sizes = sum(len(ids) for ids, _ in samples), len(grids.unique(dim=0))
+    print(f"{len(samples)} samples, {tokens} tokens, {len(grids)} images of {sizes} sizes")
+    subjects: dict[str, tuple[dict[str, Callable[[], Any]], int]] = {
+        "positions": (positions(samples), tokens),
+        f"interpolation, {sizes} sizes": (interpolations(grids), 0),
+        "interpolation, 8 sizes": (interpolations(few), 0),
+        f"patch positions, {sizes} sizes": (patches(grids), 0),
+    }
+    for pictures in (True, False):
+        way, tokens = collation(samples[:16], pictures=pictures)
+        subjects[f"collate {'with pictures' if pictures else 'text'}"] = {"ours": way}, tokens
+    rows = []
+    for subject, (ways, tokens) in subjects.items():
+        seconds = measure(ways, options.rounds)
+        for way, took in seconds.items():
+            pace = f"{tokens / took:.0f}" if tokens else ""
+            ratio = f"{took / seconds['ours']:.2f}"
+            print(f"{subject:28} {way:16} {took * 1e3:9.3f} ms  {ratio:>8} x ours  {pace} {'tokens/s' * bool(pace)}")
+            rows.append(
+                {
+                    "date": datetime.date.today().isoformat(),
+                    "machine": _machine(),
+                    "samples": len(samples),
+                    "images": len(grids),
+                    "rounds": options.rounds,
+                    "subject": subject,
+                    "way": way,
+                    "ms": f"{took * 1e3:.3f}",
+                    "of ours": ratio,
+                    "tokens/s": pace,
+                }
+            )
+    options.csv.parent.mkdir(parents=True, exist_ok=True)
+    new = not options.csv.exists()
+    with options.csv.open("a", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        if new:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()
