@@ -17,11 +17,12 @@ from .conftest import picture
 
 
 def clip(path, frames: int, rate: int = 10, size=(96, 128), times=None):
-    """A lossless video; each frame is of one grey, which tells its number."""
+    """A video, lossless in an .mkv; each frame is of one grey, which tells its number."""
     height, width = size
+    codec, pixels = ("ffv1", "bgr0") if path.suffix == ".mkv" else ("mpeg4", "yuv420p")
     with av.open(str(path), "w") as container:
-        stream = container.add_stream("ffv1", rate=rate)
-        stream.width, stream.height, stream.pix_fmt = width, height, "bgr0"
+        stream = container.add_stream(codec, rate=rate)
+        stream.width, stream.height, stream.pix_fmt = width, height, pixels
         for number in range(frames):
             frame = av.VideoFrame.from_ndarray(np.full((height, width, 3), number * 3 % 256, np.uint8), "rgb24")
             frame.pts = number if times is None else times[number]
