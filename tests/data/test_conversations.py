@@ -73,6 +73,7 @@ def user(*parts) -> dict:
         (user({"type": "image", "image": "x", "detail": 1}), "found the keys type, image, detail, expected 'type' and"),
         (user({"type": "image", "image": "https://a.b/c.png"}), "part 1: found the address 'https://a.b/c.png', exp"),
         (user({"type": "image", "image": "data:image/png,AA"}), "found 'data:image/png,AA', expected 'data:...;base64"),
+        (user({"type": "image", "image": "data:image/png;base64,é"}), "found contents that are no base64"),
         (user({"type": "image", "image": "data:image/png;base64,A!"}), "found contents that are no base64"),
         (user({"type": "image", "image": "a\0b"}), "expected the path of a file .*null"),
         (user({"type": "image", "image": "a" * 5000}), "expected the path of a file .*too long"),

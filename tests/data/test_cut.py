@@ -2,7 +2,7 @@
 
 import re
 
-from qwen3vl_bridge.data import DataError, Encoder, JsonLines, load_processor, one_pass
+from qwen3vl_bridge.data import BatchStream, DataError, Encoder, JsonLines, load_processor, one_pass
 from qwen3vl_bridge.data.processor import VisionLimits
 
 import numpy as np
@@ -122,3 +122,17 @@ def test_limits_are_put_on_the_processor(processor, tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             load_processor(tmp_path / "hf", VisionLimits(**wrong))
+
+
+def test_a_stream_that_met_a_bad_sample_stays_before_it(make_rows, tmp_path):
+    """Asked again it says so again; it does not go on with a position that is not its own."""
+    random = np.random.default_rng(1)
+    records = [random_record(tmp_path, number, random) for number in range(6)]
+    path = write(tmp_path / "train.jsonl", [*records[:3], {"messages": []}, *records[3:]])
+    stream = BatchStream(make_rows(path, seed=None, pack=False, window_size=1))
+    for _ in range(3):
+        next(stream)
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"train.jsonl:4: found an empty list"):
+            next(stream)
+    assert stream.state_dict()["row"] == 3

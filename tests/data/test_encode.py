@@ -234,3 +234,24 @@ def test_text_that_is_no_unicode_is_refused(encoder, read, role):
     for work in (encoder, encoder.length):
         with pytest.raises(DataError, match=r"train.jsonl:1: found text that is no Unicode"):
             work(read(messages))
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ 5 + 'a' }}", "{{ nothing.at.all }}", "{{ raise_exception('no') }}", "{% if %}"]
+)
+def test_a_template_that_fails_names_the_sample(processor, read, template):
+    broken = copy.copy(processor)
+    broken.chat_template = template
+    conversation = read([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+    for work in (Encoder(broken), Encoder(broken).length):
+        with pytest.raises(DataError, match=r"train.jsonl:1: the chat template refuses it"):
+            work(conversation)
+
+
+def test_what_is_nested_beyond_reason_names_the_sample(encoder, read):
+    tool: dict = {}
+    for _ in range(900):
+        tool = {"a": tool}
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    with pytest.raises(DataError, match=r"train.jsonl:1: "):
+        encoder(read({"messages": messages, "tools": [tool]}))

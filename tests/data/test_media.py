@@ -3,6 +3,7 @@
 from qwen3vl_bridge.data import DataError, JsonLines
 from qwen3vl_bridge.data.media import image_size, load_image
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -58,3 +59,10 @@ def refused(folder, encoder, message: str, read_picture: str) -> None:
     with pytest.raises(DataError, match=message) as caught:
         encoder.length(file[0]) if read_picture == "length" else encoder(file[0])
     assert str(caught.value).startswith("train.jsonl:1: ")
+
+
+@pytest.mark.parametrize("read_picture", ["length", "call"])
+def test_pictures_of_more_than_8_bits_are_refused(tmp_path, encoder, read_picture):
+    """Pillow makes white of nearly all of them."""
+    Image.fromarray(np.full((64, 64), 30_000, np.uint16)).save(tmp_path / "x.png")
+    refused(tmp_path, encoder, "has pixels of the kind 'I.*', expected 8 bits a colour", read_picture)

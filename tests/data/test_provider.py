@@ -2,6 +2,7 @@
 
 import qwen3vl_bridge
 from qwen3vl_bridge.data import DataError
+from qwen3vl_bridge.data.processor import VisionLimits
 
 import pytest
 import torch
@@ -129,3 +130,24 @@ def test_missing_things_are_named(make, tmp_path):
         make(hf_processor_path=str(tmp_path / "nowhere")).stream("train")
     with pytest.raises(DataError, match=r"'images/.*expected a path inside|'images/.*no such file"):
         next(make(media_root=str(tmp_path)).stream("train"))
+
+
+def test_rows_are_bounded_by_patches_too(make):
+    def most(**changes) -> int:
+        batches = list(make(on_long="drop", **changes).evaluation("valid"))
+        return max(0 if batch.vision is None else len(batch.vision.pixel_values) for batch in batches)
+
+    assert most() > 100 >= most(max_patches=100) > 50
+    with pytest.raises(ValueError, match="max_patches is 0, expected a positive number or None"):
+        make(max_patches=0)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"vision": VisionLimits(image_max_pixels=2048)}, {"answers": "last"}, {"max_patches": 200}]
+)
+def test_a_position_is_refused_where_samples_are_others(make, changes):
+    """Rows of other lengths are other rows: samples would be skipped, or seen twice."""
+    stream = make().stream("train")
+    next(stream)
+    with pytest.raises(ValueError, match="the position is of other data than this"):
+        make(**changes).stream("train").load_state_dict(stream.state_dict())

@@ -180,3 +180,12 @@ def test_what_is_no_source_is_refused(tmp_path, path, message):
 def test_a_missing_media_root_is_refused(folder, shape):
     with pytest.raises(DataError, match="nowhere: there is no such folder, expected the media root"):
         open_source(folder / shape, folder / "nowhere")
+
+
+@pytest.mark.parametrize("form", ["a.jsonl", "lines.json", "list.json"])
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path, form):
+    record = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    text = json.dumps([record, record]) if form == "list.json" else f"{json.dumps(record)}\n" * 2
+    (tmp_path / form).write_text(text, encoding="utf-8-sig")
+    source = open_source(tmp_path / form)
+    assert len(source) == 2 and source[0].messages == source[1].messages

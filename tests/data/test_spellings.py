@@ -171,3 +171,11 @@ def in_parts(words: str, rest: dict) -> str | list:
         parts.append({"type": kind, kind: next(rest[kind])})
         words = words[at + len(f"<{kind}>") :]
     return [*parts, *([text(words)] if words else [])] if parts else words
+
+
+def test_a_system_prompt_beside_messages_is_one_of_them():
+    own = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    found = messages_of({"messages": own, "system": "Be brief."}, "here")
+    assert found == {"messages": [{"role": "system", "content": "Be brief."}, *own]}
+    with pytest.raises(DataError, match="here: found both 'system' and a turn of it"):
+        messages_of({**found, "system": "Be brief."}, "here")

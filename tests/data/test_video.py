@@ -171,3 +171,56 @@ def test_bytes_are_as_good_as_a_file(processor, tmp_path):
     loaded = [reading.load(media, rows[0], processor.video_processor, "here") for media in (path, path.read_bytes())]
     assert torch.equal(*loaded)
     assert json.dumps(rows[0].size) == "[96, 128]" and isinstance(FrameList((path,), 2.0), FrameList)
+
+
+def encoded(path, frames: int, times=None, **options):
+    """A video of H.264, with frames that refer to later ones; each is of one grey."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=10, options={"crf": "0", **options})
+        stream.width, stream.height, stream.pix_fmt = 64, 64, "yuv420p"
+        for number in range(frames):
+            frame = av.VideoFrame.from_ndarray(np.full((64, 64, 3), number * 5, np.uint8), "rgb24")
+            frame.pts = number if times is None else times[number]
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return path
+
+
+@pytest.mark.parametrize("suffix", ["mp4", "mkv", "mov"])
+def test_the_rate_is_that_of_the_frames(processor, tmp_path, suffix):
+    """Not that of a header, which some containers keep from the encoder's settings."""
+    path = encoded(tmp_path / f"a.{suffix}", 20, times=[10 * number for number in range(20)])
+    sampled = reading.sample(path, processor.video_processor, "here")
+    assert sampled.indices == tuple(range(20)) and np.allclose(sampled.times, range(20), atol=0.01)
+
+
+def test_frames_that_players_leave_out_are_left_out(processor, tmp_path):
+    """A video that was cut without encoding it again begins before what is shown of it."""
+    path = encoded(tmp_path / "a.mp4", 24, times=[number - 10 for number in range(24)])
+    sampled = reading.sample(path, processor.video_processor, "here")
+    frames = reading.load(path, sampled, processor.video_processor, "here")
+    assert max(sampled.indices) == 13 and len(frames) == len(sampled.times)
+    assert abs(frames[-1].float().mean() - 23 * 5) < 3 and abs(frames[0].float().mean() - 10 * 5) < 3
+
+
+def test_videos_put_one_after_another_are_refused(processor, tmp_path):
+    path = encoded(tmp_path / "a.ts", 20)
+    path.write_bytes(path.read_bytes() * 2)
+    with pytest.raises(DataError, match=r"here: .*a.ts has a clock that goes back"):
+        reading.sample(path, processor.video_processor, "here")
+
+
+def test_a_kind_of_video_that_is_not_known_is_refused(processor, tmp_path):
+    path = encoded(tmp_path / "a.mp4", 4)
+    path.write_bytes(path.read_bytes().replace(b"avc1", b"xxxx"))
+    with pytest.raises(DataError, match=r"here: .*a.mp4 (has pictures of a kind|does not decode)"):
+        reading.sample(path, processor.video_processor, "here")
+
+
+def test_a_video_in_an_answer_is_no_answer(processor, encoder, read, tmp_path):
+    """Neither its frames nor their times."""
+    clip(tmp_path / "a.mkv", 12)
+    shown = [{"type": "video", "video": "a.mkv"}, {"type": "text", "text": "There."}]
+    sample = encoder(read([{"role": "user", "content": "Show."}, {"role": "assistant", "content": shown}]))
+    assert sample.video_grid_thw is not None
+    assert processor.tokenizer.decode(sample.labels[sample.loss_mask.bool()]) == "There.<|im_end|>"

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, NamedTuple
 
-import jinja2
 import torch
 from torch import Tensor
 
@@ -83,6 +82,12 @@ class Encoder:
         if answers not in ("all", "last"):
             raise ValueError(f"answers is {answers!r}, expected 'all' or 'last'")
         self.processor, self._only = processor, answers
+
+    def fingerprint(self) -> str:
+        """What must be the same for a sample to have the same tokens: how much is seen, and what is trained on."""
+        images, clips = self.processor.image_processor, self.processor.video_processor
+        sizes = [reader.size[edge] for reader in (images, clips) for edge in ("shortest_edge", "longest_edge")]
+        return repr((*sizes, clips.fps, clips.min_frames, clips.max_frames, self._only))
 
     def length(self, conversation: Conversation, limit: int | None = None) -> int:
         """How many tokens the sample takes; as `size` has it."""
@@ -198,10 +203,11 @@ class Encoder:
         return text, spans
 
     def _render(self, conversation: Conversation, messages: Sequence[dict[str, Any]], prompt: bool = False) -> str:
-        copies, tools = copy.deepcopy((list(messages), conversation.tools))  # transformers rewrites messages in place
         try:
+            # transformers rewrites messages in place.
+            copies, tools = copy.deepcopy((list(messages), conversation.tools))
             return self.processor.apply_chat_template(copies, tools=tools, tokenize=False, add_generation_prompt=prompt)
-        except jinja2.TemplateError as error:
+        except Exception as error:  # a template is a program, and this one runs on whatever a record holds
             raise DataError(conversation.sample_id, f"the chat template refuses it: {error}") from error
 
     def _check_placeholders(self, conversation: Conversation) -> None:

@@ -7,7 +7,6 @@ processor's).
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 import warnings
 from dataclasses import dataclass
@@ -57,7 +56,7 @@ def find(name: str, root: Path, place: str) -> Media:
             raise DataError(place, f"found {name[:40]!r}, expected 'data:...;base64,' and contents")
         try:
             return base64.b64decode(contents, validate=True)
-        except binascii.Error as error:
+        except ValueError as error:
             raise DataError(place, f"found contents that are no base64 ({error})") from error
     if "://" in name:
         raise DataError(place, f"found the address {name[:80]!r}, expected the path of a file")
@@ -121,6 +120,9 @@ def _opened(media: Media, place: str) -> Image.Image:
     except Exception as error:  # each of Pillow's decoders has its own
         raise DataError(place, f"{name} does not decode as a picture: {error}") from error
     try:
+        if image.mode in ("I", "F") or image.mode.startswith("I;"):
+            # Pillow makes everything beyond 255 of it white.
+            raise DataError(place, f"{name} has pixels of the kind {image.mode!r}, expected 8 bits a colour")
         check_pixels(*image.size, name, place)
     except DataError:
         image.close()

@@ -159,6 +159,7 @@ class Qwen3VLConversationProvider(DatasetProvider):
                 open_source(path, self.media_root),
                 encoder,
                 limit=self.seq_length,
+                most_patches=self.max_patches,
                 on_long=self.on_long,
                 on_bad=self.on_bad,
             ),

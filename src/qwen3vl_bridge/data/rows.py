@@ -84,6 +84,11 @@ class Samples:
             self._lengths[index], self._patches[index] = self._measure(index)
         return self._lengths[index]
 
+    @property
+    def encoding(self) -> str:
+        """As the encoder says what its samples depend on."""
+        return self._encoder.fingerprint()
+
     def patches(self, index: int) -> int:
         """Patches of a sample's pictures; raises as `length` does."""
         self.length(index)
@@ -232,6 +237,7 @@ class RowDataset(Dataset[Row]):
             "pack": int(settings.pack),
             "seed": settings.seed,
             "window_size": settings.window_size,
+            "encoding": self.samples.encoding,
             "most_patches": self.samples.most_patches,
             "on_long": self.samples.on_long,
             "on_bad": self.samples.on_bad,

@@ -6,6 +6,7 @@ What lives here: what a source is, finding a record in a file of JSON, which rea
 
 from __future__ import annotations
 
+import codecs
 import json
 import mmap
 import re
@@ -123,21 +124,21 @@ class JsonList:
             mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text,
         ):
             self.size = len(text)
-            self._find(text)
+            self._find(text, len(codecs.BOM_UTF8) if text[:3] == codecs.BOM_UTF8 else 0)
         if not self._starts:
             raise DataError(str(self.path), "found an empty list, expected conversations")
 
-    def _find(self, text: mmap.mmap) -> None:
+    def _find(self, text: mmap.mmap, begin: int) -> None:
         """Notes where each object in the list is. What is in the objects is checked when one is read."""
         depth, end = 0, 0  # of brackets open; of the list's beginning or the last record
-        for match in _TO_BRACKET.finditer(text):
+        for match in _TO_BRACKET.finditer(text, begin):
             at, bracket = match.start(1), match[1]
             if depth == 0 and end and (bracket or text[end:].strip()):
                 raise self._refused(text[end : end + 40].strip(), "after the list, expected the end of the file")
             if bracket in (b"", b'"'):
                 break
             if depth <= 1:
-                self._between(text[end:at], bracket, depth)
+                self._between(text[end or begin : at], bracket, depth)
             depth += 1 if bracket in b"[{" else -1
             if depth == 2 and bracket == b"{" and len(self._starts) == len(self._ends):
                 self._starts.append(at)
@@ -218,13 +219,13 @@ def _begins_a_list(path: Path) -> bool:
     with path.open("rb") as file:
         while chunk := file.read(2**16):  # a list often stands on one line, of any length
             if chunk.strip():
-                return chunk.lstrip().startswith(b"[")
+                return chunk.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
     return False
 
 
 def _conversation(text: bytes, place: str, root: Path) -> Conversation:
     try:
-        record = json.loads(text.decode("utf-8"))
+        record = json.loads(text.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise DataError(place, f"found bytes that are no UTF-8 ({error})") from error
     except (ValueError, RecursionError) as error:  # also a number of too many digits

@@ -52,7 +52,9 @@ def messages_of(record: Any, place: str) -> Any:
         raise DataError(place, "found both 'messages' and 'conversations', expected one of them")
     own = dict(record)
     if own.get("conversations") is not None:
-        own["messages"] = _from_turns(own.pop("conversations"), own.pop("system", None), place)
+        own["messages"] = _from_turns(own.pop("conversations"), place)
+    if isinstance(own.get("messages"), list):
+        own["messages"] = _with_system(own["messages"], own.pop("system", None), place)
     if isinstance(own.get("tools"), str):
         own["tools"] = _decoded(own["tools"], f"{place}: 'tools'")
         if own["tools"] is None:
@@ -63,16 +65,20 @@ def messages_of(record: Any, place: str) -> Any:
     return own
 
 
-def _from_turns(turns: Any, system: Any, place: str) -> list[dict[str, Any]]:
+def _from_turns(turns: Any, place: str) -> list[dict[str, Any]]:
     """ShareGPT's turns as messages."""
     if not isinstance(turns, list) or not turns:
         raise DataError(place, f"found {_shown(turns)} under 'conversations', expected a list of turns")
-    messages = [_from_turn(turn, f"{place}: turn {number}") for number, turn in enumerate(turns, start=1)]
+    return [_from_turn(turn, f"{place}: turn {number}") for number, turn in enumerate(turns, start=1)]
+
+
+def _with_system(messages: list[Any], system: Any, place: str) -> list[Any]:
+    """The messages after what stands beside them as a system prompt."""
     if system is None or system == "":
         return messages
     if not isinstance(system, str):
         raise DataError(place, f"found {_shown(system)} under 'system', expected a string")
-    if any(message["role"] == "system" for message in messages):
+    if any(isinstance(message, dict) and message.get("role") == "system" for message in messages):
         raise DataError(place, "found both 'system' and a turn of it, expected one of them")
     return [{"role": "system", "content": system}, *messages]
 

@@ -64,6 +64,7 @@ class BatchStream(Iterator[PackedBatch]):
         try:
             batch, self._window = next(self._batches)
         except DataError as error:
+            self._batches = None  # it has gone on by itself; whoever asks again asks for the same row
             raise error.without_traceback() from None
         self._next_row += self._group
         return batch

@@ -116,16 +116,14 @@ def tokenise(processor: Any, text: str, answers: Sequence[Span], seen: Seen, pla
         return first - int(starts), last + int(ends)
 
     starts = offsets[:, 0].contiguous()
-    return Tokens(
-        ids,
-        trained & ~never,
-        counts,
-        tuple(spread(at, at) for at in image.nonzero().squeeze(-1).tolist()),
-        tuple(
-            (int(torch.searchsorted(starts, first, right=True)) - 1, int(torch.searchsorted(starts, end)) - 1)
-            for first, end in videos
-        ),
+    clips = tuple(
+        (int(torch.searchsorted(starts, first, right=True)) - 1, int(torch.searchsorted(starts, end)) - 1)
+        for first, end in videos
     )
+    for first, last in clips:
+        trained[first : last + 1] = False  # the times of its frames too
+    pictures = tuple(spread(at, at) for at in image.nonzero().squeeze(-1).tolist())
+    return Tokens(ids, trained & ~never, counts, pictures, clips)
 
 
 def _with_frames(

@@ -130,39 +130,48 @@ def _opened(video: Media, place: str) -> Iterator[Any]:
             if not container.streams.video:
                 raise DataError(place, f"{describe(video)} has no pictures, expected a video")
             yield container
-    except (av.FFmpegError, OSError, ValueError, EOFError) as error:
-        if isinstance(error, DataError):
-            raise
+    except DataError:
+        raise
+    except Exception as error:  # each of FFmpeg's decoders has its own
         raise DataError(place, f"{describe(video)} does not decode as a video: {error}") from error
 
 
 def _frames_of(video: Media, place: str) -> tuple[int, int, float, Sequence[float]]:
     """Height, width, frames a second, and when each frame is shown, in seconds from the first."""
+    name = describe(video)
     with _opened(video, place) as container:
         stream = container.streams.video[0]
-        check_pixels(stream.width, stream.height, describe(video), place)
+        if stream.codec_context is None:
+            raise DataError(place, f"{name} has pictures of a kind that FFmpeg does not decode here")
+        check_pixels(stream.width, stream.height, name, place)
+        rate = stream.average_rate or stream.guessed_rate
         first = next(container.decode(stream), None)
         if first is None:
-            raise DataError(place, f"{describe(video)} has no frames, expected at least one")
+            raise DataError(place, f"{name} has no frames, expected at least one")
         height, width = _upright(np.empty((first.height, first.width)), first).shape
-        container.seek(0)
-        shown = []
-        # The packets say when their frames are shown; what a header says of their number is often missing or wrong.
+    shown, before = [], None
+    # The packets say when their frames are shown; what a header says of their number is often missing or wrong.
+    with _opened(video, place) as container:
+        stream = container.streams.video[0]
         for packet in container.demux(stream):
-            if packet.size and packet.pts is not None:
+            if packet.dts is not None:
+                if before is not None and packet.dts < before:
+                    raise DataError(place, f"{name} has a clock that goes back, as of videos that were put together")
+                before = packet.dts
+            if packet.size and packet.pts is not None and not packet.is_discard:
                 shown.append(packet.pts)
             if len(shown) > _MOST_FRAMES:
-                raise DataError(place, f"{describe(video)} has over {_MOST_FRAMES:,} frames, expected fewer")
+                raise DataError(place, f"{name} has over {_MOST_FRAMES:,} frames, expected fewer")
+        if not shown:
+            raise DataError(place, f"{name} does not say when its frames are shown")
         shown.sort()
         seconds = [float((time - shown[0]) * stream.time_base) for time in shown]
-        rate = stream.average_rate or stream.guessed_rate
-        if not rate:
-            raise DataError(place, f"{describe(video)} does not say how many frames are a second")
-        rate = float(rate)
-        # Of a steady video the numbers of the frames say it without rounding.
-        if all(abs(time - number / rate) < 0.5 / rate for number, time in enumerate(seconds)):
-            seconds = [number / rate for number in range(len(seconds))]
-        return height, width, rate, seconds
+    # Of a steady video the numbers of the frames say it without rounding; of any other the header's rate says nothing.
+    if rate and all(abs(time - number / float(rate)) < 0.5 / float(rate) for number, time in enumerate(seconds)):
+        return height, width, float(rate), [number / float(rate) for number in range(len(seconds))]
+    if not seconds[-1]:
+        raise DataError(place, f"{name} does not say how many frames are a second")
+    return height, width, (len(seconds) - 1) / seconds[-1], seconds
 
 
 def _decoded(video: Media, indices: Sequence[int], place: str) -> Iterator[np.ndarray]:
