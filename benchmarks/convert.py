@@ -17,12 +17,9 @@ What lives here: the measurement. What may not: code that conversion needs.
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import json
 import multiprocessing
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -45,10 +42,11 @@ from qwen3vl_bridge.dimensions import dimensions_of
 from qwen3vl_bridge.mappings import TABLE
 from qwen3vl_bridge.weight_rows import expand
 
+import record
 import torch.distributed.checkpoint  # what an idle process of ours has loaded
 
 _ROOT = Path(__file__).parents[1]
-_RESULTS = Path(__file__).parent / "results" / "convert.csv"
+_RESULTS = record.RESULTS / "convert.csv"
 _MB = 1 << 20
 
 
@@ -226,12 +224,6 @@ def processes(work: Path, count: int) -> float:
     return json.loads(done.stdout)["seconds"]
 
 
-def _machine() -> str:
-    with open("/proc/cpuinfo") as file:
-        model = next((line.split(":")[1].strip() for line in file if line.startswith("model name")), platform.machine())
-    return f"{os.cpu_count()} x {model}"
-
-
 def main() -> None:
     """Measure, print, append."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -263,8 +255,6 @@ def main() -> None:
         layers = config["text_config"]["num_hidden_layers"], config["vision_config"]["depth"]
         rows.append(
             {
-                "date": datetime.date.today().isoformat(),
-                "machine": _machine(),
                 "size": options.size,
                 "text layers": layers[0],
                 "vision layers": layers[1],
@@ -276,13 +266,7 @@ def main() -> None:
                 "MB": f"{memory:.1f}",
             }
         )
-    options.csv.parent.mkdir(parents=True, exist_ok=True)
-    new = not options.csv.exists()
-    with options.csv.open("a", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        if new:
-            writer.writeheader()
-        writer.writerows(rows)
+    record.append(options.csv, rows)
 
 
 if __name__ == "__main__":

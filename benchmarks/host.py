@@ -21,10 +21,6 @@ What lives here: the measurement. What may not: code that training needs.
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -37,6 +33,7 @@ from qwen3vl_bridge.data.collate import Collator, VisionSettings
 from qwen3vl_bridge.data.encode import EncodedSample
 from qwen3vl_bridge.sequence import SequenceLayout, interpolation, mrope_positions, patch_positions, vision
 
+import record
 import torch
 from megatron.bridge.models.qwen_vl.modelling_qwen3_vl import rope as bridge_rope
 from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.vision_model import Qwen3VLVisionModel
@@ -44,7 +41,7 @@ from torch import Tensor
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 from transformers.vision_utils import get_vision_bilinear_indices_and_weights, get_vision_position_ids
 
-_RESULTS = Path(__file__).parent / "results" / "host.csv"
+_RESULTS = record.RESULTS / "host.csv"
 _IMAGE, _VIDEO, _START, _END, _PAD = 151655, 151656, 151652, 151653, 151643
 _SIDE, _MERGE, _LONGEST, _MOST_IMAGES, _ROW = 48, 2, 4096, 16, 16384
 
@@ -174,12 +171,6 @@ def measure(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, flo
     return {name: statistics.median(times) for name, times in taken.items()}
 
 
-def _machine() -> str:
-    with open("/proc/cpuinfo") as file:
-        model = next((line.split(":")[1].strip() for line in file if line.startswith("model name")), platform.machine())
-    return f"{os.cpu_count()} x {model}"
-
-
 def main() -> None:
     """Measure, print, append."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -211,8 +202,6 @@ def main() -> None:
             print(f"{subject:28} {way:16} {took * 1e3:9.3f} ms  {ratio:>8} x ours  {pace} {'tokens/s' * bool(pace)}")
             rows.append(
                 {
-                    "date": datetime.date.today().isoformat(),
-                    "machine": _machine(),
                     "samples": len(samples),
                     "images": len(grids),
                     "rounds": options.rounds,
@@ -223,13 +212,7 @@ def main() -> None:
                     "tokens/s": pace,
                 }
             )
-    options.csv.parent.mkdir(parents=True, exist_ok=True)
-    new = not options.csv.exists()
-    with options.csv.open("a", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        if new:
-            writer.writeheader()
-        writer.writerows(rows)
+    record.append(options.csv, rows)
 
 
 if __name__ == "__main__":

@@ -5,35 +5,31 @@ registration waits in `hooks.py` until Megatron-Bridge is imported, and the publ
 converter's `--help` answers at once.
 """
 
-from importlib import import_module
-
-from qwen3vl_bridge import hooks
+from qwen3vl_bridge import hooks, lazy
 
 _PUBLIC = {
-    "Qwen3VLBridge": "qwen3vl_bridge.bridge",
-    "Qwen3VLModel": "qwen3vl_bridge.model.qwen3vl",
-    "Qwen3VLModelProvider": "qwen3vl_bridge.provider",
-    "Qwen3VLMoEBridge": "qwen3vl_bridge.bridge",
-    "Qwen3VLMoEModelProvider": "qwen3vl_bridge.provider",
-    "Qwen3VLLoRA": "qwen3vl_bridge.peft",
-    "Qwen3VLDoRA": "qwen3vl_bridge.peft",
-    "save_hf_adapter": "qwen3vl_bridge.peft_export",
-    "Qwen3VLConversationProvider": "qwen3vl_bridge.data.provider",
-    "forward_step": "qwen3vl_bridge.training.step",
-    "generate": "qwen3vl_bridge.generation",
-    "import_checkpoint": "qwen3vl_bridge.checkpoint",
-    "export_checkpoint": "qwen3vl_bridge.checkpoint",
-    "verify_checkpoint": "qwen3vl_bridge.checkpoint",
-    "inspect_checkpoint": "qwen3vl_bridge.checkpoint",
+    "Qwen3VLBridge": "bridge",
+    "Qwen3VLModel": "model.qwen3vl",
+    "Qwen3VLModelProvider": "provider",
+    "Qwen3VLMoEBridge": "bridge",
+    "Qwen3VLMoEModelProvider": "provider",
+    "Qwen3VLLoRA": "peft",
+    "Qwen3VLDoRA": "peft",
+    "save_hf_adapter": "peft_export",
+    "Qwen3VLConversationProvider": "data.provider",
+    "forward_step": "training.step",
+    "generate": "generation",
+    "import_checkpoint": "checkpoint",
+    "export_checkpoint": "checkpoint",
+    "verify_checkpoint": "checkpoint",
+    "inspect_checkpoint": "checkpoint",
 }
 
 __all__ = sorted(_PUBLIC)
 
 
 def __getattr__(name: str):
-    if name not in _PUBLIC:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_PUBLIC[name]), name)
+    return lazy.load(__name__, _PUBLIC, name)
 
 
 def __dir__() -> list[str]:

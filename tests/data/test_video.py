@@ -1,10 +1,7 @@
 """Videos: frames, times and tokens as the processor alone has them; and files that are no videos."""
 
-import json
-
 from qwen3vl_bridge.data import DataError
 from qwen3vl_bridge.data import video as reading
-from qwen3vl_bridge.data.media import FrameList
 
 import av
 import numpy as np
@@ -170,7 +167,7 @@ def test_bytes_are_as_good_as_a_file(processor, tmp_path):
     assert rows[0] == rows[1]
     loaded = [reading.load(media, rows[0], processor.video_processor, "here") for media in (path, path.read_bytes())]
     assert torch.equal(*loaded)
-    assert json.dumps(rows[0].size) == "[96, 128]" and isinstance(FrameList((path,), 2.0), FrameList)
+    assert rows[0].size == (96, 128)
 
 
 def encoded(path, frames: int, times=None, **options):

@@ -14,7 +14,7 @@ from tests.data.conftest import picture, write
 from tests.data.test_video import clip
 
 from .conftest import Pair
-from .test_parity import GRADIENT, LOGITS, LOSS, assert_gradients_equal, per_sample
+from .test_parity import GRADIENT, LOGITS, LOSS, assert_gradients_equal, run_megatron
 
 # (pictures, videos) of each conversation's question.
 CONTENTS = [(1, 0), (0, 1), (2, 1), (0, 0)]
@@ -65,13 +65,7 @@ def test_conversations_train_as_in_transformers(pair: Pair, path, packed):
     lay_out = Collator(VisionSettings.of_checkpoint(folder, processor), pad, seq_length=1024)
     batch = (lay_out.packed if packed else lay_out.padded)([encoder(source[i]) for i in range(len(source))])
     pair.zero_grad()
-    inputs = batch.local()
-    losses = pair.megatron(inputs=inputs)
-    loss = (losses * inputs.loss_mask).sum()
-    loss.backward()
-    with torch.no_grad():
-        logits = per_sample(pair.megatron(inputs=inputs.without_labels()), batch)
-
+    logits, loss = run_megatron(pair, batch)
     expected_loss = torch.zeros(())
     for number, found in enumerate(logits):
         asked = reference_inputs(processor, source[number])

@@ -37,6 +37,17 @@ def assert_gradients_equal(pair: Pair, tolerance: float) -> float:
     return worst
 
 
+def run_megatron(pair: Pair, batch: PackedBatch) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Logits of each document or row, and the summed loss, whose gradients are in the parameters."""
+    inputs = batch.local()
+    losses = pair.megatron(inputs=inputs)
+    loss = (losses * inputs.loss_mask).sum()
+    loss.backward()
+    with torch.no_grad():
+        logits = per_sample(pair.megatron(inputs=inputs.without_labels()), batch)
+    return logits, loss.detach()
+
+
 def compare(pair: Pair, content: str, packed: bool, seed: int) -> dict[str, float]:
     """One batch through both; asserts equality and returns the worst errors."""
     pair.zero_grad()
@@ -44,14 +55,7 @@ def compare(pair: Pair, content: str, packed: bool, seed: int) -> dict[str, floa
     expected_logits, expected_loss = run_reference(pair.reference, samples)
     expected_loss.backward()
 
-    batch = make_batch(samples, pair.config, packed=packed)
-    inputs = batch.local()
-    losses = pair.megatron(inputs=inputs)
-    loss = (losses * inputs.loss_mask).sum()
-    loss.backward()
-    with torch.no_grad():
-        logits = per_sample(pair.megatron(inputs=inputs.without_labels()), batch)
-
+    logits, loss = run_megatron(pair, make_batch(samples, pair.config, packed=packed))
     errors = {
         "logits": max((got - want).abs().max().item() for got, want in zip(logits, expected_logits, strict=True)),
         "loss": abs(loss.item() / expected_loss.item() - 1),

@@ -7,7 +7,7 @@ conversion (`conversion`), and the commands on top (`importing`, `exporting`, `r
 `cli`).
 """
 
-from importlib import import_module
+from qwen3vl_bridge import lazy
 
 _PUBLIC = {
     "CheckpointError": "errors",
@@ -29,9 +29,7 @@ __all__ = sorted(_PUBLIC)
 
 
 def __getattr__(name: str):
-    if name not in _PUBLIC:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_PUBLIC[name]}"), name)
+    return lazy.load(__name__, _PUBLIC, name)
 
 
 def __dir__() -> list[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import io
 import signal
 import sys
 import threading
@@ -24,9 +23,8 @@ from qwen3vl_bridge.checkpoint.sides import LOCAL, TRANSFORMER_ENGINE
 from qwen3vl_bridge.checkpoint.tensors import WEIGHT_DTYPES
 from qwen3vl_bridge.checkpoint.topology import Topology
 from qwen3vl_bridge.mappings import ExpertLayout
+from qwen3vl_bridge.terminal import BAD_INPUT, INTERRUPTED, show_anything
 
-# As a shell reports a command that was ended by the signal of Ctrl-C.
-_BAD_INPUT, _INTERRUPTED = 2, 130
 _SIZES = {
     "tp": "tensor-parallel size",
     "pp": "pipeline-parallel size",
@@ -47,9 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Exit status: 0, 1 if `verify` found differences, 2 for bad input, 130 if interrupted.
     """
     options = _parser().parse_args(arguments)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # names in a checkpoint may hold what a terminal cannot show
-            stream.reconfigure(errors="backslashreplace")
+    show_anything()
     first = True
     try:
         with Ranks.of_torchrun() as options.ranks, _stoppable():
@@ -58,11 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (CheckpointError, OSError) as error:
         if first:
             print(f"error: {error}", file=sys.stderr)
-        return _BAD_INPUT
+        return BAD_INPUT
     except KeyboardInterrupt:
         if first:
             print("interrupted", file=sys.stderr)
-        return _INTERRUPTED
+        return INTERRUPTED
 
 
 @contextlib.contextmanager

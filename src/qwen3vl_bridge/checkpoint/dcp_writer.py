@@ -76,7 +76,7 @@ class DcpLayout:
             self._entries[spec.name] = entry
         assert isinstance(entry, TensorStorageMetadata)
         entry.chunks.append(ChunkStorageMetadata(_size(offsets), _size(sizes)))
-        self._storage[MetadataIndex(spec.name, _size(offsets))] = info
+        self._storage[MetadataIndex(spec.name, offsets)] = info
         return data.length
 
     def add_bytes(self, key: str, value: Any) -> None:

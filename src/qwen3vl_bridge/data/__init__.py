@@ -4,7 +4,7 @@ What lives here: the public names of reading, encoding, packing and collating, l
 package stays cheap. What may not: the model; and Megatron, but in `provider.py`.
 """
 
-from importlib import import_module
+from qwen3vl_bridge import lazy
 
 _PUBLIC = {
     "BatchStream": "stream",
@@ -36,9 +36,7 @@ __all__ = sorted(_PUBLIC)
 
 
 def __getattr__(name: str):
-    if name not in _PUBLIC:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_PUBLIC[name]}"), name)
+    return lazy.load(__name__, _PUBLIC, name)
 
 
 def __dir__() -> list[str]:

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import argparse
 import functools
-import io
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from qwen3vl_bridge.data.errors import DataError
+from qwen3vl_bridge.terminal import BAD_INPUT, INTERRUPTED, show_anything
 
-# As a shell reports a command that was ended by the signal of Ctrl-C.
-_BAD_SAMPLES, _BAD_INPUT, _INTERRUPTED = 1, 2, 130
+_BAD_SAMPLES = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,17 +28,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         Exit status: 0, 1 if there were samples with errors, 2 for bad input, 130 if interrupted.
     """
     options = _parser().parse_args(argv)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # samples may hold what a terminal cannot show
-            stream.reconfigure(errors="backslashreplace")
+    show_anything()
     try:
         return options.run(options)
     except (DataError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return _BAD_INPUT
+        return BAD_INPUT
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return _INTERRUPTED
+        return INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:

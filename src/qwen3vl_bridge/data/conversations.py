@@ -21,6 +21,7 @@ from typing import Any
 
 from .errors import DataError
 from .media import FrameList, Media, Video, find
+from .spellings import stored
 
 ROLES = ("system", "user", "assistant", "tool")
 _BESIDE = {"reasoning_content", "tool_calls", "tool_call_id", "name"}
@@ -120,8 +121,7 @@ class _Media:
         return {"type": kind, kind: value if isinstance(value, str) and not value.startswith("data:") else ""}
 
     def _media(self, value: Any, kind: str, place: str) -> Media:
-        if isinstance(value, dict) and set(value) <= {"bytes", "path"}:
-            value = value["bytes"] if value.get("bytes") is not None else value.get("path")
+        value = stored(value)
         if isinstance(value, str) and value:
             return find(value, self._root, place)
         if isinstance(value, bytes) and value:

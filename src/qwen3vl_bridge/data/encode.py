@@ -1,6 +1,6 @@
 """A conversation as tokens, labels and pixels, by the checkpoint's own processor and chat template.
 
-What lives here: rendering, tokenising, and the loss mask. What may not: reading files (`conversations.py`), rows and
+What lives here: rendering, tokenising, and the loss mask. What may not: reading files (`sources.py`), rows and
 batches (`packing.py`, `collate.py`).
 
 Which tokens are trained on is asked of the template, not of the tokens: what the template renders for the messages
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from . import video
+from .choices import check_choice
 from .conversations import Conversation
 from .errors import DataError
 from .media import image_size, load_image
@@ -79,8 +80,7 @@ class Encoder:
             processor: it.
             answers: train on all of an assistant's answers, or on the last alone.
         """
-        if answers not in ("all", "last"):
-            raise ValueError(f"answers is {answers!r}, expected 'all' or 'last'")
+        check_choice("answers", answers, Answers)
         self.processor, self._only = processor, answers
 
     def fingerprint(self) -> str:

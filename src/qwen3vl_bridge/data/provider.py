@@ -9,18 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, get_args
+from typing import Any
 
 from qwen3vl_bridge.sequence import PackedBatch
 
 import torch
 from megatron.bridge.data.base import DatasetBuildContext, DatasetProvider
 
+from .choices import check_choice
 from .collate import Collator, VisionSettings, pad_token_id
 from .encode import Answers, Encoder
 from .plan import Window
 from .processor import VisionLimits, load_processor
-from .rows import OnBad, OnLong, RowDataset, RowSettings, Samples, check_policies
+from .rows import OnBad, OnLong, RowDataset, RowSettings, Samples
 from .sources import open_source
 from .stream import BatchStream, one_pass
 
@@ -85,9 +86,8 @@ class Qwen3VLConversationProvider(DatasetProvider):
             raise ValueError(
                 f"dataloader_type is {self.dataloader_type!r}, expected 'single': rows are in order already"
             )
-        check_policies(self.on_long, self.on_bad)
-        if self.answers not in get_args(Answers):
-            raise ValueError(f"answers is {self.answers!r}, expected 'all' or 'last'")
+        for name, kind in (("on_long", OnLong), ("on_bad", OnBad), ("answers", Answers)):
+            check_choice(name, getattr(self, name), kind)
         if self.max_patches is not None and self.max_patches < 1:
             raise ValueError(f"max_patches is {self.max_patches}, expected a positive number or None")
         if self.seq_length % self.pad_to_multiple_of:

@@ -1,7 +1,7 @@
 """Rows of a split: what the plan says, read and encoded.
 
-What lives here: the dataset that both loops read rows from, and what happens to samples longer than a row. What may
-not: positions in a run (`stream.py`), Megatron (`provider.py`).
+What lives here: the dataset that both loops read rows from, and what happens to samples that are bad or longer than
+a row. What may not: positions in a run (`stream.py`), Megatron (`provider.py`).
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import logging
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 from qwen3vl_bridge.sequence import PackedBatch
 
 import torch
 from torch.utils.data import Dataset
 
+from .choices import check_choice
 from .collate import Collator, pad_token_id
 from .encode import EncodedSample, Encoder, Size
 from .errors import DataError
@@ -28,17 +29,6 @@ logger = logging.getLogger(__name__)
 OnLong = Literal["error", "drop", "truncate"]
 OnBad = Literal["error", "drop"]
 _UNKNOWN, _NOTHING = -1, Size(0, 0)
-
-
-def check_policies(on_long: str, on_bad: str) -> None:
-    """Refuses what `Samples` cannot do.
-
-    Raises:
-        ValueError: a policy that there is not.
-    """
-    for name, found, allowed in (("on_long", on_long, get_args(OnLong)), ("on_bad", on_bad, get_args(OnBad))):
-        if found not in allowed:
-            raise ValueError(f"{name} is {found!r}, expected {' or '.join(map(repr, allowed))}")
 
 
 class Samples:
@@ -65,7 +55,8 @@ class Samples:
                 counted and reported. One of too many patches is refused or dropped.
             on_bad: refuse one that cannot be encoded, or drop, count and report it.
         """
-        check_policies(on_long, on_bad)
+        check_choice("on_long", on_long, OnLong)
+        check_choice("on_bad", on_bad, OnBad)
         self.file, self._encoder, self.limit, self.most_patches = file, encoder, limit, most_patches
         self.on_long, self.on_bad = on_long, on_bad
         self._lengths, self._patches = array("q", [_UNKNOWN]) * len(file), array("q", [0]) * len(file)
@@ -95,17 +86,15 @@ class Samples:
         return self._patches[index]
 
     def _measure(self, index: int) -> Size:
-        size, place = (
-            self._unless_bad(lambda: self._encoder.size(self.file[index]), _NOTHING),
-            self.file.sample_id(index),
-        )
+        place = self.file.sample_id(index)
+        size = self._unless_bad(lambda: self._encoder.size(self.file[index])) or _NOTHING
         if size.tokens > self.limit:
             problem = f"{place}: found a sample of {size.tokens} tokens, expected at most {self.limit}"
             if self.on_long == "error":
                 raise DataError(f"{problem} (a row's length; on_long='drop' leaves it out, 'truncate' cuts it)")
             if self.on_long == "drop":
-                return self._drop(problem, _NOTHING)
-            size = self._unless_bad(lambda: self._encoder.size(self.file[index], self.limit), _NOTHING)
+                return self._drop(problem)
+            size = self._unless_bad(lambda: self._encoder.size(self.file[index], self.limit)) or _NOTHING
             if size.tokens:
                 self.num_truncated += 1
                 logger.warning("%s: cut, %d so far", problem, self.num_truncated)
@@ -113,21 +102,23 @@ class Samples:
             problem = f"{place}: found pictures of {size.patches} patches, expected at most {self.most_patches}"
             if self.on_long == "error":
                 raise DataError(f"{problem} (what a row holds; on_long='drop' leaves the sample out)")
-            return self._drop(problem, _NOTHING)
+            return self._drop(problem)
         return size
 
-    def _unless_bad[Result](self, work: Callable[[], Result], otherwise: Result) -> Result:
+    def _unless_bad[Result](self, work: Callable[[], Result]) -> Result | None:
+        """What work gives; None for a bad sample that is dropped."""
         try:
             return work()
         except DataError as error:
             if self.on_bad == "error":
                 raise
-            return self._drop(str(error), otherwise)
+            self._drop(str(error))
+            return None
 
-    def _drop[Result](self, problem: str, otherwise: Result) -> Result:
+    def _drop(self, problem: str) -> Size:
         self.num_dropped += 1
         logger.warning("%s: dropped, %d so far", problem, self.num_dropped)
-        return otherwise
+        return _NOTHING
 
     def encode(self, index: int) -> EncodedSample:
         """The sample's tokens and pixels.
@@ -138,9 +129,11 @@ class Samples:
         Raises:
             DataError: it cannot be encoded, where that is an error, or not to the length that its row was planned with.
         """
+        sample = self._unless_bad(lambda: self._encode(index))
+        if sample is not None:
+            return sample
         token = torch.tensor([pad_token_id(self._encoder.processor.tokenizer)])
-        nothing = EncodedSample(token, token, torch.zeros(1), None, None, self.file.sample_id(index))
-        return self._unless_bad(lambda: self._encode(index), nothing)
+        return EncodedSample(token, token, torch.zeros(1), None, None, self.file.sample_id(index))
 
     def _encode(self, index: int) -> EncodedSample:
         sample = self._encoder(self.file[index], self.limit)

@@ -112,12 +112,17 @@ def _medium(item: Any, kind: str, place: str) -> Any:
     """A path, a file's bytes, or a video's frames."""
     if kind == "video" and isinstance(item, list) and item:
         return [_medium(frame, "image", f"{place}, frame {number}") for number, frame in enumerate(item, start=1)]
-    if isinstance(item, dict) and item and set(item) <= {"bytes", "path"}:
-        # As Hugging Face datasets store them: with bytes, the path is but a name.
-        item = item["bytes"] if item.get("bytes") is not None else item.get("path")
+    item = stored(item)
     if not isinstance(item, (str, bytes)) or not item:
         raise DataError(place, f"found {_shown(item)}, expected a path, or bytes")
     return item
+
+
+def stored(item: Any) -> Any:
+    """The bytes or the path of a picture as Hugging Face datasets store it; with bytes, the path is but a name."""
+    if not isinstance(item, dict) or not item or not set(item) <= {"bytes", "path"}:
+        return item
+    return item["bytes"] if item.get("bytes") is not None else item.get("path")
 
 
 def _with_media(messages: list[Any], media: dict[str, list[Any]], place: str) -> list[Any]:

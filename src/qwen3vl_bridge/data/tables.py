@@ -17,7 +17,7 @@ from typing import Any
 
 from .conversations import Conversation, conversation_of
 from .errors import DataError
-from .spellings import messages_of
+from .spellings import messages_of, stored
 
 COLUMNS = ("messages", "conversations", "system", "image", "images", "video", "videos", "tools")
 _JSON_COLUMNS = ("messages", "conversations")  # and `tools`, whoever reads them
@@ -74,7 +74,7 @@ def _refuse_paths(record: dict[str, Any], place: str) -> None:
         for kind in ("image", "video"):
             medium = part.get(kind) if isinstance(part, dict) else None
             for item in medium if isinstance(medium, list) else [medium]:
-                path = item.get("path") if isinstance(item, dict) and item.get("bytes") is None else item
+                path = stored(item)
                 if isinstance(path, str) and not path.startswith("data:"):
                     raise DataError(place, f"found the path {path!r}, and no media_root that it is relative to")
 

@@ -112,8 +112,9 @@ def tokenise(processor: Any, text: str, answers: Sequence[Span], seen: Seen, pla
 
     def spread(first: int, last: int) -> Span:
         """A stretch of tokens, with the start and end of vision around it."""
-        starts, ends = first > 0 and ids[first - 1] == around[0], last + 1 < len(ids) and ids[last + 1] == around[1]
-        return first - int(starts), last + int(ends)
+        before = first > 0 and ids[first - 1] == around[0]
+        after = last + 1 < len(ids) and ids[last + 1] == around[1]
+        return first - int(before), last + int(after)
 
     starts = offsets[:, 0].contiguous()
     clips = tuple(
