@@ -34,6 +34,17 @@ def processor():
 
 
 @pytest.fixture(scope="session")
+def checkpoint(processor, tmp_path_factory) -> Path:
+    """A folder with a processor and a configuration."""
+    from examples.digits.checkpoint import make_config
+
+    folder = tmp_path_factory.mktemp("hf")
+    processor.save_pretrained(folder)
+    make_config(processor.tokenizer).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def encoder(processor) -> Encoder:
     return Encoder(processor)
 
@@ -101,11 +112,12 @@ def make_rows(train_file, encoder, collator) -> Callable[..., Callable]:
     ) -> Callable:
         settings = {"seed": 0, "window_size": 8, **settings}
 
-        def rows(begin=None) -> RowDataset:
+        def rows(begin=None, ranks=1) -> RowDataset:
             policies = {"most_patches": most_patches, "on_long": on_long, "on_bad": on_bad}
-            samples = Samples(JsonLines(path), encoder, limit=seq_length, **policies)
+            packed = settings.get("packed")
+            samples = Samples(JsonLines(path), encoder, limit=seq_length, sizes=packed and packed.sizes(), **policies)
             lay_out = replace(collator, seq_length=seq_length, multiple=multiple)
-            return RowDataset(samples, RowSettings(lay_out, **settings), begin=begin)
+            return RowDataset(samples, RowSettings(lay_out, **settings), begin=begin, ranks=ranks)
 
         return rows
 

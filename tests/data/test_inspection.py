@@ -171,7 +171,7 @@ def test_a_fault_of_ours_names_the_sample(train_file, inspect, monkeypatch):
 def test_lengths_and_rows(train_file, inspect, make_rows):
     rows = make_rows(window_size=512)()
     found = inspect(train_file, seq_length=256)
-    assert found.lengths == tuple(rows.samples.length(index) for index in range(40))
+    assert found.lengths == tuple(rows.samples.size(index).tokens for index in range(40))
     assert len(found.row_fills) == rows.plan.end_of_epoch()
     assert found.fill == pytest.approx(sum(found.lengths) / (256 * len(found.row_fills)))
     alone = inspect(train_file, seq_length=256, pack=False)

@@ -11,16 +11,6 @@ from megatron.bridge.data.samplers import build_pretraining_data_loader
 from megatron.bridge.data.utils import get_dataset_provider
 
 
-@pytest.fixture(scope="module")
-def checkpoint(processor, tmp_path_factory):
-    from examples.digits.checkpoint import make_config
-
-    folder = tmp_path_factory.mktemp("hf")
-    processor.save_pretrained(folder)
-    make_config(processor.tokenizer).save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
 def make(train_file, checkpoint):
     def make(**changes):

@@ -65,7 +65,7 @@ def test_a_resumed_stream_measures_no_samples_it_has_passed(make_rows):
     assert resumed.state_dict() == state
     next(resumed)
     window = Window(**state["window"])
-    measured = {sample for sample, length in enumerate(resumed._rows.samples._lengths) if length >= 0}
+    measured = {sample for sample in range(40) if resumed._rows.samples._sizes.get(sample) is not None}
     assert window.start >= 16
     assert {*window.carried, *range(window.start, 40)} >= measured >= set(range(window.start, window.start + 8))
 

@@ -1,7 +1,7 @@
 """From conversations with pictures to packed batches.
 
 What lives here: the public names of reading, encoding, packing and collating, loaded on first use so that importing the
-package stays cheap. What may not: the model; and Megatron, but in `provider.py`.
+package stays cheap. What may not: the model; and Megatron, but in `provider.py` and the modules for energon.
 """
 
 from qwen3vl_bridge import lazy
@@ -14,14 +14,19 @@ _PUBLIC = {
     "DataError": "errors",
     "EncodedSample": "encode",
     "Encoder": "encode",
+    "EnergonStream": "energon_stream",
     "HubDataset": "hub",
     "JsonLines": "sources",
     "JsonList": "sources",
+    "NumberedOrder": "order",
+    "PackedRows": "packed",
     "Parquet": "parquet",
+    "Qwen3VLTaskEncoder": "energon",
     "RowDataset": "rows",
     "RowPlan": "plan",
     "RowSettings": "rows",
-    "Samples": "rows",
+    "Samples": "samples",
+    "Size": "sizes",
     "VisionSettings": "collate",
     "Window": "plan",
     "best_fit": "packing",

@@ -1,4 +1,4 @@
-"""The data's command line: inspect.
+"""The data's command line: inspect and pack.
 
 What lives here: options and their meaning. What may not: torch at import time (so that `--help` answers at once), work,
 words of a report (`report.py`, `html_report.py`).
@@ -8,14 +8,27 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
+from qwen3vl_bridge.checkpoint.errors import CheckpointError
 from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.terminal import BAD_INPUT, INTERRUPTED, show_anything
 
 _BAD_SAMPLES = 1
+# As `VisionLimits` has them, which needs torch.
+_LIMITS = {
+    "image_min_pixels": (int, "a smaller picture is enlarged to as many (default of all these: the model's)"),
+    "image_max_pixels": (int, "a larger picture is made as small"),
+    "video_min_pixels": (int, "likewise of a video, all of its frames together"),
+    "video_max_pixels": (int, "likewise"),
+    "video_fps": (float, "frames that are sampled of a second"),
+    "video_min_frames": (int, "frames that are sampled of a short video, if it has them"),
+    "video_max_frames": (int, "frames that are sampled of a long video"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     show_anything()
     try:
         return options.run(options)
-    except (DataError, OSError) as error:
+    except (DataError, CheckpointError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
@@ -43,14 +56,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="qwen3vl-data", description="Look at conversations before training on them.")
     verbs = parser.add_subparsers(metavar="VERB", required=True)
     _inspect(verbs.add_parser("inspect", help="show samples as the model will see them, and what is trained on"))
+    _pack(verbs.add_parser("pack", help="measure all samples and pack them into rows, before training"))
     return parser
 
 
-def _inspect(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Show samples as the model will see them: tokens, which of them are trained on, pictures; and how long samples "
-        "are, how full rows get, and which samples cannot be trained on. The exit status is 1 if there are any."
-    )
+def _source(parser: argparse.ArgumentParser) -> None:
+    """What samples are and how they are encoded."""
     parser.add_argument("--data", required=True, metavar="PATH",
                         help="conversations: a file, a folder, or hf://owner/name#split")  # fmt: skip
     parser.add_argument("--hf-model", required=True, metavar="MODEL",
@@ -60,6 +71,41 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
                         help="train on all answers, or on the last one alone (default: %(default)s)")  # fmt: skip
     parser.add_argument("--seq-length", type=_at_least(1), default=4096, metavar="N",
                         help="tokens of a row (default: %(default)s)")  # fmt: skip
+    for name, (kind, words) in _LIMITS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=words)
+    parser.add_argument("--no-progress", action="store_true", help="show no progress")
+
+
+def _pack(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Measure all samples, pack them into rows by best fit, and write down which samples are in which row, for "
+        "dataset.train_packing. Pictures stay where they are. The options are to be those of the training data set."
+    )
+    _source(parser)
+    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="where the rows are written to")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier packing at that place")
+    parser.add_argument("--max-patches", type=_at_least(1), metavar="N",
+                        help="patches of pictures and videos in a row (default: any number)")  # fmt: skip
+    parser.add_argument("--pad-to-multiple-of", type=_at_least(1), default=1, metavar="N",
+                        help="what each sample in a row is padded to (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--on-long", choices=("error", "drop", "truncate"), default="error",
+                        help="what to do with a sample longer than a row (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--on-bad", choices=("error", "drop"), default="error",
+                        help="what to do with a sample that cannot be encoded (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--seed", type=int, default=1234, metavar="N",
+                        help="of the order in which samples are packed (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--workers", type=_at_least(0), default=os.cpu_count() or 0, metavar="N",
+                        help="processes that measure samples; 0 for this one alone (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=_run_pack)
+
+
+def _inspect(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Show samples as the model will see them: tokens, which of them are trained on, pictures; and how long samples "
+        "are, how full rows get, and which samples cannot be trained on. The exit status is 1 if there are any."
+    )
+    _source(parser)
     parser.add_argument("--samples", type=_at_least(0), default=8, metavar="N",
                         help="how many samples to show (default: %(default)s)")  # fmt: skip
     which = parser.add_mutually_exclusive_group()
@@ -73,7 +119,6 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, metavar="FILE", help="write an HTML report with pictures, too")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier report at that place")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--no-progress", action="store_true", help="show no progress")
     parser.set_defaults(run=_run_inspect)
 
 
@@ -95,11 +140,10 @@ def _run_inspect(options: argparse.Namespace) -> int:
 
     from qwen3vl_bridge.data.encode import Encoder
     from qwen3vl_bridge.data.inspection import InspectionSettings, inspect_samples
-    from qwen3vl_bridge.data.processor import load_processor
     from qwen3vl_bridge.data.report import as_json, print_text
-    from qwen3vl_bridge.data.rows import Samples
+    from qwen3vl_bridge.data.samples import Samples
 
-    processor = load_processor(options.hf_model)
+    processor = _processor(options)
     settings = InspectionSettings(
         seq_length=options.seq_length,
         samples=options.samples,
@@ -122,12 +166,70 @@ def _run_inspect(options: argparse.Namespace) -> int:
     return _BAD_SAMPLES if found.errors else 0
 
 
+def _run_pack(options: argparse.Namespace) -> int:
+    from qwen3vl_bridge.data.sources import open_source
+
+    source = open_source(options.data, options.media_root)
+
+    from qwen3vl_bridge.data.collate import Collator, VisionSettings, pad_token_id
+    from qwen3vl_bridge.data.encode import Encoder
+    from qwen3vl_bridge.data.pack import pack
+    from qwen3vl_bridge.data.report import packing_as_json, print_packing
+    from qwen3vl_bridge.data.rows import RowDataset, RowSettings
+    from qwen3vl_bridge.data.samples import Samples
+
+    processor = _processor(options)
+    samples = Samples(
+        source,
+        Encoder(processor, options.answers),
+        limit=options.seq_length,
+        most_patches=options.max_patches,
+        on_long=options.on_long,
+        on_bad=options.on_bad,
+    )
+    vision = VisionSettings.of_checkpoint(options.hf_model, processor)
+    collator = Collator(vision, pad_token_id(processor.tokenizer), options.seq_length, options.pad_to_multiple_of)
+    report = pack(
+        RowDataset(samples, RowSettings(collator, seed=options.seed)),
+        options.output,
+        workers=options.workers,
+        overwrite=options.overwrite,
+        progress=functools.partial(_summed, total=len(source), shown=not options.no_progress),
+        say=functools.partial(print, file=sys.stderr),
+    )
+    if options.json:
+        print(packing_as_json(report))
+    else:
+        print_packing(report)
+    return 0
+
+
+def _processor(options: argparse.Namespace) -> Any:
+    from qwen3vl_bridge.data.processor import VisionLimits, load_processor
+
+    try:
+        return load_processor(options.hf_model, VisionLimits(**{name: getattr(options, name) for name in _LIMITS}))
+    except ValueError as error:
+        raise (
+            error if isinstance(error, DataError) else DataError("limits of pictures and videos", str(error))
+        ) from error
+
+
 def _check_output(path: Path, *, overwrite: bool) -> None:
     """Refuses a place for the report before any work is done for it."""
     if path.exists() and (not overwrite or not path.is_file()):
         raise DataError(str(path), "there is something already; --overwrite replaces a file")
     if not path.parent.is_dir():
         raise DataError(str(path.parent), "there is no such folder, expected one to write the report into")
+
+
+def _summed(steps: Iterable[int], *, total: int, shown: bool) -> Iterable[int]:
+    from tqdm import tqdm
+
+    with tqdm(desc="samples", total=total, leave=False, disable=None if shown else True, file=sys.stderr) as bar:
+        for step in steps:
+            bar.update(step)
+            yield step
 
 
 def _counted(indices: Sequence[int], *, shown: bool) -> Iterable[int]:

@@ -15,7 +15,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from .choices import check_choice
 from .conversations import Conversation
 from .errors import DataError
 from .media import image_size, load_image
+from .sizes import Size
 from .tokens import Seen, Tokens, tokenise
 
 Answers = Literal["all", "last"]
@@ -58,18 +59,6 @@ class EncodedSample:
         return len(self.input_ids)
 
 
-class Size(NamedTuple):
-    """How much of a row a sample takes.
-
-    Attributes:
-        tokens: of the language model.
-        patches: of the vision tower.
-    """
-
-    tokens: int
-    patches: int
-
-
 class Encoder:
     """Turns conversations into `EncodedSample`s. Picklable, so that data-loading workers can have one each."""
 
@@ -94,7 +83,7 @@ class Encoder:
         return self.size(conversation, limit).tokens
 
     def size(self, conversation: Conversation, limit: int | None = None) -> Size:
-        """How many tokens and patches the sample takes, of its pictures reading no more than their headers.
+        """How much of a row the sample takes; of its pictures no more than their headers is read.
 
         Args:
             conversation: it.
@@ -110,8 +99,10 @@ class Encoder:
         tokens = tokenise(self.processor, text, (), seen, conversation.sample_id)
         if limit is not None and len(tokens) > limit:
             tokens = self._tokens(conversation, seen, limit)
-        images = sum(seen.image_tokens[: len(tokens.images)]) * self.processor.image_processor.merge_size**2
-        return Size(len(tokens), images + sum(prod(clip.grid) for clip in seen.videos[: len(tokens.videos)]))
+        merge = self.processor.image_processor.merge_size**2
+        frames = [(1, number * merge) for number in seen.image_tokens[: len(tokens.images)]]
+        frames += [(clip.grid[0], prod(clip.grid[1:])) for clip in seen.videos[: len(tokens.videos)]]
+        return Size(len(tokens), sum(t * n for t, n in frames), sum(t * n**2 for t, n in frames))
 
     def __call__(self, conversation: Conversation, limit: int | None = None) -> EncodedSample:
         """Encode one conversation; arguments as for `size`.

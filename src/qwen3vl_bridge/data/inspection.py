@@ -18,9 +18,11 @@ from torch import Tensor
 
 from .encode import EncodedSample
 from .errors import DataError
+from .order import NumberedOrder
 from .pictures import unpatched
 from .plan import RowPlan
-from .rows import Samples
+from .samples import Samples
+from .sizes import Size
 
 # Beyond so many tokens without the end of a character, a run is decoded as a whole: decoding it again with each token
 # would take time by the square of its length.
@@ -162,16 +164,17 @@ def inspect_samples(
     Raises:
         DataError: a start behind the last sample.
     """
-    shown, errors = _shown(len(samples), settings), dict[int, str]()
+    total = len(samples.file)
+    shown, errors = _shown(total, settings), dict[int, str]()
 
     def view(index: int) -> SampleView:
         return view_sample(samples.encode(index), processor, pictures=settings.pictures)
 
     views = tuple(_sound(progress(shown), view, errors))
-    measured = _spread(len(samples), settings.lengths) if settings.lengths else shown
-    lengths = tuple(_sound(progress(measured), samples.length, errors))
+    measured = _spread(total, settings.lengths) if settings.lengths else shown
+    lengths = tuple(_sound(progress(measured), lambda index: samples.size(index).tokens, errors))
     return Inspection(
-        num_samples=len(samples),
+        num_samples=total,
         seq_length=settings.seq_length,
         pack=settings.pack,
         samples=views,
@@ -214,7 +217,8 @@ def _row_fills(lengths: Sequence[int], settings: InspectionSettings) -> tuple[fl
     kept = [length for length in lengths if length <= settings.seq_length]
     if not kept:
         return ()
-    plan = RowPlan(kept.__getitem__, len(kept), capacity=settings.seq_length, pack=settings.pack, seed=0)
+    order = NumberedOrder(len(kept), seed=0)
+    plan = RowPlan(lambda sample: Size(kept[sample], 0, 0), order, capacity=settings.seq_length, pack=settings.pack)
     rows = (plan.row(number) for number in range(plan.end_of_epoch()))
     return tuple(sum(kept[sample] for sample in row) / settings.seq_length for row in rows)
 

@@ -1,9 +1,9 @@
 """Which samples make up which row: an endless sequence of rows, the same on every rank and in every process.
 
-What lives here: epochs, their order, and packing over a window of samples. Plain numbers: a sample is its number in
-the file, and all that is asked about it is its length. What may not: reading samples, tensors of a batch.
+What lives here: epochs, and packing over a window of samples. Plain numbers: a sample is its number, and all that is
+asked about it is its size. What may not: the order of an epoch (`order.py`), reading samples, tensors.
 
-Each epoch is a new order of the samples, cut into windows. A window's samples are packed into rows together, and the
+Each epoch is an order of the samples, cut into windows. A window's samples are packed into rows together, and the
 emptiest row's samples join the next window, so that none is left half empty; the last window of an epoch keeps all of
 its rows. So every sample is in exactly one row of every epoch. A `Window` is all that a plan needs to go on from.
 """
@@ -14,11 +14,13 @@ import logging
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
-import torch
 from torch.utils.data import get_worker_info
 
+from .order import Order
 from .packing import best_fit
+from .sizes import Size
 
 logger = logging.getLogger(__name__)
 
@@ -42,44 +44,49 @@ class Window:
     first_row: int = 0
 
 
+class _PackedWindow(NamedTuple):
+    """A window's rows, the samples it leaves to the next one, and whether the epoch ends with it."""
+
+    window: Window
+    rows: list[Row]
+    carried: Row
+    is_last: bool
+
+
 class RowPlan:
     """Rows by their number. Rows far ahead are reached by packing what lies between; going on in order is cheap."""
 
     def __init__(
         self,
-        length: Callable[[int], int],
-        num_samples: int,
+        size: Callable[[int], Size],
+        order: Order,
         *,
         capacity: int,
         pack: bool = True,
-        seed: int | None = None,
         window_size: int = 512,
         begin: Window | None = None,
-        patches: Callable[[int], int] | None = None,
         most_patches: int | None = None,
+        report: bool = True,
     ) -> None:
         """Plan rows of samples.
 
         Args:
-            length: tokens that a sample takes of a row, with what it is padded by; 0 to leave it out.
-            num_samples: samples of one epoch.
+            size: what a sample takes of a row, with what it is padded by; no tokens to leave it out.
+            order: of the samples of each epoch.
             capacity: tokens a row holds.
             pack: pack samples into rows; otherwise each is a row.
-            seed: of the order; None for the file's own order.
             window_size: samples that are packed together.
             begin: the window to go on from; the first one if None.
-            patches: of a sample's pictures; asked after its length, and only where there are `most_patches`.
             most_patches: patches a row holds; any number if None.
+            report: say how full the first epoch's rows were.
         """
-        if num_samples < 1 or window_size < 1:
-            raise ValueError(f"found {num_samples} samples and windows of {window_size}, expected at least 1 of each")
-        self._length, self._num_samples, self._capacity = length, num_samples, capacity
-        self._pack, self._seed, self._window_size = pack, seed, window_size
-        self._patches, self._most_patches = patches, most_patches
+        if window_size < 1:
+            raise ValueError(f"found windows of {window_size} samples, expected at least 1")
+        self._size, self._order, self._capacity, self._most_patches = size, order, capacity, most_patches
+        self._pack, self._window_size, self._reports = pack, window_size, report
         self._windows = [begin or Window()]
         self._tokens = self._count = 0  # in the epoch's rows so far
-        self._order: tuple[int, list[int]] | None = None
-        self._packed: tuple[Window, list[Row]] | None = None
+        self._packed: _PackedWindow | None = None
 
     def row(self, number: int) -> Row:
         """Samples of one row.
@@ -89,7 +96,7 @@ class RowPlan:
             ValueError: an epoch without a row.
         """
         window = self.window(number)
-        return self._rows(window)[number - window.first_row]
+        return self._pack_window(window).rows[number - window.first_row]
 
     def window(self, number: int) -> Window:
         """The window that a row is of."""
@@ -109,16 +116,16 @@ class RowPlan:
     def _extend(self) -> None:
         """Append the window after the last known one."""
         window = self._windows[-1]
-        rows, carried = self._pack_window(window)
-        self._tokens += sum(self._length(sample) for row in rows for sample in row)
-        self._count += sum(len(row) for row in rows)
-        start, first_row = window.start + self._window_size, window.first_row + len(rows)
-        if start < self._num_samples:
-            self._windows.append(Window(window.epoch, start, carried, first_row))
+        packed = self._pack_window(window)
+        self._tokens += sum(self._size(sample).tokens for row in packed.rows for sample in row)
+        self._count += sum(len(row) for row in packed.rows)
+        start, first_row = window.start + self._window_size, window.first_row + len(packed.rows)
+        if not packed.is_last:
+            self._windows.append(Window(window.epoch, start, packed.carried, first_row))
             return
         epochs = [w.first_row for w in self._windows if w.epoch == window.epoch and w.start == 0]
         if epochs and epochs[0] == first_row:
-            raise ValueError(f"epoch {window.epoch}: none of {self._num_samples} samples is in a row")
+            raise ValueError(f"epoch {window.epoch}: none of its samples is in a row")
         self._windows.append(Window(window.epoch + 1, 0, (), first_row))
         self._report(window.epoch, first_row - epochs[0] if epochs else 0)
 
@@ -127,42 +134,26 @@ class RowPlan:
         worker = get_worker_info()
         if rows and (worker is None or worker.id == 0):
             share = self._tokens / (rows * self._capacity)
-            level = logging.INFO if epoch == 0 and self._seed is not None else logging.DEBUG
+            level = logging.INFO if epoch == 0 and self._reports else logging.DEBUG
             text = "epoch %d: %d samples in %d rows of %d tokens, %.1f %% full"
             logger.log(level, text, epoch, self._count, rows, self._capacity, 100 * share)
         self._tokens = self._count = 0
 
-    def _rows(self, window: Window) -> list[Row]:
-        if self._packed is None or self._packed[0] != window:
-            self._pack_window(window)
-        assert self._packed is not None
-        return self._packed[1]
-
-    def _pack_window(self, window: Window) -> tuple[list[Row], Row]:
-        """The window's rows, and the samples it leaves to the next one."""
-        end = window.start + self._window_size
-        samples = [*window.carried, *self._epoch_order(window.epoch)[window.start : end]]
-        lengths = {sample: length for sample in samples if (length := self._length(sample))}
-        kept, carried = list(lengths), ()
+    def _pack_window(self, window: Window) -> _PackedWindow:
+        if self._packed is not None and self._packed.window == window:
+            return self._packed
+        new = self._order.numbers(window.epoch, window.start, self._window_size)
+        is_last = len(new) < self._window_size
+        sizes = {sample: size for sample in (*window.carried, *new) if (size := self._size(sample)).tokens}
+        kept, carried = list(sizes), ()
         if not self._pack:
             rows = [(sample,) for sample in kept]
         else:
-            patches = None
-            if self._patches is not None and self._most_patches is not None:
-                patches = [self._patches(sample) for sample in kept]
-            packed = best_fit([lengths[sample] for sample in kept], self._capacity, patches, self._most_patches)
+            lengths, patches = [sizes[sample].tokens for sample in kept], [sizes[sample].patches for sample in kept]
+            packed = best_fit(lengths, self._capacity, patches, self._most_patches)
             rows = [tuple(kept[place] for place in row) for row in packed]
-            if end < self._num_samples and len(rows) > 1:
-                emptiest = min(range(len(rows)), key=lambda row: (sum(lengths[s] for s in rows[row]), -row))
+            if not is_last and len(rows) > 1:
+                emptiest = min(range(len(rows)), key=lambda row: (sum(sizes[s].tokens for s in rows[row]), -row))
                 carried = rows.pop(emptiest)
-        self._packed = (window, rows)
-        return rows, carried
-
-    def _epoch_order(self, epoch: int) -> list[int]:
-        if self._seed is None:
-            return list(range(self._num_samples))
-        if self._order is None or self._order[0] != epoch:
-            # One generator an epoch, so that any epoch can be gone on from without those before it.
-            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
-            self._order = (epoch, torch.randperm(self._num_samples, generator=generator).tolist())
-        return self._order[1]
+        self._packed = _PackedWindow(window, rows, carried, is_last)
+        return self._packed

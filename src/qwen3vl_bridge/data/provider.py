@@ -11,17 +11,21 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+from qwen3vl_bridge.cost import TowerCosts, tower_costs
 from qwen3vl_bridge.sequence import PackedBatch
 
 import torch
 from megatron.bridge.data.base import DatasetBuildContext, DatasetProvider
+from transformers import AutoConfig
 
 from .choices import check_choice
 from .collate import Collator, VisionSettings, pad_token_id
 from .encode import Answers, Encoder
+from .packed import PackedRows
 from .plan import Window
 from .processor import VisionLimits, load_processor
-from .rows import OnBad, OnLong, RowDataset, RowSettings, Samples
+from .rows import Balance, RowDataset, RowSettings
+from .samples import OnBad, OnLong, Samples
 from .sources import open_source
 from .stream import BatchStream, one_pass
 
@@ -44,13 +48,17 @@ class Qwen3VLConversationProvider(DatasetProvider):
         max_patches: patches of pictures and videos in a row, so that the vision tower has its bound too; None for no
             bound. A picture's tokens are a quarter of its patches.
         pack: several conversations in a row, best-fit, with micro_batch_size 1; otherwise one in each, padded.
+        train_packing: folder with rows of the training split that `qwen3vl-data pack` made, by these settings. Without
+            it every data-loading process measures every conversation, which is too much for millions of them.
+        balance_over: rows of a global batch, so that they are dealt out to data-parallel ranks by what they cost both
+            towers; None to read them as they come. A multiple of the ranks.
         seed: of the order of the training split.
         on_long: what to do with a conversation longer than a row: "error"; or "drop" it, or "truncate" it without
             cutting a picture, counted and reported.
         on_bad: what to do with one that cannot be read or encoded: "error", or "drop", counted and reported.
         vision: how much is seen of pictures and videos, where not as the checkpoint says.
         answers: which of an assistant's answers to train on, "all" or the "last".
-        window_size: conversations that are packed together.
+        window_size: conversations that are packed together, where they are packed as they are read.
         pad_to_multiple_of: each conversation of a packed row is padded to a multiple of this: 2 * cp, and of the
             tensor-parallel size under sequence parallelism.
         pixel_dtype: what pixels leave as.
@@ -65,6 +73,8 @@ class Qwen3VLConversationProvider(DatasetProvider):
     seq_length: int
     max_patches: int | None = None
     pack: bool = True
+    train_packing: str | None = None
+    balance_over: int | None = None
     seed: int = 1234
     on_long: OnLong = "error"
     on_bad: OnBad = "error"
@@ -90,6 +100,11 @@ class Qwen3VLConversationProvider(DatasetProvider):
             check_choice(name, getattr(self, name), kind)
         if self.max_patches is not None and self.max_patches < 1:
             raise ValueError(f"max_patches is {self.max_patches}, expected a positive number or None")
+        if self.balance_over is not None and self.balance_over < 1:
+            raise ValueError(f"balance_over is {self.balance_over}, expected a positive number or None")
+        for name in ("train_packing", "balance_over"):
+            if not self.pack and getattr(self, name) is not None:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, but pack is off; it is for packed rows")
         if self.seq_length % self.pad_to_multiple_of:
             raise ValueError(
                 f"seq_length is {self.seq_length}, expected a multiple of pad_to_multiple_of, {self.pad_to_multiple_of}"
@@ -104,8 +119,9 @@ class Qwen3VLConversationProvider(DatasetProvider):
             DataError: files that are not there or cannot be read.
         """
         wanted = (context.train_samples, context.valid_samples, context.test_samples)
+        ranks = context.pg_collection.dp.size() if context.pg_collection is not None else 1
         return tuple(  # pyright: ignore[reportReturnType]  (three of them)
-            self.rows(split, length=length) if length and getattr(self, f"{split}_path") else None
+            self.rows(split, length=length, ranks=ranks) if length and getattr(self, f"{split}_path") else None
             for split, length in zip(SPLITS, wanted, strict=True)
         )
 
@@ -119,7 +135,7 @@ class Qwen3VLConversationProvider(DatasetProvider):
             micro_batch_size: rows of a microbatch.
         """
         return BatchStream(
-            lambda begin: self.rows(split, begin=begin),
+            lambda begin: self.rows(split, begin=begin, ranks=dp_size),
             dp_rank=dp_rank,
             dp_size=dp_size,
             micro_batch_size=micro_batch_size,
@@ -134,7 +150,13 @@ class Qwen3VLConversationProvider(DatasetProvider):
         return one_pass(rows, dp_rank=dp_rank, dp_size=dp_size, micro_batch_size=micro_batch_size)
 
     def rows(
-        self, split: str, *, length: int = 0, begin: Window | None = None, shuffle: bool | None = None
+        self,
+        split: str,
+        *,
+        length: int = 0,
+        begin: Window | None = None,
+        shuffle: bool | None = None,
+        ranks: int = 1,
     ) -> RowDataset:
         """Rows of a split.
 
@@ -142,35 +164,57 @@ class Qwen3VLConversationProvider(DatasetProvider):
             split: "train", "valid" or "test".
             length: what their `len` answers.
             begin: window to go on from.
-            shuffle: whether in random order; by default only the training split is.
+            shuffle: whether in random order; by default only the training split is. What is not, is not dealt out
+                either.
+            ranks: data-parallel ranks.
 
         Raises:
-            ValueError: a split that has no path.
+            ValueError: a split that has no path, or rows that were packed by other settings.
             DataError: a file that is not there or cannot be read.
         """
         path = getattr(self, f"{split}_path", None)
         if path is None:
             raise ValueError(f"the split {split!r} has no {split}_path; splits are {', '.join(SPLITS)}")
-        encoder, vision, pad_id = _of_checkpoint(self.hf_processor_path, self.answers, self.vision)
-        collator = Collator(vision, pad_id, self.seq_length, self.pad_to_multiple_of, self.pixel_dtype)
+        checkpoint = _of_checkpoint(self.hf_processor_path, self.answers, self.vision)
         shuffled = split == "train" if shuffle is None else shuffle
-        return RowDataset(
-            Samples(
-                open_source(path, self.media_root),
-                encoder,
-                limit=self.seq_length,
-                most_patches=self.max_patches,
-                on_long=self.on_long,
-                on_bad=self.on_bad,
-            ),
-            RowSettings(collator, self.pack, self.seed if shuffled else None, self.window_size),
-            length=length,
-            begin=begin,
+        packed = PackedRows(self.train_packing) if split == "train" and self.train_packing else None
+        samples = Samples(
+            open_source(path, self.media_root),
+            checkpoint.encoder,
+            limit=self.seq_length,
+            most_patches=self.max_patches,
+            on_long=self.on_long,
+            on_bad=self.on_bad,
+            sizes=None if packed is None else packed.sizes(),
         )
+        settings = RowSettings(
+            Collator(checkpoint.vision, checkpoint.pad_id, self.seq_length, self.pad_to_multiple_of, self.pixel_dtype),
+            self.pack,
+            self.seed if shuffled else None,
+            self.window_size,
+            packed,
+            Balance(self.balance_over, checkpoint.costs) if shuffled and self.balance_over else None,
+        )
+        return RowDataset(samples, settings, length=length, begin=begin, ranks=ranks)
+
+
+@dataclass(frozen=True)
+class _Checkpoint:
+    """What a checkpoint says about encoding, laying out and dealing out."""
+
+    encoder: Encoder
+    vision: VisionSettings
+    pad_id: int
+    costs: TowerCosts
 
 
 @cache
-def _of_checkpoint(path: str, answers: Answers, limits: VisionLimits) -> tuple[Encoder, VisionSettings, int]:
-    """What a checkpoint says about encoding and laying out; read once a process."""
+def _of_checkpoint(path: str, answers: Answers, limits: VisionLimits) -> _Checkpoint:
+    """Read once a process."""
     processor = load_processor(path, limits)
-    return Encoder(processor, answers), VisionSettings.of_checkpoint(path, processor), pad_token_id(processor.tokenizer)
+    return _Checkpoint(
+        Encoder(processor, answers),
+        VisionSettings.of_checkpoint(path, processor),
+        pad_token_id(processor.tokenizer),
+        tower_costs(AutoConfig.from_pretrained(path).to_dict()),
+    )

@@ -1,4 +1,4 @@
-"""An inspection as text for a terminal, and as JSON.
+"""An inspection, or a packing, as text for a terminal, and as JSON.
 
 What lives here: words and marks. What may not: finding things (`inspection.py`), HTML (`html_report.py`).
 
@@ -12,6 +12,7 @@ import json
 import sys
 import unicodedata
 from collections.abc import Iterator
+from dataclasses import asdict
 from itertools import groupby
 from statistics import mean, median
 from typing import Any
@@ -20,6 +21,7 @@ from rich.console import Console
 from rich.text import Text
 
 from .inspection import Inspection, Picture, Piece, SampleView
+from .pack import PackingReport
 
 MOST_ERRORS = 10
 _TRAINED, _VISION, _HEAD, _ERROR = "bold green", "dim cyan", "bold", "red"
@@ -34,6 +36,25 @@ def print_text(inspection: Inspection) -> None:
         console.print(as_text(inspection), soft_wrap=True, highlight=False)
     else:
         sys.stdout.write(as_text(inspection, brackets=True).plain)
+
+
+def packing_as_json(report: PackingReport) -> str:
+    """All numbers of a packing."""
+    return json.dumps(asdict(report), indent=2)
+
+
+def print_packing(report: PackingReport) -> None:
+    """Print what was packed, for people."""
+    lines = {
+        "samples": f"{report.samples:,}, of them {report.dropped:,} dropped and {report.truncated:,} cut",
+        "rows": f"{report.rows:,}, {100 * report.fill:.1f} % full of tokens",
+        "tokens": f"{report.tokens:,}",
+        "patches": f"{report.patches:,}, {report.patches / report.rows:,.0f} a row",
+    }
+    if report.patch_fill is not None:
+        lines["patches"] += f", {100 * report.patch_fill:.1f} % of the most"
+    for name, value in lines.items():
+        print(f"{name:15}{value}")
 
 
 def as_text(inspection: Inspection, *, brackets: bool = False) -> Text:

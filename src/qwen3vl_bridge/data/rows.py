@@ -1,154 +1,50 @@
 """Rows of a split: what the plan says, read and encoded.
 
-What lives here: the dataset that both loops read rows from, and what happens to samples that are bad or longer than
-a row. What may not: positions in a run (`stream.py`), Megatron (`provider.py`).
+What lives here: the dataset that both loops read rows from. What may not: what a sample is (`samples.py`), positions
+in a run (`stream.py`), Megatron (`provider.py`).
 """
 
 from __future__ import annotations
 
-import logging
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple, Protocol
 
+from qwen3vl_bridge.cost import TowerCosts
 from qwen3vl_bridge.sequence import PackedBatch
 
 import torch
 from torch.utils.data import Dataset
 
-from .choices import check_choice
-from .collate import Collator, pad_token_id
-from .encode import EncodedSample, Encoder, Size
-from .errors import DataError
+from .balance import deal
+from .collate import Collator
+from .encode import EncodedSample
+from .order import NumberedOrder, Order
+from .packed import PackedRows
 from .plan import RowPlan, Window
+from .samples import Samples
+from .sizes import Size
 from .sources import ConversationSource
-
-logger = logging.getLogger(__name__)
-
-OnLong = Literal["error", "drop", "truncate"]
-OnBad = Literal["error", "drop"]
-_UNKNOWN, _NOTHING = -1, Size(0, 0)
-
-
-class Samples:
-    """The samples of one file: measured first, encoded when their row is due."""
-
-    def __init__(
-        self,
-        file: ConversationSource,
-        encoder: Encoder,
-        *,
-        limit: int,
-        most_patches: int | None = None,
-        on_long: OnLong = "error",
-        on_bad: OnBad = "error",
-    ) -> None:
-        """Take a file's conversations as samples.
-
-        Args:
-            file: the conversations.
-            encoder: turns them into tokens.
-            limit: most tokens a sample may have.
-            most_patches: most patches its pictures may have; any number if None.
-            on_long: refuse a longer one; or drop it; or cut it short, without cutting a picture. The latter two are
-                counted and reported. One of too many patches is refused or dropped.
-            on_bad: refuse one that cannot be encoded, or drop, count and report it.
-        """
-        check_choice("on_long", on_long, OnLong)
-        check_choice("on_bad", on_bad, OnBad)
-        self.file, self._encoder, self.limit, self.most_patches = file, encoder, limit, most_patches
-        self.on_long, self.on_bad = on_long, on_bad
-        self._lengths, self._patches = array("q", [_UNKNOWN]) * len(file), array("q", [0]) * len(file)
-        self.num_dropped = self.num_truncated = 0
-
-    def __len__(self) -> int:
-        return len(self.file)
-
-    def length(self, index: int) -> int:
-        """Tokens of a sample, or 0 for one that is dropped.
-
-        Raises:
-            DataError: a sample that is too long or cannot be read, where that is an error.
-        """
-        if self._lengths[index] == _UNKNOWN:
-            self._lengths[index], self._patches[index] = self._measure(index)
-        return self._lengths[index]
-
-    @property
-    def encoding(self) -> str:
-        """As the encoder says what its samples depend on."""
-        return self._encoder.fingerprint()
-
-    def patches(self, index: int) -> int:
-        """Patches of a sample's pictures; raises as `length` does."""
-        self.length(index)
-        return self._patches[index]
-
-    def _measure(self, index: int) -> Size:
-        place = self.file.sample_id(index)
-        size = self._unless_bad(lambda: self._encoder.size(self.file[index])) or _NOTHING
-        if size.tokens > self.limit:
-            problem = f"{place}: found a sample of {size.tokens} tokens, expected at most {self.limit}"
-            if self.on_long == "error":
-                raise DataError(f"{problem} (a row's length; on_long='drop' leaves it out, 'truncate' cuts it)")
-            if self.on_long == "drop":
-                return self._drop(problem)
-            size = self._unless_bad(lambda: self._encoder.size(self.file[index], self.limit)) or _NOTHING
-            if size.tokens:
-                self.num_truncated += 1
-                logger.warning("%s: cut, %d so far", problem, self.num_truncated)
-        if self.most_patches is not None and size.patches > self.most_patches:
-            problem = f"{place}: found pictures of {size.patches} patches, expected at most {self.most_patches}"
-            if self.on_long == "error":
-                raise DataError(f"{problem} (what a row holds; on_long='drop' leaves the sample out)")
-            return self._drop(problem)
-        return size
-
-    def _unless_bad[Result](self, work: Callable[[], Result]) -> Result | None:
-        """What work gives; None for a bad sample that is dropped."""
-        try:
-            return work()
-        except DataError as error:
-            if self.on_bad == "error":
-                raise
-            self._drop(str(error))
-            return None
-
-    def _drop(self, problem: str) -> Size:
-        self.num_dropped += 1
-        logger.warning("%s: dropped, %d so far", problem, self.num_dropped)
-        return _NOTHING
-
-    def encode(self, index: int) -> EncodedSample:
-        """The sample's tokens and pixels.
-
-        One that proves bad only now, such as a picture that breaks off, and is dropped, leaves its place in the row
-        to a single token that nothing is trained on.
-
-        Raises:
-            DataError: it cannot be encoded, where that is an error, or not to the length that its row was planned with.
-        """
-        sample = self._unless_bad(lambda: self._encode(index))
-        if sample is not None:
-            return sample
-        token = torch.tensor([pad_token_id(self._encoder.processor.tokenizer)])
-        return EncodedSample(token, token, torch.zeros(1), None, None, self.file.sample_id(index))
-
-    def _encode(self, index: int) -> EncodedSample:
-        sample = self._encoder(self.file[index], self.limit)
-        if len(sample) != self.length(index):
-            raise DataError(
-                sample.sample_id, f"found {len(sample)} tokens, but its row was planned for {self.length(index)}"
-            )
-        return sample
 
 
 class Row(NamedTuple):
-    """One row's samples, and the window of the plan that it is of."""
+    """One row's samples, and a window of the plan from which it is reached."""
 
     samples: tuple[EncodedSample, ...]
     window: Window
+
+
+@dataclass(frozen=True)
+class Balance:
+    """How rows are dealt out to data-parallel ranks.
+
+    Attributes:
+        over: rows among which they are, the global batch.
+        costs: of the two towers.
+    """
+
+    over: int
+    costs: TowerCosts
 
 
 @dataclass(frozen=True)
@@ -158,21 +54,47 @@ class RowSettings:
     Attributes:
         collator: lays samples out.
         pack: several samples in a row; otherwise one, padded.
-        seed: of the samples' order; None for the file's own.
+        seed: of the samples' order, or of the rows' where they were packed before; None for the file's own.
         window_size: samples that are packed together.
+        packed: rows that were packed before; None to pack as they are read.
+        balance: how rows are dealt out; None for as they come.
     """
 
     collator: Collator
     pack: bool = True
     seed: int | None = None
     window_size: int = 512
+    packed: PackedRows | None = None
+    balance: Balance | None = None
+
+
+class Plan(Protocol):
+    """Samples of rows by the rows' numbers, without end."""
+
+    def row(self, number: int) -> tuple[int, ...]:
+        """Samples of one row."""
+        ...
+
+    def window(self, number: int) -> Window:
+        """Where to go on from to reach a row."""
+        ...
+
+    def end_of_epoch(self) -> int:
+        """Number of the first row after the epoch that the plan begins in."""
+        ...
 
 
 class RowDataset(Dataset[Row]):
     """Rows by number, without end; `len` is only how many a loop says it wants."""
 
     def __init__(
-        self, samples: Samples, settings: RowSettings, *, length: int = 0, begin: Window | None = None
+        self,
+        samples: Samples,
+        settings: RowSettings,
+        *,
+        length: int = 0,
+        begin: Window | None = None,
+        ranks: int = 1,
     ) -> None:
         """Rows of samples.
 
@@ -181,31 +103,71 @@ class RowDataset(Dataset[Row]):
             settings: what a row is.
             length: what `len` answers.
             begin: window of the plan to go on from.
+            ranks: data-parallel ranks, which take turns; where rows are dealt out to them.
+
+        Raises:
+            ValueError: rows that were packed by other rules than these, or that cannot be dealt out.
         """
-        self.samples, self.settings, self._len = samples, settings, length
-        self.plan = RowPlan(
-            self._length_in_row,
-            len(samples),
+        self.samples, self.settings, self._len, self.ranks = samples, settings, length, ranks
+        self.plan = self._plan(begin)
+        self._dealt: tuple[int, list[int]] | None = None
+        if settings.balance and settings.balance.over % ranks:
+            raise ValueError(
+                f"{settings.balance.over} rows are dealt out to {ranks} data-parallel ranks, expected a multiple"
+            )
+
+    def _plan(self, begin: Window | None) -> Plan:
+        settings = self.settings
+        if settings.packed is not None:
+            settings.packed.check(self.rules())
+            return settings.packed.plan(settings.seed)
+        return RowPlan(
+            self._size_in_row,
+            _order(self.samples.file, settings.seed),
             capacity=settings.collator.seq_length,
             pack=settings.pack,
-            seed=settings.seed,
             window_size=settings.window_size,
             begin=begin,
-            patches=samples.patches,
-            most_patches=samples.most_patches,
+            most_patches=self.samples.most_patches,
+            report=settings.seed is not None,
         )
 
-    def _length_in_row(self, index: int) -> int:
+    def _size_in_row(self, index: int) -> Size:
+        size = self.samples.size(index)
         multiple = self.settings.collator.multiple if self.settings.pack else 1
-        return -(-self.samples.length(index) // multiple) * multiple
+        return size._replace(tokens=-(-size.tokens // multiple) * multiple)
 
     def __len__(self) -> int:
         return self._len
 
     def __getitem__(self, number: int) -> Row:
         """Read and encode one row."""
-        encoded = tuple(self.samples.encode(index) for index in self.plan.row(number))
-        return Row(encoded, self.plan.window(number))
+        balance = self.settings.balance
+        block = number if balance is None else number - number % balance.over
+        encoded = tuple(self.samples.encode(index) for index in self.plan.row(self._dealt_to(number)))
+        return Row(encoded, self.plan.window(block))
+
+    def _dealt_to(self, number: int) -> int:
+        """The plan's number of a row."""
+        if self.settings.balance is None or self.ranks == 1:
+            return number
+        over = self.settings.balance.over
+        first, place = number - number % over, number % over
+        if self._dealt is None or self._dealt[0] != first:
+            costs = [self.cost(row) for row in range(first, first + over)]
+            self._dealt = (first, deal(costs, self.ranks))
+        return first + self._dealt[1][place]
+
+    def cost(self, number: int) -> float:
+        """What one of the plan's rows costs both towers.
+
+        Raises:
+            ValueError: rows are not dealt out by cost.
+        """
+        if self.settings.balance is None:
+            raise ValueError("found no costs of the towers, expected a balance in the settings")
+        sizes = [self.samples.size(sample) for sample in self.plan.row(number)]
+        return sum(self.settings.balance.costs.of(**size._asdict()) for size in sizes)
 
     def collate_fn(self, rows: Sequence[Row]) -> PackedBatch:
         """A microbatch of rows. Megatron-Bridge's loop looks for a function of this name.
@@ -219,22 +181,39 @@ class RowDataset(Dataset[Row]):
             raise ValueError(f"found a microbatch of {len(rows)} packed rows, expected 1: make the row longer instead")
         return self.settings.collator.packed(rows[0].samples)
 
+    def dealt(self) -> tuple[int, int]:
+        """How many rows are dealt out together, and to how many ranks."""
+        return (1, 1) if self.settings.balance is None or self.ranks == 1 else (self.settings.balance.over, self.ranks)
+
+    def rules(self) -> dict[str, int | str | None]:
+        """What must be the same for samples to be packed into the same rows, but for their order."""
+        samples, collator = self.samples, self.settings.collator
+        return {
+            "samples": len(samples.file) if isinstance(samples.file, Sized) else None,
+            "bytes": samples.file.fingerprint(),
+            "encoding": samples.encoding,
+            "seq_length": collator.seq_length,
+            "multiple": collator.multiple,
+            "most_patches": samples.most_patches,
+            "on_long": samples.on_long,
+            "on_bad": samples.on_bad,
+        }
+
     def fingerprint(self) -> dict[str, int | str | None]:
         """What must be the same for a row's number to mean the same row."""
         settings = self.settings
         return {
-            "samples": len(self.samples),
-            "bytes": self.samples.file.fingerprint(),
-            "seq_length": settings.collator.seq_length,
-            "multiple": settings.collator.multiple,
+            **self.rules(),
             "pack": int(settings.pack),
             "seed": settings.seed,
-            "window_size": settings.window_size,
-            "encoding": self.samples.encoding,
-            "most_patches": self.samples.most_patches,
-            "on_long": self.samples.on_long,
-            "on_bad": self.samples.on_bad,
+            "window_size": settings.window_size if settings.packed is None else None,
+            "packed": None if settings.packed is None else settings.packed.digest,
         }
+
+
+def _order(source: ConversationSource, seed: int | None) -> Order:
+    """A stream has an order of its own."""
+    return source if isinstance(source, Order) else NumberedOrder(len(source), seed)
 
 
 def without_loss(batch: PackedBatch, rows: Sequence[bool]) -> torch.Tensor:

@@ -87,7 +87,12 @@ class BatchStream(Iterator[PackedBatch]):
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream stands: plain numbers, the same on every rank up to the window they are reached from."""
-        return {"row": self._next_row, "window": asdict(self._window), "data": self._rows.fingerprint()}
+        return {
+            "row": self._next_row,
+            "window": asdict(self._window),
+            "data": self._rows.fingerprint(),
+            "dealt": self._rows.dealt(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from where another stream stood.
@@ -96,12 +101,19 @@ class BatchStream(Iterator[PackedBatch]):
             state: its `state_dict`.
 
         Raises:
-            ValueError: it was of other data or other rows.
+            ValueError: it was of other data or other rows, or stands in the middle of rows that were dealt out to
+                another number of ranks.
         """
         found = self._rows.fingerprint()
         differ = [f"{k} {found.get(k)}, expected {v}" for k, v in state["data"].items() if found.get(k) != v]
         if differ:
             raise ValueError(f"the position is of other data than this: found {'; '.join(differ)}")
+        dealt, now = tuple(state["dealt"]), self._rows.dealt()
+        if dealt != now and any(state["row"] % over for over, _ in (dealt, now)):
+            raise ValueError(
+                f"the position, row {state['row']}, is among {dealt[0]} rows that were dealt out to {dealt[1]} ranks, "
+                f"and now {now[0]} rows are to {now[1]}: expected the same, or a checkpoint between them"
+            )
         window = Window(**{**state["window"], "carried": tuple(state["window"]["carried"])})
         self._next_row, self._window = state["row"], window
         self._rows, self._batches = self._make_rows(window), None

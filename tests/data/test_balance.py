@@ -1,0 +1,103 @@
+"""Rows dealt out to data-parallel ranks: all of them once, and ranks that work alike."""
+
+from itertools import islice, product
+
+from qwen3vl_bridge.cost import TowerCosts
+from qwen3vl_bridge.data import BatchStream
+from qwen3vl_bridge.data.balance import deal, imbalance
+from qwen3vl_bridge.data.rows import Balance
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+COSTS = TowerCosts(token=1.0, token_pair=0.01, patch=2.0, patch_pair=0.0)
+
+
+@given(st.integers(1, 8), st.integers(1, 8), st.randoms(use_true_random=False))
+def test_every_row_is_read_once_and_no_rank_waits_longer_than_for_one_row(ranks, turns, random):
+    costs = [random.uniform(0, 3) ** 2 + 0.1 for _ in range(ranks * turns)]
+    order = deal(costs, ranks)
+    assert sorted(order) == list(range(len(costs)))
+    totals = [sum(costs[row] for row in order[rank::ranks]) for rank in range(ranks)]
+    assert max(totals) - min(totals) <= max(costs) * (1 + 1e-9)
+    # Nobody can do better turn by turn: the dearest of each turn are as cheap as they can be.
+    best = sum(sorted(costs, reverse=True)[::ranks])
+    assert imbalance(costs, order, ranks)[1] == pytest.approx(best / (sum(costs) / ranks))
+
+
+def test_ranks_that_take_rows_as_they_come_wait_far_longer():
+    """Full rows with a varying share of pictures, 64 for 8 ranks. Measured: the longest wait at the end of a step is
+    1.04 of the mean, 1.19 where rows are read as they come; added up over turns 1.11 and 1.58.
+    """
+    random, dealt, plain = np.random.default_rng(0), [], []
+    for _ in range(200):
+        costs = (1 + random.exponential(0.5, 64)).tolist()
+        dealt.append(imbalance(costs, deal(costs, 8), 8))
+        plain.append(imbalance(costs, range(64), 8))
+    (step, turn), (plain_step, plain_turn) = np.mean(dealt, 0), np.mean(plain, 0)
+    assert step < 1.05 < 1.15 < plain_step and turn < 1.2 < 1.5 < plain_turn
+
+
+def test_rows_that_do_not_go_round_are_refused(make_rows):
+    with pytest.raises(ValueError, match="found 7 rows to deal out to 2 ranks"):
+        deal([1.0] * 7, 2)
+    with pytest.raises(ValueError, match="4 rows are dealt out to 3 data-parallel ranks, expected a multiple"):
+        make_rows(balance=Balance(4, COSTS))(ranks=3)
+    with pytest.raises(ValueError, match="found no costs of the towers"):
+        make_rows()().cost(0)
+
+
+def streams(make_rows, ranks: int, **settings) -> list[BatchStream]:
+    rows = make_rows(balance=Balance(4, COSTS), **settings)
+    return [
+        BatchStream(lambda begin: rows(begin=begin, ranks=ranks), dp_rank=rank, dp_size=ranks) for rank in range(ranks)
+    ]
+
+
+def steps(ranks: list[BatchStream], count: int) -> list[list[tuple[str, ...]]]:
+    """Samples of each global batch of four rows, in no order."""
+    return [
+        sorted(next(stream).sample_ids for _, stream in product(range(4 // len(ranks)), ranks)) for _ in range(count)
+    ]
+
+
+def test_a_global_batch_has_the_same_rows_at_any_number_of_ranks(make_rows):
+    alone = steps(streams(make_rows, 1), 12)  # three epochs
+    assert steps(streams(make_rows, 2), 12) == alone == steps(streams(make_rows, 4), 12)
+
+
+def test_the_dearest_rows_of_a_batch_are_read_at_the_same_time(make_rows):
+    first, second = streams(make_rows, 2)
+    rows = make_rows(balance=Balance(4, COSTS))()
+    by_samples = {tuple(map(rows.samples.file.sample_id, rows.plan.row(n))): rows.cost(n) for n in range(20)}
+    for _ in range(5):
+        turns = [[by_samples[next(stream).sample_ids] for stream in (first, second)] for _ in range(2)]
+        assert min(turns[0]) >= max(turns[1])
+        assert (turns[0][0] >= turns[0][1]) != (turns[1][0] > turns[1][1])
+
+
+@pytest.mark.parametrize("done", [0, 4, 12])
+def test_a_position_between_batches_goes_on_at_another_number_of_ranks(make_rows, done):
+    whole = steps(streams(make_rows, 1), 8)
+    before = streams(make_rows, 2)
+    assert steps(before, done // 4) == whole[: done // 4]
+    after = streams(make_rows, 4)
+    for stream in after:
+        stream.load_state_dict(before[0].state_dict())
+    assert steps(after, 5) == whole[done // 4 :][:5]
+
+
+def test_a_position_inside_a_batch_goes_on_at_the_same_number_alone(make_rows):
+    one, other = streams(make_rows, 2)
+    expected = [batch.sample_ids for batch in islice(one, 12)]
+    for _ in range(3):
+        next(other)
+    again, state = streams(make_rows, 2)[0], other.state_dict()
+    again.load_state_dict(state)
+    assert [batch.sample_ids for batch in islice(again, 9)] == expected[3:]
+    with pytest.raises(
+        ValueError, match="row 6, is among 4 rows that were dealt out to 2 ranks, and now 4 rows are to 4"
+    ):
+        streams(make_rows, 4)[0].load_state_dict(state)
