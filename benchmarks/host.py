@@ -135,20 +135,28 @@ def patches(grids: Tensor) -> dict[str, Callable[[], object]]:
     return {"ours": ours, "transformers": others}
 
 
-def collation(samples: list[Sample], *, pictures: bool) -> tuple[Callable[[], object], int]:
-    """A way to collate packed rows, and how many real tokens they have."""
-    collator = Collator(
-        VisionSettings(_IMAGE, _VIDEO, _MERGE, _SIDE**2), _PAD, _ROW, multiple=8, pixel_dtype=torch.bfloat16
-    )
+def collator_of(row: int, pixel_dtype: torch.dtype) -> Collator:
+    """Lays out rows of so many tokens for the released models."""
+    return Collator(VisionSettings(_IMAGE, _VIDEO, _MERGE, _SIDE**2), _PAD, row, multiple=8, pixel_dtype=pixel_dtype)
+
+
+def encoded_rows(samples: list[Sample], row: int, *, pictures: bool = True) -> list[list[EncodedSample]]:
+    """Samples as an encoder would give them, as many in a row of so many tokens as come next and fit."""
     rows: list[list[EncodedSample]] = [[]]
     for ids, grids in samples:
         if not pictures:
             ids = torch.randint(0, 150_000, (len(ids),))
-        if sum(len(sample) + 8 for sample in rows[-1]) + len(ids) + 8 > _ROW:
+        if sum(len(sample) + 8 for sample in rows[-1]) + len(ids) + 8 > row:
             rows.append([])
         pixels = torch.randn(int(grids.prod(-1).sum()), 1536) if pictures and len(grids) else None
         kept = grids if pixels is not None else None
         rows[-1].append(EncodedSample(ids, ids.roll(-1), torch.ones(len(ids)), pixels, kept, "a sample"))
+    return rows
+
+
+def collation(samples: list[Sample], *, pictures: bool) -> tuple[Callable[[], object], int]:
+    """A way to collate packed rows, and how many real tokens they have."""
+    collator, rows = collator_of(_ROW, torch.bfloat16), encoded_rows(samples, _ROW, pictures=pictures)
 
     def collate() -> None:
         for row in rows:

@@ -17,6 +17,7 @@ _PUBLIC = {
     "Qwen3VLDoRA": "peft",
     "save_hf_adapter": "peft_export",
     "Qwen3VLConversationProvider": "data.provider",
+    "Qwen3VLEnergonProvider": "data.energon_provider",
     "forward_step": "training.step",
     "generate": "generation",
     "import_checkpoint": "checkpoint",

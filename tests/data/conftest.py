@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from qwen3vl_bridge.data import (
+    Admission,
     Collator,
     Encoder,
     JsonLines,
@@ -115,7 +116,8 @@ def make_rows(train_file, encoder, collator) -> Callable[..., Callable]:
         def rows(begin=None, ranks=1) -> RowDataset:
             policies = {"most_patches": most_patches, "on_long": on_long, "on_bad": on_bad}
             packed = settings.get("packed")
-            samples = Samples(JsonLines(path), encoder, limit=seq_length, sizes=packed and packed.sizes(), **policies)
+            admission = Admission(encoder, limit=seq_length, **policies)
+            samples = Samples(JsonLines(path), admission, packed and packed.sizes())
             lay_out = replace(collator, seq_length=seq_length, multiple=multiple)
             return RowDataset(samples, RowSettings(lay_out, **settings), begin=begin, ranks=ranks)
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import unicodedata
 
-from qwen3vl_bridge.data import DataError, Samples, open_source
+from qwen3vl_bridge.data import Admission, DataError, Samples, open_source
 from qwen3vl_bridge.data.cli import main
 from qwen3vl_bridge.data.html_report import html_parts
 from qwen3vl_bridge.data.inspection import InspectionSettings, inspect_samples, view_sample
@@ -43,7 +43,7 @@ def hf_model(processor, tmp_path_factory):
 @pytest.fixture
 def inspect(encoder, processor):
     def inspect(path, **how):
-        samples = Samples(open_source(path), encoder, limit=sys.maxsize)
+        samples = Samples(open_source(path), Admission(encoder, limit=sys.maxsize))
         return inspect_samples(samples, processor, InspectionSettings(**how))
 
     return inspect

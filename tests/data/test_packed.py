@@ -5,7 +5,7 @@ import pickle
 from dataclasses import replace
 from itertools import islice
 
-from qwen3vl_bridge.data import BatchStream, DataError, JsonLines, PackedRows, Samples, one_pass
+from qwen3vl_bridge.data import Admission, BatchStream, DataError, JsonLines, PackedRows, Samples, one_pass
 from qwen3vl_bridge.data.cli import main
 from qwen3vl_bridge.data.pack import pack
 from qwen3vl_bridge.data.rows import RowDataset
@@ -19,7 +19,7 @@ from tests.data.conftest import write
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory, train_file, encoder, collator) -> PackedRows:
     folder = tmp_path_factory.mktemp("packed") / "rows"
-    pack(RowDataset(Samples(JsonLines(train_file), encoder, limit=256), settings_of(collator)), folder)
+    pack(RowDataset(Samples(JsonLines(train_file), Admission(encoder, limit=256)), settings_of(collator)), folder)
     return PackedRows(folder)
 
 
@@ -66,7 +66,7 @@ def test_sizes_are_those_of_the_samples(tmp_path, make_rows, packed, workers):
 
 def test_nothing_is_measured_while_training(packed, make_rows, monkeypatch):
     rows = make_rows(packed=packed)()
-    monkeypatch.setattr(Samples, "_measure", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(Admission, "measure", lambda *_: pytest.fail("measured"))
     assert len([rows[number] for number in range(10)]) == 10
 
 
@@ -146,7 +146,10 @@ def test_what_is_dropped_and_cut_is_counted(make_rows, tmp_path):
         expected = make()
         sizes = [expected.samples.size(sample) for sample in range(40)]
         report = pack(make(), tmp_path / policy, workers=1)
-        assert (report.dropped, report.truncated) == (expected.samples.num_dropped, expected.samples.num_truncated)
+        assert (report.dropped, report.truncated) == (
+            expected.samples.admission.num_dropped,
+            expected.samples.admission.num_truncated,
+        )
         assert report.dropped or report.truncated
         packed = PackedRows(tmp_path / policy)
         assert sorted(np.concatenate([packed[row] for row in range(len(packed))])) == [

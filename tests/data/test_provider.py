@@ -128,7 +128,7 @@ def test_rows_are_bounded_by_patches_too(make):
         return max(0 if batch.vision is None else len(batch.vision.pixel_values) for batch in batches)
 
     assert most() > 100 >= most(max_patches=100) > 50
-    with pytest.raises(ValueError, match="max_patches is 0, expected a positive number or None"):
+    with pytest.raises(ValueError, match="max_patches is 0, expected at least 1"):
         make(max_patches=0)
 
 

@@ -31,7 +31,7 @@ def test_a_long_sample_is_refused_or_dropped_and_counted(make_rows, caplog):
         first(rows())
     kept = make_rows(seq_length=64, seed=None, on_long="drop")()
     seen = {sample_id for batch in one_pass(kept) for sample_id in batch.sample_ids}
-    dropped = kept.samples.num_dropped
+    dropped = kept.samples.admission.num_dropped
     assert 0 < dropped == 40 - len(seen) == len(caplog.messages)
     assert f"expected at most 64: dropped, {dropped} so far" in caplog.messages[-1]
     with pytest.raises(ValueError, match="epoch 0: none of its samples is in a row"):

@@ -5,7 +5,7 @@ import json
 import logging
 import pickle
 
-from qwen3vl_bridge.data import DataError, HubDataset, Parquet, open_source, parquet
+from qwen3vl_bridge.data import DataError, HubDataset, Parquet, StreamedDataset, open_source, parquet
 
 import datasets
 import pyarrow as pa
@@ -60,7 +60,7 @@ def test_json_as_datasets_loads_it(folder, tmp_path):
 def test_a_path_without_a_folder_is_refused(folder, medium):
     messages = [{"role": "user", "content": "<image>"}, ANSWER]
     dataset = datasets.Dataset.from_list([{"messages": messages, "image": medium}])
-    with pytest.raises(DataError, match=r"x\[0\]: found the path 'a.png', and no media_root"):
+    with pytest.raises(DataError, match=r"x\[0\]: message 1, part 1: found the path 'a.png', and no media_root"):
         HubDataset(dataset, "x")[0]
     assert HubDataset(dataset, "x", folder)[0].images == (folder / "a.png",)
 
@@ -168,7 +168,9 @@ def test_the_hub_is_asked_by_name_and_split(hub):
 
 def test_a_data_set_that_cannot_be_read_by_number_is_refused(tmp_path):
     dataset = datasets.Dataset.from_list([{"messages": [ASK, ANSWER]}])
-    with pytest.raises(DataError, match=r"x: found a streaming dataset, which has no length .* save_to_disk"):
+    with pytest.raises(
+        DataError, match=r"x: found a streaming dataset, which has no length .* give it to StreamedDataset, or"
+    ):
         HubDataset(dataset.to_iterable_dataset(), "x")
     splits = datasets.DatasetDict(train=dataset, test=dataset)
     with pytest.raises(DataError, match="x: found the splits train, test, expected one of them"):
@@ -196,3 +198,39 @@ def test_a_missing_library_is_named(folder, shape, package, monkeypatch):
         DataError, match=rf"{shape}: found no {package} \(No module .*\), expected it installed: pip in"
     ):
         open_source(folder / shape)
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_answers_that_are_json_by_themselves_stay_text(tmp_path, streaming):
+    """`datasets` stores them bare in a column of contents that are now a string, now a list."""
+    answers = [
+        "7",
+        "7 ",
+        "-1.5",
+        "null",
+        "true",
+        "[1, 2]",
+        "[]",
+        "{}",
+        '{"box": [1]}',
+        '[{"type": "box"}]',
+        "seven",
+        "",
+    ]
+    parts = [{"type": "text", "text": "which"}]
+    records = [
+        {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]}
+        for answer in answers
+    ]
+    path = write(tmp_path / "train.jsonl", records)
+    loaded = datasets.load_dataset(
+        "json", data_files=str(path), split="train", streaming=streaming, cache_dir=str(tmp_path / "cache")
+    )
+    if streaming:
+        source = StreamedDataset(loaded, "train")
+    else:
+        loaded.save_to_disk(tmp_path / "saved")
+        source = open_source(tmp_path / "saved")
+    found = [source[number].messages for number in range(len(answers))]
+    assert [messages[1]["content"] for messages in found] == answers
+    assert all(messages[0]["content"] == parts for messages in found)

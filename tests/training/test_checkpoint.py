@@ -73,6 +73,7 @@ def test_model_parallelism_is_refused(inputs):
     ("settings", "message"),
     [
         (dict(train__exit_interval=2), "does not follow train.exit_interval"),
+        (dict(validation__eval_micro_batch_size=2), "does not follow validation.eval_micro_batch_size"),
         (dict(optimizer__optimizer="sgd"), "does not follow optimizer.optimizer"),
         (dict(dataset__seq_length=64), "dataset.seq_length is 64, expected model.seq_length, 128"),
     ],

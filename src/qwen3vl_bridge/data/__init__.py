@@ -7,6 +7,8 @@ package stays cheap. What may not: the model; and Megatron, but in `provider.py`
 from qwen3vl_bridge import lazy
 
 _PUBLIC = {
+    "Admission": "admission",
+    "Balance": "rows",
     "BatchStream": "stream",
     "Collator": "collate",
     "Conversation": "conversations",
@@ -18,6 +20,7 @@ _PUBLIC = {
     "HubDataset": "hub",
     "JsonLines": "sources",
     "JsonList": "sources",
+    "MediaAccess": "media",
     "NumberedOrder": "order",
     "PackedRows": "packed",
     "Parquet": "parquet",
@@ -27,6 +30,8 @@ _PUBLIC = {
     "RowSettings": "rows",
     "Samples": "samples",
     "Size": "sizes",
+    "StreamedDataset": "streamed",
+    "Unreachable": "errors",
     "VisionSettings": "collate",
     "Window": "plan",
     "best_fit": "packing",

@@ -67,6 +67,10 @@ def _source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hf-model", required=True, metavar="MODEL",
                         help="folder of the model, or hub id: its processor and chat template")  # fmt: skip
     parser.add_argument("--media-root", metavar="FOLDER", help="folder of the pictures (default: that of --data)")
+    parser.add_argument("--allowed-urls", nargs="+", default=[], metavar="URL",
+                        help="beginnings of addresses that pictures may be fetched from (default: none)")  # fmt: skip
+    parser.add_argument("--url-cache", metavar="FOLDER",
+                        help="folder of what was fetched (default: the user's cache folder)")  # fmt: skip
     parser.add_argument("--answers", choices=("all", "last"), default="all",
                         help="train on all answers, or on the last one alone (default: %(default)s)")  # fmt: skip
     parser.add_argument("--seq-length", type=_at_least(1), default=4096, metavar="N",
@@ -134,10 +138,9 @@ def _at_least(least: int) -> Callable[[str], int]:
 def _run_inspect(options: argparse.Namespace) -> int:
     if options.output is not None:
         _check_output(options.output, overwrite=options.overwrite)
-    from qwen3vl_bridge.data.sources import open_source
+    source = _opened(options)  # before torch, so that a mistyped name is known at once
 
-    source = open_source(options.data, options.media_root)  # before torch, so that a mistyped name is known at once
-
+    from qwen3vl_bridge.data.admission import Admission
     from qwen3vl_bridge.data.encode import Encoder
     from qwen3vl_bridge.data.inspection import InspectionSettings, inspect_samples
     from qwen3vl_bridge.data.report import as_json, print_text
@@ -153,7 +156,7 @@ def _run_inspect(options: argparse.Namespace) -> int:
         pack=not options.no_pack,
         pictures=options.output is not None,
     )
-    samples = Samples(source, Encoder(processor, options.answers), limit=sys.maxsize)
+    samples = Samples(source, Admission(Encoder(processor, options.answers), limit=sys.maxsize))
     found = inspect_samples(samples, processor, settings, functools.partial(_counted, shown=not options.no_progress))
     if options.output is not None:
         from qwen3vl_bridge.data.html_report import write_html
@@ -167,10 +170,9 @@ def _run_inspect(options: argparse.Namespace) -> int:
 
 
 def _run_pack(options: argparse.Namespace) -> int:
-    from qwen3vl_bridge.data.sources import open_source
+    source = _opened(options)
 
-    source = open_source(options.data, options.media_root)
-
+    from qwen3vl_bridge.data.admission import Admission
     from qwen3vl_bridge.data.collate import Collator, VisionSettings, pad_token_id
     from qwen3vl_bridge.data.encode import Encoder
     from qwen3vl_bridge.data.pack import pack
@@ -179,8 +181,7 @@ def _run_pack(options: argparse.Namespace) -> int:
     from qwen3vl_bridge.data.samples import Samples
 
     processor = _processor(options)
-    samples = Samples(
-        source,
+    admission = Admission(
         Encoder(processor, options.answers),
         limit=options.seq_length,
         most_patches=options.max_patches,
@@ -190,7 +191,7 @@ def _run_pack(options: argparse.Namespace) -> int:
     vision = VisionSettings.of_checkpoint(options.hf_model, processor)
     collator = Collator(vision, pad_token_id(processor.tokenizer), options.seq_length, options.pad_to_multiple_of)
     report = pack(
-        RowDataset(samples, RowSettings(collator, seed=options.seed)),
+        RowDataset(Samples(source, admission), RowSettings(collator, seed=options.seed)),
         options.output,
         workers=options.workers,
         overwrite=options.overwrite,
@@ -202,6 +203,17 @@ def _run_pack(options: argparse.Namespace) -> int:
     else:
         print_packing(report)
     return 0
+
+
+def _opened(options: argparse.Namespace) -> Any:
+    from qwen3vl_bridge.data.sources import open_source
+
+    try:
+        return open_source(
+            options.data, options.media_root, allowed_urls=options.allowed_urls, url_cache=options.url_cache
+        )
+    except ValueError as error:
+        raise error if isinstance(error, DataError) else DataError("--allowed-urls", str(error)) from error
 
 
 def _processor(options: argparse.Namespace) -> Any:

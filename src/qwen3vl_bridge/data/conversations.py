@@ -8,8 +8,9 @@ is a string, or a list of {"type": "text", "text": "..."}, {"type": "image", "im
 {"type": "video", "video": "path"}. Beside a role there may be what a chat template reads: "reasoning_content",
 "tool_calls", "name"; beside the messages, "tools".
 
-A picture or a video is a path, "data:...;base64,...", bytes, or {"bytes": ..., "path": ...} as Hugging Face datasets
-have it. A video may also be a list of pictures, with how many of them are a second: "sample_fps".
+A picture or a video is a path, an address ("https://...", where that is allowed), "data:...;base64,...", bytes, or
+{"bytes": ..., "path": ...} as Hugging Face datasets have it. A video may also be a list of pictures, with how many of
+them are a second: "sample_fps".
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from .errors import DataError
-from .media import FrameList, Media, Video, find
+from .media import FrameList, Media, MediaAccess, Video, find
 from .spellings import stored
 
 ROLES = ("system", "user", "assistant", "tool")
+PARTS = ("text", "image", "video")
 _BESIDE = {"reasoning_content", "tool_calls", "tool_call_id", "name"}
 
 
@@ -46,13 +48,13 @@ class Conversation:
     tools: tuple[dict[str, Any], ...] | None = None
 
 
-def conversation_of(record: Any, place: str, root: Path) -> Conversation:
+def conversation_of(record: Any, place: str, root: Path | MediaAccess) -> Conversation:
     """A record as a conversation.
 
     Args:
         record: what the module describes.
         place: where it stands, for messages.
-        root: folder that paths are relative to and may not leave.
+        root: folder that paths are relative to and may not leave, or where else media may come from, too.
 
     Raises:
         DataError: anything about it that is not as the module says.
@@ -75,7 +77,7 @@ def conversation_of(record: Any, place: str, root: Path) -> Conversation:
 class _Media:
     """Checks messages, and collects their pictures and videos."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path | MediaAccess) -> None:
         self._root = root
         self.images: list[Media] = []
         self.videos: list[Video] = []
@@ -102,7 +104,7 @@ class _Media:
 
     def _part(self, part: Any, place: str) -> dict[str, str]:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in ("text", "image", "video"):
+        if kind not in PARTS:
             found = _kind(part) if not isinstance(part, dict) else f"a part of type {kind!r}"
             raise DataError(place, f"found {found}, expected an object of type 'text', 'image' or 'video'")
         part = {key: value for key, value in part.items() if value is not None}

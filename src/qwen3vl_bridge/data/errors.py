@@ -1,6 +1,6 @@
 """What is wrong with someone's data, said so that they can find it.
 
-What lives here: one exception. What may not: anything else.
+What lives here: exceptions for data. What may not: anything else.
 """
 
 from __future__ import annotations
@@ -21,4 +21,11 @@ class DataError(ValueError):
 
     def without_traceback(self) -> DataError:
         """The error as it was raised: torch puts a data-loading worker's whole traceback before the message."""
-        return DataError(str(self).rpartition(f"{type(self).__name__}: ")[2].strip())
+        return type(self)(str(self).rpartition(f"{type(self).__name__}: ")[2].strip())
+
+
+class Unreachable(DataError):
+    """Data that may be good, but cannot be had now: the network is down, a stream broke off.
+
+    It is no reason to leave a sample out: the next one would fail as well, and a later run would have it.
+    """

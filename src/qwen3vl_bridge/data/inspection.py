@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from .encode import EncodedSample
-from .errors import DataError
+from .errors import DataError, Unreachable
 from .order import NumberedOrder
 from .pictures import unpatched
 from .plan import RowPlan
@@ -164,7 +164,8 @@ def inspect_samples(
     Raises:
         DataError: a start behind the last sample.
     """
-    total = len(samples.file)
+    assert samples.total is not None  # nobody inspects a stream
+    total = samples.total
     shown, errors = _shown(total, settings), dict[int, str]()
 
     def view(index: int) -> SampleView:
@@ -203,6 +204,8 @@ def _sound[T](indices: Iterable[int], work: Callable[[int], T], errors: dict[int
     for index in indices:
         try:
             result = work(index)
+        except Unreachable:
+            raise  # the next sample would wait as long, for nothing
         except DataError as error:
             errors.setdefault(index, str(error))
         except Exception as error:  # a fault of ours, which nobody could find without the sample

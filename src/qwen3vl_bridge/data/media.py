@@ -1,7 +1,7 @@
 """Pictures: which file or bytes a conversation means, how large it is, its pixels.
 
-What lives here: everything that opens a picture. What may not: videos (`video.py`), resizing and patches (the
-processor's).
+What lives here: where media may come from, and everything that opens a picture. What may not: videos (`video.py`), the
+network (`fetching.py`), resizing and patches (the processor's).
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import base64
 import io
 import warnings
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from PIL import ExifTags, Image, ImageOps
@@ -39,27 +40,103 @@ class FrameList:
 Video = Media | FrameList
 
 
-def find(name: str, root: Path, place: str) -> Media:
-    """What a conversation calls `name`.
+@dataclass(frozen=True)
+class MediaAccess:
+    """Where pictures and videos may come from, whatever records say.
+
+    Attributes:
+        root: folder that paths are relative to and may not leave; None where there may be no paths.
+        allowed_urls: beginnings of addresses that are fetched, such as "https://images.example.org/"; "https://" is
+            any address of that scheme. Addresses inside them that lead elsewhere are refused.
+        url_cache: folder of what was fetched; the user's cache folder if None.
+    """
+
+    root: Path | None = None
+    allowed_urls: tuple[str, ...] = ()
+    url_cache: Path | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.allowed_urls, str):  # whose letters would each be one
+            raise ValueError(f"allowed_urls is {self.allowed_urls!r}, expected a tuple of beginnings of addresses")
+        if self.allowed_urls:
+            from .addresses import check_prefix  # brings the library for HTTP, which takes a while to import
+
+            for prefix in self.allowed_urls:
+                check_prefix(prefix)
+
+    @classmethod
+    def of(
+        cls, root: str | Path | None, allowed_urls: Sequence[str] = (), url_cache: str | Path | None = None
+    ) -> MediaAccess:
+        """As settings have it; arguments as for the class.
+
+        Raises:
+            ValueError: something that is no beginning of an address.
+        """
+        urls = allowed_urls if isinstance(allowed_urls, str) else tuple(allowed_urls)
+        return cls(None if root is None else Path(root), urls, None if url_cache is None else Path(url_cache))  # pyright: ignore[reportArgumentType]  (refused there)
+
+
+# A folder, or None for none or the source's own, says the same as an access without addresses.
+MediaRoot = str | Path | MediaAccess | None
+
+
+def media_access(given: MediaRoot, default: Path | None) -> MediaAccess:
+    """What a source was given, as an access.
 
     Args:
-        name: path relative to `root`, or absolute and inside it; or the contents themselves, "data:...;base64,...".
-        root: folder that no path may leave, by `..` or by a link.
+        given: an access, or its root.
+        default: the root where none is given.
+
+    Raises:
+        DataError: there is no such folder.
+    """
+    access = given if isinstance(given, MediaAccess) else MediaAccess(None if given is None else Path(given))
+    root = default if access.root is None else access.root
+    if root is not None and not root.is_dir():
+        raise DataError(str(root), "there is no such folder, expected the media root")
+    return replace(access, root=root)
+
+
+def find(name: str, root: Path | MediaAccess, place: str) -> Media:
+    """What a conversation calls `name`. An address is fetched now, unless it was before.
+
+    Args:
+        name: path relative to the root, or absolute and inside it; an address that is allowed; or the contents
+            themselves, "data:...;base64,...".
+        root: folder that no path may leave, by `..` or by a link; or where else media may come from, too.
         place: where the name stands, for messages.
 
     Raises:
-        DataError: an address, a path that leaves the root, no such file, or damaged contents.
+        DataError: an address that is not allowed or is gone, a path that leaves the root, no such file, or damaged
+            contents.
+        Unreachable: no answer from an address that is allowed.
     """
+    access = root if isinstance(root, MediaAccess) else MediaAccess(root)
     if name.startswith("data:"):
-        head, comma, contents = name.partition(",")
-        if not comma or not head.endswith(";base64"):
-            raise DataError(place, f"found {name[:40]!r}, expected 'data:...;base64,' and contents")
-        try:
-            return base64.b64decode(contents, validate=True)
-        except ValueError as error:
-            raise DataError(place, f"found contents that are no base64 ({error})") from error
+        return _contents(name, place)
+    if name.lower().startswith(("http://", "https://")):
+        from .fetching import fetch
+
+        return fetch(name, access.allowed_urls, access.url_cache, place)
     if "://" in name:
         raise DataError(place, f"found the address {name[:80]!r}, expected the path of a file")
+    if access.root is None:
+        raise DataError(place, f"found the path {name[:80]!r}, and no media_root that it is relative to")
+    return _file(name, access.root, place)
+
+
+def _contents(name: str, place: str) -> bytes:
+    head, comma, contents = name.partition(",")
+    if not comma or not head.endswith(";base64"):
+        raise DataError(place, f"found {name[:40]!r}, expected 'data:...;base64,' and contents")
+    try:
+        return base64.b64decode(contents, validate=True)
+    except ValueError as error:
+        raise DataError(place, f"found contents that are no base64 ({error})") from error
+
+
+def _file(name: str, root: Path, place: str) -> Path:
     try:
         path = (root / name).resolve()
         if not path.is_relative_to(root.resolve()):

@@ -87,7 +87,7 @@ def pack(
     _prove(rows, sizes, samples, starts)
     num_rows, capacity = len(starts) - 1, rows.settings.collator.seq_length
     tokens, patches, _ = sizes[samples].sum(0).tolist()
-    most = rows.samples.most_patches
+    most = rows.samples.admission.most_patches
     report = PackingReport(
         samples=len(sizes),
         dropped=dropped,
@@ -111,25 +111,27 @@ def _is_packing(folder: Path) -> bool:
 class _Chunks(Dataset[tuple[np.ndarray, int, int]]):
     """Sizes of neighbouring samples, and how many of them were dropped and cut."""
 
-    def __init__(self, samples: Samples) -> None:
-        self._samples, self._total = samples, len(samples.file)
+    def __init__(self, samples: Samples, total: int) -> None:
+        self._samples, self._total = samples, total
 
     def __len__(self) -> int:
         return -(-self._total // _CHUNK)
 
     def __getitem__(self, number: int) -> tuple[np.ndarray, int, int]:
-        samples, first = self._samples, number * _CHUNK
-        dropped, truncated = samples.num_dropped, samples.num_truncated
-        sizes = [samples.size(index) for index in range(first, min(first + _CHUNK, self._total))]
-        return np.array(sizes, dtype=np.int64), samples.num_dropped - dropped, samples.num_truncated - truncated
+        admission, first = self._samples.admission, number * _CHUNK
+        dropped, truncated = admission.num_dropped, admission.num_truncated
+        sizes = [self._samples.size(index) for index in range(first, min(first + _CHUNK, self._total))]
+        return np.array(sizes, dtype=np.int64), admission.num_dropped - dropped, admission.num_truncated - truncated
 
 
 def _measured(
     samples: Samples, workers: int, progress: Callable[[Iterable[int]], Iterable[int]]
 ) -> tuple[np.ndarray, int, int]:
     """[samples, 3] sizes, how many samples are dropped, and how many cut."""
-    chunks = _Chunks(samples)
-    sizes, dropped, truncated = np.empty((len(samples.file), len(Size._fields)), np.int64), 0, 0
+    if samples.total is None:
+        raise ValueError("found a stream, expected samples by number: a stream is packed as it is read")
+    chunks = _Chunks(samples, samples.total)
+    sizes, dropped, truncated = np.empty((samples.total, len(Size._fields)), np.int64), 0, 0
 
     def steps() -> Iterator[int]:
         nonlocal dropped, truncated
@@ -164,7 +166,7 @@ def _packed(rows: RowDataset, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray
             capacity=settings.collator.seq_length,
             pack=settings.pack,
             window_size=_WINDOW,
-            most_patches=rows.samples.most_patches,
+            most_patches=rows.samples.admission.most_patches,
             report=False,
         )
         packed = [plan.row(number) for number in range(plan.end_of_epoch())]
@@ -177,7 +179,7 @@ def _packed(rows: RowDataset, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray
 def _prove(rows: RowDataset, sizes: np.ndarray, samples: np.ndarray, starts: np.ndarray) -> None:
     """That every sample with a size is in exactly one row, and that none holds too much."""
     kept = np.flatnonzero(sizes[:, 0])
-    collator, most = rows.settings.collator, rows.samples.most_patches
+    collator, most = rows.settings.collator, rows.samples.admission.most_patches
     padded = -(-sizes[samples, 0] // collator.multiple) * collator.multiple
     longest = np.add.reduceat(padded, starts[:-1]).max()
     largest = np.add.reduceat(sizes[samples, 1], starts[:-1]).max()

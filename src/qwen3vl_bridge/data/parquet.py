@@ -16,7 +16,8 @@ from typing import Any
 
 from .conversations import Conversation
 from .errors import DataError
-from .tables import columns_of, conversation_in, library, media_folder
+from .media import MediaRoot, media_access
+from .tables import columns_of, conversation_in, library
 
 logger = logging.getLogger(__name__)
 
@@ -32,13 +33,14 @@ class Parquet:
     Hugging Face's `datasets` writes has none, and is quicker still.
     """
 
-    def __init__(self, path: str | Path, media_root: str | Path | None = None) -> None:
+    def __init__(self, path: str | Path, media_root: MediaRoot = None) -> None:
         """Read where the rows are.
 
         Args:
             path: a file, a folder of them, or a pattern such as "data/train-*.parquet"; files are taken in the order
                 of their names.
-            media_root: folder that paths are relative to and may not leave; the files' own by default.
+            media_root: folder that paths are relative to and may not leave, the files' own by default; or a
+                `MediaAccess`.
 
         Raises:
             DataError: no file, one that is no Parquet or is cut off, one without messages, or no rows; files of
@@ -46,7 +48,7 @@ class Parquet:
         """
         self.path = Path(path)
         self._files = _parquet_files(self.path)
-        self.media_root = media_folder(media_root, self._files[0].parent)
+        self.media = media_access(media_root, self._files[0].parent)
         self._columns: list[list[str]] = []
         self._first_rows, self._groups = array("Q"), []
         self._starts, rows, sizes = array("Q"), 0, []
@@ -90,7 +92,7 @@ class Parquet:
         """
         place, row = self.sample_id(index), range(len(self))[index]
         group = bisect_right(self._starts, row) - 1  # the last of those that start here: the others are empty
-        return conversation_in(self._group(group, place), row - self._starts[group], place, self.media_root)
+        return conversation_in(self._group(group, place), row - self._starts[group], place, self.media)
 
     def _group(self, number: int, place: str) -> Any:
         table = self._cache.pop(number, None)

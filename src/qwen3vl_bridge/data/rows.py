@@ -6,7 +6,7 @@ in a run (`stream.py`), Megatron (`provider.py`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -24,7 +24,6 @@ from .packed import PackedRows
 from .plan import RowPlan, Window
 from .samples import Samples
 from .sizes import Size
-from .sources import ConversationSource
 
 
 class Row(NamedTuple):
@@ -123,14 +122,22 @@ class RowDataset(Dataset[Row]):
             return settings.packed.plan(settings.seed)
         return RowPlan(
             self._size_in_row,
-            _order(self.samples.file, settings.seed),
+            self._order(),
             capacity=settings.collator.seq_length,
             pack=settings.pack,
             window_size=settings.window_size,
             begin=begin,
-            most_patches=self.samples.most_patches,
+            most_patches=self.samples.admission.most_patches,
             report=settings.seed is not None,
         )
+
+    def _order(self) -> Order:
+        """A stream has an order of its own."""
+        file, total = self.samples.file, self.samples.total
+        if isinstance(file, Order):
+            return file
+        assert total is not None  # all others know how many they have
+        return NumberedOrder(total, self.settings.seed)
 
     def _size_in_row(self, index: int) -> Size:
         size = self.samples.size(index)
@@ -189,14 +196,10 @@ class RowDataset(Dataset[Row]):
         """What must be the same for samples to be packed into the same rows, but for their order."""
         samples, collator = self.samples, self.settings.collator
         return {
-            "samples": len(samples.file) if isinstance(samples.file, Sized) else None,
+            "samples": samples.total,
             "bytes": samples.file.fingerprint(),
-            "encoding": samples.encoding,
-            "seq_length": collator.seq_length,
             "multiple": collator.multiple,
-            "most_patches": samples.most_patches,
-            "on_long": samples.on_long,
-            "on_bad": samples.on_bad,
+            **samples.admission.fingerprint(),
         }
 
     def fingerprint(self) -> dict[str, int | str | None]:
@@ -209,11 +212,6 @@ class RowDataset(Dataset[Row]):
             "window_size": settings.window_size if settings.packed is None else None,
             "packed": None if settings.packed is None else settings.packed.digest,
         }
-
-
-def _order(source: ConversationSource, seed: int | None) -> Order:
-    """A stream has an order of its own."""
-    return source if isinstance(source, Order) else NumberedOrder(len(source), seed)
 
 
 def without_loss(batch: PackedBatch, rows: Sequence[bool]) -> torch.Tensor:

@@ -11,27 +11,25 @@ import json
 import mmap
 import re
 from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 from .conversations import Conversation, conversation_of
 from .errors import DataError
-from .hub import HubDataset
+from .hub import HUB, HubDataset, name_on_hub
+from .media import MediaAccess, MediaRoot, media_access
 from .parquet import Parquet
 from .spellings import messages_of
-from .tables import media_folder
 
-HUB = "hf://"
 # White space, words and whole strings up to the next bracket, or to a quotation mark that none closes, or to the end.
 _TO_BRACKET = re.compile(rb'(?:[^"\[\]{}]++|"(?:[^"\\]++|\\.)*+")*+([\[\]{}"]|\Z)', re.DOTALL)
 
 
-class ConversationSource(Protocol):
+class Conversations(Protocol):
     """Conversations by number. Picklable, for data-loading workers; reading one never changes what another reads."""
 
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Conversation:
+    def __getitem__(self, index: int, /) -> Conversation:
         """Read one conversation.
 
         Raises:
@@ -39,7 +37,7 @@ class ConversationSource(Protocol):
         """
         ...
 
-    def sample_id(self, index: int) -> str:
+    def sample_id(self, index: int, /) -> str:
         """Where a conversation is from, for messages."""
         ...
 
@@ -48,15 +46,22 @@ class ConversationSource(Protocol):
         ...
 
 
+class ConversationSource(Conversations, Protocol):
+    """As many conversations as it says, numbered from 0. Streams don't know how many they have (`streamed.py`)."""
+
+    def __len__(self) -> int: ...
+
+
 class JsonLines:
     """A file of conversations, one a line. Holds where lines begin, not the lines."""
 
-    def __init__(self, path: str | Path, media_root: str | Path | None = None) -> None:
+    def __init__(self, path: str | Path, media_root: MediaRoot = None) -> None:
         """Find the lines. Blank ones are none, but count as lines.
 
         Args:
             path: the JSONL file.
-            media_root: folder that picture paths are relative to and may not leave; the file's own by default.
+            media_root: folder that paths are relative to and may not leave, the file's own by default; or a
+                `MediaAccess`.
 
         Raises:
             DataError: no such file or folder, or a file without lines.
@@ -64,7 +69,7 @@ class JsonLines:
         self.path = Path(path)
         if not self.path.is_file():
             raise DataError(str(self.path), "there is no such file, expected JSON lines of conversations")
-        self.media_root = media_folder(media_root, self.path.parent)
+        self.media = media_access(media_root, self.path.parent)
         self._offsets, self._lines = array("Q"), array("Q")
         offset = 0
         with self.path.open("rb") as file:
@@ -98,18 +103,19 @@ class JsonLines:
         with self.path.open("rb") as file:
             file.seek(self._offsets[index])
             line = file.readline()
-        return _conversation(line, place, self.media_root)
+        return _conversation(line, place, self.media)
 
 
 class JsonList:
     """A file with one list of records, as LLaVA's are. Holds where records begin and end, not the records."""
 
-    def __init__(self, path: str | Path, media_root: str | Path | None = None) -> None:
+    def __init__(self, path: str | Path, media_root: MediaRoot = None) -> None:
         """Find the records.
 
         Args:
             path: the JSON file.
-            media_root: folder that picture paths are relative to and may not leave; the file's own by default.
+            media_root: folder that paths are relative to and may not leave, the file's own by default; or a
+                `MediaAccess`.
 
         Raises:
             DataError: no such file or folder, a file that is no list of objects, or is cut off.
@@ -117,7 +123,7 @@ class JsonList:
         self.path = Path(path)
         if not self.path.is_file() or not self.path.stat().st_size:
             raise DataError(str(self.path), "there is no such file, or nothing in it; expected a list of conversations")
-        self.media_root = media_folder(media_root, self.path.parent)
+        self.media = media_access(media_root, self.path.parent)
         self._starts, self._ends = array("Q"), array("Q")
         with (
             self.path.open("rb") as file,
@@ -180,10 +186,16 @@ class JsonList:
         with self.path.open("rb") as file:
             file.seek(self._starts[index])
             text = file.read(self._ends[index] - self._starts[index])
-        return _conversation(text, self.sample_id(index), self.media_root)
+        return _conversation(text, self.sample_id(index), self.media)
 
 
-def open_source(path: str | Path, media_root: str | Path | None = None) -> ConversationSource:
+def open_source(
+    path: str | Path,
+    media_root: str | Path | None = None,
+    *,
+    allowed_urls: Sequence[str] = (),
+    url_cache: str | Path | None = None,
+) -> ConversationSource:
     """The reader for what a path is.
 
     Args:
@@ -192,27 +204,28 @@ def open_source(path: str | Path, media_root: str | Path | None = None) -> Conve
             "hf://owner/name#split" for a data set of the hub.
         media_root: folder that paths of pictures and videos are relative to and may not leave; by default that of the
             file, and none for the hub.
+        allowed_urls: beginnings of addresses that pictures and videos may be fetched from (see `MediaAccess`).
+        url_cache: folder of what was fetched; the user's cache folder if None.
 
     Raises:
         DataError: a path of none of these, or one that the reader refuses.
+        ValueError: something in `allowed_urls` that is no beginning of an address.
     """
+    media = MediaAccess.of(media_root, allowed_urls, url_cache)
     if str(path).startswith(HUB):
-        name, _, split = str(path).removeprefix(HUB).partition("#")
-        if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-            raise DataError(str(path), f"found the name {name!r}, expected hf://owner/name or hf://owner/name#split")
-        return HubDataset.named(name, split or None, media_root)
+        return HubDataset.named(*name_on_hub(str(path)), media)
     path = Path(path)
     if path.is_dir():
         saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
-        return HubDataset.saved(path, media_root) if saved else Parquet(path, media_root)
+        return HubDataset.saved(path, media) if saved else Parquet(path, media)
     if path.suffix == ".parquet":
-        return Parquet(path, media_root)
+        return Parquet(path, media)
     if path.suffix not in (".json", ".jsonl"):
         raise DataError(
             str(path), "found no folder and none of the endings .jsonl, .json and .parquet, expected one of them"
         )
     listed = path.suffix == ".json" and path.is_file() and _begins_a_list(path)
-    return JsonList(path, media_root) if listed else JsonLines(path, media_root)
+    return JsonList(path, media) if listed else JsonLines(path, media)
 
 
 def _begins_a_list(path: Path) -> bool:
@@ -223,11 +236,11 @@ def _begins_a_list(path: Path) -> bool:
     return False
 
 
-def _conversation(text: bytes, place: str, root: Path) -> Conversation:
+def _conversation(text: bytes, place: str, media: MediaAccess) -> Conversation:
     try:
         record = json.loads(text.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise DataError(place, f"found bytes that are no UTF-8 ({error})") from error
     except (ValueError, RecursionError) as error:  # also a number of too many digits
         raise DataError(place, f"found no valid JSON ({error}), expected one conversation") from error
-    return conversation_of(messages_of(record, place), place, root)
+    return conversation_of(messages_of(record, place), place, media)

@@ -5,32 +5,35 @@ What lives here: which columns are read, and how a row becomes plain Python. Wha
 
 Columns are named as the keys of a record (see `spellings.py`); others are not read. A table has each key in every row,
 so a null is read as a key that is not there. `messages`, `conversations` and `tools` may be strings of JSON, or hold
-them where the column's type says so: contents that are now a string, now a list, fit no other column.
+them where the column's type says so: contents that are now a string, now a list, fit no other column. `datasets` (5.2)
+writes a string there as JSON, unless it is JSON by itself: the answer "7" is stored as a number, and has to be read as
+the string that it was. One in quotation marks of its own comes back without them, which nobody can tell.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
-from pathlib import Path
 from typing import Any
 
-from .conversations import Conversation, conversation_of
+from .conversations import PARTS, Conversation, conversation_of
 from .errors import DataError
-from .spellings import messages_of, stored
+from .media import MediaAccess
+from .spellings import messages_of
 
 COLUMNS = ("messages", "conversations", "system", "image", "images", "video", "videos", "tools")
+_TEXTS = ("content", "value")  # of a message, in our spelling and ShareGPT's
 _JSON_COLUMNS = ("messages", "conversations")  # and `tools`, whoever reads them
 
 
-def conversation_in(table: Any, row: int, place: str, root: Path | None) -> Conversation:
+def conversation_in(table: Any, row: int, place: str, media: MediaAccess) -> Conversation:
     """One row of a table.
 
     Args:
         table: with the columns that are wanted.
         row: which.
         place: what messages call it.
-        root: folder that paths are relative to and may not leave; None where there may be none.
+        media: where its pictures and videos may come from.
 
     Raises:
         DataError: a value that does not decode, or a row that is no conversation.
@@ -38,7 +41,7 @@ def conversation_in(table: Any, row: int, place: str, root: Path | None) -> Conv
     record = {}
     try:
         for field in table.schema:
-            value = _plain(table.column(field.name)[row].as_py(), field.type)
+            value = _plain(table.column(field.name)[row].as_py(), field)
             if isinstance(value, str) and field.name in _JSON_COLUMNS and value.strip():
                 value = json.loads(value)
             if value is not None:
@@ -47,36 +50,30 @@ def conversation_in(table: Any, row: int, place: str, root: Path | None) -> Conv
         raise DataError(place, f"found bytes that are no UTF-8 ({error})") from error
     except (ValueError, RecursionError) as error:
         raise DataError(place, f"found a value that does not decode ({error}), expected JSON") from error
-    own = messages_of(record, place)
-    if root is None:
-        _refuse_paths(own, place)
-    return conversation_of(own, place, root or Path())
+    return conversation_of(messages_of(record, place), place, media)
 
 
-def _plain(value: Any, kind: Any) -> Any:
-    """A value of an Arrow type without keys that are null, and what is JSON decoded."""
+def _plain(value: Any, field: Any) -> Any:
+    """A value of an Arrow field without keys that are null, and what is JSON decoded."""
     if value is None:
         return None
+    kind = field.type
     if getattr(kind, "extension_name", "") == "arrow.json":
-        return json.loads(value)
+        decoded = json.loads(value)
+        return value if field.name in _TEXTS and not _is_content(decoded) else decoded
     kind = getattr(kind, "storage_type", kind)
     if isinstance(value, dict):
-        plain = {field.name: _plain(value[field.name], field.type) for field in kind}
+        plain = {field.name: _plain(value[field.name], field) for field in kind}
         return {key: inner for key, inner in plain.items() if inner is not None}
-    return [_plain(inner, getattr(kind, "value_type", None)) for inner in value] if isinstance(value, list) else value
+    if isinstance(value, list) and hasattr(kind, "value_field"):  # a map has none
+        return [_plain(inner, kind.value_field) for inner in value]
+    return value
 
 
-def _refuse_paths(record: dict[str, Any], place: str) -> None:
-    """A path means nothing without a folder, and the working directory would be a guess."""
-    messages = record.get("messages")
-    contents = [m.get("content") for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
-    for part in (part for content in contents if isinstance(content, list) for part in content):
-        for kind in ("image", "video"):
-            medium = part.get(kind) if isinstance(part, dict) else None
-            for item in medium if isinstance(medium, list) else [medium]:
-                path = stored(item)
-                if isinstance(path, str) and not path.startswith("data:"):
-                    raise DataError(place, f"found the path {path!r}, and no media_root that it is relative to")
+def _is_content(value: Any) -> bool:
+    """Whether something is a message's text or its parts."""
+    parts = value if isinstance(value, list) and value else [None]
+    return isinstance(value, str) or all(isinstance(part, dict) and part.get("type") in PARTS for part in parts)
 
 
 def columns_of(names: list[str], place: str) -> list[str]:
@@ -89,18 +86,6 @@ def columns_of(names: list[str], place: str) -> list[str]:
     if not {"messages", "conversations"} & set(found):
         raise DataError(place, f"found the columns {', '.join(names)}, expected 'messages' or 'conversations'")
     return found
-
-
-def media_folder(given: str | Path | None, default: Path) -> Path:
-    """The folder that paths are relative to.
-
-    Raises:
-        DataError: there is no such folder.
-    """
-    root = Path(given) if given is not None else default
-    if not root.is_dir():
-        raise DataError(str(root), "there is no such folder, expected the media root")
-    return root
 
 
 def library(name: str, place: str) -> Any:

@@ -26,10 +26,10 @@ def as_model_inputs(
     groups: ProcessGroupCollection,
     input_ids: Tensor | None,
     *,
-    position_ids: Tensor | None = None,
-    attention_mask: Tensor | None = None,
     labels: Tensor | None = None,
     loss_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
     packed_seq_params: PackedSeqParams | None = None,
     mm_token_type_ids: Tensor | None = None,
     pixel_values: Tensor | None = None,
@@ -46,19 +46,12 @@ def as_model_inputs(
     Args:
         config: the provider.
         groups: process groups.
-        input_ids: [B, S] rows, or one flat row [1, T] with `packed_seq_params`.
-        position_ids: [3, B, S] temporal, height and width position of each token; [4, B, S], where transformers has
-            text positions first; [B, S] for text alone; or None to derive them.
-        attention_mask: [B, S], 1 for real tokens, on the left, on the right or in the middle of each row. None: see
-            `conventions.arrange`, as for all that rows and packing mean together.
+        input_ids, position_ids, attention_mask, packed_seq_params, mm_token_type_ids, pixel_values, image_grid_thw,
+            pixel_values_videos, video_grid_thw: as for `as_packed_batch`.
         labels: [B, S] already shifted, every one a token id: the model gives a loss for each, and the caller leaves
             out those that don't count. With `packed_seq_params` also [1, T], in the packed row's order. Or None for
             logits.
         loss_mask: as labels, 0 where a label may be anything, such as -100. The caller multiplies the losses by it.
-        packed_seq_params: the segments of a packed row.
-        mm_token_type_ids: [B, S], 1 for image and 2 for video tokens, as the processor gives them; checked only.
-        pixel_values, image_grid_thw: patches and grids of the images, as the processor gives them.
-        pixel_values_videos, video_grid_thw: the same of videos.
         others: what other models take, see `arguments.REFUSED`; None alone is accepted.
 
     Returns:
@@ -69,12 +62,71 @@ def as_model_inputs(
         TypeError: an unknown argument.
     """
     check_others(others)
+    batch, arranged = as_packed_batch(
+        config,
+        input_ids,
+        labels=labels,
+        loss_mask=loss_mask,
+        position_ids=position_ids,
+        attention_mask=attention_mask,
+        packed_seq_params=packed_seq_params,
+        mm_token_type_ids=mm_token_type_ids,
+        pixel_values=pixel_values,
+        image_grid_thw=image_grid_thw,
+        pixel_values_videos=pixel_values_videos,
+        video_grid_thw=video_grid_thw,
+    )
+    ranks = sequence_ranks(config, groups)
+    order = _way_back(arranged, labels, ranks["cp_size"])
+    assert input_ids is not None
+    inputs = batch.to(input_ids.device).local(**ranks)
+    return inputs if labels is not None else inputs.without_labels(), order
+
+
+def as_packed_batch(
+    config: Qwen3VLModelProvider,
+    input_ids: Tensor | None,
+    *,
+    labels: Tensor | None = None,
+    loss_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    packed_seq_params: PackedSeqParams | None = None,
+    mm_token_type_ids: Tensor | None = None,
+    pixel_values: Tensor | None = None,
+    image_grid_thw: Tensor | None = None,
+    pixel_values_videos: Tensor | None = None,
+    video_grid_thw: Tensor | None = None,
+) -> tuple[PackedBatch, Arrangement]:
+    """A whole batch in a caller's convention as one of ours.
+
+    Args:
+        config: the provider.
+        input_ids: [B, S] rows, or one flat row [1, T] with `packed_seq_params`.
+        labels: [B, S] already shifted; with `packed_seq_params` also [1, T]. Or None: all zero then.
+        loss_mask: as labels, 0 where a label may be anything, such as -100. None: every label counts.
+        position_ids: [3, B, S] temporal, height and width position of each token; [4, B, S], where transformers has
+            text positions first; [B, S] for text alone; or None to derive them.
+        attention_mask: [B, S], 1 for real tokens, on the left, on the right or in the middle of each row. None: see
+            `conventions.arrange`, as for all that rows and packing mean together.
+        packed_seq_params: the segments of a packed row.
+        mm_token_type_ids: [B, S], 1 for image and 2 for video tokens, as the processor gives them; checked only.
+        pixel_values, image_grid_thw: patches and grids of the images, as the processor gives them.
+        pixel_values_videos, video_grid_thw: the same of videos.
+
+    Returns:
+        The batch, and where the caller's tokens lie in it. What was worked out is on the host, pixels and labels are
+        where they were.
+
+    Raises:
+        ValueError: shapes that don't belong together, masks with holes, pictures that don't fit the tokens.
+    """
     if labels is None and loss_mask is not None:
         raise ValueError("loss_mask is given without labels, expected both or neither")
     if input_ids is None or input_ids.dim() != 2 or input_ids.is_floating_point() or not input_ids.numel():
         found = None if input_ids is None else f"{list(input_ids.shape)} {input_ids.dtype}"
         raise ValueError(f"input_ids has shape {found}, expected [rows, tokens] of integers")
-    device, ids = input_ids.device, input_ids.cpu()
+    ids = input_ids.cpu()
     pictures = [pixel_values, _host(image_grid_thw), pixel_values_videos, _host(video_grid_thw)]
     check_pixels(config, pixel_values=pixel_values, pixel_values_videos=pixel_values_videos)
     arranged = arrange(ids, attention_mask, packed_seq_params, config.pad_token_id)
@@ -83,12 +135,10 @@ def as_model_inputs(
     ids = arranged.take(ids, fill=config.pad_token_id or 0)
     has_masks = attention_mask is not None or packed_seq_params is not None
     axes = None if position_ids is None else _three_axes(config, position_ids, ids, arranged, has_masks)
-    ranks = sequence_ranks(config, groups)
-    order = _way_back(arranged, labels, ranks["cp_size"])
     batch = PackedBatch(
         input_ids=ids,
         labels=_arranged_labels(labels, loss_mask, ids, arranged, config.vocab_size),
-        loss_mask=torch.ones(ids.shape, device=device),
+        loss_mask=_arranged_mask(loss_mask, ids, arranged),
         position_ids=_positions(config, ids, arranged, pictures[1], pictures[3], axes),
         vision_slot=_slots(config, ids, pictures[1]),
         layout=arranged.layout,
@@ -98,8 +148,7 @@ def as_model_inputs(
             spatial_merge_size=config.vision_config.spatial_merge_size,
         ),
     )
-    inputs = batch.to(device).local(**ranks)
-    return inputs if labels is not None else inputs.without_labels(), order
+    return batch, arranged
 
 
 def _arranged_labels(
@@ -112,6 +161,13 @@ def _arranged_labels(
         raise ValueError(f"loss_mask has shape {list(loss_mask.shape)}, expected {list(labels.shape)} as labels")
     counting = labels if loss_mask is None else labels.masked_fill(loss_mask == 0, 0)
     return arranged.take_labels(counting, vocab_size)
+
+
+def _arranged_mask(loss_mask: Tensor | None, ids: Tensor, arranged: Arrangement) -> Tensor:
+    """[b, s] float32 loss mask of arranged tokens; its shape is that of labels, which are checked."""
+    if loss_mask is None:
+        return torch.ones(ids.shape)
+    return (arranged.take(loss_mask) if loss_mask.shape == arranged.shape else loss_mask).float()
 
 
 def _way_back(arranged: Arrangement, labels: Tensor | None, cp_size: int) -> CallerOrder | None:

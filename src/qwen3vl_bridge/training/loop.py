@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from qwen3vl_bridge.checkpoint.megatron_folder import find_iteration
 from qwen3vl_bridge.checkpoint.staging import replace_file
@@ -26,6 +27,7 @@ from qwen3vl_bridge.training import checkpoint
 from qwen3vl_bridge.training.process_group import initialize
 from qwen3vl_bridge.training.progress import Progress
 from qwen3vl_bridge.training.step import forward_step
+from qwen3vl_bridge.training.streams import Data, open_data
 
 import torch
 from megatron.bridge.training.config import ConfigContainer
@@ -51,7 +53,8 @@ class Run:
     model: list[torch.nn.Module]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
-    stream: object
+    data: Data
+    stream: Any
     groups: ProcessGroupCollection
     config_yaml: str  # as the recipe has it, before this loop replaces what needs CUDA
 
@@ -69,6 +72,9 @@ def _refuse_what_would_be_ignored(cfg: ConfigContainer) -> None:
         "train.rampup_batch_size": cfg.train.rampup_batch_size is not None,
         "train.exit_interval": cfg.train.exit_interval is not None,
         "train.exit_duration_in_mins": cfg.train.exit_duration_in_mins is not None,
+        "validation.eval_micro_batch_size (other than train.micro_batch_size)": (
+            cfg.validation.eval_micro_batch_size not in (None, cfg.train.micro_batch_size)
+        ),
         "optimizer.optimizer (other than 'adam')": cfg.optimizer.optimizer != "adam",
     }
     if found := [name for name, is_set in wrong.items() if is_set]:
@@ -134,8 +140,9 @@ def set_up(cfg: ConfigContainer) -> Run:
     model_config.finalize_model_grads_func = functools.partial(finalize_model_grads, pg_collection=groups)
     state = GlobalState()
     state.cfg, state._train_state = cfg, TrainState()
-    stream = cfg.dataset.stream("train", **_data_share(cfg, groups))
-    run = Run(cfg, state, model, optimizer, scheduler, stream, groups, config_yaml)
+    data = open_data(cfg, groups)
+    stream = data.stream("train", **_data_share(cfg, groups))
+    run = Run(cfg, state, model, optimizer, scheduler, data, stream, groups, config_yaml)
     resumed = cfg.checkpoint.load and checkpoint.latest(cfg.checkpoint.load)
     if resumed:
         checkpoint.load(resumed, run)
@@ -197,7 +204,7 @@ def evaluate(run: Run) -> dict[str, float]:
     cfg, share = run.cfg, _data_share(run.cfg, run.groups)
     most = cfg.validation.eval_iters * cfg.validation.eval_global_batch_size
     most //= share["dp_size"] * share["micro_batch_size"]
-    batches = list(itertools.islice(cfg.dataset.evaluation("valid", **share), most))
+    batches = list(itertools.islice(run.data.evaluation("valid", **share), most))
     loss, tokens = _forward_backward(run, iter(batches), len(batches), forward_only=True).tolist()
     for chunk in run.model:
         chunk.train()

@@ -6,10 +6,12 @@ not: the loop (`loop.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from qwen3vl_bridge.parallel import sequence_ranks
 from qwen3vl_bridge.sequence import PackedBatch
+from qwen3vl_bridge.training.foreign_batch import from_collator
 
 import torch
 from megatron.bridge.training.losses import create_masked_next_token_loss_function
@@ -20,7 +22,7 @@ from torch import Tensor
 
 def forward_step(
     state: GlobalState,
-    data_iterator: Iterator[PackedBatch],
+    data_iterator: Iterator[PackedBatch | Mapping[str, Any]],
     model: torch.nn.Module,
     return_schedule_plan: bool = False,
 ) -> tuple[Tensor, Callable]:
@@ -28,7 +30,7 @@ def forward_step(
 
     Args:
         state: the run; its configuration says what is checked in a loss.
-        data_iterator: gives `PackedBatch`es on the host.
+        data_iterator: gives `PackedBatch`es on the host, or dicts as Megatron-Bridge's collators make them.
         model: Qwen3VLModel, wrapped or not.
         return_schedule_plan: Megatron's request for a plan instead, of a kind of overlap this model does not have.
 
@@ -37,13 +39,17 @@ def forward_step(
 
     Raises:
         NotImplementedError: a schedule plan is asked for.
+        ValueError: a collator's batch that contradicts itself or would train on something else, see `foreign_batch`.
     """
     if return_schedule_plan:
         raise NotImplementedError(
             "overlap_moe_expert_parallel_comm is on; this model has no schedule plan, turn it off"
         )
-    groups = get_attr_wrapped_model(model, "pg_collection")
-    inputs = next(data_iterator).local(**sequence_ranks(get_model_config(model), groups))
+    config, groups = get_model_config(model), get_attr_wrapped_model(model, "pg_collection")
+    batch = next(data_iterator)
+    if not isinstance(batch, PackedBatch):
+        batch = from_collator(batch, config, state.cfg.dataset)
+    inputs = batch.local(**sequence_ranks(config, groups))
     device = next(model.parameters()).device
     if device.type == "cuda":
         inputs = inputs.pin_memory()  # the copy would make the host wait otherwise

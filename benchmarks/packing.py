@@ -1,0 +1,168 @@
+"""How full rows get of a published mix of samples, in tokens and in patches, and how long ranks wait for each other.
+
+    OMP_NUM_THREADS=1 python benchmarks/packing.py
+    OMP_NUM_THREADS=1 python benchmarks/packing.py --samples 5000 --csv /tmp/packing.csv
+
+The mix is `KINDS` below: text, one picture, several, and video, as instruction data has them. Sizes of pictures are
+rounded as Qwen3-VL's processor does; four patches are a token. Nothing is read: a plan asks for sizes alone.
+
+- fill: the share of real tokens in rows of a length, and of patches where a row holds so many at most. "one a row" is
+  padding; "as they come" fills each row in the data's order until the next sample does not fit; "best fit" is what
+  training does, in windows of 512 samples; "before training" is what `qwen3vl-data pack` writes.
+  "least_patches" is the 5th percentile of patches in a row over their mean.
+- waiting: global batches of 256 rows on 64 data-parallel ranks, costs of two models. Under "tokens" stands the longest
+  time over the mean, where ranks wait at the end of a step, and where they wait in every microbatch.
+
+What lives here: the measurement. What may not: code that training needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from qwen3vl_bridge.cost import tower_costs
+from qwen3vl_bridge.data.balance import deal, imbalance
+from qwen3vl_bridge.data.order import NumberedOrder
+from qwen3vl_bridge.data.plan import RowPlan
+from qwen3vl_bridge.data.sizes import Size
+from qwen3vl_bridge.presets import hf_config
+
+import numpy as np
+import record
+
+_RESULTS = record.RESULTS / "packing.csv"
+_COLUMNS = ("row", "most_patches", "what", "how", "tokens", "patches", "least_patches", "samples_per_s")
+_PATCH, _MERGE = 16, 2
+_RANKS, _TURNS = 64, 4
+# Share of samples; median and spread (of the logarithm) of the text's tokens; pictures, or frames of one video.
+KINDS = {
+    "text": (0.30, (350, 0.9), (0, 0), 0),
+    "one picture": (0.45, (120, 0.8), (1, 1), 0),
+    "two to five pictures": (0.15, (250, 0.8), (2, 5), 0),
+    "video of 8 to 64 frames": (0.10, (100, 0.7), (0, 0), 64),
+}
+# Share of pictures, and the range of their sides in pixels.
+PICTURES = ((0.60, (336, 640)), (0.25, (600, 1100)), (0.15, (1000, 1700)))
+
+Rows = list[tuple[int, ...]]
+
+
+def make_sizes(count: int, seed: int = 0) -> list[Size]:
+    """Sizes of samples of the mix."""
+    random, shares = np.random.default_rng(seed), [share for share, *_ in KINDS.values()]
+    return [_sample(random, list(KINDS.values())[kind]) for kind in random.choice(len(KINDS), count, p=shares)]
+
+
+def _sample(random: np.random.Generator, kind: tuple) -> Size:
+    _, (median, spread), pictures, most_frames = kind
+    text = int(np.clip(random.lognormal(np.log(median), spread), 8, 4000))
+    frames = [_picture(random) for _ in range(random.integers(pictures[0], pictures[1] + 1))]
+    if most_frames:
+        # Two frames are one of time, and each has its time written before it.
+        times = int(random.integers(4, most_frames // 2 + 1))
+        frames, text = [_patches(*random.choice([(224, 224), (360, 640)]))] * times, text + 8 * times
+    around = 2 * len(frames)
+    return Size(text + around + sum(frames) // _MERGE**2, sum(frames), sum(n**2 for n in frames))
+
+
+def _picture(random: np.random.Generator) -> int:
+    kind = random.choice(len(PICTURES), p=[share for share, _ in PICTURES])
+    return _patches(*random.integers(*PICTURES[kind][1], 2, endpoint=True))
+
+
+def _patches(height: int, width: int) -> int:
+    step = _PATCH * _MERGE
+    return max(round(height / step), 1) * max(round(width / step), 1) * _MERGE**2
+
+
+def as_they_come(sizes: Sequence[Size], capacity: int) -> Rows:
+    """Each row until the next sample does not fit."""
+    rows, room = list[list[int]](), 0
+    for sample, size in enumerate(sizes):
+        if size.tokens > room:
+            rows.append([])
+            room = capacity
+        rows[-1].append(sample)
+        room -= size.tokens
+    return [tuple(row) for row in rows]
+
+
+def planned(sizes: Sequence[Size], capacity: int, most_patches: int | None, window: int) -> Rows:
+    """What training, or packing before it, makes of an epoch."""
+    plan = RowPlan(
+        sizes.__getitem__,
+        NumberedOrder(len(sizes), seed=0),
+        capacity=capacity,
+        window_size=window,
+        most_patches=most_patches,
+    )
+    return [plan.row(number) for number in range(plan.end_of_epoch())]
+
+
+def measure(sizes: list[Size], capacity: int) -> Iterator[list]:
+    """Rows of the CSV file for one length of rows."""
+    sizes = [size for size in sizes if size.tokens <= capacity]
+    mean = sum(size.patches for size in sizes) / (sum(size.tokens for size in sizes) / capacity)
+    tight = round(1.15 * mean)
+    fitting = [size for size in sizes if size.patches <= tight]
+    ways: list[tuple[str, list[Size], int | None, Callable[[], Rows]]] = [
+        ("one a row", sizes, None, lambda: [(sample,) for sample in range(len(sizes))]),
+        ("as they come", sizes, None, lambda: as_they_come(sizes, capacity)),
+        ("best fit", sizes, None, lambda: planned(sizes, capacity, None, 512)),
+        ("before training", sizes, None, lambda: planned(sizes, capacity, None, 2**16)),
+        ("best fit", fitting, tight, lambda: planned(fitting, capacity, tight, 512)),
+        ("before training", fitting, tight, lambda: planned(fitting, capacity, tight, 2**16)),
+    ]
+    for how, used, most, make in ways:
+        started = time.perf_counter()
+        rows = make()
+        seconds = time.perf_counter() - started
+        tokens = sum(size.tokens for size in used) / (capacity * len(rows))
+        patches = np.array([sum(used[sample].patches for sample in row) for row in rows])
+        largest = patches.max() if most is None else most
+        few = np.percentile(patches, 5) / patches.mean()
+        yield [capacity, most or "", "fill", how, f"{tokens:.4f}", f"{patches.mean() / largest:.3f}", f"{few:.2f}",
+               round(len(used) / seconds)]  # fmt: skip
+        if (how, most) == ("best fit", tight):
+            yield from _waiting(capacity, tight, used, rows)
+
+
+def _waiting(capacity: int, most: int, sizes: list[Size], rows: Rows) -> Iterator[list]:
+    batch = _RANKS * _TURNS
+    for model in ("8B", "30B-A3B"):
+        costs = tower_costs(hf_config(model).to_dict())
+        each = [sum(costs.of(**sizes[sample]._asdict()) for sample in row) for row in rows]
+        batches = [each[first : first + batch] for first in range(0, len(each) - batch + 1, batch)]
+        for how in ("as they come", "dealt out"):
+            orders = [range(batch) if how == "as they come" else deal(one, _RANKS) for one in batches]
+            waits = [imbalance(one, order, _RANKS) for one, order in zip(batches, orders, strict=True)]
+            if waits:
+                step, turn = np.mean(waits, 0)
+                yield [capacity, most, f"waiting, {model}, step", how, f"{step:.3f}", "", "", ""]
+                yield [capacity, most, f"waiting, {model}, microbatch", how, f"{turn:.3f}", "", "", ""]
+
+
+def main() -> None:
+    """Measure, print, and append to the CSV file."""
+    parser = argparse.ArgumentParser(description="How full rows get of a published mix of samples.")
+    parser.add_argument("--samples", type=int, default=50_000, help="default: %(default)s")
+    parser.add_argument("--rows", type=int, nargs="+", default=[8192, 16384, 32768, 131072], help="tokens of a row")
+    parser.add_argument("--csv", type=Path, default=_RESULTS, help="default: %(default)s")
+    args = parser.parse_args()
+    sizes = make_sizes(args.samples)
+    tokens, patches = ([getattr(size, name) for size in sizes] for name in ("tokens", "patches"))
+    print(
+        f"{len(sizes)} samples: tokens mean {np.mean(tokens):.0f}, median {np.median(tokens):.0f}, "
+        f"most {max(tokens)}; patches mean {np.mean(patches):.0f}, most {max(patches)}"
+    )
+    lines = [line for capacity in args.rows for line in measure(sizes, capacity)]
+    for line in lines:
+        print(*line, sep="\t")
+    record.append(args.csv, [{"samples": len(sizes), **dict(zip(_COLUMNS, line, strict=True))} for line in lines])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""What our data sets have in common as Megatron-Bridge configurations: how conversations become rows.
+
+What lives here: these settings, their checks, and what a checkpoint says about reading and laying out. What may not:
+where conversations come from (`provider.py`, `energon_provider.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from qwen3vl_bridge.cost import TowerCosts, tower_costs
+
+import torch
+from megatron.bridge.data.base import DatasetProvider
+from transformers import AutoConfig
+
+from .admission import Admission, OnBad, OnLong
+from .choices import check_choice
+from .collate import Collator, VisionSettings, pad_token_id
+from .encode import Answers, Encoder
+from .processor import VisionLimits, load_processor
+
+SPLITS = ("train", "valid", "test")
+
+
+@dataclass(kw_only=True)
+class ConversationRows(DatasetProvider):
+    """How conversations become rows.
+
+    Attributes:
+        hf_processor_path: the Hugging Face checkpoint, local or on the hub: its processor, chat template and config.
+        seq_length: tokens of a row.
+        max_patches: patches of pictures and videos in a row, so that the vision tower has its bound too; None for no
+            bound. A picture's tokens are a quarter of its patches.
+        pack: several conversations in a row, best-fit, with micro_batch_size 1; otherwise one in each, padded.
+        pad_to_multiple_of: each conversation of a packed row is padded to a multiple of this: 2 * cp, and of the
+            tensor-parallel size under sequence parallelism.
+        on_long: what to do with a conversation longer than a row: "error"; or "drop" it, or "truncate" it without
+            cutting a picture, counted and reported.
+        on_bad: what to do with one that cannot be read or encoded: "error", or "drop", counted and reported.
+        answers: which of an assistant's answers to train on, "all" or the "last".
+        vision: how much is seen of pictures and videos, where not as the checkpoint says.
+        pixel_dtype: what pixels leave as.
+    """
+
+    hf_processor_path: str
+    seq_length: int
+    max_patches: int | None = None
+    pack: bool = True
+    pad_to_multiple_of: int = 1
+    on_long: OnLong = "error"
+    on_bad: OnBad = "error"
+    answers: Answers = "all"
+    vision: VisionLimits = field(default_factory=VisionLimits)
+    pixel_dtype: torch.dtype = torch.float32
+
+    def finalize(self) -> None:
+        """Check what can be checked without reading data.
+
+        Raises:
+            ValueError: a setting with a value it cannot have.
+        """
+        super().finalize()
+        for name, kind in (("on_long", OnLong), ("on_bad", OnBad), ("answers", Answers)):
+            check_choice(name, getattr(self, name), kind)
+        self.check_least(seq_length=1, pad_to_multiple_of=1, max_patches=1)
+        if self.seq_length % self.pad_to_multiple_of:
+            raise ValueError(
+                f"seq_length is {self.seq_length}, expected a multiple of pad_to_multiple_of, {self.pad_to_multiple_of}"
+            )
+
+    def check_least(self, **least: int) -> None:
+        """Refuse settings that are less than they may be; None is no number.
+
+        Args:
+            least: by name.
+
+        Raises:
+            ValueError: one is less.
+        """
+        for name, fewest in least.items():
+            found = getattr(self, name)
+            if found is not None and found < fewest:
+                raise ValueError(f"{name} is {found!r}, expected at least {fewest}")
+
+    def checkpoint(self) -> CheckpointSettings:
+        """What the checkpoint says.
+
+        Raises:
+            DataError: no processor, no config, or some that don't fit.
+        """
+        return _of_checkpoint(self.hf_processor_path, self.answers, self.vision)
+
+    def admission(self) -> Admission:
+        """Which conversations become samples; raises as `checkpoint`."""
+        return Admission(
+            self.checkpoint().encoder,
+            limit=self.seq_length,
+            most_patches=self.max_patches,
+            on_long=self.on_long,
+            on_bad=self.on_bad,
+        )
+
+    def collator(self) -> Collator:
+        """How they are laid out; raises as `checkpoint`."""
+        checkpoint = self.checkpoint()
+        return Collator(
+            checkpoint.vision, checkpoint.pad_id, self.seq_length, self.pad_to_multiple_of, self.pixel_dtype
+        )
+
+
+@dataclass(frozen=True)
+class CheckpointSettings:
+    """What a checkpoint says about encoding, laying out and dealing out."""
+
+    encoder: Encoder
+    vision: VisionSettings
+    pad_id: int
+    costs: TowerCosts
+
+
+@cache
+def _of_checkpoint(path: str, answers: Answers, limits: VisionLimits) -> CheckpointSettings:
+    """Read once a process."""
+    processor: Any = load_processor(path, limits)
+    return CheckpointSettings(
+        Encoder(processor, answers),
+        VisionSettings.of_checkpoint(path, processor),
+        pad_token_id(processor.tokenizer),
+        tower_costs(AutoConfig.from_pretrained(path).to_dict()),
+    )
