@@ -51,7 +51,7 @@ def places(tmp_path_factory, untied_folder) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("readme")
     make_dataset(folder / "data")
     names = {"HF_FOLDER": untied_folder, "DATA": folder / "data"}
-    names |= {name: folder / name.lower() for name in ("MEGATRON", "EXPORTED", "TORCH_DIST", "RUN", "REPORT")}
+    names |= {name: folder / name.lower() for name in ("MEGATRON", "EXPORTED", "TORCH_DIST", "RUN", "REPORT", "ROWS")}
     names["IMAGE"] = next((folder / "data" / "images").iterdir())
     return {name: str(path) for name, path in names.items()}
 
@@ -65,11 +65,13 @@ def test_convert_then_fine_tune(places):
     for command in fill(commands, places).strip().splitlines():
         run(command)
     assert (Path(places["EXPORTED"]) / "config.json").exists()
-    command, see = (fill(text, places) for text in blocks("Fine-tune", "bash"))
+    command, see, pack = (fill(text, places) for text in blocks("Fine-tune", "bash"))
     run(see)
     assert "<html" in Path(places["REPORT"]).read_text()
-    assert "train.train_iters=400" in command
-    run(command.replace("train.train_iters=400", "train.train_iters=2 scheduler.lr_warmup_iters=1"))
+    run(pack)
+    assert "train.train_iters=400" in command and "`dataset.train_packing=ROWS`" in README
+    packed = f"train.train_iters=2 scheduler.lr_warmup_iters=1 dataset.train_packing={places['ROWS']}"
+    run(command.replace("train.train_iters=400", f"{packed} dataset.balance_over=2"))
     assert (Path(places["RUN"]) / "iter_0000002").is_dir()
 
 
