@@ -93,6 +93,7 @@ def _torch_on_cpu() -> _Overlay:
         torch.distributed,
         init_process_group=_with_gloo(torch.distributed.init_process_group),
         new_group=_with_gloo(torch.distributed.new_group),
+        all_to_all_single=_with_split_lists(torch.distributed.all_to_all_single),
     )
     return _Overlay(
         torch,
@@ -109,6 +110,19 @@ def _with_gloo(function: Callable) -> Callable:
         args = tuple("gloo" if arg == "nccl" else arg for arg in args)
         if kwargs.get("backend") == "nccl":
             kwargs["backend"] = "gloo"
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _with_split_lists(function: Callable) -> Callable:
+    """Experts' splits come from the device as arrays; on the CPU they are tensors still, which torch does not take."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for name in ("output_split_sizes", "input_split_sizes"):
+            if hasattr(kwargs.get(name), "tolist"):
+                kwargs[name] = kwargs[name].tolist()
         return function(*args, **kwargs)
 
     return call

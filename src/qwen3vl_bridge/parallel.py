@@ -1,7 +1,7 @@
 """The only module with collectives of ours.
 
-What lives here: how a rank's hidden states are scattered, how figures of all ranks are added up. What may not: which
-tokens a rank holds (`sequence/layout.py`), modules.
+What lives here: how hidden states are scattered and gathered, how figures of all ranks are added up. What may not:
+which tokens a rank holds (`sequence/layout.py`), modules.
 """
 
 import torch
@@ -47,6 +47,11 @@ def sum_gradients_over_sequence(features: Tensor, config: TransformerConfig, gro
     if not config.sequence_parallel:
         return features
     return tensor_parallel.copy_to_tensor_model_parallel_region(features, group=groups.tp)
+
+
+def gather_over_context(local: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
+    """[s, ...] of each context-parallel rank -> [cp, s, ...] of all; backward, each gets the sum of its gradients."""
+    return tensor_parallel.gather_from_sequence_parallel_region(local, group=group).view(group.size(), *local.shape)
 
 
 def gather_vocabulary(logits: Tensor, groups: ProcessGroupCollection) -> Tensor:

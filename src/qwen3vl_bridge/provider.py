@@ -226,6 +226,11 @@ class Qwen3VLMoEModelProvider(Qwen3VLModelProvider):
             )
         if not 0 < self.moe_router_topk <= self.num_moe_experts:
             raise ValueError(f"moe_router_topk is {self.moe_router_topk}, expected 1 to {self.num_moe_experts}")
+        if self.num_moe_experts % self.expert_model_parallel_size:
+            raise ValueError(
+                f"num_moe_experts is {self.num_moe_experts}, expected a multiple of expert_model_parallel_size, "
+                f"{self.expert_model_parallel_size}"
+            )
         kinds = self.moe_router_load_balancing_type
         if unknown := set([kinds] if isinstance(kinds, str) else kinds) - ROUTING:
             raise ValueError(

@@ -113,6 +113,10 @@ def moe_provider(moe_folder):
         (dict(moe_layer_freq=[1, 0]), "moe_layer_freq has 2 entries, expected 4"),
         (dict(moe_layer_freq="[1,0,1,1]"), "is the text"),
         (dict(moe_router_topk=7), "moe_router_topk is 7, expected 1 to 6"),
+        (
+            dict(expert_model_parallel_size=4),
+            "num_moe_experts is 6, expected a multiple of expert_model_parallel_size, 4",
+        ),
         (dict(moe_grouped_gemm=True), "both are Transformer Engine's"),
         (dict(moe_router_load_balancing_type="sinkhorn"), "is 'sinkhorn', expected some of"),
         (dict(moe_router_load_balancing_type=["aux_loss", "seq_aux_loss"]), "padding or packing would change"),

@@ -13,6 +13,7 @@ from itertools import groupby
 from typing import Any
 
 from qwen3vl_bridge.model.rope import rotate
+from qwen3vl_bridge.parallel import gather_over_context
 from qwen3vl_bridge.sequence.layout import SequenceLayout
 
 import torch
@@ -25,6 +26,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 
 @dataclass
@@ -125,11 +127,7 @@ class SegmentAttention(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(config=config)
-        if config.context_parallel_size > 1:
-            raise NotImplementedError(
-                f"context_parallel_size is {config.context_parallel_size}, expected 1: attention without Transformer "
-                "Engine does not gather keys and values over ranks yet"
-            )
+        self.ranks = config.context_parallel_size  # that share each segment
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
 
@@ -162,8 +160,8 @@ class SegmentAttention(MegatronModule):
             attended = self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)), causal)
             return attended.permute(2, 0, 1, 3).flatten(2)
         runs, start = [], 0
-        for length, same in groupby(_segment_lengths(packed_seq_params, len(query))):
-            n = sum(1 for _ in same)
+        for whole, same in groupby(_segment_lengths(packed_seq_params, self.ranks * len(query))):
+            n, length = sum(1 for _ in same), whole // self.ranks
             stop = start + n * length
             segments = (x[start:stop].view(n, length, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
             runs.append(self._attend(*segments, causal).transpose(1, 2).flatten(0, 1))
@@ -172,18 +170,53 @@ class SegmentAttention(MegatronModule):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
         """[n, heads, length, d] each, keys and values possibly of fewer heads."""
+        return self._product(query, key, value, is_causal=causal)
+
+    def _product(self, query: Tensor, key: Tensor, value: Tensor, **mask: Any) -> Tensor:
         dropout = self.dropout if self.training else 0.0
         # Tensor-parallel ranks hold different heads, which drop different weights.
         with get_cuda_rng_tracker().fork() if dropout else contextlib.nullcontext():
+            gqa = query.size(1) != key.size(1)
             return F.scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                is_causal=causal,
-                scale=self.scale,
-                dropout_p=dropout,
-                enable_gqa=query.size(1) != key.size(1),
+                query, key, value, scale=self.scale, dropout_p=dropout, enable_gqa=gqa, **mask
             )
+
+
+class ContextParallelAttention(SegmentAttention):
+    """Core attention of a rank's own tokens to those of all context-parallel ranks.
+
+    Of 2 * cp chunks of a segment, rank r has chunks r and 2 * cp - 1 - r (`sequence.layout.token_index`). Keys and
+    values are gathered once a layer; each of the two chunks attends to what lies before its end.
+    """
+
+    def __init__(self, config: TransformerConfig, *args: Any, pg_collection: ProcessGroupCollection, **kwargs: Any):
+        super().__init__(config, *args, pg_collection=pg_collection, **kwargs)
+        self.group = pg_collection.cp
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """As SegmentAttention.forward, of local tokens."""
+        # What the other ranks hold in a slot rides along as more heads of it: slots are segments' on every rank.
+        gathered = gather_over_context(torch.cat((key, value), -1), self.group)  # [cp, ..., heads, 2 d]
+        key, value = gathered.movedim(0, -3).flatten(-3, -2).chunk(2, -1)
+        return super().forward(query, key, value, *args, **kwargs)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
+        """[n, heads, 2 c, d] queries; keys and values [n, cp * heads, 2 c, d]."""
+        key, value = (self._in_order(x) for x in (key, value))
+        if not causal:
+            return self._product(query, key, value)
+        chunk, rank = query.size(2) // 2, self.group.rank()
+        attended = []
+        for own, before in zip(query.split(chunk, 2), (rank, 2 * self.ranks - 1 - rank), strict=True):
+            seen = (before + 1) * chunk
+            mask = causal_lower_right(chunk, seen)
+            attended.append(self._product(own, key[:, :, :seen], value[:, :, :seen], attn_mask=mask))
+        return torch.cat(attended, 2)
+
+    def _in_order(self, x: Tensor) -> Tensor:
+        """[n, cp * heads, 2 c, d] of all ranks' slots -> [n, heads, 2 cp c, d] in the order of the segment."""
+        first, second = x.unflatten(1, (self.ranks, -1)).chunk(2, 3)  # [n, cp, heads, c, d]: chunk r, and its mirror
+        return torch.cat((first, second.flip(1)), 1).transpose(1, 2).flatten(2, 3)
 
 
 def _segment_lengths(params: PackedSeqParams, tokens: int) -> tuple[int, ...]:

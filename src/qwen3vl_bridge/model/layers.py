@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from qwen3vl_bridge.model.attention import RotarySelfAttention, SegmentAttention
+from qwen3vl_bridge.model.attention import ContextParallelAttention, RotarySelfAttention, SegmentAttention
 
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
@@ -102,7 +102,8 @@ def _use_local_modules(spec: ModuleSpec, config: TransformerConfig) -> None:
     norm = modules.layer_norm(rms_norm=config.normalization == "RMSNorm")
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = norm
-    attention.core_attention = modules.core_attention()
+    shared = config.context_parallel_size > 1
+    attention.core_attention = ContextParallelAttention if shared else modules.core_attention()
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = norm
     if isinstance(layer.mlp, functools.partial) and layer.mlp.func is MoELayer:
