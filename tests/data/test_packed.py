@@ -62,6 +62,8 @@ def test_sizes_are_those_of_the_samples(tmp_path, make_rows, packed, workers):
     assert report.patches == sum(again.size(sample).patches for sample in range(40))
     assert report.fill == report.tokens / (256 * len(again)) and report.patch_fill is None
     assert again.digest == packed.digest
+    pack(make_rows(seed=1)(), tmp_path / "other")
+    assert PackedRows(tmp_path / "other").digest != packed.digest
 
 
 def test_nothing_is_measured_while_training(packed, make_rows, monkeypatch):

@@ -1,5 +1,8 @@
 """The provider in Megatron-Bridge's own data loading, and in ours."""
 
+from itertools import islice, pairwise
+from types import SimpleNamespace
+
 import qwen3vl_bridge
 from qwen3vl_bridge.data import DataError
 from qwen3vl_bridge.data.processor import VisionLimits
@@ -141,3 +144,23 @@ def test_a_position_is_refused_where_samples_are_others(make, changes):
     next(stream)
     with pytest.raises(ValueError, match="the position is of other data than this"):
         make(**changes).stream("train").load_state_dict(stream.state_dict())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_megatron_bridges_ranks_share_each_global_batch_by_cost(make, ranks):
+    """Its sampler deals rows out one by one; together ranks read the rows of the plan, the dearest first."""
+    provider = make(balance_over=4)
+    groups = SimpleNamespace(dp=SimpleNamespace(size=lambda: ranks))
+    context = DatasetBuildContext(train_samples=40, valid_samples=0, test_samples=0, pg_collection=groups)
+    rows, _, _ = provider.build_datasets(context)
+    plain = [batch.sample_ids for batch in islice(make().stream("train"), 12)]
+    costs = {names: rows.cost(number) for number, names in enumerate(plain)}
+    loaders = [iter(loader(provider, rows, rank=rank, size=ranks)) for rank in range(ranks)]
+    for first in range(0, 12, 4):
+        turns = [[next(one).sample_ids for one in loaders] for _ in range(4 // ranks)]
+        assert sorted(names for turn in turns for names in turn) == sorted(plain[first : first + 4])
+        if ranks > 1:
+            assert all(
+                min(costs[names] for names in turn) >= max(costs[names] for names in later)
+                for turn, later in pairwise(turns)
+            )
