@@ -31,7 +31,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--save", required=True, type=Path, help="folder of the run; one that is there is continued")
     parser.add_argument("--verbose", action="store_true", help="show what Megatron logs and warns about")
     parser.add_argument("overrides", nargs="*", metavar="SETTING=VALUE", help="settings that differ from the recipe")
-    args = parser.parse_args(arguments)
+    args = parser.parse_intermixed_args(arguments)  # settings may stand anywhere
     for name in ("hf_path", "data_path", "megatron_path"):
         if not getattr(args, name).is_dir():
             parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}, expected a folder that exists")

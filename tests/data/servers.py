@@ -1,9 +1,18 @@
-"""A server on this machine that answers as a test says."""
+"""Servers on this machine that answer as a test says."""
 
 import contextlib
+import io
+import os
+import socket
 import threading
+import time
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from qwen3vl_bridge.data import fetching
+
+from PIL import Image
 
 
 class Server:
@@ -48,3 +57,58 @@ def send(handler, status: int, body: bytes = b"", **headers) -> None:
 
 def redirect(to: str):
     return lambda handler: send(handler, 302, Location=to)
+
+
+def raw(answer: bytes):
+    """What a server answers that has its own mind about HTTP."""
+
+    def send_raw(handler) -> None:
+        handler.wfile.write(answer)
+        handler.close_connection = True
+
+    return send_raw
+
+
+@contextlib.contextmanager
+def dripping(start: bytes, wait: float):
+    """The port of a server of no protocol: to whoever connects it sends a start, then a byte now and then."""
+
+    def drip(connection) -> None:
+        with contextlib.suppress(OSError), connection:
+            connection.sendall(start)
+            for _ in range(400):
+                time.sleep(wait)
+                connection.sendall(b"0")
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=drip, args=(listener.accept()[0],), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=accept, daemon=True).start()
+        yield listener.getsockname()[1]
+
+
+@contextlib.contextmanager
+def fetched_from(monkeypatch):
+    """A server that is asked without a proxy, and again after no time."""
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(fetching, "WAITS", (0.01, 0.02))
+    fetching._client.cache_clear()
+    server = Server()
+    yield server
+    server.close()
+
+
+def png(colour: str = "red") -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (64, 32), colour).save(file, "PNG")
+    return file.getvalue()
+
+
+def files(folder: Path) -> list[str]:
+    """What is in a cache beside locks and addresses."""
+    several = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".address")
+    return sorted(path.name for path in several if path.name != ".lock")

@@ -87,11 +87,18 @@ def test_addresses_that_begin_so_are_allowed(prefix, address):
         "https://images.example.org/a/%2525252525252e/b/1.png",
         "https://images.example.org/a/\ud800.png",
         "https://",
+        "https://xn--/a/1.png",
+        "https://xn--0/a/1.png",
         "https://images.example.org/a/" + "x" * 70_000,
     ],
 )
 def test_addresses_that_only_look_so_are_refused(prefix, address):
     assert not allowed(address, prefix)
+
+
+@pytest.mark.parametrize("address", ["https://xn--/1.png", "https://xn--0/1.png", "https://a\ud800/1.png"])
+def test_what_is_no_address_is_refused_where_all_are_allowed(address):
+    assert not allowed(address, "https://")
 
 
 @pytest.mark.parametrize("address", ["/b/1.png", "/ab/1.png", "/A/1.png", "/a/../b/1.png", "/b/a/1.png", "/a%2f1.png"])
@@ -141,7 +148,8 @@ def test_every_address_in_a_folder_is_allowed(path):
             "https://*.example.org",
             "https://a b/",
         ),
-        *("https://example.org#", "https://example.org\\", "https://example.org:x/", "https://example.org/%2e%2e/"),
+        *("https://example.org#", "https://example.org\\", "https://example.org:x/", "https://xn--/"),
+        "https://example.org/%2e%2e/",
     ],
 )
 def test_what_is_no_beginning_of_an_address_is_refused(prefix):

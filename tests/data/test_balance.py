@@ -1,11 +1,13 @@
 """Rows dealt out to data-parallel ranks: all of them once, and ranks that work alike."""
 
 from itertools import islice, product
+from types import SimpleNamespace
 
 from qwen3vl_bridge.cost import TowerCosts
 from qwen3vl_bridge.data import BatchStream
 from qwen3vl_bridge.data.balance import deal, imbalance
 from qwen3vl_bridge.data.rows import Balance
+from qwen3vl_bridge.training.step import forward_step
 
 import numpy as np
 import pytest
@@ -101,3 +103,22 @@ def test_a_position_inside_a_batch_goes_on_at_the_same_number_alone(make_rows):
         ValueError, match="row 6, is among 4 rows that were dealt out to 2 ranks, and now 4 rows are to 4"
     ):
         streams(make_rows, 4)[0].load_state_dict(state)
+
+
+@pytest.mark.parametrize("done", [1, 5, 8, 13])
+def test_one_rank_may_take_to_dealing_rows_out_anywhere(make_rows, done):
+    before = BatchStream(make_rows())
+    for _ in range(done):
+        next(before)
+    (after,) = streams(make_rows, 1)
+    after.load_state_dict(before.state_dict())
+    assert [next(after).sample_ids for _ in range(8)] == [next(before).sample_ids for _ in range(8)]
+
+
+@pytest.mark.parametrize(("over", "batch", "ramp"), [(8, 4, None), (3, 4, None), (4, 4, [2, 2, 8])])
+def test_rows_are_dealt_out_within_a_step(over, batch, ramp):
+    """Otherwise a step sums over other rows at each number of ranks."""
+    train = SimpleNamespace(global_batch_size=batch, rampup_batch_size=ramp)
+    state = SimpleNamespace(cfg=SimpleNamespace(dataset=SimpleNamespace(balance_over=over), train=train))
+    with pytest.raises(ValueError, match=f"dataset.balance_over is {over} with train.global_batch_size {batch}"):
+        forward_step(state, iter(()), None)

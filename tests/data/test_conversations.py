@@ -19,7 +19,11 @@ def test_lines_are_found_by_offset_and_named_by_number(tmp_path):
     lines = [json.dumps({"messages": [{"role": "user", "content": text}, ANSWER]}) for text in ("één", "zwei", "3")]
     path.write_bytes(f"{lines[0]}\r\n\n  \n{lines[1]}\n{lines[2]}".encode())
     file = pickle.loads(pickle.dumps(JsonLines(path)))
-    assert len(file) == 3 and file.size == path.stat().st_size
+    assert len(file) == 3
+    assert file.fingerprint() == JsonLines(path).fingerprint()
+    path.write_bytes(path.read_bytes().replace(b"zwei", b"drei"))
+    assert file.fingerprint() != JsonLines(path).fingerprint()
+    path.write_bytes(path.read_bytes().replace(b"drei", b"zwei"))
     assert [file[i].sample_id for i in range(3)] == ["train.jsonl:1", "train.jsonl:4", "train.jsonl:5"]
     assert [file[i].messages[0]["content"] for i in (2, 0, 1)] == ["3", "één", "zwei"]
 

@@ -15,9 +15,21 @@ import torch
 
 from .conftest import picture
 from .test_video import clip
-from .webdatasets import CHATML, CRUDE, keys, pickled, provider_of, same, write_checkpoint, write_folder
-
-ASKED = [{"role": "user", "content": "What is seven?"}, {"role": "assistant", "content": "A digit."}]
+from .webdatasets import (
+    ASKED,
+    CHATML,
+    CRUDE,
+    FIRST_SAMPLE,
+    chatml,
+    keys,
+    pickled,
+    provider_of,
+    same,
+    write_checkpoint,
+    write_folder,
+    write_mixed,
+    write_tar,
+)
 
 
 def asked(*parts) -> list:
@@ -186,20 +198,6 @@ def test_a_long_sample_is_refused_dropped_or_cut(make, tmp_path, caplog):
     assert max(max(batch.layout.lengths) for batch in cut) == 64
 
 
-def chatml(files) -> list:
-    """As Megatron's scripts write them: several files pickled into one part."""
-    one, two = files["0.png"], files["1.png"]
-    turns = [{"from": "human", "value": "<image>\nand <image>?"}, {"from": "gpt", "value": "Both."}]
-    moving = [{"role": "user", "content": "<video>Which?"}, {"role": "assistant", "content": "Seven."}]
-    return [
-        ("images", {"json": turns, "jpgs": pickled(one, two)}),
-        ("wrapped", {"json": {"conversation": turns, "tools": [{"name": "look"}]}, "jpgs": pickled(two, one)}),
-        ("video", {"json": {"messages": moving}, "videos": pickled([one, one, one])}),
-        ("file", {"json": moving, "videos": files["clip.mkv"]}),
-        ("text", {"json": {"messages": ASKED}}),
-    ]
-
-
 def test_chatml_folders_keep_the_bytes_of_their_pictures(make, files, encoder, collator, tmp_path):
     folder = write_mixed(tmp_path / "wds", chatml(files))
     batches = list(islice(make(folder, pack=False, sample_fps=2.0).stream("train"), 5))
@@ -219,23 +217,6 @@ def test_chatml_folders_keep_the_bytes_of_their_pictures(make, files, encoder, c
         sample = encoder(JsonLines(tmp_path / "a.jsonl")[0])
         assert same(batch, collator.padded([replace(sample, sample_id=place)]))
     assert not records
-
-
-LOADER = """
-def load(sample):
-    return {"conversation": sample["json"], "imgs": sample.get("jpgs"), "videos": sample.get("videos")}
-
-def keep(part):
-    return True
-"""
-
-
-def write_mixed(folder, samples):
-    """A ChatML folder whose samples have not all the same parts: a field map would want them."""
-    yaml = CHATML.partition("field_map")[0] + "sample_loader: load.py:load\npart_filter: load.py:keep\n"
-    write_folder(folder, yaml=yaml, train=[samples])
-    (folder / ".nv-meta" / "load.py").write_text(LOADER)
-    return folder
 
 
 def test_samples_without_what_a_field_map_wants_are_named(make, files, tmp_path, caplog):
@@ -287,3 +268,28 @@ def test_folders_of_other_kinds_are_refused(make, tmp_path):
         make(tmp_path / "nowhere").stream("train")
     with pytest.raises(DataError, match=r"wds: energon does not read it"):
         make(write_folder(tmp_path / "wds", yaml=CRUDE, train=[[("a", {"txt": "a"})]])).stream("valid")
+
+
+@pytest.mark.parametrize(("ranks", "workers"), [(2, 0), (1, 3)])
+def test_fewer_samples_than_workers_are_refused(make, tmp_path, ranks, workers):
+    folder = write_folder(tmp_path / "wds", train=[[(name, {"json": {"messages": ASKED}}) for name in "abc"]])
+    (tmp_path / "part.yaml").write_text(FIRST_SAMPLE)
+    few = make(tmp_path / "part.yaml", pack=False, num_workers=workers, num_val_workers=0)
+    for rank in range(ranks):
+        with pytest.raises(
+            DataError, match=rf"^{folder}: found 1 samples, expected at least {ranks * max(1, workers)}: "
+        ):
+            few.stream("train", dp_rank=rank, dp_size=ranks)
+    assert keys(few.evaluation("train")) == ["a"]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_tar_that_has_become_shorter_is_named(make, tmp_path, workers):
+    samples = [(name, {"json": {"messages": ASKED}}) for name in "abcd"]
+    folder = write_folder(tmp_path / "wds", train=[samples[:1], samples[1:]])
+    write_tar(folder / "train-1.tar", samples[1:2])
+    provider = make(folder, pack=False, num_workers=workers, on_bad="drop")
+    for batches in (islice(provider.stream("train"), 4), provider.evaluation("train")):
+        with pytest.raises(DataError, match=rf"^{folder}/train-1.tar: .* ValueError: Unexpected end of tar") as error:
+            list(batches)
+        assert "Traceback" not in str(error.value)

@@ -1,11 +1,23 @@
 """Rows packed before training: every sample once, the same as packed while reading, and refused where rules differ."""
 
+import copy
 import json
 import pickle
+import shutil
 from dataclasses import replace
 from itertools import islice
 
-from qwen3vl_bridge.data import Admission, BatchStream, DataError, JsonLines, PackedRows, Samples, one_pass
+from qwen3vl_bridge.data import (
+    Admission,
+    BatchStream,
+    DataError,
+    Encoder,
+    JsonLines,
+    PackedRows,
+    RowSettings,
+    Samples,
+    one_pass,
+)
 from qwen3vl_bridge.data.cli import main
 from qwen3vl_bridge.data.pack import pack
 from qwen3vl_bridge.data.rows import RowDataset
@@ -24,8 +36,6 @@ def packed(tmp_path_factory, train_file, encoder, collator) -> PackedRows:
 
 
 def settings_of(collator):
-    from qwen3vl_bridge.data import RowSettings
-
     return RowSettings(collator, seed=0)
 
 
@@ -99,10 +109,31 @@ def test_other_rules_are_refused(packed, make_rows, train_file, tmp_path):
         with pytest.raises(ValueError, match=f"was packed by other rules: found {message}"):
             make_rows(packed=packed, **settings)()
     other = write(tmp_path / "train.jsonl", [json.loads(line) for line in train_file.read_text().splitlines()[1:]])
-    with pytest.raises(ValueError, match="found samples 39, expected 40; bytes "):
+    with pytest.raises(ValueError, match="found samples 39, expected 40; data "):
         make_rows(packed=packed, path=other)()
     with pytest.raises(ValueError, match="found rows that are not packed, or were before"):
         pack(make_rows(packed=packed)(), tmp_path / "again")
+
+
+def test_other_words_of_the_template_are_refused(packed, make_rows, processor, collator, train_file):
+    """Lengths and answers are others then, though nothing else is."""
+    other = copy.deepcopy(processor)
+    other.chat_template = other.chat_template.replace("<|im_start|>", "<|im_start|>Look! ")
+    samples = Samples(JsonLines(train_file), Admission(Encoder(other), limit=256), packed.sizes())
+    with pytest.raises(ValueError, match="was packed by other rules: found encoding"):
+        RowDataset(samples, RowSettings(collator, seed=0, packed=packed))
+    stream = BatchStream(lambda begin: RowDataset(samples, RowSettings(collator, seed=0, window_size=8), begin=begin))
+    with pytest.raises(ValueError, match="the position is of other data than this: found encoding"):
+        stream.load_state_dict(BatchStream(make_rows()).state_dict())
+
+
+def test_lines_in_another_order_are_refused(packed, make_rows, train_file, tmp_path):
+    """As many bytes and samples, and nearly every size is of another one."""
+    lines = train_file.read_text().splitlines(keepends=True)
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(reversed(lines)))
+    with pytest.raises(ValueError, match="was packed by other rules: found data"):
+        make_rows(packed=packed, path=path)()
 
 
 def test_a_position_of_other_rows_is_refused(packed, make_rows):
@@ -131,7 +162,10 @@ def test_a_damaged_folder_is_refused(packed, tmp_path):
             assert "found no whole packing" in damaged(name, wrong)
     manifest = json.loads(whole["packing.json"])
     assert "found version 7, expected 1" in damaged("packing.json", json.dumps(manifest | {"version": 7}).encode())
-    assert "don't belong together" in damaged("starts.npy", whole["rows.npy"])
+    assert "not those that were written" in damaged("starts.npy", whole["rows.npy"])
+    rows = bytearray(whole["rows.npy"])
+    rows[-8] ^= 1  # another sample in the last place
+    assert "not those that were written" in damaged("rows.npy", bytes(rows))
     assert "found no whole packing" in damaged("packing.json", b"[]")
 
 
@@ -209,15 +243,24 @@ def test_the_command_writes_what_training_reads(command, checkpoint, tmp_path, c
     ):
         with pytest.raises(ValueError, match="was packed by other rules"):
             wrong.rows("train")
-    with pytest.raises(ValueError, match="balance_over is 2, but pack is off"):
-        replace(provider, pack=False, train_packing=None).finalize()
+    for changes, message in (
+        ({"pack": False, "train_packing": None}, "balance_over is 2, but pack is off"),
+        ({"window_size": 8}, "window_size is 8, but train_packing has its rows already"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            replace(provider, **changes).finalize()
 
 
 def test_the_command_refuses_what_is_wrong(command, tmp_path, capsys):
     output = ["--output", str(tmp_path / "out")]
     assert main([*command, *output, "--image-min-pixels", "900000", "--image-max-pixels", "100"]) == 2
     assert "expected image_min_pixels up to image_max_pixels" in capsys.readouterr().err
+    assert main([*command, *output, "--pad-to-multiple-of", "7"]) == 2
+    assert "a row of 256 tokens does not divide into the multiples of 7" in capsys.readouterr().err
+    assert main([*command, *output, "--seed", str(2**70)]) == 0  # as good as any
+    shutil.rmtree(tmp_path / "out")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "diary.txt").write_text("mine")
     assert main([*command, *output, "--overwrite"]) == 2
+    assert "is no packing" in capsys.readouterr().err
     assert (tmp_path / "out" / "diary.txt").read_text() == "mine"

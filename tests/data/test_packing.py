@@ -74,3 +74,22 @@ def test_fill_is_the_share_of_real_tokens():
 def test_a_sample_that_no_row_holds_is_refused(length):
     with pytest.raises(ValueError, match=f"sample 1 has {length} tokens, expected 1 to 10"):
         best_fit([10, length], 10)
+
+
+def test_many_samples_that_fill_a_tower_take_no_longer_each():
+    """Rows without patches left are not looked through: each placement compares a few numbers, however many rows."""
+    looks = 0
+
+    class Counted(int):
+        def __le__(self, other):  # what `left >= patches` asks
+            nonlocal looks
+            looks += 1
+            return int(self) <= other
+
+    seen = []
+    for count in (500, 4000):
+        looks = 0
+        rows = best_fit([100] * count, 1000, [Counted(60)] * count, 100)
+        assert len(rows) == count
+        seen.append(looks / count)
+    assert 0 < seen[0] < 100 > seen[1] > 0

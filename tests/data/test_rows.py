@@ -40,12 +40,16 @@ def test_a_long_sample_is_refused_or_dropped_and_counted(make_rows, caplog):
         make_rows(on_long="cut")()
 
 
-def test_a_sample_that_changes_after_it_was_measured_is_refused(make_rows):
-    rows = make_rows()()
+@pytest.mark.parametrize("on_bad", ["error", "drop"])
+def test_a_sample_that_changes_after_it_was_measured_is_refused(make_rows, on_bad):
+    """Also where bad samples are dropped: what is planned of the others is as wrong."""
+    rows = make_rows(on_bad=on_bad)()
     rows.plan.row(0)
     for sample in range(40):
         rows.samples._sizes.keep(sample, Size(7, 0, 0))
-    with pytest.raises(DataError, match=r"train.jsonl:\d+: found \d+ tokens, but its row was planned for 7"):
+    with pytest.raises(
+        DataError, match=r"train.jsonl:\d+: found \d+ tokens and \d+ patches, but its row was planned for 7 and 0"
+    ):
         rows[0]
 
 

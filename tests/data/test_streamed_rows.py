@@ -190,7 +190,7 @@ def test_addresses_are_fetched_where_they_are_allowed_alone(checkpoint, train_fi
             hf_processor_path=str(checkpoint),
             seq_length=256,
             allowed_urls=allowed,
-            url_cache=str(tmp_path / "cache"),
+            url_cache=str(tmp_path / "cache") if allowed else None,
             num_workers=0,
         )
         provider.finalize()

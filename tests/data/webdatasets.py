@@ -22,6 +22,20 @@ CHATML = (
     "field_map:\n  conversation: json\n  imgs: jpgs\n  videos: videos\n"
 )
 
+ASKED = [{"role": "user", "content": "What is seven?"}, {"role": "assistant", "content": "A digit."}]
+# A metadataset beside the folder "wds".
+FIRST_SAMPLE = (
+    "__module__: megatron.energon\n__class__: MetadatasetV2\n"
+    "splits:\n  train:\n    path: wds\n    subset: {range: [0, 1]}\n"
+)
+LOADER = """
+def load(sample):
+    return {"conversation": sample["json"], "imgs": sample.get("jpgs"), "videos": sample.get("videos")}
+
+def keep(part):
+    return True
+"""
+
 Sample = tuple[str, Mapping[str, Any]]
 
 
@@ -68,9 +82,31 @@ def write_folder(folder: Path, *, yaml: str = CRUDE, **splits: list[list[Sample]
     return folder
 
 
+def write_mixed(folder: Path, samples: list[Sample]) -> Path:
+    """A ChatML folder whose samples have not all the same parts: a field map would want them."""
+    yaml = CHATML.partition("field_map")[0] + "sample_loader: load.py:load\npart_filter: load.py:keep\n"
+    write_folder(folder, yaml=yaml, train=[samples])
+    (folder / ".nv-meta" / "load.py").write_text(LOADER)
+    return folder
+
+
 def pickled(*items: Any) -> bytes:
     """As Megatron's own scripts put several files into one part."""
     return pickle.dumps(list(items))
+
+
+def chatml(files: Mapping[str, bytes]) -> list[Sample]:
+    """As Megatron's scripts write them: several files pickled into one part."""
+    one, two = files["0.png"], files["1.png"]
+    turns = [{"from": "human", "value": "<image>\nand <image>?"}, {"from": "gpt", "value": "Both."}]
+    moving = [{"role": "user", "content": "<video>Which?"}, {"role": "assistant", "content": "Seven."}]
+    return [
+        ("images", {"json": turns, "jpgs": pickled(one, two)}),
+        ("wrapped", {"json": {"conversation": turns, "tools": [{"name": "look"}]}, "jpgs": pickled(two, one)}),
+        ("video", {"json": {"messages": moving}, "videos": pickled([one, one, one])}),
+        ("file", {"json": moving, "videos": files["clip.mkv"]}),
+        ("text", {"json": {"messages": ASKED}}),
+    ]
 
 
 def same(first: PackedBatch, second: PackedBatch) -> bool:

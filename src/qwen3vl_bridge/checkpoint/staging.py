@@ -27,7 +27,12 @@ _RENAME_EXCHANGE = 2
 
 
 def check_target(
-    target: Path, *, overwrite: bool, is_ours: Callable[[Path], bool], sources: tuple[Path, ...] = ()
+    target: Path,
+    *,
+    overwrite: bool,
+    is_ours: Callable[[Path], bool],
+    sources: tuple[Path, ...] = (),
+    kind: str = "checkpoint",
 ) -> None:
     """Check that a result may be put at a place.
 
@@ -36,6 +41,7 @@ def check_target(
         overwrite: whether an earlier result may be replaced.
         is_ours: whether a folder looks like an earlier result; nothing else is ever replaced.
         sources: folders that are read meanwhile.
+        kind: what a result is called.
 
     Raises:
         CheckpointError: it may not.
@@ -52,7 +58,7 @@ def check_target(
     if not overwrite:
         raise CheckpointError(f"{target} exists already, expected a new or empty folder; --overwrite replaces it")
     if not target.is_dir() or not is_ours(target):
-        raise CheckpointError(f"{target} is no checkpoint, so --overwrite does not replace it; remove it yourself")
+        raise CheckpointError(f"{target} is no {kind}, so --overwrite does not replace it; remove it yourself")
 
 
 def _disk(target: Path) -> Path:

@@ -65,9 +65,11 @@ def _shown(address: str) -> str:
 
 def _read(address: str) -> httpx.URL | None:
     try:
-        return httpx.URL(address)
-    except (httpx.InvalidURL, ValueError):  # the latter of text that is no Unicode
+        url = httpx.URL(address)
+        url.host  # noqa: B018  (read for what it raises)
+    except (httpx.InvalidURL, ValueError):  # the latter of text that is no Unicode, and of names that only look encoded
         return None
+    return url
 
 
 def _is_scheme(prefix: str) -> bool:

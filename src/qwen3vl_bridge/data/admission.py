@@ -16,7 +16,7 @@ from .choices import check_choice
 from .collate import pad_token_id
 from .conversations import Conversation
 from .encode import EncodedSample, Encoder
-from .errors import DataError, Unreachable
+from .errors import Changed, DataError, Unreachable
 from .sizes import Size
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class Admission:
         """What must be the same for the same conversations to become the same samples."""
         return {
             "seq_length": self.limit,
-            "encoding": self.encoder.fingerprint(),
+            "encoding": self.encoder.fingerprint,
             "most_patches": self.most_patches,
             "on_long": self.on_long,
             "on_bad": self.on_bad,
@@ -124,10 +124,14 @@ class Admission:
         return Admitted(conversation, self.encoder.size(conversation, limit))
 
     def _encode(self, admitted: Admitted) -> EncodedSample:
-        sample = self.encoder(admitted.conversation, self.limit)
-        if len(sample) != admitted.size.tokens:
-            problem = f"found {len(sample)} tokens, but its row was planned for {admitted.size.tokens}"
-            raise DataError(sample.sample_id, problem)
+        sample, size = self.encoder(admitted.conversation, self.limit), admitted.size
+        patches = sum(len(pixels) for pixels in (sample.pixel_values, sample.pixel_values_videos) if pixels is not None)
+        if (len(sample), patches) != (size.tokens, size.patches):
+            found = f"found {len(sample)} tokens and {patches} patches"
+            planned = (
+                f"but its row was planned for {size.tokens} and {size.patches}: the data are others than they were"
+            )
+            raise Changed(sample.sample_id, f"{found}, {planned}")
         return sample
 
     def _unless_bad[Result](self, work: Callable[[], Result]) -> Result | None:
@@ -144,7 +148,7 @@ class Admission:
         Raises:
             DataError: it, where that is an error.
         """
-        if self.on_bad == "error" or isinstance(error, Unreachable):
+        if self.on_bad == "error" or isinstance(error, (Changed, Unreachable)):
             raise error
         self._drop(str(error))
 

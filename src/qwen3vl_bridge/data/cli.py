@@ -65,7 +65,7 @@ def _source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", required=True, metavar="PATH",
                         help="conversations: a file, a folder, or hf://owner/name#split")  # fmt: skip
     parser.add_argument("--hf-model", required=True, metavar="MODEL",
-                        help="folder of the model, or hub id: its processor and chat template")  # fmt: skip
+                        help="the model to train, a folder or hub id: its processor and template")  # fmt: skip
     parser.add_argument("--media-root", metavar="FOLDER", help="folder of the pictures (default: that of --data)")
     parser.add_argument("--allowed-urls", nargs="+", default=[], metavar="URL",
                         help="beginnings of addresses that pictures may be fetched from (default: none)")  # fmt: skip
@@ -189,7 +189,10 @@ def _run_pack(options: argparse.Namespace) -> int:
         on_bad=options.on_bad,
     )
     vision = VisionSettings.of_checkpoint(options.hf_model, processor)
-    collator = Collator(vision, pad_token_id(processor.tokenizer), options.seq_length, options.pad_to_multiple_of)
+    try:
+        collator = Collator(vision, pad_token_id(processor.tokenizer), options.seq_length, options.pad_to_multiple_of)
+    except ValueError as error:
+        raise DataError("--seq-length and --pad-to-multiple-of", str(error)) from error
     report = pack(
         RowDataset(Samples(source, admission), RowSettings(collator, seed=options.seed)),
         options.output,

@@ -12,8 +12,11 @@ is ever trained on.
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any, Literal
 
@@ -72,11 +75,21 @@ class Encoder:
         check_choice("answers", answers, Answers)
         self.processor, self._only = processor, answers
 
+    @cached_property
     def fingerprint(self) -> str:
-        """What must be the same for a sample to have the same tokens: how much is seen, and what is trained on."""
+        """What must be the same for a sample to have the same tokens.
+
+        The template, the tokenizer, how much is seen of pictures, and what is trained on.
+        """
         images, clips = self.processor.image_processor, self.processor.video_processor
         sizes = [reader.size[edge] for reader in (images, clips) for edge in ("shortest_edge", "longest_edge")]
-        return repr((*sizes, clips.fps, clips.min_frames, clips.max_frames, self._only))
+        sizes += [getattr(images, name) for name in ("patch_size", "merge_size", "temporal_patch_size")]
+        tokenizer = json.loads(self.processor.tokenizer.backend_tokenizer.to_str())
+        for passing in ("padding", "truncation"):  # of the last text that was encoded
+            tokenizer.pop(passing, None)
+        words = json.dumps([self.processor.chat_template, tokenizer], sort_keys=True)
+        digest = hashlib.sha256(words.encode()).hexdigest()[:16]
+        return repr((*sizes, clips.fps, clips.min_frames, clips.max_frames, self._only, digest))
 
     def length(self, conversation: Conversation, limit: int | None = None) -> int:
         """How many tokens the sample takes; as `size` has it."""

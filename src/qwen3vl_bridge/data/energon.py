@@ -29,7 +29,7 @@ from megatron.energon.flavors.webdataset.field_access import FieldAccessError
 from .admission import Admission, Admitted
 from .collate import Collator
 from .encode import EncodedSample
-from .energon_records import COOKERS, conversation_in, keep_bytes, place_of
+from .energon_records import COOKERS, conversation_in, keep_bytes, name_files, place_of
 from .errors import DataError
 from .packing import best_fit
 
@@ -88,14 +88,26 @@ class MeasuringTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         self._num_samples = self._left_out = 0
 
     def build_train_datasets(self, *, datasets: Any, worker_config: WorkerConfig, **settings: Any) -> Any:
-        """Energon's hook; see `_prepare`."""
+        """Energon's hook; see `_prepare`.
+
+        Raises:
+            DataError: also where a worker would have no sample: energon goes round its share for ever.
+        """
         self._prepare(datasets, worker_config)
-        return super().build_train_datasets(datasets=datasets, worker_config=worker_config, **settings)
+        ranks, workers = worker_config.world_size, max(1, worker_config.num_workers)
+        if self._num_samples < ranks * workers:
+            expected = f"expected at least {ranks * workers}: one for each of {ranks} ranks x {workers} workers"
+            raise DataError(_places(datasets), f"found {self._num_samples} samples, {expected}")
+        built = super().build_train_datasets(datasets=datasets, worker_config=worker_config, **settings)
+        name_files(built)
+        return built
 
     def build_val_datasets(self, *, datasets: Any, worker_config: WorkerConfig, **settings: Any) -> Any:
         """Energon's hook; see `_prepare`."""
         self._prepare(datasets, worker_config)
-        return super().build_val_datasets(datasets=datasets, worker_config=worker_config, **settings)
+        built = super().build_val_datasets(datasets=datasets, worker_config=worker_config, **settings)
+        name_files(built)
+        return built
 
     def _prepare(self, datasets: Sequence[Any], worker_config: WorkerConfig) -> None:
         """Keep media as bytes, and let no error pass: energon's own handler prints it and takes the next sample.
@@ -105,11 +117,11 @@ class MeasuringTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         """
         for loaded in datasets:
             if loaded.aux:
-                place = ", ".join(map(str, loaded.dataset.paths))
-                raise DataError(place, f"found auxiliary data ({', '.join(loaded.aux)}), expected media in the tars")
+                found = f"found auxiliary data ({', '.join(loaded.aux)})"
+                raise DataError(_places([loaded]), f"{found}, expected media in the tars")
             keep_bytes(loaded.dataset)
         worker_config.global_error_handler = self._handle
-        self._num_samples = sum(len(loaded.dataset) for loaded in datasets)
+        self._num_samples = sum(_num_samples(loaded.dataset) for loaded in datasets)
 
     def _handle(self, error: Exception, sample: Any, sources: Any = None) -> None:
         """What energon asks about an error in any of its stages; where this returns, it skips the sample.
@@ -202,6 +214,18 @@ class Qwen3VLTaskEncoder(MeasuringTaskEncoder):
             (row,) = samples
             return row
         return _batch(samples, self.collator.padded([sample.encoded for sample in samples]))
+
+
+def _places(datasets: Sequence[Any]) -> str:
+    return ", ".join(str(path) for loaded in datasets for path in loaded.dataset.paths)
+
+
+def _num_samples(dataset: Any) -> int:
+    """Samples of all ranks, in the part that a metadataset takes."""
+    start, end = 0, len(dataset)
+    if dataset.subset is not None:
+        start, end = dataset.subset.compute_subset(end)
+    return end - start
 
 
 def _batch(samples: Sequence[ReadySample], packed: PackedBatch) -> EnergonBatch:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from qwen3vl_bridge.sequence import PackedBatch
 
@@ -25,8 +25,6 @@ from .row_settings import ConversationRows
 
 _PACKED_TOGETHER = 128
 _PARTS = {"train": "train", "valid": "val", "test": "test"}  # energon's names of splits
-# What energon has no such setting for, or sets itself, with the value that says nothing.
-_UNHEARD = {"data_sharding": True, "drop_last": True, "pin_memory": True, "trust_remote_code": None}
 # Arguments of energon's that other settings stand for, or that would decode media or end the data.
 _TAKEN = {
     "batch_size": "micro_batch_size",
@@ -62,6 +60,8 @@ class Qwen3VLEnergonProvider(ConversationRows):
         dataloader_type: "external": energon has its own loaders.
     """
 
+    unheard: ClassVar[dict[str, Any]] = {**ConversationRows.unheard, "pin_memory": True}
+
     path: str
     micro_batch_size: int = 1
     num_val_workers: int | None = None
@@ -89,16 +89,14 @@ class Qwen3VLEnergonProvider(ConversationRows):
         self.check_least(num_workers=0, num_val_workers=0, seed=0)
         if self.sample_fps is not None and not self.sample_fps > 0:
             raise ValueError(f"sample_fps is {self.sample_fps!r}, expected a positive number or None")
-        for name, silent in _UNHEARD.items():
-            if (found := getattr(self, name)) != silent:
-                raise ValueError(f"{name} is {found!r}, expected {silent!r}: energon has no such setting")
         if self.pack and self.micro_batch_size != 1:
             raise ValueError(
                 f"micro_batch_size is {self.micro_batch_size}, expected 1 where rows are packed: make the row longer"
             )
-        if not self.pack and (self.packing_buffer_size is not None or self.pad_to_multiple_of != 1):
-            found = f"packing_buffer_size {self.packing_buffer_size} and pad_to_multiple_of {self.pad_to_multiple_of}"
-            raise ValueError(f"found {found}, expected None and 1 with pack=False: they say how rows are packed")
+        if not self.pack and self.packing_buffer_size is not None:
+            raise ValueError(
+                f"packing_buffer_size is {self.packing_buffer_size}, but pack is off; it is for packed rows"
+            )
         validate_declarative_mapping(self.dataset_kwargs, field_name="dataset_kwargs")
         if taken := [f"{name} (set {_TAKEN[name]})" for name in self.dataset_kwargs if name in _TAKEN]:
             raise ValueError(f"dataset_kwargs has {', '.join(taken)}, expected none of them")

@@ -1,7 +1,8 @@
 """Energon's samples as conversations.
 
-What lives here: what the parts of a sample in a WebDataset mean, and keeping media as the bytes they are stored as.
-What may not: tokens and pixels (`encode.py`), batches (`energon.py`), Megatron-Bridge.
+What lives here: what the parts of a sample in a WebDataset mean, keeping media as the bytes they are stored as, and
+what is said of a tar that cannot be read. What may not: tokens and pixels (`encode.py`), batches (`energon.py`),
+Megatron-Bridge.
 
 Two kinds of folders are read:
 
@@ -18,6 +19,8 @@ import dataclasses
 import io
 import json
 import pickle
+import tarfile
+from bisect import bisect_right
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,6 +34,8 @@ from megatron.energon import (
     edataclass,
     stateless,
 )
+from megatron.energon.flavors.jsonl.ijsonl_reader import IJsonlReader
+from megatron.energon.flavors.webdataset.sample_loader import WebdatasetSampleLoaderDataset
 
 from .conversations import Conversation, conversation_of
 from .errors import DataError
@@ -92,6 +97,37 @@ def keep_bytes(dataset: Any) -> None:
     elif not (crude and isinstance(dataset, DefaultCrudeJsonlDatasetFactory)):
         found = f"found a {type(dataset).__name__} of {kind.__name__}"
         raise DataError(place, f"{found}, expected a CrudeWebdataset or Megatron-Bridge's ChatMLWebdataset")
+
+
+class _Named:
+    """One of energon's readers of samples, whose errors say where the file lies."""
+
+    def __init__(self, reader: Any) -> None:
+        self._reader = reader
+
+    def __getitem__(self, index: int) -> Any:
+        try:
+            return self._reader[index]
+        except (OSError, ValueError, AssertionError, IndexError, tarfile.TarError) as error:
+            found = f"energon does not read a sample of it: {type(error).__name__}: {error}"
+            raise DataError(self._file(index), f"{found}; expected it as 'energon prepare' found it") from error
+
+    def _file(self, index: int) -> str:
+        if isinstance(self._reader, IJsonlReader):
+            return str(self._reader.jsonl_path)
+        return str(self._reader.shard_infos[bisect_right(self._reader.shard_count_cumsum, index) - 1].path)
+
+
+def name_files(dataset: Any) -> None:
+    """Make a dataset say of which file it is, with its folder, that it cannot read: also from a worker.
+
+    Args:
+        dataset: energon's, built from those that `keep_bytes` takes.
+    """
+    if isinstance(dataset, WebdatasetSampleLoaderDataset):
+        dataset.join_readers = [_Named(reader) for reader in dataset.join_readers]  # pyright: ignore[reportAttributeAccessIssue]
+    for inner in getattr(dataset, "datasets", ()):
+        name_files(inner)
 
 
 def place_of(sample: Sample) -> str:

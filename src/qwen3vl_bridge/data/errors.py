@@ -24,6 +24,13 @@ class DataError(ValueError):
         return type(self)(str(self).rpartition(f"{type(self).__name__}: ")[2].strip())
 
 
+class Changed(DataError):
+    """A sample that is not what its row was planned for: the plan is of other data, or these are being changed.
+
+    It is no reason to leave the sample out: what the plan says of the others is as wrong.
+    """
+
+
 class Unreachable(DataError):
     """Data that may be good, but cannot be had now: the network is down, a stream broke off.
 

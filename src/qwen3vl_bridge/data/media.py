@@ -108,8 +108,8 @@ def find(name: str, root: Path | MediaAccess, place: str) -> Media:
         place: where the name stands, for messages.
 
     Raises:
-        DataError: an address that is not allowed or is gone, a path that leaves the root, no such file, or damaged
-            contents.
+        DataError: an address that is not allowed, is gone or holds no picture or video, a path that leaves the root,
+            no such file, or damaged contents.
         Unreachable: no answer from an address that is allowed.
     """
     access = root if isinstance(root, MediaAccess) else MediaAccess(root)
@@ -151,8 +151,31 @@ def _file(name: str, root: Path, place: str) -> Path:
 
 
 def describe(media: Media) -> str:
-    """A file's path, or how many bytes came in its stead."""
-    return str(media) if isinstance(media, Path) else f"a picture or video of {len(media):,} bytes"
+    """A file's path, and the address that it was fetched from, if it was; or how many bytes came in its stead."""
+    if not isinstance(media, Path):
+        return f"a picture or video of {len(media):,} bytes"
+    try:
+        return f"{media} (fetched from {address_file(media).read_text('utf-8')})"
+    except (OSError, ValueError):
+        return str(media)
+
+
+def address_file(fetched: Path) -> Path:
+    """Where the address of a fetched file is written down."""
+    return fetched.with_name(f"{fetched.name}.address")
+
+
+def is_picture(file: Path) -> bool:
+    """Whether a file begins as a picture does, be it too large to be opened."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            Image.open(file).close()
+    except Image.DecompressionBombError:
+        return True
+    except Exception:  # each of Pillow's decoders has its own
+        return False
+    return True
 
 
 def image_size(image: Media, place: str) -> tuple[int, int]:
@@ -187,33 +210,41 @@ def load_image(image: Media, place: str) -> Image.Image:
 
 
 def _opened(media: Media, place: str) -> Image.Image:
-    name = describe(media)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             image = Image.open(media if isinstance(media, Path) else io.BytesIO(media))
     except Image.DecompressionBombError as error:
-        raise DataError(place, f"{name} is too large: {error}; expected at most {MOST_PIXELS:,} pixels") from error
+        raise DataError(
+            place, f"{describe(media)} is too large: {error}; expected at most {MOST_PIXELS:,} pixels"
+        ) from error
     except Exception as error:  # each of Pillow's decoders has its own
-        raise DataError(place, f"{name} does not decode as a picture: {error}") from error
+        raise DataError(place, f"{describe(media)} does not decode as a picture: {error}") from error
     try:
         if image.mode in ("I", "F") or image.mode.startswith("I;"):
             # Pillow makes everything beyond 255 of it white.
-            raise DataError(place, f"{name} has pixels of the kind {image.mode!r}, expected 8 bits a colour")
-        check_pixels(*image.size, name, place)
+            raise DataError(place, f"{describe(media)} has pixels of the kind {image.mode!r}, expected 8 bits a colour")
+        check_pixels(*image.size, media, place)
     except DataError:
         image.close()
         raise
     return image
 
 
-def check_pixels(width: int, height: int, name: str, place: str) -> None:
+def check_pixels(width: int, height: int, media: Media | str, place: str) -> None:
     """Refuses a picture made to exhaust memory.
+
+    Args:
+        width: its width in pixels.
+        height: its height.
+        media: what it is from, or what messages call that.
+        place: where it stands, for messages.
 
     Raises:
         DataError: it has too many pixels.
     """
     if width * height > MOST_PIXELS:
+        name = media if isinstance(media, str) else describe(media)
         raise DataError(
             place, f"{name} is too large: {width} x {height} pixels, expected at most {MOST_PIXELS:,} pixels"
         )

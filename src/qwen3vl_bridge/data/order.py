@@ -54,7 +54,7 @@ class NumberedOrder(Order):
             return range(start, end)
         if epoch not in self._shuffled:
             # One generator an epoch, so that any epoch can be gone on from without those before it.
-            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
+            generator = torch.Generator().manual_seed((self._seed * 1_000_003 + epoch) % 2**63)
             self._shuffled[epoch] = torch.randperm(self._num_samples, generator=generator)
             if len(self._shuffled) > _KEPT:
                 del self._shuffled[next(iter(self._shuffled))]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import count, takewhile
 from pathlib import Path
 
 from qwen3vl_bridge.checkpoint.staging import check_target, staged
@@ -81,7 +82,7 @@ def pack(
     """
     if not rows.settings.pack or rows.settings.packed is not None:
         raise ValueError("found rows that are not packed, or were before; expected rows to pack")
-    check_target(folder, overwrite=overwrite, is_ours=_is_packing)
+    check_target(folder, overwrite=overwrite, is_ours=_is_packing, kind="packing")
     sizes, dropped, truncated = _measured(rows.samples, workers, progress)
     samples, starts = _packed(rows, sizes)
     _prove(rows, sizes, samples, starts)
@@ -169,7 +170,10 @@ def _packed(rows: RowDataset, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray
             most_patches=rows.samples.admission.most_patches,
             report=False,
         )
-        packed = [plan.row(number) for number in range(plan.end_of_epoch())]
+        # In order, so that each window is packed once.
+        packed = [plan.row(number) for number in takewhile(lambda row: plan.window(row).epoch == 0, count())]
+    except DataError:
+        raise
     except ValueError as error:
         raise DataError(str(error)) from error
     starts = np.cumsum([0, *map(len, packed)], dtype=np.int64)

@@ -50,10 +50,8 @@ class PackedRows:
             raise DataError(str(folder), f"found no whole packing ({error}), expected what 'pack' wrote") from error
         if version != VERSION:
             raise DataError(str(folder), f"found version {version}, expected {VERSION}; pack once more")
-        found = [array.shape for array in (self._sizes, self._rows, self._starts)]
-        fits = self._sizes.ndim == 2 and self._sizes.shape[1] == len(Size._fields) and self._starts.ndim == 1
-        if not fits or len(self._starts) < 2 or self._starts[0] or self._starts[-1] != len(self._rows):
-            raise DataError(str(folder), f"found arrays of {found} that don't belong together; pack once more")
+        if _digest(self._sizes, self._rows, self._starts) != self.digest:
+            raise DataError(str(folder), "found arrays that are not those that were written; pack once more")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PackedRows, (self.folder,)  # to another process, not what is in the files
@@ -126,6 +124,13 @@ class PackedPlan:
         return len(self._packed)
 
 
+def _digest(*arrays: np.ndarray) -> str:
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
+
+
 def write(
     folder: Path,
     sizes: np.ndarray,
@@ -144,9 +149,8 @@ def write(
         rules: as `RowDataset.rules` has them.
         about: what people may want to know.
     """
-    digest = hashlib.sha256()
     for name, array in zip(_ARRAYS, (sizes, rows, starts), strict=True):
         np.save(folder / f"{name}.npy", array, allow_pickle=False)
-        digest.update(array.tobytes())
-    manifest = {"version": VERSION, "rules": dict(rules), "digest": digest.hexdigest(), "about": dict(about)}
+    digest = _digest(sizes, rows, starts)
+    manifest = {"version": VERSION, "rules": dict(rules), "digest": digest, "about": dict(about)}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")

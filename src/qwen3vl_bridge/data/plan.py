@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from torch.utils.data import get_worker_info
 
+from .errors import DataError
 from .order import Order
 from .packing import best_fit
 from .sizes import Size
@@ -93,7 +94,7 @@ class RowPlan:
 
         Raises:
             IndexError: a row from before the window that the plan went on from.
-            ValueError: an epoch without a row.
+            DataError: an epoch without a row.
         """
         window = self.window(number)
         return self._pack_window(window).rows[number - window.first_row]
@@ -125,7 +126,9 @@ class RowPlan:
             return
         epochs = [w.first_row for w in self._windows if w.epoch == window.epoch and w.start == 0]
         if epochs and epochs[0] == first_row:
-            raise ValueError(f"epoch {window.epoch}: none of its samples is in a row")
+            raise DataError(
+                f"epoch {window.epoch}", "none of its samples is in a row: all are bad or too long, and dropped"
+            )
         self._windows.append(Window(window.epoch + 1, 0, (), first_row))
         self._report(window.epoch, first_row - epochs[0] if epochs else 0)
 

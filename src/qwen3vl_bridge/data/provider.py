@@ -85,6 +85,10 @@ class Qwen3VLConversationProvider(ConversationRows):
             self.check_least(seed=0)
         if self.streaming and (wrong := [path for path in paths if not path.startswith(HUB)]):
             raise ValueError(f"streaming is on, but {wrong[0]} is not on the hub, expected {HUB}owner/name#split")
+        if self.train_packing is not None and self.window_size != type(self).window_size:
+            raise ValueError(f"window_size is {self.window_size}, but train_packing has its rows already")
+        if self.url_cache is not None and not self.allowed_urls:
+            raise ValueError(f"url_cache is {self.url_cache!r}, but allowed_urls allows no addresses")
         MediaAccess.of(None, self.allowed_urls)
 
     def build_datasets(
@@ -171,5 +175,5 @@ class Qwen3VLConversationProvider(ConversationRows):
         if not self.streaming:
             return open_source(path, self.media_root, allowed_urls=self.allowed_urls, url_cache=self.url_cache)
         media = MediaAccess.of(self.media_root, self.allowed_urls, self.url_cache)
-        # A row's samples are of its window and the one before, and the plan is a window ahead.
+        # A row's samples are nearly always of its window and the one before, and the plan is a window ahead.
         return StreamedDataset.named(*name_on_hub(path), media, seed=seed, keep=4 * self.window_size)

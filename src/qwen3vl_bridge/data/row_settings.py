@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 from qwen3vl_bridge.cost import TowerCosts, tower_costs
 
@@ -45,6 +45,9 @@ class ConversationRows(DatasetProvider):
         pixel_dtype: what pixels leave as.
     """
 
+    # Settings of Megatron-Bridge that mean nothing here, with the value that says nothing.
+    unheard: ClassVar[dict[str, Any]] = {"data_sharding": True, "drop_last": True, "trust_remote_code": None}
+
     hf_processor_path: str
     seq_length: int
     max_patches: int | None = None
@@ -65,7 +68,12 @@ class ConversationRows(DatasetProvider):
         super().finalize()
         for name, kind in (("on_long", OnLong), ("on_bad", OnBad), ("answers", Answers)):
             check_choice(name, getattr(self, name), kind)
-        self.check_least(seq_length=1, pad_to_multiple_of=1, max_patches=1)
+        self.check_least(seq_length=1, pad_to_multiple_of=1, max_patches=1, num_workers=0)
+        for name, silent in self.unheard.items():
+            if (found := getattr(self, name)) != silent:
+                raise ValueError(f"{name} is {found!r}, expected {silent!r}: this data set has no such setting")
+        if not self.pack and self.pad_to_multiple_of != 1:
+            raise ValueError(f"pad_to_multiple_of is {self.pad_to_multiple_of}, but pack is off; it is for packed rows")
         if self.seq_length % self.pad_to_multiple_of:
             raise ValueError(
                 f"seq_length is {self.seq_length}, expected a multiple of pad_to_multiple_of, {self.pad_to_multiple_of}"

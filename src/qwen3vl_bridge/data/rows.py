@@ -149,16 +149,15 @@ class RowDataset(Dataset[Row]):
 
     def __getitem__(self, number: int) -> Row:
         """Read and encode one row."""
-        balance = self.settings.balance
-        block = number if balance is None else number - number % balance.over
+        over, _ = self.dealt()
         encoded = tuple(self.samples.encode(index) for index in self.plan.row(self._dealt_to(number)))
-        return Row(encoded, self.plan.window(block))
+        return Row(encoded, self.plan.window(number - number % over))
 
     def _dealt_to(self, number: int) -> int:
         """The plan's number of a row."""
-        if self.settings.balance is None or self.ranks == 1:
+        over, _ = self.dealt()
+        if over == 1:
             return number
-        over = self.settings.balance.over
         first, place = number - number % over, number % over
         if self._dealt is None or self._dealt[0] != first:
             costs = [self.cost(row) for row in range(first, first + over)]
@@ -197,7 +196,7 @@ class RowDataset(Dataset[Row]):
         samples, collator = self.samples, self.settings.collator
         return {
             "samples": samples.total,
-            "bytes": samples.file.fingerprint(),
+            "data": samples.file.fingerprint(),
             "multiple": collator.multiple,
             **samples.admission.fingerprint(),
         }

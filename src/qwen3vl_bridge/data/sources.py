@@ -7,6 +7,7 @@ What lives here: what a source is, finding a record in a file of JSON, which rea
 from __future__ import annotations
 
 import codecs
+import hashlib
 import json
 import mmap
 import re
@@ -41,7 +42,7 @@ class Conversations(Protocol):
         """Where a conversation is from, for messages."""
         ...
 
-    def fingerprint(self) -> int | str:
+    def fingerprint(self) -> str:
         """What must stay the same for a number to mean the same conversation."""
         ...
 
@@ -71,14 +72,15 @@ class JsonLines:
             raise DataError(str(self.path), "there is no such file, expected JSON lines of conversations")
         self.media = media_access(media_root, self.path.parent)
         self._offsets, self._lines = array("Q"), array("Q")
-        offset = 0
+        offset, digest = 0, hashlib.sha256()
         with self.path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if not line.isspace():
                     self._offsets.append(offset)
                     self._lines.append(number)
                 offset += len(line)
-        self.size = offset
+                digest.update(line)
+        self._fingerprint = digest.hexdigest()[:16]
         if not self._offsets:
             raise DataError(str(self.path), "found no lines, expected one conversation a line")
 
@@ -89,9 +91,9 @@ class JsonLines:
         """File and line of a conversation."""
         return f"{self.path.name}:{self._lines[index]}"
 
-    def fingerprint(self) -> int:
-        """The file's size in bytes."""
-        return self.size
+    def fingerprint(self) -> str:
+        """A digest of the file."""
+        return self._fingerprint
 
     def __getitem__(self, index: int) -> Conversation:
         """Read one conversation.
@@ -129,7 +131,7 @@ class JsonList:
             self.path.open("rb") as file,
             mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text,
         ):
-            self.size = len(text)
+            self._fingerprint = hashlib.sha256(text).hexdigest()[:16]
             self._find(text, len(codecs.BOM_UTF8) if text[:3] == codecs.BOM_UTF8 else 0)
         if not self._starts:
             raise DataError(str(self.path), "found an empty list, expected conversations")
@@ -173,9 +175,9 @@ class JsonList:
         """File and place in the list, counted from 0."""
         return f"{self.path.name}[{range(len(self))[index]}]"
 
-    def fingerprint(self) -> int:
-        """The file's size in bytes."""
-        return self.size
+    def fingerprint(self) -> str:
+        """A digest of the file."""
+        return self._fingerprint
 
     def __getitem__(self, index: int) -> Conversation:
         """Read one conversation.

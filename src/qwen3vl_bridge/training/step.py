@@ -39,12 +39,14 @@ def forward_step(
 
     Raises:
         NotImplementedError: a schedule plan is asked for.
-        ValueError: a collator's batch that contradicts itself or would train on something else, see `foreign_batch`.
+        ValueError: a collator's batch that contradicts itself or would train on something else, see `foreign_batch`;
+            rows that are dealt out over more or less than global batches.
     """
     if return_schedule_plan:
         raise NotImplementedError(
             "overlap_moe_expert_parallel_comm is on; this model has no schedule plan, turn it off"
         )
+    _check_balance(state.cfg)
     config, groups = get_model_config(model), get_attr_wrapped_model(model, "pg_collection")
     batch = next(data_iterator)
     if not isinstance(batch, PackedBatch):
@@ -59,3 +61,17 @@ def forward_step(
         inputs.loss_mask, checks.check_for_nan_in_loss, checks.check_for_spiky_loss
     )
     return model(inputs=inputs), count
+
+
+def _check_balance(cfg: Any) -> None:
+    """Refuses rows dealt out among those of several steps: a step would sum over others at each number of ranks."""
+    over = getattr(cfg.dataset, "balance_over", None)
+    if over is None:
+        return
+    batch = cfg.train.global_batch_size
+    if batch % over or cfg.train.rampup_batch_size is not None:
+        ramp = "" if cfg.train.rampup_batch_size is None else f", rampup_batch_size {cfg.train.rampup_batch_size}"
+        raise ValueError(
+            f"dataset.balance_over is {over} with train.global_batch_size {batch}{ramp}: expected the global batch "
+            "size, which stays the same"
+        )
