@@ -8,7 +8,8 @@ rounded as Qwen3-VL's processor does; four patches are a token. Nothing is read:
 
 - fill: the share of real tokens in rows of a length, and of patches where a row holds so many at most. "one a row" is
   padding; "as they come" fills each row in the data's order until the next sample does not fit; "best fit" is what
-  training does, in windows of 512 samples; "before training" is what `qwen3vl-data pack` writes.
+  training does, in windows of 512 samples; "before training" is what `qwen3vl-data pack` writes. Megatron-Bridge packs
+  text alone, so by tokens alone.
   "least_patches" is the 5th percentile of patches in a row over their mean.
 - waiting: global batches of 256 rows on 64 data-parallel ranks, costs of two models. Under "tokens" stands the longest
   time over the mean, where ranks wait at the end of a step, and where they wait in every microbatch.
@@ -32,6 +33,7 @@ from qwen3vl_bridge.presets import hf_config
 
 import numpy as np
 import record
+from megatron.bridge.data.packing.algorithms import first_fit_decreasing
 
 _RESULTS = record.RESULTS / "packing.csv"
 _COLUMNS = ("row", "most_patches", "what", "how", "tokens", "patches", "least_patches", "samples_per_s")
@@ -90,6 +92,15 @@ def as_they_come(sizes: Sequence[Size], capacity: int) -> Rows:
     return [tuple(row) for row in rows]
 
 
+def of_megatron_bridge(sizes: Sequence[Size], capacity: int) -> Rows:
+    """Its rows hold lengths; here the samples that have them."""
+    by_length: dict[int, list[int]] = {}
+    for sample, size in enumerate(sizes):
+        by_length.setdefault(size.tokens, []).append(sample)
+    rows = first_fit_decreasing([size.tokens for size in sizes], capacity)
+    return [tuple(by_length[length].pop() for length in row) for row in rows]
+
+
 def planned(sizes: Sequence[Size], capacity: int, most_patches: int | None, window: int) -> Rows:
     """What training, or packing before it, makes of an epoch."""
     plan = RowPlan(
@@ -111,6 +122,7 @@ def measure(sizes: list[Size], capacity: int) -> Iterator[list]:
     ways: list[tuple[str, list[Size], int | None, Callable[[], Rows]]] = [
         ("one a row", sizes, None, lambda: [(sample,) for sample in range(len(sizes))]),
         ("as they come", sizes, None, lambda: as_they_come(sizes, capacity)),
+        ("Megatron-Bridge, first fit decreasing", sizes, None, lambda: of_megatron_bridge(sizes, capacity)),
         ("best fit", sizes, None, lambda: planned(sizes, capacity, None, 512)),
         ("before training", sizes, None, lambda: planned(sizes, capacity, None, 2**16)),
         ("best fit", fitting, tight, lambda: planned(fitting, capacity, tight, 512)),

@@ -87,10 +87,10 @@ def main() -> None:
     """Measure, print, append."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="2B", help="default: %(default)s")
-    parser.add_argument("--layers", type=int, default=2, help="of the language model (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=3, help="of the language model (default: %(default)s)")
     parser.add_argument("--vision-layers", type=int, default=4, help="default: %(default)s")
-    parser.add_argument("--row", type=int, default=1024, help="tokens (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=2, help="after one that does not count (default: %(default)s)")
+    parser.add_argument("--row", type=int, default=512, help="tokens (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=1, help="after one that does not count (default: %(default)s)")
     parser.add_argument("--csv", type=Path, default=_RESULTS, help="file to append to (default: %(default)s)")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -98,7 +98,8 @@ def main() -> None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     config = shortened(args.model, args.layers, args.vision_layers)
     model = build(config, args.row, dtype, device)
-    samples = max(host.encoded_rows(host.make_samples(32), args.row), key=lambda row: sum(map(len, row)))
+    fitting = [sample for sample in host.make_samples(256) if len(sample[0]) + 8 < args.row]
+    samples = max(host.encoded_rows(fitting[:48], args.row), key=lambda row: sum(map(len, row)))
     collator = host.collator_of(args.row, dtype)
     rounds = [one_step(model, samples, collator, device) for _ in range(args.rounds + 1)][1:]
     collate, move, compute = (statistics.median(column) for column in zip(*rounds, strict=True))
