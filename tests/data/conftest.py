@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,13 +18,35 @@ from qwen3vl_bridge.data import (
     VisionSettings,
     pad_token_id,
 )
+from qwen3vl_bridge.sequence import PackedBatch
 
 import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from PIL import Image
+
+from .servers import fetched_from
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """A server whose answers a test sets."""
+    with fetched_from(monkeypatch) as server:
+        yield server
+
+
+@pytest.fixture
+def get(server, tmp_path):
+    """Fetches a path of the server into a cache of its own."""
+    from qwen3vl_bridge.data.fetching import fetch
+
+    def get(path: str, *allowed: str) -> Path:
+        return fetch(server.url + path, allowed or (f"{server.url}/",), tmp_path / "cache", "here")
+
+    return get
 
 
 @pytest.fixture(scope="session")
@@ -54,6 +76,24 @@ def encoder(processor) -> Encoder:
 def collator(processor) -> Collator:
     vision = VisionSettings(processor.image_token_id, processor.video_token_id, 2, 36)
     return Collator(vision, pad_token_id(processor.tokenizer), seq_length=256)
+
+
+def same(first: PackedBatch, second: PackedBatch) -> bool:
+    """Whether two batches are alike to the bit."""
+    names = ("input_ids", "labels", "loss_mask", "position_ids", "vision_slot")
+    pixels = [None if batch.vision is None else batch.vision.pixel_values for batch in (first, second)]
+    return (
+        first.sample_ids == second.sample_ids
+        and first.layout == second.layout
+        and all(torch.equal(getattr(first, name), getattr(second, name)) for name in names)
+        and (pixels[0] is pixels[1] is None or torch.equal(*pixels))
+    )
+
+
+def segments(batch: PackedBatch) -> Iterator[tuple[str, slice]]:
+    """Each sample of a packed row, and where in the row it lies."""
+    for segment, sample_id in enumerate(batch.sample_ids):
+        yield sample_id, slice(*batch.layout.cu_seqlens_padded[segment : segment + 2].tolist())
 
 
 def picture(path: Path, height: int, width: int, seed: int = 0) -> Path:

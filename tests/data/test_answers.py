@@ -1,7 +1,6 @@
 """Answers of servers that are no good: which are bad samples, which are no answers, and what stays out of the cache."""
 
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 from qwen3vl_bridge.data import DataError, video
@@ -13,24 +12,8 @@ from qwen3vl_bridge.data.media import image_size, load_image
 import pytest
 from PIL import Image
 
-from .servers import dripping, fetched_from, files, png, raw, redirect, send
+from .servers import dripping, files, png, raw, redirect, send
 from .test_video import clip
-
-
-@pytest.fixture
-def server(monkeypatch):
-    with fetched_from(monkeypatch) as server:
-        yield server
-
-
-@pytest.fixture
-def get(server, tmp_path):
-    """Fetches a path of the server into a cache of its own."""
-
-    def get(path: str, *allowed: str) -> Path:
-        return fetch(server.url + path, allowed or (f"{server.url}/",), tmp_path / "cache", "here")
-
-    return get
 
 
 @pytest.mark.parametrize("to", ["http://[::1", "http:a.png", "data:,x", "http://xn--/", "/a\x01.png", "//[x]"])

@@ -53,9 +53,7 @@ def test_rows_that_do_not_go_round_are_refused(make_rows):
 
 def streams(make_rows, ranks: int, **settings) -> list[BatchStream]:
     rows = make_rows(balance=Balance(4, COSTS), **settings)
-    return [
-        BatchStream(lambda begin: rows(begin=begin, ranks=ranks), dp_rank=rank, dp_size=ranks) for rank in range(ranks)
-    ]
+    return [BatchStream(rows(ranks=ranks), dp_rank=rank, dp_size=ranks) for rank in range(ranks)]
 
 
 def steps(ranks: list[BatchStream], count: int) -> list[list[tuple[str, ...]]]:
@@ -107,7 +105,7 @@ def test_a_position_inside_a_batch_goes_on_at_the_same_number_alone(make_rows):
 
 @pytest.mark.parametrize("done", [1, 5, 8, 13])
 def test_one_rank_may_take_to_dealing_rows_out_anywhere(make_rows, done):
-    before = BatchStream(make_rows())
+    before = BatchStream(make_rows()())
     for _ in range(done):
         next(before)
     (after,) = streams(make_rows, 1)

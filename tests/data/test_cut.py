@@ -36,7 +36,7 @@ def test_a_sample_is_cut_between_pictures(encoder, processor, tmp_path):
                 continue
             sample = encoder(conversation, limit)
             length = len(sample)
-            assert length <= limit and encoder.length(conversation, limit) == length
+            assert length <= limit and encoder.size(conversation, limit).tokens == length
             assert torch.equal(sample.input_ids, whole.input_ids[:length])
             assert torch.equal(sample.loss_mask[:-1], whole.loss_mask[: length - 1]) and sample.loss_mask[-1] == 0
             cut += length < len(whole)
@@ -129,7 +129,7 @@ def test_a_stream_that_met_a_bad_sample_stays_before_it(make_rows, tmp_path):
     random = np.random.default_rng(1)
     records = [random_record(tmp_path, number, random) for number in range(6)]
     path = write(tmp_path / "train.jsonl", [*records[:3], {"messages": []}, *records[3:]])
-    stream = BatchStream(make_rows(path, seed=None, pack=False, window_size=1))
+    stream = BatchStream(make_rows(path, seed=None, pack=False, window_size=1)())
     for _ in range(3):
         next(stream)
     for _ in range(2):

@@ -91,7 +91,7 @@ def test_only_answers_are_trained_on_whatever_users_write(processor, encoder, pi
     assert sample.input_ids.tolist() == ids
     assert sample.labels.tolist() == [*ids[1:], ids[-1]]
     assert sample.loss_mask.tolist() == [*map(float, trained[1:]), 0.0]
-    assert encoder.length(conversation) == len(sample) == len(ids)
+    assert encoder.size(conversation).tokens == len(sample) == len(ids)
 
 
 def make(turns: list[tuple], pictures: dict):
@@ -143,7 +143,7 @@ def test_equal_to_the_processor_alone(processor, encoder, read, tmp_path):
     assert torch.equal(sample.input_ids, expected["input_ids"][0])
     assert torch.equal(sample.pixel_values, expected["pixel_values"])
     assert sample.image_grid_thw.tolist() == expected["image_grid_thw"].tolist() == [[1, 2, 6], [1, 6, 2]]
-    assert encoder.length(conversation) == len(sample)
+    assert encoder.size(conversation).tokens == len(sample)
 
 
 def _exif(orientation: int) -> Image.Exif:
@@ -161,7 +161,7 @@ def test_text_alone_has_no_pixels(encoder, read):
 @pytest.mark.parametrize("content", ["Which <|image_pad|>?", [{"type": "text", "text": "Which <|video_pad|>?"}]])
 def test_text_that_stands_for_a_picture_is_refused(encoder, read, content):
     conversation = read([{"role": "user", "content": content}, {"role": "assistant", "content": "7"}])
-    for encode in (encoder, encoder.length):
+    for encode in (encoder, encoder.size):
         with pytest.raises(DataError, match=r"train.jsonl:1: message 1: found '<\|\w+_pad\|>' in the text, which"):
             encode(conversation)
 
@@ -212,7 +212,7 @@ def test_a_template_that_leaves_out_pictures_is_refused(processor, read, tmp_pat
     picture(tmp_path / "7.png", 64, 64)
     content = [{"type": "image", "image": "7.png"}]
     conversation = read([{"role": "user", "content": content}, {"role": "assistant", "content": "7"}])
-    for encode in (Encoder(other), Encoder(other).length):
+    for encode in (Encoder(other), Encoder(other).size):
         with pytest.raises(DataError, match="1: the chat template made 0 places for pictures, expected 1"):
             encode(conversation)
 
@@ -221,7 +221,7 @@ def test_a_picture_that_the_processor_refuses_is_named(encoder, read, tmp_path):
     picture(tmp_path / "7.png", 1, 500)
     content = [{"type": "image", "image": "7.png"}]
     conversation = read([{"role": "user", "content": content}, {"role": "assistant", "content": "7"}])
-    for encode in (encoder, encoder.length):
+    for encode in (encoder, encoder.size):
         with pytest.raises(DataError, match=r"train.jsonl:1: the processor refuses it: .*aspect ratio"):
             encode(conversation)
 
@@ -231,7 +231,7 @@ def test_text_that_is_no_unicode_is_refused(encoder, read, role):
     """JSON can spell half a surrogate pair."""
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     messages[role == "assistant"]["content"] = "a\ud800"
-    for work in (encoder, encoder.length):
+    for work in (encoder, encoder.size):
         with pytest.raises(DataError, match=r"train.jsonl:1: found text that is no Unicode"):
             work(read(messages))
 
@@ -243,7 +243,7 @@ def test_a_template_that_fails_names_the_sample(processor, read, template):
     broken = copy.copy(processor)
     broken.chat_template = template
     conversation = read([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
-    for work in (Encoder(broken), Encoder(broken).length):
+    for work in (Encoder(broken), Encoder(broken).size):
         with pytest.raises(DataError, match=r"train.jsonl:1: the chat template refuses it"):
             work(conversation)
 

@@ -13,7 +13,7 @@ from qwen3vl_bridge.data import DataError, JsonLines
 import pytest
 import torch
 
-from .conftest import picture
+from .conftest import picture, same
 from .test_video import clip
 from .webdatasets import (
     ASKED,
@@ -24,7 +24,6 @@ from .webdatasets import (
     keys,
     pickled,
     provider_of,
-    same,
     write_checkpoint,
     write_folder,
     write_mixed,

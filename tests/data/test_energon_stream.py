@@ -15,9 +15,9 @@ from megatron.bridge.data.loaders import RerunDataIterator
 from megatron.bridge.data.utils import get_dataset_provider
 from megatron.bridge.utils.safe_pickle import energon_torch_load
 
-from .conftest import picture
+from .conftest import picture, same
 from .test_energon import asked
-from .webdatasets import ASKED, keys, provider_of, same, write_checkpoint, write_folder
+from .webdatasets import ASKED, keys, provider_of, write_checkpoint, write_folder
 
 NUMBER = 22
 

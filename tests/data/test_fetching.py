@@ -14,24 +14,8 @@ from qwen3vl_bridge.data.fetching import default_cache, fetch
 import pytest
 
 from .conftest import write
-from .servers import fetched_from, files, png, redirect, send
+from .servers import files, png, redirect, send
 from .test_video import ask, clip
-
-
-@pytest.fixture
-def server(monkeypatch):
-    with fetched_from(monkeypatch) as server:
-        yield server
-
-
-@pytest.fixture
-def get(server, tmp_path):
-    """Fetches a path of the server into a cache of its own."""
-
-    def get(path: str, *allowed: str) -> Path:
-        return fetch(server.url + path, allowed or (f"{server.url}/",), tmp_path / "cache", "here")
-
-    return get
 
 
 def test_a_file_is_fetched_once_and_has_a_name_that_says_something(server, get, tmp_path):
@@ -59,7 +43,7 @@ def test_conversations_train_on_what_was_fetched(server, encoder, tmp_path):
     options = {"allowed_urls": (f"{url}/",), "url_cache": tmp_path / "cache"}
     source = open_source(file, **options)
     sample = encoder(source[0])
-    assert encoder.length(open_source(file, **options)[0]) == len(sample)
+    assert encoder.size(open_source(file, **options)[0]).tokens == len(sample)
     local = [parts[0] | {"image": "local.png"}, parts[1] | {"video": "b.mkv"}, frames | {"video": ["local.png"] * 2}]
     same = encoder(JsonLines(write(tmp_path / "local.jsonl", [{"messages": ask(*local)}]))[0])
     assert (sample.input_ids == same.input_ids).all() and len(sample.pixel_values_videos) > 12

@@ -57,7 +57,7 @@ def refused(folder, encoder, message: str, read_picture: str) -> None:
     record = {"messages": [question, {"role": "assistant", "content": "Seven."}]}
     file = JsonLines(write(folder / "train.jsonl", [record]))
     with pytest.raises(DataError, match=message) as caught:
-        encoder.length(file[0]) if read_picture == "length" else encoder(file[0])
+        encoder.size(file[0]) if read_picture == "length" else encoder(file[0])
     assert str(caught.value).startswith("train.jsonl:1: ")
 
 

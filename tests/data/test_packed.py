@@ -25,7 +25,7 @@ from qwen3vl_bridge.data.rows import RowDataset
 import numpy as np
 import pytest
 
-from tests.data.conftest import write
+from .conftest import segments, write
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +41,10 @@ def settings_of(collator):
 
 def samples_of(batch) -> dict[str, tuple]:
     """Tokens and what is trained on, of each sample of a packed row."""
-    found = {}
-    for segment, name in enumerate(batch.sample_ids):
-        start, end = batch.layout.cu_seqlens_padded[segment : segment + 2].tolist()
-        found[name] = tuple(tuple(whole.flatten()[start:end].tolist()) for whole in (batch.input_ids, batch.loss_mask))
-    return found
+    return {
+        name: tuple(tuple(whole.flatten()[tokens].tolist()) for whole in (batch.input_ids, batch.loss_mask))
+        for name, tokens in segments(batch)
+    }
 
 
 def test_every_sample_is_read_once_and_as_ever(packed, make_rows):
@@ -84,15 +83,15 @@ def test_nothing_is_measured_while_training(packed, make_rows, monkeypatch):
 
 def test_epochs_have_orders_of_their_own_and_a_position_goes_on_anywhere(packed, make_rows):
     make = make_rows(packed=packed)
-    whole, per_epoch = BatchStream(make), len(packed)
+    whole, per_epoch = BatchStream(make()), len(packed)
     seen = [next(whole).sample_ids for _ in range(3 * per_epoch)]
     epochs = [seen[first : first + per_epoch] for first in range(0, 3 * per_epoch, per_epoch)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2]) and epochs[0] != epochs[1] != epochs[2]
     for done in (1, per_epoch, per_epoch + 3):
-        before = BatchStream(make)
+        before = BatchStream(make())
         for _ in range(done):
             next(before)
-        shares = [BatchStream(make, dp_rank=rank, dp_size=2, num_workers=1) for rank in range(2)]
+        shares = [BatchStream(make(), dp_rank=rank, dp_size=2, num_workers=1) for rank in range(2)]
         for share in shares:
             share.load_state_dict(before.state_dict())
         rest = [batch.sample_ids for pair in islice(zip(*shares, strict=True), 4) for batch in pair]
@@ -122,9 +121,9 @@ def test_other_words_of_the_template_are_refused(packed, make_rows, processor, c
     samples = Samples(JsonLines(train_file), Admission(Encoder(other), limit=256), packed.sizes())
     with pytest.raises(ValueError, match="was packed by other rules: found encoding"):
         RowDataset(samples, RowSettings(collator, seed=0, packed=packed))
-    stream = BatchStream(lambda begin: RowDataset(samples, RowSettings(collator, seed=0, window_size=8), begin=begin))
+    stream = BatchStream(RowDataset(samples, RowSettings(collator, seed=0, window_size=8)))
     with pytest.raises(ValueError, match="the position is of other data than this: found encoding"):
-        stream.load_state_dict(BatchStream(make_rows()).state_dict())
+        stream.load_state_dict(BatchStream(make_rows()()).state_dict())
 
 
 def test_lines_in_another_order_are_refused(packed, make_rows, train_file, tmp_path):
@@ -137,9 +136,9 @@ def test_lines_in_another_order_are_refused(packed, make_rows, train_file, tmp_p
 
 
 def test_a_position_of_other_rows_is_refused(packed, make_rows):
-    state = BatchStream(make_rows()).state_dict()
+    state = BatchStream(make_rows()()).state_dict()
     with pytest.raises(ValueError, match=f"found window_size None, expected 8; packed {packed.digest}, expected None"):
-        BatchStream(make_rows(packed=packed)).load_state_dict(state)
+        BatchStream(make_rows(packed=packed)()).load_state_dict(state)
 
 
 def test_a_damaged_folder_is_refused(packed, tmp_path):
@@ -208,7 +207,7 @@ def test_rows_hold_no_more_than_they_may(make_rows, tmp_path):
         assert sum(-(-size.tokens // 16) * 16 for size in sizes) <= 256
         assert sum(size.patches for size in sizes) <= most
     assert report.patch_fill == report.patches / (most * len(packed))
-    assert len(next(BatchStream(make_rows(most_patches=most, multiple=16, packed=packed))).sample_ids)
+    assert len(next(BatchStream(make_rows(most_patches=most, multiple=16, packed=packed)())).sample_ids)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ def first(rows, number: int = 20) -> list:
 
 def test_the_longest_sample_may_fill_a_row(make_rows, encoder, train_file):
     file = JsonLines(train_file)
-    longest = max(encoder.length(file[index]) for index in range(40))
+    longest = max(encoder.size(file[index]).tokens for index in range(40))
     first(make_rows(seq_length=longest)())
     with pytest.raises(DataError, match=f"found a sample of {longest} tokens, expected at most {longest - 1}"):
         first(make_rows(seq_length=longest - 1)())

@@ -14,7 +14,7 @@ from qwen3vl_bridge.sequence import PackedBatch
 import pytest
 import torch
 
-from .conftest import write
+from .conftest import same, segments, write
 
 
 def take(stream, number: int) -> list[PackedBatch]:
@@ -25,32 +25,21 @@ def ids(batches: list[PackedBatch]) -> list[tuple[str, ...]]:
     return [batch.sample_ids for batch in batches]
 
 
-def same(first: PackedBatch, second: PackedBatch) -> bool:
-    names = ("input_ids", "labels", "loss_mask", "position_ids", "vision_slot")
-    pixels = [None if batch.vision is None else batch.vision.pixel_values for batch in (first, second)]
-    return (
-        first.sample_ids == second.sample_ids
-        and first.layout == second.layout
-        and all(torch.equal(getattr(first, name), getattr(second, name)) for name in names)
-        and (pixels[0] is pixels[1] is None or torch.equal(*pixels))
-    )
-
-
 NUMBER = 26  # rows, more than two epochs
 
 
 @pytest.mark.parametrize("settings", [{}, {"pack": False}, {"seed": None}, {"window_size": 100}])
 def test_a_resumed_stream_sees_the_rows_of_an_unbroken_one(make_rows, settings):
     rows = make_rows(**settings)
-    whole = take(BatchStream(rows), NUMBER)
+    whole = take(BatchStream(rows()), NUMBER)
     assert len(set(ids(whole))) >= 10
     for stop in (0, 1, 5, 12, NUMBER - 4):
-        stream = BatchStream(rows)
+        stream = BatchStream(rows())
         assert all(map(same, take(stream, stop), whole))
         file = io.BytesIO()
         torch.save(stream.state_dict(), file)
         file.seek(0)
-        resumed = BatchStream(rows)
+        resumed = BatchStream(rows())
         take(resumed, 3)
         resumed.load_state_dict(torch.load(file, weights_only=True))
         assert all(map(same, take(resumed, 4), whole[stop : stop + 4]))
@@ -58,9 +47,9 @@ def test_a_resumed_stream_sees_the_rows_of_an_unbroken_one(make_rows, settings):
 
 def test_a_resumed_stream_measures_no_samples_it_has_passed(make_rows):
     rows = make_rows(seed=None)
-    stream = BatchStream(rows)
+    stream = BatchStream(rows())
     take(stream, 7)
-    resumed, state = BatchStream(rows), stream.state_dict()
+    resumed, state = BatchStream(rows()), stream.state_dict()
     resumed.load_state_dict(state)
     assert resumed.state_dict() == state
     next(resumed)
@@ -72,7 +61,7 @@ def test_a_resumed_stream_measures_no_samples_it_has_passed(make_rows):
 
 def test_positions_are_plain_numbers_and_independent_of_workers(make_rows):
     rows = make_rows()
-    here, ahead = BatchStream(rows), BatchStream(rows, num_workers=2)
+    here, ahead = BatchStream(rows()), BatchStream(rows(), num_workers=2)
     assert all(map(same, take(here, 12), take(ahead, 12)))
     # The other workers are ahead, but the position is that of the batches given out.
     assert json.loads(json.dumps(here.state_dict())) == json.loads(json.dumps(ahead.state_dict()))
@@ -83,9 +72,9 @@ def test_positions_are_plain_numbers_and_independent_of_workers(make_rows):
 @pytest.mark.parametrize(("dp_size", "micro_batch_size"), [(2, 1), (3, 1), (1, 2), (2, 3)])
 def test_ranks_share_the_rows_of_one_stream(make_rows, dp_size, micro_batch_size):
     rows = make_rows(pack=micro_batch_size == 1)
-    single = ids(take(BatchStream(rows), NUMBER))
+    single = ids(take(BatchStream(rows()), NUMBER))
     share = {"dp_size": dp_size, "micro_batch_size": micro_batch_size}
-    ranks = [BatchStream(rows, dp_rank=rank, **share) for rank in range(dp_size)]
+    ranks = [BatchStream(rows(), dp_rank=rank, **share) for rank in range(dp_size)]
     group = dp_size * micro_batch_size
     for step in range(NUMBER // group):
         together = [batch.sample_ids for rank in ranks for batch in take(rank, 1)]
@@ -97,12 +86,12 @@ def test_ranks_share_the_rows_of_one_stream(make_rows, dp_size, micro_batch_size
 
 def test_a_run_goes_on_with_another_number_of_ranks(make_rows):
     rows = make_rows()
-    whole = ids(take(BatchStream(rows), NUMBER))
-    ranks = [BatchStream(rows, dp_rank=rank, dp_size=3) for rank in range(3)]
+    whole = ids(take(BatchStream(rows()), NUMBER))
+    ranks = [BatchStream(rows(), dp_rank=rank, dp_size=3) for rank in range(3)]
     for rank in ranks:
         take(rank, 5)
     for state in (rank.state_dict() for rank in ranks):
-        resumed = [BatchStream(rows, dp_rank=rank, dp_size=2) for rank in range(2)]
+        resumed = [BatchStream(rows(), dp_rank=rank, dp_size=2) for rank in range(2)]
         for rank in resumed:
             rank.load_state_dict(state)
         assert ids([next(resumed[step % 2]) for step in range(10)]) == whole[15:25]
@@ -110,7 +99,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(make_rows):
 
 def test_the_global_random_state_is_left_alone(make_rows):
     before = torch.get_rng_state()
-    take(BatchStream(make_rows()), 2)
+    take(BatchStream(make_rows()()), 2)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -124,9 +113,9 @@ def test_the_global_random_state_is_left_alone(make_rows):
     ],
 )
 def test_a_position_in_other_rows_is_refused(make_rows, other, message):
-    state = BatchStream(make_rows()).state_dict()
+    state = BatchStream(make_rows()()).state_dict()
     with pytest.raises(ValueError, match=message):
-        BatchStream(make_rows(**other)).load_state_dict(state)
+        BatchStream(make_rows(**other)()).load_state_dict(state)
 
 
 def test_a_position_in_another_file_is_refused(make_rows, train_file, tmp_path):
@@ -134,9 +123,9 @@ def test_a_position_in_another_file_is_refused(make_rows, train_file, tmp_path):
     shorter = tmp_path / "train.jsonl"
     shorter.write_text("".join(lines[:-1]))
     (tmp_path / "images").symlink_to(train_file.parent / "images")
-    state = BatchStream(make_rows()).state_dict()
+    state = BatchStream(make_rows()()).state_dict()
     with pytest.raises(ValueError, match=r"found samples 39, expected 40; data \w+, expected \w+"):
-        BatchStream(make_rows(path=shorter)).load_state_dict(state)
+        BatchStream(make_rows(path=shorter)()).load_state_dict(state)
 
 
 @pytest.mark.parametrize("share", [{}, {"dp_size": 3}, {"dp_size": 2, "micro_batch_size": 3, "pack": False}])
@@ -149,9 +138,8 @@ def test_one_pass_sees_each_sample_once(make_rows, share):
     assert {len(batches) for batches in passes} == {-(-total // group)}
     seen = []
     for batch in (batch for batches in passes for batch in batches):
-        for segment, sample_id in enumerate(batch.sample_ids):
-            start, end = batch.layout.cu_seqlens_padded[segment : segment + 2].tolist()
-            if batch.loss_mask.flatten()[start:end].any():
+        for sample_id, tokens in segments(batch):
+            if batch.loss_mask.flatten()[tokens].any():
                 seen.append(sample_id)
     assert sorted(seen) == sorted(f"train.jsonl:{line}" for line in range(1, 41))
 
@@ -161,7 +149,7 @@ def test_a_bad_sample_is_named_also_from_a_worker(make_rows, tmp_path, num_worke
     message = {"role": "user", "content": [{"type": "image", "image": "gone.png"}]}
     path = write(tmp_path / "bad.jsonl", [{"messages": [message]}])
     with pytest.raises(DataError, match=r"bad.jsonl:1: message 1, part 1: 'gone.png' is .*there is no such file"):
-        next(BatchStream(make_rows(path=path), num_workers=num_workers))
+        next(BatchStream(make_rows(path=path)(), num_workers=num_workers))
 
 
 @pytest.mark.parametrize(
@@ -170,7 +158,7 @@ def test_a_bad_sample_is_named_also_from_a_worker(make_rows, tmp_path, num_worke
 def test_shares_that_cannot_be_are_refused(make_rows, share, found):
     rank, size, rows = share
     for use in (
-        lambda **kw: BatchStream(make_rows(), **kw),
+        lambda **kw: BatchStream(make_rows()(), **kw),
         lambda **kw: next(one_pass(make_rows()(), **kw)),
     ):
         with pytest.raises(ValueError, match=found):

@@ -89,11 +89,11 @@ def test_every_sample_is_in_one_row_of_every_epoch(make):
 
 @pytest.mark.parametrize("done", [1, 9, 30])
 def test_a_position_goes_on_at_any_number_of_workers_and_ranks(make, done):
-    whole = BatchStream(make())
+    whole = BatchStream(make()())
     expected = take(whole, done + 8)
-    before = BatchStream(make(), num_workers=2)
+    before = BatchStream(make()(), num_workers=2)
     assert [batch.sample_ids for batch in take(before, done)] == [batch.sample_ids for batch in expected[:done]]
-    shares = [BatchStream(make(), dp_rank=rank, dp_size=2, num_workers=rank) for rank in range(2)]
+    shares = [BatchStream(make()(), dp_rank=rank, dp_size=2, num_workers=rank) for rank in range(2)]
     for share in shares:
         share.load_state_dict(before.state_dict())
     found = [batch for pair in zip(*(take(share, 4) for share in shares), strict=True) for batch in pair]
@@ -124,7 +124,7 @@ class _Breaks:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_what_cannot_be_had_now_is_not_left_out(make, train_file, workers):
     """The next sample would fail as well, and thousands would be left out for a network that was down."""
-    stream = BatchStream(make(seed=None, on_bad="drop", source=_Breaks(JsonLines(train_file))), num_workers=workers)
+    stream = BatchStream(make(seed=None, on_bad="drop", source=_Breaks(JsonLines(train_file)))(), num_workers=workers)
     with pytest.raises(Unreachable, match=r"^train.jsonl:3: found no answer$"):
         take(stream, 8)
 

@@ -49,7 +49,7 @@ def test_equal_to_the_processor_alone(processor, encoder, read, tmp_path, frames
     assert torch.equal(sample.input_ids, expected["input_ids"][0])
     assert torch.equal(sample.pixel_values_videos, expected["pixel_values_videos"])
     assert torch.equal(sample.video_grid_thw, expected["video_grid_thw"])
-    assert encoder.length(conversation) == len(sample)
+    assert encoder.size(conversation).tokens == len(sample)
     assert sample.pixel_values is None and sample.image_grid_thw is None
     labels = sample.labels[sample.loss_mask.bool()]
     assert processor.tokenizer.decode(labels) == "Seven.<|im_end|>"
@@ -113,7 +113,7 @@ def test_frames_of_several_sizes_are_refused(encoder, read, tmp_path):
         encoder(conversation)
 
 
-@pytest.mark.parametrize("method", ["length", "__call__"])
+@pytest.mark.parametrize("method", ["size", "__call__"])
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -13,8 +13,9 @@ from typing import Any
 from qwen3vl_bridge import Qwen3VLEnergonProvider
 from qwen3vl_bridge.sequence import PackedBatch
 
-import torch
 from megatron.energon.flavors.webdataset.prepare import WebdatasetPreparator
+
+from .conftest import segments
 
 CRUDE = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
 CHATML = (
@@ -109,24 +110,11 @@ def chatml(files: Mapping[str, bytes]) -> list[Sample]:
     ]
 
 
-def same(first: PackedBatch, second: PackedBatch) -> bool:
-    """Whether two batches are alike to the bit."""
-    names = ("input_ids", "labels", "loss_mask", "position_ids", "vision_slot")
-    pixels = [None if batch.vision is None else batch.vision.pixel_values for batch in (first, second)]
-    return (
-        first.sample_ids == second.sample_ids
-        and first.layout == second.layout
-        and all(torch.equal(getattr(first, name), getattr(second, name)) for name in names)
-        and (pixels[0] is pixels[1] is None or torch.equal(*pixels))
-    )
-
-
 def keys(batches: Iterable[PackedBatch]) -> list[str]:
     """The samples of batches, by their keys, without those that nothing is trained on."""
     found = []
     for batch in batches:
-        for segment, sample_id in enumerate(batch.sample_ids):
-            start, end = batch.layout.cu_seqlens_padded[segment : segment + 2].tolist()
-            if batch.loss_mask.flatten()[start:end].any():
+        for sample_id, tokens in segments(batch):
+            if batch.loss_mask.flatten()[tokens].any():
                 found.append(sample_id.rpartition(":")[2])
     return found

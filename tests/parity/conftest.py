@@ -50,6 +50,16 @@ class Pair:
         }
         return relayout(gradients, self.layout)
 
+    def gradient_errors(self) -> dict[str, float]:
+        """The largest error of each parameter's gradient, relative to its largest entry."""
+        ours, reference = self.megatron_gradients(), self.reference_gradients()
+        tied = {"lm_head.weight"} if self.config.tie_word_embeddings else set()  # whose gradient is the embedding's
+        assert ours.keys() - tied == reference.keys() - tied
+        return {
+            name: ((gradient - reference[name]).abs().max() / reference[name].abs().max().clamp(min=1e-6)).item()
+            for name, gradient in ours.items()
+        }
+
     def zero_grad(self) -> None:
         """Forget both models' gradients."""
         self.megatron.zero_grad()

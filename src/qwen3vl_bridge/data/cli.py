@@ -10,7 +10,8 @@ import argparse
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -189,10 +190,8 @@ def _run_pack(options: argparse.Namespace) -> int:
         on_bad=options.on_bad,
     )
     vision = VisionSettings.of_checkpoint(options.hf_model, processor)
-    try:
+    with _wrong("--seq-length and --pad-to-multiple-of"):
         collator = Collator(vision, pad_token_id(processor.tokenizer), options.seq_length, options.pad_to_multiple_of)
-    except ValueError as error:
-        raise DataError("--seq-length and --pad-to-multiple-of", str(error)) from error
     report = pack(
         RowDataset(Samples(source, admission), RowSettings(collator, seed=options.seed)),
         options.output,
@@ -211,23 +210,28 @@ def _run_pack(options: argparse.Namespace) -> int:
 def _opened(options: argparse.Namespace) -> Any:
     from qwen3vl_bridge.data.sources import open_source
 
-    try:
+    with _wrong("--allowed-urls"):
         return open_source(
             options.data, options.media_root, allowed_urls=options.allowed_urls, url_cache=options.url_cache
         )
-    except ValueError as error:
-        raise error if isinstance(error, DataError) else DataError("--allowed-urls", str(error)) from error
 
 
 def _processor(options: argparse.Namespace) -> Any:
     from qwen3vl_bridge.data.processor import VisionLimits, load_processor
 
-    try:
+    with _wrong("limits of pictures and videos"):
         return load_processor(options.hf_model, VisionLimits(**{name: getattr(options, name) for name in _LIMITS}))
+
+
+@contextmanager
+def _wrong(options: str) -> Iterator[None]:
+    """Puts what is wrong with a setting down to the options it comes from."""
+    try:
+        yield
+    except DataError:
+        raise
     except ValueError as error:
-        raise (
-            error if isinstance(error, DataError) else DataError("limits of pictures and videos", str(error))
-        ) from error
+        raise DataError(options, str(error)) from error
 
 
 def _check_output(path: Path, *, overwrite: bool) -> None:

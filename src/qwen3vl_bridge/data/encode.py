@@ -91,10 +91,6 @@ class Encoder:
         digest = hashlib.sha256(words.encode()).hexdigest()[:16]
         return repr((*sizes, clips.fps, clips.min_frames, clips.max_frames, self._only, digest))
 
-    def length(self, conversation: Conversation, limit: int | None = None) -> int:
-        """How many tokens the sample takes; as `size` has it."""
-        return self.size(conversation, limit).tokens
-
     def size(self, conversation: Conversation, limit: int | None = None) -> Size:
         """How much of a row the sample takes; of its pictures no more than their headers is read.
 

@@ -176,10 +176,8 @@ class Qwen3VLTaskEncoder(MeasuringTaskEncoder):
 
     def select_samples_to_pack(self, samples: list[MeasuredSample]) -> list[list[MeasuredSample]]:
         """Rows of samples, by their tokens and patches. None is left over: energon would lose it."""
-        sizes = [sample.admitted.size for sample in samples]
-        multiple = self.collator.multiple
-        lengths = [-(-size.tokens // multiple) * multiple for size in sizes]
-        patches = [size.patches for size in sizes]
+        sizes = [sample.admitted.size.padded(self.collator.multiple) for sample in samples]
+        lengths, patches = [size.tokens for size in sizes], [size.patches for size in sizes]
         rows = best_fit(lengths, self.collator.seq_length, patches, self.admission.most_patches)
         return [[samples[number] for number in row] for row in rows]
 

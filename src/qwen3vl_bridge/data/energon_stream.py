@@ -21,6 +21,7 @@ import torch
 
 from .energon import MeasuredSample, Qwen3VLTaskEncoder
 from .errors import DataError
+from .fingerprints import check_position
 from .rows import without_loss
 
 logger = logging.getLogger(__name__)
@@ -127,10 +128,7 @@ class EnergonStream(Iterator[PackedBatch]):
         Raises:
             ValueError: it was of other data, or of another number of ranks or workers.
         """
-        found = self._fingerprint(self._loader)
-        differ = [f"{k} {found.get(k)}, expected {v}" for k, v in state["data"].items() if found.get(k) != v]
-        if differ:
-            raise ValueError(f"the position is of other data than this: found {'; '.join(differ)}")
+        check_position(self._fingerprint(self._loader), state["data"])
         if state["state"] is not None:
             self.restore_state(self._read_state(io.BytesIO(state["state"])))
             self._given = state["batches"]

@@ -154,14 +154,9 @@ def _measured(
 def _packed(rows: RowDataset, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The samples of each row, row after row, and where each row begins among them."""
     settings, multiple = rows.settings, rows.settings.collator.multiple
-
-    def in_row(sample: int) -> Size:
-        size = Size(*sizes[sample].tolist())
-        return size._replace(tokens=-(-size.tokens // multiple) * multiple)
-
     try:
         plan = RowPlan(
-            in_row,
+            lambda sample: Size(*sizes[sample].tolist()).padded(multiple),
             # In random order, because neighbours are often alike, and then none of them fills what others leave.
             NumberedOrder(len(sizes), settings.seed or 0),
             capacity=settings.collator.seq_length,

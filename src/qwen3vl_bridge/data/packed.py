@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from .errors import DataError
+from .fingerprints import differences
 from .order import NumberedOrder
 from .plan import Window
 from .sizes import Size, Sizes
@@ -69,9 +70,8 @@ class PackedRows:
         Raises:
             ValueError: they differ.
         """
-        differ = [f"{k} {rules.get(k)}, expected {v}" for k, v in self.rules.items() if rules.get(k) != v]
-        if differ:
-            raise ValueError(f"{self.folder} was packed by other rules: found {'; '.join(differ)} (or pack once more)")
+        if differ := differences(rules, self.rules):
+            raise ValueError(f"{self.folder} was packed by other rules: found {differ} (or pack once more)")
 
     def sizes(self) -> Sizes:
         """Of all samples, also of those in no row."""

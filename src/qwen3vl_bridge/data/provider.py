@@ -17,7 +17,6 @@ from megatron.bridge.data.base import DatasetBuildContext
 from .hub import HUB, name_on_hub
 from .media import MediaAccess
 from .packed import PackedRows
-from .plan import Window
 from .row_settings import SPLITS, ConversationRows
 from .rows import Balance, RowDataset, RowSettings
 from .samples import Samples
@@ -116,7 +115,7 @@ class Qwen3VLConversationProvider(ConversationRows):
             micro_batch_size: rows of a microbatch.
         """
         return BatchStream(
-            lambda begin: self.rows(split, begin=begin, ranks=dp_size),
+            self.rows(split, ranks=dp_size),
             dp_rank=dp_rank,
             dp_size=dp_size,
             micro_batch_size=micro_batch_size,
@@ -135,7 +134,6 @@ class Qwen3VLConversationProvider(ConversationRows):
         split: str,
         *,
         length: int = 0,
-        begin: Window | None = None,
         shuffle: bool | None = None,
         ranks: int = 1,
     ) -> RowDataset:
@@ -144,7 +142,6 @@ class Qwen3VLConversationProvider(ConversationRows):
         Args:
             split: "train", "valid" or "test".
             length: what their `len` answers.
-            begin: window to go on from.
             shuffle: whether in random order; by default only the training split is. What is not, is not dealt out
                 either.
             ranks: data-parallel ranks.
@@ -169,7 +166,7 @@ class Qwen3VLConversationProvider(ConversationRows):
             Balance(dealt, self.checkpoint().costs) if dealt else None,
         )
         samples = Samples(self._source(path, seed), self.admission(), None if packed is None else packed.sizes())
-        return RowDataset(samples, settings, length=length, begin=begin, ranks=ranks)
+        return RowDataset(samples, settings, length=length, ranks=ranks)
 
     def _source(self, path: str, seed: int | None) -> ConversationSource | StreamedDataset:
         if not self.streaming:

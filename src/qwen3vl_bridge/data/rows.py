@@ -115,6 +115,10 @@ class RowDataset(Dataset[Row]):
                 f"{settings.balance.over} rows are dealt out to {ranks} data-parallel ranks, expected a multiple"
             )
 
+    def begun_at(self, begin: Window) -> RowDataset:
+        """The same rows, planned from a window on. What was read and measured serves again."""
+        return RowDataset(self.samples, self.settings, length=self._len, begin=begin, ranks=self.ranks)
+
     def _plan(self, begin: Window | None) -> Plan:
         settings = self.settings
         if settings.packed is not None:
@@ -140,9 +144,7 @@ class RowDataset(Dataset[Row]):
         return NumberedOrder(total, self.settings.seed)
 
     def _size_in_row(self, index: int) -> Size:
-        size = self.samples.size(index)
-        multiple = self.settings.collator.multiple if self.settings.pack else 1
-        return size._replace(tokens=-(-size.tokens // multiple) * multiple)
+        return self.samples.size(index).padded(self.settings.collator.multiple if self.settings.pack else 1)
 
     def __len__(self) -> int:
         return self._len

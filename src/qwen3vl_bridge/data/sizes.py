@@ -26,6 +26,10 @@ class Size(NamedTuple):
     patches: int
     patch_pairs: int
 
+    def padded(self, multiple: int) -> Size:
+        """With what fills it up to a multiple of so many tokens."""
+        return self._replace(tokens=-(-self.tokens // multiple) * multiple)
+
 
 NOTHING = Size(0, 0, 0)
 

@@ -11,10 +11,11 @@ import hashlib
 import json
 import mmap
 import re
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 from .conversations import Conversation, conversation_of
 from .errors import DataError
@@ -53,7 +54,44 @@ class ConversationSource(Conversations, Protocol):
     def __len__(self) -> int: ...
 
 
-class JsonLines:
+class _JsonFile(ABC):
+    """Records of a file of JSON, read when they are asked for."""
+
+    path: Path
+    media: MediaAccess
+    _fingerprint: str
+
+    @abstractmethod
+    def sample_id(self, index: int) -> str:
+        """Where a conversation is from, for messages."""
+
+    @abstractmethod
+    def _read(self, file: BinaryIO, index: int) -> bytes:
+        """A record's text."""
+
+    def fingerprint(self) -> str:
+        """A digest of the file."""
+        return self._fingerprint
+
+    def __getitem__(self, index: int) -> Conversation:
+        """Read one conversation.
+
+        Raises:
+            DataError: a record that is no JSON in UTF-8, or no conversation.
+        """
+        place = self.sample_id(index)
+        with self.path.open("rb") as file:
+            text = self._read(file, index)
+        try:
+            record = json.loads(text.decode("utf-8-sig"))
+        except UnicodeDecodeError as error:
+            raise DataError(place, f"found bytes that are no UTF-8 ({error})") from error
+        except (ValueError, RecursionError) as error:  # also a number of too many digits
+            raise DataError(place, f"found no valid JSON ({error}), expected one conversation") from error
+        return conversation_of(messages_of(record, place), place, self.media)
+
+
+class JsonLines(_JsonFile):
     """A file of conversations, one a line. Holds where lines begin, not the lines."""
 
     def __init__(self, path: str | Path, media_root: MediaRoot = None) -> None:
@@ -91,24 +129,12 @@ class JsonLines:
         """File and line of a conversation."""
         return f"{self.path.name}:{self._lines[index]}"
 
-    def fingerprint(self) -> str:
-        """A digest of the file."""
-        return self._fingerprint
-
-    def __getitem__(self, index: int) -> Conversation:
-        """Read one conversation.
-
-        Raises:
-            DataError: a line that is no JSON in UTF-8, or no conversation.
-        """
-        place = self.sample_id(index)
-        with self.path.open("rb") as file:
-            file.seek(self._offsets[index])
-            line = file.readline()
-        return _conversation(line, place, self.media)
+    def _read(self, file: BinaryIO, index: int) -> bytes:
+        file.seek(self._offsets[index])
+        return file.readline()
 
 
-class JsonList:
+class JsonList(_JsonFile):
     """A file with one list of records, as LLaVA's are. Holds where records begin and end, not the records."""
 
     def __init__(self, path: str | Path, media_root: MediaRoot = None) -> None:
@@ -175,20 +201,9 @@ class JsonList:
         """File and place in the list, counted from 0."""
         return f"{self.path.name}[{range(len(self))[index]}]"
 
-    def fingerprint(self) -> str:
-        """A digest of the file."""
-        return self._fingerprint
-
-    def __getitem__(self, index: int) -> Conversation:
-        """Read one conversation.
-
-        Raises:
-            DataError: a record that is no JSON in UTF-8, or no conversation.
-        """
-        with self.path.open("rb") as file:
-            file.seek(self._starts[index])
-            text = file.read(self._ends[index] - self._starts[index])
-        return _conversation(text, self.sample_id(index), self.media)
+    def _read(self, file: BinaryIO, index: int) -> bytes:
+        file.seek(self._starts[index])
+        return file.read(self._ends[index] - self._starts[index])
 
 
 def open_source(
@@ -236,13 +251,3 @@ def _begins_a_list(path: Path) -> bool:
             if chunk.strip():
                 return chunk.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
     return False
-
-
-def _conversation(text: bytes, place: str, media: MediaAccess) -> Conversation:
-    try:
-        record = json.loads(text.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise DataError(place, f"found bytes that are no UTF-8 ({error})") from error
-    except (ValueError, RecursionError) as error:  # also a number of too many digits
-        raise DataError(place, f"found no valid JSON ({error}), expected one conversation") from error
-    return conversation_of(messages_of(record, place), place, media)

@@ -9,7 +9,7 @@ position is one number for all, and a run may go on with other numbers of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from itertools import count
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from .errors import DataError
+from .fingerprints import check_position
 from .plan import Window
 from .rows import Row, RowDataset, without_loss
 
@@ -29,7 +30,7 @@ class BatchStream(Iterator[PackedBatch]):
 
     def __init__(
         self,
-        rows: Callable[[Window | None], RowDataset],
+        rows: RowDataset,
         *,
         dp_rank: int = 0,
         dp_size: int = 1,
@@ -39,18 +40,17 @@ class BatchStream(Iterator[PackedBatch]):
         """Start at the first row.
 
         Args:
-            rows: makes the split's rows, planned from a window.
+            rows: the split's, planned from the beginning.
             dp_rank: this data-parallel rank.
             dp_size: how many there are.
             micro_batch_size: rows of a microbatch.
             num_workers: processes that read and encode ahead; 0 for none.
         """
         _check_share(dp_rank, dp_size, micro_batch_size)
-        self._make_rows, self._num_workers = rows, num_workers
+        self._rows, self._num_workers = rows, num_workers
         self._first, self._micro_batch_size = dp_rank * micro_batch_size, micro_batch_size
         self._group = dp_size * micro_batch_size
         self._next_row, self._window = 0, Window()
-        self._rows = rows(None)
         self._batches: Iterator[tuple[PackedBatch, Window]] | None = None
 
     def __next__(self) -> PackedBatch:
@@ -104,10 +104,7 @@ class BatchStream(Iterator[PackedBatch]):
             ValueError: it was of other data or other rows, or stands in the middle of rows that were dealt out to
                 another number of ranks.
         """
-        found = self._rows.fingerprint()
-        differ = [f"{k} {found.get(k)}, expected {v}" for k, v in state["data"].items() if found.get(k) != v]
-        if differ:
-            raise ValueError(f"the position is of other data than this: found {'; '.join(differ)}")
+        check_position(self._rows.fingerprint(), state["data"])
         dealt, now = tuple(state["dealt"]), self._rows.dealt()
         if dealt != now and any(state["row"] % over for over, _ in (dealt, now)):
             raise ValueError(
@@ -116,7 +113,7 @@ class BatchStream(Iterator[PackedBatch]):
             )
         window = Window(**{**state["window"], "carried": tuple(state["window"]["carried"])})
         self._next_row, self._window = state["row"], window
-        self._rows, self._batches = self._make_rows(window), None
+        self._rows, self._batches = self._rows.begun_at(window), None
 
 
 class _Collate:

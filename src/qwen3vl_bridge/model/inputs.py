@@ -27,16 +27,7 @@ def as_model_inputs(
     input_ids: Tensor | None,
     *,
     labels: Tensor | None = None,
-    loss_mask: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    attention_mask: Tensor | None = None,
-    packed_seq_params: PackedSeqParams | None = None,
-    mm_token_type_ids: Tensor | None = None,
-    pixel_values: Tensor | None = None,
-    image_grid_thw: Tensor | None = None,
-    pixel_values_videos: Tensor | None = None,
-    video_grid_thw: Tensor | None = None,
-    **others: Any,
+    **arguments: Any,
 ) -> tuple[ModelInputs, CallerOrder | None]:
     """This rank's share of a whole batch as transformers or Megatron callers pass it.
 
@@ -46,13 +37,11 @@ def as_model_inputs(
     Args:
         config: the provider.
         groups: process groups.
-        input_ids, position_ids, attention_mask, packed_seq_params, mm_token_type_ids, pixel_values, image_grid_thw,
-            pixel_values_videos, video_grid_thw: as for `as_packed_batch`.
+        input_ids: as for `as_packed_batch`.
         labels: [B, S] already shifted, every one a token id: the model gives a loss for each, and the caller leaves
             out those that don't count. With `packed_seq_params` also [1, T], in the packed row's order. Or None for
             logits.
-        loss_mask: as labels, 0 where a label may be anything, such as -100. The caller multiplies the losses by it.
-        others: what other models take, see `arguments.REFUSED`; None alone is accepted.
+        arguments: the rest as for `as_packed_batch`; the caller multiplies the losses by `loss_mask`.
 
     Returns:
         The inputs, and how outputs come back to the caller's order; None where they lie in it.
@@ -61,21 +50,7 @@ def as_model_inputs(
         ValueError: shapes that don't belong together, masks with holes, pictures that don't fit the tokens.
         TypeError: an unknown argument.
     """
-    check_others(others)
-    batch, arranged = as_packed_batch(
-        config,
-        input_ids,
-        labels=labels,
-        loss_mask=loss_mask,
-        position_ids=position_ids,
-        attention_mask=attention_mask,
-        packed_seq_params=packed_seq_params,
-        mm_token_type_ids=mm_token_type_ids,
-        pixel_values=pixel_values,
-        image_grid_thw=image_grid_thw,
-        pixel_values_videos=pixel_values_videos,
-        video_grid_thw=video_grid_thw,
-    )
+    batch, arranged = as_packed_batch(config, input_ids, labels=labels, **arguments)
     ranks = sequence_ranks(config, groups)
     order = _way_back(arranged, labels, ranks["cp_size"])
     assert input_ids is not None
@@ -97,6 +72,7 @@ def as_packed_batch(
     image_grid_thw: Tensor | None = None,
     pixel_values_videos: Tensor | None = None,
     video_grid_thw: Tensor | None = None,
+    **others: Any,
 ) -> tuple[PackedBatch, Arrangement]:
     """A whole batch in a caller's convention as one of ours.
 
@@ -113,6 +89,7 @@ def as_packed_batch(
         mm_token_type_ids: [B, S], 1 for image and 2 for video tokens, as the processor gives them; checked only.
         pixel_values, image_grid_thw: patches and grids of the images, as the processor gives them.
         pixel_values_videos, video_grid_thw: the same of videos.
+        others: what other models take, see `arguments.REFUSED`; None alone is accepted.
 
     Returns:
         The batch, and where the caller's tokens lie in it. What was worked out is on the host, pixels and labels are
@@ -120,7 +97,9 @@ def as_packed_batch(
 
     Raises:
         ValueError: shapes that don't belong together, masks with holes, pictures that don't fit the tokens.
+        TypeError: an unknown argument.
     """
+    check_others(others)
     if labels is None and loss_mask is not None:
         raise ValueError("loss_mask is given without labels, expected both or neither")
     if input_ids is None or input_ids.dim() != 2 or input_ids.is_floating_point() or not input_ids.numel():

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Protocol
 
+from qwen3vl_bridge.data.fingerprints import check_position
+
 import torch
 from megatron.bridge.data.base import DatasetProvider
 from megatron.bridge.data.builders.direct_hf_sft import DirectHFSFTDatasetConfig
@@ -178,10 +180,7 @@ class SampledStream(Iterator[Mapping[str, Any]]):
             ValueError: it was of other data, of data in another order, or in the middle of a global batch that
                 cannot be left there.
         """
-        then, now = state.get("data", {}), self._identity
-        names = sorted(then.keys() | now.keys())
-        if differ := [f"{n} {now.get(n)}, expected {then.get(n)}" for n in names if now.get(n) != then.get(n)]:
-            raise ValueError(f"the position is of other data than this: found {'; '.join(differ)}")
+        check_position(self._identity, state.get("data", {}))
         if state["samples"] % self._unit:
             raise ValueError(f"the position is after {state['samples']} samples, expected a multiple of {self._unit}")
         self._samples, self._batches = state["samples"], None

@@ -1,0 +1,33 @@
+"""Whether data are still what a position, or a packing, was made of.
+
+What lives here: comparing what must be the same. What may not: what that is, which each source and stream knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def differences(found: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
+    """What differs, in words; nothing if all is the same."""
+    names = dict.fromkeys((*expected, *found))
+    return "; ".join(
+        f"{name} {found.get(name)}, expected {expected.get(name)}"
+        for name in names
+        if found.get(name) != expected.get(name)
+    )
+
+
+def check_position(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Refuses a position in other data.
+
+    Args:
+        found: what these data are.
+        expected: what those were that the position is in.
+
+    Raises:
+        ValueError: they differ.
+    """
+    if differ := differences(found, expected):
+        raise ValueError(f"the position is of other data than this: found {differ}")
