@@ -1,66 +1,63 @@
-"""Run by torchrun: losses and gradients of a model that is split over ranks, beside transformers' on each of them.
+"""Run by torchrun: a model that is split over ranks trains for two steps, as transformers did in one process.
 
-torchrun --nproc_per_node N -m tests.parity.on_ranks OUTPUT DENSE_FOLDER MOE_FOLDER
+torchrun --nproc_per_node N -m tests.parity.on_ranks OUTPUT CASES FOLDERS
+
+CASES is a JSON list of [family, topology, content, rows]; FOLDERS a JSON object with the Hugging Face folder of each
+family, in which `reference_<content>.pt` lies beside the model.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import sys
-from dataclasses import dataclass, field
+import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.logs import quiet
-from qwen3vl_bridge.parallel import sequence_ranks
-from qwen3vl_bridge.sequence import SequenceLayout, token_index
+from qwen3vl_bridge.sequence import PackedBatch, SequenceLayout
+from qwen3vl_bridge.training.loop import forward_backward, train_step
+from qwen3vl_bridge.training.run import Run, assemble
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from megatron.bridge import AutoBridge
+from megatron.bridge.training.optim import setup_optimizer
 
-from .batches import Sample, make_batch, make_samples, run_reference
-from .conftest import Pair, make_pair
+from recipes.digits import qwen3_vl_digits_sft_config
 
-SEEDS = {"mixed": 7, "text only": 9, "many images": 11, "image and video": 13}
-_TP2 = dict(tensor_model_parallel_size=2)
-_SP = dict(_TP2, sequence_parallel=True)
-
-
-@dataclass(frozen=True)
-class Topology:
-    """How a model is split.
-
-    Attributes:
-        ranks: how many it needs.
-        fields: of the provider.
-        families: the models it is for.
-    """
-
-    ranks: int
-    fields: dict[str, Any] = field(default_factory=dict)
-    families: tuple[str, ...] = ("dense", "MoE")
+from .batches import Sample, make_batch
+from .references import ADAM, CLIP, DECAY, MICROBATCHES, STEPS, step_samples
+from .topologies import TOPOLOGIES, Topology
 
 
-TOPOLOGIES = {
-    "TP2": Topology(2, _TP2, families=("dense",)),  # megatron-core trains experts under TP with SP alone
-    "TP2+SP": Topology(2, _SP),
-    "CP2": Topology(2, dict(context_parallel_size=2)),
-    "DP2": Topology(2),
-    "DP2+EP2": Topology(2, dict(expert_model_parallel_size=2), families=("MoE",)),
-    "CP2+EP2": Topology(2, dict(context_parallel_size=2, expert_model_parallel_size=2), families=("MoE",)),
-    "TP2+SP+EP2": Topology(
-        2, dict(_SP, expert_model_parallel_size=2, expert_tensor_parallel_size=1), families=("MoE",)
-    ),
-    "CP4": Topology(4, dict(context_parallel_size=4)),
-    "TP2+SP+CP2": Topology(4, dict(_SP, context_parallel_size=2)),
-    "DP2+CP2": Topology(4, dict(context_parallel_size=2)),
-    "TP2+SP+CP2+EP2": Topology(
-        4,
-        dict(_SP, context_parallel_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1),
-        families=("MoE",),
-    ),
-    "DP2+CP2+EP2": Topology(4, dict(context_parallel_size=2, expert_model_parallel_size=2), families=("MoE",)),
-}
+def configuration(folder: str, topology: Topology) -> Any:
+    """The digits recipe with the reference's optimizer, for a model that is split."""
+    unused = Path("unused")
+    cfg = qwen3_vl_digits_sft_config(hf_path=folder, data_path=unused, megatron_path=unused, save=unused)
+    cfg.model = AutoBridge.from_hf_pretrained(folder).to_megatron_provider(load_weights=True)
+    cfg.model.seq_length = cfg.dataset.seq_length
+    for name, value in topology.fields.items():
+        assert hasattr(cfg.model, name), name
+        setattr(cfg.model, name, value)
+    if cfg.model.moe_layers:
+        cfg.model.moe_aux_loss_coeff = 0.0  # the reference's loss has no balancing term
+    cfg.checkpoint.pretrained_checkpoint = cfg.checkpoint.load = cfg.checkpoint.save = None
+    cfg.train.global_batch_size, cfg.train.train_iters = MICROBATCHES, STEPS
+    cfg.ddp.use_megatron_fsdp = False
+    cfg.ddp.data_parallel_sharding_strategy = "no_shard"
+    cfg.checkpoint.ckpt_format = "torch_dist"
+    cfg.ddp.use_distributed_optimizer = cfg.optimizer.use_distributed_optimizer = topology.distributed_optimizer
+    cfg.scheduler.lr_decay_style, cfg.scheduler.lr_warmup_iters = "constant", 0
+    cfg.scheduler.start_weight_decay = cfg.scheduler.end_weight_decay = DECAY
+    optimizer, (beta1, beta2) = cfg.optimizer, ADAM["betas"]
+    optimizer.lr = optimizer.min_lr = ADAM["lr"]
+    optimizer.adam_eps, optimizer.adam_beta1, optimizer.adam_beta2 = ADAM["eps"], beta1, beta2
+    optimizer.weight_decay, optimizer.clip_grad = DECAY, CLIP
+    return cfg
 
 
 def layout_of(samples: list[Sample], *, packed: bool, multiple: int) -> SequenceLayout:
@@ -72,65 +69,101 @@ def layout_of(samples: list[Sample], *, packed: bool, multiple: int) -> Sequence
     return SequenceLayout.rows(lengths, -(-(max(lengths) + 1) // multiple) * multiple)
 
 
-def compare(pair: Pair, content: str, *, packed: bool) -> dict[str, float]:
-    """The largest errors of losses, absolute, and of gradients, relative to the largest entry of each."""
-    pair.zero_grad()
-    groups = pair.provider._pg_collection
-    samples = make_samples(content, pair.config, SEEDS[content])
-    logits, loss = run_reference(pair.reference, samples)
-    loss.backward()
-    own = samples[groups.dp.rank() :: groups.dp.size()]
-    expected = [
-        F.cross_entropy(one, sample.labels, reduction="none") * sample.loss_mask
-        for one, sample in list(zip(logits, samples, strict=True))[groups.dp.rank() :: groups.dp.size()]
-    ]
-    multiple = 2 * groups.cp.size() * groups.tp.size()
-    batch = make_batch(own, pair.config, layout=layout_of(own, packed=packed, multiple=multiple))
-    ranks = sequence_ranks(pair.provider, groups)
-    inputs = batch.local(**ranks)
-    losses = pair.megatron(inputs=inputs) * inputs.loss_mask
-    losses.sum().backward()
-    whole = torch.zeros(batch.layout.total)
-    index = token_index(batch.layout, ranks["cp_size"], ranks["cp_rank"])
-    whole[index.T.flatten()] = losses.detach().flatten()
-    dist.all_reduce(whole, group=groups.cp)
-    found = whole[~batch.layout.padding_mask()]
-    return {
-        "loss": (found - torch.cat(expected).detach()).abs().max().item(),
-        "gradient": gradient_error(pair),
-    }
+class Split:
+    """A model that is split, and the way back to where it began."""
+
+    def __init__(self, folder: str, topology: Topology) -> None:
+        self.run: Run = assemble(configuration(folder, topology))
+        self.bridge = AutoBridge.from_hf_pretrained(folder)
+        self.hf_config = self.bridge.hf_pretrained.config
+        self.parameters = [p for chunk in self.run.model for p in chunk.parameters()]
+        self.start = [p.detach().clone() for p in self.parameters]
+
+    def begin(self, batches: Iterator[PackedBatch]) -> None:
+        """The first weights, an optimizer that has seen nothing, and what it will see."""
+        run = self.run
+        with torch.no_grad():
+            for p, first in zip(self.parameters, self.start, strict=True):
+                p.copy_(first)
+        run.optimizer, run.scheduler = setup_optimizer(
+            run.cfg.optimizer, run.cfg.scheduler, run.model, pg_collection=run.groups
+        )
+        run.cfg.model.grad_scale_func = run.optimizer.scale_loss
+        for chunk in run.model:
+            chunk.zero_grad_buffer()
+        run.optimizer.zero_grad()  # a gradient that lies in the buffer would be added to it
+        run.stream = batches
+
+    def exported(self) -> dict[str, torch.Tensor]:
+        """Weights of the whole model, under Hugging Face names, on every rank."""
+        exported = self.bridge.export_hf_weights(self.run.model, cpu=True, show_progress=False)
+        return {name: tensor.clone() for name, tensor in exported}
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Gradients in the same way: conversion is linear and only moves numbers."""
+        weights = [p.data for p in self.parameters]
+        for p in self.parameters:
+            p.data = p.main_grad.clone()
+        gradients = self.exported()
+        for p, weight in zip(self.parameters, weights, strict=True):
+            p.data = weight
+        return gradients
+
+    def batches(self, content: str, rows: str) -> Iterator[PackedBatch]:
+        """This data-parallel rank's microbatches of all steps."""
+        groups = self.run.groups
+        multiple = 2 * groups.cp.size() * groups.tp.size()
+        for step in range(STEPS):
+            for samples in step_samples(content, self.hf_config, step)[groups.dp.rank() :: groups.dp.size()]:
+                layout = layout_of(samples, packed=rows == "packed", multiple=multiple)
+                yield make_batch(samples, self.hf_config, layout=layout)
 
 
-def gradient_error(pair: Pair) -> float:
-    """Of gradients added up as megatron-core's `finalize_model_grads` does.
-
-    Over ranks that see different tokens; and norms of single heads over those that have different heads.
-    """
-    groups = pair.provider._pg_collection
-    for name, p in pair.megatron.named_parameters():
-        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        if getattr(p, "sequence_parallel", False) or "q_layernorm" in name or "k_layernorm" in name:
-            dist.all_reduce(p.grad, group=groups.tp)
-        dist.all_reduce(p.grad, group=groups.dp_cp if getattr(p, "allreduce", True) else groups.expt_dp)
-    return max(pair.gradient_errors().values())
+def worst(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], scale: float | None = None) -> float:
+    """The largest error of any tensor, in units of `scale` or of its own largest entry."""
+    tied = {"lm_head.weight"} - found.keys()
+    assert found.keys() == expected.keys() - tied, found.keys() ^ expected.keys()
+    return max(
+        ((found[name] - expected[name]).abs().max() / (scale or expected[name].abs().max().clamp(min=1e-6))).item()
+        for name in found
+    )
 
 
-def main(output: str, dense: str, moe: str) -> None:
-    """Every topology of so many ranks; rank 0 writes the largest errors of all ranks."""
+def compare(split: Split, topology: Topology, content: str, rows: str, expected: dict[str, Any]) -> dict[str, float]:
+    """Errors of losses and gradient norms, relative; of gradients; and of weights, in units of the learning rate."""
+    run = split.run
+    split.begin(split.batches(content, rows))
+    mine = MICROBATCHES // run.groups.dp.size()
+    first, again = itertools.tee(itertools.islice(run.stream, mine))
+    errors = {}
+    if not topology.distributed_optimizer:  # which leaves each rank a part of the gradients
+        forward_backward(run, first, mine, forward_only=False)
+        errors["gradient"] = worst(split.gradients(), expected["gradients"])
+    run.stream = itertools.chain(again, run.stream)
+    logs = [train_step(run) for _ in range(STEPS)]
+    for name, kind in (("loss", "losses"), ("grad_norm", "norms")):
+        errors[name] = max(abs(log[name] / value - 1) for log, value in zip(logs, expected[kind], strict=True))
+    errors["weight"] = worst(split.exported(), expected["weights"], scale=ADAM["lr"])
+    return errors
+
+
+def main(output: str, cases: list[list[str]], folders: dict[str, str]) -> None:
+    """Every case; rank 0 writes the largest errors of all ranks, and how long each took."""
     found, world = {}, int(os.environ["WORLD_SIZE"])
-    for name, topology in TOPOLOGIES.items():
-        if topology.ranks != world:
-            continue
-        for family, folder in (("dense", dense), ("MoE", moe)):
-            if family not in topology.families:
-                continue
-            pair = make_pair(folder, moe_aux_loss_coeff=0.0, **topology.fields)
-            for content in SEEDS:
-                for packed in (True, False):
-                    errors = compare(pair, content, packed=packed)
-                    worst = torch.tensor(list(errors.values()))
-                    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-                    found[family, name, content, packed] = dict(zip(errors, worst.tolist(), strict=True))
+    for (family, name), group in itertools.groupby(cases, key=lambda case: case[:2]):
+        topology, folder = TOPOLOGIES[name], folders[family]
+        assert topology.ranks == world, name
+        split = Split(folder, topology)
+        for _, _, content, rows in group:
+            started = time.perf_counter()
+            expected = torch.load(Path(folder) / f"reference_{content}.pt", mmap=True)
+            errors = compare(split, topology, content, rows, expected)
+            values = torch.tensor(list(errors.values()))
+            dist.all_reduce(values, op=dist.ReduceOp.MAX)
+            seconds = time.perf_counter() - started
+            found[family, name, content, rows] = dict(zip(errors, values.tolist(), strict=True), seconds=seconds)
+            if dist.get_rank() == 0:
+                print(family, name, content, rows, found[family, name, content, rows], flush=True)
     if dist.get_rank() == 0:
         torch.save(found, output)
     dist.barrier()
@@ -140,4 +173,4 @@ def main(output: str, dense: str, moe: str) -> None:
 if __name__ == "__main__":
     quiet()
     torch.set_num_threads(1)
-    main(*sys.argv[1:])
+    main(sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3]))

@@ -42,13 +42,15 @@ class DeepStackLayer(TransformerLayer):
         """As TransformerLayer.forward.
 
         Args:
-            context: [t, K, h] features of this rank's vision tokens, one slice for each of the first t layers.
+            context: [t, K, h] features of this rank's vision tokens, one slice for each of the first text layers. On a
+                later pipeline stage, the last t of them.
             context_mask: [K] place of each vision token in the hidden states flattened from [s, b].
         """
         hidden, _ = super().forward(*args, context=None, context_mask=None, **kwargs)
-        layer = self.layer_number - 1
-        if context is not None and layer < len(context):
-            hidden = hidden.flatten(0, 1).index_add(0, context_mask, context[layer].to(hidden.dtype)).view_as(hidden)
+        layer, taps = self.layer_number - 1, len(self.config.vision_config.deepstack_visual_indexes)
+        if context is not None and layer < taps:
+            features = context[layer - taps].to(hidden.dtype)  # counted from the end, where stages' slices agree
+            hidden = hidden.flatten(0, 1).index_add(0, context_mask, features).view_as(hidden)
         return hidden, context
 
 

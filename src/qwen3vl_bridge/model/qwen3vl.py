@@ -15,6 +15,7 @@ from qwen3vl_bridge.model.inputs import as_model_inputs
 from qwen3vl_bridge.model.layers import text_block_spec
 from qwen3vl_bridge.model.parts import Part, part_of
 from qwen3vl_bridge.model.rope import InterleavedMRoPE, scaled_frequencies
+from qwen3vl_bridge.model.stages import Stage
 from qwen3vl_bridge.model.vision import Qwen3VLVisionModel
 from qwen3vl_bridge.parallel import scatter_sequence, sum_gradients_over_sequence
 from qwen3vl_bridge.provider import Qwen3VLModelProvider
@@ -25,6 +26,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
 
@@ -112,12 +114,12 @@ class Qwen3VLModel(MegatronModule):
             config, pg_collection, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage
         )
         self.model_type = self.language_model.model_type
-        taps, layers = len(config.vision_config.deepstack_visual_indexes), len(self.language_model.decoder.layers)
-        if pre_process and layers < taps:
-            raise ValueError(
-                f"the first pipeline stage has {layers} layers, expected at least {taps}: DeepStack features of "
-                f"{taps} taps don't travel to later stages yet"
-            )
+        self.stage = Stage.of(
+            taps=len(config.vision_config.deepstack_visual_indexes),
+            first_layer=get_transformer_layer_offset(config, vp_stage, pg_collection.pp.rank()),
+            layers=len(self.language_model.decoder.layers),
+        )
+        self.arrived: Tensor | None = None
 
     def forward(
         self,
@@ -138,7 +140,8 @@ class Qwen3VLModel(MegatronModule):
 
         Returns:
             [b, s] float32 loss of each token where there are labels, else logits [b, s, padded vocabulary / tp]. A
-            caller's own batch comes back in the caller's token order, see `conventions.Arrangement.way_back`.
+            caller's own batch comes back in the caller's token order, see `conventions.Arrangement.way_back`. Of a
+            pipeline stage that is not the last, what the next one is to be given, see `stages`.
         """
         order, given = None, (input_ids, position_ids, attention_mask, labels, *pictures_and_packing.values())
         if inputs is not None and any(argument is not None for argument in given):
@@ -153,7 +156,7 @@ class Qwen3VLModel(MegatronModule):
                 labels=labels,
                 **pictures_and_packing,
             )
-        hidden, deepstack = self.embed(inputs) if self.pre_process else (None, None)
+        hidden, deepstack = self.embed(inputs) if self.pre_process else self.receive(inputs)
         output = self.language_model(
             inputs.input_ids,
             inputs.position_ids,
@@ -164,7 +167,9 @@ class Qwen3VLModel(MegatronModule):
             padding_mask=inputs.padding_mask,
             extra_block_kwargs=deepstack,
         )
-        return output if order is None or not self.post_process else order.restore(output)
+        if not self.post_process:
+            return self.stage.load(output, deepstack["context"])
+        return output if order is None else order.restore(output)
 
     def encode(self, vision: VisionInputs | None, device: torch.device) -> tuple[Tensor, Tensor]:
         """Vision tokens [M, h] and DeepStack features [t, M, h] of all pictures.
@@ -210,9 +215,19 @@ class Qwen3VLModel(MegatronModule):
             if frozen[part_of(name)]:
                 parameter.requires_grad = False
 
-    def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:
-        """Take the hidden states that the previous pipeline stage sent."""
-        self.language_model.set_input_tensor(input_tensor)
+    def set_input_tensor(self, input_tensor: Tensor | list[Tensor | None] | None) -> None:
+        """Take what the previous pipeline stage sent, for the next `forward`."""
+        self.arrived = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+
+    def receive(self, inputs: ModelInputs) -> tuple[None, dict[str, Tensor]]:
+        """As `embed`, on a later pipeline stage; megatron-core's decoder takes the hidden states beforehand there."""
+        if self.arrived is None:
+            raise ValueError("this is no first pipeline stage: expected set_input_tensor before forward")
+        arrived, self.arrived = self.arrived, None
+        where = inputs.deepstack or VisionRows.none(arrived.device)
+        hidden, features = self.stage.unload(arrived, len(inputs.input_ids), len(where.positions))
+        self.language_model.set_input_tensor(hidden)
+        return None, dict(context=features, context_mask=where.positions)
 
     def shared_embedding_or_output_weight(self) -> Tensor | None:
         """The weight that the first and the last stage share when embeddings are tied."""

@@ -41,7 +41,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from qwen3vl_bridge.training.loop import Run
+    from qwen3vl_bridge.training.run import Run
 
 logger = logging.getLogger(__name__)
 

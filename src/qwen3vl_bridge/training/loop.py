@@ -1,109 +1,35 @@
 """A small training loop for machines without CUDA: Megatron-Bridge's configuration, megatron-core's schedule.
 
 What lives here: set-up, the loop over steps, evaluation. On CUDA Megatron-Bridge's own `finetune()` does this. What
-may not: the step (`step.py`), what a checkpoint holds (`checkpoint.py`).
-
-It shards nothing: where a recipe asks for Megatron-FSDP, which does not train correctly on gloo, this loop uses
-megatron-core's DistributedDataParallel. Checkpoints have the layout of Megatron-FSDP all the same.
+may not: what a run is made of (`run.py`), the step (`step.py`), what a checkpoint holds (`checkpoint.py`).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import json
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from qwen3vl_bridge.checkpoint.megatron_folder import find_iteration
 from qwen3vl_bridge.checkpoint.staging import replace_file
-from qwen3vl_bridge.parallel import sum_over_data_parallel
+from qwen3vl_bridge.parallel import sum_losses
 from qwen3vl_bridge.training import checkpoint
-from qwen3vl_bridge.training.process_group import initialize
 from qwen3vl_bridge.training.progress import Progress
+from qwen3vl_bridge.training.run import Run, assemble
 from qwen3vl_bridge.training.step import forward_step
-from qwen3vl_bridge.training.streams import Data, open_data
+from qwen3vl_bridge.training.streams import open_data
 
 import torch
 from megatron.bridge.training.config import ConfigContainer
-from megatron.bridge.training.optim import setup_optimizer
-from megatron.bridge.training.state import GlobalState, TrainState
-from megatron.bridge.utils.yaml_utils import dump_dataclass_to_yaml
-from megatron.core.distributed import finalize_model_grads
-from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class Run:
-    """All that a training run is made of."""
-
-    cfg: ConfigContainer
-    state: GlobalState
-    model: list[torch.nn.Module]
-    optimizer: MegatronOptimizer
-    scheduler: OptimizerParamScheduler
-    data: Data
-    stream: Any
-    groups: ProcessGroupCollection
-    config_yaml: str  # as the recipe has it, before this loop replaces what needs CUDA
-
-    @property
-    def progress(self) -> TrainState:
-        """Steps and samples done."""
-        return self.state.train_state
-
-
-def _refuse_what_would_be_ignored(cfg: ConfigContainer) -> None:
-    wrong = {
-        "peft": cfg.peft is not None,
-        "model.fp16": cfg.model.fp16,
-        "train.train_samples": cfg.train.train_samples is not None,
-        "train.rampup_batch_size": cfg.train.rampup_batch_size is not None,
-        "train.exit_interval": cfg.train.exit_interval is not None,
-        "train.exit_duration_in_mins": cfg.train.exit_duration_in_mins is not None,
-        "validation.eval_micro_batch_size (other than train.micro_batch_size)": (
-            cfg.validation.eval_micro_batch_size not in (None, cfg.train.micro_batch_size)
-        ),
-        "optimizer.optimizer (other than 'adam')": cfg.optimizer.optimizer != "adam",
-    }
-    if found := [name for name, is_set in wrong.items() if is_set]:
-        raise ValueError(f"the loop for CPUs does not follow {', '.join(found)}; leave it unset")
-    if cfg.dataset.seq_length != cfg.model.seq_length:
-        raise ValueError(
-            f"dataset.seq_length is {cfg.dataset.seq_length}, expected model.seq_length, {cfg.model.seq_length}"
-        )
-
-
-def _refuse_model_parallelism(cfg: ConfigContainer) -> None:
-    for name in ("tensor", "pipeline", "context", "expert"):
-        size = getattr(cfg.model, f"{name}_{'model_' if name != 'context' else ''}parallel_size")
-        if size > 1:
-            raise ValueError(f"{name} parallelism is {size}, expected 1: the loop for CPUs only repeats the model")
-
-
-def _without_sharding(cfg: ConfigContainer) -> None:
-    """Replace what only works on CUDA, after the configuration has been checked as it stands."""
-    if cfg.ddp.use_megatron_fsdp or cfg.optimizer.use_distributed_optimizer:
-        logger.warning("Megatron-FSDP and the distributed optimizer need CUDA: training with DistributedDataParallel")
-    cfg.ddp = dataclasses.replace(
-        cfg.ddp,
-        use_megatron_fsdp=False,
-        use_distributed_optimizer=False,
-        overlap_grad_reduce=False,
-        overlap_param_gather=False,
-    )
-    cfg.dist.use_megatron_fsdp = cfg.optimizer.use_distributed_optimizer = False
 
 
 def set_up(cfg: ConfigContainer) -> Run:
@@ -116,39 +42,16 @@ def set_up(cfg: ConfigContainer) -> Run:
         ValueError: settings this loop cannot honour.
         CheckpointError: a checkpoint that is not there or does not fit.
     """
-    _refuse_model_parallelism(cfg)
-    _refuse_what_would_be_ignored(cfg)
     pretrained = cfg.checkpoint.pretrained_checkpoint and find_iteration(Path(cfg.checkpoint.pretrained_checkpoint))
-    cfg.validate()
-    config_yaml = dump_dataclass_to_yaml(cfg.to_dict())
-    _without_sharding(cfg)
-    groups = initialize(cfg.model, cfg.rng.seed)
-    # A backward pass outside a schedule leaves a scale of another shape behind, which a schedule's does not fit.
-    MoEAuxLossAutoScaler.main_loss_backward_scale = None
-    share = cfg.train.micro_batch_size * groups.dp.size()
-    if cfg.train.global_batch_size % share:
-        raise ValueError(
-            f"train.global_batch_size is {cfg.train.global_batch_size}, expected a multiple of {share}: "
-            f"micro_batch_size times {groups.dp.size()} data-parallel ranks"
-        )
-    model = cfg.model.provide_distributed_model(
-        ddp_config=cfg.ddp, use_cpu_initialization=True, pg_collection=groups, data_parallel_random_init=False
-    )
-    optimizer, scheduler = setup_optimizer(cfg.optimizer, cfg.scheduler, model, pg_collection=groups)
-    model_config = cfg.model
-    model_config.grad_scale_func = optimizer.scale_loss
-    model_config.finalize_model_grads_func = functools.partial(finalize_model_grads, pg_collection=groups)
-    state = GlobalState()
-    state.cfg, state._train_state = cfg, TrainState()
-    data = open_data(cfg, groups)
-    stream = data.stream("train", **_data_share(cfg, groups))
-    run = Run(cfg, state, model, optimizer, scheduler, data, stream, groups, config_yaml)
+    run = assemble(cfg)
+    run.data = open_data(cfg, run.groups)
+    run.stream = run.data.stream("train", **_data_share(cfg, run.groups))
     resumed = cfg.checkpoint.load and checkpoint.latest(cfg.checkpoint.load)
     if resumed:
         checkpoint.load(resumed, run)
         logger.info("resumed from %s at step %d", resumed, run.progress.step)
     elif pretrained:
-        checkpoint.load_weights(pretrained, model)
+        checkpoint.load_weights(pretrained, run.model)
     return run
 
 
@@ -156,19 +59,25 @@ def _data_share(cfg: ConfigContainer, groups: ProcessGroupCollection) -> dict[st
     return dict(dp_rank=groups.dp.rank(), dp_size=groups.dp.size(), micro_batch_size=cfg.train.micro_batch_size)
 
 
-def _forward_backward(run: Run, batches: Iterator, microbatches: int, *, forward_only: bool) -> torch.Tensor:
+def forward_backward(
+    run: Run, batches: Iterator, microbatches: int, *, forward_only: bool, step: Callable = forward_step
+) -> torch.Tensor:
     """Several microbatches through the schedule; returns [sum of losses, number of tokens] over all ranks."""
+    # Each virtual pipeline stage reads every batch.
+    iterators = list(itertools.tee(itertools.islice(batches, microbatches), len(run.model)))
     reports = get_forward_backward_func()(
-        forward_step_func=functools.partial(forward_step, run.state),
-        data_iterator=batches,
+        forward_step_func=functools.partial(step, run.state),
+        data_iterator=iterators if len(iterators) > 1 else iterators[0],
         model=run.model,
         num_microbatches=microbatches,
         seq_length=run.cfg.model.seq_length,
         micro_batch_size=run.cfg.train.micro_batch_size,
         forward_only=forward_only,
+        p2p_communicator=P2PCommunicator(run.groups.pp, run.cfg.model) if run.groups.pp.size() > 1 else None,
         pg_collection=run.groups,
     )
-    return sum_over_data_parallel(torch.stack([report["lm loss"].double() for report in reports]).sum(0), run.groups)
+    nothing = torch.zeros(2, dtype=torch.float64)  # stages before the last have no losses
+    return sum_losses(sum((report["lm loss"].double() for report in reports), start=nothing), run.groups)
 
 
 def train_step(run: Run) -> dict[str, float]:
@@ -178,7 +87,7 @@ def train_step(run: Run) -> dict[str, float]:
         chunk.zero_grad_buffer()
     run.optimizer.zero_grad()
     microbatches = cfg.train.global_batch_size // (cfg.train.micro_batch_size * run.groups.dp.size())
-    loss, tokens = _forward_backward(run, run.stream, microbatches, forward_only=False).tolist()
+    loss, tokens = forward_backward(run, run.stream, microbatches, forward_only=False).tolist()
     learning_rate = run.optimizer.param_groups[0]["lr"]
     updated, gradient_norm, _ = run.optimizer.step()
     if not updated:
@@ -205,7 +114,7 @@ def evaluate(run: Run) -> dict[str, float]:
     most = cfg.validation.eval_iters * cfg.validation.eval_global_batch_size
     most //= share["dp_size"] * share["micro_batch_size"]
     batches = list(itertools.islice(run.data.evaluation("valid", **share), most))
-    loss, tokens = _forward_backward(run, iter(batches), len(batches), forward_only=True).tolist()
+    loss, tokens = forward_backward(run, iter(batches), len(batches), forward_only=True).tolist()
     for chunk in run.model:
         chunk.train()
     return {"step": run.progress.step, "valid_loss": loss / max(tokens, 1)}

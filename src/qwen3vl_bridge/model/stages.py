@@ -1,0 +1,77 @@
+"""What one pipeline stage hands to the next: hidden states, and the DeepStack features that later layers need.
+
+What lives here: how both travel as one tensor, and how many features go where. What may not: sending and receiving,
+which are megatron-core's schedules'; which rank holds which stage, which is megatron-core's too.
+
+Pipeline stages exchange one tensor of three dimensions. Features of later stages' layers are appended to it, for this
+rank's vision tokens alone, so they cost what they hold and their gradients come back the same way. The other way, a
+vision tower on every stage that needs features, costs its parameters and its work again.
+Legend: s, b local tokens and rows, h hidden size, t features, K vision tokens of a rank, n chunks of the pipeline.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.utils import make_viewless_tensor
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Stage:
+    """How many DeepStack features a part of the model receives and passes on, the last ones of all.
+
+    Attributes:
+        received: t features of this part's layers and those behind it; all of them on the first part.
+        sent: t features of the layers behind it.
+    """
+
+    received: int
+    sent: int
+
+    @classmethod
+    def of(cls, taps: int, first_layer: int, layers: int) -> Self:
+        """The part that has `layers` text layers from `first_layer` on, of a model with so many DeepStack taps."""
+        return cls(received=max(taps - first_layer, 0), sent=max(taps - first_layer - layers, 0))
+
+    def unload(self, arrived: Tensor, rows: int, tokens: int) -> tuple[Tensor, Tensor]:
+        """What the previous stage loaded.
+
+        Args:
+            arrived: [s, b, h], or [s * b + t * K, 1, h] where features came along.
+            rows: b.
+            tokens: K.
+
+        Returns:
+            Hidden states [s, b, h] and features [t, K, h].
+        """
+        if not self.received:
+            return arrived, arrived.new_empty(0, tokens, arrived.size(-1))
+        hidden, features = arrived.split([len(arrived) - self.received * tokens, self.received * tokens])
+        width = arrived.size(-1)
+        return hidden.view(-1, rows, width), features.view(self.received, tokens, width)
+
+    def load(self, hidden: Tensor, features: Tensor) -> Tensor:
+        """[s, b, h] and this stage's own features [t, K, h] -> what the next stage unloads.
+
+        It is no view, or the schedules could not free it once it is sent.
+        """
+        if not self.sent:
+            return make_viewless_tensor(hidden, requires_grad=hidden.requires_grad, keep_graph=True)
+        behind = features[self.received - self.sent :].to(hidden.dtype)
+        return torch.cat([part.reshape(-1, 1, part.size(-1)) for part in (hidden, behind)])
+
+
+def features_travel(config: TransformerConfig, taps: int) -> bool:
+    """Whether a stage other than the first has one of the first `taps` text layers.
+
+    Tensors between stages then differ in size from one microbatch to the next.
+    """
+    if config.pipeline_model_parallel_size == 1:
+        return False
+    interleaved = config.virtual_pipeline_model_parallel_size is not None
+    return get_transformer_layer_offset(config, 0 if interleaved else None, pp_rank=1) < taps

@@ -1,0 +1,153 @@
+"""What a training run is made of: model, optimizer and schedule from Megatron-Bridge's configuration.
+
+What lives here: assembling these on a machine without CUDA, and refusing what the small loop does not follow. What may
+not: data and checkpoints, the steps (`loop.py`).
+
+It shards nothing: where a recipe asks for Megatron-FSDP, which does not train correctly on gloo, the loop uses
+megatron-core's DistributedDataParallel. Checkpoints have the layout of Megatron-FSDP all the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from qwen3vl_bridge.training.process_group import initialize
+from qwen3vl_bridge.training.streams import Data
+
+import torch
+from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.training.optim import setup_optimizer
+from megatron.bridge.training.state import GlobalState, TrainState
+from megatron.bridge.utils.yaml_utils import dump_dataclass_to_yaml
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+logger = logging.getLogger(__name__)
+
+_SPLITS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+)
+
+
+@dataclass
+class Run:
+    """All that a training run is made of.
+
+    Attributes:
+        cfg: the configuration, complete.
+        state: what Megatron-Bridge's forward step reads.
+        model: this rank's part of the model, a chunk for each of its virtual pipeline stages.
+        optimizer, scheduler: megatron-core's.
+        groups: this rank's process groups.
+        config_yaml: the configuration as the recipe has it, before what needs CUDA was replaced.
+        data, stream: where batches come from, once there is any.
+    """
+
+    cfg: ConfigContainer
+    state: GlobalState
+    model: list[torch.nn.Module]
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+    groups: ProcessGroupCollection
+    config_yaml: str
+    data: Data | None = None
+    stream: Any = None
+
+    @property
+    def progress(self) -> TrainState:
+        """Steps and samples done."""
+        return self.state.train_state
+
+
+def assemble(cfg: ConfigContainer) -> Run:
+    """Everything but data, with the weights that the provider loads or starts from.
+
+    Args:
+        cfg: a recipe's configuration. It is validated, and completed in place.
+
+    Raises:
+        ValueError: settings this loop cannot honour.
+    """
+    _refuse_what_would_be_ignored(cfg)
+    cfg.validate()
+    config_yaml = dump_dataclass_to_yaml(cfg.to_dict())
+    _without_sharding(cfg)
+    groups = initialize(cfg.model, cfg.rng.seed)
+    # A backward pass outside a schedule leaves a scale of another shape behind, which a schedule's does not fit.
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None
+    share = cfg.train.micro_batch_size * groups.dp.size()
+    if cfg.train.global_batch_size % share:
+        raise ValueError(
+            f"train.global_batch_size is {cfg.train.global_batch_size}, expected a multiple of {share}: "
+            f"micro_batch_size times {groups.dp.size()} data-parallel ranks"
+        )
+    model = cfg.model.provide_distributed_model(
+        ddp_config=cfg.ddp, use_cpu_initialization=True, pg_collection=groups, data_parallel_random_init=False
+    )
+    optimizer, scheduler = setup_optimizer(cfg.optimizer, cfg.scheduler, model, pg_collection=groups)
+    cfg.model.grad_scale_func = optimizer.scale_loss
+    cfg.model.finalize_model_grads_func = functools.partial(finalize_model_grads, pg_collection=groups)
+    state = GlobalState()
+    state.cfg, state._train_state = cfg, TrainState()
+    return Run(cfg, state, model, optimizer, scheduler, groups, config_yaml)
+
+
+def _refuse_what_would_be_ignored(cfg: ConfigContainer) -> None:
+    wrong = {
+        "peft": cfg.peft is not None,
+        "model.fp16": cfg.model.fp16,
+        "train.train_samples": cfg.train.train_samples is not None,
+        "train.rampup_batch_size": cfg.train.rampup_batch_size is not None,
+        "train.exit_interval": cfg.train.exit_interval is not None,
+        "train.exit_duration_in_mins": cfg.train.exit_duration_in_mins is not None,
+        "validation.eval_micro_batch_size (other than train.micro_batch_size)": (
+            cfg.validation.eval_micro_batch_size not in (None, cfg.train.micro_batch_size)
+        ),
+        "optimizer.optimizer (other than 'adam')": cfg.optimizer.optimizer != "adam",
+    }
+    if found := [name for name, is_set in wrong.items() if is_set]:
+        raise ValueError(f"the loop for CPUs does not follow {', '.join(found)}; leave it unset")
+    if cfg.dataset.seq_length != cfg.model.seq_length:
+        raise ValueError(
+            f"dataset.seq_length is {cfg.dataset.seq_length}, expected model.seq_length, {cfg.model.seq_length}"
+        )
+    split = [f"model.{name} {size}" for name in _SPLITS if (size := getattr(cfg.model, name)) > 1]
+    if split and (files := _checkpoints(cfg)):
+        raise ValueError(
+            f"{', '.join(split)} with {', '.join(files)}: expected one or the other, the loop for CPUs saves and loads "
+            "whole models only"
+        )
+
+
+def _checkpoints(cfg: ConfigContainer) -> list[str]:
+    """The settings that make a run read or write checkpoints."""
+    names = ("pretrained_checkpoint", "load", "save")
+    return [f"checkpoint.{name}" for name in names if getattr(cfg.checkpoint, name)]
+
+
+def _without_sharding(cfg: ConfigContainer) -> None:
+    """Replace what only works on CUDA, after the configuration has been checked as it stands."""
+    sharded, distributed = cfg.ddp.use_megatron_fsdp, cfg.optimizer.use_distributed_optimizer
+    # A distributed optimizer trains here; what it would save could not be loaded.
+    keep = distributed and not sharded and not _checkpoints(cfg)
+    if sharded or (distributed and not keep):
+        logger.warning("Megatron-FSDP and the distributed optimizer need CUDA: training with DistributedDataParallel")
+    cfg.ddp = dataclasses.replace(
+        cfg.ddp,
+        use_megatron_fsdp=False,
+        use_distributed_optimizer=keep,
+        overlap_grad_reduce=False,
+        overlap_param_gather=False,
+    )
+    cfg.dist.use_megatron_fsdp = False
+    cfg.optimizer.use_distributed_optimizer = keep

@@ -1,0 +1,69 @@
+"""How models are split in tests: the one list that every check of layouts reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+_TP2 = dict(tensor_model_parallel_size=2)
+_SP = dict(_TP2, sequence_parallel=True)
+_CP2 = dict(context_parallel_size=2)
+_EP2 = dict(expert_model_parallel_size=2, expert_tensor_parallel_size=1)
+_PP2 = dict(pipeline_model_parallel_size=2, variable_seq_lengths=True)
+_PP4 = dict(pipeline_model_parallel_size=4, variable_seq_lengths=True)
+# At two stages the default way of sending mixes up what comes from before and from behind.
+_VPP2 = dict(_PP2, virtual_pipeline_model_parallel_size=2, overlap_p2p_comm=True, batch_p2p_comm=False)
+_ALLGATHER = dict(moe_token_dispatcher_type="allgather")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """How a model is split.
+
+    Attributes:
+        ranks: how many it needs.
+        fields: of the provider.
+        families: the models it is for.
+        distributed_optimizer: whether each data-parallel rank keeps a part of the optimizer's state.
+    """
+
+    ranks: int
+    fields: dict[str, Any] = field(default_factory=dict)
+    families: tuple[str, ...] = ("dense", "MoE")
+    distributed_optimizer: bool = False
+
+    @property
+    def context_parallel(self) -> bool:
+        """Whether ranks share each row."""
+        return self.fields.get("context_parallel_size", 1) > 1
+
+
+_MOE = ("MoE",)
+TOPOLOGIES = {
+    "TP2": Topology(2, _TP2, families=("dense",)),  # megatron-core trains experts under TP with SP alone
+    "TP2+SP": Topology(2, _SP),
+    "CP2": Topology(2, _CP2),
+    "DP2": Topology(2),
+    "DP2, distributed optimizer": Topology(2, distributed_optimizer=True),
+    "PP2": Topology(2, _PP2),
+    "PP2, first stage of 1": Topology(2, dict(_PP2, num_layers_in_first_pipeline_stage=1)),
+    "PP2, first stage of 3": Topology(2, dict(_PP2, num_layers_in_first_pipeline_stage=3)),
+    "PP2+VPP2": Topology(2, _VPP2),
+    "EP2": Topology(2, _EP2, families=_MOE),
+    "EP2, allgather": Topology(2, _EP2 | _ALLGATHER, families=_MOE),
+    "TP2+SP+ETP2": Topology(2, dict(_SP, expert_tensor_parallel_size=2), families=_MOE),
+    "TP2+SP+EP2": Topology(2, _SP | _EP2, families=_MOE),
+    "CP2+EP2": Topology(2, _CP2 | _EP2, families=_MOE),
+    "CP4": Topology(4, dict(context_parallel_size=4)),
+    "PP4": Topology(4, _PP4),
+    "TP2+SP+CP2": Topology(4, _SP | _CP2),
+    "DP2+CP2": Topology(4, _CP2),
+    "PP2+CP2": Topology(4, _PP2 | _CP2),
+    "PP2+VPP2+CP2": Topology(4, _VPP2 | _CP2),
+    "PP2+TP2+SP": Topology(4, _PP2 | _SP),
+    "PP2+DP2": Topology(4, _PP2),
+    "PP2+DP2+EP2": Topology(4, _PP2 | _EP2, families=_MOE),
+    "TP2+SP+CP2+EP2": Topology(4, _SP | _CP2 | _EP2, families=_MOE),
+    "DP2+CP2+EP2": Topology(4, _CP2 | _EP2, families=_MOE),
+    "EP4": Topology(4, dict(_EP2, expert_model_parallel_size=4), families=_MOE),
+}
