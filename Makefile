@@ -1,6 +1,6 @@
 # Each target makes the environment (.venv) if it is not there, and reuses it if it is.
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint format lock
+.PHONY: help env demo test matrix lint format lock
 
 PY := .venv/bin/python
 # One process a core; torch's own threads would only fight over them.
@@ -20,6 +20,9 @@ demo: env ## convert, fine-tune, export and generate on handwritten digits
 # The environment runs on the CPU, also where there is a GPU; tests that need one: `.venv/bin/python -m pytest -n 1`.
 test: lint ## lint, then all tests
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+
+matrix: env ## every way to split the model, with every content: errors into docs/parallelism.md (half an hour)
+	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(PY) -m tests.parity.matrix --write-table docs/parallelism.md
 
 lint: env ## ruff, pyright, import-linter
 	$(PY) -m ruff check .

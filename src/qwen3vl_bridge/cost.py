@@ -63,17 +63,22 @@ def tower_costs(config: Mapping) -> TowerCosts:
         + layers["moe_layers"] * experts
         + n["hidden"] * n["vocab"]
     )
+    patch, patch_pair = vision_costs(n.sizes, layers["vision_layers"], layers["deepstack_taps"])
+    return TowerCosts(
+        token=2 * token, token_pair=2 * layers["text_layers"] * n["q"], patch=patch, patch_pair=patch_pair
+    )
+
+
+def vision_costs(n: Mapping[str, int], layers: int, taps: int) -> tuple[float, float]:
+    """`TowerCosts.patch` and `patch_pair` of a vision tower.
+
+    Args:
+        n: `dimensions.vision_sizes`, and `hidden`, the text model's width.
+        layers: of the tower.
+        taps: DeepStack mergers.
+    """
     merged = n["v_merged"] // n["v_hidden"]  # patches that become one token
     merger = n["v_merged"] * (n["v_merged"] + n["hidden"]) / merged
     pixels = n["v_channels"] * n["v_temporal_patch"] * n["v_patch"] ** 2
-    patch = (
-        n["v_hidden"] * pixels
-        + layers["vision_layers"] * n["v_hidden"] * (4 * n["v_hidden"] + 2 * n["v_ffn"])
-        + (1 + layers["deepstack_taps"]) * merger
-    )
-    return TowerCosts(
-        token=2 * token,
-        token_pair=2 * layers["text_layers"] * n["q"],
-        patch=2 * patch,
-        patch_pair=4 * layers["vision_layers"] * n["v_hidden"],
-    )
+    patch = n["v_hidden"] * pixels + layers * n["v_hidden"] * (4 * n["v_hidden"] + 2 * n["v_ffn"]) + (1 + taps) * merger
+    return 2 * patch, 4 * layers * n["v_hidden"]

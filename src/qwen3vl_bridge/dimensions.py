@@ -72,6 +72,21 @@ def dimensions_of(config: Mapping) -> Dimensions:
         "moe_ffn": moe_ffn,
         "moe_gate_up": 2 * moe_ffn,
         "untied": int(not config.get("tie_word_embeddings", False)),
+        **vision_sizes(vision),
+    }
+    indices = indices_of(
+        layers=text["num_hidden_layers"],
+        moe_layers=moe_layers,
+        experts=experts_of(text),
+        vision_layers=vision["depth"],
+        deepstack_taps=len(vision["deepstack_visual_indexes"]),
+    )
+    return Dimensions(sizes, indices)
+
+
+def vision_sizes(vision: Mapping) -> dict[str, int]:
+    """Those of the vision tower, from its configuration alone."""
+    return {
         "v_hidden": vision["hidden_size"],
         "v_heads": vision["num_heads"],
         "v_qkv": 3 * vision["hidden_size"],
@@ -82,14 +97,6 @@ def dimensions_of(config: Mapping) -> Dimensions:
         "v_patch": vision["patch_size"],
         "v_temporal_patch": vision["temporal_patch_size"],
     }
-    indices = indices_of(
-        layers=text["num_hidden_layers"],
-        moe_layers=moe_layers,
-        experts=experts_of(text),
-        vision_layers=vision["depth"],
-        deepstack_taps=len(vision["deepstack_visual_indexes"]),
-    )
-    return Dimensions(sizes, indices)
 
 
 def indices_of(

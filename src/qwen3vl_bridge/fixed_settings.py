@@ -44,6 +44,14 @@ _SHARED: Mapping[str, Any] = {
     "use_mup": False,
     "mtp_num_layers": None,
     "mtp_enabled": False,
+    # How it is split. Ranks of other kinds than `parallel_settings` knows would see other tokens than they are given.
+    "hierarchical_context_parallel_sizes": None,
+    "hybrid_context_parallel": False,
+    "tensor_parallel_num_weight_shards": None,
+    "gtp_weight_remat_size": 1,
+    "overlap_moe_expert_parallel_comm": False,
+    # A mean of ranks' or of rows' means would weigh tokens by where they happen to lie.
+    "calculate_per_token_loss": True,
 }
 
 FIXED: Mapping[str, Any] = {**_SHARED, "num_moe_experts": None}
@@ -64,6 +72,11 @@ FIXED_WITH_EXPERTS: Mapping[str, Any] = {
     # A full expert would drop tokens, and padding would push real ones out.
     "moe_expert_capacity_factor": None,
     "moe_token_dropping": False,
+    "moe_expert_rank_capacity_factor": None,
+    # Noise, which megatron-core adds in evaluation too.
+    "moe_input_jitter_eps": None,
+    "expert_tensor_parallel_num_weight_shards": None,
+    "expert_gtp_weight_remat_size": 1,
 }
 
 # Kinds of load balancing that see tokens alone: not their order, and not which of them share a row.

@@ -154,7 +154,7 @@ def _round_up(tokens: int, model: Qwen3VLModel) -> int:
 def _by_length(model: Qwen3VLModel, inputs: ModelInputs, lengths: list[int], new: int) -> Iterator[_Rows]:
     """The rows of `inputs`, those of one length together."""
     rows, tokens = inputs.input_ids.shape
-    encoded = model.encode(inputs.vision, inputs.input_ids.device)
+    encoded = model.encode(inputs)
     slots = inputs.input_ids.new_full((tokens * rows,), -1)  # of hidden states [s, b]
     if inputs.fuse is not None:
         slots[inputs.fuse.positions] = inputs.fuse.rows

@@ -4,11 +4,20 @@ What lives here: how hidden states are scattered and gathered, how figures of al
 which tokens a rank holds (`sequence/layout.py`), modules.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from qwen3vl_bridge.vision_config import vision_work
+
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from qwen3vl_bridge.provider import Qwen3VLModelProvider
 
 
 def scatter_sequence(hidden: Tensor, config: TransformerConfig, groups: ProcessGroupCollection) -> Tensor:
@@ -18,9 +27,10 @@ def scatter_sequence(hidden: Tensor, config: TransformerConfig, groups: ProcessG
     return tensor_parallel.scatter_to_sequence_parallel_region(hidden, group=groups.tp)
 
 
-def sequence_ranks(config: TransformerConfig, groups: ProcessGroupCollection) -> dict[str, int]:
-    """The ranks that choose which tokens are local, as `PackedBatch.local` takes them."""
+def sequence_ranks(config: Qwen3VLModelProvider, groups: ProcessGroupCollection) -> dict[str, Any]:
+    """What chooses the tokens and pictures of this rank, as `PackedBatch.local` takes it."""
     return dict(
+        vision_work=vision_work(config),
         cp_size=groups.cp.size(),
         cp_rank=groups.cp.rank(),
         sp_size=groups.tp.size() if config.sequence_parallel else 1,
@@ -28,9 +38,10 @@ def sequence_ranks(config: TransformerConfig, groups: ProcessGroupCollection) ->
     )
 
 
-def sum_over_data_parallel(values: Tensor, groups: ProcessGroupCollection) -> Tensor:
-    """Add up `values` of all ranks that see different tokens, in place."""
+def sum_losses(values: Tensor, groups: ProcessGroupCollection) -> Tensor:
+    """Add up `values` of all ranks that see different tokens, in place; zero on all pipeline stages but the last."""
     torch.distributed.all_reduce(values, group=groups.dp_cp)
+    torch.distributed.all_reduce(values, group=groups.pp)
     return values
 
 
@@ -52,6 +63,43 @@ def sum_gradients_over_sequence(features: Tensor, config: TransformerConfig, gro
 def gather_over_context(local: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
     """[s, ...] of each context-parallel rank -> [cp, s, ...] of all; backward, each gets the sum of its gradients."""
     return tensor_parallel.gather_from_sequence_parallel_region(local, group=group).view(group.size(), *local.shape)
+
+
+@torch.no_grad()
+def gather_shares(local: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
+    """[s, ...] numbers of each context-parallel rank -> [cp, s, ...] of all, in the order of ranks; without gradients.
+
+    Every rank of the group has to give a tensor of the same shape and type, on the device that the group talks over.
+    """
+    shares = local.new_empty(group.size() * len(local), *local.shape[1:])  # gloo takes no other shape
+    torch.distributed.all_gather_into_tensor(shares, local.contiguous(), group=group)
+    return shares.view(group.size(), *local.shape)
+
+
+def gather_encoded(
+    tokens: Tensor, features: Tensor, counts: tuple[int, ...] | None, groups: ProcessGroupCollection
+) -> tuple[Tensor, Tensor]:
+    """What context-parallel ranks have encoded, one rank's after the other's.
+
+    Ranks have different numbers of rows, known on the host, and send as many: a row goes to every rank once, and what
+    comes back for it is the sum of the ranks' gradients.
+
+    Args:
+        tokens: [m, h] vision tokens of this rank's pictures; of a blank one where `counts` has 0 for it.
+        features: [t, m, h] the same of DeepStack.
+        counts: how many each rank has; None where they are not shared.
+        groups: process groups.
+
+    Returns:
+        [M, h] and [t, M, h].
+    """
+    if counts is None:
+        return tokens, features
+    size, own = groups.cp.size(), counts[groups.cp.rank()]
+    rows = torch.cat((tokens[None], features)).transpose(0, 1)[:own]  # [m, 1 + t, h]
+    copies = rows.expand(size, *rows.shape).flatten(0, 1)
+    gathered = tensor_parallel.all_to_all(groups.cp, copies, list(counts), [own] * size).transpose(0, 1)
+    return gathered[0], gathered[1:]
 
 
 def gather_vocabulary(logits: Tensor, groups: ProcessGroupCollection) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from qwen3vl_bridge.dimensions import Dimensions, indices_of
 from qwen3vl_bridge.fixed_settings import FIXED, FIXED_WITH_EXPERTS, ROUTING
+from qwen3vl_bridge.parallel_settings import check_parallel, check_training
 from qwen3vl_bridge.recompute import check_recompute
 
 import torch
@@ -85,6 +86,8 @@ class Qwen3VLModelProvider(GPTModelProvider):
     share_embeddings_and_output_weights: bool = False
 
     transformer_impl: str = field(default_factory=default_transformer_impl)
+    # megatron-core refuses rows of several lengths between pipeline stages with its own default, experts or not.
+    moe_token_dispatcher_type: str = "alltoall"
     # Losses are summed over tokens and divided once by the tokens of the global batch, however they are packed.
     calculate_per_token_loss: bool = True
     # megatron-core's fused loss hands back its gradient in bfloat16 whatever the precision of the logits.
@@ -120,6 +123,7 @@ class Qwen3VLModelProvider(GPTModelProvider):
                 raise ValueError(f"{name} is {getattr(self, name)!r}, expected {only!r}: this model has nothing else")
         check_recompute(self)
         super().finalize()
+        check_parallel(self)
         if self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "native" and not self.bf16:
             raise ValueError(
                 f"cross_entropy_loss_fusion is True with parameters in {self.params_dtype}: megatron-core's native "
@@ -184,9 +188,15 @@ class Qwen3VLModelProvider(GPTModelProvider):
         return model
 
     def provide_distributed_model(self, *args: Any, **kwargs: Any) -> list[torch.nn.Module]:
-        """As ModelProviderMixin's; says how many parameters of each part are trained, adapters counted in."""
+        """As ModelProviderMixin's; says how many parameters of each part are trained, adapters counted in.
+
+        Raises:
+            ValueError: it is to be wrapped for training, and could not be trained as it is split.
+        """
         from qwen3vl_bridge.model.parts import log_trained_parameters
 
+        if kwargs.get("wrap_with_ddp", True):
+            check_training(self)
         model = super().provide_distributed_model(*args, **kwargs)
         log_trained_parameters(model)
         return model
@@ -199,6 +209,8 @@ class Qwen3VLMoEModelProvider(Qwen3VLModelProvider):
     Attributes:
         moe_layer_freq: 1 for each layer with experts, 0 for each dense one (or megatron-core's other spellings).
         moe_grouped_gemm: experts of a rank as one grouped product; Transformer Engine's.
+        allow_random_routing: accept `moe_router_force_load_balancing`, with which tokens go to experts at random. That
+            is for measuring speed; what is trained so is lost.
     """
 
     num_moe_experts: int | None = 128
@@ -207,9 +219,9 @@ class Qwen3VLMoEModelProvider(Qwen3VLModelProvider):
     moe_router_dtype: str | None = "fp32"
     moe_router_load_balancing_type: str | list[str] = "aux_loss"
     moe_aux_loss_coeff: float | list[float] = 1e-3
-    moe_token_dispatcher_type: str = "alltoall"
     moe_grouped_gemm: bool = field(default_factory=has_transformer_engine)
     moe_permute_fusion: bool = field(default_factory=has_transformer_engine)
+    allow_random_routing: bool = False
 
     fixed: ClassVar[Mapping[str, Any]] = FIXED_WITH_EXPERTS
 
@@ -236,6 +248,11 @@ class Qwen3VLMoEModelProvider(Qwen3VLModelProvider):
             raise ValueError(
                 f"moe_router_load_balancing_type is {kinds!r}, expected some of {sorted(ROUTING)}: under "
                 f"{sorted(unknown)} padding or packing would change what real tokens are trained to"
+            )
+        if self.moe_router_force_load_balancing and not self.allow_random_routing:
+            raise ValueError(
+                "moe_router_force_load_balancing is True, expected False: tokens would go to experts at random, and "
+                "training would spoil the weights. To measure speed alone, set allow_random_routing too"
             )
         if self.transformer_impl == "local" and (self.moe_grouped_gemm or self.moe_permute_fusion):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The vision tower's transformer configuration, derived from the provider.
+"""The vision tower's transformer configuration and what its work costs, derived from the provider.
 
 What lives here: the derivation. What may not: fields (`provider.py`), modules (`model/vision.py`).
 """
@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import functools
 from typing import TYPE_CHECKING
+
+from qwen3vl_bridge.cost import vision_costs
+from qwen3vl_bridge.dimensions import vision_sizes
+from qwen3vl_bridge.sequence import VisionWork
 
 import torch.nn.functional as F
 from megatron.bridge.models.transformer_config import TransformerConfig
@@ -58,6 +62,14 @@ def vision_transformer_config(provider: Qwen3VLModelProvider) -> TransformerConf
     )
     config.finalize()
     return config
+
+
+def vision_work(provider: Qwen3VLModelProvider) -> VisionWork:
+    """What a frame costs the tower, for ranks to share frames by."""
+    vision = provider.vision_config
+    sizes = {**vision_sizes(vision.to_dict()), "hidden": provider.hidden_size}
+    patch, patch_pair = vision_costs(sizes, vision.depth, len(vision.deepstack_visual_indexes))
+    return VisionWork(patch, patch_pair, vision.spatial_merge_size**2)
 
 
 def _activation(name: str):

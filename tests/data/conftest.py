@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 from qwen3vl_bridge.data import (
     Admission,
@@ -29,6 +30,16 @@ import torch
 from PIL import Image
 
 from .servers import fetched_from
+
+
+def groups(*, dp: int = 1, dp_rank: int = 0, cp: int = 1) -> SimpleNamespace:
+    """Process groups, as far as data ask for them."""
+    sizes = dict(dp=(dp, dp_rank), cp=(cp, 0))
+    group = {
+        name: SimpleNamespace(size=lambda size=size: size, rank=lambda rank=rank: rank)
+        for name, (size, rank) in sizes.items()
+    }
+    return SimpleNamespace(**group)
 
 
 @pytest.fixture
@@ -131,6 +142,21 @@ def train_file(tmp_path_factory) -> Path:
     """40 random conversations."""
     folder, random = tmp_path_factory.mktemp("conversations"), np.random.default_rng(0)
     return write(folder / "train.jsonl", [random_record(folder, number, random) for number in range(40)])
+
+
+@pytest.fixture(scope="session")
+def even_file(train_file) -> Path:
+    """The forty conversations of `train_file`, whose contents are all of one type, as tables need it."""
+    records = [json.loads(line) for line in train_file.read_text().splitlines()]
+    for message in (message for record in records for message in record["messages"]):
+        if isinstance(message["content"], str):
+            message["content"] = [{"type": "text", "text": message["content"]}]
+    return write(train_file.parent / "even.jsonl", records)
+
+
+@pytest.fixture(scope="session")
+def stream(even_file) -> datasets.IterableDataset:
+    return datasets.load_dataset("json", data_files=str(even_file), split="train", streaming=True)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from megatron.bridge.data.loaders import RerunDataIterator
 from megatron.bridge.data.utils import get_dataset_provider
 from megatron.bridge.utils.safe_pickle import energon_torch_load
 
-from .conftest import picture, same
+from .conftest import groups, picture, same
 from .test_energon import asked
 from .webdatasets import ASKED, keys, provider_of, write_checkpoint, write_folder
 
@@ -207,21 +207,11 @@ def test_megatron_bridge_builds_the_same_batches_and_finds_their_state(make, fol
     assert make(folder, do_validation=False).build_datasets(context)[1:] == (None, None)
 
 
-class _Group:
-    def rank(self):
-        return 1
-
-    def size(self):
-        return 2
-
-
-class _Groups:
-    dp, cp = _Group(), None
-
-
 def test_megatron_bridges_ranks_have_their_share(make, folder):
     provider = make(folder, pack=False, seed=3)
-    context = DatasetBuildContext(train_samples=4, valid_samples=0, test_samples=0, pg_collection=_Groups())
+    context = DatasetBuildContext(
+        train_samples=4, valid_samples=0, test_samples=0, pg_collection=groups(dp=2, dp_rank=1)
+    )
     train, _, _ = provider.build_datasets(context)
     assert all(map(same, take(train, 11), provider.stream("train", dp_rank=1, dp_size=2)))
 

@@ -101,7 +101,7 @@ def test_epochs_have_orders_of_their_own_and_a_position_goes_on_anywhere(packed,
 def test_other_rules_are_refused(packed, make_rows, train_file, tmp_path):
     for settings, message in (
         ({"seq_length": 512}, "seq_length 512, expected 256"),
-        ({"multiple": 8}, "multiple 8, expected 1"),
+        ({"multiple": 8}, "conversations padded to multiples of 1, expected 8. Pack once more with"),
         ({"most_patches": 900}, "most_patches 900, expected None"),
         ({"on_long": "drop"}, "on_long drop, expected error"),
     ):

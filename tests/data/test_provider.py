@@ -1,7 +1,6 @@
 """The provider in Megatron-Bridge's own data loading, and in ours."""
 
 from itertools import islice, pairwise
-from types import SimpleNamespace
 
 import qwen3vl_bridge
 from qwen3vl_bridge.data import DataError
@@ -12,6 +11,8 @@ import torch
 from megatron.bridge.data.base import DatasetBuildContext
 from megatron.bridge.data.samplers import build_pretraining_data_loader
 from megatron.bridge.data.utils import get_dataset_provider
+
+from .conftest import groups
 
 
 @pytest.fixture
@@ -154,8 +155,7 @@ def test_a_position_is_refused_where_samples_are_others(make, changes):
 def test_megatron_bridges_ranks_share_each_global_batch_by_cost(make, ranks):
     """Its sampler deals rows out one by one; together ranks read the rows of the plan, the dearest first."""
     provider = make(balance_over=4)
-    groups = SimpleNamespace(dp=SimpleNamespace(size=lambda: ranks))
-    context = DatasetBuildContext(train_samples=40, valid_samples=0, test_samples=0, pg_collection=groups)
+    context = DatasetBuildContext(train_samples=40, valid_samples=0, test_samples=0, pg_collection=groups(dp=ranks))
     rows, _, _ = provider.build_datasets(context)
     plain = [batch.sample_ids for batch in islice(make().stream("train"), 12)]
     costs = {names: rows.cost(number) for number, names in enumerate(plain)}

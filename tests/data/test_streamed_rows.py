@@ -2,9 +2,7 @@
 
 import functools
 import http.server
-import json
 import threading
-from pathlib import Path
 
 import qwen3vl_bridge
 from qwen3vl_bridge.data import (
@@ -26,21 +24,6 @@ import datasets
 import pytest
 
 from .conftest import picture, write
-
-
-@pytest.fixture(scope="module")
-def even_file(train_file) -> Path:
-    """The forty conversations of `train_file`, whose contents are all of one type, as tables need it."""
-    records = [json.loads(line) for line in train_file.read_text().splitlines()]
-    for message in (message for record in records for message in record["messages"]):
-        if isinstance(message["content"], str):
-            message["content"] = [{"type": "text", "text": message["content"]}]
-    return write(train_file.parent / "even.jsonl", records)
-
-
-@pytest.fixture(scope="module")
-def stream(even_file) -> datasets.IterableDataset:
-    return datasets.load_dataset("json", data_files=str(even_file), split="train", streaming=True)
 
 
 @pytest.fixture

@@ -37,6 +37,18 @@ def unpack(packed: torch.Tensor, lengths: Sequence[int], padded: Sequence[int]) 
     return torch.cat([packed[0, a : a + n] for a, n in zip(starts, lengths, strict=False)])
 
 
+def share_of(whole: torch.Tensor, padded: Sequence[int], cp: int, rank: int) -> torch.Tensor:
+    """[..., T] of a packed row -> [..., T / cp], as RL frameworks cut it: two chunks of each segment.
+
+    Restated here on purpose: `token_index` is what is tested by it.
+    """
+    held = []
+    for segment in whole.split(list(padded), -1):
+        chunks = segment.split(segment.shape[-1] // (2 * cp), -1)
+        held += [chunks[rank], chunks[2 * cp - 1 - rank]]
+    return torch.cat(held, -1)
+
+
 @dataclass
 class Rows:
     """Samples as a caller's padded rows."""

@@ -4,6 +4,7 @@ import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.model.conventions import arrange
 from qwen3vl_bridge.model.inputs import as_model_inputs
 from qwen3vl_bridge.sequence import SequenceLayout
+from qwen3vl_bridge.vision_config import vision_work
 
 import pytest
 import torch
@@ -98,7 +99,8 @@ def test_rows_with_packed_seq_params(provider, config):
     samples = make_samples("mixed", config, seed=0)
     packed, rows = (make_batch(samples, config, packed=packed) for packed in (True, False))
     for shift in (0, 3):
-        for groups, ranks in ((GROUPS, {}), (SECOND_OF_TWO, dict(cp_size=2, cp_rank=1))):
+        second = dict(cp_size=2, cp_rank=1, vision_work=vision_work(provider))
+        for groups, ranks in ((GROUPS, {}), (SECOND_OF_TWO, second)):
             ours, order = as_model_inputs(
                 provider,
                 groups,

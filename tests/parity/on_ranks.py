@@ -19,6 +19,7 @@ from typing import Any
 
 from qwen3vl_bridge.logs import quiet
 from qwen3vl_bridge.sequence import PackedBatch, SequenceLayout
+from qwen3vl_bridge.training import step
 from qwen3vl_bridge.training.loop import forward_backward, train_step
 from qwen3vl_bridge.training.run import Run, assemble
 
@@ -29,7 +30,9 @@ from megatron.bridge.training.optim import setup_optimizer
 
 from recipes.digits import qwen3_vl_digits_sft_config
 
+from . import presharded
 from .batches import Sample, make_batch
+from .presharded import Shared
 from .references import ADAM, CLIP, DECAY, MICROBATCHES, STEPS, step_samples
 from .topologies import TOPOLOGIES, Topology
 
@@ -60,26 +63,35 @@ def configuration(folder: str, topology: Topology) -> Any:
     return cfg
 
 
-def layout_of(samples: list[Sample], *, packed: bool, multiple: int) -> SequenceLayout:
-    """Packed with padding behind each document and behind all; or rows, the longest of which is padded too."""
+def layout_of(samples: list[Sample], *, packed: bool, multiple: int, tokens: int | None) -> SequenceLayout:
+    """Packed with padding behind each document and behind all; or rows, the longest of which is padded too.
+
+    Args:
+        samples: a microbatch.
+        packed: one row for all.
+        multiple: what segments are padded to.
+        tokens: of all rows, or None for what they need.
+    """
     lengths = [len(sample.ids) for sample in samples]
     if packed:
         even = sum(-(-length // multiple) * multiple for length in lengths)
-        return SequenceLayout.packed_row(lengths, multiple=multiple, total=even + multiple)
-    return SequenceLayout.rows(lengths, -(-(max(lengths) + 1) // multiple) * multiple)
+        return SequenceLayout.packed_row(lengths, multiple=multiple, total=tokens or even + multiple)
+    longest = -(-(max(lengths) + 1) // multiple) * multiple
+    return SequenceLayout.rows(lengths, tokens // len(lengths) if tokens else longest)
 
 
 class Split:
     """A model that is split, and the way back to where it began."""
 
     def __init__(self, folder: str, topology: Topology) -> None:
+        self.tokens = topology.tokens
         self.run: Run = assemble(configuration(folder, topology))
         self.bridge = AutoBridge.from_hf_pretrained(folder)
         self.hf_config = self.bridge.hf_pretrained.config
         self.parameters = [p for chunk in self.run.model for p in chunk.parameters()]
         self.start = [p.detach().clone() for p in self.parameters]
 
-    def begin(self, batches: Iterator[PackedBatch]) -> None:
+    def begin(self, batches: Iterator[PackedBatch | Shared], rows: str) -> None:
         """The first weights, an optimizer that has seen nothing, and what it will see."""
         run = self.run
         with torch.no_grad():
@@ -93,6 +105,7 @@ class Split:
             chunk.zero_grad_buffer()
         run.optimizer.zero_grad()  # a gradient that lies in the buffer would be added to it
         run.stream = batches
+        run.forward_step = presharded.forward_step if rows == "presharded" else step.forward_step
 
     def exported(self) -> dict[str, torch.Tensor]:
         """Weights of the whole model, under Hugging Face names, on every rank."""
@@ -109,14 +122,15 @@ class Split:
             p.data = weight
         return gradients
 
-    def batches(self, content: str, rows: str) -> Iterator[PackedBatch]:
+    def batches(self, content: str, rows: str) -> Iterator[PackedBatch | Shared]:
         """This data-parallel rank's microbatches of all steps."""
         groups = self.run.groups
         multiple = 2 * groups.cp.size() * groups.tp.size()
-        for step in range(STEPS):
-            for samples in step_samples(content, self.hf_config, step)[groups.dp.rank() :: groups.dp.size()]:
-                layout = layout_of(samples, packed=rows == "packed", multiple=multiple)
-                yield make_batch(samples, self.hf_config, layout=layout)
+        for number in range(STEPS):
+            for samples in step_samples(content, self.hf_config, number)[groups.dp.rank() :: groups.dp.size()]:
+                layout = layout_of(samples, packed=rows != "padded", multiple=multiple, tokens=self.tokens)
+                batch = make_batch(samples, self.hf_config, layout=layout)
+                yield Shared(batch, samples) if rows == "presharded" else batch
 
 
 def worst(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], scale: float | None = None) -> float:
@@ -132,7 +146,7 @@ def worst(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], sca
 def compare(split: Split, topology: Topology, content: str, rows: str, expected: dict[str, Any]) -> dict[str, float]:
     """Errors of losses and gradient norms, relative; of gradients; and of weights, in units of the learning rate."""
     run = split.run
-    split.begin(split.batches(content, rows))
+    split.begin(split.batches(content, rows), rows)
     mine = MICROBATCHES // run.groups.dp.size()
     first, again = itertools.tee(itertools.islice(run.stream, mine))
     errors = {}

@@ -60,8 +60,10 @@ def train_reference(folder: Path, content: str) -> dict[str, Any]:
             (loss / tokens).backward()
             total += loss.item()
         losses.append(total / tokens.item())
+        for p in parameters:  # one that was not used decays all the same
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         if step == 0:
-            gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in named.items()}
+            gradients = {name: p.grad.clone() for name, p in named.items()}
         norms.append(torch.nn.utils.clip_grad_norm_(parameters, CLIP).item())
         optimizer.step()
     weights = {name: p.detach().clone() for name, p in named.items()}

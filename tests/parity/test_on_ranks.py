@@ -1,35 +1,38 @@
-"""However a model is split over ranks, losses and gradients are those of transformers in one process."""
-
-import subprocess
-import sys
-from pathlib import Path
+"""However a model is split over ranks, it trains as transformers does in one process: some cases of the matrix."""
 
 import pytest
 import torch
 
-from .on_ranks import SEEDS, TOPOLOGIES
-
-LOSS = 1e-5  # absolute, measured 1.9e-6 of losses of about 6
-GRADIENT = 2e-5  # relative to the largest entry of each gradient, measured 3.2e-6
+from .matrix import LIMITS, MATRIX_CONTENTS, TOPOLOGIES, cases, run, some_cases, table, write_references, wrong
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_losses_and_gradients_are_those_of_one_process(untied_folder, moe_folder, tmp_path, ranks, record_property):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    command = [*torchrun, "-m", "tests.parity.on_ranks", tmp_path / "found.pt", untied_folder, moe_folder]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = torch.load(tmp_path / "found.pt")
-    here = [topology for topology in TOPOLOGIES.values() if topology.ranks == ranks]
-    assert len(found) == sum(len(topology.families) for topology in here) * len(SEEDS) * 2
-    worst = {
-        key[:2]: {
-            name: max(errors[name] for other, errors in found.items() if other[:2] == key[:2]) for name in found[key]
-        }
-        for key in found
-    }
-    for (family, topology), errors in worst.items():
-        record_property(f"{family} {topology}", errors)
-        print(f"{family:6} {topology:15} loss {errors['loss']:.1e} gradient {errors['gradient']:.1e}")
-    for key, errors in found.items():
-        assert errors["loss"] <= LOSS and errors["gradient"] <= GRADIENT, (key, errors)
+@pytest.fixture(scope="module")
+def folders(untied_folder, moe_folder):
+    folders = {"dense": untied_folder, "MoE": moe_folder}
+    write_references(folders)
+    return folders
+
+
+@pytest.mark.parametrize(("ranks", "each"), [(2, 2), (4, 1)])
+def test_split_models_train_as_one_process_does(folders, ranks, each):
+    chosen = some_cases(ranks, each)
+    found = run(chosen, folders, ranks)
+    print(table(found))
+    assert found.keys() == set(chosen)
+    assert not wrong(found)
+
+
+def test_the_chosen_cases_have_every_topology_content_and_kind_of_rows():
+    everything = cases(2) + cases(4)
+    chosen = some_cases(2, 2) + some_cases(4, 1)
+    assert len(set(chosen)) == len(chosen) and set(chosen) <= set(everything)
+    assert {case[:2] for case in chosen} == {case[:2] for case in everything}
+    assert {case[2:] for case in chosen} == {case[2:] for case in everything}
+    assert {case[1] for case in everything} == set(TOPOLOGIES)
+    assert {case[2] for case in everything} == set(MATRIX_CONTENTS)
+
+
+def test_an_error_that_is_no_number_is_too_large():
+    good = dict.fromkeys(LIMITS, 0.0)
+    found = {("dense", "TP2", "image", "packed"): good, ("MoE", "TP2", "image", "packed"): good | {"loss": torch.nan}}
+    assert list(wrong(found)) == [("MoE", "TP2", "image", "packed")]

@@ -13,7 +13,7 @@ _PP2 = dict(pipeline_model_parallel_size=2, variable_seq_lengths=True)
 _PP4 = dict(pipeline_model_parallel_size=4, variable_seq_lengths=True)
 # At two stages the default way of sending mixes up what comes from before and from behind.
 _VPP2 = dict(_PP2, virtual_pipeline_model_parallel_size=2, overlap_p2p_comm=True, batch_p2p_comm=False)
-_ALLGATHER = dict(moe_token_dispatcher_type="allgather")
+_ALLGATHER = dict(moe_token_dispatcher_type="allgather")  # which gathers as many tokens of each rank
 
 
 @dataclass(frozen=True)
@@ -25,17 +25,20 @@ class Topology:
         fields: of the provider.
         families: the models it is for.
         distributed_optimizer: whether each data-parallel rank keeps a part of the optimizer's state.
+        tokens: how many every microbatch has with its padding, where that has to be the same; None where it has not.
     """
 
     ranks: int
     fields: dict[str, Any] = field(default_factory=dict)
     families: tuple[str, ...] = ("dense", "MoE")
     distributed_optimizer: bool = False
+    tokens: int | None = None
 
     @property
-    def context_parallel(self) -> bool:
-        """Whether ranks share each row."""
-        return self.fields.get("context_parallel_size", 1) > 1
+    def rows(self) -> tuple[str, ...]:
+        """The kinds of rows it has."""
+        shared = self.fields.get("context_parallel_size", 1) > 1
+        return ("padded", "packed", "presharded") if shared else ("padded", "packed")
 
 
 _MOE = ("MoE",)
@@ -50,7 +53,7 @@ TOPOLOGIES = {
     "PP2, first stage of 3": Topology(2, dict(_PP2, num_layers_in_first_pipeline_stage=3)),
     "PP2+VPP2": Topology(2, _VPP2),
     "EP2": Topology(2, _EP2, families=_MOE),
-    "EP2, allgather": Topology(2, _EP2 | _ALLGATHER, families=_MOE),
+    "EP2, allgather": Topology(2, _EP2 | _ALLGATHER, families=_MOE, tokens=384),
     "TP2+SP+ETP2": Topology(2, dict(_SP, expert_tensor_parallel_size=2), families=_MOE),
     "TP2+SP+EP2": Topology(2, _SP | _EP2, families=_MOE),
     "CP2+EP2": Topology(2, _CP2 | _EP2, families=_MOE),
@@ -65,5 +68,5 @@ TOPOLOGIES = {
     "PP2+DP2+EP2": Topology(4, _PP2 | _EP2, families=_MOE),
     "TP2+SP+CP2+EP2": Topology(4, _SP | _CP2 | _EP2, families=_MOE),
     "DP2+CP2+EP2": Topology(4, _CP2 | _EP2, families=_MOE),
-    "EP4": Topology(4, dict(_EP2, expert_model_parallel_size=4), families=_MOE),
+    "PP2+TP2+SP+EP2": Topology(4, _PP2 | _SP | _EP2, families=_MOE),
 }

@@ -1,6 +1,6 @@
 """Layouts and the token index, against plain numpy restatements."""
 
-from qwen3vl_bridge.sequence import SequenceLayout, token_index
+from qwen3vl_bridge.sequence import SequenceLayout, gathered_index, token_index
 
 import numpy as np
 import pytest
@@ -62,6 +62,19 @@ def test_ranks_together_hold_each_token_once(case):
     held = torch.cat([token_index(layout, cp, c, sp, s).flatten() for c in range(cp) for s in range(sp)])
     assert held.dtype == torch.int64
     assert held.sort().values.tolist() == list(range(layout.total))
+
+
+@given(layouts())
+@settings(max_examples=200, deadline=None)
+def test_shares_of_all_ranks_one_after_the_other_are_undone(case):
+    layout, cp, _ = case
+    tokens = torch.randperm(layout.total)
+    shares = [tokens[token_index(layout, cp, rank).T.flatten()] for rank in range(cp)]
+    index = gathered_index(layout, cp)
+    assert index.dtype == torch.int64
+    torch.testing.assert_close(torch.cat(shares)[index], tokens, rtol=0, atol=0)
+    restated = np.concatenate([expected_index(layout, cp, rank).T.flatten() for rank in range(cp)])
+    np.testing.assert_array_equal(index.numpy(), np.argsort(restated))
 
 
 @given(layouts())

@@ -92,7 +92,8 @@ def _pack(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-patches", type=_at_least(1), metavar="N",
                         help="patches of pictures and videos in a row (default: any number)")  # fmt: skip
     parser.add_argument("--pad-to-multiple-of", type=_at_least(1), default=1, metavar="N",
-                        help="what each sample in a row is padded to (default: %(default)s)")  # fmt: skip
+                        help="what each sample in a row is padded to; under context parallelism, twice its size "
+                        "(default: %(default)s)")  # fmt: skip
     parser.add_argument("--on-long", choices=("error", "drop", "truncate"), default="error",
                         help="what to do with a sample longer than a row (default: %(default)s)")  # fmt: skip
     parser.add_argument("--on-bad", choices=("error", "drop"), default="error",

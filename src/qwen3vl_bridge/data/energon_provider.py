@@ -108,12 +108,14 @@ class Qwen3VLEnergonProvider(ConversationRows):
 
         Raises:
             DataError: a folder that energon cannot read.
+            ValueError: rows that the context-parallel ranks could not share.
         """
         train, valid = context.train_samples > 0, self.do_validation and context.valid_samples > 0
         groups = context.pg_collection
+        rows = self if groups is None else self.shared_by(groups.cp.size())
         return (
-            self._stream("train", Share(), groups) if train else None,
-            self._stream("valid", Share(), groups) if valid else None,
+            rows._stream("train", Share(), groups) if train else None,
+            rows._stream("valid", Share(), groups) if valid else None,
             None,
         )
 
@@ -213,7 +215,7 @@ class Qwen3VLEnergonProvider(ConversationRows):
             "workers": self.num_workers,
             "rows a microbatch": self.micro_batch_size,
             "seed": self.seed,
-            "multiple": self.pad_to_multiple_of,
+            "multiple": self.multiple,
             "sample_fps": self.sample_fps,
             **self.admission().fingerprint(),
         }

@@ -70,6 +70,13 @@ class PackedRows:
         Raises:
             ValueError: they differ.
         """
+        found, needed = self.rules.get("multiple"), rules.get("multiple")
+        if found != needed:
+            or_pad = f", or set dataset.pad_to_multiple_of to {found}" if found and not found % needed else ""
+            raise ValueError(
+                f"{self.folder} was packed by other rules: found conversations padded to multiples of {found}, "
+                f"expected {needed}. Pack once more with --pad-to-multiple-of {needed}{or_pad}"
+            )
         if differ := differences(rules, self.rules):
             raise ValueError(f"{self.folder} was packed by other rules: found {differ} (or pack once more)")
 

@@ -97,11 +97,13 @@ class Qwen3VLConversationProvider(ConversationRows):
 
         Raises:
             DataError: files that are not there or cannot be read.
+            ValueError: rows that the context-parallel ranks could not share, or that were packed by other settings.
         """
+        groups = context.pg_collection
+        rows, ranks = (self, 1) if groups is None else (self.shared_by(groups.cp.size()), groups.dp.size())
         wanted = (context.train_samples, context.valid_samples, context.test_samples)
-        ranks = context.pg_collection.dp.size() if context.pg_collection is not None else 1
         return tuple(  # pyright: ignore[reportReturnType]  (three of them)
-            self.rows(split, length=length, ranks=ranks) if length and getattr(self, f"{split}_path") else None
+            rows.rows(split, length=length, ranks=ranks) if length and getattr(self, f"{split}_path") else None
             for split, length in zip(SPLITS, wanted, strict=True)
         )
 

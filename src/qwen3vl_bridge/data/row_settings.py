@@ -6,11 +6,12 @@ where conversations come from (`provider.py`, `energon_provider.py`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from qwen3vl_bridge.cost import TowerCosts, tower_costs
+from qwen3vl_bridge.sequence.layout import segment_multiple
 
 import torch
 from megatron.bridge.data.base import DatasetProvider
@@ -35,8 +36,8 @@ class ConversationRows(DatasetProvider):
         max_patches: patches of pictures and videos in a row, so that the vision tower has its bound too; None for no
             bound. A picture's tokens are a quarter of its patches.
         pack: several conversations in a row, best-fit, with micro_batch_size 1; otherwise one in each, padded.
-        pad_to_multiple_of: each conversation of a packed row is padded to a multiple of this: 2 * cp, and of the
-            tensor-parallel size under sequence parallelism.
+        pad_to_multiple_of: each conversation of a packed row is padded to a multiple of this; None for what the run's
+            context parallelism needs, see `shared_by`.
         on_long: what to do with a conversation longer than a row: "error"; or "drop" it, or "truncate" it without
             cutting a picture, counted and reported.
         on_bad: what to do with one that cannot be read or encoded: "error", or "drop", counted and reported.
@@ -52,7 +53,7 @@ class ConversationRows(DatasetProvider):
     seq_length: int
     max_patches: int | None = None
     pack: bool = True
-    pad_to_multiple_of: int = 1
+    pad_to_multiple_of: int | None = None
     on_long: OnLong = "error"
     on_bad: OnBad = "error"
     answers: Answers = "all"
@@ -72,9 +73,9 @@ class ConversationRows(DatasetProvider):
         for name, silent in self.unheard.items():
             if (found := getattr(self, name)) != silent:
                 raise ValueError(f"{name} is {found!r}, expected {silent!r}: this data set has no such setting")
-        if not self.pack and self.pad_to_multiple_of != 1:
+        if not self.pack and self.multiple != 1:
             raise ValueError(f"pad_to_multiple_of is {self.pad_to_multiple_of}, but pack is off; it is for packed rows")
-        if self.seq_length % self.pad_to_multiple_of:
+        if self.seq_length % self.multiple:
             raise ValueError(
                 f"seq_length is {self.seq_length}, expected a multiple of pad_to_multiple_of, {self.pad_to_multiple_of}"
             )
@@ -92,6 +93,35 @@ class ConversationRows(DatasetProvider):
             found = getattr(self, name)
             if found is not None and found < fewest:
                 raise ValueError(f"{name} is {found!r}, expected at least {fewest}")
+
+    @property
+    def multiple(self) -> int:
+        """What each conversation is padded to a multiple of."""
+        return self.pad_to_multiple_of or 1
+
+    def shared_by(self, cp_size: int) -> Self:
+        """These settings for rows that context-parallel ranks share, as both loops ask for them.
+
+        Args:
+            cp_size: how many ranks share a row.
+
+        Raises:
+            ValueError: rows, or the conversations in them, that could not be shared out.
+        """
+        need = segment_multiple(cp_size)
+        if self.seq_length % need:
+            raise ValueError(
+                f"dataset.seq_length is {self.seq_length}, expected a multiple of {need} under "
+                f"context_parallel_size {cp_size}"
+            )
+        if not self.pack:
+            return self
+        if self.pad_to_multiple_of is not None and self.pad_to_multiple_of % need:
+            raise ValueError(
+                f"dataset.pad_to_multiple_of is {self.pad_to_multiple_of}, expected a multiple of {need} under "
+                f"context_parallel_size {cp_size}, or None to have that"
+            )
+        return replace(self, pad_to_multiple_of=self.pad_to_multiple_of or need)
 
     def checkpoint(self) -> CheckpointSettings:
         """What the checkpoint says.
@@ -114,9 +144,7 @@ class ConversationRows(DatasetProvider):
     def collator(self) -> Collator:
         """How they are laid out; raises as `checkpoint`."""
         checkpoint = self.checkpoint()
-        return Collator(
-            checkpoint.vision, checkpoint.pad_id, self.seq_length, self.pad_to_multiple_of, self.pixel_dtype
-        )
+        return Collator(checkpoint.vision, checkpoint.pad_id, self.seq_length, self.multiple, self.pixel_dtype)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,12 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+# Such rows are whole when they come here, see `shares.py`.
+_SHARE = (
+    "The model's forward also takes one flat row that is a context-parallel rank's share, of offsets that count its "
+    "tokens times the ranks"
+)
+
 
 @dataclass(frozen=True)
 class CallerOrder:
@@ -82,7 +88,7 @@ class Arrangement:
         in_layout = self.packed and labels.shape == (1, self.layout.total)
         wrong = labels.is_floating_point() or bool(((labels < 0) | (labels >= vocab_size)).any())
         if wrong or (labels.shape != self.shape and not in_layout):
-            packed = f" or [1, {self.layout.total}]" if self.packed else ""
+            packed = f" or [1, {self.layout.total}]" if self.packed and self.shape != (1, self.layout.total) else ""
             found = [labels.min().item(), labels.max().item()] if labels.numel() else []
             raise ValueError(
                 f"labels has shape {list(labels.shape)} {labels.dtype} and entries in {found}, expected "
@@ -158,8 +164,7 @@ def _packed_rows(shape: tuple[int, int], keep: Tensor | None, logical: Tensor, p
             row = int(logical.argmax())
             raise ValueError(
                 f"packed_seq_params has {int(logical[row])} tokens for row {row} of {tokens}; expected its real "
-                "tokens, or an attention_mask that tells them. A row that is one context-parallel rank's share is not "
-                "accepted: give every rank the whole row"
+                f"tokens, or an attention_mask that tells them. {_SHARE}"
             )
     first, lengths = runs(keep)
     check_counts(lengths, logical, physical)
@@ -182,7 +187,7 @@ def _packed_row(shape: tuple[int, int], keep: Tensor | None, logical: Tensor, ph
             f"shape {list(shape)}: expected {rows * tokens} tokens, the whole batch"
             + (", or an attention_mask that says the rest is padding" if rows == 1 and rest > 0 else "")
             + (f", or one segment for each of {rows} rows" if rows > 1 else "")
-            + (". One context-parallel rank's share is not accepted: give every rank the whole row" * (rest < 0))
+            + (f". {_SHARE}" if rest < 0 else "")
         )
     ends = physical.cumsum(0)
     inside = [row for row in range(1, rows) if row * tokens not in ends]

@@ -1,8 +1,8 @@
 """The model's door: a batch in a caller's convention becomes `ModelInputs`.
 
 What lives here: what people call vision-language models with, turned into a batch of ours. What may not: where real
-tokens lie (`conventions.py`), checks of single arguments (`arguments.py`), the model's own work. Batches of our own
-data path do not come through here.
+tokens lie (`conventions.py`), rows that context-parallel ranks have shared out already (`shares.py`), checks of single
+arguments (`arguments.py`), the model's own work. Batches of our own data path do not come through here.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 from qwen3vl_bridge.model.arguments import check_others, check_pixels, check_types
 from qwen3vl_bridge.model.conventions import Arrangement, CallerOrder, arrange
+from qwen3vl_bridge.model.shares import with_whole_row
 from qwen3vl_bridge.parallel import sequence_ranks
 from qwen3vl_bridge.provider import Qwen3VLModelProvider
 from qwen3vl_bridge.sequence import ModelInputs, PackedBatch, make_vision_inputs, mrope_positions, vision_slots
@@ -29,18 +30,19 @@ def as_model_inputs(
     labels: Tensor | None = None,
     **arguments: Any,
 ) -> tuple[ModelInputs, CallerOrder | None]:
-    """This rank's share of a whole batch as transformers or Megatron callers pass it.
+    """This rank's share of a batch as transformers or Megatron callers pass it: whole, or that share of a flat row.
 
     Lengths, positions and indices are worked out on the host, which waits for the device to read the token ids: use
-    `PackedBatch` where that matters.
+    `PackedBatch` where that matters. Shares are put together from all context-parallel ranks first, see
+    `shares.with_whole_row`, and outputs are of the share.
 
     Args:
         config: the provider.
         groups: process groups.
-        input_ids: as for `as_packed_batch`.
+        input_ids: as for `as_packed_batch`, or a share [1, T / cp] of a flat row.
         labels: [B, S] already shifted, every one a token id: the model gives a loss for each, and the caller leaves
-            out those that don't count. With `packed_seq_params` also [1, T], in the packed row's order. Or None for
-            logits.
+            out those that don't count. With `packed_seq_params` also [1, T], in the packed row's order, or [1, T / cp]
+            with a share. Or None for logits.
         arguments: the rest as for `as_packed_batch`; the caller multiplies the losses by `loss_mask`.
 
     Returns:
@@ -50,9 +52,10 @@ def as_model_inputs(
         ValueError: shapes that don't belong together, masks with holes, pictures that don't fit the tokens.
         TypeError: an unknown argument.
     """
-    batch, arranged = as_packed_batch(config, input_ids, labels=labels, **arguments)
+    whole = with_whole_row(dict(arguments, input_ids=input_ids, labels=labels), groups.cp)
+    batch, arranged = as_packed_batch(config, **whole)
     ranks = sequence_ranks(config, groups)
-    order = _way_back(arranged, labels, ranks["cp_size"])
+    order = _way_back(arranged, whole["labels"], ranks["cp_size"])
     assert input_ids is not None
     inputs = batch.to(input_ids.device).local(**ranks)
     return inputs if labels is not None else inputs.without_labels(), order

@@ -17,12 +17,11 @@ from qwen3vl_bridge.model.parts import Part, part_of
 from qwen3vl_bridge.model.rope import InterleavedMRoPE, scaled_frequencies
 from qwen3vl_bridge.model.stages import Stage
 from qwen3vl_bridge.model.vision import Qwen3VLVisionModel
-from qwen3vl_bridge.parallel import scatter_sequence, sum_gradients_over_sequence
+from qwen3vl_bridge.parallel import gather_encoded, scatter_sequence, sum_gradients_over_sequence
 from qwen3vl_bridge.provider import Qwen3VLModelProvider
-from qwen3vl_bridge.sequence.batch import ModelInputs, VisionInputs, VisionRows
+from qwen3vl_bridge.sequence.batch import ModelInputs, VisionRows
 from qwen3vl_bridge.vision_config import vision_transformer_config
 
-import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
@@ -171,12 +170,13 @@ class Qwen3VLModel(MegatronModule):
             return self.stage.load(output, deepstack["context"])
         return output if order is None else order.restore(output)
 
-    def encode(self, vision: VisionInputs | None, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Vision tokens [M, h] and DeepStack features [t, M, h] of all pictures.
+    def encode(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
+        """Vision tokens [M, h] and DeepStack features [t, M, h] of all pictures, this rank's and the others'.
 
-        A batch without pictures runs the tower on a blank one, and uses none of its rows.
+        A rank without pictures runs the tower on a blank one, and nobody uses its rows.
         """
-        return self.vision_model(vision or self.vision_model.blank_picture(device))
+        pictures = inputs.vision or self.vision_model.blank_picture(inputs.input_ids.device)
+        return gather_encoded(*self.vision_model(pictures), inputs.vision_counts, self.pg_collection)
 
     def embed(
         self, inputs: ModelInputs, encoded: tuple[Tensor, Tensor] | None = None
@@ -187,9 +187,8 @@ class Qwen3VLModel(MegatronModule):
             inputs: the batch.
             encoded: what `encode` gave for its pictures, where they are seen more than once.
         """
-        device = inputs.input_ids.device
-        nothing = VisionRows.none(device)
-        tokens, features = encoded or self.encode(inputs.vision, device)
+        nothing = VisionRows.none(inputs.input_ids.device)
+        tokens, features = encoded or self.encode(inputs)
         hidden = fuse(
             self.language_model.embedding(inputs.input_ids, position_ids=None), tokens, inputs.fuse or nothing
         )

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from typing import Self
 
 import torch
-from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
@@ -64,14 +62,3 @@ class Stage:
             return make_viewless_tensor(hidden, requires_grad=hidden.requires_grad, keep_graph=True)
         behind = features[self.received - self.sent :].to(hidden.dtype)
         return torch.cat([part.reshape(-1, 1, part.size(-1)) for part in (hidden, behind)])
-
-
-def features_travel(config: TransformerConfig, taps: int) -> bool:
-    """Whether a stage other than the first has one of the first `taps` text layers.
-
-    Tensors between stages then differ in size from one microbatch to the next.
-    """
-    if config.pipeline_model_parallel_size == 1:
-        return False
-    interleaved = config.virtual_pipeline_model_parallel_size is not None
-    return get_transformer_layer_offset(config, 0 if interleaved else None, pp_rank=1) < taps

@@ -1,9 +1,10 @@
 """The batch as data: what collate makes, what travels to the device, what one rank's model reads.
 
 What lives here: the dataclasses and the selection of one rank's share. What may not: reading or tokenising data
-(`data/`), computing positions or indices (`positions.py`, `vision.py`, `layout.py`), process groups, Megatron.
+(`data/`), computing positions or indices (`positions.py`, `vision.py`, `layout.py`), pictures (`pictures.py`,
+`sharing.py`), process groups, Megatron.
 
-Legend: B rows, S tokens a row, T = B * S, N vision patches, M = N / merge^2 vision tokens, F frames.
+Legend: B rows, S tokens a row, T = B * S, K vision tokens of a rank.
 """
 
 from __future__ import annotations
@@ -16,27 +17,8 @@ from torch import Tensor
 
 from .layout import SequenceLayout, token_index
 from .movable import Movable
-
-
-@dataclass(frozen=True)
-class VisionInputs(Movable):
-    """All pictures of a batch as the vision tower reads them: images first, then videos, patches in merge order.
-
-    Attributes:
-        pixel_values: [N, channels * temporal_patch * patch * patch] floating point.
-        position_ids: [N, 2] int64, row and column of each patch in its frame.
-        interpolation_index: [4, N] int64, the four position embeddings around each patch.
-        interpolation_weight: [4, N] float32, their weights; each column sums to one.
-        cu_seqlens: [F + 1] int32, offsets of the frames in patches. Attention does not cross a frame.
-        lengths: the F frame lengths in patches, on the host.
-    """
-
-    pixel_values: Tensor
-    position_ids: Tensor
-    interpolation_index: Tensor
-    interpolation_weight: Tensor
-    cu_seqlens: Tensor
-    lengths: tuple[int, ...]
+from .pictures import VisionInputs
+from .sharing import VisionWork, share_vision
 
 
 @dataclass(frozen=True)
@@ -69,7 +51,8 @@ class ModelInputs(Movable):
         loss_mask: [b, s] float32, or None.
         padding_mask: [b, s / sp] bool, True where this context- and sequence-parallel rank has no real token.
         layout: the layout of the whole batch, every rank's share; packed rows attend by it.
-        vision: pictures, or None where the batch has none.
+        vision: the pictures this rank encodes, or None where it has none.
+        vision_counts: vision tokens that each context-parallel rank encodes; None where it encodes all that it needs.
         fuse: vision tokens of this context-parallel rank.
         deepstack: vision tokens of this context- and sequence-parallel rank.
     """
@@ -81,12 +64,17 @@ class ModelInputs(Movable):
     padding_mask: Tensor
     layout: SequenceLayout
     vision: VisionInputs | None = None
+    vision_counts: tuple[int, ...] | None = None
     fuse: VisionRows | None = None
     deepstack: VisionRows | None = None
 
     def without_labels(self) -> Self:
         """The same inputs for logits instead of losses."""
         return replace(self, labels=None, loss_mask=None)
+
+    def without_pictures(self) -> Self:
+        """The same inputs for a pipeline stage that encodes nothing; where its vision tokens lie is still known."""
+        return replace(self, vision=None, vision_counts=None)
 
 
 @dataclass(frozen=True)
@@ -113,10 +101,26 @@ class PackedBatch(Movable):
     vision: VisionInputs | None = None
     sample_ids: tuple[str, ...] = ()
 
-    def local(self, cp_size: int = 1, cp_rank: int = 0, sp_size: int = 1, sp_rank: int = 0) -> ModelInputs:
-        """The share of one rank: gathers by `token_index`, vision tokens by their slots."""
+    def local(
+        self,
+        cp_size: int = 1,
+        cp_rank: int = 0,
+        sp_size: int = 1,
+        sp_rank: int = 0,
+        vision_work: VisionWork | None = None,
+    ) -> ModelInputs:
+        """The share of one rank: gathers by `token_index`, vision tokens by their slots.
+
+        Args:
+            cp_size, cp_rank, sp_size, sp_rank: as for `token_index`.
+            vision_work: what pictures cost, for context-parallel ranks to share them; None: each encodes all.
+        """
         context_index = token_index(self.layout, cp_size, cp_rank)  # [s, b]
         index = token_index(self.layout, cp_size, cp_rank, sp_size, sp_rank)  # [s / sp, b]
+
+        share = None
+        if self.vision is not None and vision_work is not None and cp_size > 1:
+            share = share_vision(self.vision, vision_work, cp_size, cp_rank)
 
         def take(whole: Tensor) -> Tensor:
             return whole.flatten(-2)[..., context_index.T]
@@ -126,7 +130,8 @@ class PackedBatch(Movable):
                 return None
             slots = self.vision_slot[index.flatten()]
             positions = (slots >= 0).nonzero().squeeze(-1)
-            return VisionRows(rows=slots[positions], positions=positions)
+            rows = slots[positions]
+            return VisionRows(rows=rows if share is None else share.places[rows], positions=positions)
 
         return ModelInputs(
             input_ids=take(self.input_ids),
@@ -135,7 +140,8 @@ class PackedBatch(Movable):
             loss_mask=take(self.loss_mask),
             padding_mask=self.layout.padding_mask()[index.T],
             layout=self.layout,
-            vision=self.vision,
+            vision=self.vision if share is None else share.inputs,
+            vision_counts=None if share is None else share.counts,
             fuse=vision_rows(context_index),
             deepstack=vision_rows(index),
         )

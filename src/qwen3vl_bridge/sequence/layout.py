@@ -1,6 +1,7 @@
 """Where the segments of a batch lie, and which of its tokens one rank holds.
 
-What lives here: `SequenceLayout` and `token_index`, the only answer to layout questions. Ranks are plain integers.
+What lives here: `SequenceLayout` and `token_index`, the only answer to layout questions, with its inverse. Ranks are
+plain integers.
 What may not: token ids, pictures, process groups, Megatron.
 
 A padded row is a segment, and so is a packed document. A segment's real tokens come first, its padding after them.
@@ -9,6 +10,7 @@ Legend: B rows, S tokens a row, T = B * S, n segments, cp and sp the sizes of co
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -72,7 +74,7 @@ class SequenceLayout(Movable):
 
         Args:
             lengths: real tokens of each segment.
-            multiple: each segment is padded to a multiple of this (2 * cp, and sp as well, for what follows).
+            multiple: each segment is padded to a multiple of this, see `segment_multiple`.
             total: length of the whole row. What it has beyond the segments becomes one more segment, of logical
                 length 0: padding that stretched the last document instead would unbalance it over context-parallel
                 ranks. No real token attends to it, it attends to itself.
@@ -163,6 +165,42 @@ def token_index(
             f"{row} tokens a row on each context-parallel rank do not divide over {sp_size} sequence-parallel ranks"
         )
     return flat.view(layout.num_rows, row).T.chunk(sp_size)[sp_rank]
+
+
+def segment_multiple(cp_size: int) -> int:
+    """What each segment's padded length has to be a multiple of: the chunks that `token_index` cuts it into.
+
+    Sequence parallelism asks nothing of a segment. It cuts what a context-parallel rank holds of a whole row, wherever
+    segments end there, and attention sees the row put together again.
+    """
+    return 2 * cp_size if cp_size > 1 else 1
+
+
+def row_multiple(cp_size: int, sp_size: int) -> int:
+    """What a whole row has to be a multiple of.
+
+    Its segments divide into their chunks, and each rank's part of it over the sequence-parallel ranks. One length can
+    serve both, so this is their least common multiple and not their product.
+    """
+    return math.lcm(segment_multiple(cp_size), cp_size * sp_size)
+
+
+def gathered_index(layout: SequenceLayout, cp_size: int) -> Tensor:
+    """Where each token of the flat batch lies among the shares of all context-parallel ranks: undoes `token_index`.
+
+    Args:
+        layout: the segments.
+        cp_size: context-parallel ranks that share the batch.
+
+    Returns:
+        [T] int64, on the layout's device: places in the shares, each flattened from [b, s], one rank's after the
+        other's.
+
+    Raises:
+        ValueError: on a segment that does not divide into 2 * cp_size chunks.
+    """
+    held = torch.cat([token_index(layout, cp_size, rank).T.flatten() for rank in range(cp_size)])
+    return torch.empty_like(held).scatter_(0, held, torch.arange(len(held), device=held.device))
 
 
 def _zigzag(layout: SequenceLayout, cp_size: int, cp_rank: int) -> Tensor:

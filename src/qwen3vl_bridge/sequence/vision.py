@@ -17,8 +17,8 @@ from math import isqrt
 import torch
 from torch import Tensor
 
-from .batch import VisionInputs
 from .grids import check_grids, frame_lengths
+from .pictures import VisionInputs
 
 
 def vision_slots(input_ids: Tensor, image_token_id: int, video_token_id: int, num_image_tokens: int) -> Tensor:

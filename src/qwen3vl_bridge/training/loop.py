@@ -20,7 +20,6 @@ from qwen3vl_bridge.parallel import sum_losses
 from qwen3vl_bridge.training import checkpoint
 from qwen3vl_bridge.training.progress import Progress
 from qwen3vl_bridge.training.run import Run, assemble
-from qwen3vl_bridge.training.step import forward_step
 from qwen3vl_bridge.training.streams import open_data
 
 import torch
@@ -59,14 +58,12 @@ def _data_share(cfg: ConfigContainer, groups: ProcessGroupCollection) -> dict[st
     return dict(dp_rank=groups.dp.rank(), dp_size=groups.dp.size(), micro_batch_size=cfg.train.micro_batch_size)
 
 
-def forward_backward(
-    run: Run, batches: Iterator, microbatches: int, *, forward_only: bool, step: Callable = forward_step
-) -> torch.Tensor:
+def forward_backward(run: Run, batches: Iterator, microbatches: int, *, forward_only: bool) -> torch.Tensor:
     """Several microbatches through the schedule; returns [sum of losses, number of tokens] over all ranks."""
     # Each virtual pipeline stage reads every batch.
     iterators = list(itertools.tee(itertools.islice(batches, microbatches), len(run.model)))
     reports = get_forward_backward_func()(
-        forward_step_func=functools.partial(step, run.state),
+        forward_step_func=functools.partial(run.forward_step, run.state),
         data_iterator=iterators if len(iterators) > 1 else iterators[0],
         model=run.model,
         num_microbatches=microbatches,

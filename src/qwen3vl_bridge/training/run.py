@@ -12,10 +12,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from qwen3vl_bridge.training.process_group import initialize
+from qwen3vl_bridge.training.step import forward_step
 from qwen3vl_bridge.training.streams import Data
 
 import torch
@@ -50,6 +52,7 @@ class Run:
         optimizer, scheduler: megatron-core's.
         groups: this rank's process groups.
         config_yaml: the configuration as the recipe has it, before what needs CUDA was replaced.
+        forward_step: one microbatch through the model.
         data, stream: where batches come from, once there is any.
     """
 
@@ -60,6 +63,7 @@ class Run:
     scheduler: OptimizerParamScheduler
     groups: ProcessGroupCollection
     config_yaml: str
+    forward_step: Callable = forward_step
     data: Data | None = None
     stream: Any = None
 

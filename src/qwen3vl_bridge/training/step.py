@@ -52,6 +52,8 @@ def forward_step(
     if not isinstance(batch, PackedBatch):
         batch = from_collator(batch, config, state.cfg.dataset)
     inputs = batch.local(**sequence_ranks(config, groups))
+    if not get_attr_wrapped_model(model, "pre_process"):
+        inputs = inputs.without_pictures()
     device = next(model.parameters()).device
     if device.type == "cuda":
         inputs = inputs.pin_memory()  # the copy would make the host wait otherwise

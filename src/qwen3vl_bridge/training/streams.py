@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from qwen3vl_bridge.data.fingerprints import check_position
+from qwen3vl_bridge.data.row_settings import ConversationRows
 
 import torch
 from megatron.bridge.data.base import DatasetProvider
@@ -49,15 +50,18 @@ class Data(Protocol):
 
 
 def open_data(cfg: ConfigContainer, groups: ProcessGroupCollection) -> Data:
-    """The data of a run: `cfg.dataset` itself where it has a `stream`, else Megatron-Bridge's data sets built from it.
+    """The data of a run: `cfg.dataset` where it has a `stream`, else Megatron-Bridge's data sets built from it.
 
     Args:
         cfg: the run's configuration, validated.
         groups: process groups.
 
     Raises:
-        ValueError: a configuration that this loop cannot read from, or settings that it cannot honour.
+        ValueError: a configuration that this loop cannot read from, settings that it cannot honour, or rows that the
+            context-parallel ranks could not share.
     """
+    if isinstance(cfg.dataset, ConversationRows):
+        return cfg.dataset.shared_by(groups.cp.size())
     return cfg.dataset if hasattr(cfg.dataset, "stream") else BridgeData(cfg, groups)
 
 

@@ -1,0 +1,185 @@
+"""How a model is split: settings that would fail in the middle of a run's first step, or train something else.
+
+What lives here: their checks, on plain numbers. What may not: fields (`provider.py`), groups, modules. What
+megatron-core and Megatron-Bridge refuse clearly by themselves, when a configuration is finalised, is left to them:
+text heads and query groups that don't fit tensor parallelism, expert parallelism without experts, uneven pipeline
+stages and layouts that don't add up. Query groups may be fewer than tensor-parallel ranks, if they divide them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from qwen3vl_bridge.sequence.layout import row_multiple
+
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+
+if TYPE_CHECKING:
+    from qwen3vl_bridge.provider import Qwen3VLModelProvider
+
+_LOCAL_CONTEXT = {None, "all_gather"}
+_CONTEXT = {None, "p2p", "all_gather", "a2a"}
+
+
+def check_parallel(provider: Qwen3VLModelProvider) -> None:
+    """Check a provider whose fields megatron-core has completed.
+
+    Raises:
+        ValueError: sizes that don't divide, or ways of splitting that this model or the schedules don't have.
+    """
+    _check_widths(provider)
+    _check_experts(provider)
+    _check_stages(provider)
+    _check_between_stages(provider)
+    _check_rows(provider)
+    if provider.context_parallel_size > 1:
+        _check_context(provider)
+
+
+def check_training(provider: Qwen3VLModelProvider) -> None:
+    """Check what matters to a model that is built to be trained, and to no other.
+
+    Raises:
+        ValueError: experts are to be trained in a way that megatron-core refuses in the first step, or pipeline stages
+            would not know the size of what they receive.
+    """
+    tensor, taps = provider.tensor_model_parallel_size, len(provider.vision_config.deepstack_visual_indexes)
+    layers = _layers_of_first_stage(provider)
+    if provider.pipeline_model_parallel_size > 1 and layers < taps and not provider.variable_seq_lengths:
+        raise ValueError(
+            f"variable_seq_lengths is False and the first pipeline stage has {layers} layers, expected True, or at "
+            f"least {taps} layers: DeepStack features go to the first {taps}, and what stages send each other grows "
+            "with the pictures of a row"
+        )
+    if provider.moe_layers and tensor > 1 and not provider.sequence_parallel:
+        raise ValueError(
+            f"sequence_parallel is False with experts under tensor_model_parallel_size {tensor}, expected True: "
+            "megatron-core trains experts in no other way"
+        )
+
+
+def _layers_of_first_stage(provider: Qwen3VLModelProvider) -> int:
+    """Text layers of the stage that embeds, or of its first chunk."""
+    layout = provider.pipeline_model_parallel_layout
+    if layout is not None:  # of which megatron-core asks the rank, and there may be no ranks yet
+        return layout.layout[0][0].count(LayerType.decoder)
+    return get_num_layers_to_build(provider, 0 if provider.virtual_pipeline_model_parallel_size else None, 0)
+
+
+def _check_widths(provider: Qwen3VLModelProvider) -> None:
+    vision, tensor = provider.vision_config, provider.tensor_model_parallel_size
+    widths = {
+        "vision_config.num_heads": vision.num_heads,
+        "vision_config.intermediate_size": vision.intermediate_size,
+        "vision_config.hidden_size * spatial_merge_size ** 2": vision.hidden_size * vision.spatial_merge_size**2,
+        "padded_vocab_size": provider.padded_vocab_size,  # should_pad_vocab pads it
+    }
+    if len(provider.moe_layers) < provider.num_layers:
+        widths["ffn_hidden_size"] = provider.ffn_hidden_size
+    for name, width in widths.items():
+        if width % tensor:
+            raise ValueError(f"{name} is {width}, expected a multiple of tensor_model_parallel_size, {tensor}")
+
+
+def _check_experts(provider: Qwen3VLModelProvider) -> None:
+    tensor, of_experts = provider.tensor_model_parallel_size, provider.expert_tensor_parallel_size
+    if not provider.moe_layers:
+        if of_experts not in (1, tensor):
+            raise ValueError(f"expert_tensor_parallel_size is {of_experts}, expected None: this model has no experts")
+    elif provider.moe_ffn_hidden_size % of_experts:
+        raise ValueError(
+            f"moe_ffn_hidden_size is {provider.moe_ffn_hidden_size}, expected a multiple of "
+            f"expert_tensor_parallel_size, {of_experts}"
+        )
+
+
+def _check_stages(provider: Qwen3VLModelProvider) -> None:
+    """Where no setting says how layers are dealt out, megatron-core finds out while it builds them."""
+    stages, chunks = provider.pipeline_model_parallel_size, provider.virtual_pipeline_model_parallel_size
+    if stages == 1 and (chunks or 1) > 1:
+        raise ValueError(
+            f"virtual_pipeline_model_parallel_size is {chunks} with pipeline_model_parallel_size 1, expected None: "
+            "there are no stages to cut into chunks"
+        )
+    dealt_out = (
+        provider.pipeline_model_parallel_layout,
+        provider.num_layers_in_first_pipeline_stage,
+        provider.num_layers_in_last_pipeline_stage,
+        provider.account_for_embedding_in_pipeline_split or None,
+        provider.account_for_loss_in_pipeline_split or None,
+    )
+    parts = stages * (chunks or 1)
+    if all(setting is None for setting in dealt_out) and provider.num_layers % parts:
+        times = f" times virtual_pipeline_model_parallel_size, {chunks}" if chunks else ""
+        raise ValueError(
+            f"num_layers is {provider.num_layers}, expected a multiple of pipeline_model_parallel_size, {stages}{times}"
+            "; or stages that differ: set pipeline_model_parallel_layout, num_layers_in_first_pipeline_stage and "
+            "num_layers_in_last_pipeline_stage, or account_for_embedding_in_pipeline_split and "
+            "account_for_loss_in_pipeline_split"
+        )
+
+
+def _check_between_stages(provider: Qwen3VLModelProvider) -> None:
+    """What the schedules refuse in the first step, or get wrong.
+
+    Megatron-Bridge's `comm_overlap` writes `overlap_p2p_comm` and `batch_p2p_comm` before it finalises the model.
+    """
+    stages, chunks = provider.pipeline_model_parallel_size, provider.virtual_pipeline_model_parallel_size
+    if stages == 1:
+        return
+    overlap, batch = provider.overlap_p2p_comm, provider.batch_p2p_comm
+    found = f"overlap_p2p_comm is {overlap} and batch_p2p_comm {batch} with "
+    if overlap and chunks is None:
+        raise ValueError(
+            f"{found}pipeline_model_parallel_size {stages}, expected overlap_p2p_comm=False without "
+            "virtual_pipeline_model_parallel_size: the schedule has nothing to overlap"
+        )
+    if overlap and batch:
+        raise ValueError(f"{found}pipeline_model_parallel_size {stages}, expected at most one of the two")
+    if stages == 2 and (chunks or 1) > 1 and batch:
+        # Of two stages each is before and behind the other. A batch takes what comes from before for what comes from
+        # behind, and nothing fails: the gradients are wrong.
+        raise ValueError(
+            f"{found}virtual_pipeline_model_parallel_size {chunks} and pipeline_model_parallel_size 2, expected "
+            "overlap_p2p_comm=True and batch_p2p_comm=False: stages would mix up what they send each other"
+        )
+    group = provider.microbatch_group_size_per_vp_stage
+    if chunks is not None and group is not None and group < stages:
+        raise ValueError(
+            f"microbatch_group_size_per_vp_stage is {group}, expected at least pipeline_model_parallel_size, {stages}"
+        )
+
+
+def _check_rows(provider: Qwen3VLModelProvider) -> None:
+    context = provider.context_parallel_size
+    sequence = provider.tensor_model_parallel_size if provider.sequence_parallel else 1
+    multiple = row_multiple(context, sequence)
+    if provider.seq_length % multiple:
+        raise ValueError(
+            f"seq_length is {provider.seq_length}, expected a multiple of {multiple}: rows are shared by "
+            f"{context} context-parallel ranks, and each part by {sequence} sequence-parallel ones"
+        )
+
+
+def _check_context(provider: Qwen3VLModelProvider) -> None:
+    """`cp_comm_type`, for all layers or for each.
+
+    Without Transformer Engine there is one way, which gathers keys and values once a layer. With it, "p2p" (the
+    default) and "a2a" take packed rows, "all_gather" those of some of its versions, which say so themselves. "a2a+p2p"
+    takes none, and a single padded row is a packed row here.
+    """
+    kinds = provider.cp_comm_type
+    found = set(kinds) if isinstance(kinds, list) else {kinds}
+    ranks, local = provider.context_parallel_size, provider.transformer_impl == "local"
+    if unknown := found - (_LOCAL_CONTEXT if local else _CONTEXT):
+        why = "keys and values are gathered, as transformer_impl is 'local'" if local else "packed rows have no other"
+        expected = ", ".join(sorted(map(repr, (_LOCAL_CONTEXT if local else _CONTEXT) - {None})))
+        raise ValueError(f"cp_comm_type has {sorted(unknown, key=str)}, expected None or {expected}: {why}")
+    tensor = provider.tensor_model_parallel_size
+    groups = max(provider.num_query_groups // tensor, 1)
+    if "a2a" in found and (groups % ranks or provider.num_attention_heads // tensor % ranks):
+        raise ValueError(
+            f"cp_comm_type 'a2a' deals heads out to context_parallel_size {ranks}, expected a divisor of "
+            f"{groups}, the query groups of each tensor-parallel rank; or use 'p2p'"
+        )

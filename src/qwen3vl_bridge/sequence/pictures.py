@@ -1,0 +1,60 @@
+"""The pictures of a batch as data.
+
+What lives here: what the vision tower reads. What may not: making it from grids (`vision.py`), dealing it out
+(`sharing.py`), the tower.
+
+Legend: N patches, F frames.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from .movable import Movable
+
+
+@dataclass(frozen=True)
+class VisionInputs(Movable):
+    """All pictures of a batch as the vision tower reads them: images first, then videos, patches in merge order.
+
+    Attributes:
+        pixel_values: [N, channels * temporal_patch * patch * patch] floating point.
+        position_ids: [N, 2] int64, row and column of each patch in its frame.
+        interpolation_index: [4, N] int64, the four position embeddings around each patch.
+        interpolation_weight: [4, N] float32, their weights; each column sums to one.
+        cu_seqlens: [F + 1] int32, offsets of the frames in patches. Attention does not cross a frame.
+        lengths: the F frame lengths in patches, on the host.
+    """
+
+    pixel_values: Tensor
+    position_ids: Tensor
+    interpolation_index: Tensor
+    interpolation_weight: Tensor
+    cu_seqlens: Tensor
+    lengths: tuple[int, ...]
+
+    def select(self, frames: Sequence[int]) -> Self:
+        """Some of the frames, one or more, in the order given."""
+        index = frame_rows(self.lengths, frames).to(self.pixel_values.device)
+        lengths = tuple(self.lengths[frame] for frame in frames)
+        offsets = torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32)
+        return type(self)(
+            pixel_values=self.pixel_values[index],
+            position_ids=self.position_ids[index],
+            interpolation_index=self.interpolation_index[:, index],
+            interpolation_weight=self.interpolation_weight[:, index],
+            cu_seqlens=offsets.to(index.device),
+            lengths=lengths,
+        )
+
+
+def frame_rows(lengths: Sequence[int], frames: Sequence[int]) -> Tensor:
+    """The rows of some of the frames, where frames of these lengths lie one after the other."""
+    starts = list(accumulate(lengths, initial=0))
+    return torch.cat([torch.arange(starts[frame], starts[frame + 1]) for frame in frames])

@@ -1,0 +1,90 @@
+"""Which context-parallel rank encodes which frames of a batch.
+
+What lives here: dealing frames out by what they cost the vision tower, and where their tokens then lie. Ranks are
+plain integers. What may not: what a model costs (`cost.py`), collectives (`parallel.py`).
+
+Context-parallel ranks see the same pictures. Each encodes some of the frames, since attention does not cross one, and
+the ranks then give each other what they made.
+Legend: F frames, N patches, M = N / merge^2 vision tokens.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from .pictures import VisionInputs, frame_rows
+
+
+@dataclass(frozen=True)
+class VisionWork:
+    """What a frame of n patches costs, patch * n + patch_pair * n^2, in any unit; and how many tokens it becomes."""
+
+    patch: float
+    patch_pair: float
+    patches_per_token: int
+
+    def cost(self, patches: int) -> float:
+        """Of one frame."""
+        return self.patch * patches + self.patch_pair * patches**2
+
+
+@dataclass(frozen=True)
+class VisionShare:
+    """One rank's part of the pictures.
+
+    Attributes:
+        inputs: the frames it encodes, or None if it has none.
+        counts: vision tokens of every rank's frames.
+        places: [M] int64, where each vision token of the batch lies among those of all ranks, one after the other.
+    """
+
+    inputs: VisionInputs | None
+    counts: tuple[int, ...]
+    places: Tensor
+
+
+def deal_frames(costs: Sequence[float], ranks: int) -> list[list[int]]:
+    """The frames of each rank, in their order.
+
+    The costliest first, each to the rank that has the least so far: no rank is further above the mean than the
+    costliest frame. Source: Graham, Bounds on multiprocessing timing anomalies (1969).
+    """
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    totals = [(0.0, rank) for rank in range(ranks)]
+    for frame in sorted(range(len(costs)), key=lambda frame: (-costs[frame], frame)):
+        total, rank = totals[0]
+        heapq.heapreplace(totals, (total + costs[frame], rank))
+        shares[rank].append(frame)
+    return [sorted(share) for share in shares]
+
+
+def share_vision(vision: VisionInputs, work: VisionWork, ranks: int, rank: int) -> VisionShare:
+    """The part of the pictures that one of several ranks encodes.
+
+    Args:
+        vision: all pictures.
+        work: what they cost.
+        ranks: how many share them.
+        rank: this one's number.
+
+    Raises:
+        ValueError: a frame that is no whole number of vision tokens.
+    """
+    if any(patches % work.patches_per_token for patches in vision.lengths):
+        raise ValueError(f"frames have {vision.lengths} patches, expected multiples of {work.patches_per_token}")
+    shares = deal_frames([work.cost(patches) for patches in vision.lengths], ranks)
+    tokens = [patches // work.patches_per_token for patches in vision.lengths]
+    order = frame_rows(tokens, list(chain(*shares)))
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order))
+    return VisionShare(
+        inputs=vision.select(shares[rank]) if shares[rank] else None,
+        counts=tuple(sum(tokens[frame] for frame in share) for share in shares),
+        places=places.to(vision.pixel_values.device),
+    )

@@ -1,0 +1,293 @@
+"""Ways to split a model that could not train are refused before anything is built, and all others are not."""
+
+import contextlib
+import copy
+from types import SimpleNamespace
+
+import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
+from qwen3vl_bridge import presets
+from qwen3vl_bridge.parallel_settings import check_parallel
+from qwen3vl_bridge.vision_config import vision_transformer_config
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.bridge import AutoBridge
+from megatron.bridge.training.comm_overlap import CommOverlapConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+
+PROVIDERS = {
+    size: AutoBridge.from_hf_config(presets.hf_config(size)).to_megatron_provider(load_weights=False)
+    for size in presets.PRESETS
+}
+DENSE, EXPERTS = "8B", "30B-A3B"
+SP2 = dict(tensor_model_parallel_size=2, sequence_parallel=True)
+PP2, CP2 = dict(pipeline_model_parallel_size=2), dict(context_parallel_size=2)
+VPP2 = dict(PP2, virtual_pipeline_model_parallel_size=2)
+OVERLAP = dict(overlap_p2p_comm=True, batch_p2p_comm=False)
+
+
+def provider_of(size, fields):
+    provider = copy.copy(PROVIDERS[size])
+    for name, value in fields.items():
+        assert hasattr(provider, name), name
+        setattr(provider, name, value)
+    return provider
+
+
+def finalized(size, fields):
+    provider = provider_of(size, fields)
+    provider.finalize()
+    return provider
+
+
+# megatron-core and Megatron-Bridge refuse these by themselves.
+THEIRS = [
+    (DENSE, dict(tensor_model_parallel_size=3), r"num_attention_heads \(32\) must be a multiple of .*\(3\)"),
+    ("2B", dict(tensor_model_parallel_size=3, num_attention_heads=18), r"num_query_groups \(8\) must be a multiple or"),
+    (DENSE, dict(expert_model_parallel_size=2), "num_moe_experts must be non None to use expert-parallel"),
+    (DENSE, dict(pipeline_model_parallel_size=4, num_layers_in_first_pipeline_stage=2), "middle stage: 34 must be"),
+    (DENSE, dict(PP2, pipeline_model_parallel_layout="Et*18|t*17L"), "decoder layers 35must match num_layers 36"),
+    (DENSE, dict(PP2, account_for_loss_in_pipeline_split=True), "number of middle layers: 37 must be divisible"),
+    (DENSE, dict(VPP2, **OVERLAP, num_layers_in_first_pipeline_stage=3), "3must be divisible by virtual pipeline"),
+    (EXPERTS, dict(moe_pad_expert_input_to_capacity=True), "moe_expert_capacity_factor must be set"),
+    (EXPERTS, dict(moe_token_dispatcher_type="allgather", variable_seq_lengths=True), "use alltoall dispatcher"),
+]
+OURS = [
+    (DENSE, dict(expert_tensor_parallel_size=2), "expert_tensor_parallel_size is 2, expected None: .* no experts"),
+    (EXPERTS, dict(expert_tensor_parallel_size=5), "moe_ffn_hidden_size is 768, expected a multiple of .*size, 5"),
+    (DENSE, dict(tensor_model_parallel_size=32), "vision_config.num_heads is 16, expected a multiple of .*, 32"),
+    (DENSE, dict(ffn_hidden_size=12289, tensor_model_parallel_size=2), "ffn_hidden_size is 12289, expected a multiple"),
+    (DENSE, dict(vocab_size=151937, tensor_model_parallel_size=2), "padded_vocab_size is 151937, expected a multiple"),
+    (EXPERTS, dict(SP2, ffn_hidden_size=1, moe_layer_freq=[0] + [1] * 47), "ffn_hidden_size is 1, expected"),
+    (DENSE, dict(pipeline_model_parallel_size=5), "num_layers is 36, expected a multiple of .*size, 5; or stages"),
+    (DENSE, dict(VPP2, virtual_pipeline_model_parallel_size=5), "size, 2 times virtual_pipeline.*_size, 5; or stages"),
+    (DENSE, dict(virtual_pipeline_model_parallel_size=2), "with pipeline_model_parallel_size 1, expected None"),
+    (DENSE, dict(pipeline_model_parallel_layout="Et*18|t*18L"), "virtual_pipeline_model_parallel_size is 2 with pipe"),
+    (DENSE, VPP2, "expected overlap_p2p_comm=True and batch_p2p_comm=False: stages would mix up"),
+    (DENSE, dict(PP2, pipeline_model_parallel_layout="Et*9|t*9|t*9|t*9L"), "expected overlap_p2p_comm=True and batch"),
+    (DENSE, dict(VPP2, overlap_p2p_comm=True), "overlap_p2p_comm is True and batch_p2p_comm True .* at most one"),
+    (DENSE, dict(PP2, **OVERLAP), "expected overlap_p2p_comm=False without virtual_pipeline_model_parallel_size"),
+    (DENSE, dict(VPP2, **OVERLAP, microbatch_group_size_per_vp_stage=1), "per_vp_stage is 1, expected at least .*, 2"),
+    (DENSE, dict(CP2, seq_length=1022), "seq_length is 1022, expected a multiple of 4: rows are shared by 2"),
+    (DENSE, dict(SP2, seq_length=1023), "seq_length is 1023, expected a multiple of 2: .* 2 sequence-parallel"),
+    (DENSE, dict(CP2, cp_comm_type="p2p"), r"cp_comm_type has \['p2p'\], expected None or 'all_gather': .*'local'"),
+    (DENSE, dict(CP2, cp_comm_type=["all_gather"] * 35 + ["a2a"]), r"cp_comm_type has \['a2a'\], expected None or"),
+    (
+        DENSE,
+        dict(hierarchical_context_parallel_sizes=[2, 1]),
+        "hierarchical_context_parallel_sizes is .*, expected",
+    ),
+    (DENSE, dict(hybrid_context_parallel=True), "hybrid_context_parallel is True, expected False"),
+    (DENSE, dict(tensor_parallel_num_weight_shards=2), "tensor_parallel_num_weight_shards is 2, expected None"),
+    (DENSE, dict(gtp_weight_remat_size=2), "gtp_weight_remat_size is 2, expected 1"),
+    (EXPERTS, dict(expert_gtp_weight_remat_size=2), "expert_gtp_weight_remat_size is 2, expected 1"),
+    (DENSE, dict(overlap_moe_expert_parallel_comm=True), "overlap_moe_expert_parallel_comm is True, expected False"),
+    (DENSE, dict(calculate_per_token_loss=False), "calculate_per_token_loss is False, expected True"),
+    (DENSE, dict(mtp_num_layers=1), "mtp_num_layers is 1, expected None"),
+    (EXPERTS, dict(expert_model_parallel_size=3), "num_moe_experts is 128, expected a multiple of .*, 3"),
+    (EXPERTS, dict(moe_router_force_load_balancing=True), "To measure speed alone, set allow_random_routing too"),
+    (EXPERTS, dict(moe_router_force_biased=1.0), "moe_router_force_biased is 1.0, expected None"),
+    (EXPERTS, dict(moe_input_jitter_eps=0.1), "moe_input_jitter_eps is 0.1, expected None"),
+    (EXPERTS, dict(moe_expert_rank_capacity_factor=1.0), "moe_expert_rank_capacity_factor is 1.0, expected None"),
+]
+
+
+@pytest.mark.parametrize(("size", "fields", "message"), OURS + THEIRS)
+def test_what_could_not_train_is_refused(size, fields, message):
+    with pytest.raises((ValueError, AssertionError), match=message):
+        finalized(size, fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(cp_comm_type="a2a+p2p"), r"has \['a2a\+p2p'\], expected None or 'a2a', 'all_gather', 'p2p': packed rows"),
+        (dict(context_parallel_size=16, cp_comm_type="a2a"), "expected a divisor of 8, the query groups of each"),
+        (dict(SP2, context_parallel_size=8, cp_comm_type="a2a"), "expected a divisor of 4, the query groups of each"),
+        (dict(cp_comm_type="a2a"), None),
+        (dict(cp_comm_type=["p2p", "all_gather"] * 18), None),
+    ],
+)
+def test_context_parallelism_of_transformer_engine(fields, message):
+    """Which is not needed for looking at settings, once megatron-core has completed them."""
+    provider = finalized(DENSE, {})
+    for name, value in {**CP2, "transformer_impl": "transformer_engine", **fields}.items():
+        setattr(provider, name, value)
+    with contextlib.nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        check_parallel(provider)
+
+
+@pytest.mark.parametrize(
+    ("size", "fields"),
+    [
+        (DENSE, dict(SP2, tensor_model_parallel_size=16)),  # more ranks than query groups
+        (EXPERTS, SP2 | dict(expert_tensor_parallel_size=4, expert_model_parallel_size=2)),
+        (DENSE, dict(CP2, cp_comm_type="all_gather")),
+        (DENSE, dict(cp_comm_type="p2p")),  # of no consequence without context parallelism, and recipes have it
+        (DENSE, VPP2 | OVERLAP),
+        (DENSE, dict(VPP2, pipeline_model_parallel_size=3)),
+        (DENSE, dict(PP2, virtual_pipeline_model_parallel_size=1)),
+        (DENSE, dict(PP2, variable_seq_lengths=True)),
+        (DENSE, dict(PP2, num_layers_in_first_pipeline_stage=11)),
+        (DENSE, dict(PP2, pipeline_model_parallel_layout="Et*3|t*33|L|", **OVERLAP)),
+        (DENSE, dict(vocab_size=151937, should_pad_vocab=True, tensor_model_parallel_size=2)),
+        (EXPERTS, dict(moe_router_force_load_balancing=True, allow_random_routing=True)),
+        (EXPERTS, dict(ffn_hidden_size=1, **SP2)),  # no layer has it
+    ],
+)
+def test_what_could_train_is_not_refused(size, fields):
+    provider = finalized(size, fields)
+    provider.finalize()  # Megatron-Bridge does it again
+
+
+@pytest.mark.parametrize(
+    ("size", "fields"),
+    [
+        ("2B", {}),
+        ("4B", SP2),
+        ("8B", dict(SP2, **CP2)),
+        ("32B", dict(SP2, tensor_model_parallel_size=8, pipeline_model_parallel_size=4)),
+        ("30B-A3B", dict(SP2, tensor_model_parallel_size=4, expert_model_parallel_size=8, context_parallel_size=4)),
+        (
+            "235B-A22B",
+            dict(
+                SP2 | CP2,
+                tensor_model_parallel_size=4,
+                pipeline_model_parallel_size=8,
+                expert_model_parallel_size=8,
+                account_for_embedding_in_pipeline_split=True,
+                account_for_loss_in_pipeline_split=True,
+                seq_length=16384,
+            ),
+        ),
+    ],
+)
+def test_released_sizes_as_they_are_trained(size, fields):
+    provider = finalized(size, fields)
+    assert vision_transformer_config(provider).tensor_model_parallel_size == provider.tensor_model_parallel_size
+    assert sum(layers_of_stages(provider)) == provider.num_layers
+
+
+def layers_of_stages(provider):
+    """How many megatron-core would build on each, chunk after chunk."""
+    chunks = provider.virtual_pipeline_model_parallel_size
+    return [
+        get_num_layers_to_build(provider, vp_stage, rank)
+        for rank in range(provider.pipeline_model_parallel_size)
+        for vp_stage in (range(chunks) if chunks else [None])
+    ]
+
+
+powers = st.integers(0, 4).map(lambda exponent: 2**exponent)
+sizes = st.one_of(powers, st.integers(1, 12))
+ways = st.fixed_dictionaries(
+    dict(
+        tensor_model_parallel_size=sizes,
+        sequence_parallel=st.booleans(),
+        context_parallel_size=sizes,
+        pipeline_model_parallel_size=sizes,
+        virtual_pipeline_model_parallel_size=st.none() | st.integers(1, 6),
+        seq_length=st.sampled_from([1000, 4096, 5040, 720720]),
+        account_for_embedding_in_pipeline_split=st.booleans(),
+        account_for_loss_in_pipeline_split=st.booleans(),
+        overlap_p2p_comm=st.just(True),
+        batch_p2p_comm=st.just(False),
+    )
+)
+
+
+@given(size=st.sampled_from(list(PROVIDERS)), fields=ways, experts=sizes, of_experts=st.none() | sizes)
+@settings(max_examples=300)
+def test_what_is_accepted_can_be_built_and_what_divides_is_accepted(size, fields, experts, of_experts):
+    """Whatever the sizes: all that megatron-core divides while it builds and trains does divide, or it is refused."""
+    preset, has_experts = presets.PRESETS[size], presets.PRESETS[size].experts is not None
+    if has_experts:
+        fields |= dict(expert_model_parallel_size=experts, expert_tensor_parallel_size=of_experts)
+    tensor, stages = fields["tensor_model_parallel_size"], fields["pipeline_model_parallel_size"]
+    chunks, context = fields["virtual_pipeline_model_parallel_size"], fields["context_parallel_size"]
+    if stages == 1 or chunks is None:
+        fields |= dict(overlap_p2p_comm=False, batch_p2p_comm=True)
+    sequence = tensor if fields["sequence_parallel"] else 1
+    extra = fields["account_for_embedding_in_pipeline_split"] + fields["account_for_loss_in_pipeline_split"]
+    sound = (
+        preset.heads % tensor == 0
+        and (preset.kv_heads % tensor == 0 or tensor % preset.kv_heads == 0)
+        and all(width % tensor == 0 for width in (16, preset.vision.ffn, 4 * preset.vision.hidden, 151936))
+        and (has_experts or preset.ffn % tensor == 0)
+        and (preset.layers + extra) % (stages * (chunks or 1)) == 0
+        and (stages > 1 or (chunks or 1) == 1)
+        and fields["seq_length"] % (context * sequence) == 0
+        and (context == 1 or fields["seq_length"] % (2 * context) == 0)
+    )
+    if has_experts:
+        shared = of_experts or (1 if experts > 1 else tensor)
+        sound = sound and preset.experts.number % experts == 0 and preset.experts.ffn % shared == 0
+    provider = provider_of(size, fields)
+    if not sound:
+        with pytest.raises(ValueError, match=r"expected|must be"):
+            provider.finalize()
+        return
+    provider.finalize()
+    assert sum(layers_of_stages(provider)) == preset.layers
+    assert vision_transformer_config(provider).num_attention_heads % tensor == 0
+
+
+@pytest.fixture
+def build(monkeypatch):
+    """Builds a model, as far as our own part of that goes."""
+    mixin = "megatron.bridge.models.gpt_provider.GPTModelProvider.provide_distributed_model"
+    monkeypatch.setattr(mixin, lambda *_, **__: ["model"])
+    monkeypatch.setattr("qwen3vl_bridge.model.parts.log_trained_parameters", lambda model: None)
+
+    def build(size, fields, **how):
+        return finalized(size, fields).provide_distributed_model(**how) == ["model"]
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("size", "fields", "message"),
+    [
+        (EXPERTS, dict(SP2, sequence_parallel=False), r"sequence_parallel is False with experts under .* 2, expected"),
+        (DENSE, dict(pipeline_model_parallel_size=18), r"first pipeline stage has 2 layers, expected True, or at leas"),
+        (DENSE, dict(PP2, **OVERLAP, virtual_pipeline_model_parallel_size=9), "first pipeline stage has 2 layers"),
+        (DENSE, dict(PP2, num_layers_in_first_pipeline_stage=1), "first pipeline stage has 1 layers"),
+        (DENSE, dict(PP2, pipeline_model_parallel_layout="E|t*36L"), "first pipeline stage has 0 layers"),
+        (DENSE, dict(PP2, pipeline_model_parallel_layout="Ett|t*10|t*14|t*10L", **OVERLAP), "stage has 2 layers"),
+    ],
+)
+def test_what_could_not_be_trained_can_be_built_for_other_uses(build, size, fields, message):
+    with pytest.raises(ValueError, match=message):
+        build(size, fields, ddp_config=SimpleNamespace())
+    assert build(size, fields, wrap_with_ddp=False)
+
+
+@pytest.mark.parametrize(
+    ("size", "fields"),
+    [
+        (EXPERTS, SP2),
+        (DENSE, dict(SP2, sequence_parallel=False)),
+        (DENSE, dict(PP2, num_layers_in_first_pipeline_stage=3)),
+        (DENSE, dict(PP2, num_layers_in_first_pipeline_stage=1, variable_seq_lengths=True)),
+        (DENSE, dict(PP2, pipeline_model_parallel_layout="Ettt|t*33L")),
+    ],
+)
+def test_what_can_be_trained_is_built(build, size, fields):
+    assert build(size, fields, ddp_config=SimpleNamespace())
+
+
+def test_sequence_parallelism_on_one_rank_is_turned_off_by_megatron_bridge():
+    assert not finalized(DENSE, dict(sequence_parallel=True)).sequence_parallel
+
+
+def test_overlap_settings_of_megatron_bridge_are_in_place_before_the_check():
+    """In its loop they are applied first, and the whole configuration is validated after."""
+    provider = provider_of(DENSE, VPP2)
+    overlap = CommOverlapConfig(tp_comm_overlap=False)
+    overlap.data_parallel_size = 1
+    overlap.finalize()
+    overlap.setup(provider, OptimizerConfig(), None)
+    provider.finalize()
+    assert (provider.overlap_p2p_comm, provider.batch_p2p_comm) == (True, False)

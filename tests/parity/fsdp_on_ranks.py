@@ -1,0 +1,103 @@
+"""Run by torchrun on two ranks: losses and gradients under Megatron-FSDP, with other contents on each rank.
+
+    torchrun --nproc_per_node 2 -m tests.parity.fsdp_on_ranks OUTPUT HF_FOLDER...
+
+Parameters lie in small buckets, so that each module's are gathered when it is called, and reduced on their own. Only
+gradients of the first step are looked at: on gloo its optimizer drifts.
+"""
+
+import sys
+
+from qwen3vl_bridge.logs import quiet
+from qwen3vl_bridge.training.process_group import initialize
+
+import torch
+from megatron.bridge import AutoBridge
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed.fsdp import mcore_fsdp_adapter
+from torch.distributed import DeviceMesh
+from transformers import AutoConfig
+
+from .batches import Sample, make_batch, make_samples
+
+# What each rank sees; a rank without pictures must not keep the other waiting.
+CONTENTS = [("one image", "text only"), ("video", "many images"), ("text only", "text only"), ("mixed", "video")]
+ROWS = ("padded", "packed")
+
+
+class CPUMesh(DeviceMesh):
+    """megatron-core asks for a mesh on CUDA, whatever there is."""
+
+    @staticmethod
+    def from_group(*args, **kwargs):
+        return DeviceMesh.from_group(*args, **{**kwargs, "device_type": "cpu"})
+
+
+def samples_of(content: str, config) -> list[Sample]:
+    """What a rank sees, for one of its contents."""
+    return make_samples(content, config, seed=11)
+
+
+def build(folder: str) -> torch.nn.Module:
+    """The model, sharded over all ranks."""
+    provider = AutoBridge.from_hf_pretrained(folder).to_megatron_provider(load_weights=True)
+    provider.gradient_accumulation_fusion = False
+    if provider.moe_layers:
+        provider.moe_aux_loss_coeff = 0.0
+    provider.finalize()
+    groups = initialize(provider, seed=0)
+    ddp = DistributedDataParallelConfig(
+        use_megatron_fsdp=True,
+        use_distributed_optimizer=True,
+        data_parallel_sharding_strategy="optim_grads_params",
+        grad_reduce_in_fp32=True,
+        gradient_reduce_div_fusion=False,
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+        bucket_size=20_000,
+    )
+    (model,) = provider.provide_distributed_model(
+        ddp_config=ddp,
+        use_megatron_fsdp=True,
+        use_cpu_initialization=True,
+        mixed_precision_wrapper=None,
+        pg_collection=groups,
+    )
+    return model
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """This rank's rows of the gradients, under the names of the bare model."""
+    return {
+        name.replace("module.", ""): (p if p.grad is None else p.grad).to_local().clone() * (p.grad is not None)
+        for name, p in model.named_parameters()
+    }
+
+
+def main(output: str, *folders: str) -> None:
+    """Every model, content and kind of rows; each rank saves its losses, and its part of the gradients."""
+    mcore_fsdp_adapter.DeviceMesh = CPUMesh
+    losses, found = {}, {}
+    for folder in folders:
+        model, config = build(folder), AutoConfig.from_pretrained(folder)
+        rank = torch.distributed.get_rank()
+        for contents in CONTENTS:
+            for rows in ROWS:
+                model.zero_grad_buffer()
+                samples = samples_of(contents[rank], config)
+                inputs = make_batch(samples, config, packed=rows == "packed").local()
+                loss = (model(inputs=inputs) * inputs.loss_mask).sum()
+                loss.backward()
+                model.finish_grad_sync()
+                case = (folder, contents, rows)
+                losses[case], found[case] = loss.item(), gradients(model)
+    rank = torch.distributed.get_rank()
+    torch.save((losses, found), f"{output}.{rank}")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    quiet()
+    torch.set_num_threads(1)
+    main(*sys.argv[1:])

@@ -1,0 +1,128 @@
+"""Every way to split a model, with every content and kind of rows: the cases, the runs and the table of errors.
+
+    python -m tests.parity.matrix [--write-table docs/parallelism.md]
+
+runs all of them; the test suite runs some of each topology.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .references import MATRIX_CONTENTS, train_reference
+from .topologies import TOPOLOGIES
+
+FAMILIES = ("dense", "MoE")
+ROOT = Path(__file__).parents[2]
+# Measured worst over the whole matrix beside each: see docs/parallelism.md.
+LIMITS = {"loss": 1e-6, "gradient": 2e-5, "grad_norm": 1e-6, "weight": 2e-3}
+BEGIN, END = "<!-- matrix: begin -->", "<!-- matrix: end -->"
+
+Case = tuple[str, str, str, str]
+
+
+def cases(ranks: int) -> list[Case]:
+    """All [family, topology, content, rows] on so many ranks, those of one topology together."""
+    return [
+        (family, name, content, rows)
+        for name, topology in TOPOLOGIES.items()
+        if topology.ranks == ranks
+        for family in topology.families
+        for content, rows in itertools.product(MATRIX_CONTENTS, topology.rows)
+    ]
+
+
+def some_cases(ranks: int, each: int) -> list[Case]:
+    """So many of each family and topology, others from one topology to the next, so that each kind comes up often."""
+    by_model: dict[tuple[str, str], list[Case]] = defaultdict(list)
+    for case in cases(ranks):
+        by_model[case[:2]].append(case)
+    # 5 has no factor in common with the number of contents and rows: steps of it visit every combination.
+    return [
+        group[(5 * (each * turn + i)) % len(group)] for turn, group in enumerate(by_model.values()) for i in range(each)
+    ]
+
+
+def write_references(folders: dict[str, Path]) -> None:
+    """What the runs are compared with, beside each model."""
+    for folder, content in itertools.product(folders.values(), MATRIX_CONTENTS):
+        torch.save(train_reference(folder, content), folder / f"reference_{content}.pt")
+
+
+def run(chosen: list[Case], folders: dict[str, Path], ranks: int) -> dict[Case, dict[str, float]]:
+    """Real processes on gloo; the errors of each case."""
+    with tempfile.TemporaryDirectory() as scratch:
+        output = Path(scratch) / "found.pt"
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+        places = {family: str(folder) for family, folder in folders.items()}
+        command = [*torchrun, "-m", "tests.parity.on_ranks", output, json.dumps(chosen), json.dumps(places)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(done.stderr[-6000:])
+        return torch.load(output)
+
+
+def table(found: dict[Case, dict[str, float]]) -> str:
+    """The worst errors of each topology and family, as Markdown."""
+    groups: dict[tuple[str, str], list[dict[str, float]]] = defaultdict(list)
+    for (family, topology, _, _), errors in found.items():
+        groups[topology, family].append(errors)
+    lines = ["| split | model | cases | loss | gradient | gradient norm | weights |", "|---|---|---|---|---|---|---|"]
+    for topology, family in sorted(groups, key=lambda group: (list(TOPOLOGIES).index(group[0]), group[1])):
+        errors = groups[topology, family]
+        figures = [max((e[name] for e in errors if name in e), default=None) for name in LIMITS]
+        cells = ["–" if figure is None else f"{figure:.1e}" for figure in figures]
+        lines.append(" | ".join([f"| {topology}", family, str(len(errors)), *cells]) + " |")
+    return "\n".join(lines)
+
+
+def wrong(found: dict[Case, dict[str, float]]) -> dict[Case, dict[str, float]]:
+    """The cases that are further off than the limits."""
+    return {
+        case: errors
+        for case, errors in found.items()
+        if any(not errors[name] <= limit for name, limit in LIMITS.items() if name in errors)
+    }
+
+
+def main() -> None:
+    """The whole matrix."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--write-table", type=Path, help="put the table of errors between this file's marks")
+    parser.add_argument("--topology", action="append", choices=TOPOLOGIES, help="only this one; may be repeated")
+    arguments: Any = parser.parse_args()
+    from examples.digits.checkpoint import make_checkpoint
+
+    found: dict[Case, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        folders = {family: Path(scratch) / family for family in FAMILIES}
+        make_checkpoint(folders["dense"], seed=1)
+        make_checkpoint(folders["MoE"], seed=3, moe=True)
+        write_references(folders)
+        for ranks in sorted({topology.ranks for topology in TOPOLOGIES.values()}):
+            chosen = [case for case in cases(ranks) if not arguments.topology or case[1] in arguments.topology]
+            for _, group in itertools.groupby(chosen, key=lambda case: case[1]):
+                here = run(list(group), folders, ranks)
+                found |= here
+                print(table(here).split("\n", 2)[2], flush=True)
+    if too_far := wrong(found):
+        sys.exit(f"further off than {LIMITS}: {too_far}")
+    if arguments.write_table:
+        before, rest = arguments.write_table.read_text().split(BEGIN)
+        _, after = rest.split(END)
+        arguments.write_table.write_text(f"{before}{BEGIN}\n{table(found)}\n{END}{after}")
+    print(f"{len(found)} cases, all within {LIMITS}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""What rows and their segments have to be multiples of, and no more than that."""
+
+from qwen3vl_bridge.sequence import SequenceLayout, token_index
+from qwen3vl_bridge.sequence.layout import row_multiple, segment_multiple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+ranks = st.integers(1, 6)
+
+
+@given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=5), cp=ranks, sp=ranks, more=st.integers(0, 3))
+def test_rows_of_such_multiples_can_be_shared(lengths, cp, sp, more):
+    """However segments end, each token has one place on one rank."""
+    segment, row = segment_multiple(cp), row_multiple(cp, sp)
+    padded = sum(-(-length // segment) * segment for length in lengths)
+    total = -(-(padded + 1) // row) * row + more * row
+    layout = SequenceLayout.packed_row(lengths, multiple=segment, total=total)
+    shares = [token_index(layout, cp, rank, sp, part) for rank in range(cp) for part in range(sp)]
+    assert sorted(token for share in shares for token in share.flatten().tolist()) == list(range(total))
+
+
+@given(length=st.integers(1, 200), cp=ranks, sp=ranks)
+def test_rows_of_other_lengths_cannot(length, cp, sp):
+    """The multiple is the least: a row is shared if and only if it is one."""
+    layout = SequenceLayout.rows([length], length)
+    if length % row_multiple(cp, sp) == 0:
+        token_index(layout, cp, cp - 1, sp, sp - 1)
+    else:
+        with pytest.raises(ValueError, match=r"divide"):
+            token_index(layout, cp, cp - 1, sp, sp - 1)
+
+
+def test_one_length_serves_both():
+    assert (segment_multiple(1), segment_multiple(2), segment_multiple(3)) == (1, 4, 6)
+    assert (row_multiple(2, 2), row_multiple(2, 3), row_multiple(1, 8), row_multiple(1, 1)) == (4, 12, 8, 1)
