@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from qwen3vl_bridge.parallel import sequence_ranks
+from qwen3vl_bridge.provider import Qwen3VLModelProvider
 from qwen3vl_bridge.sequence import PackedBatch
 from qwen3vl_bridge.training.foreign_batch import from_collator
 
@@ -40,7 +41,7 @@ def forward_step(
     Raises:
         NotImplementedError: a schedule plan is asked for.
         ValueError: a collator's batch that contradicts itself or would train on something else, see `foreign_batch`;
-            rows that are dealt out over more or less than global batches.
+            rows that are dealt out over more or less than global batches, or that pipeline stages don't expect.
     """
     if return_schedule_plan:
         raise NotImplementedError(
@@ -51,9 +52,12 @@ def forward_step(
     batch = next(data_iterator)
     if not isinstance(batch, PackedBatch):
         batch = from_collator(batch, config, state.cfg.dataset)
-    inputs = batch.local(**sequence_ranks(config, groups))
-    if not get_attr_wrapped_model(model, "pre_process"):
-        inputs = inputs.without_pictures()
+    check_rows(batch, config, state.cfg.train.micro_batch_size)
+    ranks = sequence_ranks(config, groups)
+    if get_attr_wrapped_model(model, "pre_process"):
+        inputs = batch.local(**ranks)
+    else:
+        inputs = batch.local(**ranks | dict(vision_work=None)).without_pictures()
     device = next(model.parameters()).device
     if device.type == "cuda":
         inputs = inputs.pin_memory()  # the copy would make the host wait otherwise
@@ -63,6 +67,24 @@ def forward_step(
         inputs.loss_mask, checks.check_for_nan_in_loss, checks.check_for_spiky_loss
     )
     return model(inputs=inputs), count
+
+
+def check_rows(batch: PackedBatch, config: Qwen3VLModelProvider, rows: int) -> None:
+    """Refuses rows of another size than pipeline stages expect, who would wait for the rest, or take it for the next.
+
+    Args:
+        batch: a microbatch.
+        config: the provider.
+        rows: of a microbatch.
+    """
+    if config.pipeline_model_parallel_size == 1 or config.variable_seq_lengths:
+        return
+    found, expected = list(batch.input_ids.shape), [rows, config.seq_length]
+    if found != expected:
+        raise ValueError(
+            f"a microbatch has shape {found}, expected {expected} (train.micro_batch_size, model.seq_length) between "
+            "pipeline stages; or set model.variable_seq_lengths=True"
+        )
 
 
 def _check_balance(cfg: Any) -> None:
