@@ -23,6 +23,7 @@ import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from qwen3vl_bridge.cost import tower_costs
 from qwen3vl_bridge.data.balance import deal, imbalance
@@ -52,32 +53,50 @@ PICTURES = ((0.60, (336, 640)), (0.25, (600, 1100)), (0.15, (1000, 1700)))
 Rows = list[tuple[int, ...]]
 
 
-def make_sizes(count: int, seed: int = 0) -> list[Size]:
-    """Sizes of samples of the mix."""
+class Sample(NamedTuple):
+    """Tokens without those of pictures, and rows and columns, in patches, of each picture or pair of frames."""
+
+    text: int
+    frames: tuple[tuple[int, int], ...]
+
+    @property
+    def patches(self) -> list[int]:
+        """Of each frame."""
+        return [rows * columns for rows, columns in self.frames]
+
+    @property
+    def size(self) -> Size:
+        """What of a row it takes."""
+        patches = self.patches
+        return Size(self.text + sum(patches) // _MERGE**2, sum(patches), sum(n**2 for n in patches))
+
+
+def make_samples(count: int, seed: int = 0) -> list[Sample]:
+    """Samples of the mix."""
     random, shares = np.random.default_rng(seed), [share for share, *_ in KINDS.values()]
     return [_sample(random, list(KINDS.values())[kind]) for kind in random.choice(len(KINDS), count, p=shares)]
 
 
-def _sample(random: np.random.Generator, kind: tuple) -> Size:
+def _sample(random: np.random.Generator, kind: tuple) -> Sample:
     _, (median, spread), pictures, most_frames = kind
     text = int(np.clip(random.lognormal(np.log(median), spread), 8, 4000))
     frames = [_picture(random) for _ in range(random.integers(pictures[0], pictures[1] + 1))]
     if most_frames:
         # Two frames are one of time, and each has its time written before it.
         times = int(random.integers(4, most_frames // 2 + 1))
-        frames, text = [_patches(*random.choice([(224, 224), (360, 640)]))] * times, text + 8 * times
-    around = 2 * len(frames)
-    return Size(text + around + sum(frames) // _MERGE**2, sum(frames), sum(n**2 for n in frames))
+        frames, text = [_grid(*random.choice([(224, 224), (360, 640)]))] * times, text + 8 * times
+    return Sample(text + 2 * len(frames), tuple(frames))
 
 
-def _picture(random: np.random.Generator) -> int:
+def _picture(random: np.random.Generator) -> tuple[int, int]:
     kind = random.choice(len(PICTURES), p=[share for share, _ in PICTURES])
-    return _patches(*random.integers(*PICTURES[kind][1], 2, endpoint=True))
+    return _grid(*random.integers(*PICTURES[kind][1], 2, endpoint=True))
 
 
-def _patches(height: int, width: int) -> int:
+def _grid(height: int, width: int) -> tuple[int, int]:
     step = _PATCH * _MERGE
-    return max(round(height / step), 1) * max(round(width / step), 1) * _MERGE**2
+    rows, columns = (_MERGE * max(round(side / step), 1) for side in (height, width))
+    return rows, columns
 
 
 def as_they_come(sizes: Sequence[Size], capacity: int) -> Rows:
@@ -164,7 +183,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[8192, 16384, 32768, 131072], help="tokens of a row")
     parser.add_argument("--csv", type=Path, default=_RESULTS, help="default: %(default)s")
     args = parser.parse_args()
-    sizes = make_sizes(args.samples)
+    sizes = [sample.size for sample in make_samples(args.samples)]
     tokens, patches = ([getattr(size, name) for size in sizes] for name in ("tokens", "patches"))
     print(
         f"{len(sizes)} samples: tokens mean {np.mean(tokens):.0f}, median {np.median(tokens):.0f}, "

@@ -31,7 +31,6 @@ def check_parallel(provider: Qwen3VLModelProvider) -> None:
     _check_widths(provider)
     _check_experts(provider)
     _check_stages(provider)
-    _check_between_stages(provider)
     _check_rows(provider)
     if provider.context_parallel_size > 1:
         _check_context(provider)
@@ -40,10 +39,13 @@ def check_parallel(provider: Qwen3VLModelProvider) -> None:
 def check_training(provider: Qwen3VLModelProvider) -> None:
     """Check what matters to a model that is built to be trained, and to no other.
 
+    A model that is loaded to be exported or asked may carry settings of schedules from the run that saved it.
+
     Raises:
         ValueError: experts are to be trained in a way that megatron-core refuses in the first step, or pipeline stages
-            would not know the size of what they receive.
+            would not know the size of what they receive, or mix up what they send each other.
     """
+    _check_between_stages(provider)
     tensor, taps = provider.tensor_model_parallel_size, len(provider.vision_config.deepstack_visual_indexes)
     layers = _layers_of_first_stage(provider)
     if provider.pipeline_model_parallel_size > 1 and layers < taps and not provider.variable_seq_lengths:

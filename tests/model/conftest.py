@@ -1,4 +1,4 @@
-"""The tiny checkpoint as provider and configuration, and as both models."""
+"""The tiny checkpoint as provider and configuration, and as both models; and tiny checkpoints of each kind."""
 
 from __future__ import annotations
 
@@ -25,3 +25,12 @@ def config(untied_folder):
 @pytest.fixture(scope="module")
 def pair(untied_folder) -> Pair:
     return make_pair(untied_folder)
+
+
+@pytest.fixture(scope="session")
+def folders(untied_folder, tied_folder, moe_folder, tmp_path_factory):
+    """Hugging Face folders: dense ones, with one dense layer among those with experts, with experts in every layer."""
+    from tests.model.torch_dist_models import make_experts_everywhere
+
+    experts = make_experts_everywhere(moe_folder, tmp_path_factory.mktemp("experts"))
+    return {"untied": untied_folder, "tied": tied_folder, "mixed": moe_folder, "experts": experts}

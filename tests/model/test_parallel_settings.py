@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge import presets
-from qwen3vl_bridge.parallel_settings import check_parallel
+from qwen3vl_bridge.parallel_settings import check_parallel, check_training
 from qwen3vl_bridge.vision_config import vision_transformer_config
 
 import pytest
@@ -65,11 +65,6 @@ OURS = [
     (DENSE, dict(VPP2, virtual_pipeline_model_parallel_size=5), "size, 2 times virtual_pipeline.*_size, 5; or stages"),
     (DENSE, dict(virtual_pipeline_model_parallel_size=2), "with pipeline_model_parallel_size 1, expected None"),
     (DENSE, dict(pipeline_model_parallel_layout="Et*18|t*18L"), "virtual_pipeline_model_parallel_size is 2 with pipe"),
-    (DENSE, VPP2, "expected overlap_p2p_comm=True and batch_p2p_comm=False: stages would mix up"),
-    (DENSE, dict(PP2, pipeline_model_parallel_layout="Et*9|t*9|t*9|t*9L"), "expected overlap_p2p_comm=True and batch"),
-    (DENSE, dict(VPP2, overlap_p2p_comm=True), "overlap_p2p_comm is True and batch_p2p_comm True .* at most one"),
-    (DENSE, dict(PP2, **OVERLAP), "expected overlap_p2p_comm=False without virtual_pipeline_model_parallel_size"),
-    (DENSE, dict(VPP2, **OVERLAP, microbatch_group_size_per_vp_stage=1), "per_vp_stage is 1, expected at least .*, 2"),
     (DENSE, dict(CP2, seq_length=1022), "seq_length is 1022, expected a multiple of 4: rows are shared by 2"),
     (DENSE, dict(SP2, seq_length=1023), "seq_length is 1023, expected a multiple of 2: .* 2 sequence-parallel"),
     (DENSE, dict(CP2, cp_comm_type="p2p"), r"cp_comm_type has \['p2p'\], expected None or 'all_gather': .*'local'"),
@@ -255,6 +250,19 @@ def build(monkeypatch):
         (DENSE, dict(PP2, **OVERLAP, virtual_pipeline_model_parallel_size=9), "first pipeline stage has 2 layers"),
         (DENSE, dict(PP2, num_layers_in_first_pipeline_stage=1), "first pipeline stage has 1 layers"),
         (DENSE, dict(PP2, pipeline_model_parallel_layout="E|t*36L"), "first pipeline stage has 0 layers"),
+        (DENSE, VPP2, "expected overlap_p2p_comm=True and batch_p2p_comm=False: stages would mix up"),
+        (
+            DENSE,
+            dict(PP2, pipeline_model_parallel_layout="Et*9|t*9|t*9|t*9L"),
+            "expected overlap_p2p_comm=True and batch",
+        ),
+        (DENSE, dict(VPP2, overlap_p2p_comm=True), "overlap_p2p_comm is True and batch_p2p_comm True .* at most one"),
+        (DENSE, dict(PP2, **OVERLAP), "expected overlap_p2p_comm=False without virtual_pipeline_model_parallel_size"),
+        (
+            DENSE,
+            dict(VPP2, **OVERLAP, microbatch_group_size_per_vp_stage=1),
+            "stage is 1, expected at least .*, 2",
+        ),
         (DENSE, dict(PP2, pipeline_model_parallel_layout="Ett|t*10|t*14|t*10L", **OVERLAP), "stage has 2 layers"),
     ],
 )
@@ -290,4 +298,5 @@ def test_overlap_settings_of_megatron_bridge_are_in_place_before_the_check():
     overlap.finalize()
     overlap.setup(provider, OptimizerConfig(), None)
     provider.finalize()
+    check_training(provider)
     assert (provider.overlap_p2p_comm, provider.batch_p2p_comm) == (True, False)

@@ -41,15 +41,16 @@ class VisionInputs(Movable):
 
     def select(self, frames: Sequence[int]) -> Self:
         """Some of the frames, one or more, in the order given."""
-        index = frame_rows(self.lengths, frames).to(self.pixel_values.device)
+        starts = list(accumulate(self.lengths, initial=0))
+        places = [slice(starts[frame], starts[frame + 1]) for frame in frames]
         lengths = tuple(self.lengths[frame] for frame in frames)
         offsets = torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32)
-        return type(self)(
-            pixel_values=self.pixel_values[index],
-            position_ids=self.position_ids[index],
-            interpolation_index=self.interpolation_index[:, index],
-            interpolation_weight=self.interpolation_weight[:, index],
-            cu_seqlens=offsets.to(index.device),
+        return type(self)(  # pieces are copied some ten times as fast as rows by index
+            pixel_values=torch.cat([self.pixel_values[place] for place in places]),
+            position_ids=torch.cat([self.position_ids[place] for place in places]),
+            interpolation_index=torch.cat([self.interpolation_index[:, place] for place in places], 1),
+            interpolation_weight=torch.cat([self.interpolation_weight[:, place] for place in places], 1),
+            cu_seqlens=offsets.to(self.cu_seqlens.device),
             lengths=lengths,
         )
 

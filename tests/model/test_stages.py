@@ -1,0 +1,115 @@
+"""What pipeline stages hand to each other: a chain of them gives what the layers give in one piece, gradients too."""
+
+from qwen3vl_bridge.model.stages import Stage
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron.core.pipeline_parallel.schedules import custom_backward, deallocate_output_tensor
+
+SIZES = dict(
+    length=st.integers(1, 5), rows=st.integers(1, 3), tokens=st.integers(0, 6), width=st.integers(1, 3),
+    taps=st.integers(0, 4), stages=st.lists(st.integers(0, 3), min_size=1, max_size=5),
+)  # fmt: skip
+
+
+def make(*shape: int) -> torch.Tensor:
+    """Whole numbers, so that sums are exact; trained."""
+    return torch.randint(1, 9, shape).double().requires_grad_()
+
+
+def places(length: int, rows: int, tokens: int) -> torch.Tensor:
+    """Where vision tokens lie in the flat hidden states; a place may be asked for twice, which adds up."""
+    return torch.randint(length * rows, (tokens,))
+
+
+def run_layers(hidden: torch.Tensor, features: torch.Tensor, where: torch.Tensor, layers: int) -> torch.Tensor:
+    """Layers as the model's: each does something of its own, and the first ones add a feature.
+
+    Where there are none, megatron-core's block gives a copy, as here: what came in is not to be freed with it.
+    """
+    hidden = hidden.clone()
+    for number in range(layers):
+        hidden = 2 * hidden
+        if number < len(features):
+            hidden = hidden.flatten(0, 1).index_add(0, where, features[number]).view_as(hidden)
+    return hidden
+
+
+def chain(taps: int, layers: list[int]) -> list[Stage]:
+    """The stages that have so many layers each."""
+    return [Stage.of(taps=taps, first_layer=sum(layers[:n]), layers=here) for n, here in enumerate(layers)]
+
+
+@given(**SIZES)
+def test_stages_of_a_chain_fit(length, rows, tokens, width, taps, stages):
+    parts = chain(taps, stages)
+    assert parts[0].received == taps
+    for number, (part, here) in enumerate(zip(parts, stages, strict=True)):
+        assert 0 <= part.sent <= part.received
+        assert part.received - part.sent == min(
+            here, part.received
+        )  # each of its layers takes one, while there are any
+        if number + 1 < len(parts):
+            assert part.sent == parts[number + 1].received
+
+
+@given(**SIZES)
+def test_what_is_loaded_is_unloaded(length, rows, tokens, width, taps, stages):
+    hidden, features = make(length, rows, width), make(taps, tokens, width)
+    arrived, own = hidden, features
+    for here, following in zip(parts := chain(taps, stages), parts[1:], strict=False):
+        sent = here.load(arrived, own)
+        assert sent._base is None and sent.dim() == 3 and sent.size(-1) == width
+        assert sent.numel() == width * (length * rows + here.sent * tokens)
+        arrived, own = following.unload(sent, rows, tokens)
+        assert torch.equal(arrived, hidden)
+        assert own.shape == (following.received, tokens, width)
+        assert torch.equal(own, features[taps - following.received :])
+
+
+@given(**SIZES)
+def test_a_chain_is_the_layers_in_one_piece(length, rows, tokens, width, taps, stages):
+    """Stages are processes of their own: gradients come back one tensor at a time, after what was sent was freed."""
+    hidden, features, where = make(length, rows, width), make(taps, tokens, width), places(length, rows, tokens)
+    whole = run_layers(hidden, features, where, sum(stages))
+    weights = torch.randint(1, 9, whole.shape).double()
+    expected = torch.autograd.grad((whole * weights).sum(), (hidden, features), allow_unused=True)
+    exchanged: list[tuple[torch.Tensor, torch.Tensor]] = []
+    arrived, own = hidden, features
+    parts = chain(taps, stages)
+    for number, (part, layers) in enumerate(zip(parts, stages, strict=True)):
+        output = run_layers(arrived, own, where, layers)
+        if number + 1 == len(parts):
+            break
+        sent = part.load(output, own)
+        received = sent.detach().clone().requires_grad_()
+        deallocate_output_tensor(sent, True)
+        exchanged.append((sent, received))
+        arrived, own = parts[number + 1].unload(received, rows, tokens)
+    assert torch.equal(output, whole)
+    output.backward(weights)
+    for sent, received in reversed(exchanged):
+        custom_backward(sent, received.grad)
+    for leaf, right in zip((hidden, features), expected, strict=True):
+        found, right = (torch.zeros_like(leaf) if grad is None else grad for grad in (leaf.grad, right))
+        assert torch.equal(found, right)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("tokens", [0, 2])
+def test_features_travel_in_the_hidden_states_type(dtype, tokens):
+    """One tensor has one type, which the schedules know beforehand."""
+    stage = Stage(received=2, sent=1)
+    sent = stage.load(torch.ones(3, 2, 4, dtype=dtype), torch.ones(2, tokens, 4))
+    assert sent.dtype == dtype and sent.shape == (6 + tokens, 1, 4)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_view_is_sent_as_none(frozen):
+    """The output of a layer may be one; the tensor that is freed must hold its own memory."""
+    base = torch.ones(6, 4, requires_grad=not frozen)
+    for sent in (0, 1):
+        loaded = Stage(received=1, sent=sent).load(base.view(3, 2, 4), base.view(1, 6, 4))
+        assert loaded._base is None and loaded.requires_grad is not frozen

@@ -1,0 +1,240 @@
+"""Which rank encodes which frames, and where their tokens then lie, against encoding all of them on one rank."""
+
+import itertools
+
+from qwen3vl_bridge.sequence import (
+    PackedBatch,
+    SequenceLayout,
+    VisionInputs,
+    VisionWork,
+    make_vision_inputs,
+    token_index,
+    vision_slots,
+)
+from qwen3vl_bridge.sequence.sharing import deal_frames, share_vision
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from .test_layout import layouts
+
+IMAGE, VIDEO = 90, 91
+# Far more for a patch than for a pair, as much for both at 4 patches, and the other way round.
+WORKS = st.sampled_from([VisionWork(1e6, 1.0, 4), VisionWork(4.0, 1.0, 4), VisionWork(0.0, 1.0, 4)])
+GRIDS = st.tuples(st.integers(1, 3), st.integers(1, 3).map(lambda n: 2 * n), st.integers(1, 3).map(lambda n: 2 * n))
+COSTS = st.lists(st.integers(1, 50), max_size=40)
+RANKS = st.integers(1, 8)
+
+
+def totals(costs: list[int], shares: list[list[int]]) -> list[int]:
+    return [sum(costs[frame] for frame in share) for share in shares]
+
+
+@given(costs=COSTS, ranks=RANKS)
+def test_each_frame_is_dealt_out_once(costs, ranks):
+    shares = deal_frames(costs, ranks)
+    assert len(shares) == ranks
+    assert sorted(itertools.chain(*shares)) == list(range(len(costs)))
+    assert all(share == sorted(share) for share in shares)
+    assert shares == deal_frames(tuple(costs), ranks)
+
+
+@given(costs=COSTS.filter(bool), ranks=RANKS)
+def test_no_rank_is_further_above_the_mean_than_the_costliest_frame(costs, ranks):
+    """Graham's bound of 1966; he takes a little less than the costliest off, as here."""
+    heaviest = max(totals(costs, deal_frames(costs, ranks)))
+    assert ranks * heaviest <= sum(costs) + (ranks - 1) * max(costs)
+
+
+@given(costs=st.lists(st.integers(1, 30), min_size=1, max_size=6), ranks=st.integers(2, 3))
+def test_the_best_way_is_not_much_better(costs, ranks):
+    """Graham's bound of 1969, 4/3 - 1/(3 ranks), which dealing in any other order than the costliest first breaks."""
+    best = min(
+        max(totals(costs, [[frame for frame, r in enumerate(way) if r == rank] for rank in range(ranks)]))
+        for way in itertools.product(range(ranks), repeat=len(costs))
+    )
+    assert 3 * ranks * max(totals(costs, deal_frames(costs, ranks))) <= (4 * ranks - 1) * best
+
+
+@given(kinds=st.lists(st.integers(1, 50), min_size=1, max_size=8), ranks=RANKS, more=st.integers(0, 9))
+def test_many_frames_are_balanced_within_five_percent(kinds, ranks, more):
+    """Wherever none costs more than a twentieth of the mean."""
+    times = -(-20 * max(kinds) * ranks // sum(kinds)) + more
+    costs = kinds * times
+    assert 20 * max(costs) * ranks <= sum(costs)
+    assert 20 * ranks * max(totals(costs, deal_frames(costs, ranks))) <= 21 * sum(costs)
+
+
+@given(frames=st.integers(0, 40), ranks=RANKS)
+def test_equal_frames_are_equally_many(frames, ranks):
+    assert {len(share) for share in deal_frames([3.5] * frames, ranks)} <= {frames // ranks, -(-frames // ranks)}
+
+
+def test_few_frames():
+    assert deal_frames([], 2) == [[], []]
+    assert deal_frames([7], 3) == [[0], [], []]
+    assert deal_frames([1, 3, 2], 4) == [[1], [2], [0], []]
+
+
+def test_frames_are_exchanged_where_that_is_better():
+    for costs in ([3, 3, 2, 2, 2], [5, 5, 4, 4, 3, 3, 3, 3], [7, 6, 5, 4, 3, 3]):  # 7 to 5, 16 to 14, 15 to 13 before
+        even = sum(costs) / 2
+        assert totals(costs, deal_frames(costs, 2)) == [even, even]
+
+
+def make_vision(images: list[tuple[int, int, int]], videos: list[tuple[int, int, int]]) -> VisionInputs | None:
+    """Pictures whose pixels are whole numbers, no two alike, so that sums of them are exact."""
+    grids = [torch.tensor(some, dtype=torch.int64).view(-1, 3) for some in (images, videos)]
+    pixels = torch.randperm(3 * int(sum(grid.prod(-1).sum() for grid in grids))).double().view(-1, 3)
+    first = int(grids[0].prod(-1).sum())
+    return make_vision_inputs(
+        pixels[:first], grids[0], pixels[first:], grids[1], num_position_embeddings=16, spatial_merge_size=2
+    )
+
+
+def encode(vision: VisionInputs | None) -> torch.Tensor:
+    """[M, 10], what a tower could see: a token's patches with their positions, and its frame's as attention does."""
+    if vision is None:
+        return torch.zeros(0, 10, dtype=torch.float64)
+    assert vision.cu_seqlens.dtype == torch.int32
+    assert tuple(vision.cu_seqlens.diff().tolist()) == vision.lengths
+    assert len(vision.pixel_values) == int(vision.cu_seqlens[-1])
+    index, weight = vision.interpolation_index.double(), vision.interpolation_weight.double()
+    embedding = torch.stack((index.sum(0), ((index + 1) * weight).sum(0)), dim=1)
+    patches = torch.cat((vision.pixel_values, vision.position_ids.double(), embedding), dim=1)
+    tokens = patches.view(-1, 4, 7).sum(1)
+    edges = list(itertools.pairwise((vision.cu_seqlens // 4).tolist()))
+    frames = torch.cat([tokens[a:b, :3].sum(0).expand(b - a, 3) for a, b in edges])
+    return torch.cat((tokens, frames), dim=1)
+
+
+@given(images=st.lists(GRIDS, max_size=6), videos=st.lists(GRIDS, max_size=3), work=WORKS, ranks=st.integers(1, 6))
+def test_shares_make_up_the_whole(images, videos, work, ranks):
+    """All of them encoded, one rank's tokens after the other's and put in their places, are the batch encoded whole."""
+    vision = make_vision(images, videos)
+    assume(vision is not None)
+    shares = [share_vision(vision, work, ranks, rank) for rank in range(ranks)]
+    encoded = [encode(share.inputs) for share in shares]
+    for share, tokens in zip(shares, encoded, strict=True):
+        assert share.counts == tuple(map(len, encoded))
+        assert (share.inputs is None) == (len(tokens) == 0)
+        assert share.places.dtype == torch.int64
+        assert sorted(share.places.tolist()) == list(range(len(vision.pixel_values) // 4))
+        assert torch.equal(torch.cat(encoded)[share.places], encode(vision))
+
+
+@given(images=st.lists(GRIDS, min_size=1, max_size=8), work=WORKS, ranks=st.integers(1, 4))
+def test_shares_are_balanced_by_cost(images, work, ranks):
+    """By what whole frames cost: their patches, and the square of them."""
+    vision = make_vision(images, [])
+    each = []
+    for rank in range(ranks):
+        inputs = share_vision(vision, work, ranks, rank).inputs
+        lengths = inputs.lengths if inputs else ()
+        each.append(sum(work.patch * n + work.patch_pair * n * n for n in lengths))
+        assert each[-1] == sum(map(work.cost, lengths))
+    assert max(each) <= sum(each) / ranks + max(map(work.cost, vision.lengths))
+
+
+def test_cost_decides_and_not_the_number_of_frames_or_patches():
+    vision = make_vision([(1, 4, 6), (3, 2, 4), (2, 2, 2)], [])  # frames of 24; 8, 8, 8; 4, 4 patches
+    for work, expected in (
+        (VisionWork(1, 0, 4), [(24, 4), (8, 8, 8, 4)]),
+        (VisionWork(0, 1, 4), [(24,), (8, 8, 8, 4, 4)]),
+    ):
+        assert [share_vision(vision, work, 2, rank).inputs.lengths for rank in range(2)] == expected
+
+
+def test_the_only_frame_is_one_ranks():
+    vision = make_vision([(1, 2, 4)], [])
+    shares = [share_vision(vision, VisionWork(1, 1, 4), 3, rank) for rank in range(3)]
+    assert [share.inputs is None for share in shares] == [False, True, True]
+    assert all(share.counts == (2, 0, 0) and share.places.tolist() == [0, 1] for share in shares)
+
+
+def test_frames_that_are_no_whole_tokens_are_refused():
+    vision = make_vision([(1, 2, 2), (1, 2, 6)], [])
+    with pytest.raises(ValueError, match=r"frames have \(4, 12\) patches, expected multiples of 8"):
+        share_vision(vision, VisionWork(1, 1, 8), 2, 0)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[PackedBatch, int, int]:
+    """A batch with the sizes of context and sequence parallelism; vision tokens anywhere among the real ones."""
+    layout, cp, sp = draw(layouts())
+    real = (~layout.padding_mask()).nonzero().squeeze(-1)
+    grids, room = ([], []), len(real)
+    pictures = st.tuples(st.integers(0, 1), st.one_of(st.just((1, 2, 2)), GRIDS))
+    for kind, grid in draw(st.one_of(st.just([]), *(st.lists(pictures, min_size=n, max_size=8) for n in (1, 2, 4)))):
+        tokens = grid[0] * grid[1] * grid[2] // 4
+        if tokens <= room:
+            grids[kind].append(grid)
+            room -= tokens
+    places = torch.tensor(draw(st.permutations(real.tolist())))
+    images, videos = (sum(t * h * w // 4 for t, h, w in kind) for kind in grids)
+    ids = torch.arange(layout.total) % IMAGE
+    ids[places[:images]], ids[places[images : images + videos]] = IMAGE, VIDEO
+    shape = (layout.num_rows, -1)
+    batch = PackedBatch(
+        input_ids=ids.view(shape),
+        labels=ids.view(shape),
+        loss_mask=torch.ones(layout.total).view(shape),
+        position_ids=torch.zeros(3, layout.total, dtype=torch.int64).view(3, *shape),
+        vision_slot=vision_slots(ids, IMAGE, VIDEO, images),
+        layout=layout,
+        vision=make_vision(*grids),
+    )
+    return batch, cp, sp
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@given(case=batches(), work=WORKS)
+def test_every_rank_uses_the_rows_of_its_own_tokens(shared, case, work):
+    batch, cp, sp = case
+    slots, whole = batch.vision_slot, encode(batch.vision)
+    locals_ = {
+        (c, s): batch.local(cp, c, sp, s, work if shared else None) for c, s in itertools.product(range(cp), range(sp))
+    }
+    counts = [locals_[0, 0].vision_counts] * len(locals_)
+    assert [inputs.vision_counts for inputs in locals_.values()] == counts
+    assert (counts[0] is not None) == (shared and cp > 1 and batch.vision is not None)
+    encoded = whole if counts[0] is None else torch.cat([encode(locals_[c, 0].vision) for c in range(cp)])
+    if counts[0] is not None:
+        assert counts[0] == tuple(len(encode(locals_[c, 0].vision)) for c in range(cp))
+    used = {"fuse": [], "deepstack": []}
+    for (c, s), inputs in locals_.items():
+        held = {"fuse": token_index(batch.layout, cp, c), "deepstack": token_index(batch.layout, cp, c, sp, s)}
+        for name, index in held.items():
+            where = getattr(inputs, name)
+            if batch.vision is None:
+                assert where is None and inputs.vision is None
+                continue
+            index = index.flatten()
+            assert where.positions.tolist() == [place for place, token in enumerate(index) if slots[token] >= 0]
+            assert torch.equal(encoded[where.rows], whole[slots[index[where.positions]]])
+            if name == "deepstack" or s == 0:
+                used[name] += where.rows.tolist()
+    assert sorted(used["fuse"]) == sorted(used["deepstack"]) == list(range(len(whole)))
+
+
+@given(case=batches(), work=WORKS)
+def test_sequence_parallel_ranks_encode_the_same_frames(case, work):
+    """They run the tower together: its layers are split over them."""
+    batch, cp, sp = case
+    for c in range(cp):
+        first, *others = (encode(batch.local(cp, c, sp, s, work).vision) for s in range(sp))
+        assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_one_rank_alone_shares_nothing(ranks):
+    """Nothing is copied for it."""
+    vision = make_vision([(1, 2, 2), (1, 2, 4)], [])
+    ids = torch.tensor([[IMAGE, IMAGE, IMAGE, 1]])
+    more = torch.zeros(1, 4)
+    batch = PackedBatch(ids, ids, more, ids.expand(3, 1, 4), torch.tensor([0, 1, 2, -1]),
+                        SequenceLayout.packed_row([4]), vision)  # fmt: skip
+    inputs = batch.local(ranks, 0, vision_work=VisionWork(1, 1, 4))
+    assert (inputs.vision is vision) == (inputs.vision_counts is None) == (ranks == 1)
