@@ -50,6 +50,9 @@ _SHARED: Mapping[str, Any] = {
     "tensor_parallel_num_weight_shards": None,
     "gtp_weight_remat_size": 1,
     "overlap_moe_expert_parallel_comm": False,
+    # megatron-core's schedules: torch has no ring exchange, and the second asks a forward step for what ours has not.
+    "use_ring_exchange_p2p": False,
+    "num_microbatches_with_partial_activation_checkpoints": None,
     # A mean of ranks' or of rows' means would weigh tokens by where they happen to lie.
     "calculate_per_token_loss": True,
 }

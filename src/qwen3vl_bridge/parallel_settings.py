@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from qwen3vl_bridge.sequence.layout import row_multiple
 
+import torch
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
@@ -131,6 +132,11 @@ def _check_between_stages(provider: Qwen3VLModelProvider) -> None:
     if stages == 1:
         return
     overlap, batch = provider.overlap_p2p_comm, provider.batch_p2p_comm
+    sent = torch.float32 if provider.fp32_residual_connection else provider.params_dtype
+    if provider.pipeline_dtype != sent:
+        raise ValueError(
+            f"pipeline_dtype is {provider.pipeline_dtype}, expected {sent}, in which stages have their output"
+        )
     found = f"overlap_p2p_comm is {overlap} and batch_p2p_comm {batch} with "
     if overlap and chunks is None:
         raise ValueError(
@@ -139,9 +145,9 @@ def _check_between_stages(provider: Qwen3VLModelProvider) -> None:
         )
     if overlap and batch:
         raise ValueError(f"{found}pipeline_model_parallel_size {stages}, expected at most one of the two")
-    if stages == 2 and (chunks or 1) > 1 and batch:
+    if stages == 2 and (chunks or 1) > 1 and not overlap:
         # Of two stages each is before and behind the other. A batch takes what comes from before for what comes from
-        # behind, and nothing fails: the gradients are wrong.
+        # behind, and nothing fails: the gradients are wrong. One by one, they wait for each other for ever.
         raise ValueError(
             f"{found}virtual_pipeline_model_parallel_size {chunks} and pipeline_model_parallel_size 2, expected "
             "overlap_p2p_comm=True and batch_p2p_comm=False: stages would mix up what they send each other"

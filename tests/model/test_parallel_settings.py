@@ -10,6 +10,7 @@ from qwen3vl_bridge.parallel_settings import check_parallel, check_training
 from qwen3vl_bridge.vision_config import vision_transformer_config
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.bridge import AutoBridge
@@ -79,6 +80,8 @@ OURS = [
     (DENSE, dict(gtp_weight_remat_size=2), "gtp_weight_remat_size is 2, expected 1"),
     (EXPERTS, dict(expert_gtp_weight_remat_size=2), "expert_gtp_weight_remat_size is 2, expected 1"),
     (DENSE, dict(overlap_moe_expert_parallel_comm=True), "overlap_moe_expert_parallel_comm is True, expected False"),
+    (DENSE, dict(use_ring_exchange_p2p=True), "use_ring_exchange_p2p is True, expected False"),
+    (DENSE, dict(num_microbatches_with_partial_activation_checkpoints=1), "checkpoints is 1, expected None"),
     (DENSE, dict(calculate_per_token_loss=False), "calculate_per_token_loss is False, expected True"),
     (DENSE, dict(mtp_num_layers=1), "mtp_num_layers is 1, expected None"),
     (EXPERTS, dict(expert_model_parallel_size=3), "num_moe_experts is 128, expected a multiple of .*, 3"),
@@ -264,6 +267,8 @@ def build(monkeypatch):
             "stage is 1, expected at least .*, 2",
         ),
         (DENSE, dict(PP2, pipeline_model_parallel_layout="Ett|t*10|t*14|t*10L", **OVERLAP), "stage has 2 layers"),
+        (DENSE, dict(VPP2, batch_p2p_comm=False), "batch_p2p_comm False with .* expected overlap_p2p_comm=True"),
+        (DENSE, dict(PP2, pipeline_dtype=torch.float16), "pipeline_dtype is torch.float16, expected torch.bfloat16"),
     ],
 )
 def test_what_could_not_be_trained_can_be_built_for_other_uses(build, size, fields, message):

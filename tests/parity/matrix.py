@@ -59,14 +59,17 @@ def write_references(folders: dict[str, Path]) -> None:
         torch.save(train_reference(folder, content), folder / f"reference_{content}.pt")
 
 
-def run(chosen: list[Case], folders: dict[str, Path], ranks: int) -> dict[Case, dict[str, float]]:
-    """Real processes on gloo; the errors of each case."""
+def run(
+    chosen: list[Case], folders: dict[str, Path], ranks: int, *, show: bool = False
+) -> dict[Case, dict[str, float]]:
+    """Real processes on gloo; the errors of each case, which are printed as they come if `show`."""
     with tempfile.TemporaryDirectory() as scratch:
         output = Path(scratch) / "found.pt"
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
         places = {family: str(folder) for family, folder in folders.items()}
         command = [*torchrun, "-m", "tests.parity.on_ranks", output, json.dumps(chosen), json.dumps(places)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        stdout = None if show else subprocess.PIPE
+        done = subprocess.run(command, cwd=ROOT, stdout=stdout, stderr=subprocess.PIPE, text=True)
         if done.returncode:
             raise RuntimeError(done.stderr[-6000:])
         return torch.load(output)
@@ -111,10 +114,8 @@ def main() -> None:
         write_references(folders)
         for ranks in sorted({topology.ranks for topology in TOPOLOGIES.values()}):
             chosen = [case for case in cases(ranks) if not arguments.topology or case[1] in arguments.topology]
-            for _, group in itertools.groupby(chosen, key=lambda case: case[1]):
-                here = run(list(group), folders, ranks)
-                found |= here
-                print(table(here).split("\n", 2)[2], flush=True)
+            found |= run(chosen, folders, ranks, show=True) if chosen else {}
+    print(table(found))
     if too_far := wrong(found):
         sys.exit(f"further off than {LIMITS}: {too_far}")
     if arguments.write_table:

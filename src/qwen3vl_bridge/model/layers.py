@@ -26,6 +26,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.utils import make_viewless_tensor
 from torch import Tensor, nn
 
 
@@ -50,7 +51,9 @@ class DeepStackLayer(TransformerLayer):
         layer, taps = self.layer_number - 1, len(self.config.vision_config.deepstack_visual_indexes)
         if context is not None and layer < taps:
             features = context[layer - taps].to(hidden.dtype)  # counted from the end, where stages' slices agree
-            hidden = hidden.flatten(0, 1).index_add(0, context_mask, features).view_as(hidden)
+            added = hidden.flatten(0, 1).index_add(0, context_mask, features).view_as(hidden)
+            # Recompute keeps a part of it on each rank if asked to, which it can't of a view.
+            hidden = make_viewless_tensor(added, requires_grad=added.requires_grad, keep_graph=True)
         return hidden, context
 
 
