@@ -45,6 +45,13 @@ def sum_losses(values: Tensor, groups: ProcessGroupCollection) -> Tensor:
     return values
 
 
+def sum_counts(counts: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
+    """`counts` of all ranks of a group added up, in a tensor of its own."""
+    counts = counts.clone()
+    torch.distributed.all_reduce(counts, group=group)
+    return counts
+
+
 def wait_for_all() -> None:
     """Return when every process is here."""
     torch.distributed.barrier()

@@ -21,6 +21,27 @@ if TYPE_CHECKING:
 
 _LOCAL_CONTEXT = {None, "all_gather"}
 _CONTEXT = {None, "p2p", "all_gather", "a2a"}
+LOGITS = "a loss of gathered logits gives wrong gradients"
+_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+
+
+def check_sizes(provider: Qwen3VLModelProvider) -> None:
+    """Check what everything is divided by, before megatron-core divides.
+
+    Raises:
+        ValueError: a number of ranks below 1.
+    """
+    for name in _SIZES:
+        size = getattr(provider, name)
+        if size is not None and size < 1:
+            raise ValueError(f"{name} is {size}, expected 1 or more")
 
 
 def check_parallel(provider: Qwen3VLModelProvider) -> None:
@@ -40,6 +61,8 @@ def check_parallel(provider: Qwen3VLModelProvider) -> None:
 def check_training(provider: Qwen3VLModelProvider) -> None:
     """Check what matters to a model that is built to be trained, and to no other.
 
+    How many microbatches interleaved stages take is `check_microbatches`' question.
+
     A model that is loaded to be exported or asked may carry settings of schedules from the run that saved it.
 
     Raises:
@@ -55,11 +78,41 @@ def check_training(provider: Qwen3VLModelProvider) -> None:
             f"least {taps} layers: DeepStack features go to the first {taps}, and what stages send each other grows "
             "with the pictures of a row"
         )
+    if tensor > 1 and not provider.parallel_output:
+        raise ValueError(f"parallel_output is False, expected True under tensor_model_parallel_size {tensor}: {LOGITS}")
     if provider.moe_layers and tensor > 1 and not provider.sequence_parallel:
         raise ValueError(
             f"sequence_parallel is False with experts under tensor_model_parallel_size {tensor}, expected True: "
             "megatron-core trains experts in no other way"
         )
+
+
+def check_microbatches(provider: Qwen3VLModelProvider, microbatches: int, what: str) -> None:
+    """Check how many microbatches a step of interleaved stages has.
+
+    Args:
+        provider: a finalised one.
+        microbatches: of one data-parallel rank.
+        what: has them, for the message.
+
+    Raises:
+        ValueError: megatron-core's schedule does not take so many.
+    """
+    group = schedule_group(provider)
+    stages, rest = provider.pipeline_model_parallel_size, microbatches % group
+    if microbatches < group or 0 < rest < stages:
+        raise ValueError(
+            f"{what} has {microbatches} microbatches on each data-parallel rank, expected a multiple of {group}, or "
+            f"{stages} or more beyond one: interleaved stages take them in groups "
+            "(model.microbatch_group_size_per_vp_stage)"
+        )
+
+
+def schedule_group(provider: Qwen3VLModelProvider) -> int:
+    """Microbatches that interleaved stages take together; 1 where stages are not interleaved."""
+    if provider.virtual_pipeline_model_parallel_size is None:
+        return 1
+    return provider.microbatch_group_size_per_vp_stage or provider.pipeline_model_parallel_size
 
 
 def _layers_of_first_stage(provider: Qwen3VLModelProvider) -> int:

@@ -25,6 +25,9 @@ from megatron.bridge.models.conversion.param_mapping import (
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+# Megatron-Bridge tells by a module's class how its weight is split: as megatron-core's router's.
+AutoMapping.register_module_type("BalancedRouter", "replicated")
+
 _MAPPING_OF: dict[type[Row], Callable[..., MegatronParamMapping]] = {
     Copy: AutoMapping,
     QKV: QKVMapping,

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from qwen3vl_bridge.dimensions import Dimensions, indices_of
 from qwen3vl_bridge.fixed_settings import FIXED, FIXED_WITH_EXPERTS, ROUTING
-from qwen3vl_bridge.parallel_settings import check_parallel, check_training
+from qwen3vl_bridge.parallel_settings import check_parallel, check_sizes, check_training
 from qwen3vl_bridge.recompute import check_recompute
 
 import torch
@@ -122,6 +123,7 @@ class Qwen3VLModelProvider(GPTModelProvider):
             if getattr(self, name) != only:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, expected {only!r}: this model has nothing else")
         check_recompute(self)
+        check_sizes(self)
         super().finalize()
         check_parallel(self)
         if self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "native" and not self.bf16:
@@ -195,7 +197,8 @@ class Qwen3VLModelProvider(GPTModelProvider):
         """
         from qwen3vl_bridge.model.parts import log_trained_parameters
 
-        if kwargs.get("wrap_with_ddp", True):
+        given = inspect.signature(super().provide_distributed_model).bind(*args, **kwargs).arguments
+        if given.get("wrap_with_ddp", True):
             check_training(self)
         model = super().provide_distributed_model(*args, **kwargs)
         log_trained_parameters(model)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge import presets
-from qwen3vl_bridge.parallel_settings import check_parallel, check_training
+from qwen3vl_bridge.parallel_settings import check_microbatches, check_parallel, check_training
 from qwen3vl_bridge.vision_config import vision_transformer_config
 
 import pytest
@@ -62,6 +62,9 @@ OURS = [
     (DENSE, dict(ffn_hidden_size=12289, tensor_model_parallel_size=2), "ffn_hidden_size is 12289, expected a multiple"),
     (DENSE, dict(vocab_size=151937, tensor_model_parallel_size=2), "padded_vocab_size is 151937, expected a multiple"),
     (EXPERTS, dict(SP2, ffn_hidden_size=1, moe_layer_freq=[0] + [1] * 47), "ffn_hidden_size is 1, expected"),
+    (DENSE, dict(tensor_model_parallel_size=0), "tensor_model_parallel_size is 0, expected 1 or more"),
+    (DENSE, dict(context_parallel_size=0), "context_parallel_size is 0, expected 1 or more"),
+    (EXPERTS, dict(expert_tensor_parallel_size=0), "expert_tensor_parallel_size is 0, expected 1 or more"),
     (DENSE, dict(pipeline_model_parallel_size=5), "num_layers is 36, expected a multiple of .*size, 5; or stages"),
     (DENSE, dict(VPP2, virtual_pipeline_model_parallel_size=5), "size, 2 times virtual_pipeline.*_size, 5; or stages"),
     (DENSE, dict(virtual_pipeline_model_parallel_size=2), "with pipeline_model_parallel_size 1, expected None"),
@@ -236,7 +239,11 @@ def test_what_is_accepted_can_be_built_and_what_divides_is_accepted(size, fields
 def build(monkeypatch):
     """Builds a model, as far as our own part of that goes."""
     mixin = "megatron.bridge.models.gpt_provider.GPTModelProvider.provide_distributed_model"
-    monkeypatch.setattr(mixin, lambda *_, **__: ["model"])
+
+    def provide_distributed_model(self, ddp_config=None, wrap_with_ddp=True):
+        return ["model"]
+
+    monkeypatch.setattr(mixin, provide_distributed_model)
     monkeypatch.setattr("qwen3vl_bridge.model.parts.log_trained_parameters", lambda model: None)
 
     def build(size, fields, **how):
@@ -267,6 +274,7 @@ def build(monkeypatch):
             "stage is 1, expected at least .*, 2",
         ),
         (DENSE, dict(PP2, pipeline_model_parallel_layout="Ett|t*10|t*14|t*10L", **OVERLAP), "stage has 2 layers"),
+        (DENSE, dict(SP2, parallel_output=False), "parallel_output is False, expected True under .* 2: a loss of"),
         (DENSE, dict(VPP2, batch_p2p_comm=False), "batch_p2p_comm False with .* expected overlap_p2p_comm=True"),
         (DENSE, dict(PP2, pipeline_dtype=torch.float16), "pipeline_dtype is torch.float16, expected torch.bfloat16"),
     ],
@@ -289,6 +297,25 @@ def test_what_could_not_be_trained_can_be_built_for_other_uses(build, size, fiel
 )
 def test_what_can_be_trained_is_built(build, size, fields):
     assert build(size, fields, ddp_config=SimpleNamespace())
+
+
+def test_ddp_may_be_turned_off_by_position(build):
+    provider = finalized(EXPERTS, dict(SP2, sequence_parallel=False))
+    assert provider.provide_distributed_model(None, False) == ["model"]
+    with pytest.raises(ValueError, match="sequence_parallel is False"):
+        provider.provide_distributed_model(None, True)
+
+
+@pytest.mark.parametrize(("group", "taken"), [(None, {2, 4, 6, 8}), (3, {3, 5, 6, 8}), (4, {4, 6, 7, 8})])
+def test_interleaved_stages_take_microbatches_in_groups(group, taken):
+    provider = finalized(DENSE, dict(VPP2, **OVERLAP, microbatch_group_size_per_vp_stage=group))
+    for microbatches in range(1, 9):
+        if microbatches in taken:
+            check_microbatches(provider, microbatches, "a step")
+        else:
+            with pytest.raises(ValueError, match=f"a step has {microbatches} microbatches .* expected a multiple"):
+                check_microbatches(provider, microbatches, "a step")
+    check_microbatches(finalized(DENSE, PP2), 1, "a step")
 
 
 def test_sequence_parallelism_on_one_rank_is_turned_off_by_megatron_bridge():

@@ -37,8 +37,14 @@ from .references import ADAM, CLIP, DECAY, MICROBATCHES, STEPS, step_samples
 from .topologies import TOPOLOGIES, Topology
 
 
-def configuration(folder: str, topology: Topology) -> Any:
-    """The digits recipe with the reference's optimizer, for a model that is split."""
+def configuration(folder: str, topology: Topology, balance: float = 0.0) -> Any:
+    """The digits recipe with the reference's optimizer, for a model that is split.
+
+    Args:
+        folder: of Hugging Face.
+        topology: how it is split.
+        balance: coefficient of the experts' balancing loss, which the reference has not.
+    """
     unused = Path("unused")
     cfg = qwen3_vl_digits_sft_config(hf_path=folder, data_path=unused, megatron_path=unused, save=unused)
     cfg.model = AutoBridge.from_hf_pretrained(folder).to_megatron_provider(load_weights=True)
@@ -47,7 +53,7 @@ def configuration(folder: str, topology: Topology) -> Any:
         assert hasattr(cfg.model, name), name
         setattr(cfg.model, name, value)
     if cfg.model.moe_layers:
-        cfg.model.moe_aux_loss_coeff = 0.0  # the reference's loss has no balancing term
+        cfg.model.moe_aux_loss_coeff = balance
     cfg.checkpoint.pretrained_checkpoint = cfg.checkpoint.load = cfg.checkpoint.save = None
     cfg.train.global_batch_size, cfg.train.train_iters = MICROBATCHES, STEPS
     cfg.ddp.use_megatron_fsdp = False
@@ -83,9 +89,9 @@ def layout_of(samples: list[Sample], *, packed: bool, multiple: int, tokens: int
 class Split:
     """A model that is split, and the way back to where it began."""
 
-    def __init__(self, folder: str, topology: Topology) -> None:
+    def __init__(self, folder: str, topology: Topology, balance: float = 0.0) -> None:
         self.tokens = topology.tokens
-        self.run: Run = assemble(configuration(folder, topology))
+        self.run: Run = assemble(configuration(folder, topology, balance))
         self.bridge = AutoBridge.from_hf_pretrained(folder)
         self.hf_config = self.bridge.hf_pretrained.config
         self.parameters = [p for chunk in self.run.model for p in chunk.parameters()]

@@ -6,10 +6,12 @@ features). What may not: attention (`attention.py`), the towers (`vision.py`, `q
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
 from qwen3vl_bridge.model.attention import ContextParallelAttention, RotarySelfAttention, SegmentAttention
+from qwen3vl_bridge.model.router import BalancedRouter
 
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
@@ -111,14 +113,22 @@ def _use_local_modules(spec: ModuleSpec, config: TransformerConfig) -> None:
     attention.core_attention = ContextParallelAttention if shared else modules.core_attention()
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = norm
-    if isinstance(layer.mlp, functools.partial) and layer.mlp.func is MoELayer:
+    if _has_experts(layer.mlp):
         # A checkpoint has the Transformer Engine spec's names, whose norm before experts is a module of its own too.
         # megatron-core's map is made for dense layers, where it is a part of `linear_fc1`.
         layer.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
 
 
+def _has_experts(mlp: Any) -> bool:
+    return isinstance(mlp, functools.partial) and mlp.func is MoELayer
+
+
 def _adapt(spec: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
     spec.submodules.self_attention.module = RotarySelfAttention
+    mlp = spec.submodules.mlp
+    if _has_experts(mlp):
+        modules = dataclasses.replace(mlp.keywords["submodules"], router=BalancedRouter)
+        spec.submodules.mlp = functools.partial(mlp.func, *mlp.args, **mlp.keywords | dict(submodules=modules))
     if isinstance(backend(config), LocalBackend):
         _use_local_modules(spec, config)
     return spec

@@ -15,9 +15,10 @@ from qwen3vl_bridge.model.inputs import as_model_inputs
 from qwen3vl_bridge.model.layers import text_block_spec
 from qwen3vl_bridge.model.parts import Part, part_of
 from qwen3vl_bridge.model.rope import InterleavedMRoPE, scaled_frequencies
-from qwen3vl_bridge.model.stages import Stage
+from qwen3vl_bridge.model.stages import Stage, check_row_length
 from qwen3vl_bridge.model.vision import Qwen3VLVisionModel
 from qwen3vl_bridge.parallel import gather_encoded, scatter_sequence, sum_gradients_over_sequence
+from qwen3vl_bridge.parallel_settings import LOGITS
 from qwen3vl_bridge.provider import Qwen3VLModelProvider
 from qwen3vl_bridge.sequence.batch import ModelInputs, VisionRows
 from qwen3vl_bridge.vision_config import vision_transformer_config
@@ -70,10 +71,7 @@ class Qwen3VLGPTModel(GPTModel):
         Rows that pad the vocabulary are no tokens: as they lie, each would take a share of the probability.
         """
         if not self.parallel_output and self.pg_collection.tp.size() > 1:
-            raise ValueError(
-                "parallel_output is False, expected True to train under tensor parallelism: a loss of gathered logits "
-                "gives wrong gradients"
-            )
+            raise ValueError(f"parallel_output is False, expected True to train under tensor parallelism: {LOGITS}")
         tokens, here = self.config.vocab_size, logits.size(-1)
         first = self.pg_collection.tp.rank() * here
         if first + here > tokens:
@@ -155,6 +153,7 @@ class Qwen3VLModel(MegatronModule):
                 labels=labels,
                 **pictures_and_packing,
             )
+        check_row_length(inputs.layout, self.config)
         hidden, deepstack = self.embed(inputs) if self.pre_process else self.receive(inputs)
         output = self.language_model(
             inputs.input_ids,

@@ -14,9 +14,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
+from qwen3vl_bridge.sequence.layout import SequenceLayout
+
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
+
+
+def check_row_length(layout: SequenceLayout, config: TransformerConfig) -> None:
+    """Refuses rows of another length than pipeline stages expect, who would wait for the rest of them.
+
+    Every stage asks, so that all of them raise.
+    """
+    tokens = layout.total // layout.num_rows
+    fixed = config.pipeline_model_parallel_size > 1 and not config.variable_seq_lengths
+    if fixed and tokens != config.seq_length:
+        raise ValueError(
+            f"rows have {tokens} tokens, expected seq_length, {config.seq_length}, between pipeline stages; or set "
+            "variable_seq_lengths=True"
+        )
 
 
 @dataclass(frozen=True)

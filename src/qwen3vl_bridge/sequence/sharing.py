@@ -76,7 +76,7 @@ def _exchange(shares: list[list[int]], costs: Sequence[float]) -> bool:
     most = max(range(len(shares)), key=totals.__getitem__)
     if totals[most] * len(shares) <= _EVEN * sum(totals):
         return False
-    best, swap = totals[most] * (1 - 1e-9), None  # less than rounding is no gain, and would be made for ever
+    best, swap = totals[most] * (1 - 1e-4), None  # less is not worth the search, and rounding alone would never end
     for rank, share in enumerate(shares):
         cheapest_first = sorted(share, key=costs.__getitem__)
         theirs = [0.0, *(costs[frame] for frame in cheapest_first)]

@@ -17,6 +17,7 @@ from pathlib import Path
 from qwen3vl_bridge.checkpoint.megatron_folder import find_iteration
 from qwen3vl_bridge.checkpoint.staging import replace_file
 from qwen3vl_bridge.parallel import sum_losses
+from qwen3vl_bridge.parallel_settings import schedule_group
 from qwen3vl_bridge.training import checkpoint
 from qwen3vl_bridge.training.progress import Progress
 from qwen3vl_bridge.training.run import Run, assemble
@@ -111,7 +112,14 @@ def evaluate(run: Run) -> dict[str, float]:
     most = cfg.validation.eval_iters * cfg.validation.eval_global_batch_size
     most //= share["dp_size"] * share["micro_batch_size"]
     batches = list(itertools.islice(run.data.evaluation("valid", **share), most))
-    loss, tokens = forward_backward(run, iter(batches), len(batches), forward_only=True).tolist()
+    group = schedule_group(cfg.model)
+    count = len(batches) - len(batches) % group
+    if not count:
+        raise ValueError(
+            f"validation has {len(batches)} microbatches on a data-parallel rank, expected {group} or more, which the "
+            "schedule takes together"
+        )
+    loss, tokens = forward_backward(run, iter(batches), count, forward_only=True).tolist()
     for chunk in run.model:
         chunk.train()
     return {"step": run.progress.step, "valid_loss": loss / max(tokens, 1)}

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from qwen3vl_bridge.parallel_settings import check_microbatches
 from qwen3vl_bridge.training.process_group import initialize
 from qwen3vl_bridge.training.step import forward_step
 from qwen3vl_bridge.training.streams import Data
@@ -95,6 +96,7 @@ def assemble(cfg: ConfigContainer) -> Run:
             f"train.global_batch_size is {cfg.train.global_batch_size}, expected a multiple of {share}: "
             f"micro_batch_size times {groups.dp.size()} data-parallel ranks"
         )
+    check_microbatches(cfg.model, cfg.train.global_batch_size // share, "train.global_batch_size")
     model = cfg.model.provide_distributed_model(
         ddp_config=cfg.ddp, use_cpu_initialization=True, pg_collection=groups, data_parallel_random_init=False
     )

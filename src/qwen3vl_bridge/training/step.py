@@ -70,20 +70,20 @@ def forward_step(
 
 
 def check_rows(batch: PackedBatch, config: Qwen3VLModelProvider, rows: int) -> None:
-    """Refuses rows of another size than pipeline stages expect, who would wait for the rest, or take it for the next.
+    """Refuses more or fewer rows than pipeline stages expect, who would wait for the rest of them.
+
+    How long rows are is checked by the model.
 
     Args:
         batch: a microbatch.
         config: the provider.
         rows: of a microbatch.
     """
-    if config.pipeline_model_parallel_size == 1 or config.variable_seq_lengths:
-        return
-    found, expected = list(batch.input_ids.shape), [rows, config.seq_length]
-    if found != expected:
+    fixed = config.pipeline_model_parallel_size > 1 and not config.variable_seq_lengths
+    if fixed and batch.layout.num_rows != rows:
         raise ValueError(
-            f"a microbatch has shape {found}, expected {expected} (train.micro_batch_size, model.seq_length) between "
-            "pipeline stages; or set model.variable_seq_lengths=True"
+            f"a microbatch has {batch.layout.num_rows} rows, expected train.micro_batch_size, {rows}, between pipeline "
+            "stages; or set model.variable_seq_lengths=True"
         )
 
 
