@@ -4,10 +4,8 @@ Run by torchrun it is the script of the test of parallel ranks: -m tests.model.t
 """
 
 import dataclasses
-import subprocess
 import sys
 import types
-from pathlib import Path
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge import generation
@@ -23,6 +21,7 @@ from transformers import GenerationConfig
 
 from tests.parity.batches import CONTENTS, make_samples
 from tests.parity.conftest import Pair, make_pair
+from tests.torchrun import torchrun
 
 NEW = 24
 SMALLER = 0.1
@@ -271,10 +270,7 @@ def test_models_in_parts_are_refused(one, monkeypatch):
 
 
 def test_tensor_and_sequence_parallel_ranks_give_the_same_answers(untied_folder, moe_folder, tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command = [*torchrun, "-m", "tests.model.test_generation", tmp_path / "answers.pt", untied_folder, moe_folder]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    torchrun("tests.model.test_generation", 2, tmp_path / "answers.pt", untied_folder, moe_folder)
     found = torch.load(tmp_path / "answers.pt")
     for folder in (untied_folder, moe_folder):
         alone = load(folder)

@@ -1,11 +1,9 @@
 """Rows that context-parallel ranks have shared out already give the losses, logits and gradients of transformers."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+
+from tests.torchrun import torchrun
 
 from .shares_on_ranks import CALLS, SEEDS, TOPOLOGIES
 
@@ -20,10 +18,7 @@ TOLERANCES = {
 
 @pytest.mark.parametrize("ranks", list(TOPOLOGIES))
 def test_shares_give_what_the_whole_row_gives(untied_folder, moe_folder, tmp_path, ranks):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    command = [*torchrun, "-m", "tests.model.shares_on_ranks", tmp_path / "found.pt", untied_folder, moe_folder]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=1500)
-    assert done.returncode == 0, done.stderr[-3000:]
+    torchrun("tests.model.shares_on_ranks", ranks, tmp_path / "found.pt", untied_folder, moe_folder, timeout=1500)
     found, refused = torch.load(tmp_path / "found.pt")
 
     assert len(found) == len(TOPOLOGIES[ranks]) * 2 * len(SEEDS) * (1 + len(CALLS))

@@ -1,11 +1,10 @@
 """Weights come back bit for bit under tensor, pipeline, expert and expert-tensor parallelism."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 from qwen3vl_bridge.mappings import ExpertLayout
+
+from tests.torchrun import torchrun
 
 
 def test_every_tensor_comes_back(untied_folder, tied_folder, moe_folders, tmp_path):
@@ -16,8 +15,5 @@ def test_every_tensor_comes_back(untied_folder, tied_folder, moe_folders, tmp_pa
     cases += [(moe_folders[layout], ep) for layout in ExpertLayout]
     cases += [(moe_folders[layout], tp) for layout in ExpertLayout]
     cases += [(moe_folders[layout], tp | ep | dict(expert_tensor_parallel_size=1)) for layout in ExpertLayout]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command = [*torchrun, "-m", "tests.model.weights_on_two_ranks", json.dumps([fields for _, fields in cases])]
-    command += [str(folder) for folder, _ in cases]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    settings = json.dumps([fields for _, fields in cases])
+    torchrun("tests.model.weights_on_two_ranks", 2, settings, *(folder for folder, _ in cases))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -17,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.parity.topologies import TOPOLOGIES
+from tests.torchrun import torchrun
 
-ROOT = Path(__file__).parents[2]
 RANKS = 4  # for those that need fewer, the others hold the same as data-parallel ranks
 KINDS = {"dense": ("untied", "tied"), "MoE": ("mixed", "experts")}
 # 512 rows become 600, and 600 rows 512 again.
@@ -64,11 +63,7 @@ def travel(chosen: list[Stop], folders: dict[str, Path], saved: dict[str, Path],
         by_bridge = sum(other == kind for other, _, _ in chosen[number + 1 :]) % 2 == 1  # the last by megatron-core
         cases.append(dict(folder=folders[kind], fields=fields, load=last[kind], save=save, by_bridge=by_bridge))
         last[kind] = save
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS)]
-    command = [*torchrun, "-m", "tests.model.torch_dist_on_ranks", json.dumps(cases, default=str)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(done.stderr[-6000:])
+    torchrun("tests.model.torch_dist_on_ranks", RANKS, json.dumps(cases, default=str))
     return last
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import subprocess
 import sys
 import tempfile
 from collections import defaultdict
@@ -19,11 +18,12 @@ from typing import Any
 
 import torch
 
+from tests.torchrun import torchrun
+
 from .references import MATRIX_CONTENTS, train_reference
 from .topologies import TOPOLOGIES
 
 FAMILIES = ("dense", "MoE")
-ROOT = Path(__file__).parents[2]
 # Measured worst over the whole matrix beside each: see docs/parallelism.md.
 LIMITS = {"loss": 1e-6, "gradient": 2e-5, "grad_norm": 1e-6, "weight": 2e-3}
 BEGIN, END = "<!-- matrix: begin -->", "<!-- matrix: end -->"
@@ -42,15 +42,24 @@ def cases(ranks: int) -> list[Case]:
     ]
 
 
-def some_cases(ranks: int, each: int) -> list[Case]:
-    """So many of each family and topology, others from one topology to the next, so that each kind comes up often."""
-    by_model: dict[tuple[str, str], list[Case]] = defaultdict(list)
+def some_cases(ranks: int, each: int, *, both: bool) -> list[Case]:
+    """So many of each topology, others from one to the next, so that each kind comes up often.
+
+    Args:
+        ranks: of the topologies.
+        each: cases of a topology and family.
+        both: families where a topology has both; else one of them, by turns.
+    """
+    groups: dict[str, dict[str, list[Case]]] = defaultdict(lambda: defaultdict(list))
     for case in cases(ranks):
-        by_model[case[:2]].append(case)
-    # 5 has no factor in common with the number of contents and rows: steps of it visit every combination.
-    return [
-        group[(5 * (each * turn + i)) % len(group)] for turn, group in enumerate(by_model.values()) for i in range(each)
+        groups[case[1]][case[0]].append(case)
+    models = [
+        group
+        for turn, families in enumerate(groups.values())
+        for group in (list(families.values()) if both else [list(families.values())[turn % len(families)]])
     ]
+    # 5 has no factor in common with the number of contents and rows: steps of it visit every combination.
+    return [group[(5 * (each * turn + i)) % len(group)] for turn, group in enumerate(models) for i in range(each)]
 
 
 def write_references(folders: dict[str, Path]) -> None:
@@ -65,13 +74,8 @@ def run(
     """Real processes on gloo; the errors of each case, which are printed as they come if `show`."""
     with tempfile.TemporaryDirectory() as scratch:
         output = Path(scratch) / "found.pt"
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
         places = {family: str(folder) for family, folder in folders.items()}
-        command = [*torchrun, "-m", "tests.parity.on_ranks", output, json.dumps(chosen), json.dumps(places)]
-        stdout = None if show else subprocess.PIPE
-        done = subprocess.run(command, cwd=ROOT, stdout=stdout, stderr=subprocess.PIPE, text=True)
-        if done.returncode:
-            raise RuntimeError(done.stderr[-6000:])
+        torchrun("tests.parity.on_ranks", ranks, output, json.dumps(chosen), json.dumps(places), show=show)
         return torch.load(output)
 
 

@@ -1,12 +1,11 @@
 """Context parallelism of 1 and of 4 are the same training, for padded rows and for packed ones."""
 
 import itertools
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+
+from tests.torchrun import torchrun
 
 from .cp_check_on_ranks import RANKS, SIZES
 
@@ -18,10 +17,7 @@ NORM = 5e-7  # measured 1.3e-7
 @pytest.fixture(scope="module")
 def found(untied_folder, moe_folder, tmp_path_factory):
     output = tmp_path_factory.mktemp("cp_check") / "found.pt"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS)]
-    command = [*torchrun, "-m", "tests.parity.cp_check_on_ranks", output, untied_folder, moe_folder]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    torchrun("tests.parity.cp_check_on_ranks", RANKS, output, untied_folder, moe_folder)
     return torch.load(output)
 
 

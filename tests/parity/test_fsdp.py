@@ -1,11 +1,9 @@
 """Under Megatron-FSDP losses and first gradients are transformers', also where one rank alone has pictures."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+
+from tests.torchrun import torchrun
 
 from .batches import run_reference
 from .conftest import make_pair
@@ -20,10 +18,7 @@ GRADIENT = 2e-5  # relative to the largest entry of each
 def found(untied_folder, tied_folder, moe_folder, tmp_path_factory):
     """Losses of each rank, and gradients."""
     output = tmp_path_factory.mktemp("fsdp") / "found"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command = [*torchrun, "-m", "tests.parity.fsdp_on_ranks", output, untied_folder, tied_folder, moe_folder]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=_SECONDS)
-    assert done.returncode == 0, done.stderr[-3000:]
+    torchrun("tests.parity.fsdp_on_ranks", 2, output, untied_folder, tied_folder, moe_folder, timeout=_SECONDS)
     (first, upper), (second, lower) = (torch.load(f"{output}.{rank}") for rank in (0, 1))
     gradients = {
         case: {name: torch.cat((upper[case][name], lower[case][name])) for name in upper[case]} for case in upper

@@ -1,11 +1,9 @@
 """The text model alone, split or not: megatron-core embeds and scatters, and nothing is scattered twice."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+
+from tests.torchrun import torchrun
 
 from .language_model_on_ranks import SPLITS
 
@@ -16,10 +14,7 @@ GRADIENT = 1e-5  # relative to the largest entry of each gradient, measured 1.3e
 @pytest.fixture(scope="module")
 def found(untied_folder, moe_folder, tmp_path_factory):
     output = tmp_path_factory.mktemp("language_model") / "found.pt"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command = [*torchrun, "-m", "tests.parity.language_model_on_ranks", output, untied_folder, moe_folder]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    torchrun("tests.parity.language_model_on_ranks", 2, output, untied_folder, moe_folder)
     return torch.load(output)
 
 

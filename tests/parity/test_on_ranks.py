@@ -5,6 +5,8 @@ import torch
 
 from .matrix import LIMITS, MATRIX_CONTENTS, TOPOLOGIES, cases, run, some_cases, table, write_references, wrong
 
+CHOSEN = {2: dict(each=2, both=True), 4: dict(each=1, both=False)}
+
 
 @pytest.fixture(scope="module")
 def folders(untied_folder, moe_folder):
@@ -13,9 +15,9 @@ def folders(untied_folder, moe_folder):
     return folders
 
 
-@pytest.mark.parametrize(("ranks", "each"), [(2, 2), (4, 1)])
-def test_split_models_train_as_one_process_does(folders, ranks, each):
-    chosen = some_cases(ranks, each)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_split_models_train_as_one_process_does(folders, ranks):
+    chosen = some_cases(ranks, **CHOSEN[ranks])
     found = run(chosen, folders, ranks)
     print(table(found))
     assert found.keys() == set(chosen)
@@ -24,9 +26,11 @@ def test_split_models_train_as_one_process_does(folders, ranks, each):
 
 def test_the_chosen_cases_have_every_topology_content_and_kind_of_rows():
     everything = cases(2) + cases(4)
-    chosen = some_cases(2, 2) + some_cases(4, 1)
+    chosen = [case for ranks, how in CHOSEN.items() for case in some_cases(ranks, **how)]
     assert len(set(chosen)) == len(chosen) and set(chosen) <= set(everything)
-    assert {case[:2] for case in chosen} == {case[:2] for case in everything}
+    assert {case[1] for case in chosen} == {case[1] for case in everything}
+    assert {case[:2] for case in some_cases(2, **CHOSEN[2])} == {case[:2] for case in cases(2)}
+    assert {case[0] for case in some_cases(4, **CHOSEN[4])} == {"dense", "MoE"}
     assert {case[2:] for case in chosen} == {case[2:] for case in everything}
     assert {case[1] for case in everything} == set(TOPOLOGIES)
     assert {case[2] for case in everything} == set(MATRIX_CONTENTS)
