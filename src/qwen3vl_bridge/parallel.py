@@ -52,6 +52,18 @@ def sum_counts(counts: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
     return counts
 
 
+def any_rank(flag: bool) -> bool:
+    """Whether it is true on any of all ranks."""
+    flags = torch.tensor(int(flag), device=_device_of_collectives())
+    torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX)
+    return bool(flags)
+
+
+def _device_of_collectives() -> torch.device:
+    on_gpu = torch.distributed.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
 def wait_for_all() -> None:
     """Return when every process is here."""
     torch.distributed.barrier()

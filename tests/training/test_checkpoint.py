@@ -72,7 +72,7 @@ def test_checkpoints_of_split_models_are_refused(inputs):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (dict(train__exit_interval=2), "does not follow train.exit_interval"),
+        (dict(train__rampup_batch_size=[2, 2, 8]), "does not follow train.rampup_batch_size"),
         (dict(validation__eval_micro_batch_size=2), "does not follow validation.eval_micro_batch_size"),
         (dict(optimizer__optimizer="sgd"), "does not follow optimizer.optimizer"),
         (dict(dataset__seq_length=64), "dataset.seq_length is 64, expected model.seq_length, 128"),

@@ -11,20 +11,24 @@ import itertools
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from qwen3vl_bridge.checkpoint.megatron_folder import find_iteration
 from qwen3vl_bridge.checkpoint.staging import replace_file
-from qwen3vl_bridge.parallel import sum_losses
+from qwen3vl_bridge.parallel import any_rank, sum_losses
 from qwen3vl_bridge.parallel_settings import schedule_group
 from qwen3vl_bridge.training import checkpoint
+from qwen3vl_bridge.training.callbacks import training_callbacks
+from qwen3vl_bridge.training.events import Events
 from qwen3vl_bridge.training.progress import Progress
 from qwen3vl_bridge.training.run import Run, assemble
 from qwen3vl_bridge.training.streams import open_data
 
 import torch
+from megatron.bridge.training.callbacks import Callback
 from megatron.bridge.training.config import ConfigContainer
+from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -86,14 +90,13 @@ def train_step(run: Run) -> dict[str, float]:
     run.optimizer.zero_grad()
     microbatches = cfg.train.global_batch_size // (cfg.train.micro_batch_size * run.groups.dp.size())
     loss, tokens = forward_backward(run, run.stream, microbatches, forward_only=False).tolist()
-    learning_rate = run.optimizer.param_groups[0]["lr"]
+    learning_rate = get_canonical_lr_for_logging(run.optimizer.param_groups)
     updated, gradient_norm, _ = run.optimizer.step()
-    if not updated:
-        raise RuntimeError(f"step {run.progress.step + 1}: the optimizer found gradients that are not finite")
-    run.scheduler.step(increment=cfg.train.global_batch_size)
+    if updated:
+        run.scheduler.step(increment=cfg.train.global_batch_size)
     run.progress.step += 1
     run.progress.consumed_train_samples += cfg.train.global_batch_size
-    return {
+    entry = {
         "step": run.progress.step,
         "loss": loss / max(tokens, 1),
         "lr": learning_rate,
@@ -101,61 +104,109 @@ def train_step(run: Run) -> dict[str, float]:
         "trained_tokens": int(tokens),
         "seconds": time.perf_counter() - started,
     }
+    return entry if updated else entry | {"skipped": 1}
 
 
 @torch.no_grad()
 def evaluate(run: Run) -> dict[str, float]:
-    """Mean loss per trained token over the first `eval_iters` batches of the validation data, or all there are."""
-    for chunk in run.model:
-        chunk.eval()
+    """Mean loss per trained token over the first `eval_iters` batches of the validation data, or all there are.
+
+    Batches are read as they are needed; those at the end that fill no group of the schedule are left out.
+    """
     cfg, share = run.cfg, _data_share(run.cfg, run.groups)
     most = cfg.validation.eval_iters * cfg.validation.eval_global_batch_size
     most //= share["dp_size"] * share["micro_batch_size"]
-    batches = list(itertools.islice(run.data.evaluation("valid", **share), most))
     group = schedule_group(cfg.model)
-    count = len(batches) - len(batches) % group
-    if not count:
-        raise ValueError(
-            f"validation has {len(batches)} microbatches on a data-parallel rank, expected {group} or more, which the "
-            "schedule takes together"
-        )
-    loss, tokens = forward_backward(run, iter(batches), count, forward_only=True).tolist()
+    batches = itertools.islice(run.data.evaluation("valid", **share), most)
+    sums = torch.zeros(2, dtype=torch.float64)
+    for chunk in run.model:
+        chunk.eval()
+    for together in itertools.batched(batches, group):
+        if len(together) == group:
+            sums += forward_backward(run, iter(together), group, forward_only=True)
     for chunk in run.model:
         chunk.train()
-    return {"step": run.progress.step, "valid_loss": loss / max(tokens, 1)}
+    loss, tokens = sums.tolist()
+    if not tokens:
+        raise ValueError(
+            f"validation has no trained token in {most} microbatches of a data-parallel rank, or fewer than {group} "
+            "microbatches, which the schedule takes together; expected some, or validation.eval_iters 0"
+        )
+    return {"step": run.progress.step, "valid_loss": loss / tokens}
 
 
-def train(cfg: ConfigContainer, *, stop_after: int | None = None) -> list[dict[str, float]]:
+def train(
+    cfg: ConfigContainer, *, stop_after: int | None = None, callbacks: Sequence[Callback] = ()
+) -> list[dict[str, float]]:
     """Train to `cfg.train.train_iters`, saving and evaluating as the configuration says.
 
     Args:
         cfg: a recipe's configuration.
         stop_after: leave, with a checkpoint, after this many steps of this call; None to go to the end.
+        callbacks: called beside those that follow the configuration, at the places where Megatron-Bridge's loop does.
 
     Returns:
         The log: one entry a step, and one an evaluation. With `checkpoint.save` set it is also `metrics.jsonl` there.
     """
     run = set_up(cfg)
+    try:
+        return _train(run, stop_after, callbacks)
+    finally:
+        if run.cfg.train.exit_signal_handler:
+            run.state.signal_handler.release()
+
+
+def _train(run: Run, stop_after: int | None, callbacks: Sequence[Callback]) -> list[dict[str, float]]:
+    cfg = run.cfg
     last = cfg.train.train_iters
     if stop_after is not None:
         last = min(last, run.progress.step + stop_after)
     log: list[dict[str, float]] = []
     record = _recorder(cfg, log, run.progress.step)
+    events = Events(run, [*training_callbacks(cfg), *callbacks])
+    events.fire("on_train_start")
+    leave = False
     with Progress(total=cfg.train.train_iters, done=run.progress.step) as shown:
-        while run.progress.step < last:
-            record(train_step(run))
+        while run.progress.step < last and not leave:
+            events.fire("on_train_step_start")
+            entry = train_step(run)
+            events.fire_step_end(entry)
+            record(entry | events.measured)
             shown.advance(log[-1])
-            step, is_last = run.progress.step, run.progress.step == last
-            if (
-                cfg.validation.eval_interval
-                and cfg.validation.eval_iters
-                and (step % cfg.validation.eval_interval == 0 or is_last)
-            ):
-                record(evaluate(run))
+            step = run.progress.step
+            leave = _asked_to_leave(run)
+            is_last = step == last or leave
+            if _evaluates(cfg, step, is_last=step == last):
+                events.fire("on_eval_start")
+                entry = evaluate(run)
+                events.fire("on_eval_end", total_loss_dict={"lm loss": torch.tensor(entry["valid_loss"])})
+                record(entry | events.measured)
                 shown.note(log[-1])
             if cfg.checkpoint.save and (is_last or step % cfg.checkpoint.save_interval == 0):
                 checkpoint.save(cfg.checkpoint.save, run)
+                events.fire("on_checkpoint_save")
+    events.fire("on_train_end")
+    if leave:
+        logger.warning("left after step %d of %d; the same command goes on from there", run.progress.step, last)
     return log
+
+
+def _evaluates(cfg: ConfigContainer, step: int, *, is_last: bool) -> bool:
+    settings = cfg.validation
+    if not settings.eval_interval or not settings.eval_iters or step < (settings.start_eval_at_iter or 0):
+        return False
+    return is_last or step % settings.eval_interval == 0
+
+
+def _asked_to_leave(run: Run) -> bool:
+    """Whether some rank was sent the signal of `train.exit_signal_handler`, or the run's time or steps are over."""
+    settings, minutes = run.cfg.train, (time.time() - run.state.start_time) / 60
+    late = settings.exit_duration_in_mins is not None and minutes > settings.exit_duration_in_mins
+    received = [late]  # clocks of ranks differ
+    if settings.exit_signal_handler:
+        received.append(any(run.state.signal_handler.signals_received()))
+    over = settings.exit_interval and run.progress.step % settings.exit_interval == 0
+    return bool(over) or any_rank(any(received))
 
 
 def _recorder(cfg: ConfigContainer, log: list, step: int) -> Callable[[dict[str, float]], None]:

@@ -100,7 +100,13 @@ def assemble(cfg: ConfigContainer) -> Run:
     model = cfg.model.provide_distributed_model(
         ddp_config=cfg.ddp, use_cpu_initialization=True, pg_collection=groups, data_parallel_random_init=False
     )
-    optimizer, scheduler = setup_optimizer(cfg.optimizer, cfg.scheduler, model, pg_collection=groups)
+    optimizer, scheduler = setup_optimizer(
+        cfg.optimizer,
+        cfg.scheduler,
+        model,
+        pg_collection=groups,
+        optimizer_config_override_provider=cfg.optimizer_config_override_provider,
+    )
     cfg.model.grad_scale_func = optimizer.scale_loss
     cfg.model.finalize_model_grads_func = functools.partial(finalize_model_grads, pg_collection=groups)
     state = GlobalState()
@@ -114,8 +120,6 @@ def _refuse_what_would_be_ignored(cfg: ConfigContainer) -> None:
         "model.fp16": cfg.model.fp16,
         "train.train_samples": cfg.train.train_samples is not None,
         "train.rampup_batch_size": cfg.train.rampup_batch_size is not None,
-        "train.exit_interval": cfg.train.exit_interval is not None,
-        "train.exit_duration_in_mins": cfg.train.exit_duration_in_mins is not None,
         "validation.eval_micro_batch_size (other than train.micro_batch_size)": (
             cfg.validation.eval_micro_batch_size not in (None, cfg.train.micro_batch_size)
         ),

@@ -1,0 +1,99 @@
+"""A run's configuration: Megatron-Bridge's container, and the sections that it has no place for.
+
+What lives here: these sections as dataclasses, and their checks. What may not: what follows them (`callbacks.py` says
+which file does).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from megatron.bridge.training.config import ConfigContainer
+
+Action = Literal["stop", "skip"]
+
+
+@dataclass(kw_only=True)
+class GuardConfig:
+    """What to do about steps that would spoil the weights. Samples to blame are named in any case.
+
+    Attributes:
+        on_nan: a loss or gradient that is not finite: "stop" the run before the step, or "skip" the step.
+        on_spike: a loss far above the latest ones: "stop", "skip", or None to let it pass.
+        spike_factor: how many times their median it has to be.
+        spike_window: how many latest steps count; none is a spike before half as many are known.
+    """
+
+    on_nan: Action = "stop"
+    on_spike: Action | None = None
+    spike_factor: float = 4.0
+    spike_window: int = 64
+
+    def finalize(self) -> None:
+        """Check the fields.
+
+        Raises:
+            ValueError: one has a value that it cannot have.
+        """
+        for name, also in (("on_nan", ()), ("on_spike", (None,))):
+            allowed = (*get_args(Action), *also)
+            if (found := getattr(self, name)) not in allowed:
+                raise ValueError(f"guard.{name} is {found!r}, expected one of {allowed}")
+        if self.spike_factor <= 1:
+            raise ValueError(f"guard.spike_factor is {self.spike_factor}, expected more than 1")
+        if self.spike_window < 2:
+            raise ValueError(f"guard.spike_window is {self.spike_window}, expected 2 or more")
+
+
+@dataclass(kw_only=True)
+class AccuracyConfig:
+    """Right answers on held-out conversations, at each evaluation: generated greedily, compared with the last answer.
+
+    Attributes:
+        path: conversations, as `dataset.valid_path` takes them; None to ask none.
+        samples: the first so many of them.
+        max_new_tokens: of an answer.
+        metric: "exact" counts answers that are the same but for white space around them; "contains" those that have the
+            expected one in them.
+    """
+
+    path: str | None = None
+    samples: int = 64
+    max_new_tokens: int = 32
+    metric: Literal["exact", "contains"] = "exact"
+
+    def finalize(self) -> None:
+        """Check the fields.
+
+        Raises:
+            ValueError: one has a value that it cannot have.
+        """
+        if self.metric not in ("exact", "contains"):
+            raise ValueError(f"accuracy.metric is {self.metric!r}, expected 'exact' or 'contains'")
+        for name in ("samples", "max_new_tokens"):
+            if (found := getattr(self, name)) < 1:
+                raise ValueError(f"accuracy.{name} is {found}, expected 1 or more")
+
+
+@dataclass(kw_only=True)
+class Qwen3VLConfigContainer(ConfigContainer):
+    """Megatron-Bridge's `ConfigContainer` with two sections more, which the callbacks of `training_callbacks` follow.
+
+    Attributes:
+        guard: steps that would spoil the weights.
+        accuracy: right answers on held-out conversations.
+    """
+
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    accuracy: AccuracyConfig = field(default_factory=AccuracyConfig)
+
+    def validate(self) -> None:
+        """As Megatron-Bridge's, and the sections of ours.
+
+        Raises:
+            ValueError: settings that contradict each other.
+        """
+        self.guard.finalize()
+        self.accuracy.finalize()
+        super().validate()
