@@ -97,14 +97,15 @@ def test_installed_version_is_the_declared_one():
     assert version(PROJECT["name"]) == PROJECT["version"]
 
 
-def test_wheel_holds_the_package_and_its_type_marker_alone(tmp_path):
+def test_wheel_holds_the_package_its_type_marker_and_the_recipes_alone(tmp_path):
     build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert "qwen3vl_bridge/py.typed" in names
     modules = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src").rglob("*.py")}
-    assert {name for name in names if name.endswith(".py")} == modules
+    recipes = {str(path.relative_to(ROOT / "recipes")) for path in (ROOT / "recipes/qwen3vl_recipes").rglob("*.py")}
+    assert {name for name in names if name.endswith(".py")} == modules | recipes
 
 
 def test_files_stay_small_and_have_telling_names():

@@ -116,8 +116,9 @@ def main(arguments: list[str] | None = None) -> None:
     with report.step("convert to a Megatron-FSDP checkpoint", megatron):
         command("conversion/convert.py", "import", "--hf-model", source, "--megatron-path", megatron)
     with report.step("fine-tune", run):
-        paths = ("--hf-path", source, "--data-path", data, "--megatron-path", megatron, "--save", run)
-        command("recipes/finetune.py", *paths, *args.overrides)
+        recipe = ("--recipe", "qwen3_vl_digits_sft_config")
+        paths = ("--hf-path", source, "--data-path", data, "--pretrained-checkpoint", megatron, "--save", run)
+        command("recipes/finetune.py", *recipe, *paths, *args.overrides)
     with report.step("convert to Hugging Face", export):
         command("conversion/convert.py", "export", "--megatron-path", run, "--hf-path", export)
     with report.step("answers after training", work / "answers.png"):

@@ -61,7 +61,7 @@ class Qwen3VLBridge(AdapterConversion, MegatronModelBridge):
         return Qwen3VLModelProvider(**self.provider_fields(hf_pretrained.config))
 
     def provider_fields(self, config: Any) -> dict[str, Any]:
-        """The provider's fields that dense and MoE models share, from a Hugging Face configuration."""
+        """The provider's fields that a Hugging Face configuration decides."""
         check_settings(config.to_dict())
         text = config.text_config
         rope = rope_parameters(text.to_dict())
@@ -148,10 +148,13 @@ class Qwen3VLMoEBridge(Qwen3VLBridge):
         Raises:
             ValueError: a setting this model does not honour.
         """
-        config = hf_pretrained.config
+        return Qwen3VLMoEModelProvider(**self.provider_fields(hf_pretrained.config))
+
+    def provider_fields(self, config: Any) -> dict[str, Any]:
+        """The provider's fields that a Hugging Face configuration decides."""
         text = config.text_config
-        return Qwen3VLMoEModelProvider(
-            **self.provider_fields(config),
+        return dict(
+            **super().provider_fields(config),
             num_moe_experts=text.num_experts,
             moe_router_topk=text.num_experts_per_tok,
             moe_ffn_hidden_size=text.moe_intermediate_size,

@@ -263,10 +263,11 @@ def test_more_arguments_reach_energon(make, folder):
 def test_our_loop_trains_on_it_and_goes_on_where_it_stopped(untied_folder, folder, tmp_path):
     from qwen3vl_bridge.training.loop import train
 
-    from recipes.digits import qwen3_vl_digits_sft_config
+    from qwen3vl_recipes.digits import qwen3_vl_digits_sft_config
+    from qwen3vl_recipes.paths import set_paths
 
     def config(save: str):
-        cfg = qwen3_vl_digits_sft_config(hf_path=untied_folder, data_path="", megatron_path="", save=tmp_path / save)
+        cfg = set_paths(qwen3_vl_digits_sft_config(), hf_path=untied_folder, save=tmp_path / save)
         cfg.dataset = provider_of(untied_folder, folder, seq_length=128, packing_buffer_size=6)
         cfg.checkpoint.pretrained_checkpoint, cfg.model.seq_length = None, 128
         cfg.train.train_iters, cfg.scheduler.lr_warmup_iters = 4, 1

@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from megatron.bridge import AutoBridge
 from megatron.bridge.training.optim import setup_optimizer
-
-from recipes.digits import qwen3_vl_digits_sft_config
+from qwen3vl_recipes.digits import qwen3_vl_digits_sft_config
+from qwen3vl_recipes.paths import set_paths
 
 from . import presharded
 from .batches import Sample, make_batch
@@ -45,8 +45,8 @@ def configuration(folder: str, topology: Topology, balance: float = 0.0) -> Any:
         topology: how it is split.
         balance: coefficient of the experts' balancing loss, which the reference has not.
     """
-    unused = Path("unused")
-    cfg = qwen3_vl_digits_sft_config(hf_path=folder, data_path=unused, megatron_path=unused, save=unused)
+    cfg = set_paths(qwen3_vl_digits_sft_config(), hf_path=folder, data_path="unused")
+    cfg.logger.tensorboard_dir = None
     cfg.model = AutoBridge.from_hf_pretrained(folder).to_megatron_provider(load_weights=True)
     cfg.model.seq_length = cfg.dataset.seq_length
     for name, value in topology.fields.items():

@@ -19,13 +19,18 @@ class Inputs:
 
     def config(self, save: Path | None, **settings):
         """The digits recipe, shortened; settings are written `train__train_iters=4`."""
-        from recipes.digits import qwen3_vl_digits_sft_config
+        from qwen3vl_recipes.digits import qwen3_vl_digits_sft_config
+        from qwen3vl_recipes.paths import set_paths
 
-        cfg = qwen3_vl_digits_sft_config(
-            hf_path=self.hf, data_path=self.data, megatron_path=self.megatron, save=save or "unused"
+        cfg = set_paths(
+            qwen3_vl_digits_sft_config(),
+            hf_path=self.hf,
+            data_path=self.data,
+            pretrained_checkpoint=self.megatron,
+            save=save or "unused",
         )
         if save is None:
-            cfg.checkpoint.save = cfg.checkpoint.load = None
+            cfg.checkpoint.save = cfg.checkpoint.load = cfg.logger.tensorboard_dir = None
         for name, value in {**SHORT, **settings}.items():
             section, _, field = name.partition("__")
             setattr(getattr(cfg, section), field, value)

@@ -20,6 +20,14 @@ def documents(batch):
         yield batch.input_ids[0, place], batch.labels[0, place], batch.loss_mask[0, place], pixels
 
 
+def sum_of_losses(model, ids, labels, mask, pixels):
+    """Of the tokens of a conversation that count, and how many these are."""
+    kinds = (ids == model.config.image_token_id).int()[None]
+    grid = torch.tensor([[1, 4, 4]])
+    out = model(input_ids=ids[None], mm_token_type_ids=kinds, pixel_values=pixels, image_grid_thw=grid)
+    return (F.cross_entropy(out.logits[0], labels, reduction="none") * mask).sum(), mask.sum().item()
+
+
 def reference_steps(model, batches):
     """Loss and gradient norm of each step; the model is trained in place."""
     decayed = [p for p in model.parameters() if p.ndim > 1]
@@ -30,12 +38,9 @@ def reference_steps(model, batches):
         optimizer.zero_grad()
         total = tokens = 0.0
         for batch in batches[step * ROWS : (step + 1) * ROWS]:
-            for ids, labels, mask, pixels in documents(batch):
-                kinds = (ids == model.config.image_token_id).int()[None]
-                grid = torch.tensor([[1, 4, 4]])
-                out = model(input_ids=ids[None], mm_token_type_ids=kinds, pixel_values=pixels, image_grid_thw=grid)
-                total = total + (F.cross_entropy(out.logits[0], labels, reduction="none") * mask).sum()
-                tokens += mask.sum().item()
+            for document in documents(batch):
+                loss, count = sum_of_losses(model, *document)
+                total, tokens = total + loss, tokens + count
         (total / tokens).backward()
         norm = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm()
         optimizer.step()

@@ -108,8 +108,9 @@ def test_bfloat16_resumes_from_its_float32_weights(inputs, tmp_path):
 
 def test_killed_runs_go_on(inputs, unbroken, tmp_path):
     overrides = [f"{name.replace('__', '.')}={value}" for name, value in SHORT.items()]
-    command = [sys.executable, ROOT / "recipes" / "finetune.py", "--hf-path", inputs.hf, "--data-path", inputs.data]
-    command += ["--megatron-path", inputs.megatron, "--save", tmp_path / "run", *overrides]
+    command = [sys.executable, ROOT / "recipes" / "finetune.py", "--recipe", "qwen3_vl_digits_sft_config"]
+    command += ["--hf-path", inputs.hf, "--data-path", inputs.data]
+    command += ["--pretrained-checkpoint", inputs.megatron, "--save", tmp_path / "run", *overrides]
     tracker = tmp_path / "run" / "latest_checkpointed_iteration.txt"
     # Killed as soon as the first checkpoint is named, in the middle of what follows.
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=one_thread())

@@ -21,6 +21,7 @@ from .row_settings import SPLITS, ConversationRows
 from .rows import Balance, RowDataset, RowSettings
 from .samples import Samples
 from .sources import ConversationSource, open_source
+from .splits import splits_in
 from .stream import BatchStream, one_pass
 from .streamed import StreamedDataset
 
@@ -32,6 +33,8 @@ class Qwen3VLConversationProvider(ConversationRows):
     Only the training split is shuffled. A "sample" of Megatron-Bridge's counters is a row.
 
     Attributes:
+        path: a folder with `train.jsonl`, and `valid.jsonl` or `test.jsonl` if there is validation data (or the same as
+            `.json` and `.parquet`); in place of the three paths below.
         train_path: conversations: a file of JSON or Parquet, a folder, or "hf://owner/name#split" (see `sources.py`).
         valid_path: likewise, for validation, or None.
         test_path: likewise, or None.
@@ -50,7 +53,8 @@ class Qwen3VLConversationProvider(ConversationRows):
         dataloader_type: rows are numbered without end, in order, so "single" resumes exactly.
     """
 
-    train_path: str
+    path: str | None = None
+    train_path: str | None = None
     valid_path: str | None = None
     test_path: str | None = None
     media_root: str | None = None
@@ -70,6 +74,7 @@ class Qwen3VLConversationProvider(ConversationRows):
             ValueError: a setting with a value it cannot have.
         """
         super().finalize()
+        self._check_paths()
         if self.dataloader_type != "single":
             raise ValueError(
                 f"dataloader_type is {self.dataloader_type!r}, expected 'single': rows are in order already"
@@ -79,7 +84,7 @@ class Qwen3VLConversationProvider(ConversationRows):
             if getattr(self, name) is not None and (not self.pack or self.streaming):
                 refused = "streaming is on; it needs samples by number" if self.pack else "pack is off"
                 raise ValueError(f"{name} is {getattr(self, name)!r}, but {refused}")
-        paths = [path for split in SPLITS if (path := getattr(self, f"{split}_path"))]
+        paths = [path for split in SPLITS if (path := self.path_of(split))]
         if self.streaming:
             self.check_least(seed=0)
         if self.streaming and (wrong := [path for path in paths if not path.startswith(HUB)]):
@@ -89,6 +94,25 @@ class Qwen3VLConversationProvider(ConversationRows):
         if self.url_cache is not None and not self.allowed_urls:
             raise ValueError(f"url_cache is {self.url_cache!r}, but allowed_urls allows no addresses")
         MediaAccess.of(None, self.allowed_urls)
+
+    def path_of(self, split: str) -> str | None:
+        """Where a split's conversations are, or None if it has none."""
+        own = getattr(self, f"{split}_path", None)
+        return own if self.path is None else splits_in(self.path).get(split, own)
+
+    def _check_paths(self) -> None:
+        if self.path is None and self.train_path is None:
+            raise ValueError(
+                "dataset.path is None, expected a folder with train.jsonl, or dataset.train_path with a file of "
+                "conversations"
+            )
+        for split in SPLITS:
+            given, found = getattr(self, f"{split}_path"), self.path_of(split)
+            if given != found and given is not None:
+                raise ValueError(
+                    f"dataset.path is {self.path!r}, which has {found} for {split}, and dataset.{split}_path is "
+                    f"{given!r}; expected one of the two settings"
+                )
 
     def build_datasets(
         self, context: DatasetBuildContext
@@ -103,7 +127,7 @@ class Qwen3VLConversationProvider(ConversationRows):
         rows, ranks = (self, 1) if groups is None else (self.shared_by(groups.cp.size()), groups.dp.size())
         wanted = (context.train_samples, context.valid_samples, context.test_samples)
         return tuple(  # pyright: ignore[reportReturnType]  (three of them)
-            rows.rows(split, length=length, ranks=ranks) if length and getattr(self, f"{split}_path") else None
+            rows.rows(split, length=length, ranks=ranks) if length and self.path_of(split) else None
             for split, length in zip(SPLITS, wanted, strict=True)
         )
 
@@ -152,7 +176,7 @@ class Qwen3VLConversationProvider(ConversationRows):
             ValueError: a split that has no path, or rows that were packed by other settings.
             DataError: a file that is not there or cannot be read.
         """
-        path = getattr(self, f"{split}_path", None)
+        path = self.path_of(split)
         if path is None:
             raise ValueError(f"the split {split!r} has no {split}_path; splits are {', '.join(SPLITS)}")
         shuffled = split == "train" if shuffle is None else shuffle

@@ -22,7 +22,7 @@ from qwen3vl_bridge.training.step import forward_step
 from qwen3vl_bridge.training.streams import Data
 
 import torch
-from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.training.config import ConfigContainer, runtime_config_update
 from megatron.bridge.training.optim import setup_optimizer
 from megatron.bridge.training.state import GlobalState, TrainState
 from megatron.bridge.utils.yaml_utils import dump_dataclass_to_yaml
@@ -84,7 +84,7 @@ def assemble(cfg: ConfigContainer) -> Run:
         ValueError: settings this loop cannot honour.
     """
     _refuse_what_would_be_ignored(cfg)
-    cfg.validate()
+    runtime_config_update(cfg)
     config_yaml = dump_dataclass_to_yaml(cfg.to_dict())
     _without_sharding(cfg)
     groups = initialize(cfg.model, cfg.rng.seed)

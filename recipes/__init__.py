@@ -1,1 +1,0 @@
-"""Recipes: functions that return a full training configuration, read top to bottom."""

@@ -1,0 +1,165 @@
+"""What recipes of all sizes share: full fine-tuning, adapters, pretraining.
+
+What lives here: the settings, each once, and why they are so. What may not: sizes and how they are split (a file for
+each size), paths (`paths.py`). Megatron is imported when a recipe is called, so that listing recipes takes no time.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from qwen3vl_bridge.training.config import Qwen3VLConfigContainer
+
+K = 1024
+
+
+def sft(size: str, *, seq_length: int = 8 * K, global_batch_size: int = 32) -> Qwen3VLConfigContainer:
+    """Full fine-tuning on conversations, packed into rows; all of the model is trained.
+
+    Args:
+        size: a key of `presets.PRESETS`.
+        seq_length: tokens of a row.
+        global_batch_size: rows of a step.
+    """
+    import qwen3vl_bridge
+    from qwen3vl_bridge import presets
+    from qwen3vl_bridge.training.config import Qwen3VLConfigContainer
+
+    import torch
+    from megatron.bridge import AutoBridge
+    from megatron.bridge.training import config
+
+    hf_model, _ = presets.hub_ids(size)
+    model = AutoBridge.from_hf_config(presets.hf_config(size)).to_megatron_provider(load_weights=False)
+    model.hf_model_id, model.seq_length = hf_model, seq_length
+    return Qwen3VLConfigContainer(
+        model=model,
+        dataset=qwen3vl_bridge.Qwen3VLConversationProvider(
+            hf_processor_path=hf_model,
+            seq_length=seq_length,
+            on_long="drop",
+            on_bad="drop",  # one damaged picture of millions is no reason to stop a thousand GPUs; it is counted
+            pixel_dtype=torch.bfloat16,  # the tower's: half of what travels to the device
+            num_workers=4,
+            seed=1234,
+        ),
+        # A microbatch is one packed row.
+        train=config.TrainingConfig(
+            micro_batch_size=1,
+            global_batch_size=global_batch_size,
+            train_iters=1000,
+            exit_signal_handler=True,  # SIGTERM saves and exits
+            manual_gc=True,
+            manual_gc_interval=100,
+        ),
+        validation=config.ValidationConfig(eval_interval=100, eval_iters=8),
+        optimizer=config.OptimizerConfig(
+            optimizer="adam",
+            lr=1e-5,
+            min_lr=1e-6,
+            weight_decay=0.1,
+            adam_beta1=0.9,
+            adam_beta2=0.95,
+            adam_eps=1e-8,
+            clip_grad=1.0,
+            use_distributed_optimizer=True,
+        ),
+        scheduler=config.SchedulerConfig(
+            lr_decay_style="cosine", lr_warmup_iters=50, start_weight_decay=0.1, end_weight_decay=0.1
+        ),
+        ddp=config.DistributedDataParallelConfig(
+            use_distributed_optimizer=True,
+            overlap_grad_reduce=True,  # a batch without pictures has gradients for the tower too, so nobody waits
+            overlap_param_gather=True,
+            grad_reduce_in_fp32=True,
+            average_in_collective=False,  # losses are sums over tokens
+        ),
+        checkpoint=config.CheckpointConfig(
+            save="checkpoints",
+            load="checkpoints",
+            save_interval=200,
+            most_recent_k=2,
+            ckpt_format="torch_dist",
+        ),
+        tokenizer=config.TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=hf_model),
+        logger=config.LoggerConfig(log_interval=10, tensorboard_dir="tensorboard"),
+        rng=config.RNGConfig(seed=1234),
+        # `guard` looks at losses and gradients before weights change, and names samples.
+        rerun_state_machine=config.RerunStateMachineConfig(check_for_nan_in_loss=False),
+        mixed_precision="bf16_mixed",
+    )
+
+
+def peft(size: str, *, seq_length: int = 8 * K, global_batch_size: int = 32) -> Qwen3VLConfigContainer:
+    """LoRA on the language model's linear layers; a checkpoint holds the adapters alone.
+
+    Args:
+        size, seq_length, global_batch_size: as for `sft`.
+    """
+    from qwen3vl_bridge import Qwen3VLLoRA
+
+    cfg = sft(size, seq_length=seq_length, global_batch_size=global_batch_size)
+    cfg.peft = Qwen3VLLoRA(dim=32, alpha=32)
+    cfg.optimizer.lr, cfg.optimizer.min_lr, cfg.optimizer.weight_decay = 1e-4, 1e-5, 0.0
+    cfg.scheduler.start_weight_decay = cfg.scheduler.end_weight_decay = 0.0
+    return cfg
+
+
+def pretrain(size: str, *, seq_length: int = 8 * K, global_batch_size: int = 512) -> Qwen3VLConfigContainer:
+    """Training from the weights that are given, or from random ones, on much data: what is packed before is read.
+
+    Args:
+        size, seq_length, global_batch_size: as for `sft`.
+    """
+    cfg = sft(size, seq_length=seq_length, global_batch_size=global_batch_size)
+    cfg.train.train_iters, cfg.scheduler.lr_warmup_iters = 100_000, 1000
+    cfg.optimizer.lr, cfg.optimizer.min_lr = 1e-4, 1e-5
+    cfg.validation.eval_interval, cfg.checkpoint.save_interval = 1000, 500
+    cfg.dataset.balance_over = global_batch_size  # rows of like cost in the same turn on every rank
+    return cfg
+
+
+def fsdp(cfg: Qwen3VLConfigContainer) -> Qwen3VLConfigContainer:
+    """The same run with weights, gradients and optimizer sharded by Megatron-FSDP, and its checkpoints.
+
+    Args:
+        cfg: changed in place.
+    """
+    cfg.ddp.use_megatron_fsdp = True
+    cfg.ddp.data_parallel_sharding_strategy = "optim_grads_params"
+    cfg.ddp.overlap_param_gather = cfg.ddp.overlap_grad_reduce = True
+    cfg.model.gradient_accumulation_fusion = False  # gradients have no buffer to be added into
+    cfg.checkpoint.ckpt_format, cfg.checkpoint.strict_fsdp_dtensor_load = "fsdp_dtensor", True
+    return cfg
+
+
+def recompute_all(cfg: Qwen3VLConfigContainer) -> Qwen3VLConfigContainer:
+    """The same run with every layer of both towers computed again in the backward pass: a third more operations.
+
+    Args:
+        cfg: changed in place.
+    """
+    for tower in ("", "vision_"):
+        for name, value in (("granularity", "full"), ("method", "uniform"), ("num_layers", 1)):
+            setattr(cfg.model, f"{tower}recompute_{name}", value)
+    return cfg
+
+
+def split(cfg: Qwen3VLConfigContainer, *, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1) -> Qwen3VLConfigContainer:
+    """The same run with the model split over ranks. What is left of them is data parallel.
+
+    Args:
+        cfg: changed in place.
+        tp: tensor-parallel size, with sequence parallelism; experts are whole on a rank.
+        pp: pipeline-parallel size.
+        cp: context-parallel size.
+        ep: expert-parallel size.
+    """
+    model = cfg.model
+    model.tensor_model_parallel_size, model.sequence_parallel = tp, tp > 1
+    model.pipeline_model_parallel_size, model.context_parallel_size = pp, cp
+    model.expert_model_parallel_size = ep
+    if model.num_moe_experts:
+        model.expert_tensor_parallel_size = 1
+    return cfg

@@ -1,0 +1,171 @@
+"""The command line of training: `finetune.py`, `pretrain.py` and the commands of the same names.
+
+What lives here: options, and which loop runs. What may not: Megatron at import time (so that `--help` answers at once),
+settings of a run (recipes), how they are changed (`paths.py`, `overrides.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qwen3vl_recipes.registry import Recipe, find, recipes
+
+if TYPE_CHECKING:
+    from megatron.bridge.training.config import ConfigContainer
+
+_EPILOG = """\
+Settings of the recipe are changed as in `optimizer.lr=1e-5 train.global_batch_size=64 dataset.path=DATA`, or by YAML
+files (--config). --dry-run shows all of them, and the memory they need.
+On CUDA, under torchrun, this is Megatron-Bridge's own loop; without CUDA a small loop takes the same recipe."""
+
+
+def finetune(arguments: Sequence[str] | None = None) -> None:
+    """Train from given weights."""
+    _command("Fine-tune Qwen3-VL by a recipe.", arguments, needs_weights=True)
+
+
+def pretrain(arguments: Sequence[str] | None = None) -> None:
+    """Train from random weights, or from given ones."""
+    _command("Pretrain Qwen3-VL by a recipe, from random weights if none are given.", arguments, needs_weights=False)
+
+
+def _parse(description: str, arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=description, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--recipe", metavar="NAME", help="a recipe's name, or FILE.py:FUNCTION for one of yours")
+    add("--list", action="store_true", help="list the recipes and end")
+    add("--hf-path", metavar="MODEL", help="Hugging Face checkpoint, folder or hub id: configuration, processor, and "
+        "weights where no others are given (default: the released model of the recipe's size)")  # fmt: skip
+    add("--data-path", metavar="DATA", help="folder with train.jsonl and test.jsonl, or a file (dataset.path)")
+    add("--pretrained-checkpoint", metavar="FOLDER", help="weights to start from: a Megatron checkpoint in either "
+        "format, or a Hugging Face folder")  # fmt: skip
+    add("--save", metavar="FOLDER", type=Path, help="folder of the run; one that is there is continued")
+    add("--config", metavar="FILE", action="append", default=[], help="YAML with settings; may be given several times")
+    add("--dry-run", action="store_true", help="show all settings and the memory they need, and end")
+    add("--gpus", type=int, metavar="N", help="with --dry-run: how many (default: the recipe's)")
+    add("--gpu", metavar="KIND", help="with --dry-run: H100, H200, B200, ... (default: the recipe's)")
+    add("--verbose", action="store_true", help="show what Megatron logs and warns about, and where an error is from")
+    add("settings", nargs="*", metavar="SETTING=VALUE", help="settings that differ from the recipe")
+    args = parser.parse_intermixed_args(arguments)  # settings may stand anywhere
+    if args.list:
+        return args
+    if args.recipe is None:
+        parser.error("--recipe is missing; --list shows those there are")
+    if args.save is not None and args.save.exists() and not args.save.is_dir():
+        parser.error(f"--save is {args.save}, a file; expected a folder, or a name for a new one")
+    if wrong := [item for item in args.settings if "=" not in item and not item.startswith("~")]:
+        parser.error(f"settings are written NAME=VALUE, found {' '.join(wrong)}")
+    if not args.dry_run and (args.gpus or args.gpu):
+        parser.error("--gpus and --gpu are for --dry-run; torchrun says how many there are")
+    return args
+
+
+def _command(description: str, arguments: Sequence[str] | None, *, needs_weights: bool) -> None:
+    args = _parse(description, arguments)
+    if args.list:
+        _show_recipes()
+        return
+    if not args.verbose:
+        from qwen3vl_bridge.logs import quiet
+
+        quiet()
+    try:
+        chosen = find(args.recipe)
+        cfg = _configuration(args, chosen, needs_weights=needs_weights)
+        if args.dry_run:
+            from qwen3vl_recipes.dry_run import show
+
+            show(cfg, gpus=args.gpus or chosen.gpus or 1, gpu=args.gpu or chosen.gpu)
+            return
+        _run(cfg, needs_weights=needs_weights)
+    except (ValueError, AssertionError, OSError) as error:  # Megatron-Bridge asserts what it expects of a configuration
+        if args.verbose:
+            raise
+        sys.exit(f"error: {error}\n(--verbose shows where)")
+
+
+def _show_recipes() -> None:
+    known = recipes()
+    width = max(map(len, known))
+    for name, one in known.items():
+        print(f"{name:{width}}  {one.summary}")
+
+
+def _configuration(args: argparse.Namespace, chosen: Recipe, *, needs_weights: bool) -> ConfigContainer:
+    """The recipe's, with what the command line says."""
+    from qwen3vl_recipes import overrides
+    from qwen3vl_recipes.paths import set_paths
+
+    if args.hf_path is not None and Path(args.hf_path).is_dir():
+        from qwen3vl_bridge.checkpoint.hf_config import ModelConfig
+
+        ModelConfig(args.hf_path)  # refuses another model's folder before Megatron is imported, which takes a while
+    elif args.hf_path is not None and not args.dry_run:
+        args.hf_path = _downloaded(args.hf_path)
+    cfg = chosen.function()
+    set_paths(
+        cfg,
+        hf_path=args.hf_path,
+        data_path=args.data_path,
+        pretrained_checkpoint=args.pretrained_checkpoint,
+        save=args.save,
+    )
+    overrides.apply(cfg, args.settings, args.config)
+    if needs_weights and cfg.checkpoint.pretrained_checkpoint is None and not args.dry_run:
+        model = cfg.model.hf_model_id
+        cfg.checkpoint.pretrained_checkpoint = model if Path(model).is_dir() else _downloaded(model)
+    return cfg
+
+
+def _downloaded(name: str) -> str:
+    """The folder of a model of the hub, fetched if it is not in the cache.
+
+    Raises:
+        ValueError: there is no such model, or no way to the hub.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt"])
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        raise ValueError(
+            f"{name}: found no such folder, and the hub answers: {error}\nExpected a Hugging Face checkpoint: a folder "
+            "(--hf-path), or the name of one on the hub"
+        ) from error
+
+
+def _run(cfg: ConfigContainer, *, needs_weights: bool) -> None:
+    import qwen3vl_bridge
+    from qwen3vl_bridge.training.callbacks import training_callbacks
+
+    import torch
+
+    if torch.cuda.is_available():
+        train = _loop_for_cuda(needs_weights)
+        train(cfg, qwen3vl_bridge.forward_step, callbacks=training_callbacks(cfg))
+        return
+    from qwen3vl_bridge.training.loop import train as train_on_cpu
+    from qwen3vl_bridge.training.process_group import shutdown
+
+    try:
+        train_on_cpu(cfg)
+    finally:
+        shutdown()
+
+
+def _loop_for_cuda(needs_weights: bool) -> Callable:
+    try:
+        if needs_weights:
+            from megatron.bridge.training.finetune import finetune as train
+        else:
+            from megatron.bridge.training.pretrain import pretrain as train
+    except ModuleNotFoundError as error:
+        raise ValueError(f"Megatron-Bridge's training loop for CUDA needs {error.name}, which is missing") from error
+    return train

@@ -1,0 +1,19 @@
+"""Fine-tune a small Qwen3-VL to read handwritten digits: the main job's recipe, for one machine without CUDA.
+
+What lives here: what sets that run apart. What may not: making its data and checkpoint (`examples/digits`).
+"""
+
+from qwen3vl_recipes.base import fsdp, sft
+from qwen3vl_recipes.registry import recipe
+
+
+@recipe(gpus=0)
+def qwen3_vl_digits_sft_config():
+    """Full fine-tuning on short conversations about one picture each; with --hf-path, of any dense model."""
+    cfg = fsdp(sft("2B", seq_length=512, global_batch_size=2))
+    cfg.mixed_precision = None  # the checkpoint's own
+    cfg.train.train_iters, cfg.scheduler.lr_warmup_iters = 400, 40
+    cfg.optimizer.lr, cfg.optimizer.min_lr = 3e-3, 0.0
+    cfg.validation.eval_interval, cfg.validation.eval_iters = 100, 10
+    cfg.dataset.num_workers, cfg.dataset.on_long, cfg.dataset.on_bad = 1, "error", "error"
+    return cfg

@@ -1,0 +1,92 @@
+"""Where a run's model, data and results are: what a recipe leaves open.
+
+What lives here: putting paths into a configuration, and making its model that of a checkpoint. What may not: the
+command line (`cli.py`), settings of a run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron.bridge.training.config import ConfigContainer
+
+logger = logging.getLogger(__name__)
+
+# What a Hugging Face configuration says too, and the run decides.
+_OF_THE_RUN = {"seq_length"}
+_PRECISION = {"pipeline_dtype", "autocast_dtype"}
+
+
+def set_paths(
+    cfg: ConfigContainer,
+    *,
+    hf_path: str | Path | None = None,
+    data_path: str | Path | None = None,
+    pretrained_checkpoint: str | Path | None = None,
+    save: str | Path | None = None,
+) -> ConfigContainer:
+    """Put a run's paths into its configuration; None leaves what the recipe has.
+
+    Args:
+        cfg: a recipe's. It is changed in place.
+        hf_path: Hugging Face checkpoint, a folder or a hub id: the model's configuration, its processor and tokenizer.
+        data_path: as `dataset.path`.
+        pretrained_checkpoint: weights to start from: fsdp_dtensor, torch_dist or a Hugging Face folder.
+        save: folder of the run's checkpoints, from which it is continued too; what it logs goes there as well.
+
+    Raises:
+        ValueError: the recipe has settings that the checkpoint's model knows nothing of.
+    """
+    if hf_path is not None:
+        _use_model(cfg, str(hf_path))
+    if data_path is not None:
+        cfg.dataset.path = str(data_path)
+    if pretrained_checkpoint is not None:
+        cfg.checkpoint.pretrained_checkpoint = str(pretrained_checkpoint)
+    if save is not None:
+        cfg.checkpoint.save = cfg.checkpoint.load = str(save)
+        if cfg.logger.tensorboard_dir is not None:
+            cfg.logger.tensorboard_dir = str(Path(save) / "tensorboard")
+    return cfg
+
+
+def _use_model(cfg: ConfigContainer, hf_path: str) -> None:
+    """The recipe's settings for another checkpoint's model: its sizes, precision, processor and tokenizer."""
+    import qwen3vl_bridge  # noqa: F401  before Megatron
+
+    from megatron.bridge import AutoBridge
+
+    bridge = AutoBridge.from_hf_pretrained(hf_path)
+    model, old = bridge.to_megatron_provider(load_weights=False), cfg.model
+    of_the_model = bridge._model_bridge.provider_fields(bridge.hf_pretrained.config).keys() - _OF_THE_RUN
+    for name, value in _chosen(old).items():
+        if name in of_the_model | _PRECISION:
+            continue
+        if not hasattr(model, name):
+            raise ValueError(f"the recipe has model.{name} {value!r}, which means nothing to {hf_path}; choose another")
+        setattr(model, name, value)
+    if (model.num_layers, model.hidden_size) != (old.num_layers, old.hidden_size):
+        logger.warning(
+            "the recipe is for a model of %d layers and width %d, %s has %d and %d: how it is split may not suit it",
+            *(old.num_layers, old.hidden_size, hf_path, model.num_layers, model.hidden_size),
+        )
+    model.hf_model_id = hf_path
+    cfg.model = model
+    if cfg.mixed_precision is None:
+        cfg.optimizer.bf16, cfg.optimizer.params_dtype = model.bf16, model.params_dtype
+    cfg.dataset.hf_processor_path = cfg.tokenizer.tokenizer_model = hf_path
+
+
+def _chosen(provider: Any) -> dict[str, Any]:
+    """The fields of a provider that are not as its class has them."""
+    chosen = {}
+    for field in dataclasses.fields(provider):
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        value = getattr(provider, field.name)
+        if type(value) is not type(default) or value != default:
+            chosen[field.name] = value
+    return chosen

@@ -1,0 +1,58 @@
+"""Recipes of Qwen3-VL-235B-A22B.
+
+What lives here: how it is split, and for what machines. What may not: the rest (`base.py`).
+"""
+
+from qwen3vl_recipes.base import K, fsdp, peft, pretrain, recompute_all, sft, split
+from qwen3vl_recipes.registry import recipe
+
+
+def _pipeline(cfg, **sizes):
+    """94 layers, and the embedding and the output layer in place of one each."""
+    cfg.model.account_for_embedding_in_pipeline_split = cfg.model.account_for_loss_in_pipeline_split = True
+    return split(cfg, **sizes)
+
+
+@recipe(gpus=128)
+def qwen3_vl_235b_a22b_sft_config():
+    """Full fine-tuning, rows of 8K tokens, 128 H100: eight stages, four to a layer, its experts on sixteen."""
+    return recompute_all(_pipeline(sft("235B-A22B", global_batch_size=128), tp=4, pp=8, ep=16))
+
+
+@recipe(gpus=128)
+def qwen3_vl_235b_a22b_sft_fsdp_config():
+    """Full fine-tuning, rows of 8K tokens, 128 H100: sharded by Megatron-FSDP, the experts of a layer on 32."""
+    return recompute_all(fsdp(split(sft("235B-A22B", global_batch_size=128), ep=32)))
+
+
+@recipe(gpus=128)
+def qwen3_vl_235b_a22b_sft_32k_config():
+    """Full fine-tuning, rows of 32K tokens, 128 H100: sixteen to a row in each of eight stages."""
+    cfg = sft("235B-A22B", seq_length=32 * K, global_batch_size=64)
+    return recompute_all(_pipeline(cfg, tp=4, pp=8, cp=2, ep=16))
+
+
+@recipe(gpus=256)
+def qwen3_vl_235b_a22b_sft_128k_config():
+    """Full fine-tuning, rows of 128K tokens, 256 H100: 32 to a row in each of eight stages."""
+    cfg = sft("235B-A22B", seq_length=128 * K, global_batch_size=32)
+    return recompute_all(_pipeline(cfg, tp=4, pp=8, cp=8, ep=32))
+
+
+@recipe(gpus=512)
+def qwen3_vl_235b_a22b_sft_256k_config():
+    """Full fine-tuning, rows of 256K tokens, 512 H100: 64 to a row in each of eight stages."""
+    cfg = sft("235B-A22B", seq_length=256 * K, global_batch_size=32)
+    return recompute_all(_pipeline(cfg, tp=8, pp=8, cp=8, ep=64))
+
+
+@recipe(gpus=16)
+def qwen3_vl_235b_a22b_peft_config():
+    """LoRA on attention, rows of 8K tokens, 16 H100: the experts of a layer on all."""
+    return recompute_all(split(peft("235B-A22B"), ep=16))
+
+
+@recipe(gpus=512)
+def qwen3_vl_235b_a22b_pretrain_config():
+    """Pretraining, rows of 8K tokens, 512 H100: eight stages, four to a layer, its experts on sixteen."""
+    return recompute_all(_pipeline(pretrain("235B-A22B", global_batch_size=1024), tp=4, pp=8, ep=16))

@@ -1,0 +1,49 @@
+"""Recipes of Qwen3-VL-30B-A3B.
+
+What lives here: how it is split, and for what machines. What may not: the rest (`base.py`).
+"""
+
+from qwen3vl_recipes.base import K, fsdp, peft, pretrain, recompute_all, sft, split
+from qwen3vl_recipes.registry import recipe
+
+
+@recipe(gpus=16)
+def qwen3_vl_30b_a3b_sft_config():
+    """Full fine-tuning, rows of 8K tokens, 16 H100: the experts of a layer on a node."""
+    return recompute_all(split(sft("30B-A3B"), ep=8))
+
+
+@recipe(gpus=16)
+def qwen3_vl_30b_a3b_sft_fsdp_config():
+    """As qwen3_vl_30b_a3b_sft_config, sharded by Megatron-FSDP."""
+    return fsdp(qwen3_vl_30b_a3b_sft_config())
+
+
+@recipe(gpus=16)
+def qwen3_vl_30b_a3b_sft_32k_config():
+    """Full fine-tuning, rows of 32K tokens, 16 H100: four to a row, activations recomputed."""
+    return recompute_all(split(sft("30B-A3B", seq_length=32 * K, global_batch_size=16), cp=4, ep=8))
+
+
+@recipe(gpus=32)
+def qwen3_vl_30b_a3b_sft_128k_config():
+    """Full fine-tuning, rows of 128K tokens, 32 H100: eight to a row, activations recomputed."""
+    return recompute_all(split(sft("30B-A3B", seq_length=128 * K, global_batch_size=8), cp=8, ep=8))
+
+
+@recipe(gpus=32)
+def qwen3_vl_30b_a3b_sft_256k_config():
+    """Full fine-tuning, rows of 256K tokens, 32 H100: sixteen to a row, activations recomputed."""
+    return recompute_all(split(sft("30B-A3B", seq_length=256 * K, global_batch_size=4), cp=16, ep=8))
+
+
+@recipe(gpus=8)
+def qwen3_vl_30b_a3b_peft_config():
+    """LoRA on attention, rows of 8K tokens, 8 H100: the experts of a layer on a node."""
+    return split(peft("30B-A3B"), ep=8)
+
+
+@recipe(gpus=128)
+def qwen3_vl_30b_a3b_pretrain_config():
+    """Pretraining, rows of 8K tokens, 128 H100: the experts of a layer on a node."""
+    return recompute_all(split(pretrain("30B-A3B"), ep=8))

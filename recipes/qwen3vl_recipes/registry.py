@@ -1,0 +1,109 @@
+"""Which recipes there are, and the machines that each is meant for.
+
+What lives here: the registry and finding a recipe by name. No Megatron, so that listing recipes takes no time. What may
+not: settings.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from megatron.bridge.training.config import ConfigContainer
+
+    RecipeFunction = TypeVar("RecipeFunction", bound=Callable[[], ConfigContainer])
+
+_MODULES = (
+    "qwen3_vl_2b",
+    "qwen3_vl_4b",
+    "qwen3_vl_8b",
+    "qwen3_vl_32b",
+    "qwen3_vl_30b_a3b",
+    "qwen3_vl_235b_a22b",
+    "digits",
+)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A function that returns a configuration, and what it is meant to run on.
+
+    Attributes:
+        function: without parameters.
+        gpus: how many; 0 for a machine without any.
+        gpu: their kind, a key of `qwen3vl_bridge.planning.hardware.GPUS`.
+    """
+
+    function: Callable[[], ConfigContainer]
+    gpus: int
+    gpu: str
+
+    @property
+    def summary(self) -> str:
+        """The first line of the function's docstring."""
+        return (self.function.__doc__ or "").partition("\n")[0]
+
+
+_registered: dict[str, Recipe] = {}
+
+
+def recipe(*, gpus: int, gpu: str = "H100") -> Callable[[RecipeFunction], RecipeFunction]:
+    """Register the function below as a recipe.
+
+    Args:
+        gpus: how many it is meant for.
+        gpu: their kind.
+    """
+
+    def register(function: RecipeFunction) -> RecipeFunction:
+        _registered[function.__name__] = Recipe(function, gpus, gpu)
+        return function
+
+    return register
+
+
+def recipes() -> Mapping[str, Recipe]:
+    """All of this package by name, small models first."""
+    for module in _MODULES:
+        importlib.import_module(f"{__package__}.{module}")
+    return dict(_registered)
+
+
+def find(name: str) -> Recipe:
+    """A recipe by its name, or a function of yours as `path/to/file.py:function` or `package.module:function`.
+
+    Raises:
+        ValueError: there is none; the message lists those that are close.
+    """
+    where, colon, function = name.rpartition(":")
+    if colon:
+        module = _module_of_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+        found = getattr(module, function, None)
+        if not callable(found):
+            raise ValueError(f"{where} has no function {function!r}")
+        return _registered.get(function) or Recipe(found, gpus=0, gpu="H100")
+    known = recipes()
+    if name not in known:
+        import difflib
+
+        close = difflib.get_close_matches(name, known, n=3) or sorted(known)[:3]
+        raise ValueError(f"there is no recipe {name!r}; did you mean {', '.join(close)}? --list shows all")
+    return known[name]
+
+
+def _module_of_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ValueError(f"{path}: found nothing, expected a Python file with a recipe")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
