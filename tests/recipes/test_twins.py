@@ -1,0 +1,66 @@
+"""Every recipe trains: one step of its twin, split as the recipe splits, is the step of the whole twin."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from qwen3vl_recipes.registry import recipes
+
+from tests.torchrun import torchrun
+
+from .twin import family, pattern, twin
+
+NAMES = [name for name, recipe in recipes().items() if recipe.gpus]
+# Relative, in the recipes' bfloat16; measured ...
+LOSS, NORM = 5e-3, 5e-2
+
+
+@pytest.fixture(scope="module")
+def places(untied_folder, tied_folder, moe_folder, tmp_path_factory):
+    """The tiny checkpoints of each family, and the conversations."""
+    from examples.digits.dataset import make_dataset
+
+    data = tmp_path_factory.mktemp("twins")
+    make_dataset(data)
+    folders = {"untied": str(untied_folder), "tied": str(tied_folder), "moe": str(moe_folder)}
+    return folders, str(data)
+
+
+@pytest.fixture(scope="module")
+def whole(places):
+    """The step of each family in one process."""
+    from qwen3vl_bridge.training.loop import set_up, train_step
+
+    folders, data = places
+    found = {}
+    for name in ("qwen3_vl_2b_sft_config", "qwen3_vl_8b_sft_config", "qwen3_vl_30b_a3b_sft_config"):
+        run = set_up(twin(name, folders[family(name)], data, whole=True))
+        found[family(name)] = train_step(run)
+    return found
+
+
+@pytest.mark.parametrize("ranks", sorted({pattern(name).ranks for name in NAMES}))
+def test_a_step_of_every_twin(ranks, places, whole, tmp_path):
+    folders, data = places
+    names = [name for name in NAMES if pattern(name).ranks == ranks]
+    torchrun("tests.recipes.twins_on_ranks", ranks, tmp_path / "found.pt", json.dumps(names), json.dumps(folders), data)
+    found = torch.load(tmp_path / "found.pt")
+    assert found.keys() == set(names)
+    for name, step in found.items():
+        expected = whole[family(name)]
+        loss = abs(step["loss"] / expected["loss"] - 1)
+        norm = abs(step["grad_norm"] / expected["grad_norm"] - 1)
+        print(f"{name}: loss {loss:.1e}, gradient norm {norm:.1e}")
+        assert loss <= LOSS, (name, step, expected)
+        assert step["trained"] > 0 and step["changed"] <= step["trained"]
+        assert step["changed"] > step["trained"] / 2, (name, step)
+        assert "_peft_" in name or norm <= NORM, (name, step, expected)
+
+
+def test_the_patterns_are_those_of_the_recipes():
+    patterns = {name: pattern(name) for name in NAMES}
+    assert {one.ranks for one in patterns.values()} <= {1, 2, 4, 8}
+    assert patterns["qwen3_vl_8b_sft_config"].tensor == 2 and patterns["qwen3_vl_8b_sft_config"].data == 2
+    assert max(one.pipeline for one in patterns.values()) == max(one.context for one in patterns.values()) == 2

@@ -1,0 +1,81 @@
+"""A recipe's twin: the same settings for a tiny model on a few ranks, split in the same ways."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from qwen3vl_recipes.paths import set_paths
+from qwen3vl_recipes.registry import recipes
+
+WAYS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+ROWS = 4
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """The ways in which a recipe splits a model: 1, or 2 for any more."""
+
+    tensor: int
+    pipeline: int
+    context: int
+    expert: int
+    data: int
+
+    @property
+    def ranks(self) -> int:
+        """How many the twin needs."""
+        return self.tensor * self.pipeline * self.context * self.data
+
+
+def family(name: str) -> str:
+    """The tiny checkpoint that is like the recipe's size."""
+    if "_a3b_" in name or "_a22b_" in name:
+        return "moe"
+    return "tied" if name.startswith(("qwen3_vl_2b", "qwen3_vl_4b")) else "untied"
+
+
+@cache
+def pattern(name: str) -> Pattern:
+    """Of a recipe. It has data parallelism where that leaves it at four ranks."""
+    recipe = recipes()[name]
+    model = recipe.function().model
+    sizes = [getattr(model, way) for way in WAYS]
+    data = recipe.gpus
+    for size in sizes:
+        data //= size
+    tensor, pipeline, context = (min(size, 2) for size in sizes)
+    together = tensor * pipeline * context
+    expert = min(model.expert_model_parallel_size, 2)
+    return Pattern(tensor, pipeline, context, expert, data=2 if data > 1 and together <= 2 else 1)
+
+
+def twin(name: str, folder: str, data: str, *, whole: bool = False) -> Any:
+    """The configuration of a recipe's twin.
+
+    Args:
+        name: the recipe's.
+        folder: of the tiny checkpoint: sizes and weights.
+        data: conversations.
+        whole: on one process, whatever the recipe says.
+    """
+    cfg = set_paths(recipes()[name].function(), hf_path=folder, data_path=data, pretrained_checkpoint=folder)
+    split = pattern(name)
+    sizes = [1] * len(WAYS) if whole else [split.tensor, split.pipeline, split.context]
+    for way, size in zip(WAYS, sizes, strict=True):
+        setattr(cfg.model, way, size)
+    cfg.model.expert_model_parallel_size = 1 if whole else split.expert
+    cfg.model.sequence_parallel = cfg.model.sequence_parallel and not whole
+    if whole:
+        cfg.model.account_for_embedding_in_pipeline_split = cfg.model.account_for_loss_in_pipeline_split = False
+    # Two layers on the first stage are fewer than there are DeepStack taps; released models have enough there.
+    cfg.model.variable_seq_lengths = cfg.model.pipeline_model_parallel_size > 1
+    cfg.model.seq_length = cfg.dataset.seq_length = 256
+    cfg.dataset.num_workers, cfg.dataset.pad_to_multiple_of = 0, 8  # the same rows, however they are split
+    cfg.train.global_batch_size, cfg.train.train_iters, cfg.scheduler.lr_warmup_iters = ROWS, 1, 0
+    if cfg.dataset.balance_over:
+        cfg.dataset.balance_over = ROWS
+    cfg.validation.eval_interval = None
+    cfg.checkpoint.save = cfg.checkpoint.load = cfg.logger.tensorboard_dir = None
+    return cfg
