@@ -1,6 +1,6 @@
 """A whole model with a checkpoint's weights, to be asked or compared rather than trained.
 
-What lives here: the one function. What may not: what a checkpoint holds (`training/checkpoint.py`).
+What lives here: the one function. What may not: what a checkpoint holds (`training/pretrained.py`).
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qwen3vl_bridge.training.checkpoint import load_weights
+from qwen3vl_bridge.training.pretrained import load_weights
 from qwen3vl_bridge.training.process_group import initialize
 
 import torch
@@ -23,7 +23,7 @@ def load_model(hf_path: str | Path, megatron_path: str | Path | None = None) -> 
 
     Args:
         hf_path: Hugging Face folder or hub id: the configuration, and the weights where nothing else gives them.
-        megatron_path: an fsdp_dtensor checkpoint, or a run's folder; its weights are taken instead.
+        megatron_path: a checkpoint of either format, or a run's folder; its weights are taken instead.
 
     Raises:
         CheckpointError: the Megatron checkpoint is not there or does not fit.
@@ -36,5 +36,5 @@ def load_model(hf_path: str | Path, megatron_path: str | Path | None = None) -> 
         wrap_with_ddp=False, use_cpu_initialization=not torch.cuda.is_available(), pg_collection=groups
     )
     if megatron_path is not None:
-        load_weights(megatron_path, model)
+        load_weights(megatron_path, model, groups)
     return model

@@ -69,6 +69,20 @@ def wait_for_all() -> None:
     torch.distributed.barrier()
 
 
+def tell_all[Value](value: Value) -> Value:
+    """What the first process has, on every one; it can be pickled."""
+    told = [value]
+    torch.distributed.broadcast_object_list(told, src=0)
+    return told[0]
+
+
+def hear_all[Value](value: Value) -> list[Value]:
+    """What every process has, on every one, by rank; it can be pickled."""
+    heard: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(heard, value)
+    return heard
+
+
 def sum_gradients_over_sequence(features: Tensor, config: TransformerConfig, groups: ProcessGroupCollection) -> Tensor:
     """`features` as they are; their gradient is the sum over the ranks that share a sequence.
 

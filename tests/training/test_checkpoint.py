@@ -62,13 +62,6 @@ def test_a_tracker_that_lies_is_an_error(tmp_path):
         checkpoint.latest(tmp_path)
 
 
-def test_checkpoints_of_split_models_are_refused(inputs):
-    from qwen3vl_bridge.training.loop import set_up
-
-    with pytest.raises(ValueError, match=r"tensor_model_parallel_size 2 with checkpoint\.pretrained_checkpoint"):
-        set_up(inputs.config(None, model__tensor_model_parallel_size=2))
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

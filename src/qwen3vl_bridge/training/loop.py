@@ -14,13 +14,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from qwen3vl_bridge.checkpoint.megatron_folder import find_iteration
 from qwen3vl_bridge.checkpoint.staging import replace_file
 from qwen3vl_bridge.parallel import any_rank, sum_losses
 from qwen3vl_bridge.parallel_settings import schedule_group
 from qwen3vl_bridge.training import checkpoint
 from qwen3vl_bridge.training.callbacks import training_callbacks
 from qwen3vl_bridge.training.events import Events
+from qwen3vl_bridge.training.pretrained import Pretrained
 from qwen3vl_bridge.training.progress import Progress
 from qwen3vl_bridge.training.run import Run, assemble
 from qwen3vl_bridge.training.streams import open_data
@@ -46,16 +46,14 @@ def set_up(cfg: ConfigContainer) -> Run:
         ValueError: settings this loop cannot honour.
         CheckpointError: a checkpoint that is not there or does not fit.
     """
-    pretrained = cfg.checkpoint.pretrained_checkpoint and find_iteration(Path(cfg.checkpoint.pretrained_checkpoint))
+    first = cfg.checkpoint.pretrained_checkpoint
+    pretrained = Pretrained.find(first) if first else None
+    if pretrained is not None:
+        pretrained.check(cfg.model)
     run = assemble(cfg)
     run.data = open_data(cfg, run.groups)
     run.stream = run.data.stream("train", **_data_share(cfg, run.groups))
-    resumed = cfg.checkpoint.load and checkpoint.latest(cfg.checkpoint.load)
-    if resumed:
-        checkpoint.load(resumed, run)
-        logger.info("resumed from %s at step %d", resumed, run.progress.step)
-    elif pretrained:
-        checkpoint.load_weights(pretrained, run.model)
+    checkpoint.begin(run, pretrained)
     return run
 
 

@@ -1,10 +1,13 @@
 """Processes and groups: torch.distributed and megatron-core's parallel state from a provider's sizes.
 
-What lives here: setting both up and tearing them down. What may not: collectives of ours (`parallel.py`).
+What lives here: setting both up, seeding random generators and tearing them down. What may not: collectives of ours
+(`parallel.py`), what checkpoints hold of random generators (`random_states.py`).
 """
 
 import os
+import random
 
+import numpy as np
 import torch
 from megatron.bridge.models.model_provider import ModelProviderMixin
 from megatron.core import parallel_state
@@ -17,7 +20,7 @@ def initialize(provider: ModelProviderMixin, seed: int) -> ProcessGroupCollectio
 
     Args:
         provider: its parallel sizes are used, and it is given the groups.
-        seed: of torch's and megatron-core's random generators.
+        seed: of random generators.
     """
     if not _groups_serve(provider):
         if _alone():
@@ -25,10 +28,23 @@ def initialize(provider: ModelProviderMixin, seed: int) -> ProcessGroupCollectio
         parallel_state.destroy_model_parallel()
         _join()
         provider.initialize_model_parallel()
+    provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+    seed_generators(seed, provider._pg_collection)
+    return provider._pg_collection
+
+
+def seed_generators(seed: int, groups: ProcessGroupCollection) -> None:
+    """Seed every generator of this rank. Pipeline stages draw different numbers, as under Megatron-Bridge's loop.
+
+    Args:
+        seed: the run's.
+        groups: process groups.
+    """
+    seed += 100 * groups.pp.rank()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
-    provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
-    return provider._pg_collection
 
 
 def _groups_serve(provider: ModelProviderMixin) -> bool:

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from qwen3vl_bridge.parallel_settings import check_microbatches
+from qwen3vl_bridge.training.followed import check_checkpoint_settings
+from qwen3vl_bridge.training.pretrained import Pretrained
 from qwen3vl_bridge.training.process_group import initialize
 from qwen3vl_bridge.training.step import forward_step
 from qwen3vl_bridge.training.streams import Data
@@ -34,13 +36,6 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 logger = logging.getLogger(__name__)
 
-_SPLITS = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-)
-
 
 @dataclass
 class Run:
@@ -55,6 +50,7 @@ class Run:
         config_yaml: the configuration as the recipe has it, before what needs CUDA was replaced.
         forward_step: one microbatch through the model.
         data, stream: where batches come from, once there is any.
+        origin: the checkpoint whose Hugging Face files the run's own take along, once there is one.
     """
 
     cfg: ConfigContainer
@@ -67,6 +63,7 @@ class Run:
     forward_step: Callable = forward_step
     data: Data | None = None
     stream: Any = None
+    origin: Pretrained | None = None
 
     @property
     def progress(self) -> TrainState:
@@ -131,12 +128,7 @@ def _refuse_what_would_be_ignored(cfg: ConfigContainer) -> None:
         raise ValueError(
             f"dataset.seq_length is {cfg.dataset.seq_length}, expected model.seq_length, {cfg.model.seq_length}"
         )
-    split = [f"model.{name} {size}" for name in _SPLITS if (size := getattr(cfg.model, name)) > 1]
-    if split and (files := _checkpoints(cfg)):
-        raise ValueError(
-            f"{', '.join(split)} with {', '.join(files)}: expected one or the other, the loop for CPUs saves and loads "
-            "whole models only"
-        )
+    check_checkpoint_settings(cfg.checkpoint)
 
 
 def _checkpoints(cfg: ConfigContainer) -> list[str]:

@@ -1,0 +1,140 @@
+"""A run's tensors in the fsdp_dtensor layout, written and read by torch.distributed.checkpoint.
+
+What lives here: their keys on disk, and whether a checkpoint has them. What may not: which part of a parameter a rank
+has (`stored_parameters.py`), files around the tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from qwen3vl_bridge.checkpoint.dcp_metadata import read_metadata
+from qwen3vl_bridge.checkpoint.errors import CheckpointError
+from qwen3vl_bridge.checkpoint.megatron_files import BYTE_ITEMS
+from qwen3vl_bridge.checkpoint.megatron_folder import key_of
+from qwen3vl_bridge.parallel import hear_all
+from qwen3vl_bridge.training.optimizer_state import MOMENTS, adam_states
+from qwen3vl_bridge.training.stored_parameters import StoredParameter, rows_by_name, stored_parameters
+from qwen3vl_bridge.training.together import together
+
+import torch
+import torch.distributed.checkpoint as dcp
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+_OPTIMIZER = "optimizer.state.module.module.module."
+
+
+def save(
+    folder: Path,
+    model: Sequence[torch.nn.Module],
+    optimizer: MegatronOptimizer | None,
+    groups: ProcessGroupCollection,
+    step: int,
+) -> None:
+    """Write the tensors of all ranks.
+
+    Args:
+        folder: that all ranks see.
+        model: this rank's chunks. In float32 where the optimizer keeps such a copy.
+        optimizer: whose moments are written too; None for none.
+        groups: process groups.
+        step: how many the run has made.
+    """
+    with together():
+        parameters = list(stored_parameters(model, groups))
+        tensors = _weights(parameters) | ({} if optimizer is None else _moments(parameters, optimizer))
+    dcp.save({**tensors, **BYTE_ITEMS, "iteration": step}, checkpoint_id=folder)
+
+
+def load(
+    folder: Path,
+    model: Sequence[torch.nn.Module],
+    optimizer: MegatronOptimizer | None,
+    groups: ProcessGroupCollection,
+) -> None:
+    """Fill this rank's tensors, all of them; arguments as for `save`.
+
+    Raises:
+        CheckpointError: a tensor is missing, extra or of another shape; all are listed.
+    """
+    with together():
+        parameters = list(stored_parameters(model, groups))
+        tensors, prefixes = _weights(parameters), (key_of(""),)
+        if optimizer is not None:
+            tensors |= _moments(parameters, optimizer)
+            prefixes += (_OPTIMIZER,)
+        # Read by our own reader first: it unpickles nothing but descriptions of tensors.
+        found = {
+            key: spec.shape for key, (spec, _) in read_metadata(folder).tensors.items() if key.startswith(prefixes)
+        }
+        problems = _misfits(found, tensors) + _strangers(found, _whole(model), parameters, optimizer)
+    raise_problems(folder, problems)
+    with together():
+        dcp.load(tensors, checkpoint_id=folder, no_dist=True)
+
+
+def _weights(parameters: Sequence[StoredParameter]) -> dict[str, Tensor]:
+    """Every weight as stored. Views: loading fills the model."""
+    return {key_of(name): part for stored in parameters for name, part in stored.parts(stored.main)}
+
+
+def _moments(parameters: Sequence[StoredParameter], optimizer: MegatronOptimizer) -> dict[str, Tensor]:
+    """The optimizer's tensors as stored; views too."""
+    states = adam_states(optimizer)
+    return {
+        f"{_OPTIMIZER}{name}.{moment}": part
+        for stored in parameters
+        if stored.parameter.requires_grad
+        for moment in MOMENTS
+        for name, part in stored.parts(states[stored.main][moment])
+    }
+
+
+def _whole(model: Sequence[torch.nn.Module]) -> set[str]:
+    """Names that all ranks' weights have together."""
+    rows = rows_by_name(unwrap_model(list(model))[0].config).values()
+    return {name for row in rows for name in row.stored}
+
+
+def _misfits(found: dict[str, tuple[int, ...]], tensors: dict[str, Tensor]) -> list[str]:
+    """What this rank wants and the checkpoint lacks, or has in another shape."""
+    wanted = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+    missing = [f"missing: {key} {list(shape)}" for key, shape in wanted.items() if key not in found]
+    return missing + [
+        f"misshapen: {key} is {list(found[key])}, expected {list(shape)}"
+        for key, shape in wanted.items()
+        if found.get(key, shape) != shape
+    ]
+
+
+def _strangers(
+    found: dict[str, tuple[int, ...]],
+    names: set[str],
+    parameters: Sequence[StoredParameter],
+    optimizer: MegatronOptimizer | None,
+) -> list[str]:
+    """What the checkpoint has and no rank wants, as far as this one can tell."""
+    known = {key_of(name) for name in names}
+    if optimizer is not None:
+        # Whether a parameter is trained is known where it is.
+        frozen = {name for stored in parameters if not stored.parameter.requires_grad for name in stored.row.stored}
+        known |= {f"{_OPTIMIZER}{name}.{moment}" for name in names - frozen for moment in MOMENTS}
+    return [f"unexpected: {key} {list(found[key])}" for key in found.keys() - known]
+
+
+def raise_problems(folder: Path, mine: Sequence[str]) -> None:
+    """Raise what any rank has found wrong with a checkpoint, the same error on all.
+
+    Args:
+        folder: the checkpoint's.
+        mine: what this rank has found.
+
+    Raises:
+        CheckpointError: one has found something.
+    """
+    if problems := sorted(set().union(*hear_all(list(mine)))):
+        raise CheckpointError("\n  ".join([f"{folder} does not fit the model:", *problems]))

@@ -1,0 +1,152 @@
+"""Where a run's first weights come from: a checkpoint of either Megatron format, or Hugging Face weights.
+
+What lives here: telling them apart, refusing those of another model, loading them. What may not: how tensors of a
+format are read (`fsdp_dtensor.py`, `torch_dist.py`, Megatron-Bridge).
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qwen3vl_bridge.bridge import provider_from_hf_config
+from qwen3vl_bridge.checkpoint.errors import CheckpointError
+from qwen3vl_bridge.checkpoint.hf_config import ModelConfig
+from qwen3vl_bridge.checkpoint.hf_files import copy_side_files
+from qwen3vl_bridge.checkpoint.megatron_folder import HF_FILES, TORCH_DIST, find_iteration, format_of
+from qwen3vl_bridge.dimensions import vision_sizes
+from qwen3vl_bridge.provider import Qwen3VLModelProvider
+from qwen3vl_bridge.training import fsdp_dtensor, torch_dist
+from qwen3vl_bridge.training.optimizer_state import copy_main_to_model, copy_model_to_main
+from qwen3vl_bridge.training.together import together
+
+import torch
+from megatron.bridge import AutoBridge
+from megatron.bridge.training.utils.checkpoint_utils import is_hf_checkpoint_dir
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+if TYPE_CHECKING:
+    from qwen3vl_bridge.training.run import Run
+
+# Fields of a provider that say which weights there are, and of which shapes.
+_SIZES = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+    *("vocab_size", "share_embeddings_and_output_weights", "moe_layers", "num_moe_experts", "moe_ffn_hidden_size"),
+)
+_WITH_EXPERTS = ("num_moe_experts", "moe_ffn_hidden_size")
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """First weights.
+
+    Attributes:
+        folder: an iteration's, or of Hugging Face.
+        is_hf: whether it is that.
+    """
+
+    folder: Path
+    is_hf: bool
+
+    @classmethod
+    def find(cls, path: str | Path) -> Pretrained:
+        """What a path names.
+
+        Raises:
+            CheckpointError: nothing that weights could come from.
+        """
+        if is_hf_checkpoint_dir(str(path)):
+            return cls(Path(path), is_hf=True)
+        return cls(find_iteration(Path(path)), is_hf=False)
+
+    def check(self, provider: Qwen3VLModelProvider) -> None:
+        """Refuse weights of another model, as far as can be told without reading them.
+
+        Raises:
+            CheckpointError: sizes that differ; all are listed.
+        """
+        if not self.is_hf:
+            return  # names and shapes are all in one file there, and compared before weights are read
+        theirs, ours = _sizes(provider_from_hf_config(ModelConfig(self.folder).raw)), _sizes(provider)
+        differ = [f"{name} is {theirs[name]}, expected {ours[name]}" for name in ours if theirs[name] != ours[name]]
+        if differ:
+            raise CheckpointError("\n  ".join([f"{self.folder} is another model than the run's:", *differ]))
+
+    def load(self, run: Run) -> None:
+        """Fill the run's model.
+
+        Raises:
+            CheckpointError: weights that don't fit; all are listed.
+        """
+        if self.is_hf:
+            bridge = AutoBridge.from_hf_pretrained(str(self.folder))
+            bridge.load_hf_weights(run.model)
+            copy_model_to_main(run.model)
+        else:
+            load_tensors(self.folder, run.model, None, run.groups)
+
+    def copy_hf_files(self, folder: Path) -> None:
+        """Take along configuration, tokenizer and processor, so that an export needs nothing else."""
+        if self.is_hf:
+            copy_side_files(self.folder, folder / HF_FILES)
+        elif (files := self.folder / HF_FILES).exists():
+            shutil.copytree(files, folder / HF_FILES)
+
+
+def load_weights(folder: str | Path, model: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> None:
+    """Fill a model's weights from a checkpoint of either Megatron format, all of them.
+
+    Args:
+        folder: the run's or the checkpoint's own.
+        model: this rank's chunks, wrapped or not.
+        groups: process groups.
+
+    Raises:
+        CheckpointError: weights that don't fit; all are listed.
+    """
+    with together():
+        folder = find_iteration(Path(folder))
+    load_tensors(folder, model, None, groups)
+
+
+def load_tensors(
+    folder: Path,
+    model: Sequence[torch.nn.Module],
+    optimizer: MegatronOptimizer | None,
+    groups: ProcessGroupCollection,
+) -> None:
+    """Fill a model, and what an optimizer keeps, from an iteration's folder of either format.
+
+    Args:
+        folder: it.
+        model: this rank's chunks, wrapped or not.
+        optimizer: whose tensors are filled too; None for none.
+        groups: process groups.
+
+    Raises:
+        CheckpointError: tensors that don't fit; all are listed.
+    """
+    with together():
+        ckpt_format = format_of(folder)
+    if ckpt_format == TORCH_DIST:
+        torch_dist.load(folder, model, optimizer, groups)
+        if optimizer is None:
+            copy_model_to_main(model)
+    else:
+        fsdp_dtensor.load(folder, model, optimizer, groups)
+        copy_main_to_model(model)
+
+
+def _sizes(provider: Qwen3VLModelProvider) -> dict[str, object]:
+    names = [name for name in _SIZES if provider.moe_layers or name not in _WITH_EXPERTS]
+    vision = provider.vision_config
+    return {
+        **{name: getattr(provider, name, None) for name in names},
+        **vision_sizes(vision.to_dict()),
+        "vision layers": vision.depth,
+        "deepstack_visual_indexes": list(vision.deepstack_visual_indexes),
+    }
