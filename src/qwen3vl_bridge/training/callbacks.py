@@ -5,6 +5,9 @@ What lives here: the list. What may not: what each of them does (its own file).
 
 from __future__ import annotations
 
+from qwen3vl_bridge.training.accuracy import Accuracy
+from qwen3vl_bridge.training.config import Qwen3VLConfigContainer
+
 from megatron.bridge.training.callbacks import Callback
 from megatron.bridge.training.config import ConfigContainer
 
@@ -17,4 +20,7 @@ def training_callbacks(cfg: ConfigContainer) -> list[Callback]:
     Args:
         cfg: a recipe's configuration.
     """
-    return []
+    callbacks: list[Callback] = []
+    if isinstance(cfg, Qwen3VLConfigContainer) and cfg.accuracy.path is not None:
+        callbacks.append(Accuracy(cfg))
+    return callbacks

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from qwen3vl_bridge.data.row_settings import ConversationRows
+
 from megatron.bridge.training.config import ConfigContainer
 
 Action = Literal["stop", "skip"]
@@ -96,4 +98,20 @@ class Qwen3VLConfigContainer(ConfigContainer):
         """
         self.guard.finalize()
         self.accuracy.finalize()
+        if self.accuracy.path is not None:
+            self._check_accuracy()
         super().validate()
+
+    def _check_accuracy(self) -> None:
+        model = self.model
+        split = {"pipeline": model.pipeline_model_parallel_size, "context": model.context_parallel_size}
+        if wrong := [f"{name} parallelism {size}" for name, size in split.items() if size > 1]:
+            raise ValueError(
+                f"accuracy.path is {self.accuracy.path!r} with {' and '.join(wrong)}: generation needs a whole model, "
+                "or one under tensor parallelism; expected accuracy.path None"
+            )
+        if not isinstance(self.dataset, ConversationRows):
+            raise ValueError(
+                f"accuracy.path is {self.accuracy.path!r} with dataset {type(self.dataset).__name__}: expected a "
+                "dataset of qwen3vl_bridge, whose processor encodes the questions"
+            )
