@@ -33,7 +33,7 @@ def sft(size: str, *, seq_length: int = 8 * K, global_batch_size: int = 32) -> Q
     hf_model, _ = presets.hub_ids(size)
     model = AutoBridge.from_hf_config(presets.hf_config(size)).to_megatron_provider(load_weights=False)
     model.hf_model_id, model.seq_length = hf_model, seq_length
-    return Qwen3VLConfigContainer(
+    cfg = Qwen3VLConfigContainer(
         model=model,
         dataset=qwen3vl_bridge.Qwen3VLConversationProvider(
             hf_processor_path=hf_model,
@@ -89,6 +89,7 @@ def sft(size: str, *, seq_length: int = 8 * K, global_batch_size: int = 32) -> Q
         rerun_state_machine=config.RerunStateMachineConfig(check_for_nan_in_loss=False),
         mixed_precision="bf16_mixed",
     )
+    return recompute_tower(cfg)
 
 
 def peft(size: str, *, seq_length: int = 8 * K, global_batch_size: int = 32) -> Qwen3VLConfigContainer:
@@ -101,6 +102,8 @@ def peft(size: str, *, seq_length: int = 8 * K, global_batch_size: int = 32) -> 
 
     cfg = sft(size, seq_length=seq_length, global_batch_size=global_batch_size)
     cfg.peft = Qwen3VLLoRA(dim=32, alpha=32)
+    for name in ("granularity", "method", "num_layers"):
+        setattr(cfg.model, f"vision_recompute_{name}", None)  # without adapters it keeps nothing
     cfg.optimizer.lr, cfg.optimizer.min_lr, cfg.optimizer.weight_decay = 1e-4, 1e-5, 0.0
     cfg.scheduler.start_weight_decay = cfg.scheduler.end_weight_decay = 0.0
     return cfg
@@ -134,15 +137,41 @@ def fsdp(cfg: Qwen3VLConfigContainer) -> Qwen3VLConfigContainer:
     return cfg
 
 
+def recompute_tower(cfg: Qwen3VLConfigContainer) -> Qwen3VLConfigContainer:
+    """The same run with the vision tower's layers computed again in the backward pass.
+
+    What it would keep is as much as the language model's where rows are full of pictures; what it costs is little.
+
+    Args:
+        cfg: changed in place.
+    """
+    return _recompute(cfg, "vision_")
+
+
 def recompute_all(cfg: Qwen3VLConfigContainer) -> Qwen3VLConfigContainer:
     """The same run with every layer of both towers computed again in the backward pass: a third more operations.
 
     Args:
         cfg: changed in place.
     """
-    for tower in ("", "vision_"):
-        for name, value in (("granularity", "full"), ("method", "uniform"), ("num_layers", 1)):
-            setattr(cfg.model, f"{tower}recompute_{name}", value)
+    return _recompute(recompute_tower(cfg), "")
+
+
+def recompute_layers(cfg: Qwen3VLConfigContainer, layers: int) -> Qwen3VLConfigContainer:
+    """The same run with so many of the language model's layers computed again, beside the tower's.
+
+    Args:
+        cfg: changed in place.
+        layers: of each pipeline stage.
+    """
+    return _recompute(recompute_tower(cfg), "", method="block", layers=layers)
+
+
+def _recompute(
+    cfg: Qwen3VLConfigContainer, tower: str, *, method: str = "uniform", layers: int = 1
+) -> Qwen3VLConfigContainer:
+    for name, value in (("granularity", "full"), ("method", method), ("num_layers", layers)):
+        setattr(cfg.model, f"{tower}recompute_{name}", value)
     return cfg
 
 

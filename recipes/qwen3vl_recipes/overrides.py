@@ -6,14 +6,16 @@ skip with a warning is refused. What may not: where words come from (`cli.py`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer
+    from omegaconf import DictConfig
 
-
+_PLAIN = (bool, int, float, str, list, tuple)
 _ALIKE = {float: (float, int), list: (list, tuple), tuple: (list, tuple)}
 
 
@@ -31,33 +33,63 @@ def apply(cfg: ConfigContainer, words: Sequence[str] = (), files: Sequence[str |
     """
     import qwen3vl_bridge  # noqa: F401  before Megatron
 
-    from megatron.bridge.training.utils import omegaconf_utils as bridge
+    from megatron.bridge.training.utils.omegaconf_utils import apply_overrides
+    from omegaconf import OmegaConf
+
+    settings, callables = _settings(cfg)
+    before = _plain(settings)
+    OmegaConf.set_struct(settings, True)  # a name that is not there is an error
+    after = _plain(_merged(settings, words, files))
+    changed = dict(_changes("", before, after))
+    for name, (old, new) in changed.items():
+        _check_kind(name, old, new)
+    for name, (_, new) in changed.items():
+        _put_into_frozen(cfg, name, new)
+    apply_overrides(cfg, _only(after, changed), callables)
+    arrived = _plain(_settings(cfg)[0])
+    for name, (_, new) in changed.items():
+        if (found := _at(arrived, name)) != new:
+            raise ValueError(f"{name} cannot be set to {new!r} so; it is {found!r}. Set it in a recipe of yours")
+    return cfg
+
+
+def _settings(cfg: ConfigContainer) -> tuple[DictConfig, dict[str, Any]]:
+    from megatron.bridge.training.utils.omegaconf_utils import create_omegaconf_dict_config
+
+    settings, callables = create_omegaconf_dict_config(cfg)
+    if cfg.peft is not None:
+        # It can be called, as functions can, and these are left out.
+        fields = {field.name: getattr(cfg.peft, field.name) for field in dataclasses.fields(cfg.peft) if field.init}
+        settings.peft = {name: value for name, value in fields.items() if value is None or isinstance(value, _PLAIN)}
+    return settings, callables
+
+
+def _plain(settings: DictConfig) -> Any:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_container(settings, resolve=True)
+
+
+def _merged(settings: DictConfig, words: Sequence[str], files: Sequence[str | Path]) -> DictConfig:
+    from megatron.bridge.training.utils.omegaconf_utils import OverridesError, parse_hydra_overrides
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
-    settings, callables = bridge.create_omegaconf_dict_config(cfg)
-    before = OmegaConf.to_container(settings, resolve=True)
-    OmegaConf.set_struct(settings, True)  # a name that is not there is an error
     for file in files:
         try:
-            settings = OmegaConf.merge(settings, OmegaConf.load(file))
+            settings = OmegaConf.merge(settings, OmegaConf.load(file))  # pyright: ignore[reportAssignmentType]
         except (OmegaConfBaseException, YAMLError) as error:
             raise ValueError(f"{file}: {error}") from error
-    if words:
+    for word in words:
         try:
-            settings = bridge.parse_hydra_overrides(settings, list(words))
-        except bridge.OverridesError as error:
-            raise ValueError(str(error)) from error
-    after = OmegaConf.to_container(settings, resolve=True)
-    changed = dict(_changes("", before, after))
-    for name, (old, new) in changed.items():
-        _check_kind(name, old, new)
-    bridge.apply_overrides(cfg, _only(after, changed), callables)
-    return cfg
+            settings = parse_hydra_overrides(settings, [word])
+        except OverridesError as error:
+            raise ValueError(f"{word}: {error}") from error
+    return settings
 
 
-def _changes(name: str, old: Any, new: Any):
+def _changes(name: str, old: Any, new: Any) -> Iterator[tuple[str, tuple[Any, Any]]]:
     """(name, (old, new)) of each setting that differs."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in new:
@@ -76,6 +108,23 @@ def _only(after: dict, changed: dict[str, Any]) -> dict:
             source, target = source[key], target.setdefault(key, {})
         target[last] = source[last]
     return tree
+
+
+def _put_into_frozen(cfg: ConfigContainer, name: str, value: Any) -> None:
+    """Where a section is frozen, it is made anew, which Megatron-Bridge does not do."""
+    *path, last = name.split(".")
+    owners: list[Any] = [cfg]
+    for key in path:
+        owners.append(getattr(owners[-1], key))
+    section = owners[-1]
+    if dataclasses.is_dataclass(section) and section.__dataclass_params__.frozen:  # pyright: ignore
+        setattr(owners[-2], path[-1], dataclasses.replace(section, **{last: value}))  # pyright: ignore
+
+
+def _at(settings: dict, name: str) -> Any:
+    for key in name.split("."):
+        settings = settings[key]
+    return settings
 
 
 def _check_kind(name: str, old: Any, new: Any) -> None:

@@ -15,8 +15,8 @@ def _pipeline(cfg, **sizes):
 
 @recipe(gpus=128)
 def qwen3_vl_235b_a22b_sft_config():
-    """Full fine-tuning, rows of 8K tokens, 128 H100: eight stages, four to a layer, its experts on sixteen."""
-    return recompute_all(_pipeline(sft("235B-A22B", global_batch_size=128), tp=4, pp=8, ep=16))
+    """Full fine-tuning, rows of 8K tokens, 128 H100: four stages, four to a layer, its experts on 32."""
+    return recompute_all(_pipeline(sft("235B-A22B", global_batch_size=128), tp=4, pp=4, ep=32))
 
 
 @recipe(gpus=128)
@@ -27,23 +27,23 @@ def qwen3_vl_235b_a22b_sft_fsdp_config():
 
 @recipe(gpus=128)
 def qwen3_vl_235b_a22b_sft_32k_config():
-    """Full fine-tuning, rows of 32K tokens, 128 H100: sixteen to a row in each of eight stages."""
+    """Full fine-tuning, rows of 32K tokens, 128 H100: eight to a row in each of four stages."""
     cfg = sft("235B-A22B", seq_length=32 * K, global_batch_size=64)
-    return recompute_all(_pipeline(cfg, tp=4, pp=8, cp=2, ep=16))
+    return recompute_all(_pipeline(cfg, tp=4, pp=4, cp=2, ep=32))
 
 
 @recipe(gpus=256)
 def qwen3_vl_235b_a22b_sft_128k_config():
-    """Full fine-tuning, rows of 128K tokens, 256 H100: 32 to a row in each of eight stages."""
+    """Full fine-tuning, rows of 128K tokens, 256 H100: 32 to a row in each of four stages."""
     cfg = sft("235B-A22B", seq_length=128 * K, global_batch_size=32)
-    return recompute_all(_pipeline(cfg, tp=4, pp=8, cp=8, ep=32))
+    return recompute_all(_pipeline(cfg, tp=4, pp=4, cp=8, ep=32))
 
 
 @recipe(gpus=512)
 def qwen3_vl_235b_a22b_sft_256k_config():
-    """Full fine-tuning, rows of 256K tokens, 512 H100: 64 to a row in each of eight stages."""
+    """Full fine-tuning, rows of 256K tokens, 512 H100: 64 to a row in each of four stages."""
     cfg = sft("235B-A22B", seq_length=256 * K, global_batch_size=32)
-    return recompute_all(_pipeline(cfg, tp=8, pp=8, cp=8, ep=64))
+    return recompute_all(_pipeline(cfg, tp=4, pp=4, cp=16, ep=32))
 
 
 @recipe(gpus=16)
@@ -54,5 +54,5 @@ def qwen3_vl_235b_a22b_peft_config():
 
 @recipe(gpus=512)
 def qwen3_vl_235b_a22b_pretrain_config():
-    """Pretraining, rows of 8K tokens, 512 H100: eight stages, four to a layer, its experts on sixteen."""
-    return recompute_all(_pipeline(pretrain("235B-A22B", global_batch_size=1024), tp=4, pp=8, ep=16))
+    """Pretraining, rows of 8K tokens, 512 H100: four stages, four to a layer, its experts on 32."""
+    return recompute_all(_pipeline(pretrain("235B-A22B", global_batch_size=1024), tp=4, pp=4, ep=32))

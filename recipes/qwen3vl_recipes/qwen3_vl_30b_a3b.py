@@ -39,8 +39,8 @@ def qwen3_vl_30b_a3b_sft_256k_config():
 
 @recipe(gpus=8)
 def qwen3_vl_30b_a3b_peft_config():
-    """LoRA on attention, rows of 8K tokens, 8 H100: the experts of a layer on a node."""
-    return split(peft("30B-A3B"), ep=8)
+    """LoRA on attention, rows of 8K tokens, 8 H100: the experts of a layer on a node, activations recomputed."""
+    return recompute_all(split(peft("30B-A3B"), ep=8))
 
 
 @recipe(gpus=128)

@@ -9,8 +9,8 @@ from qwen3vl_recipes.registry import recipe
 
 @recipe(gpus=16)
 def qwen3_vl_32b_sft_config():
-    """Full fine-tuning, rows of 8K tokens, 16 H100: a node to a model."""
-    return split(sft("32B"), tp=8)
+    """Full fine-tuning, rows of 8K tokens, 16 H100: a node to a model, activations recomputed."""
+    return recompute_all(split(sft("32B"), tp=8))
 
 
 @recipe(gpus=16)
@@ -21,8 +21,8 @@ def qwen3_vl_32b_sft_fsdp_config():
 
 @recipe(gpus=32)
 def qwen3_vl_32b_sft_32k_config():
-    """Full fine-tuning, rows of 32K tokens, 32 H100: two nodes to a row."""
-    return split(sft("32B", seq_length=32 * K, global_batch_size=16), tp=8, cp=2)
+    """Full fine-tuning, rows of 32K tokens, 32 H100: two nodes to a row, activations recomputed."""
+    return recompute_all(split(sft("32B", seq_length=32 * K, global_batch_size=16), tp=8, cp=2))
 
 
 @recipe(gpus=32)

@@ -9,32 +9,32 @@ from qwen3vl_recipes.registry import recipe
 
 @recipe(gpus=8)
 def qwen3_vl_4b_sft_config():
-    """Full fine-tuning, rows of 8K tokens, 8 H100: a whole model on each."""
-    return sft("4B")
+    """Full fine-tuning, rows of 8K tokens, 8 H100: two to a model."""
+    return split(sft("4B"), tp=2)
 
 
 @recipe(gpus=8)
 def qwen3_vl_4b_sft_fsdp_config():
-    """As qwen3_vl_4b_sft_config, sharded by Megatron-FSDP."""
-    return fsdp(qwen3_vl_4b_sft_config())
+    """Full fine-tuning, rows of 8K tokens, 8 H100: sharded by Megatron-FSDP alone."""
+    return fsdp(sft("4B"))
 
 
 @recipe(gpus=8)
 def qwen3_vl_4b_sft_32k_config():
-    """Full fine-tuning, rows of 32K tokens, 8 H100: two to a row."""
-    return split(sft("4B", seq_length=32 * K, global_batch_size=16), cp=2)
+    """Full fine-tuning, rows of 32K tokens, 8 H100: all to a row, two of them to a layer."""
+    return split(sft("4B", seq_length=32 * K, global_batch_size=16), tp=2, cp=4)
 
 
 @recipe(gpus=8)
 def qwen3_vl_4b_sft_128k_config():
-    """Full fine-tuning, rows of 128K tokens, 8 H100: four to a row, activations recomputed."""
-    return recompute_all(split(sft("4B", seq_length=128 * K, global_batch_size=8), cp=4))
+    """Full fine-tuning, rows of 128K tokens, 8 H100: all to a row, activations recomputed."""
+    return recompute_all(split(sft("4B", seq_length=128 * K, global_batch_size=8), tp=2, cp=4))
 
 
-@recipe(gpus=8)
+@recipe(gpus=16)
 def qwen3_vl_4b_sft_256k_config():
-    """Full fine-tuning, rows of 256K tokens, 8 H100: all to a row, activations recomputed."""
-    return recompute_all(split(sft("4B", seq_length=256 * K, global_batch_size=4), cp=8))
+    """Full fine-tuning, rows of 256K tokens, 16 H100: all to a row, activations recomputed."""
+    return recompute_all(split(sft("4B", seq_length=256 * K, global_batch_size=4), tp=2, cp=8))
 
 
 @recipe(gpus=1)
@@ -45,5 +45,5 @@ def qwen3_vl_4b_peft_config():
 
 @recipe(gpus=64)
 def qwen3_vl_4b_pretrain_config():
-    """Pretraining, rows of 8K tokens, 64 H100: a whole model on each."""
-    return pretrain("4B")
+    """Pretraining, rows of 8K tokens, 64 H100: two to a model."""
+    return split(pretrain("4B"), tp=2)

@@ -3,26 +3,26 @@
 What lives here: how it is split, and for what machines. What may not: the rest (`base.py`).
 """
 
-from qwen3vl_recipes.base import K, fsdp, peft, pretrain, recompute_all, sft, split
+from qwen3vl_recipes.base import K, fsdp, peft, pretrain, recompute_all, recompute_layers, sft, split
 from qwen3vl_recipes.registry import recipe
 
 
 @recipe(gpus=8)
 def qwen3_vl_8b_sft_config():
-    """Full fine-tuning, rows of 8K tokens, 8 H100: two to a model."""
-    return split(sft("8B"), tp=2)
+    """Full fine-tuning, rows of 8K tokens, 8 H100: two to a model, ten layers recomputed."""
+    return recompute_layers(split(sft("8B"), tp=2), 10)
 
 
 @recipe(gpus=8)
 def qwen3_vl_8b_sft_fsdp_config():
-    """Full fine-tuning, rows of 8K tokens, 8 H100: sharded by Megatron-FSDP alone."""
-    return fsdp(sft("8B"))
+    """Full fine-tuning, rows of 8K tokens, 8 H100: sharded by Megatron-FSDP alone, activations recomputed."""
+    return recompute_all(fsdp(sft("8B")))
 
 
 @recipe(gpus=8)
 def qwen3_vl_8b_sft_32k_config():
-    """Full fine-tuning, rows of 32K tokens, 8 H100: four to a row, two of them to a layer."""
-    return split(sft("8B", seq_length=32 * K, global_batch_size=16), tp=2, cp=2)
+    """Full fine-tuning, rows of 32K tokens, 8 H100: all to a row, ten layers recomputed."""
+    return recompute_layers(split(sft("8B", seq_length=32 * K, global_batch_size=16), tp=2, cp=4), 10)
 
 
 @recipe(gpus=16)
@@ -39,8 +39,8 @@ def qwen3_vl_8b_sft_256k_config():
 
 @recipe(gpus=1)
 def qwen3_vl_8b_peft_config():
-    """LoRA, rows of 8K tokens, one H100."""
-    return peft("8B")
+    """LoRA, rows of 8K tokens, one H100, activations recomputed."""
+    return recompute_all(peft("8B"))
 
 
 @recipe(gpus=64)

@@ -1,0 +1,97 @@
+"""What a run would be: all its settings, and the memory they need.
+
+What lives here: completing a configuration as if it ran on so many GPUs, and showing it. What may not: formulas of
+memory (`qwen3vl_bridge.planning`).
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from qwen3vl_bridge.planning.estimate import Estimate
+
+    from megatron.bridge.training.config import ConfigContainer
+
+_DATA = "(dataset.path is not set)"
+
+
+def finalised(cfg: ConfigContainer, world_size: int) -> ConfigContainer:
+    """A copy of a configuration as Megatron-Bridge completes and checks it for so many ranks; nothing is started.
+
+    Data, and weights to start from, need not be there.
+
+    Args:
+        cfg: a recipe's; it stays as it is.
+        world_size: ranks.
+
+    Raises:
+        ValueError, AssertionError: settings that contradict each other, or this number of ranks.
+    """
+    from megatron.bridge.training.config import runtime_config_update
+
+    cfg = copy.deepcopy(cfg)
+    if getattr(cfg.dataset, "path", "") is None and getattr(cfg.dataset, "train_path", "") is None:
+        cfg.dataset.path = _DATA
+    weights = cfg.checkpoint.pretrained_checkpoint
+    with _world_of(world_size), tempfile.TemporaryDirectory() as folder:
+        if weights is None or not os.path.isdir(weights):
+            cfg.checkpoint.pretrained_checkpoint = folder  # Megatron-Bridge looks whether it is there
+        runtime_config_update(cfg)
+    cfg.checkpoint.pretrained_checkpoint = weights
+    return cfg
+
+
+@contextmanager
+def _world_of(size: int) -> Iterator[None]:
+    """As torchrun would tell the first of so many processes."""
+    before = {name: os.environ.get(name) for name in ("WORLD_SIZE", "RANK")}
+    os.environ |= {"WORLD_SIZE": str(size), "RANK": "0"}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def memory_plan(cfg: ConfigContainer, world_size: int) -> Estimate:
+    """What each rank would hold on GPUs, where Transformer Engine is installed.
+
+    Args:
+        cfg: a recipe's; it stays as it is.
+        world_size: ranks.
+
+    Raises:
+        ValueError: a setting that changes memory and is not counted.
+    """
+    from qwen3vl_bridge.planning.from_config import plan_of
+
+    complete = finalised(cfg, world_size)
+    complete.model.transformer_impl = "transformer_engine"
+    return plan_of(complete, world_size)
+
+
+def show(cfg: ConfigContainer, *, gpus: int, gpu: str) -> None:
+    """Print the settings as YAML, then the plan.
+
+    Args:
+        cfg: as the run would get it.
+        gpus: how many.
+        gpu: their kind.
+    """
+    from qwen3vl_bridge.planning.hardware import gpu_of
+    from qwen3vl_bridge.planning.printing import print_estimate
+
+    from megatron.bridge.utils.yaml_utils import dump_dataclass_to_yaml
+
+    memory = gpu_of(gpu).memory_bytes
+    print(dump_dataclass_to_yaml(finalised(cfg, gpus).to_dict()))
+    print_estimate(memory_plan(cfg, gpus), memory)

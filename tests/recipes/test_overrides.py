@@ -1,0 +1,71 @@
+"""Settings from words and YAML files reach the configuration, or are refused before anything starts."""
+
+from __future__ import annotations
+
+import pytest
+from qwen3vl_recipes import overrides, qwen3_vl_8b_peft_config, qwen3_vl_8b_sft_config
+
+
+@pytest.fixture
+def cfg():
+    return qwen3_vl_8b_sft_config()
+
+
+def test_words_and_files_in_their_order(cfg, tmp_path):
+    file, other = tmp_path / "one.yaml", tmp_path / "two.yaml"
+    file.write_text("train:\n  global_batch_size: 64\n  train_iters: 7\noptimizer:\n  lr: 2.0e-5\n")
+    other.write_text("train:\n  train_iters: 8\n")
+    words = ["optimizer.lr=3e-5", "dataset.path=/data", "model.freeze_vision_model=true", "guard.on_nan=skip"]
+    overrides.apply(cfg, words, [file, other])
+    assert (cfg.train.global_batch_size, cfg.train.train_iters, cfg.optimizer.lr) == (64, 8, 3e-5)
+    assert cfg.dataset.path == "/data" and cfg.model.freeze_vision_model and cfg.guard.on_nan == "skip"
+
+
+def test_what_is_not_named_stays_as_it_is(cfg):
+    before = qwen3_vl_8b_sft_config()
+    vision, dtype = cfg.model.vision_config, cfg.dataset.pixel_dtype
+    overrides.apply(cfg, ["train.train_iters=3"])
+    assert cfg.model.vision_config is vision and cfg.dataset.pixel_dtype is dtype
+    before.train.train_iters = 3
+    assert cfg.to_dict() == before.to_dict()
+
+
+def test_settings_inside_settings(cfg):
+    overrides.apply(cfg, ["dataset.vision.image_max_pixels=50176", "dataset.vision.video_fps=0.5"])
+    assert cfg.dataset.vision.image_max_pixels == 50176 and cfg.dataset.vision.video_fps == 0.5
+
+
+def test_of_adapters():
+    cfg = qwen3_vl_8b_peft_config()
+    overrides.apply(cfg, ["peft.dim=8", "peft.adapt_vision_model=true", "peft.target_modules=[linear_qkv]"])
+    assert cfg.peft.dim == 8 and cfg.peft.adapt_vision_model and list(cfg.peft.target_modules) == ["linear_qkv"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train.global_batchsize=3"], "global_batchsize"),
+        (["trainer.train_iters=3"], "trainer"),
+        (["train.train_iters=many"], "train.train_iters is 'many', expected a whole number such as 1000"),
+        (["train.train_iters=1.5"], "train.train_iters is 1.5, expected a whole number"),
+        (["model.freeze_vision_model=1"], "model.freeze_vision_model is 1, expected true or false such as False"),
+        (["optimizer.lr=high"], "optimizer.lr is 'high', expected a number"),
+        (["train=3"], "train is 3, expected settings"),
+        (["train.train_iters=[1"], "train.train_iters"),
+    ],
+)
+def test_words_that_mean_nothing_are_refused(cfg, words, message):
+    with pytest.raises(ValueError, match=message.replace("[", r"\[")):
+        overrides.apply(cfg, words)
+
+
+def test_files_that_mean_nothing_are_refused(cfg, tmp_path):
+    file = tmp_path / "wrong.yaml"
+    file.write_text("train:\n  train_iter: 3\n")
+    with pytest.raises(ValueError, match=r"wrong\.yaml: .*train_iter"):
+        overrides.apply(cfg, files=[file])
+    file.write_text("train: [\n")
+    with pytest.raises(ValueError, match=r"wrong\.yaml"):
+        overrides.apply(cfg, files=[file])
+    with pytest.raises(FileNotFoundError):
+        overrides.apply(cfg, files=[tmp_path / "nothing.yaml"])

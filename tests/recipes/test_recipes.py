@@ -1,0 +1,107 @@
+"""Every recipe is there, is built and completed without any network, and is what it says."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from qwen3vl_bridge import presets
+
+import pytest
+import qwen3vl_recipes
+from qwen3vl_recipes.dry_run import finalised
+from qwen3vl_recipes.registry import find, recipes
+
+NAMES = [name for name, recipe in recipes().items() if recipe.gpus]
+SIZES = [size.lower().replace("-", "_") for size in presets.PRESETS]
+KINDS = ("sft", "sft_fsdp", "sft_32k", "sft_128k", "sft_256k", "peft", "pretrain")
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch):
+    def refuse(*_args, **_kwargs):
+        raise AssertionError("a recipe reaches for the network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+
+
+def test_every_size_has_every_kind():
+    expected = {f"qwen3_vl_{size}_{kind}_config" for size in SIZES for kind in KINDS}
+    assert expected <= set(NAMES)
+    for name in NAMES:
+        assert getattr(qwen3vl_recipes, name) is recipes()[name].function
+        assert recipes()[name].summary.endswith(".") and len(recipes()[name].summary) < 115
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_is_completed_for_its_gpus(name):
+    recipe = find(name)
+    cfg = finalised(recipe.function(), recipe.gpus)
+    model, data = cfg.model, cfg.dataset
+    parallel = model.tensor_model_parallel_size * model.pipeline_model_parallel_size * model.context_parallel_size
+    assert cfg.data_parallel_size * parallel == recipe.gpus
+    assert cfg.train.global_batch_size % cfg.data_parallel_size == 0 and cfg.train.micro_batch_size == 1
+    assert data.pack and data.seq_length == model.seq_length
+    assert data.shared_by(model.context_parallel_size).multiple % (2 * model.context_parallel_size) == 0 or (
+        model.context_parallel_size == 1
+    )
+    assert not (model.freeze_language_model or model.freeze_vision_model or model.freeze_vision_projection)
+    assert model.bf16 and cfg.optimizer.bf16 and cfg.ddp.grad_reduce_in_fp32
+    assert cfg.ddp.use_megatron_fsdp == ("fsdp" in name)
+    assert cfg.checkpoint.ckpt_format == ("fsdp_dtensor" if "fsdp" in name else "torch_dist")
+    assert (cfg.peft is not None) == ("_peft_" in name)
+    for length in ("32k", "128k", "256k"):
+        assert (f"_{length}_" in name) == (data.seq_length == int(length[:-1]) * 1024)
+    size = next(s for s in presets.PRESETS if name.startswith(f"qwen3_vl_{s.lower().replace('-', '_')}_"))
+    expected = presets.config_dict(size)["text_config"]
+    assert (model.num_layers, model.hidden_size) == (expected["num_hidden_layers"], expected["hidden_size"])
+    assert model.hf_model_id == data.hf_processor_path == cfg.tokenizer.tokenizer_model == presets.hub_ids(size)[0]
+
+
+def test_a_call_does_not_change_the_next():
+    first, second = (qwen3vl_recipes.qwen3_vl_8b_sft_config() for _ in range(2))
+    first.train.global_batch_size, first.model.vision_config.depth = 7, 1
+    assert second.train.global_batch_size != 7 and second.model.vision_config.depth != 1
+
+
+def test_names_that_are_not_there():
+    with pytest.raises(ValueError, match="no recipe 'qwen3_vl_8b_stf_config'; did you mean qwen3_vl_8b_sft_config"):
+        find("qwen3_vl_8b_stf_config")
+    with pytest.raises(AttributeError, match="no attribute 'qwen3_vl_9b_sft_config'"):
+        qwen3vl_recipes.qwen3_vl_9b_sft_config  # noqa: B018
+
+
+def test_recipes_of_ones_own(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from qwen3vl_recipes import qwen3_vl_2b_sft_config\n\n\ndef mine():\n"
+        "    cfg = qwen3_vl_2b_sft_config()\n    cfg.train.train_iters = 3\n    return cfg\n"
+    )
+    assert find(f"{file}:mine").function().train.train_iters == 3
+    with pytest.raises(ValueError, match="has no function 'yours'"):
+        find(f"{file}:yours")
+    with pytest.raises(ValueError, match="found nothing, expected a Python file"):
+        find(f"{tmp_path}/nothing.py:mine")
+
+
+def test_they_work_from_the_installed_wheel(tmp_path):
+    """Unpacked elsewhere, with nothing of this folder on the path."""
+    import zipfile
+
+    root = Path(__file__).parents[2]
+    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)]
+    subprocess.run(build, cwd=root, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    code = (
+        f"import sys; sys.path = [p for p in sys.path if not p.startswith({str(root / 'src')!r}) and "
+        f"p != {str(root / 'recipes')!r}]; sys.path.insert(0, {str(tmp_path / 'site')!r})\n"
+        "import qwen3vl_recipes, qwen3vl_bridge\n"
+        "assert all('/site/' in module.__file__ for module in (qwen3vl_recipes, qwen3vl_bridge))\n"
+        "print(qwen3vl_recipes.qwen3_vl_30b_a3b_sft_config().model.num_moe_experts)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split()[-1] == "128"
