@@ -5,6 +5,8 @@ What lives here: the list. What may not: what each of them does (its own file).
 
 from __future__ import annotations
 
+from qwen3vl_bridge.training.metrics import Metrics
+
 from megatron.bridge.training.callbacks import Callback
 from megatron.bridge.training.config import ConfigContainer
 
@@ -16,5 +18,8 @@ def training_callbacks(cfg: ConfigContainer) -> list[Callback]:
 
     Args:
         cfg: a recipe's configuration.
+
+    Raises:
+        ValueError: a configuration that could not be followed.
     """
-    return []
+    return [] if cfg.logger.skip_train_metrics_log else [Metrics(cfg)]
