@@ -6,6 +6,7 @@ which tokens a rank holds (`sequence/layout.py`), modules.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from qwen3vl_bridge.vision_config import vision_work
@@ -50,6 +51,25 @@ def sum_counts(counts: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
     counts = counts.clone()
     torch.distributed.all_reduce(counts, group=group)
     return counts
+
+
+def sum_amounts(amounts: Sequence[int], group: torch.distributed.ProcessGroup) -> list[int]:
+    """Whole numbers that the host knows, of all ranks of a group added up."""
+    return sum_counts(torch.tensor(amounts, device=_device_of_collectives()), group).tolist()
+
+
+def largest(value: float) -> float:
+    """The largest of all ranks."""
+    values = torch.tensor(value, dtype=torch.float64, device=_device_of_collectives())
+    torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.MAX)
+    return values.item()
+
+
+def gather_objects(item: Any, group: torch.distributed.ProcessGroup) -> list[Any]:
+    """What each rank of a group has, in the order of ranks; for a few small things that are seldom asked for."""
+    items: list[Any] = [None] * group.size()
+    torch.distributed.all_gather_object(items, item, group=group)
+    return items
 
 
 def any_rank(flag: bool) -> bool:

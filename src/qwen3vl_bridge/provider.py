@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 from qwen3vl_bridge.dimensions import Dimensions, indices_of
 from qwen3vl_bridge.fixed_settings import FIXED, FIXED_WITH_EXPERTS, ROUTING
 from qwen3vl_bridge.parallel_settings import check_parallel, check_sizes, check_training
+from qwen3vl_bridge.provider_cost import operations_of_a_step, provider_sizes
 from qwen3vl_bridge.recompute import check_recompute
 
 import torch
@@ -104,6 +105,8 @@ class Qwen3VLModelProvider(GPTModelProvider):
     vision_recompute_num_layers: int | None = None
 
     fixed: ClassVar[Mapping[str, Any]] = FIXED
+    # Megatron-Bridge looks for it where it logs TFLOP/s.
+    _get_num_floating_point_operations_with_runtime_stats = operations_of_a_step
 
     def finalize(self) -> None:
         """Check the fields and complete them.
@@ -147,7 +150,7 @@ class Qwen3VLModelProvider(GPTModelProvider):
         )
 
     def dimensions(self) -> Dimensions:
-        """What the weight table's symbols stand for, as far as names and their numbers go: no shapes."""
+        """What the weight table's symbols stand for; the vocabulary without padding."""
         indices = indices_of(
             layers=self.num_layers,
             moe_layers=self.moe_layers,
@@ -155,7 +158,7 @@ class Qwen3VLModelProvider(GPTModelProvider):
             vision_layers=self.vision_config.depth,
             deepstack_taps=len(self.vision_config.deepstack_visual_indexes),
         )
-        return Dimensions({"untied": int(not self.share_embeddings_and_output_weights)}, indices)
+        return Dimensions(provider_sizes(self), indices)
 
     @property
     def moe_layers(self) -> tuple[int, ...]:

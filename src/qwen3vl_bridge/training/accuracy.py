@@ -16,7 +16,7 @@ from qwen3vl_bridge.data.sources import open_source
 from qwen3vl_bridge.generation import generate
 from qwen3vl_bridge.parallel import sum_counts
 from qwen3vl_bridge.training.config import AccuracyConfig
-from qwen3vl_bridge.training.events import MEASURED
+from qwen3vl_bridge.training.trackers import publish
 
 import torch
 import torch.nn.functional as F
@@ -49,7 +49,7 @@ class Accuracy(Callback):
             self._questions = self._read()[rank::ranks]
         counts = torch.tensor(self.ask(context.model), device=next(context.model[0].parameters()).device)
         right, asked = (counts if shared else sum_counts(counts, groups.dp)).tolist()
-        context.user_state.setdefault(MEASURED, {})["accuracy"] = right / max(asked, 1)
+        publish(context, {"accuracy": right / max(asked, 1)})
 
     def ask(self, model: Sequence[torch.nn.Module]) -> list[int]:
         """Let the model answer this rank's questions.

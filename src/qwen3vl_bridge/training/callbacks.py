@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from qwen3vl_bridge.training.accuracy import Accuracy
 from qwen3vl_bridge.training.config import Qwen3VLConfigContainer
+from qwen3vl_bridge.training.metrics import Metrics
 
 from megatron.bridge.training.callbacks import Callback
 from megatron.bridge.training.config import ConfigContainer
@@ -19,8 +20,11 @@ def training_callbacks(cfg: ConfigContainer) -> list[Callback]:
 
     Args:
         cfg: a recipe's configuration.
+
+    Raises:
+        ValueError: a configuration that could not be followed.
     """
-    callbacks: list[Callback] = []
+    callbacks: list[Callback] = [] if cfg.logger.skip_train_metrics_log else [Metrics(cfg)]
     if isinstance(cfg, Qwen3VLConfigContainer) and cfg.accuracy.path is not None:
         callbacks.append(Accuracy(cfg))
     return callbacks

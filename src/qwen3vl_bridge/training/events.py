@@ -17,11 +17,15 @@ if TYPE_CHECKING:
 MEASURED = "measured"
 
 
+class LoopContext(CallbackContext):
+    """A context of the small loop, whose log takes what callbacks measure. Megatron-Bridge's loop has no such log."""
+
+
 class Events:
     """Calls a run's callbacks.
 
-    A callback may put figures into `context.user_state["measured"]`, which go into the log beside those of the loop;
-    what it raises ends the run.
+    A callback may put figures into `context.user_state["measured"]`, which go into the log beside those of the loop
+    (`trackers.publish` does so, and serves Megatron-Bridge's loop too); what it raises ends the run.
     """
 
     def __init__(self, run: Run, callbacks: Sequence[Callback]) -> None:
@@ -37,7 +41,7 @@ class Events:
         """
         self.manager.user_state[MEASURED] = {}
         run = self.run
-        context = CallbackContext(
+        context = LoopContext(
             run.state, run.model, self.manager.user_state, optimizer=run.optimizer, scheduler=run.scheduler, **more
         )
         self.manager.fire(event, context)

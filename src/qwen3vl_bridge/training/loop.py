@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
-from qwen3vl_bridge.checkpoint.staging import replace_file
 from qwen3vl_bridge.parallel import any_rank, sum_losses
 from qwen3vl_bridge.parallel_settings import schedule_group
 from qwen3vl_bridge.training import checkpoint
 from qwen3vl_bridge.training.callbacks import training_callbacks
 from qwen3vl_bridge.training.events import Events
+from qwen3vl_bridge.training.log import Log
 from qwen3vl_bridge.training.pretrained import Pretrained
 from qwen3vl_bridge.training.progress import Progress
 from qwen3vl_bridge.training.run import Run, assemble
@@ -159,18 +157,17 @@ def _train(run: Run, stop_after: int | None, callbacks: Sequence[Callback]) -> l
     last = cfg.train.train_iters
     if stop_after is not None:
         last = min(last, run.progress.step + stop_after)
-    log: list[dict[str, float]] = []
-    record = _recorder(cfg, log, run.progress.step)
     events = Events(run, [*training_callbacks(cfg), *callbacks])
     events.fire("on_train_start")
     leave = False
-    with Progress(total=cfg.train.train_iters, done=run.progress.step) as shown:
+    shown = Progress(cfg.train.train_iters, run.progress.step, cfg.logger.log_interval)
+    with Log(run) as log, shown:
         while run.progress.step < last and not leave:
             events.fire("on_train_step_start")
             entry = train_step(run)
             events.fire_step_end(entry)
-            record(entry | events.measured)
-            shown.advance(log[-1])
+            log.add(entry | events.measured)
+            shown.advance(log.entries[-1])
             step = run.progress.step
             leave = _asked_to_leave(run)
             is_last = step == last or leave
@@ -178,15 +175,15 @@ def _train(run: Run, stop_after: int | None, callbacks: Sequence[Callback]) -> l
                 events.fire("on_eval_start")
                 entry = evaluate(run)
                 events.fire("on_eval_end", total_loss_dict={"lm loss": torch.tensor(entry["valid_loss"])})
-                record(entry | events.measured)
-                shown.note(log[-1])
+                log.add(entry | events.measured)
+                shown.note(log.entries[-1])
             if cfg.checkpoint.save and (is_last or step % cfg.checkpoint.save_interval == 0):
                 checkpoint.save(cfg.checkpoint.save, run)
                 events.fire("on_checkpoint_save")
-    events.fire("on_train_end")
+        events.fire("on_train_end")
     if leave:
         logger.warning("left after step %d of %d; the same command goes on from there", run.progress.step, last)
-    return log
+    return log.entries
 
 
 def _evaluates(cfg: ConfigContainer, step: int, *, is_last: bool) -> bool:
@@ -205,29 +202,3 @@ def _asked_to_leave(run: Run) -> bool:
         received.append(any(run.state.signal_handler.signals_received()))
     over = settings.exit_interval and run.progress.step % settings.exit_interval == 0
     return bool(over) or any_rank(any(received))
-
-
-def _recorder(cfg: ConfigContainer, log: list, step: int) -> Callable[[dict[str, float]], None]:
-    """Keeps entries in memory, and in `metrics.jsonl` where the run saves: a resumed run continues its file."""
-    writes = cfg.checkpoint.save and torch.distributed.get_rank() == 0
-    path = Path(cfg.checkpoint.save) / "metrics.jsonl" if writes else None
-    if path is not None and path.exists():
-        # Steps after the checkpoint that is resumed from are done again; so is a line that was cut off.
-        kept = [line for line in path.read_text().splitlines() if _step_of(line) <= step]
-        replace_file(path, "".join(line + "\n" for line in kept).encode())
-
-    def record(entry: dict[str, float]) -> None:
-        log.append(entry)
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a") as file:
-                file.write(json.dumps(entry) + "\n")
-
-    return record
-
-
-def _step_of(line: str) -> float:
-    try:
-        return json.loads(line)["step"]
-    except ValueError:
-        return float("inf")

@@ -7,57 +7,96 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
+from datetime import timedelta
 from typing import Self
 
 import torch
 from tqdm import tqdm
 
 _SECONDS_BETWEEN_LINES = 10.0
+# Figures that are not of every step stay until there are new ones.
+_SHOWN = {
+    "loss": "loss {:.4f}",
+    "lr": "lr {:.2e}",
+    "grad_norm": "|g| {:.2f}",
+    "tokens_per_second": "{:,.0f} tokens/s",
+    "tflops_per_gpu": "{:.3g} TFLOP/s",
+    "mfu": "MFU {:.1%}",
+    "memory_gb": "{:.1f} GB",
+}
+_STAY = ("tokens_per_second", "tflops_per_gpu", "mfu", "memory_gb")
 
 
 class Progress:
-    """A progress bar over steps; on rank 0 only.
+    """Shows steps, on one rank.
 
     Args:
         total: steps of the whole run.
         done: steps done before this call.
+        interval: steps between lines where there is no bar; there is one after ten seconds in any case.
+        bar: a bar, where standard error is a terminal. In Megatron-Bridge's loop, whose lines would cut it, there is
+            none, and the last rank writes, which has the losses.
     """
 
-    def __init__(self, total: int, done: int) -> None:
-        self.silent = torch.distributed.get_rank() != 0
-        self.is_terminal = sys.stderr.isatty()
-        self.bar = tqdm(
+    def __init__(self, total: int, done: int, interval: int, *, bar: bool = True) -> None:
+        rank, last = torch.distributed.get_rank(), torch.distributed.get_world_size() - 1
+        self._silent = rank != (0 if bar else last)
+        self._has_bar = bar and sys.stderr.isatty()
+        self._bar = tqdm(
             total=total,
             initial=done,
-            unit="step",
             desc="train",
-            disable=self.silent or not self.is_terminal,
+            disable=self._silent or not self._has_bar,
             dynamic_ncols=True,
+            bar_format="{desc} {percentage:3.0f}%|{bar:12}| {n_fmt}/{total_fmt}{postfix}",
         )
-        self.total, self.started, self.first, self.last_line = total, time.monotonic(), done, 0.0
+        self._total, self._first, self._interval = total, done, interval
+        self._started = self._last_line = time.monotonic()
+        self._latest: dict[str, float] = {}
+        self._skipped = 0
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.bar.close()
+        self.close()
 
-    def advance(self, entry: dict[str, float]) -> None:
-        """One more step."""
-        text = f"loss {entry['loss']:.4f}  lr {entry['lr']:.2e}  |g| {entry['grad_norm']:.2f}"
-        self.bar.set_postfix_str(text, refresh=False)
-        self.bar.update()
-        now, step = time.monotonic(), int(entry["step"])
-        if not self.is_terminal and (now - self.last_line > _SECONDS_BETWEEN_LINES or step == self.total):
-            self.last_line = now
-            left = (now - self.started) / (step - self.first) * (self.total - step)
-            self._write(f"step {step}/{self.total}  {text}  {left:.0f} s left")
+    def close(self) -> None:
+        """Leave the bar as it is."""
+        self._bar.close()
 
-    def note(self, entry: dict[str, float]) -> None:
+    def advance(self, entry: Mapping[str, float]) -> None:
+        """Show a step that is done, the latest of those since the last call."""
+        step, now = int(entry["step"]), time.monotonic()
+        self._latest |= {name: entry[name] for name in _STAY if name in entry}
+        self._skipped += "skipped" in entry
+        text = "  ".join([*self._figures(entry), f"ETA {self._left(step, now)}"])
+        self._bar.set_postfix_str(text, refresh=False)
+        self._bar.update(step - self._bar.n)
+        due = step % self._interval == 0 or now - self._last_line > _SECONDS_BETWEEN_LINES
+        if not self._has_bar and (due or step == self._total or "skipped" in entry):
+            self._last_line = now
+            self._write(f"step {step}/{self._total}  {text}")
+
+    def note(self, entry: Mapping[str, float]) -> None:
         """A line that stays, such as an evaluation."""
         self._write("  ".join(f"{name} {value:.4g}" for name, value in entry.items()))
 
+    def _figures(self, entry: Mapping[str, float]) -> list[str]:
+        shown = self._latest | dict(entry)
+        figures = [form.format(shown[name]) for name, form in _SHOWN.items() if shown.get(name) is not None]
+        if self._skipped:
+            this = "this step skipped, " if "skipped" in entry else ""
+            figures.append(f"({this}{self._skipped} in all)" if this else f"({self._skipped} skipped)")
+        return figures
+
+    def _left(self, step: int, now: float) -> timedelta:
+        """h:mm:ss until the end, at the pace so far."""
+        each = (now - self._started) / max(step - self._first, 1)
+        return timedelta(seconds=round(each * (self._total - step)))
+
     def _write(self, line: str) -> None:
-        if not self.silent:
+        if not self._silent:
             tqdm.write(line, file=sys.stderr)
             sys.stderr.flush()

@@ -120,6 +120,8 @@ def _refuse_what_would_be_ignored(cfg: ConfigContainer) -> None:
         "validation.eval_micro_batch_size (other than train.micro_batch_size)": (
             cfg.validation.eval_micro_batch_size not in (None, cfg.train.micro_batch_size)
         ),
+        "logger.mlflow_experiment": cfg.logger.mlflow_experiment is not None,
+        "logger.comet_project": cfg.logger.comet_project is not None,
         "optimizer.optimizer (other than 'adam')": cfg.optimizer.optimizer != "adam",
     }
     if found := [name for name, is_set in wrong.items() if is_set]:

@@ -13,6 +13,7 @@ from qwen3vl_bridge.parallel import sequence_ranks
 from qwen3vl_bridge.provider import Qwen3VLModelProvider
 from qwen3vl_bridge.sequence import PackedBatch
 from qwen3vl_bridge.training.foreign_batch import from_collator
+from qwen3vl_bridge.training.meter import count_microbatch
 
 import torch
 from megatron.bridge.training.losses import create_masked_next_token_loss_function
@@ -53,6 +54,9 @@ def forward_step(
     if not isinstance(batch, PackedBatch):
         batch = from_collator(batch, config, state.cfg.dataset)
     check_rows(batch, config, state.cfg.train.micro_batch_size)
+    # Each virtual pipeline stage sees every microbatch.
+    if model.training and not get_attr_wrapped_model(model, "vp_stage"):
+        count_microbatch(state, batch, config)
     ranks = sequence_ranks(config, groups)
     if get_attr_wrapped_model(model, "pre_process"):
         inputs = batch.local(**ranks)

@@ -1,0 +1,64 @@
+"""Run by torchrun: what a step held, and which experts its tokens chose, for models that are split.
+
+torchrun --nproc_per_node 2 -m tests.training.metering_on_ranks OUTPUT HF_FOLDER
+"""
+
+import sys
+
+from qwen3vl_bridge.logs import quiet
+from qwen3vl_bridge.parallel import sum_amounts
+from qwen3vl_bridge.training.callbacks import training_callbacks
+from qwen3vl_bridge.training.events import Events
+from qwen3vl_bridge.training.expert_load import ExpertLoad
+from qwen3vl_bridge.training.loop import forward_backward, train_step
+from qwen3vl_bridge.training.meter import Amounts, meter_of
+
+import torch
+
+from tests.parity.on_ranks import Split
+from tests.parity.references import MICROBATCHES
+from tests.parity.topologies import TOPOLOGIES, Topology
+
+NAMES = ("DP2", "CP2", "TP2+SP+EP2", "PP2", "PP2+VPP2", "EP2")
+BALANCE = 0.01
+
+
+def measure(folder: str, topology: Topology, rows: str, **fields) -> dict:
+    """Of a step's forward and backward pass: amounts, and how often each expert was chosen; figures of the next step.
+
+    Args:
+        folder: of a model with experts.
+        topology: how it is split.
+        rows: "padded" or "packed".
+        fields: of the provider, beside those of the topology.
+    """
+    split = Split(folder, Topology(topology.ranks, topology.fields | fields), BALANCE)
+    run = split.run
+    run.cfg.logger.log_interval = 1
+    split.begin(split.batches("mixed", rows), rows)
+    load = ExpertLoad(run.model, losses=False)
+    forward_backward(run, run.stream, MICROBATCHES // run.groups.dp.size(), forward_only=False)
+    counts = load.counts(run.cfg.model, run.groups)
+    amounts = sum_amounts(meter_of(run.state).take().values(), run.groups.dp)
+    events = Events(run, training_callbacks(run.cfg))
+    events.fire("on_train_start")
+    events.fire("on_train_step_start")
+    entry = train_step(run)
+    events.fire_step_end(entry)
+    return dict(amounts=Amounts(*amounts), counts=counts, figures=dict(entry, **events.measured))
+
+
+def main(output: str, folder: str) -> None:
+    """Every way to split."""
+    found = {name: measure(folder, TOPOLOGIES[name], "packed") for name in NAMES}
+    # The last rank: it has neither the first stage nor the first tokens.
+    if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+        torch.save(found, output)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    quiet()
+    torch.set_num_threads(1)
+    main(*sys.argv[1:])
