@@ -1,0 +1,98 @@
+"""Runs that are told to leave, or killed at any moment: the same command goes on, and nothing shows."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from .conftest import SHORT, losses, read_log
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 8
+SETTINGS = SHORT | dict(train__train_iters=STEPS, checkpoint__save_interval=2, checkpoint__most_recent_k=1)
+
+
+class Runs:
+    """One command, started again and again."""
+
+    def __init__(self, inputs, folder: Path) -> None:
+        overrides = [f"{name.replace('__', '.')}={value}" for name, value in SETTINGS.items()]
+        # From Hugging Face weights, with no conversion.
+        paths = ["--hf-path", inputs.hf, "--data-path", inputs.data, "--save", folder]
+        script = [sys.executable, ROOT / "recipes" / "finetune.py", "--recipe", "qwen3_vl_digits_sft_config"]
+        self.command, self.folder = [*script, *paths, *overrides], folder
+        # As the tests themselves run: sums in another order are other numbers.
+        self.environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def until(self, step: int, number: int) -> int:
+        """Start it, and send it a signal when its log has this step; returns the status it ends with."""
+        process = subprocess.Popen(
+            self.command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=self.environment
+        )
+        deadline = time.monotonic() + 300
+        while self.steps() < step and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.002)
+        assert process.poll() is None, "it ended by itself"
+        process.send_signal(number)
+        return process.wait(timeout=120)
+
+    def to_the_end(self) -> str:
+        """Start it and wait; returns what it says."""
+        done = subprocess.run(self.command, capture_output=True, text=True, env=self.environment)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stderr
+
+    def steps(self) -> int:
+        """The last step in the log."""
+        try:
+            lines = (self.folder / "metrics.jsonl").read_text().splitlines()
+        except FileNotFoundError:
+            return 0
+        return sum('"lr"' in line for line in lines)
+
+
+@pytest.fixture(scope="module")
+def unbroken(inputs, tmp_path_factory):
+    """The log of a run that nobody disturbs."""
+    from dataclasses import replace
+
+    from qwen3vl_bridge.training.loop import train
+
+    save = tmp_path_factory.mktemp("unbroken")
+    return losses(train(replace(inputs, megatron=inputs.hf).config(save, **SETTINGS)))
+
+
+def checkpoints(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if "iter_" in path.name)
+
+
+def test_a_run_that_is_told_to_leave_saves_first(inputs, unbroken, tmp_path):
+    runs = Runs(inputs, tmp_path / "run")
+    assert runs.until(3, signal.SIGTERM) == 0
+    left_after = runs.steps()
+    assert 3 <= left_after < STEPS
+    assert checkpoints(runs.folder) == [f"iter_{left_after:07d}"]
+    runs.to_the_end()
+    assert losses(read_log(runs.folder)) == unbroken
+
+
+def test_a_run_that_is_killed_at_random_steps(inputs, unbroken, tmp_path):
+    """Three times, at steps that differ from one test run to the next, and at any moment after them."""
+    runs, seed = Runs(inputs, tmp_path / "run"), random.randrange(1000)
+    print("seed", seed)
+    rng = random.Random(seed)
+    for _ in range(3):
+        first = runs.steps() // 2 * 2  # where it goes on
+        step = rng.randint(min(first + 1, STEPS - 1), STEPS - 1)
+        assert runs.until(step, signal.SIGKILL) == -signal.SIGKILL
+    runs.to_the_end()
+    assert losses(read_log(runs.folder)) == unbroken
+    assert checkpoints(runs.folder) == [f"iter_{STEPS:07d}"]
+    assert [path.name for path in runs.folder.iterdir() if path.name.startswith(".")] == []
