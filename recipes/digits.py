@@ -10,11 +10,9 @@ import qwen3vl_bridge
 from megatron.bridge import AutoBridge
 from megatron.bridge.training.config import (
     CheckpointConfig,
-    ConfigContainer,
     DistributedDataParallelConfig,
     LoggerConfig,
     OptimizerConfig,
-    RerunStateMachineConfig,
     RNGConfig,
     SchedulerConfig,
     TokenizerConfig,
@@ -27,7 +25,7 @@ SEQ_LENGTH = 512
 
 def qwen3_vl_digits_sft_config(
     *, hf_path: str | Path, data_path: str | Path, megatron_path: str | Path, save: str | Path
-) -> ConfigContainer:
+) -> qwen3vl_bridge.Qwen3VLConfigContainer:
     """Full fine-tuning on short conversations about one picture each, several packed into every row.
 
     Args:
@@ -38,7 +36,7 @@ def qwen3_vl_digits_sft_config(
     """
     model = AutoBridge.from_hf_pretrained(str(hf_path)).to_megatron_provider(load_weights=False)
     model.seq_length = SEQ_LENGTH
-    return ConfigContainer(
+    return qwen3vl_bridge.Qwen3VLConfigContainer(
         model=model,
         dataset=qwen3vl_bridge.Qwen3VLConversationProvider(
             train_path=str(Path(data_path) / "train.jsonl"),
@@ -84,5 +82,4 @@ def qwen3_vl_digits_sft_config(
         tokenizer=TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(hf_path)),
         logger=LoggerConfig(log_interval=10),
         rng=RNGConfig(seed=1234),
-        rerun_state_machine=RerunStateMachineConfig(check_for_nan_in_loss=True),
     )

@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> None:
             raise ValueError(
                 f"Megatron-Bridge's training loop for CUDA needs {error.name}, which is missing"
             ) from error
-        finetune(cfg, qwen3vl_bridge.forward_step)
+        finetune(cfg, qwen3vl_bridge.forward_step, callbacks=qwen3vl_bridge.training_callbacks(cfg))
         return
     from qwen3vl_bridge.training.loop import train
     from qwen3vl_bridge.training.process_group import shutdown

@@ -5,6 +5,8 @@ What lives here: the list. What may not: what each of them does (its own file).
 
 from __future__ import annotations
 
+from qwen3vl_bridge.training.before_step import BeforeStep
+
 from megatron.bridge.training.callbacks import Callback
 from megatron.bridge.training.config import ConfigContainer
 
@@ -17,4 +19,6 @@ def training_callbacks(cfg: ConfigContainer) -> list[Callback]:
     Args:
         cfg: a recipe's configuration.
     """
-    return []
+    return [
+        BeforeStep(),
+    ]

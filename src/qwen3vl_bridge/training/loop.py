@@ -21,6 +21,7 @@ from qwen3vl_bridge.parallel_settings import schedule_group
 from qwen3vl_bridge.training import checkpoint
 from qwen3vl_bridge.training.callbacks import training_callbacks
 from qwen3vl_bridge.training.events import Events
+from qwen3vl_bridge.training.metrics_file import METRICS, metrics_line
 from qwen3vl_bridge.training.progress import Progress
 from qwen3vl_bridge.training.run import Run, assemble
 from qwen3vl_bridge.training.streams import open_data
@@ -212,7 +213,7 @@ def _asked_to_leave(run: Run) -> bool:
 def _recorder(cfg: ConfigContainer, log: list, step: int) -> Callable[[dict[str, float]], None]:
     """Keeps entries in memory, and in `metrics.jsonl` where the run saves: a resumed run continues its file."""
     writes = cfg.checkpoint.save and torch.distributed.get_rank() == 0
-    path = Path(cfg.checkpoint.save) / "metrics.jsonl" if writes else None
+    path = Path(cfg.checkpoint.save) / METRICS if writes else None
     if path is not None and path.exists():
         # Steps after the checkpoint that is resumed from are done again; so is a line that was cut off.
         kept = [line for line in path.read_text().splitlines() if _step_of(line) <= step]
@@ -223,7 +224,7 @@ def _recorder(cfg: ConfigContainer, log: list, step: int) -> Callable[[dict[str,
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a") as file:
-                file.write(json.dumps(entry) + "\n")
+                file.write(metrics_line(entry))
 
     return record
 
