@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakValueDictionary
 
 from qwen3vl_bridge.sequence import PackedBatch, SequenceLayout, token_index
 from qwen3vl_bridge.training.towers import Qwen3VLTowers
@@ -80,8 +80,14 @@ class Microbatch:
 
 @dataclass
 class Watch:
-    """The microbatches of the step that is under way, on ranks that compute losses."""
+    """The microbatches of the step that is under way, on ranks that compute losses.
 
+    Attributes:
+        state: of the run.
+        microbatches: in their order.
+    """
+
+    state: GlobalState
     microbatches: list[Microbatch] = field(default_factory=list)
 
     def sums(self) -> Tensor:
@@ -95,7 +101,8 @@ class Watch:
         return [sample for i, one in enumerate(self.microbatches) for sample in one.samples(i, groups)]
 
 
-_WATCHES: WeakKeyDictionary[GlobalState, Watch] = WeakKeyDictionary()
+# By the identity of the run's state, which a watch keeps alive; those who look keep the watch.
+_WATCHES: WeakValueDictionary[int, Watch] = WeakValueDictionary()
 
 
 def start_watch(state: GlobalState) -> Watch:
@@ -104,17 +111,18 @@ def start_watch(state: GlobalState) -> Watch:
     Raises:
         ValueError: somebody does already.
     """
-    if state in _WATCHES:
+    if id(state) in _WATCHES:
         raise ValueError(
             "the callbacks of training_callbacks(cfg) were given twice; expected once, and not at all in the small "
             "loop, which adds them by itself"
         )
-    return _WATCHES.setdefault(state, Watch())
+    watch = _WATCHES[id(state)] = Watch(state)
+    return watch
 
 
 def end_watch(state: GlobalState) -> None:
     """Keep no more of a run's losses."""
-    _WATCHES.pop(state, None)
+    _WATCHES.pop(id(state), None)
 
 
 def watched(count: Callable, state: GlobalState, batch: PackedBatch, mask: Tensor) -> Callable:
@@ -129,7 +137,7 @@ def watched(count: Callable, state: GlobalState, batch: PackedBatch, mask: Tenso
     Raises:
         ValueError: the configuration has settings that callbacks follow, and none has started.
     """
-    if (watch := _WATCHES.get(state)) is None:
+    if (watch := _WATCHES.get(id(state))) is None:
         _check_nothing_is_ignored(state.cfg)
         return count
 
