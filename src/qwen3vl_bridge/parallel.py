@@ -79,6 +79,34 @@ def any_rank(flag: bool) -> bool:
     return bool(flags)
 
 
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """`values` of all ranks added up, the same to the last bit on each, on the device that ranks talk over."""
+    values = values.to(_device_of_collectives(), copy=True)
+    torch.distributed.all_reduce(values)
+    return values
+
+
+def largest_of_ranks(value: int) -> int:
+    """The largest of all ranks' numbers."""
+    largest = torch.tensor(value, device=_device_of_collectives())
+    torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
+    return int(largest)
+
+
+def gather_from_ranks(value: list) -> list:
+    """The lists of all ranks, one after the other, on each of them."""
+    gathered: list[list] = [[] for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather_object(gathered, value)
+    return [item for items in gathered for item in items]
+
+
+def from_first_rank(value: Any) -> Any:
+    """What the first rank gives, on every rank."""
+    values = [value]
+    torch.distributed.broadcast_object_list(values, src=0)
+    return values[0]
+
+
 def _device_of_collectives() -> torch.device:
     on_gpu = torch.distributed.get_backend() == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

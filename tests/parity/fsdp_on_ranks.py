@@ -9,12 +9,15 @@ gradients of the first step are looked at: on gloo its optimizer drifts.
 import sys
 
 from qwen3vl_bridge.logs import quiet
+from qwen3vl_bridge.parallel import sum_over_ranks
+from qwen3vl_bridge.training.norms import PartSquares, parts_of_parameters
 from qwen3vl_bridge.training.process_group import initialize
 
 import torch
 from megatron.bridge import AutoBridge
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.fsdp import mcore_fsdp_adapter
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch.distributed import DeviceMesh
 from transformers import AutoConfig
 
@@ -74,10 +77,22 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
+def norms(model: torch.nn.Module) -> tuple[list[float], float]:
+    """Norms of the parts' gradients as they lie there, and megatron-core's of all of them."""
+    config = OptimizerConfig(lr=1e-3, min_lr=0.0, use_distributed_optimizer=True)
+    optimizer = get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
+    optimizer.prepare_grads()
+    squares = PartSquares(optimizer, parts_of_parameters([model], optimizer)).of_this_rank()
+    return sum_over_ranks(squares).sqrt().tolist(), optimizer.get_grad_norm()
+
+
 def main(output: str, *folders: str) -> None:
-    """Every model, content and kind of rows; each rank saves its losses, and its part of the gradients."""
+    """Every model, content and kind of rows; each rank saves its losses, and its part of the gradients.
+
+    Of each model, norms of its last case too.
+    """
     mcore_fsdp_adapter.DeviceMesh = CPUMesh
-    losses, found = {}, {}
+    losses, found, found_norms = {}, {}, {}
     for folder in folders:
         model, config = build(folder), AutoConfig.from_pretrained(folder)
         rank = torch.distributed.get_rank()
@@ -91,8 +106,9 @@ def main(output: str, *folders: str) -> None:
                 model.finish_grad_sync()
                 case = (folder, contents, rows)
                 losses[case], found[case] = loss.item(), gradients(model)
+        found_norms[case] = norms(model)
     rank = torch.distributed.get_rank()
-    torch.save((losses, found), f"{output}.{rank}")
+    torch.save((losses, found, found_norms), f"{output}.{rank}")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 

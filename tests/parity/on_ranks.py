@@ -55,6 +55,7 @@ def configuration(folder: str, topology: Topology, balance: float = 0.0) -> Any:
     if cfg.model.moe_layers:
         cfg.model.moe_aux_loss_coeff = balance
     cfg.checkpoint.pretrained_checkpoint = cfg.checkpoint.load = cfg.checkpoint.save = None
+    cfg.guard = None  # steps are taken one by one here, without callbacks
     cfg.train.global_batch_size, cfg.train.train_iters = MICROBATCHES, STEPS
     cfg.ddp.use_megatron_fsdp = False
     cfg.ddp.data_parallel_sharding_strategy = "no_shard"
@@ -89,9 +90,13 @@ def layout_of(samples: list[Sample], *, packed: bool, multiple: int, tokens: int
 class Split:
     """A model that is split, and the way back to where it began."""
 
-    def __init__(self, folder: str, topology: Topology, balance: float = 0.0) -> None:
+    def __init__(self, folder: str, topology: Topology, balance: float = 0.0, **settings: Any) -> None:
         self.tokens = topology.tokens
-        self.run: Run = assemble(configuration(folder, topology, balance))
+        cfg = configuration(folder, topology, balance)
+        for name, value in settings.items():
+            section, _, field = name.rpartition("__")
+            setattr(getattr(cfg, section) if section else cfg, field, value)
+        self.run: Run = assemble(cfg)
         self.bridge = AutoBridge.from_hf_pretrained(folder)
         self.hf_config = self.bridge.hf_pretrained.config
         self.parameters = [p for chunk in self.run.model for p in chunk.parameters()]
@@ -128,11 +133,11 @@ class Split:
             p.data = weight
         return gradients
 
-    def batches(self, content: str, rows: str) -> Iterator[PackedBatch | Shared]:
+    def batches(self, content: str, rows: str, steps: int = STEPS) -> Iterator[PackedBatch | Shared]:
         """This data-parallel rank's microbatches of all steps."""
         groups = self.run.groups
         multiple = 2 * groups.cp.size() * groups.tp.size()
-        for number in range(STEPS):
+        for number in range(steps):
             for samples in step_samples(content, self.hf_config, number)[groups.dp.rank() :: groups.dp.size()]:
                 layout = layout_of(samples, packed=rows != "padded", multiple=multiple, tokens=self.tokens)
                 batch = make_batch(samples, self.hf_config, layout=layout)

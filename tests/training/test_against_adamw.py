@@ -53,18 +53,18 @@ def test_two_steps_equal_transformers_with_adamw(inputs):
     from megatron.bridge import AutoBridge
     from transformers import Qwen3VLForConditionalGeneration
 
-    run = set_up(
-        inputs.config(
-            None,
-            optimizer__lr=LR,
-            optimizer__min_lr=LR,
-            optimizer__weight_decay=DECAY,
-            optimizer__clip_grad=0.0,
-            scheduler__lr_decay_style="constant",
-            scheduler__lr_warmup_iters=0,
-            train__global_batch_size=ROWS,
-        )
+    cfg = inputs.config(
+        None,
+        optimizer__lr=LR,
+        optimizer__min_lr=LR,
+        optimizer__weight_decay=DECAY,
+        optimizer__clip_grad=0.0,
+        scheduler__lr_decay_style="constant",
+        scheduler__lr_warmup_iters=0,
+        train__global_batch_size=ROWS,
     )
+    cfg.guard = None  # steps are taken one by one here, without callbacks
+    run = set_up(cfg)
     stream = inputs.config(None).dataset.stream("train")
     batches = [next(stream) for _ in range(STEPS * ROWS)]
     reference = Qwen3VLForConditionalGeneration.from_pretrained(inputs.hf, attn_implementation="eager").train()

@@ -111,7 +111,9 @@ def test_batches_are_those_of_megatron_bridges_loop(config, inputs, conversation
     from megatron.bridge.data.loaders import setup_data_iterators
     from megatron.bridge.data.utils import get_dataset_provider
 
-    run = set_up(config(None, direct(inputs.hf, conversations, dataloader_type=kind)))
+    cfg = config(None, direct(inputs.hf, conversations, dataloader_type=kind))
+    cfg.guard = None  # no callbacks here
+    run = set_up(cfg)
     build = get_dataset_provider(run.cfg.dataset)
     theirs, _, _ = setup_data_iterators(run.cfg, run.progress, 1, build, run.groups.dp)
     for _ in range(5):

@@ -32,12 +32,26 @@ def part_of(name: str) -> Part:
     return Part.VISION_PROJECTION if is_merger else Part.VISION_MODEL
 
 
+def part_of_wrapped(name: str) -> Part:
+    """The part of a parameter, by its name in a Qwen3VLModel or in what wraps one.
+
+    Raises:
+        ValueError: it is of another model.
+    """
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    if not name.startswith(("language_model.", "vision_model.")):
+        raise ValueError(f"found the parameter {name}, expected one of language_model or vision_model")
+    return part_of(name)
+
+
 def log_trained_parameters(model: list[nn.Module]) -> None:
     """Log how many parameters of each part this rank has, and how many of them are trained."""
     trained, total = Counter(), Counter()
     for chunk in unwrap_model(model):
         for name, parameter in chunk.named_parameters():
-            total[part_of(name)] += parameter.numel()
-            trained[part_of(name)] += parameter.numel() * parameter.requires_grad
+            part = part_of_wrapped(name)  # Megatron-FSDP is still around it
+            total[part] += parameter.numel()
+            trained[part] += parameter.numel() * parameter.requires_grad
     parts = ", ".join(f"{part.value} {trained[part]:,} of {total[part]:,}" for part in Part if total[part])
     logger.info("parameters trained on this rank: %s of %s (%s)", f"{trained.total():,}", f"{total.total():,}", parts)

@@ -6,6 +6,7 @@ What lives here: the list. What may not: what each of them does (its own file).
 from __future__ import annotations
 
 from qwen3vl_bridge.training.accuracy import Accuracy
+from qwen3vl_bridge.training.before_step import BeforeStep
 from qwen3vl_bridge.training.config import Qwen3VLConfigContainer
 from qwen3vl_bridge.training.metrics import Metrics
 
@@ -24,7 +25,9 @@ def training_callbacks(cfg: ConfigContainer) -> list[Callback]:
     Raises:
         ValueError: a configuration that could not be followed.
     """
-    callbacks: list[Callback] = [] if cfg.logger.skip_train_metrics_log else [Metrics(cfg)]
+    callbacks: list[Callback] = [BeforeStep()]  # whose norms the metrics show
+    if not cfg.logger.skip_train_metrics_log:
+        callbacks.append(Metrics(cfg))
     if isinstance(cfg, Qwen3VLConfigContainer) and cfg.accuracy.path is not None:
         callbacks.append(Accuracy(cfg))
     return callbacks

@@ -6,12 +6,16 @@ which file does).
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from qwen3vl_bridge.data.row_settings import ConversationRows
+from qwen3vl_bridge.training.towers import Qwen3VLTowers, check_towers
 
-from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.training.config import ConfigContainer, OptimizerConfigOverrideProvider, RerunStateMachineConfig
+
+logger = logging.getLogger(__name__)
 
 Action = Literal["stop", "skip"]
 
@@ -82,12 +86,20 @@ class AccuracyConfig:
 class Qwen3VLConfigContainer(ConfigContainer):
     """Megatron-Bridge's `ConfigContainer` with two sections more, which the callbacks of `training_callbacks` follow.
 
+    Megatron-Bridge's own check for losses that are not finite is off here: the guard has it, and names samples.
+
     Attributes:
-        guard: steps that would spoil the weights.
+        optimizer_config_override_provider: learning rates and schedules of the model's parts; Megatron-Bridge's field.
+        rerun_state_machine: Megatron-Bridge's field.
+        guard: steps that would spoil the weights; None to look at none.
         accuracy: right answers on held-out conversations.
     """
 
-    guard: GuardConfig = field(default_factory=GuardConfig)
+    optimizer_config_override_provider: OptimizerConfigOverrideProvider = field(default_factory=Qwen3VLTowers)
+    rerun_state_machine: RerunStateMachineConfig = field(
+        default_factory=lambda: RerunStateMachineConfig(check_for_nan_in_loss=False)
+    )
+    guard: GuardConfig | None = field(default_factory=GuardConfig)
     accuracy: AccuracyConfig = field(default_factory=AccuracyConfig)
 
     def validate(self) -> None:
@@ -96,11 +108,30 @@ class Qwen3VLConfigContainer(ConfigContainer):
         Raises:
             ValueError: settings that contradict each other.
         """
-        self.guard.finalize()
         self.accuracy.finalize()
         if self.accuracy.path is not None:
             self._check_accuracy()
+        check_towers(self)
+        if self.guard is not None:
+            self._check_guard(self.guard)
         super().validate()
+
+    def _check_guard(self, guard: GuardConfig) -> None:
+        guard.finalize()
+        stops = {
+            "rerun_state_machine.check_for_nan_in_loss": self.rerun_state_machine.check_for_nan_in_loss,
+            "ddp.check_for_nan_in_grad": self.ddp.check_for_nan_in_grad,
+        }
+        found = " and ".join(f"{name}=True" for name, is_set in stops.items() if is_set)
+        if found and guard.on_nan == "skip":
+            raise ValueError(
+                f"guard.on_nan is 'skip' with {found}, which ends the run before the step could be skipped; expected "
+                "False"
+            )
+        if found:
+            logger.warning("%s ends the run before the guard can name samples; set it to False", found)
+        if self.optimizer.optimizer_cuda_graph:
+            raise ValueError("optimizer.optimizer_cuda_graph is True: expected False, or the guard could hold no step")
 
     def _check_accuracy(self) -> None:
         model = self.model

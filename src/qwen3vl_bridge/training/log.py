@@ -11,6 +11,7 @@ from typing import Self
 
 from qwen3vl_bridge.checkpoint.staging import replace_file
 from qwen3vl_bridge.training import trackers
+from qwen3vl_bridge.training.metrics_file import METRICS, metrics_line
 from qwen3vl_bridge.training.run import Run
 
 import torch
@@ -40,7 +41,7 @@ class Log:
         self.entries: list[Entry] = []
         self._state, self._settings = run.state, run.cfg.logger
         writes = run.cfg.checkpoint.save and torch.distributed.get_rank() == 0
-        self._path = Path(run.cfg.checkpoint.save) / "metrics.jsonl" if writes else None
+        self._path = Path(run.cfg.checkpoint.save) / METRICS if writes else None
         if self._path is not None and self._path.exists():
             # Steps after the checkpoint that is resumed from are done again; so is a line that was cut off.
             kept = [line for line in self._path.read_text().splitlines() if _step_of(line) <= run.progress.step]
@@ -62,7 +63,7 @@ class Log:
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a") as file:
-                file.write(json.dumps(entry) + "\n")
+                file.write(metrics_line(entry))
         step, settings = int(entry["step"]), self._settings
         due = not settings.skip_train_metrics_log and step % settings.tensorboard_log_interval == 0
         if due or "valid_loss" in entry:

@@ -14,6 +14,7 @@ from qwen3vl_bridge.provider import Qwen3VLModelProvider
 from qwen3vl_bridge.sequence import PackedBatch
 from qwen3vl_bridge.training.foreign_batch import from_collator
 from qwen3vl_bridge.training.meter import count_microbatch
+from qwen3vl_bridge.training.watch import watched
 
 import torch
 from megatron.bridge.training.losses import create_masked_next_token_loss_function
@@ -42,7 +43,8 @@ def forward_step(
     Raises:
         NotImplementedError: a schedule plan is asked for.
         ValueError: a collator's batch that contradicts itself or would train on something else, see `foreign_batch`;
-            rows that are dealt out over more or less than global batches, or that pipeline stages don't expect.
+            rows that are dealt out over more or less than global batches, or that pipeline stages don't expect;
+            settings that callbacks follow, where none has started.
     """
     if return_schedule_plan:
         raise NotImplementedError(
@@ -70,6 +72,8 @@ def forward_step(
     count = create_masked_next_token_loss_function(
         inputs.loss_mask, checks.check_for_nan_in_loss, checks.check_for_spiky_loss
     )
+    if model.training:
+        count = watched(count, state, batch, inputs.loss_mask)
     return model(inputs=inputs), count
 
 
