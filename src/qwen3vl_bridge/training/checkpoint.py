@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_REMOVED = ".removed"
+
 
 def latest(folder: str | Path) -> Path | None:
     """The newest checkpoint of a run, or None where there is none yet.
@@ -119,7 +121,7 @@ def save(folder: str | Path, run: Run) -> Path:
         if is_first():
             replace_file(folder / LATEST_TRAIN_STATE, (final / TRAIN_STATE).read_bytes())
             replace_file(folder / TRACKER, str(step).encode())
-            _remove_older(folder, step, keep=run.cfg.checkpoint.most_recent_k)
+            _remove_older(folder, run)
     return final
 
 
@@ -136,20 +138,23 @@ def _write(folder: Path, run: Run) -> None:
             torch.save(run.progress.state_dict(), folder / TRAIN_STATE)
             (folder / RUN_CONFIG).write_text(run.config_yaml)
             if run.origin is not None:
-                run.origin.copy_hf_files(folder)
+                run.origin.travel_along(folder, run.cfg.model)
 
 
-def _remove_older(folder: Path, step: int, keep: int | None) -> None:
-    """Remove all but the newest checkpoints up to this step; what is no whole checkpoint is none of ours."""
+def _remove_older(folder: Path, run: Run) -> None:
+    """Remove all but the newest checkpoints up to the run's step, and never the one that first weights came from."""
+    keep = run.cfg.checkpoint.most_recent_k
     if keep is None or keep < 0:
         return
     found = {int(match[1]): path for path in folder.iterdir() if (match := re.fullmatch(r"iter_(\d{7,})", path.name))}
-    older = sorted(number for number in found if number <= step)[: -max(keep, 1)]
-    for path in (found[number] for number in older):
-        # Out of its name first, so that nothing half gone can be taken for a checkpoint.
-        aside = path.rename(path.with_name(f".{path.name}.removed"))
-        shutil.rmtree(aside)
-        logger.info("removed %s, older than the newest %d", path, max(keep, 1))
+    for number in sorted(number for number in found if number <= run.progress.step)[:-keep]:
+        path = found[number]
+        if run.origin is None or not path.samefile(run.origin.folder):
+            # Out of its name first, so that nothing half gone can be taken for a checkpoint.
+            path.rename(path.with_name(f".{path.name}{_REMOVED}"))
+            logger.info("removed %s, older than the newest %d", path, keep)
+    for path in folder.glob(f".iter_*{_REMOVED}"):  # also those that a process left when it died
+        shutil.rmtree(path)
 
 
 def load(folder: Path, run: Run) -> None:

@@ -24,6 +24,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 _OPTIMIZER = "optimizer.state.module.module.module."
 
@@ -68,13 +69,16 @@ def load(
             tensors |= _moments(parameters, optimizer)
             prefixes += (_OPTIMIZER,)
         # Read by our own reader first: it unpickles nothing but descriptions of tensors.
-        found = {
-            key: spec.shape for key, (spec, _) in read_metadata(folder).tensors.items() if key.startswith(prefixes)
-        }
+        stored = read_metadata(folder).tensors
+        found = {key: spec.shape for key, (spec, _) in stored.items() if key.startswith(prefixes)}
+        padded = _padded_otherwise(found, tensors, parameters, unwrap_model(list(model))[0].config.vocab_size)
+        tensors = {key: tensor for key, tensor in tensors.items() if key not in padded}
         problems = _misfits(found, tensors) + _strangers(found, _whole(model), parameters, optimizer)
     raise_problems(folder, problems)
     with together():
         dcp.load(tensors, checkpoint_id=folder, no_dist=True)
+        for key, part in padded.items():
+            _load_rows(folder, key, part, torch.empty(found[key], dtype=part.dtype))
 
 
 def _weights(parameters: Sequence[StoredParameter]) -> dict[str, Tensor]:
@@ -92,6 +96,32 @@ def _moments(parameters: Sequence[StoredParameter], optimizer: MegatronOptimizer
         for moment in MOMENTS
         for name, part in stored.parts(states[stored.main][moment])
     }
+
+
+def _padded_otherwise(
+    found: dict[str, tuple[int, ...]], tensors: dict[str, Tensor], parameters: Sequence[StoredParameter], tokens: int
+) -> dict[str, Tensor]:
+    """Tensors with a row for each token that were saved with another number of rows beyond those."""
+    rows = {name for stored in parameters if stored.row.shapes[0][0] == "vocab" for name in stored.row.stored}
+    keys = {key_of(name) for name in rows} | {f"{_OPTIMIZER}{name}.{moment}" for name in rows for moment in MOMENTS}
+    return {
+        key: tensors[key]
+        for key in keys & found.keys() & tensors.keys()
+        if found[key] != tuple(tensors[key].shape)
+        and found[key][0] >= tokens
+        and found[key][1:] == tensors[key].shape[1:]
+    }
+
+
+def _load_rows(folder: Path, key: str, part: Tensor, whole: Tensor) -> None:
+    """Fill a part of a tensor from one with more rows, or fewer; rows that are not there are of no token, and zero."""
+    dcp.load({key: whole}, checkpoint_id=folder, no_dist=True)
+    first = 0
+    if isinstance(part, DTensor):
+        first, part = part.device_mesh.get_local_rank() * len(part.to_local()), part.to_local()
+    rows = whole[first : first + len(part)]
+    part[: len(rows)] = rows
+    part[len(rows) :] = 0
 
 
 def _whole(model: Sequence[torch.nn.Module]) -> set[str]:

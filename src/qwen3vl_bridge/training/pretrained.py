@@ -16,6 +16,9 @@ from qwen3vl_bridge.bridge import provider_from_hf_config
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
 from qwen3vl_bridge.checkpoint.hf_config import ModelConfig
 from qwen3vl_bridge.checkpoint.hf_files import copy_side_files
+from qwen3vl_bridge.checkpoint.hf_model import open_model
+from qwen3vl_bridge.checkpoint.json_files import write_object
+from qwen3vl_bridge.checkpoint.manifest import MANIFEST, read_manifest, tool
 from qwen3vl_bridge.checkpoint.megatron_folder import HF_FILES, TORCH_DIST, find_iteration, format_of
 from qwen3vl_bridge.dimensions import vision_sizes
 from qwen3vl_bridge.provider import Qwen3VLModelProvider
@@ -89,12 +92,24 @@ class Pretrained:
         else:
             load_tensors(self.folder, run.model, None, run.groups)
 
-    def copy_hf_files(self, folder: Path) -> None:
-        """Take along configuration, tokenizer and processor, so that an export needs nothing else."""
+    def travel_along(self, folder: Path, provider: Qwen3VLModelProvider) -> None:
+        """Write what an export asks for: configuration, tokenizer, processor, and how experts were held.
+
+        Args:
+            folder: the checkpoint's.
+            provider: the run's.
+        """
         if self.is_hf:
             copy_side_files(self.folder, folder / HF_FILES)
-        elif (files := self.folder / HF_FILES).exists():
-            shutil.copytree(files, folder / HF_FILES)
+            experts = open_model(self.folder).experts.name if provider.moe_layers else None
+        else:
+            if (files := self.folder / HF_FILES).exists():
+                shutil.copytree(files, folder / HF_FILES)
+            experts = read_manifest(self.folder).get("expert_layout")
+        manifest = tool() | {"source": str(self.folder), "expert_layout": experts}
+        if provider.should_pad_vocab:
+            manifest["vocab_divisor"] = provider.make_vocab_size_divisible_by
+        write_object(folder / MANIFEST, manifest)
 
 
 def load_weights(folder: str | Path, model: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> None:

@@ -1,0 +1,123 @@
+"""A program: ranks of a run are killed in the middle of a save, or fail in it, at each of several moments.
+
+    python -m tests.training.ranks_that_die JOURNEYS
+
+JOURNEYS is a JSON list of objects, see `journeys.Journey`. Ranks are forked from this process, which has imported
+everything and joined nothing, so that many starts cost one import. What is printed at last is a JSON list: of each
+journey, and each moment, how the ranks ended, after how many seconds, and what the tracker names then.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from qwen3vl_bridge.logs import quiet
+from qwen3vl_bridge.training import checkpoint
+from qwen3vl_bridge.training.loop import set_up, train_step
+
+import torch
+
+from .journeys import Journey
+
+RANKS = 2
+PATIENCE = 120  # seconds, after which ranks that are still there are said to hang
+# The rank that dies, the event of Python's audit before which it does, and how the event's path or target ends.
+DEATHS = {
+    "a rank's tensors": (1, "open", ".distcp"),
+    "the metadata": (0, "open", ".metadata.tmp"),
+    "the run's state": (0, "open", "run_config.yaml"),
+    "the folder's way into place": (0, "os.rename", "iter_0000002"),
+    "the tracker": (0, "open", ".latest_checkpointed_iteration.txt.unfinished"),
+}
+# The same of ranks that live on and are told that the disk is full.
+FAILURES = {f"no space for {moment}": where for moment, where in DEATHS.items()}
+MOMENTS = DEATHS | FAILURES
+
+
+def arm(event: str, ending: str, *, dies: bool) -> None:
+    """Let this process die before an event, as by `kill -9`, or fail in it."""
+
+    def hook(name: str, arguments: tuple) -> None:
+        if name == event and str(arguments[1 if event == "os.rename" else 0]).endswith(ending):
+            if dies:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    sys.addaudithook(hook)
+
+
+def one_more_step(journey: Journey, rank: int, moment: str | None) -> None:
+    """Go on from what is there, make a step, save; the one of a moment dies in that."""
+    run = set_up(journey.config())
+    if moment is not None:
+        assert run.progress.step == 1, run.progress.step
+    train_step(run)
+    if moment in MOMENTS:
+        victim, *where = MOMENTS[moment]
+        if rank == victim:
+            arm(*where, dies=moment in DEATHS)
+    checkpoint.save(run.cfg.checkpoint.save, run)
+
+
+def start(work: Callable[[int], None]) -> list[int]:
+    """Fork the ranks; their process ids."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    children = []
+    for rank in range(RANKS):
+        if child := os.fork():
+            children.append(child)
+            continue
+        os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(RANKS), RANK=str(rank))
+        try:
+            work(rank)
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+            status = 1
+        sys.stderr.flush()
+        os._exit(status)
+    return children
+
+
+def ends(children: list[int]) -> tuple[list[int | None], float]:
+    """Exit codes, minus the number of a signal; None of one that has to be ended here. And after how many seconds."""
+    begun, codes = time.monotonic(), dict.fromkeys(children)
+    while None in codes.values() and time.monotonic() - begun < PATIENCE:
+        for child in (child for child, code in codes.items() if code is None):
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                codes[child] = os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    seconds = time.monotonic() - begun
+    for child in (child for child, code in codes.items() if code is None):
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    return list(codes.values()), seconds
+
+
+def main(journey: Journey) -> dict:
+    """Save once, die or fail at each moment, go on."""
+    found = {}
+    tracker = Path(journey.save) / "latest_checkpointed_iteration.txt"
+    for moment in (None, *MOMENTS, "nothing"):
+        codes, seconds = ends(start(lambda rank, moment=moment: one_more_step(journey, rank, moment)))
+        hidden = sorted(path.name for path in Path(journey.save).glob(".*"))
+        found[str(moment)] = dict(codes=codes, seconds=seconds, tracker=tracker.read_text(), hidden=hidden)
+    return found
+
+
+if __name__ == "__main__":
+    quiet()
+    torch.set_num_threads(1)
+    print(json.dumps([main(Journey(**journey)) for journey in json.loads(sys.argv[1])]))
