@@ -10,7 +10,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
-from qwen3vl_bridge.model.parts import Part, part_of
+from qwen3vl_bridge.parts import Part, part_of
 from qwen3vl_bridge.model.qwen3vl import Qwen3VLModel
 
 import torch

@@ -13,7 +13,7 @@ from typing import Any
 from qwen3vl_bridge.model.attention import layout_packed_seq_params
 from qwen3vl_bridge.model.inputs import as_model_inputs
 from qwen3vl_bridge.model.layers import text_block_spec
-from qwen3vl_bridge.model.parts import Part, part_of
+from qwen3vl_bridge.parts import Part, part_of
 from qwen3vl_bridge.model.rope import InterleavedMRoPE, scaled_frequencies
 from qwen3vl_bridge.model.stages import Stage, check_row_length
 from qwen3vl_bridge.model.vision import Qwen3VLVisionModel
