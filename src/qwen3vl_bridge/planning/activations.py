@@ -106,9 +106,10 @@ def chunk_activations(
     text, passing = _recomputed(layers, training.recompute)
     found["language model"] = text * work.tokens
     passing *= work.tokens
-    found["language model"] += _sum(kept.embedding(n, training)) * work.tokens
-    added = [layer for layer in chunk.layers if layer < len(n.indices["deepstack_taps"])]
-    found["DeepStack"] = _sum(kept_vision.deepstack(n, split, training, len(added))) * work.vision_tokens
+    found["language model"] += _sum(kept.embedding(n, training, first=chunk.first)) * work.tokens
+    received = len(n.indices["deepstack_taps"]) - chunk.layers.start
+    if chunk.layers and received > 0:
+        found["DeepStack"] = _sum(kept_vision.deepstack(n, split, training, received)) * work.vision_tokens
     if chunk.first:
         tower, mergers, at_work = _tower(n, split, training)
         found["vision model"], found["vision projection"] = tower * work.patches, mergers * work.patches

@@ -6,7 +6,7 @@ which splits to try (`propose.py`), words (`printing.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from qwen3vl_bridge.dimensions import Dimensions, dimensions_of
@@ -123,11 +123,15 @@ def check(n: Dimensions, split: Split, training: Training) -> None:
         raise ValueError("recompute_modules has 'mlp', expected 'moe': every layer of this model has experts")
 
 
-def estimate_of(n: Dimensions, split: Split, training: Training, chosen: int) -> Estimate:
-    """As `estimate`, of numbers that have been checked."""
+def estimate_of(
+    n: Dimensions, split: Split, training: Training, chosen: int, *, stages: Collection[int] | None = None
+) -> Estimate:
+    """As `estimate`, of numbers that have been checked, and of these pipeline stages alone; None for all."""
     microbatches = split.microbatches(training.global_batch_size, training.micro_batch_size)
-    stages = []
+    estimated = []
     for chunks in split.chunks(len(n.indices["text_layers"])):
+        if stages is not None and chunks[0].stage not in stages:
+            continue
         found = [chunk_activations(n, split, training, chunk, chosen=chosen) for chunk in chunks]
         _, in_flight = most_in_flight(split, chunks[0].stage, microbatches, [one.total for one in found])
         activations = _add(found, in_flight)
@@ -135,8 +139,8 @@ def estimate_of(n: Dimensions, split: Split, training: Training, chosen: int) ->
         reserve = FIXED_RESERVE + FRAGMENTED * (sum(activations.values()) + passing)
         states = stage_states(n, split, chunks, training)
         layers = sum(len(chunk.layers) for chunk in chunks)
-        stages.append(StageEstimate(chunks[0].stage, layers, states, activations, in_flight, passing, reserve))
-    return Estimate(split, training, tuple(stages))
+        estimated.append(StageEstimate(chunks[0].stage, layers, states, activations, in_flight, passing, reserve))
+    return Estimate(split, training, tuple(estimated))
 
 
 def _add(found: list[Activations], counts: tuple[int, ...]) -> dict[str, float]:

@@ -105,8 +105,9 @@ def attention(n: Dimensions, split: Split, training: Training) -> list[Kept]:
     ]
     if training.transformer_engine:
         return [*found, Kept("keys", w.kv * e), Kept("values", w.kv * e)]
-    if e == w.norm:  # the norm of keys keeps its part of the product, and the product with it
-        found = [row for row in found if row.what != "norm of keys: input"]
+    if e == w.norm:  # norms of what is no copy, but a part of linear_qkv's output, keep that, which is kept anyway
+        parts = {"norm of keys: input"} | ({"norm of queries: input"} if w.groups == 1 else set())
+        found = [row for row in found if row.what not in parts]
     found.append(Kept("linear_qkv: output", (w.q + 2 * w.kv) * e))
     if split.cp > 1:
         found.append(Kept("keys and values of all context-parallel ranks", 2 * w.kv * e * split.cp))
@@ -193,6 +194,6 @@ def head(n: Dimensions, split: Split, training: Training) -> list[Kept]:
     ]
 
 
-def embedding(n: Dimensions, training: Training) -> list[Kept]:
-    """Token ids, and the angles that all layers share."""
-    return [Kept("token ids", INDEX), Kept("rotary angles", 2 * n["head_dim"] * training.precision.weight)]
+def embedding(n: Dimensions, training: Training, *, first: bool) -> list[Kept]:
+    """The angles that all layers share; token ids, where they are embedded."""
+    return [Kept("rotary angles", 2 * n["head_dim"] * training.precision.weight), Kept("token ids", INDEX * first)]

@@ -68,11 +68,11 @@ def fused(n: Dimensions, training: Training) -> list[Kept]:
     return [Kept("vision tokens", n["hidden"] * training.precision.weight + 3 * INDEX)]
 
 
-def deepstack(n: Dimensions, split: Split, training: Training, layers: int) -> list[Kept]:
-    """For each vision token of a context-parallel rank: what is added after so many of a chunk's text layers."""
-    if not layers:
-        return []
-    features = len(n.indices["deepstack_taps"]) * n["hidden"] * training.precision.weight
+def deepstack(n: Dimensions, split: Split, training: Training, received: int) -> list[Kept]:
+    """For each vision token of a context-parallel rank: the features that a chunk has received, for its own layers and
+    those behind it.
+    """
+    features = received * n["hidden"] * training.precision.weight
     return [Kept("DeepStack features", (features + INDEX) / split.sequence_ranks)]
 
 

@@ -7,8 +7,8 @@ not: shapes and names of parameters (`mappings.py`), bytes (`states.py`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 from qwen3vl_bridge.dimensions import Dimensions
 from qwen3vl_bridge.mappings import TABLE
@@ -25,6 +25,9 @@ _WHOLE = ("norm.", "_norm_", "mlp.router.", "linear_proj.bias", "linear_fc2.bias
 _LAYERS = ("text_layers", "dense_layers", "moe_layers")
 
 
+_KINDS = ("language_model", "experts", "vision_model", "vision_projection")
+
+
 @dataclass(frozen=True)
 class Count:
     """Parameters by part; of the language model, experts apart."""
@@ -35,7 +38,7 @@ class Count:
     vision_projection: int = 0
 
     def __add__(self, other: Count) -> Count:
-        return Count(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Count)))
+        return Count(**{kind: getattr(self, kind) + getattr(other, kind) for kind in _KINDS})
 
     @property
     def total(self) -> int:
@@ -50,7 +53,7 @@ class Count:
     def without(self, parts: Iterable[Part]) -> Count:
         """The same with nothing in these parts."""
         gone = {part.value: 0 for part in parts} | ({"experts": 0} if Part.LANGUAGE_MODEL in parts else {})
-        return Count(**{f.name: gone.get(f.name, getattr(self, f.name)) for f in fields(Count)})
+        return Count(**{kind: gone.get(kind, getattr(self, kind)) for kind in _KINDS})
 
 
 def chunk_count(n: Dimensions, split: Split, chunk: Chunk) -> Count:
@@ -61,12 +64,12 @@ def chunk_count(n: Dimensions, split: Split, chunk: Chunk) -> Count:
         split: over how many ranks.
         chunk: of the pipeline.
     """
-    found = Count()
-    for row in TABLE:
-        copies = _copies(row, n, split, chunk)
-        if copies:
-            found += _counted(row, copies * _numbers(row, n) // _divisor(row, split))
-    return found
+    inside = {name: len(_inside(n, chunk, name)) for name in _LAYERS}
+    found = dict.fromkeys(_KINDS, 0)
+    for row, kind, divided in _ROWS:
+        if copies := _copies(row, n, split, chunk, inside):
+            found[kind] += copies * _numbers(row, n) // divided(split)
+    return Count(**found)
 
 
 def layer_count(n: Dimensions, split: Split, layer: int) -> Count:
@@ -77,7 +80,7 @@ def layer_count(n: Dimensions, split: Split, layer: int) -> Count:
 def vision_layer_count(n: Dimensions, split: Split) -> int:
     """Parameters of one layer of the tower that a rank holds."""
     rows = (row for row in TABLE if row.indices == ("vision_layers",))
-    return sum(_numbers(row, n) // _divisor(row, split) for row in rows)
+    return sum(_numbers(row, n) // _divisor(row)(split) for row in rows)
 
 
 def adapter_count(n: Dimensions, split: Split, chunk: Chunk, lora: Lora) -> int:
@@ -104,14 +107,21 @@ def _numbers(row: Row, n: Dimensions) -> int:
     return sum(math.prod(shape) for shape in row.numbers(n))
 
 
-def _divisor(row: Row, split: Split) -> int:
+def _divisor(row: Row) -> Callable[[Split], int]:
     if isinstance(row, PackedExpert):
-        return split.expert_tp
+        return lambda split: split.expert_tp
     whole = row.replicated or any(name in row.megatron for name in _WHOLE)
-    return 1 if whole else split.tp
+    return lambda split: 1 if whole else split.tp
 
 
-def _copies(row: Row, n: Dimensions, split: Split, chunk: Chunk) -> int:
+def _kind(row: Row) -> str:
+    return "experts" if isinstance(row, PackedExpert) else part_of(row.megatron).value
+
+
+_ROWS = [(row, _kind(row), _divisor(row)) for row in TABLE]
+
+
+def _copies(row: Row, n: Dimensions, split: Split, chunk: Chunk, inside: Mapping[str, int]) -> int:
     """How many parameters of this row the chunk has."""
     if row.condition is not None and not n[row.condition]:
         return 0
@@ -125,7 +135,7 @@ def _copies(row: Row, n: Dimensions, split: Split, chunk: Chunk) -> int:
     count = 1
     for name in row.indices:
         if name in _LAYERS:
-            count *= len(_inside(n, chunk, name))
+            count *= inside[name]
         elif name == "experts":
             count *= len(n.indices[name]) // split.ep
         else:
@@ -133,9 +143,5 @@ def _copies(row: Row, n: Dimensions, split: Split, chunk: Chunk) -> int:
     return count
 
 
-def _inside(n: Dimensions, chunk: Chunk, name: str) -> list[int]:
-    return [layer for layer in n.indices[name] if layer in chunk.layers]
-
-
-def _counted(row: Row, number: int) -> Count:
-    return Count(**{"experts" if isinstance(row, PackedExpert) else part_of(row.megatron).value: number})
+def _inside(n: Dimensions, chunk: Chunk, name: str) -> set[int]:
+    return set(chunk.layers).intersection(n.indices[name])

@@ -46,8 +46,3 @@ def _order(microbatches: int, chunks: int, group: int) -> Iterator[int]:
     for begin in range(0, microbatches, group):
         for chunk in range(chunks):
             yield from (chunk for _ in range(begin, min(begin + group, microbatches)))
-
-
-def bubble(split: Split, microbatches: int) -> float:
-    """Time that stages wait, over the time that they work (arXiv 2104.04473, section 2.2)."""
-    return (split.pp - 1) / (microbatches * (split.vpp or 1))
