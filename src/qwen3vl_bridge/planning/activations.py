@@ -118,7 +118,7 @@ def chunk_activations(
             found["vision projection"] += _sum(kept_vision.fused(n, training)) * work.vision_tokens
     if chunk.last:
         found["loss"] = _sum(kept.head(n, split, training)) * work.tokens
-        # Logits and their gradient in the model's precision, beside the softmax in float32, which float32 models share.
+        # Logits, and then their gradient, in the model's precision beside the softmax; float32 models have both in one.
         copies = training.precision.weight if training.precision.weight < 4 else 0
         passing = max(passing, n["vocab"] / split.tp * copies * work.tokens)
     return Activations({name: value for name, value in found.items() if value}, passing)

@@ -17,10 +17,11 @@ from qwen3vl_bridge.planning.settings import Training
 from qwen3vl_bridge.planning.split import Split
 from qwen3vl_bridge.planning.states import States, stage_states
 
-# Assumed, not measured: the CUDA context and its kernels, NCCL's buffers, workspaces of cuBLAS and Transformer Engine.
-FIXED_RESERVE = 2 * GIB
+# Assumed, not measured: the CUDA context and its kernels, NCCL's buffers of several groups, workspaces of cuBLAS and
+# Transformer Engine.
+FIXED_RESERVE = 4 * GIB
 # Assumed too: what the allocator cannot use between tensors that come and go. States are allocated once, in one piece.
-FRAGMENTED = 0.06
+FRAGMENTED = 0.10
 
 
 @dataclass(frozen=True)

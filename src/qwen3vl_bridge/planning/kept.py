@@ -3,15 +3,15 @@
 What lives here: the tables, in numbers for each token of a context-parallel rank. Standard library only. What may not:
 counts of layers, recomputation of whole layers, pipelines (`activations.py`); the vision tower (`kept_vision.py`).
 
-The method is that of Korthikanti et al. (arXiv 2205.05198): a linear layer keeps its input, a norm its input, a product
-its factors. Their layer of a GPT keeps 34 bytes for each number of the hidden state, attention's own matrix aside; here
-there is no dropout (less 4, and 2 of the masks' h), attention keeps queries, keys, values, its output and one number for
-each head (Dao et al., arXiv 2205.14135), queries and keys have a norm and a rotation, and the MLP is gated.
+The method is that of Korthikanti et al. (arXiv 2205.05198): a linear layer and a norm keep their input, a product its
+factors. Their layer of a GPT keeps 34 bytes for each number of the hidden state, attention's own matrix aside. Here
+there is no dropout and its masks (2 bytes); attention keeps queries, keys, values, its output and one number for each
+head (Dao et al., arXiv 2205.14135); queries and keys have a norm and a rotation, and the MLP is gated.
 
 Two kinds of layers. Megatron-core's local ones, with our attention, are counted out in tests against what autograd
 really keeps. Transformer Engine's differ in the terms that are marked here: its norms keep their input alone, in the
-model's precision, where torch's on a CPU also keep the normalised input and compute in float32; values are copied out of
-the product that made queries, keys and values; its attention puts out what the next layer takes, where ours copies
+model's precision, where torch's on a CPU also keep the normalised input and compute in float32; values are copied out
+of the product that made queries, keys and values; its attention puts out what the next layer takes, where ours copies
 packed rows; experts' tokens are permuted by a map.
 """
 
@@ -184,12 +184,16 @@ def adapters(n: Dimensions, split: Split, training: Training, *, dense: bool) ->
 
 
 def head(n: Dimensions, split: Split, training: Training) -> list[Kept]:
-    """The norm at the end, the output layer and the loss, which keeps the softmax in float32."""
+    """The norm at the end, the output layer and the loss, which keeps the softmax in float32.
+
+    Transformer Engine's own keeps the gradient in place of the logits instead.
+    """
     w = Widths.of(n, split, training)
+    scores = w.weight if training.fused_loss else 4
     return [
         *norm("norm at the end", w.hidden, 1 / split.sequence_ranks, w, training),
         Kept("output_layer: input", w.hidden * w.weight),
-        Kept("loss: softmax", n["vocab"] / split.tp * 4),
+        Kept("loss: softmax", n["vocab"] / split.tp * scores),
         Kept("loss: labels", INDEX + 1),
     ]
 

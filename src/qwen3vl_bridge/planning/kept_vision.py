@@ -77,5 +77,5 @@ def deepstack(n: Dimensions, split: Split, training: Training, received: int) ->
 
 
 def _statistic(training: Training) -> int:
-    """torch's LayerNorm keeps mean and deviation in the input's precision on a CPU."""
+    """Torch's LayerNorm keeps mean and deviation in the input's precision on a CPU."""
     return 4 if training.transformer_engine else training.precision.weight

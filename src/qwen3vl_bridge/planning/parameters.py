@@ -1,7 +1,7 @@
 """Parameters that one rank holds, from the weight table.
 
-What lives here: which dimension of a row each kind of parallelism divides, and the sums. Standard library only. What may
-not: shapes and names of parameters (`mappings.py`), bytes (`states.py`).
+What lives here: which dimension of a row each kind of parallelism divides, and the sums. Standard library only. What
+may not: shapes and names of parameters (`mappings.py`), bytes (`states.py`).
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Count:
 
     def without(self, parts: Iterable[Part]) -> Count:
         """The same with nothing in these parts."""
-        gone = {part.value: 0 for part in parts} | ({"experts": 0} if Part.LANGUAGE_MODEL in parts else {})
-        return Count(**{kind: gone.get(kind, getattr(self, kind)) for kind in _KINDS})
+        gone = {part.value for part in parts} | ({"experts"} if Part.LANGUAGE_MODEL in parts else set())
+        return Count(**{kind: 0 if kind in gone else getattr(self, kind) for kind in _KINDS})
 
 
 def chunk_count(n: Dimensions, split: Split, chunk: Chunk) -> Count:
@@ -65,7 +65,7 @@ def chunk_count(n: Dimensions, split: Split, chunk: Chunk) -> Count:
         chunk: of the pipeline.
     """
     inside = {name: len(_inside(n, chunk, name)) for name in _LAYERS}
-    found = dict.fromkeys(_KINDS, 0)
+    found: dict[str, int] = {kind: 0 for kind in _KINDS}  # noqa: C420
     for row, kind, divided in _ROWS:
         if copies := _copies(row, n, split, chunk, inside):
             found[kind] += copies * _numbers(row, n) // divided(split)

@@ -127,6 +127,7 @@ class Training:
         lora: adapters, or None.
         transformer_engine: False for megatron-core's local layers with our attention.
         fused_activation: `bias_activation_fusion`; the language model's MLPs then keep less.
+        fused_loss: Transformer Engine's cross entropy, which puts the gradient where logits were.
         packed: rows are packed, not padded.
         expert_load: tokens that the fullest rank's experts get, over the mean of all ranks.
         balancing_loss: whether routers have one.
@@ -144,6 +145,7 @@ class Training:
     lora: Lora | None = None
     transformer_engine: bool = True
     fused_activation: bool = False
+    fused_loss: bool = False
     packed: bool = True
     expert_load: float = 1.0
     balancing_loss: bool = True
@@ -159,6 +161,8 @@ class Training:
             raise ValueError(f"max_patches is {self.max_patches}, expected 0 or more")
         if self.expert_load < 1:
             raise ValueError(f"expert_load is {self.expert_load}, expected 1 (all ranks alike) or more")
+        if self.fused_loss and not self.transformer_engine:
+            raise ValueError("fused_loss is True, expected False without Transformer Engine, whose it is")
         local = {"layernorm", "moe_act"} & (self.recompute.modules | self.vision_recompute.modules)
         if local and not self.transformer_engine:
             raise ValueError(f"recompute_modules has {sorted(local)}, which need Transformer Engine; leave them out")

@@ -3,8 +3,8 @@
 What lives here: what each kind of sharding leaves on a rank. Standard library only. What may not: counting parameters
 (`parameters.py`), activations (`activations.py`).
 
-Mixed precision after Micikevicius et al. (arXiv 1710.03740), sharding after Rajbhandari et al. (ZeRO, arXiv 1910.02054):
-weights and gradients of the model, the optimizer's own copy of the weights, Adam's two moments.
+Weights and gradients of the model, the optimizer's own copy of the weights, Adam's two moments: mixed precision after
+Micikevicius et al. (arXiv 1710.03740), sharding after Rajbhandari et al. (ZeRO, arXiv 1910.02054).
 """
 
 from __future__ import annotations
