@@ -10,8 +10,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
-from qwen3vl_bridge.model.parts import Part, part_of
 from qwen3vl_bridge.model.qwen3vl import Qwen3VLModel
+from qwen3vl_bridge.parts import Part, part_of
 
 import torch
 from megatron.bridge.peft.adapter_wrapper import AdapterWrapper

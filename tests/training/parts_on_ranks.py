@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.logs import quiet
-from qwen3vl_bridge.model.parts import part_of_wrapped
+from qwen3vl_bridge.parts import part_of_wrapped
 from qwen3vl_bridge.sequence import PackedBatch
 from qwen3vl_bridge.training.callbacks import training_callbacks
 from qwen3vl_bridge.training.config import GuardConfig

@@ -9,7 +9,7 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from qwen3vl_bridge.model.parts import Part
+from qwen3vl_bridge.parts import Part
 from qwen3vl_bridge.training.rest import Rest
 from qwen3vl_bridge.training.towers import Qwen3VLTowers
 

@@ -13,8 +13,8 @@ import logging
 import math
 from pathlib import Path
 
-from qwen3vl_bridge.model.parts import Part
 from qwen3vl_bridge.parallel import from_first_rank, gather_from_ranks, sum_over_ranks
+from qwen3vl_bridge.parts import Part
 from qwen3vl_bridge.training.events import MEASURED
 from qwen3vl_bridge.training.guard import Finding, Guard, SpoiltStepError, latest_losses
 from qwen3vl_bridge.training.metrics_file import read_metrics

@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 
-from qwen3vl_bridge.model.parts import part_of
 from qwen3vl_bridge.parallel import gather_objects
+from qwen3vl_bridge.parts import part_of
 
 from megatron.bridge.training.callbacks import CallbackContext
 from megatron.bridge.training.config import OptimizerConfigOverrideProvider, OptimizerConfigOverrideProviderContext

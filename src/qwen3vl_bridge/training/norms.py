@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from qwen3vl_bridge.model.parts import Part, part_of_wrapped
+from qwen3vl_bridge.parts import Part, part_of_wrapped
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer

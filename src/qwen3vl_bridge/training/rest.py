@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from qwen3vl_bridge.model.parts import Part
 from qwen3vl_bridge.parallel import largest_of_ranks
+from qwen3vl_bridge.parts import Part
 from qwen3vl_bridge.training.norms import optimizers_of
 
 import torch

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from qwen3vl_bridge.model.parts import Part, part_of_wrapped
+from qwen3vl_bridge.parts import Part, part_of_wrapped
 
 from megatron.bridge.training.config import (
     ConfigContainer,

@@ -1,0 +1,213 @@
+"""The plan of a run, from its Megatron-Bridge `ConfigContainer`.
+
+What lives here: reading it, by attributes alone, and refusing what changes memory and is not counted. Standard library
+only: the objects bring their own modules. What may not: formulas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from qwen3vl_bridge.parts import Part
+from qwen3vl_bridge.planning.estimate import Estimate, estimate
+from qwen3vl_bridge.planning.settings import LINEAR_LAYERS, Lora, Precision, Recompute, Sharding, Training
+from qwen3vl_bridge.planning.split import Split
+
+# What nothing here counts, by section, each with the values that cost nothing.
+_UNCOUNTED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    "model": {
+        "fp16": (False,),
+        "fp8": (None, False),
+        "fp4": (None, False),
+        "fp32_residual_connection": (False,),
+        "cpu_offloading": (False,),
+        "fine_grained_activation_offloading": (False,),
+        "distribute_saved_activations": (False, None),
+        "cuda_graph_impl": ("none", None),
+        "enable_cuda_graph": (False,),
+        "delay_wgrad_compute": (False,),
+        "parallel_output": (True,),
+    },
+    "optimizer": {"optimizer": ("adam",), "optimizer_cpu_offload": (False,)},
+    "ddp": {
+        "num_distributed_optimizer_instances": (1,),
+        "outer_dp_sharding_strategy": ("no_shard", None),
+        "fp8_param_gather": (False,),
+        "keep_fp8_transpose_cache": (False,),
+    },
+    "dist": {"use_torch_fsdp2": (False,)},
+    "train": {"rampup_batch_size": (None,)},
+}
+_BF16_MIXED = "bf16_mixed"
+
+
+def plan_of(cfg: Any, world_size: int) -> Estimate:
+    """What each rank of a run will hold.
+
+    Args:
+        cfg: the configuration of one of our models, finalised or not. It is only read.
+        world_size: ranks.
+
+    Raises:
+        ValueError: a setting that changes memory and is not counted, or one that cannot be.
+    """
+    for section, settings in _UNCOUNTED.items():
+        for name, harmless in settings.items():
+            value = getattr(getattr(cfg, section, None), name, harmless[0])
+            if value not in harmless:
+                raise ValueError(
+                    f"{section}.{name} is {value!r}, expected {harmless[0]!r}: it changes what a run holds, and is not "
+                    "counted"
+                )
+    return estimate(config_of(cfg.model), split_of(cfg.model, world_size), training_of(cfg))
+
+
+def config_of(model: Any) -> dict[str, Any]:
+    """A `config.json` of a provider's model, as far as the planner reads it; the vocabulary with its padding."""
+    layers, moe = model.num_layers, list(model.moe_layers)
+    text = {
+        "vocab_size": model.padded_vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_hidden_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_query_groups,
+        "head_dim": model.kv_channels,
+    }
+    if moe:
+        text |= {
+            "num_experts": model.num_moe_experts,
+            "num_experts_per_tok": model.moe_router_topk,
+            "moe_intermediate_size": model.moe_ffn_hidden_size,
+            "mlp_only_layers": [layer for layer in range(layers) if layer not in moe],
+        }
+    return {
+        "text_config": text,
+        "vision_config": model.vision_config.to_dict(),
+        "tie_word_embeddings": model.share_embeddings_and_output_weights,
+    }
+
+
+def split_of(model: Any, world_size: int) -> Split:
+    """How a provider's model is split.
+
+    Raises:
+        ValueError: sizes that don't divide, or a pipeline layout that is not read yet.
+    """
+    return Split(
+        world=world_size,
+        tp=model.tensor_model_parallel_size,
+        pp=model.pipeline_model_parallel_size,
+        cp=model.context_parallel_size,
+        ep=model.expert_model_parallel_size,
+        etp=model.expert_tensor_parallel_size,
+        vpp=model.virtual_pipeline_model_parallel_size,
+        vpp_group=getattr(model, "microbatch_group_size_per_vp_stage", None),
+        sequence_parallel=model.sequence_parallel,
+        first_layers=model.num_layers_in_first_pipeline_stage,
+        last_layers=model.num_layers_in_last_pipeline_stage,
+        embedding_as_layer=bool(model.account_for_embedding_in_pipeline_split),
+        loss_as_layer=bool(model.account_for_loss_in_pipeline_split),
+        layout=_layout(model.pipeline_model_parallel_layout),
+    )
+
+
+def _layout(found: Any) -> tuple[tuple[int, ...], ...] | None:
+    if found is None:
+        return None
+    if not hasattr(found, "layout"):
+        raise ValueError(
+            f"pipeline_model_parallel_layout is {found!r}, which megatron-core reads when the model is finalised; "
+            "call cfg.model.finalize() before"
+        )
+    return tuple(tuple(sum(kind.name == "decoder" for kind in chunk) for chunk in row) for row in found.layout)
+
+
+def training_of(cfg: Any) -> Training:
+    """How a run trains.
+
+    Raises:
+        ValueError: adapters or precisions that are not counted, or settings that contradict each other.
+    """
+    model = cfg.model
+    parts = {part: getattr(model, f"freeze_{part.value}") for part in Part}
+    return Training(
+        seq_length=cfg.dataset.seq_length,
+        micro_batch_size=cfg.train.micro_batch_size,
+        global_batch_size=cfg.train.global_batch_size,
+        max_patches=getattr(cfg.dataset, "max_patches", None),
+        precision=_precision(cfg),
+        sharding=_sharding(cfg),
+        recompute=_recompute(model, ""),
+        vision_recompute=_recompute(model, "vision_"),
+        frozen=frozenset(part for part, frozen in parts.items() if frozen),
+        lora=_lora(cfg.peft),
+        transformer_engine=model.transformer_impl == "transformer_engine",
+        fused_activation=model.bias_activation_fusion,
+        fused_loss=model.cross_entropy_loss_fusion and model.cross_entropy_fusion_impl == "te",
+        balancing_loss=bool(getattr(model, "moe_aux_loss_coeff", 0)),
+    )
+
+
+def _precision(cfg: Any) -> Precision:
+    """Mixed precision is applied when a run is set up, so its setting counts before the model's own."""
+    mixed, optimizer = cfg.mixed_precision, cfg.optimizer
+    if isinstance(mixed, str) and mixed != _BF16_MIXED:
+        raise ValueError(f"mixed_precision is {mixed!r}, expected {_BF16_MIXED!r} or None: others are not counted")
+    if mixed is not None and not isinstance(mixed, str):
+        if mixed.fp16 or mixed.fp8 or mixed.fp4:
+            raise ValueError("mixed_precision has fp16, fp8 or fp4, expected bf16 or None: others are not counted")
+        weight, in_float = (2 if mixed.bf16 else 4), mixed.grad_reduce_in_fp32
+    elif mixed:
+        weight, in_float = 2, True
+    else:
+        weight, in_float = model_bytes(cfg.model.params_dtype), cfg.ddp.grad_reduce_in_fp32
+    gradient = 4 if in_float else weight
+    main, moments = (0 if weight == 4 else 4), 8
+    if optimizer.use_precision_aware_optimizer:
+        moments = model_bytes(optimizer.exp_avg_dtype) + model_bytes(optimizer.exp_avg_sq_dtype)
+        main = model_bytes(optimizer.main_params_dtype) * (weight != 4)
+        if main == 4 and getattr(optimizer, "store_param_remainders", False):
+            main = 2  # the half of a float32 that bfloat16 lacks
+    return Precision(weight, gradient, main, moments)
+
+
+def model_bytes(dtype: Any) -> int:
+    """Bytes of a number of a torch dtype."""
+    return dtype.itemsize
+
+
+def _sharding(cfg: Any) -> Sharding:
+    if cfg.ddp.use_megatron_fsdp:
+        return Sharding(cfg.ddp.data_parallel_sharding_strategy)
+    distributed = cfg.ddp.use_distributed_optimizer or cfg.optimizer.use_distributed_optimizer
+    return Sharding.OPTIMIZER if distributed else Sharding.NONE
+
+
+def _recompute(model: Any, prefix: str) -> Recompute:
+    granularity = getattr(model, f"{prefix}recompute_granularity")
+    modules = getattr(model, f"{prefix}recompute_modules") or ["core_attn"]  # as megatron-core completes it
+    full = granularity == "full"
+    return Recompute(
+        granularity,
+        frozenset(modules) if granularity == "selective" else frozenset(),
+        getattr(model, f"{prefix}recompute_method") if full else None,
+        getattr(model, f"{prefix}recompute_num_layers") if full else None,
+    )
+
+
+def _lora(peft: Any) -> Lora | None:
+    if peft is None:
+        return None
+    kind = type(peft).__name__
+    if "Qwen3VLLoRA" not in {base.__name__ for base in type(peft).__mro__}:
+        raise ValueError(f"peft is a {kind}, expected Qwen3VLLoRA: other adapters are not counted")
+    expected = {f"freeze_{part.value}": True for part in Part} | {"dropout": 0.0, "exclude_modules": []}
+    expected |= {f"adapt_{part.value}": part is Part.LANGUAGE_MODEL for part in Part}
+    for name, value in expected.items():
+        if (found := getattr(peft, name)) != value:
+            raise ValueError(f"peft.{name} is {found!r}, expected {value!r}: anything else is not counted")
+    if unknown := set(peft.target_modules) - set(LINEAR_LAYERS):
+        raise ValueError(f"peft.target_modules has {sorted(unknown)}, expected some of {list(LINEAR_LAYERS)}")
+    return Lora(peft.dim, tuple(name for name in LINEAR_LAYERS if name in peft.target_modules))

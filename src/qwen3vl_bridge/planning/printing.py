@@ -1,0 +1,148 @@
+"""Estimates and proposals for people, as tables, and for programs, as JSON.
+
+What lives here: words and columns. What may not: figures that are worked out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from qwen3vl_bridge.planning.estimate import Estimate
+from qwen3vl_bridge.planning.hardware import GIB
+from qwen3vl_bridge.planning.propose import Proposal
+from qwen3vl_bridge.planning.settings import Recompute, Training
+from qwen3vl_bridge.planning.split import Split
+
+
+def print_estimate(found: Estimate, memory: int) -> None:
+    """One column a pipeline stage, and whether the worst one fits."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{words_of(found.split)}; {words_of_training(found.training)}; GiB on each rank")
+    table.add_column("")
+    for stage in found.stages:
+        table.add_column(f"stage {stage.stage}" if found.split.pp > 1 else "every rank", justify="right")
+    names = list(dict.fromkeys(name for stage in found.stages for name in stage.activations))
+    rows: dict[str, list[float]] = {
+        name: [getattr(stage.states, name) for stage in found.stages] for name in ("parameters", "gradients")
+    }
+    rows["optimizer"] = [stage.states.optimizer for stage in found.stages]
+    rows["gathered layers"] = [stage.states.gathered for stage in found.stages]
+    for name in names:
+        rows[f"activations: {name}"] = [stage.activations.get(name, 0.0) for stage in found.stages]
+    rows["for a while"] = [stage.passing for stage in found.stages]
+    rows["reserve"] = [stage.reserve for stage in found.stages]
+    for name, values in rows.items():
+        if any(values):
+            table.add_row(name, *(f"{value / GIB:.2f}" for value in values))
+    table.add_section()
+    table.add_row("total", *(f"{stage.total / GIB:.1f}" for stage in found.stages), style="bold")
+    if found.split.pp > 1:
+        table.add_row("microbatches held", *(_counts(stage.in_flight) for stage in found.stages))
+    console = Console()
+    console.print(table)
+    console.print(verdict(found, memory), highlight=False)
+
+
+def _counts(in_flight: Sequence[int]) -> str:
+    """Of a stage's chunks; of many, their sum."""
+    return str(sum(in_flight)) if len(in_flight) < 3 else f"{sum(in_flight)} of {len(in_flight)} chunks"
+
+
+def verdict(found: Estimate, memory: int) -> str:
+    """Whether it fits, in one line."""
+    worst = found.worst
+    fits = "fits" if worst.total <= memory else "does not fit"
+    return f"{fits}: {worst.total / GIB:.1f} GiB on stage {worst.stage}, of {memory / GIB:.1f} GiB"
+
+
+def print_proposals(found: Sequence[Proposal], memory: int) -> None:
+    """One line a proposal, the best first."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    if not found:
+        console.print("nothing fits: take more GPUs, shorter rows, or --max-patches", style="red")
+        return
+    table = Table(title=f"what fits into {memory / GIB:.1f} GiB, the cheapest first")
+    for name in ("split", "memory and recomputation"):
+        table.add_column(name, overflow="fold")
+    table.add_column("GiB", justify="right")
+    table.add_column("relative time", justify="right")
+    table.add_column("why", overflow="fold")
+    for one in found:
+        table.add_row(
+            words_of(one.estimate.split),
+            words_of_training(one.estimate.training),
+            f"{one.estimate.worst.total / GIB:.1f}",
+            f"{one.seconds_per_row / found[0].seconds_per_row:.2f}",
+            one.reason,
+        )
+    console.print(table)
+
+
+def words_of(split: Split) -> str:
+    """The sizes that are not 1."""
+    sizes = {"TP": split.tp, "PP": split.pp, "VPP": split.vpp or 1, "CP": split.cp, "EP": split.ep, "DP": split.dp}
+    parts = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    if split.sequence_parallel:
+        parts.insert(1, "SP")
+    if split.expert_tp > 1 and split.etp is not None:
+        parts.append(f"ETP {split.expert_tp}")
+    return ", ".join(parts) or "one GPU"
+
+
+def words_of_training(training: Training) -> str:
+    """Sharding and recomputation."""
+    parts = [training.sharding.value]
+    for tower, recompute in (("language", training.recompute), ("vision", training.vision_recompute)):
+        if recompute.granularity:
+            parts.append(f"{tower} recomputes {_recomputed(recompute)}")
+    return ", ".join(parts)
+
+
+def _recomputed(recompute: Recompute) -> str:
+    return ", ".join(sorted(recompute.modules)) if recompute.modules else f"{recompute.num_layers} ({recompute.method})"
+
+
+def as_json(value: Any) -> str:
+    """As `dump` makes it."""
+    return json.dumps(value, indent=2)
+
+
+def dump_estimate(found: Estimate, memory: int) -> dict[str, Any]:
+    """An estimate for programs, in bytes."""
+    return {
+        "split": _fields(found.split) | {"dp": found.split.dp, "etp": found.split.expert_tp},
+        "training": _fields(found.training),
+        "memory": memory,
+        "fits": found.worst.total <= memory,
+        "worst_stage": found.worst.stage,
+        "total": round(found.worst.total),
+        "stages": [stage.as_dict() for stage in found.stages],
+    }
+
+
+def dump_proposals(found: Sequence[Proposal], memory: int) -> list[dict[str, Any]]:
+    """Proposals for programs."""
+    return [
+        dump_estimate(one.estimate, memory)
+        | {"free": round(one.free), "seconds_per_row": one.seconds_per_row, "overhead": one.time.overhead}
+        for one in found
+    ]
+
+
+def _fields(found: Split | Training) -> dict[str, Any]:
+    def plain(value: Any) -> Any:
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        if isinstance(value, (frozenset, set)):
+            return sorted(map(plain, value))
+        return getattr(value, "value", value)
+
+    return plain(found)

@@ -1,0 +1,173 @@
+"""How a model is trained, as far as memory goes.
+
+What lives here: the dataclasses and what they refuse. What may not: how it is split (`split.py`), bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from enum import Enum
+
+from qwen3vl_bridge.parts import Part
+
+TEXT_MODULES = frozenset({"core_attn", "mlp", "moe", "moe_act", "layernorm"})
+VISION_MODULES = frozenset({"core_attn", "layernorm"})  # as `recompute.py` has them
+LINEAR_LAYERS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes of one number of each kind.
+
+    Attributes:
+        weight: parameters in the model, and activations.
+        gradient: gradients as they are kept and reduced.
+        main: the optimizer's own copy of a parameter; 0 where it has none.
+        moments: Adam's two together.
+    """
+
+    weight: int
+    gradient: int
+    main: int
+    moments: int = 8
+
+
+BF16 = Precision(weight=2, gradient=4, main=4)  # Megatron-Bridge's "bf16_mixed", grad_reduce_in_fp32
+FP32 = Precision(weight=4, gradient=4, main=0)
+PRECISIONS = {"bf16": BF16, "fp32": FP32}
+
+
+class Sharding(Enum):
+    """What data-parallel ranks keep a part of: everything to the left of it is whole on each."""
+
+    NONE = "no_shard"
+    OPTIMIZER = "optim"  # the distributed optimizer
+    GRADIENTS = "optim_grads"  # Megatron-FSDP
+    ALL = "optim_grads_params"  # Megatron-FSDP, ZeRO-3
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Activation recomputation of one tower, as megatron-core's settings of the same names say it.
+
+    Attributes:
+        granularity: None, "selective" or "full".
+        modules: with "selective".
+        method, num_layers: with "full": "uniform" or "block", and how many layers.
+    """
+
+    granularity: str | None = None
+    modules: frozenset[str] = frozenset()
+    method: str | None = None
+    num_layers: int | None = None
+
+    def check(self, prefix: str, allowed: Collection[str]) -> None:
+        """Check the fields.
+
+        Raises:
+            ValueError: they contradict each other, or name what there is not.
+        """
+        if self.granularity not in (None, "selective", "full"):
+            raise ValueError(
+                f"{prefix}recompute_granularity is {self.granularity!r}, expected None, 'full' or 'selective'"
+            )
+        if unknown := self.modules - set(allowed):
+            raise ValueError(f"{prefix}recompute_modules has {sorted(unknown)}, expected some of {sorted(allowed)}")
+        if (self.granularity == "selective") != bool(self.modules):
+            raise ValueError(
+                f"{prefix}recompute_modules is {sorted(self.modules)} with {prefix}recompute_granularity "
+                f"{self.granularity!r}, expected modules with 'selective' and none without"
+            )
+        whole = self.method in ("uniform", "block") and (self.num_layers or 0) >= 1
+        nothing = self.method is None and self.num_layers is None
+        if not (whole if self.granularity == "full" else nothing):
+            raise ValueError(
+                f"{prefix}recompute_method is {self.method!r} and {prefix}recompute_num_layers {self.num_layers} with "
+                f"{prefix}recompute_granularity {self.granularity!r}, expected 'uniform' or 'block' and 1 or more "
+                "with 'full', and None without"
+            )
+
+
+FULL = Recompute("full", method="uniform", num_layers=1)
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Adapters of the language model's layers, of those without experts; all else rests.
+
+    Attributes:
+        rank: their inner width, `dim`.
+        targets: linear layers that have one.
+    """
+
+    rank: int
+    targets: tuple[str, ...] = LINEAR_LAYERS
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"the rank of LoRA is {self.rank}, expected 1 or more")
+        if unknown := set(self.targets) - set(LINEAR_LAYERS):
+            raise ValueError(f"LoRA's targets have {sorted(unknown)}, expected some of {list(LINEAR_LAYERS)}")
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained on, and how.
+
+    Attributes:
+        seq_length: tokens of a row.
+        micro_batch_size: rows of a microbatch.
+        global_batch_size: rows of a step; None for a microbatch on each rank.
+        max_patches: of a row; None for as many as a row of pictures alone has.
+        precision: bytes of numbers.
+        sharding: over data-parallel ranks.
+        recompute, vision_recompute: of the language model and of the tower.
+        frozen: parts that are not trained.
+        lora: adapters, or None.
+        transformer_engine: False for megatron-core's local layers with our attention.
+        fused_activation: `bias_activation_fusion`; the language model's MLPs then keep less.
+        fused_loss: Transformer Engine's cross entropy, which puts the gradient where logits were.
+        packed: rows are packed, not padded.
+        expert_load: tokens that the fullest rank's experts get, over the mean of all ranks.
+        balancing_loss: whether routers have one.
+    """
+
+    seq_length: int = 4096
+    micro_batch_size: int = 1
+    global_batch_size: int | None = None
+    max_patches: int | None = None
+    precision: Precision = BF16
+    sharding: Sharding = Sharding.OPTIMIZER
+    recompute: Recompute = field(default_factory=Recompute)
+    vision_recompute: Recompute = field(default_factory=Recompute)
+    frozen: frozenset[Part] = frozenset()
+    lora: Lora | None = None
+    transformer_engine: bool = True
+    fused_activation: bool = False
+    fused_loss: bool = False
+    packed: bool = True
+    expert_load: float = 1.0
+    balancing_loss: bool = True
+
+    def __post_init__(self) -> None:
+        self.recompute.check("", TEXT_MODULES)
+        self.vision_recompute.check("vision_", VISION_MODULES)
+        numbers = dict(seq_length=self.seq_length, micro_batch_size=self.micro_batch_size)
+        for name, number in numbers.items():
+            if number < 1:
+                raise ValueError(f"{name} is {number}, expected 1 or more")
+        if self.max_patches is not None and self.max_patches < 0:
+            raise ValueError(f"max_patches is {self.max_patches}, expected 0 or more")
+        if self.expert_load < 1:
+            raise ValueError(f"expert_load is {self.expert_load}, expected 1 (all ranks alike) or more")
+        if self.fused_loss and not self.transformer_engine:
+            raise ValueError("fused_loss is True, expected False without Transformer Engine, whose it is")
+        local = {"layernorm", "moe_act"} & (self.recompute.modules | self.vision_recompute.modules)
+        if local and not self.transformer_engine:
+            raise ValueError(f"recompute_modules has {sorted(local)}, which need Transformer Engine; leave them out")
+
+    @property
+    def resting(self) -> frozenset[Part]:
+        """Parts whose own weights are not trained."""
+        return frozenset(Part) if self.lora else self.frozen

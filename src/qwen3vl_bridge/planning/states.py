@@ -1,0 +1,89 @@
+"""Bytes of parameters, gradients and optimizer state on one rank.
+
+What lives here: what each kind of sharding leaves on a rank. Standard library only. What may not: counting parameters
+(`parameters.py`), activations (`activations.py`).
+
+Weights and gradients of the model, the optimizer's own copy of the weights, Adam's two moments: mixed precision after
+Micikevicius et al. (arXiv 1710.03740), sharding after Rajbhandari et al. (ZeRO, arXiv 1910.02054).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from qwen3vl_bridge.dimensions import Dimensions
+from qwen3vl_bridge.planning.parameters import Count, adapter_count, chunk_count, layer_count, vision_layer_count
+from qwen3vl_bridge.planning.settings import Sharding, Training
+from qwen3vl_bridge.planning.split import Chunk, Split
+
+# Layers whose weights, and whose gradients, lie whole on a rank under ZeRO-3: the one at work and its neighbour, which
+# is fetched ahead or still being reduced.
+UNITS = 2
+_ORDER = list(Sharding)
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes on one rank.
+
+    Attributes:
+        parameters: weights, of what rests too.
+        gradients: of what is trained.
+        optimizer: its copy of the weights, and the moments.
+        gathered: under ZeRO-3, weights and gradients that lie whole for a while.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    gathered: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.parameters + self.gradients + self.optimizer + self.gathered
+
+
+def stage_states(n: Dimensions, split: Split, chunks: tuple[Chunk, ...], training: Training) -> States:
+    """What a rank of one pipeline stage holds.
+
+    Args:
+        n: the model's numbers.
+        split: over how many ranks.
+        chunks: those of the stage.
+        training: precision, sharding, what rests.
+
+    Raises:
+        ValueError: a kind of sharding that does not go with pipeline stages.
+    """
+    if training.sharding in (Sharding.GRADIENTS, Sharding.ALL) and split.pp > 1:
+        raise ValueError(f"pp is {split.pp} with {training.sharding.value}, expected 1: Megatron-FSDP has no stages")
+    held = sum((chunk_count(n, split, chunk) for chunk in chunks), Count())
+    trained = held.without(training.resting)
+    if training.lora is not None:
+        adapters = sum(adapter_count(n, split, chunk, training.lora) for chunk in chunks)
+        held, trained = held + Count(language_model=adapters), trained + Count(language_model=adapters)
+    precision, sharding = training.precision, training.sharding
+
+    def share(count: Count, at: Sharding) -> float:
+        if _ORDER.index(sharding) < _ORDER.index(at):
+            return count.total
+        return count.shared / split.replicas + count.experts / split.expert_replicas
+
+    return States(
+        parameters=round(precision.weight * share(held, Sharding.ALL)),
+        gradients=round(precision.gradient * share(trained, Sharding.GRADIENTS)),
+        optimizer=round((precision.main + precision.moments) * share(trained, Sharding.OPTIMIZER)),
+        gathered=_gathered(n, split, chunks, training, held) if sharding is Sharding.ALL else 0,
+    )
+
+
+def _gathered(n: Dimensions, split: Split, chunks: tuple[Chunk, ...], training: Training, held: Count) -> int:
+    """Under ZeRO-3: what lies outside of layers for the whole step, and some layers of the largest kind."""
+    kinds = [n.indices[name][:1] for name in ("dense_layers", "moe_layers")]
+    units = [layer_count(n, split, layer).total for kind in kinds for layer in kind]
+    in_layers = sum(chunk_count(n, split, replace(chunk, first=False, last=False)).total for chunk in chunks)
+    in_tower = vision_layer_count(n, split) * len(n.indices["vision_layers"])
+    whole = held.total - in_layers - in_tower + UNITS * max(units)
+    trained = training.precision.gradient * (training.lora is None)
+    return (training.precision.weight + trained) * whole

@@ -1,0 +1,62 @@
+"""What really is kept and held: by autograd, in gradient buffers, by an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from qwen3vl_bridge.planning.activations import Work
+from qwen3vl_bridge.sequence import PackedBatch
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def keeping(model: Sequence[nn.Module]) -> Iterator[dict[int, torch.UntypedStorage]]:
+    """Storages of all tensors that are saved for a backward pass meanwhile, each once, those of weights left out."""
+    weights = {p.untyped_storage().data_ptr() for chunk in model for p in chunk.parameters()}
+    storages: dict[int, torch.UntypedStorage] = {}  # keeps them alive, so that no address is used twice
+
+    def pack(saved: object) -> object:
+        if isinstance(saved, torch.Tensor):
+            storage = saved.untyped_storage()
+            if storage.data_ptr() not in weights:
+                storages[storage.data_ptr()] = storage
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        yield storages
+
+
+def saved_bytes(model: nn.Module, batch: PackedBatch) -> int:
+    """Of a forward pass with a loss."""
+    with keeping([model]) as storages:
+        model(inputs=batch.local())
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def work_of(batch: PackedBatch) -> Work:
+    """Tokens and patches of a batch; one without pictures has a blank one of four patches."""
+    patches = 4 if batch.vision is None else len(batch.vision.pixel_values)
+    return Work(batch.layout.total, patches, 0 if batch.vision is None else patches / 4)
+
+
+def gradient_bytes(model: Sequence[Any]) -> int:
+    """Of the buffers of DistributedDataParallel, their padding left out."""
+    buffers = [buffer for chunk in model for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+    return sum(buffer.numel_unpadded * buffer.grad_data.element_size() for buffer in buffers)
+
+
+def optimizer_bytes(optimizer: Any) -> int:
+    """Of the optimizer's own copies of weights, and of its moments."""
+    total = 0
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for name in ("fp32_from_float16_groups", "shard_fp32_from_float16_groups"):
+            copies = [p for group in getattr(one, name, None) or [] for p in group if p is not None]
+            total += sum(p.numel() * p.element_size() for p in copies)
+        for state in one.optimizer.state.values():
+            moments = [state["exp_avg"], state["exp_avg_sq"]]
+            total += sum(moment.numel() * moment.element_size() for moment in moments)
+    return total

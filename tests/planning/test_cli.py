@@ -1,0 +1,145 @@
+"""The command line: its answers, how soon it gives them, and proposals."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+
+from qwen3vl_bridge import presets
+from qwen3vl_bridge.planning.cli import main
+from qwen3vl_bridge.planning.estimate import estimate
+from qwen3vl_bridge.planning.hardware import GPUS, gpu_of
+from qwen3vl_bridge.planning.propose import propose
+from qwen3vl_bridge.planning.settings import FP32, Training
+
+import pytest
+
+from tests.torchrun import ROOT
+
+RUN = ["--model", "8B", "--gpus", "16", "--seq-length", "8192", "--max-patches", "8192", "--global-batch-size", "32"]
+
+
+def answer(capsys, *arguments: str) -> tuple[int, dict | list]:
+    status = main([*RUN, *arguments, "--json"])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def test_an_estimate(capsys):
+    status, found = answer(capsys, "--tp", "2", "--pp", "2")
+    assert status == 0 and found["fits"]
+    assert found["split"]["sequence_parallel"] and found["split"]["dp"] == 4
+    assert [stage["stage"] for stage in found["stages"]] == [0, 1]
+    parts = found["stages"][0]
+    kinds = ("parameters", "gradients", "optimizer", "gathered", "passing", "reserve")
+    assert found["total"] == max(stage["total"] for stage in found["stages"])
+    whole = sum(parts[kind] for kind in kinds) + sum(parts["activations"].values())
+    assert parts["total"] == pytest.approx(whole, abs=10)
+
+
+def test_what_does_not_fit(capsys):
+    status, found = answer(capsys, "--tp", "1", "--gpu", "A100-40GB")
+    assert status == 1 and not found["fits"]
+    assert main([*RUN, "--tp", "1", "--gpu-memory", "200"]) == 0
+    assert "fits: " in capsys.readouterr().out
+
+
+def test_options_reach_the_estimate(capsys):
+    _, plain = answer(capsys, "--tp", "2")
+    for option in (
+        ["--recompute", "full"],
+        ["--recompute", "selective", "--recompute-modules", "mlp"],
+        ["--vision-recompute", "full"],
+        ["--fsdp"],
+        ["--kind", "peft"],
+        ["--freeze", "language_model"],
+        ["--cp", "2"],
+        ["--fused-activation"],
+    ):
+        assert answer(capsys, "--tp", "2", *option)[1]["total"] < plain["total"], option
+    for option in (
+        ["--no-sequence-parallel"],
+        ["--precision", "fp32"],
+        ["--no-distributed-optimizer"],
+        ["--micro-batch-size", "2"],
+    ):
+        assert answer(capsys, "--tp", "2", *option)[1]["total"] > plain["total"], option
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tp", "3"], "16 GPUs, expected a multiple of tp"),
+        (["--gpu", "H1000"], "no GPU is named 'H1000'"),
+        (["--model", "9B"], "no preset is named '9B'"),
+        (["--fsdp", "--no-distributed-optimizer"], "expected one of them"),
+        (["--recompute", "full"], "what --propose chooses"),
+        (["--propose", "--vpp", "2"], "does not try vpp"),
+        (["--tp", "2", "--recompute-modules", "mlp"], "expected modules with 'selective'"),
+    ],
+)
+def test_bad_input(capsys, arguments, message):
+    assert main([*RUN, *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_is_a_model(capsys, untied_folder):
+    assert main(["--model", str(untied_folder), "--gpus", "1", "--tp", "1", "--precision", "fp32", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["stages"][0]["layers"] == 4
+
+
+def test_proposals_fit_and_come_in_order(capsys):
+    status, found = answer(capsys)
+    assert status == 0 and len(found) == 5
+    costs = [one["seconds_per_row"] for one in found]
+    assert costs == sorted(costs)
+    assert all(one["fits"] and one["free"] > 0 for one in found)
+    assert len({json.dumps(one["split"]) for one in found}) == 5
+    kept = [one["split"]["tp"] for one in answer(capsys, "--propose", "--tp", "4")[1]]
+    assert kept and set(kept) == {4}
+    assert main([*RUN]) == 0
+    assert "the cheapest first" in capsys.readouterr().out
+
+
+def test_a_proposal_is_what_the_estimate_says():
+    """It looks at the stages alone that can be the worst."""
+    config = presets.config_dict("235B-A22B")
+    training = Training(seq_length=8192, max_patches=4096, global_batch_size=256)
+    found = propose(config, 128, GPUS["H100"], training)
+    assert found
+    for one in found:
+        whole = estimate(config, one.estimate.split, one.estimate.training)
+        assert whole.worst.total == one.estimate.worst.total
+
+
+def test_nothing_fits(capsys):
+    assert main(["--model", "235B-A22B", "--gpus", "2"]) == 1
+    assert "nothing fits" in capsys.readouterr().out
+    assert propose(presets.config_dict("32B"), 1, gpu_of("h100"), Training(precision=FP32)) == []
+
+
+def test_help_answers_at_once():
+    """Without torch, Megatron or rich; 0.1 s of one core."""
+    code = (
+        "import sys, time; from qwen3vl_bridge.planning import cli\n"
+        "try: cli.main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "print(sorted({'torch', 'megatron', 'numpy', 'rich'} & sys.modules.keys()), time.process_time())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "--seq-length" in done.stdout
+    imported, seconds = done.stdout.splitlines()[-1].rsplit(" ", 1)
+    assert imported == "[]"
+    assert float(seconds) < 0.3
+
+
+def test_the_readmes_commands(capsys):
+    section = (ROOT / "README.md").read_text().split("\n## Plan\n", 1)[1].split("\n## ", 1)[0]
+    commands = section.split("```bash\n")[1].split("```")[0].strip().splitlines()
+    assert len(commands) == 2
+    for command in commands:
+        name, *arguments = shlex.split(command)
+        assert name == "qwen3vl-plan"
+        assert main(arguments) == 0, command
+    assert "GiB" in capsys.readouterr().out

@@ -1,0 +1,146 @@
+"""A run's configuration is read as it stands, and what is not counted is refused."""
+
+from __future__ import annotations
+
+import json
+
+from qwen3vl_bridge import Qwen3VLDoRA, Qwen3VLLoRA, presets
+from qwen3vl_bridge.parts import Part
+from qwen3vl_bridge.planning.estimate import estimate
+from qwen3vl_bridge.planning.from_config import plan_of
+from qwen3vl_bridge.planning.settings import BF16, FP32, LINEAR_LAYERS, Lora, Precision, Recompute, Sharding, Training
+from qwen3vl_bridge.planning.split import Split
+
+import pytest
+import torch
+from megatron.bridge import AutoBridge
+from megatron.bridge.training.mixed_precision import bf16_mixed
+from recipes.digits import SEQ_LENGTH, qwen3_vl_digits_sft_config
+
+RUN = Training(
+    seq_length=SEQ_LENGTH, global_batch_size=2, precision=FP32, sharding=Sharding.ALL, transformer_engine=False,
+    balancing_loss=False,
+)  # fmt: skip
+
+
+@pytest.fixture
+def cfg(untied_folder):
+    return qwen3_vl_digits_sft_config(hf_path=untied_folder, data_path="x", megatron_path="x", save="x")
+
+
+def change(cfg, **settings):
+    for name, value in settings.items():
+        section, _, field = name.partition("__")
+        target = getattr(cfg, section) if field else cfg
+        assert hasattr(target, field or section), name
+        setattr(target, field or section, value)
+    return cfg
+
+
+def as_of(folder, split: Split, training: Training):
+    return estimate(json.loads((folder / "config.json").read_text()), split, training)
+
+
+def test_the_recipe_as_it_stands(cfg, untied_folder):
+    assert plan_of(cfg, 2) == as_of(untied_folder, Split(2), RUN)
+
+
+def replaced(**fields) -> Training:
+    return Training(**{name: getattr(RUN, name) for name in RUN.__dataclass_fields__} | fields)
+
+
+CHANGES = {
+    "sizes": (
+        dict(model__tensor_model_parallel_size=2, model__sequence_parallel=True, model__context_parallel_size=2),
+        Split(4, tp=2, cp=2, sequence_parallel=True), {},
+    ),
+    "stages": (
+        dict(model__pipeline_model_parallel_size=2, model__num_layers_in_first_pipeline_stage=1,
+             ddp__use_megatron_fsdp=False),
+        Split(4, pp=2, first_layers=1), dict(sharding=Sharding.OPTIMIZER),
+    ),
+    "no sharding": (
+        dict(ddp__use_megatron_fsdp=False, ddp__use_distributed_optimizer=False,
+             optimizer__use_distributed_optimizer=False),
+        Split(4), dict(sharding=Sharding.NONE),
+    ),
+    "mixed precision by name": (dict(mixed_precision="bf16_mixed"), Split(4), dict(precision=BF16)),
+    "mixed precision": (dict(mixed_precision=bf16_mixed()), Split(4), dict(precision=BF16)),
+    "bfloat16": (
+        dict(model__params_dtype=torch.bfloat16, ddp__grad_reduce_in_fp32=False),
+        Split(4), dict(precision=Precision(2, 2, 4)),
+    ),
+    "small moments": (
+        dict(mixed_precision="bf16_mixed", optimizer__use_precision_aware_optimizer=True,
+             optimizer__exp_avg_dtype=torch.bfloat16, optimizer__exp_avg_sq_dtype=torch.bfloat16),
+        Split(4), dict(precision=Precision(2, 4, 2, 4)),
+    ),
+    "recomputation": (
+        dict(model__recompute_granularity="selective", model__recompute_modules=["mlp"],
+             model__vision_recompute_granularity="full", model__vision_recompute_method="uniform",
+             model__vision_recompute_num_layers=1),
+        Split(4),
+        dict(recompute=Recompute("selective", frozenset({"mlp"})),
+             vision_recompute=Recompute("full", method="uniform", num_layers=1)),
+    ),
+    "frozen": (
+        dict(model__freeze_vision_model=True), Split(4), dict(frozen=frozenset({Part.VISION_MODEL})),
+    ),
+    "adapters": (
+        dict(peft=Qwen3VLLoRA(dim=4, target_modules=["linear_qkv"])), Split(4), dict(lora=Lora(4, LINEAR_LAYERS[:1])),
+    ),
+    "rows": (
+        dict(dataset__max_patches=64, train__micro_batch_size=2, train__global_batch_size=8, dataset__seq_length=256),
+        Split(4), dict(max_patches=64, micro_batch_size=2, global_batch_size=8, seq_length=256),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_settings_that_are_counted(name, cfg, untied_folder):
+    settings, split, fields = CHANGES[name]
+    change(cfg, **{"train__global_batch_size": 4} | settings)
+    assert plan_of(cfg, 4) == as_of(untied_folder, split, replaced(**{"global_batch_size": 4} | fields))
+
+
+def test_a_finalised_pipeline_layout(cfg, untied_folder):
+    change(cfg, model__pipeline_model_parallel_size=2, model__pipeline_model_parallel_layout="Ettt|tL",
+           model__pipeline_dtype=torch.float32, ddp__use_megatron_fsdp=False)  # fmt: skip
+    cfg.model.finalize()
+    expected = as_of(untied_folder, Split(2, pp=2, layout=((3,), (1,))), replaced(sharding=Sharding.OPTIMIZER))
+    assert plan_of(cfg, 2).stages == expected.stages
+
+
+def test_a_model_with_experts(cfg):
+    cfg.model = AutoBridge.from_hf_config(presets.hf_config("30B-A3B")).to_megatron_provider(load_weights=False)
+    change(cfg, model__expert_model_parallel_size=8, model__expert_tensor_parallel_size=1,
+           mixed_precision="bf16_mixed", train__global_batch_size=8)  # fmt: skip
+    training = replaced(global_batch_size=8, precision=BF16, balancing_loss=True)
+    assert plan_of(cfg, 8) == estimate(presets.config_dict("30B-A3B"), Split(8, ep=8, etp=1), training)
+
+
+_EIGHT_BITS = bf16_mixed()
+_EIGHT_BITS.fp8 = "e4m3"
+REFUSED = {
+    "model.fp8": dict(model__fp8="e4m3"),
+    "model.cpu_offloading": dict(model__cpu_offloading=True),
+    "model.fine_grained_activation_offloading": dict(model__fine_grained_activation_offloading=True),
+    "model.cuda_graph_impl": dict(model__cuda_graph_impl="local"),
+    "optimizer.optimizer_cpu_offload": dict(optimizer__optimizer_cpu_offload=True),
+    "optimizer.optimizer is": dict(optimizer__optimizer="sgd"),
+    "ddp.num_distributed_optimizer_instances": dict(ddp__num_distributed_optimizer_instances=2),
+    "mixed_precision is": dict(mixed_precision="fp16_mixed"),
+    "mixed_precision has": dict(mixed_precision=_EIGHT_BITS),
+    "peft is a Qwen3VLDoRA": dict(peft=Qwen3VLDoRA()),
+    "peft.adapt_vision_model": dict(peft=Qwen3VLLoRA(adapt_vision_model=True)),
+    "peft.freeze_vision_model": dict(peft=Qwen3VLLoRA(freeze_vision_model=False)),
+    "peft.target_modules": dict(peft=Qwen3VLLoRA(target_modules=["*.layers.0.*"])),
+    "pipeline_model_parallel_layout": dict(model__pipeline_model_parallel_layout="Et*2|t*2L"),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_settings_that_are_not(message, cfg):
+    change(cfg, **REFUSED[message])
+    with pytest.raises(ValueError, match=message.replace(".", "\\.")):
+        plan_of(cfg, 4)

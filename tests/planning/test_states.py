@@ -1,0 +1,119 @@
+"""Counts and states in one process: released sizes, real optimizers, adapters."""
+
+from __future__ import annotations
+
+import json
+
+from qwen3vl_bridge import Qwen3VLLoRA, presets
+from qwen3vl_bridge.dimensions import dimensions_of
+from qwen3vl_bridge.parts import Part
+from qwen3vl_bridge.planning.parameters import Count, chunk_count
+from qwen3vl_bridge.planning.settings import BF16, FP32, LINEAR_LAYERS, Lora, Precision, Sharding, Training
+from qwen3vl_bridge.planning.split import Split
+from qwen3vl_bridge.planning.states import stage_states
+from qwen3vl_bridge.training.loop import train_step
+from qwen3vl_bridge.training.run import assemble
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from tests.parity.batches import make_batch, make_samples
+from tests.parity.conftest import make_pair
+from tests.parity.on_ranks import configuration
+from tests.parity.topologies import Topology
+
+from .measure import gradient_bytes, optimizer_bytes
+
+
+@pytest.mark.parametrize("size", presets.PRESETS)
+def test_released_sizes_unsplit(size):
+    n = dimensions_of(presets.config_dict(size))
+    ((chunk,),) = Split(1).chunks(len(n.indices["text_layers"]))
+    assert chunk_count(n, Split(1), chunk).total == presets.parameter_count(size)
+
+
+STAGES = {
+    "2B": Split(7, pp=7),
+    "4B": Split(6, pp=6, vpp=2),
+    "8B": Split(4, pp=4, first_layers=6, last_layers=10),
+    "32B": Split(8, pp=8, vpp=2),
+    "30B-A3B": Split(2, pp=2, layout=((20,), (28,))),
+    "235B-A22B": Split(8, pp=8, vpp=4, embedding_as_layer=True, loss_as_layer=True),
+}
+
+
+@pytest.mark.parametrize("size", STAGES)
+def test_stages_have_everything_once(size):
+    """And the embedding twice where the last stage needs it too."""
+    n, split = dimensions_of(presets.config_dict(size)), STAGES[size]
+    chunks = [chunk for stage in split.chunks(len(n.indices["text_layers"])) for chunk in stage]
+    again = 0 if n["untied"] else n["vocab"] * n["hidden"]
+    assert sum(chunk_count(n, split, chunk).total for chunk in chunks) == presets.parameter_count(size) + again
+
+
+@pytest.mark.parametrize("kind", ["untied", "moe"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "bfloat16 gradients"])
+def test_a_step_of_a_real_optimizer(precision, kind, request):
+    folder = request.getfixturevalue(f"{kind}_folder")
+    cfg, half = configuration(str(folder), Topology(1)), precision != "float32"
+    if half:
+        cfg.model.bf16 = cfg.optimizer.bf16 = True
+        cfg.model.params_dtype = cfg.optimizer.params_dtype = torch.bfloat16
+    cfg.ddp.grad_reduce_in_fp32 = precision != "bfloat16 gradients"
+    expected = {"float32": FP32, "bfloat16": BF16, "bfloat16 gradients": Precision(2, 2, 4)}[precision]
+    run = assemble(cfg)
+    config = json.loads((folder / "config.json").read_text())
+    hf = AutoConfig.from_pretrained(folder)
+    run.stream = iter([make_batch(make_samples("mixed", hf, seed=seed), hf, packed=True) for seed in range(4)])
+    train_step(run)
+    n = dimensions_of(config)
+    training = Training(precision=expected, sharding=Sharding.NONE, transformer_engine=False)
+    states = stage_states(n, Split(1), Split(1).chunks(4)[0], training)
+    weights = [p for chunk in run.model for p in chunk.parameters()]
+    assert states.parameters == sum(p.numel() * p.element_size() for p in weights)
+    assert states.gradients == gradient_bytes(run.model)
+    assert states.optimizer == optimizer_bytes(run.optimizer)
+
+
+@pytest.mark.parametrize("kind", ["untied", "moe"])
+def test_adapters(kind, request):
+    folder = request.getfixturevalue(f"{kind}_folder")
+    pair = make_pair(folder)
+    Qwen3VLLoRA(dim=8)([pair.megatron])
+    real = sum(p.numel() for p in pair.megatron.parameters() if p.requires_grad)
+    n = dimensions_of(json.loads((folder / "config.json").read_text()))
+    training = Training(precision=FP32, lora=Lora(8, LINEAR_LAYERS), sharding=Sharding.NONE)
+    states = stage_states(n, Split(1), Split(1).chunks(4)[0], training)
+    assert states.gradients == 4 * real
+    assert states.optimizer == 8 * real
+    assert states.parameters == 4 * sum(p.numel() for p in pair.megatron.parameters())
+
+
+def test_frozen_parts_have_weights_alone():
+    n = dimensions_of(presets.config_dict("30B-A3B"))
+    split = Split(8, ep=8)
+    (chunks,) = split.chunks(48)
+    count = chunk_count(n, split, chunks[0])
+    everything = stage_states(n, split, chunks, Training())
+    for parts in ({Part.VISION_MODEL}, {Part.LANGUAGE_MODEL, Part.VISION_PROJECTION}, set(Part)):
+        states = stage_states(n, split, chunks, Training(frozen=frozenset(parts)))
+        left = count.without(parts)
+        assert states.parameters == everything.parameters
+        assert states.gradients == 4 * left.total
+        assert states.optimizer == round(12 * (left.shared / 8 + left.experts))
+    assert count.without(Part) == Count()
+
+
+def test_sharding_in_the_order_of_zero():
+    n = dimensions_of(presets.config_dict("8B"))
+    (chunks,) = Split(8).chunks(36)
+    found = {kind: stage_states(n, Split(8), chunks, Training(sharding=kind)) for kind in Sharding}
+    whole = 8_767_123_696
+    assert found[Sharding.NONE].total == 18 * whole
+    assert found[Sharding.OPTIMIZER].total == pytest.approx((6 + 12 / 8) * whole)
+    assert found[Sharding.GRADIENTS].total == pytest.approx((2 + 16 / 8) * whole)
+    sharded = found[Sharding.ALL]
+    assert sharded.total - sharded.gathered == pytest.approx(18 / 8 * whole)
+    with pytest.raises(ValueError, match="Megatron-FSDP has no stages"):
+        stage_states(n, Split(8, pp=2), Split(8, pp=2).chunks(36)[0], Training(sharding=Sharding.ALL))
