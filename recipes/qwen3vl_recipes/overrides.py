@@ -6,6 +6,7 @@ skip with a warning is refused. What may not: where words come from (`cli.py`).
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer
 
 
+_PLAIN = (bool, int, float, str, list, tuple)
 _ALIKE = {float: (float, int), list: (list, tuple), tuple: (list, tuple)}
 
 
@@ -37,6 +39,9 @@ def apply(cfg: ConfigContainer, words: Sequence[str] = (), files: Sequence[str |
     from yaml import YAMLError
 
     settings, callables = bridge.create_omegaconf_dict_config(cfg)
+    if cfg.peft is not None:
+        # It can be called, as functions can, and these are left out.
+        settings.peft = _plain_fields(cfg.peft)
     before = OmegaConf.to_container(settings, resolve=True)
     OmegaConf.set_struct(settings, True)  # a name that is not there is an error
     for file in files:
@@ -55,6 +60,12 @@ def apply(cfg: ConfigContainer, words: Sequence[str] = (), files: Sequence[str |
         _check_kind(name, old, new)
     bridge.apply_overrides(cfg, _only(after, changed), callables)
     return cfg
+
+
+def _plain_fields(section: Any) -> dict[str, Any]:
+    """What can be set of a dataclass, where it is a value or a list of values."""
+    values = {field.name: getattr(section, field.name) for field in dataclasses.fields(section) if field.init}
+    return {name: value for name, value in values.items() if value is None or isinstance(value, _PLAIN)}
 
 
 def _changes(name: str, old: Any, new: Any):

@@ -1,35 +1,20 @@
-"""The parts of the model that can be frozen and adapted one by one.
+"""How much of each part of the model is trained.
 
-What lives here: which parameter belongs to which part, and how much of each is trained. What may not: deciding that
-(`Qwen3VLModel.freeze`, `peft.py`).
+What lives here: counting and logging it. What may not: which parameter belongs to which part (the package's
+`parts.py`).
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from enum import Enum
+
+from qwen3vl_bridge.parts import Part, part_of
 
 from megatron.core.utils import unwrap_model
 from torch import nn
 
 logger = logging.getLogger(__name__)
-
-
-class Part(Enum):
-    """As in the names of the freeze flags."""
-
-    LANGUAGE_MODEL = "language_model"
-    VISION_MODEL = "vision_model"  # without the mergers
-    VISION_PROJECTION = "vision_projection"  # the mergers, main and DeepStack
-
-
-def part_of(name: str) -> Part:
-    """The part of a Qwen3VLModel's parameter or module, by its name in the model."""
-    if name.startswith("language_model."):
-        return Part.LANGUAGE_MODEL
-    is_merger = name.startswith(("vision_model.merger.", "vision_model.decoder.deepstack_merger_list."))
-    return Part.VISION_PROJECTION if is_merger else Part.VISION_MODEL
 
 
 def log_trained_parameters(model: list[nn.Module]) -> None:

@@ -13,12 +13,12 @@ from typing import Any
 from qwen3vl_bridge.model.attention import layout_packed_seq_params
 from qwen3vl_bridge.model.inputs import as_model_inputs
 from qwen3vl_bridge.model.layers import text_block_spec
-from qwen3vl_bridge.model.parts import Part, part_of
 from qwen3vl_bridge.model.rope import InterleavedMRoPE, scaled_frequencies
 from qwen3vl_bridge.model.stages import Stage, check_row_length
 from qwen3vl_bridge.model.vision import Qwen3VLVisionModel
 from qwen3vl_bridge.parallel import gather_encoded, scatter_sequence, sum_gradients_over_sequence
 from qwen3vl_bridge.parallel_settings import LOGITS
+from qwen3vl_bridge.parts import Part, part_of
 from qwen3vl_bridge.provider import Qwen3VLModelProvider
 from qwen3vl_bridge.sequence.batch import ModelInputs, VisionRows
 from qwen3vl_bridge.vision_config import vision_transformer_config
