@@ -92,16 +92,19 @@ def sft(size: str, *, seq_length: int = 8 * K, global_batch_size: int = 32) -> Q
     return recompute_tower(cfg)
 
 
-def peft(size: str, *, seq_length: int = 8 * K, global_batch_size: int = 32) -> Qwen3VLConfigContainer:
-    """LoRA on the language model's linear layers; a checkpoint holds the adapters alone.
+def peft(
+    size: str, *, dora: bool = False, seq_length: int = 8 * K, global_batch_size: int = 32
+) -> Qwen3VLConfigContainer:
+    """Adapters on the language model's linear layers, experts aside; a checkpoint holds the adapters alone.
 
     Args:
         size, seq_length, global_batch_size: as for `sft`.
+        dora: DoRA in place of LoRA, for a model that is split neither by tensors nor into pipeline stages.
     """
-    from qwen3vl_bridge import Qwen3VLLoRA
+    from qwen3vl_bridge import Qwen3VLDoRA, Qwen3VLLoRA
 
     cfg = sft(size, seq_length=seq_length, global_batch_size=global_batch_size)
-    cfg.peft = Qwen3VLLoRA(dim=32, alpha=32)
+    cfg.peft = (Qwen3VLDoRA if dora else Qwen3VLLoRA)(dim=32, alpha=32)
     for name in ("granularity", "method", "num_layers"):
         setattr(cfg.model, f"vision_recompute_{name}", None)  # without adapters it keeps nothing
     cfg.optimizer.lr, cfg.optimizer.min_lr, cfg.optimizer.weight_decay = 1e-4, 1e-5, 0.0

@@ -52,6 +52,12 @@ def qwen3_vl_235b_a22b_peft_config():
     return recompute_all(split(peft("235B-A22B"), ep=16))
 
 
+@recipe(gpus=16)
+def qwen3_vl_235b_a22b_peft_dora_config():
+    """DoRA on attention, rows of 8K tokens, 16 H100: the experts of a layer on all."""
+    return recompute_all(split(peft("235B-A22B", dora=True), ep=16))
+
+
 @recipe(gpus=512)
 def qwen3_vl_235b_a22b_pretrain_config():
     """Pretraining, rows of 8K tokens, 512 H100: four stages, four to a layer, its experts on 32."""

@@ -43,6 +43,12 @@ def qwen3_vl_30b_a3b_peft_config():
     return recompute_all(split(peft("30B-A3B"), ep=8))
 
 
+@recipe(gpus=8)
+def qwen3_vl_30b_a3b_peft_dora_config():
+    """DoRA on attention, rows of 8K tokens, 8 H100: the experts of a layer on a node."""
+    return split(peft("30B-A3B", dora=True), ep=8)
+
+
 @recipe(gpus=128)
 def qwen3_vl_30b_a3b_pretrain_config():
     """Pretraining, rows of 8K tokens, 128 H100: the experts of a layer on a node."""

@@ -43,6 +43,12 @@ def qwen3_vl_4b_peft_config():
     return peft("4B")
 
 
+@recipe(gpus=1)
+def qwen3_vl_4b_peft_dora_config():
+    """DoRA, rows of 8K tokens, one H100."""
+    return peft("4B", dora=True)
+
+
 @recipe(gpus=64)
 def qwen3_vl_4b_pretrain_config():
     """Pretraining, rows of 8K tokens, 64 H100: two to a model."""

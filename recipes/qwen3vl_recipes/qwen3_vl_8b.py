@@ -43,6 +43,12 @@ def qwen3_vl_8b_peft_config():
     return recompute_all(peft("8B"))
 
 
+@recipe(gpus=1)
+def qwen3_vl_8b_peft_dora_config():
+    """DoRA, rows of 8K tokens, one H100."""
+    return peft("8B", dora=True)
+
+
 @recipe(gpus=64)
 def qwen3_vl_8b_pretrain_config():
     """Pretraining, rows of 8K tokens, 64 H100: two to a model."""

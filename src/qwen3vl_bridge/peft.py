@@ -1,15 +1,18 @@
 """LoRA and DoRA of Qwen3-VL: Megatron-Bridge's, with parts of the model that can be frozen and adapted one by one.
 
 What lives here: the two configurations and what they do to a model. What may not: Hugging Face names and layouts
-(`peft_export.py`), which parameters make up a part (`model/parts.py`).
+(`peft_export.py`), which parameters make up a part (`parts.py`).
 """
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import Any
 
+from qwen3vl_bridge.adapter_rows import ALL_LINEAR_LAYERS, AdapterSettings, plain_name
 from qwen3vl_bridge.model.qwen3vl import Qwen3VLModel
 from qwen3vl_bridge.parts import Part, part_of
 
@@ -23,8 +26,9 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
+_TEXT_LAYER = re.compile(r"(?<=^language_model\.decoder\.layers\.)\d+")
 _ADAPT = {f"adapt_{part.value}": part for part in Part}
-_ALL_LINEAR_LAYERS = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]  # target_modules, where nobody sets it
+_ALL_LINEAR_LAYERS = list(ALL_LINEAR_LAYERS)  # target_modules, where nobody sets it
 # Fields of LoRA that say how experts are adapted, which this package does not do yet, and their defaults.
 _FOR_EXPERTS = {"normalize_moe_lora": False, "share_expert_adapters": True, "experts_shared_outer_loras": False}
 
@@ -73,7 +77,8 @@ class Qwen3VLParts:
         chunks = _chunks(model)
         self._refuse_what_would_be_ignored(chunks)
         self.freeze_model(chunks)
-        self._walk_model(chunks, self.transform)
+        for chunk in chunks:
+            self._walk_model(chunk, self._transform_in(chunk))
         if training:
             for chunk in chunks:
                 _let_recompute_see_gradients(chunk)
@@ -107,15 +112,46 @@ class Qwen3VLParts:
     def set_params_to_save(self, model: Any) -> None:
         """Note what is trained, for checkpoints: they know an adapted layer's own weights by their plain names."""
         super().set_params_to_save(model)
-        self.params_to_save |= {name.replace(".to_wrap.", ".") for name in self.params_to_save}
+        self.params_to_save |= {plain_name(name) for name in self.params_to_save}
+
+    @property
+    def settings(self) -> AdapterSettings:
+        """What says which adapters there are, without Megatron."""
+        return AdapterSettings(
+            dim=self.dim,
+            alpha=self.alpha,
+            dora=isinstance(self, DoRA),
+            parts=frozenset(part.value for field, part in _ADAPT.items() if getattr(self, field)),
+            target_modules=tuple(self.target_modules or ()),
+            exclude_modules=tuple(self.exclude_modules or ()),
+        )
+
+    @property
+    def layers_differ(self) -> bool:
+        """Whether some layers of a tower may have adapters that others lack."""
+        return any("." in entry or "*" in entry for entry in (*self.target_modules, *self.exclude_modules))
+
+    def to_cfg_dict(self) -> dict[str, Any]:
+        """What a saved configuration holds: all that was set, and nothing that is noted during a run."""
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.init}
+        values["canonical_mapping"] = {name: sorted(modules) for name, modules in self.canonical_mapping.items()}
+        return {"_target_": f"{type(self).__module__}.{type(self).__qualname__}"} | values
+
+    def _transform_in(self, chunk: Qwen3VLModel) -> Callable[..., nn.Module]:
+        """`transform`, told names of the whole model: patterns choose among its layers, wherever these are."""
+
+        def transform(m: nn.Module, name: str | None = None, prefix: str | None = None) -> nn.Module:
+            return self.transform(m, name, _whole_name(prefix or "", chunk))
+
+        return transform
 
     def _targets(self, chunks: list[Qwen3VLModel]) -> dict[str, list[str]]:
         targets = defaultdict(list)
         for chunk in chunks:
             for full_name, module in chunk.named_modules():
-                prefix, _, name = full_name.rpartition(".")
+                prefix, _, name = _whole_name(full_name, chunk).rpartition(".")
                 if (found := self.match(module, name, prefix)) is not None:
-                    targets[found[0]].append(full_name)
+                    targets[found[0]].append(found[1])
         return targets
 
     def _refuse_what_would_be_ignored(self, chunks: list[Qwen3VLModel]) -> None:
@@ -215,6 +251,12 @@ def _chunks(model: Any) -> list[Qwen3VLModel]:
         if not isinstance(chunk, Qwen3VLModel):
             raise TypeError(f"found a {type(chunk).__name__}, expected a Qwen3VLModel")
     return chunks
+
+
+def _whole_name(name: str, chunk: Qwen3VLModel) -> str:
+    """A module's name in the whole model. A chunk counts its text layers from 0."""
+    layers = chunk.language_model.decoder.layers
+    return _TEXT_LAYER.sub(lambda number: str(layers[int(number[0])].layer_number - 1), name)
 
 
 def _let_recompute_see_gradients(chunk: Qwen3VLModel) -> None:

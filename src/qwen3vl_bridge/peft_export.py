@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qwen3vl_bridge.adapter_rows import HF_PREFIX, adapter_config, hf_target_modules
 from qwen3vl_bridge.mappings import TABLE
 from qwen3vl_bridge.parallel import wait_for_all
 from qwen3vl_bridge.weight_rows import ConcatenatedQKV
@@ -22,7 +23,6 @@ from megatron.bridge.models.conversion.peft_bridge import (
     AdapterWeight,
     AdapterWeightConversionTask,
     MegatronPeftBridge,
-    build_adapter_config_dict,
 )
 from megatron.bridge.peft.dora_layers import DoRALinear
 from megatron.core.transformer.module import MegatronModule
@@ -134,25 +134,6 @@ def _dora_layers(megatron_model: MegatronModule | list[MegatronModule]) -> Itera
                 yield name, module
 
 
-def hf_target_modules(adapted: Iterable[str], modules: Iterable[str]) -> list[str]:
-    """The `target_modules` of an adapter_config.json that name exactly these modules.
-
-    Args:
-        adapted: whole names of the adapted modules.
-        modules: whole names of all modules of the model.
-
-    Returns:
-        The last part of a name where all modules that end so are adapted ("q_proj"), else whole names.
-    """
-    adapted = set(adapted)
-    ambiguous = {_last_part(name) for name in set(modules) - adapted}
-    return sorted({name if _last_part(name) in ambiguous else _last_part(name) for name in adapted})
-
-
-def _last_part(name: str) -> str:
-    return name.rpartition(".")[2]
-
-
 def save_hf_adapter(
     bridge: AutoBridge,
     model: list[MegatronModule],
@@ -184,16 +165,13 @@ def save_hf_adapter(
     adapted = {name.partition(".lora_")[0] for name in weights}
     if base_model_name_or_path is None:
         base_model_name_or_path = str(getattr(bridge.hf_pretrained, "model_name_or_path", None) or "")
-    config = build_adapter_config_dict(
-        peft,
-        target_modules=hf_target_modules(adapted, conversion.hf_modules(model)),
-        base_model_name_or_path=base_model_name_or_path,
-    )
+    modules = hf_target_modules(adapted, conversion.hf_modules(model))
+    config = adapter_config(peft.settings, modules, base_model_name_or_path)
     if torch.distributed.get_rank() == 0:
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         save_file(
-            {f"base_model.model.{name}": weight for name, weight in weights.items()},
+            {f"{HF_PREFIX}{name}": weight for name, weight in weights.items()},
             folder / "adapter_model.safetensors",
         )
         # Last: a folder with this file is an adapter.

@@ -44,7 +44,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         Exit status: 0, 1 if `verify` found differences, 2 for bad input, 130 if interrupted.
     """
-    options = _parser().parse_args(arguments)
+    return run_command(_parser(), arguments)
+
+
+def run_command(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int:
+    """Run the command that a parser finds in `run`; as `main`, for any parser."""
+    options = parser.parse_args(arguments)
     show_anything()
     first = True
     try:
@@ -98,36 +103,36 @@ def _import(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--megatron-path", required=True, metavar="FOLDER", help="checkpoint to write")
     _storing(parser)
     _lenient(parser)
-    _writing(parser)
+    writing_options(parser)
     parser.set_defaults(run=_run_import)
 
 
 def _export(parser: argparse.ArgumentParser) -> None:
-    _megatron_path(parser)
+    megatron_path(parser)
     parser.add_argument("--hf-path", required=True, metavar="FOLDER", help="model to write")
     _other_model(parser)
     layouts = [layout.name.lower() for layout in ExpertLayout]
     parser.add_argument("--expert-layout", choices=layouts,
                         help="how to hold experts (default: as the model that was imported)")  # fmt: skip
     _lenient(parser)
-    _writing(parser)
+    writing_options(parser)
     parser.set_defaults(run=_run_export)
 
 
 def _reformat(parser: argparse.ArgumentParser) -> None:
-    _megatron_path(parser)
+    megatron_path(parser)
     parser.add_argument("--new-path", required=True, metavar="FOLDER", help="checkpoint to write")
     _other_model(parser)
     _storing(parser, required=True)
-    _remote_code(parser)
-    _writing(parser)
+    remote_code(parser)
+    writing_options(parser)
     parser.set_defaults(run=_run_reformat)
 
 
 def _verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hf-model", metavar="MODEL",
                         help="folder or hub id of the model it was imported from or exported to")  # fmt: skip
-    _megatron_path(parser)
+    megatron_path(parser)
     parser.add_argument("--new-path", metavar="FOLDER", help="compare the checkpoint with this one, made of it")
     parser.add_argument("--no-progress", action="store_true", help="show no progress")
     parser.epilog = "Without --hf-model and --new-path the checkpoint is compared with the checksums in its manifest."
@@ -143,7 +148,8 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_run_inspect)
 
 
-def _megatron_path(parser: argparse.ArgumentParser) -> None:
+def megatron_path(parser: argparse.ArgumentParser) -> None:
+    """Options that name a checkpoint."""
     parser.add_argument("--megatron-path", required=True, metavar="FOLDER", help="checkpoint, or one iteration of it")
     parser.add_argument("--iteration", type=int, metavar="N", help="which iteration (default: the latest)")
 
@@ -169,18 +175,20 @@ def _storing(parser: argparse.ArgumentParser, *, required: bool = False) -> None
         group.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
 
 
-def _remote_code(parser: argparse.ArgumentParser) -> None:
+def remote_code(parser: argparse.ArgumentParser) -> None:
+    """Whether a model may bring code."""
     parser.add_argument("--trust-remote-code", action="store_true",
                         help="take along code that the model brings; it is never run here")  # fmt: skip
 
 
 def _lenient(parser: argparse.ArgumentParser) -> None:
-    _remote_code(parser)
+    remote_code(parser)
     parser.add_argument("--not-strict", action="store_true",
                         help="leave aside tensors that the model does not call for, instead of failing")  # fmt: skip
 
 
-def _writing(parser: argparse.ArgumentParser) -> None:
+def writing_options(parser: argparse.ArgumentParser) -> None:
+    """Options of every command that writes."""
     parser.add_argument(
         "--torch-dtype", choices=WEIGHT_DTYPES, help="cast the weights (default: leave them as they are)"
     )
@@ -194,7 +202,8 @@ def _writing(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-progress", action="store_true", help="show no progress")
 
 
-def _how(options: argparse.Namespace) -> dict[str, Any]:
+def how_of(options: argparse.Namespace) -> dict[str, Any]:
+    """What `writing_options` gave, as `How`."""
     names = ("overwrite", "resume", "verify", "checksums", "dry_run", "ranks")
     return {name: getattr(options, name) for name in names} | {"progress": not options.no_progress}
 
@@ -219,7 +228,7 @@ def _run_import(options: argparse.Namespace) -> int:
         strict=not options.not_strict,
         trust_remote_code=options.trust_remote_code,
         **_stored(options),
-        **_how(options),
+        **how_of(options),
     )
     return printing.conversion(report, options)
 
@@ -236,7 +245,7 @@ def _run_export(options: argparse.Namespace) -> int:
         expert_layout=options.expert_layout,
         strict=not options.not_strict,
         trust_remote_code=options.trust_remote_code,
-        **_how(options),
+        **how_of(options),
     )
     return printing.conversion(report, options)
 
@@ -251,7 +260,7 @@ def _run_reformat(options: argparse.Namespace) -> int:
         iteration=options.iteration,
         trust_remote_code=options.trust_remote_code,
         **_stored(options),
-        **_how(options),
+        **how_of(options),
     )
     return printing.conversion(report, options)
 

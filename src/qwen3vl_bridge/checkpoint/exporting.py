@@ -87,8 +87,8 @@ def export_checkpoint(
             settings=_settings(stored, experts),
             files=layout(plan.tasks, max_shard_bytes),
             inner=".",
-            is_ours=_is_model,
-            finish=lambda root, _: _finish(root, plan, stored.config, max_shard_bytes),
+            is_ours=is_model,
+            finish=lambda root, _: finish_model(root, plan, stored.config, max_shard_bytes),
             open=HFWeights,
             notes=notes,
         )
@@ -109,7 +109,8 @@ def _settings(stored: StoredModel, experts: ExpertLayout) -> dict[str, Any]:
     return {"format": "huggingface", "from": stored.ckpt_format, "expert_layout": experts.name if moe else None}
 
 
-def _is_model(path: Path) -> bool:
+def is_model(path: Path) -> bool:
+    """Whether a folder looks like that of a model."""
     return (path / "config.json").is_file()
 
 
@@ -122,7 +123,8 @@ def _dropped_rows(stored: StoredModel) -> list[str]:
     return notes
 
 
-def _finish(work: Path, plan: Plan, config: ModelConfig, max_shard_bytes: int) -> None:
+def finish_model(work: Path, plan: Plan, config: ModelConfig, max_shard_bytes: int) -> None:
+    """Write what a model's folder has beside its weights."""
     write_index(work, plan.tasks, max_shard_bytes)
     copy_side_files(config.folder, work)
     if len(plan.dtypes) == 1:

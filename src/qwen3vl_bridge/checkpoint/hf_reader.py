@@ -38,14 +38,19 @@ class HFWeights:
         specs: every tensor by name.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, file: str | None = None) -> None:
         """Read and check every header.
+
+        Args:
+            folder: the folder.
+            file: the one in it that holds all tensors; None for those of a model.
 
         Raises:
             CheckpointError: files are missing, truncated, contradict each other or lie about their contents.
         """
         self.folder = folder
-        self._stored = {stored.spec.name: stored for stored in _read_folder(folder)}
+        found = _read_folder(folder) if file is None else read_header(folder / file)
+        self._stored = {stored.spec.name: stored for stored in found}
         self.specs: Mapping[str, TensorSpec] = {name: stored.spec for name, stored in self._stored.items()}
 
     def extents(self, run: Run) -> Iterator[Extent]:

@@ -26,7 +26,7 @@ def layout(tasks: Sequence[Task], max_shard_bytes: int = MAX_SHARD_BYTES) -> lis
         tasks: what to write.
         max_shard_bytes: payload of a file at most.
     """
-    return [_shard(name, group) for name, group in _shards(tasks, max_shard_bytes)]
+    return [one_file(name, group) for name, group in _shards(tasks, max_shard_bytes)]
 
 
 def _shards(tasks: Sequence[Task], max_shard_bytes: int) -> Iterator[tuple[str, list[Task]]]:
@@ -42,7 +42,13 @@ def _shards(tasks: Sequence[Task], max_shard_bytes: int) -> Iterator[tuple[str, 
         yield SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors", group
 
 
-def _shard(name: str, tasks: list[Task]) -> OutputFile:
+def one_file(name: str, tasks: Sequence[Task]) -> OutputFile:
+    """A file with tensors.
+
+    Args:
+        name: of the file.
+        tasks: what to write.
+    """
     # Wider elements first, as safetensors has it, so that every tensor is aligned to its element size.
     ordered = sorted(tasks, key=lambda task: -ITEMSIZE[task.target.dtype])
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}

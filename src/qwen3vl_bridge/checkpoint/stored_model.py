@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from qwen3vl_bridge.adapter_rows import MARK
 from qwen3vl_bridge.checkpoint import megatron_folder as megatron
 from qwen3vl_bridge.checkpoint.dcp_metadata import DcpMetadata, read_metadata
 from qwen3vl_bridge.checkpoint.dcp_reader import DcpTensors
@@ -93,13 +94,28 @@ def open_stored(
     """
     folder = megatron.find_iteration(Path(path).expanduser(), iteration)
     ckpt_format = megatron.format_of(folder)
-    config, manifest = _config(folder, hf_model, trust_remote_code), read_manifest(folder)
+    config, manifest = stored_config(folder, hf_model, trust_remote_code), read_manifest(folder)
     metadata = read_metadata(folder)
-    tensors = DcpTensors(metadata, megatron.model_keys(metadata, ckpt_format))
+    keys = megatron.model_keys(metadata, ckpt_format)
+    if adapter := next((name for name in keys if MARK in name), None):
+        raise CheckpointError(
+            f"{folder} holds adapters such as {adapter}, expected a whole model; conversion/adapters.py is for those"
+        )
+    tensors = DcpTensors(metadata, keys)
     return StoredModel(folder, ckpt_format, metadata, tensors, config, _experts(config, manifest, folder), manifest)
 
 
-def _config(folder: Path, hf_model: str | Path | None, trust_remote_code: bool) -> ModelConfig:
+def stored_config(folder: Path, hf_model: str | Path | None, trust_remote_code: bool = False) -> ModelConfig:
+    """The configuration of a checkpoint's model.
+
+    Args:
+        folder: the iteration's.
+        hf_model: folder or hub id of a model whose configuration to take; None for the one in the checkpoint.
+        trust_remote_code: whether that model may bring code.
+
+    Raises:
+        CheckpointError: there is none.
+    """
     if hf_model is not None:
         return ModelConfig(find_model(hf_model, weights=False, trust_remote_code=trust_remote_code))
     if not (folder / megatron.HF_FILES / "config.json").is_file():

@@ -4,6 +4,8 @@ What lives here: saving a run, finding its checkpoints, going on from one. What 
 `torch_dist.py`), what is in no tensor (`run_state.py`), names of files and how a folder comes into being
 (`qwen3vl_bridge.checkpoint`).
 
+A run that trains adapters saves these, and whatever else it trains; its first weights stay where they are.
+
 Every rank writes its part. A folder is written beside its place and moved there when it is whole; only then do the
 tracker files name it, and only after that do older ones go.
 """
@@ -16,6 +18,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qwen3vl_bridge.checkpoint.adapter_settings import check_same_adapters
 from qwen3vl_bridge.checkpoint.dcp_metadata import FILE as METADATA
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
 from qwen3vl_bridge.checkpoint.megatron_folder import (
@@ -74,10 +77,13 @@ def begin(run: Run, pretrained: Pretrained | None) -> None:
     found = tell_all(found)
     run.origin = pretrained or (found and Pretrained(found, is_hf=False))
     if found is None:
-        if pretrained is not None:
-            pretrained.load(run)
+        # Under adapters they are there already.
+        if pretrained is not None and run.cfg.peft is None:
+            pretrained.load(run.model, run.groups)
     elif settings.finetune:
-        load_tensors(found, run.model, None, run.groups)
+        with together():
+            check_same_adapters(found, run.cfg.peft)
+        load_tensors(found, run.model, None, run.groups, run.cfg.peft)
     else:
         load(found, run)
         logger.info("resumed from %s at step %d", found, run.progress.step)
@@ -131,7 +137,7 @@ def _write(folder: Path, run: Run) -> None:
         torch_dist.save(folder, run)
     else:
         optimizer = run.optimizer if settings.save_optim else None
-        fsdp_dtensor.save(folder, run.model, optimizer, run.groups, run.progress.step)
+        fsdp_dtensor.save(folder, run.model, optimizer, run.groups, run.progress.step, run.cfg.peft)
     save_run_state(folder, run)
     with together():
         if is_first():
@@ -167,14 +173,16 @@ def load(folder: Path, run: Run) -> None:
         CheckpointError: a checkpoint that does not fit the run, or a schedule that is another one.
         ValueError: data that are others.
     """
+    peft = run.cfg.peft
     with together():
         saved = read_run_state(folder)
+        check_same_adapters(folder, peft)
         if run.cfg.checkpoint.load_optim and saved["optimizer_step"] is None:
             raise CheckpointError(
                 f"{folder} was saved without the optimizer (checkpoint.save_optim=false): expected "
                 "checkpoint.load_optim=false, to begin with a new one"
             )
-    load_tensors(folder, run.model, run.optimizer if run.cfg.checkpoint.load_optim else None, run.groups)
+    load_tensors(folder, run.model, run.optimizer if run.cfg.checkpoint.load_optim else None, run.groups, peft)
     with together():
         run.progress.load_state_dict(torch.load(folder / TRAIN_STATE, weights_only=True))
         restore_run_state(saved, run)

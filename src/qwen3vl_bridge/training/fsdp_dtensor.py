@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from qwen3vl_bridge.checkpoint.dcp_metadata import read_metadata
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
@@ -15,7 +16,7 @@ from qwen3vl_bridge.checkpoint.megatron_files import BYTE_ITEMS
 from qwen3vl_bridge.checkpoint.megatron_folder import key_of
 from qwen3vl_bridge.parallel import hear_all
 from qwen3vl_bridge.training.optimizer_state import MOMENTS, adam_states
-from qwen3vl_bridge.training.stored_parameters import StoredParameter, rows_by_name, stored_parameters
+from qwen3vl_bridge.training.stored_parameters import StoredParameter, stored_parameters
 from qwen3vl_bridge.training.together import together
 
 import torch
@@ -26,6 +27,9 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+if TYPE_CHECKING:
+    from qwen3vl_bridge.peft import Qwen3VLParts
+
 _OPTIMIZER = "optimizer.state.module.module.module."
 
 
@@ -35,6 +39,7 @@ def save(
     optimizer: MegatronOptimizer | None,
     groups: ProcessGroupCollection,
     step: int,
+    peft: Qwen3VLParts | None = None,
 ) -> None:
     """Write the tensors of all ranks.
 
@@ -44,9 +49,10 @@ def save(
         optimizer: whose moments are written too; None for none.
         groups: process groups.
         step: how many the run has made.
+        peft: that put adapters in; then only what is trained is written.
     """
     with together():
-        parameters = list(stored_parameters(model, groups))
+        parameters = list(stored_parameters(model, groups, peft))
         tensors = _weights(parameters) | ({} if optimizer is None else _moments(parameters, optimizer))
     dcp.save({**tensors, **BYTE_ITEMS, "iteration": step}, checkpoint_id=folder)
 
@@ -56,6 +62,7 @@ def load(
     model: Sequence[torch.nn.Module],
     optimizer: MegatronOptimizer | None,
     groups: ProcessGroupCollection,
+    peft: Qwen3VLParts | None = None,
 ) -> None:
     """Fill this rank's tensors, all of them; arguments as for `save`.
 
@@ -63,7 +70,7 @@ def load(
         CheckpointError: a tensor is missing, extra or of another shape; all are listed.
     """
     with together():
-        parameters = list(stored_parameters(model, groups))
+        parameters = list(stored_parameters(model, groups, peft))
         tensors, prefixes = _weights(parameters), (key_of(""),)
         if optimizer is not None:
             tensors |= _moments(parameters, optimizer)
@@ -72,11 +79,12 @@ def load(
         stored = read_metadata(folder).tensors
         found = {key: spec.shape for key, (spec, _) in stored.items() if key.startswith(prefixes)}
         padded = _padded_otherwise(found, tensors, parameters, unwrap_model(list(model))[0].config.vocab_size)
-        tensors = {key: tensor for key, tensor in tensors.items() if key not in padded}
-        problems = _misfits(found, tensors) + _strangers(found, _whole(model), parameters, optimizer)
-    raise_problems(folder, problems)
+        whole = {key: tensor for key, tensor in tensors.items() if key not in padded}
+        problems = _misfits(found, whole)
+    wanted = set(tensors).union(*hear_all(list(tensors)))
+    raise_problems(folder, problems + [f"unexpected: {key} {list(found[key])}" for key in found.keys() - wanted])
     with together():
-        dcp.load(tensors, checkpoint_id=folder, no_dist=True)
+        dcp.load(whole, checkpoint_id=folder, no_dist=True)
         for key, part in padded.items():
             _load_rows(folder, key, part, torch.empty(found[key], dtype=part.dtype))
 
@@ -124,12 +132,6 @@ def _load_rows(folder: Path, key: str, part: Tensor, whole: Tensor) -> None:
     part[len(rows) :] = 0
 
 
-def _whole(model: Sequence[torch.nn.Module]) -> set[str]:
-    """Names that all ranks' weights have together."""
-    rows = rows_by_name(unwrap_model(list(model))[0].config).values()
-    return {name for row in rows for name in row.stored}
-
-
 def _misfits(found: dict[str, tuple[int, ...]], tensors: dict[str, Tensor]) -> list[str]:
     """What this rank wants and the checkpoint lacks, or has in another shape."""
     wanted = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
@@ -139,21 +141,6 @@ def _misfits(found: dict[str, tuple[int, ...]], tensors: dict[str, Tensor]) -> l
         for key, shape in wanted.items()
         if found.get(key, shape) != shape
     ]
-
-
-def _strangers(
-    found: dict[str, tuple[int, ...]],
-    names: set[str],
-    parameters: Sequence[StoredParameter],
-    optimizer: MegatronOptimizer | None,
-) -> list[str]:
-    """What the checkpoint has and no rank wants, as far as this one can tell."""
-    known = {key_of(name) for name in names}
-    if optimizer is not None:
-        # Whether a parameter is trained is known where it is.
-        frozen = {name for stored in parameters if not stored.parameter.requires_grad for name in stored.row.stored}
-        known |= {f"{_OPTIMIZER}{name}.{moment}" for name in names - frozen for moment in MOMENTS}
-    return [f"unexpected: {key} {list(found[key])}" for key in found.keys() - known]
 
 
 def raise_problems(folder: Path, mine: Sequence[str]) -> None:

@@ -48,7 +48,7 @@ def set_up(cfg: ConfigContainer) -> Run:
     pretrained = Pretrained.find(first) if first else None
     if pretrained is not None:
         pretrained.check(cfg.model)
-    run = assemble(cfg)
+    run = assemble(cfg, pretrained)
     run.data = open_data(cfg, run.groups)
     run.stream = run.data.stream("train", **_data_share(cfg, run.groups))
     checkpoint.begin(run, pretrained)

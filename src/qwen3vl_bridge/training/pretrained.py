@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qwen3vl_bridge.bridge import provider_from_hf_config
+from qwen3vl_bridge.checkpoint.adapter_settings import refuse_adapters_alone
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
 from qwen3vl_bridge.checkpoint.hf_config import ModelConfig
 from qwen3vl_bridge.checkpoint.hf_files import copy_side_files
@@ -33,7 +34,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 if TYPE_CHECKING:
-    from qwen3vl_bridge.training.run import Run
+    from qwen3vl_bridge.peft import Qwen3VLParts
 
 # Fields of a provider that say which weights there are, and of which shapes.
 _SIZES = (
@@ -70,27 +71,33 @@ class Pretrained:
         """Refuse weights of another model, as far as can be told without reading them.
 
         Raises:
-            CheckpointError: sizes that differ; all are listed.
+            CheckpointError: sizes that differ; all are listed. Or they are adapters, of weights that are elsewhere.
         """
         if not self.is_hf:
-            return  # names and shapes are all in one file there, and compared before weights are read
+            # Names and shapes are all in one file there, and compared before weights are read.
+            refuse_adapters_alone(self.folder)
+            return
         theirs, ours = _sizes(provider_from_hf_config(ModelConfig(self.folder).raw)), _sizes(provider)
         differ = [f"{name} is {theirs[name]}, expected {ours[name]}" for name in ours if theirs[name] != ours[name]]
         if differ:
             raise CheckpointError("\n  ".join([f"{self.folder} is another model than the run's:", *differ]))
 
-    def load(self, run: Run) -> None:
-        """Fill the run's model.
+    def load(self, model: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> None:
+        """Fill a model.
+
+        Args:
+            model: this rank's chunks, wrapped or not, without adapters.
+            groups: process groups.
 
         Raises:
             CheckpointError: weights that don't fit; all are listed.
         """
         if self.is_hf:
             bridge = AutoBridge.from_hf_pretrained(str(self.folder))
-            bridge.load_hf_weights(run.model)
-            copy_model_to_main(run.model)
+            bridge.load_hf_weights(list(model))
+            copy_model_to_main(model)
         else:
-            load_tensors(self.folder, run.model, None, run.groups)
+            load_tensors(self.folder, model, None, groups)
 
     def travel_along(self, folder: Path, provider: Qwen3VLModelProvider) -> None:
         """Write what an export asks for: configuration, tokenizer, processor, and how experts were held.
@@ -133,6 +140,7 @@ def load_tensors(
     model: Sequence[torch.nn.Module],
     optimizer: MegatronOptimizer | None,
     groups: ProcessGroupCollection,
+    peft: Qwen3VLParts | None = None,
 ) -> None:
     """Fill a model, and what an optimizer keeps, from an iteration's folder of either format.
 
@@ -141,18 +149,21 @@ def load_tensors(
         model: this rank's chunks, wrapped or not.
         optimizer: whose tensors are filled too; None for none.
         groups: process groups.
+        peft: that put adapters in, where these and what else is trained are filled alone.
 
     Raises:
         CheckpointError: tensors that don't fit; all are listed.
     """
     with together():
+        if peft is None:
+            refuse_adapters_alone(folder)
         ckpt_format = format_of(folder)
     if ckpt_format == TORCH_DIST:
-        torch_dist.load(folder, model, optimizer, groups)
+        torch_dist.load(folder, model, optimizer, groups, peft)
         if optimizer is None:
             copy_model_to_main(model)
     else:
-        fsdp_dtensor.load(folder, model, optimizer, groups)
+        fsdp_dtensor.load(folder, model, optimizer, groups, peft)
         copy_main_to_model(model)
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qwen3vl_bridge.parallel_settings import check_microbatches
+from qwen3vl_bridge.peft import Qwen3VLParts
 from qwen3vl_bridge.training.followed import check_checkpoint_settings
 from qwen3vl_bridge.training.pretrained import Pretrained
 from qwen3vl_bridge.training.process_group import initialize
@@ -71,16 +72,19 @@ class Run:
         return self.state.train_state
 
 
-def assemble(cfg: ConfigContainer) -> Run:
+def assemble(cfg: ConfigContainer, pretrained: Pretrained | None = None) -> Run:
     """Everything but data, with the weights that the provider loads or starts from.
 
     Args:
         cfg: a recipe's configuration. It is validated, and completed in place.
+        pretrained: weights to be loaded before adapters are put in; without adapters they are loaded later.
 
     Raises:
         ValueError: settings this loop cannot honour.
     """
     _refuse_what_would_be_ignored(cfg)
+    if cfg.peft is not None:
+        _check_adapters(cfg, pretrained)
     runtime_config_update(cfg)
     config_yaml = dump_dataclass_to_yaml(cfg.to_dict())
     _without_sharding(cfg)
@@ -95,7 +99,11 @@ def assemble(cfg: ConfigContainer) -> Run:
         )
     check_microbatches(cfg.model, cfg.train.global_batch_size // share, "train.global_batch_size")
     model = cfg.model.provide_distributed_model(
-        ddp_config=cfg.ddp, use_cpu_initialization=True, pg_collection=groups, data_parallel_random_init=False
+        ddp_config=cfg.ddp,
+        use_cpu_initialization=True,
+        pg_collection=groups,
+        data_parallel_random_init=False,
+        pre_wrap_hook=None if cfg.peft is None else _with_adapters(cfg, pretrained, groups),
     )
     optimizer, scheduler = setup_optimizer(
         cfg.optimizer,
@@ -113,7 +121,6 @@ def assemble(cfg: ConfigContainer) -> Run:
 
 def _refuse_what_would_be_ignored(cfg: ConfigContainer) -> None:
     wrong = {
-        "peft": cfg.peft is not None,
         "model.fp16": cfg.model.fp16,
         "train.train_samples": cfg.train.train_samples is not None,
         "train.rampup_batch_size": cfg.train.rampup_batch_size is not None,
@@ -131,6 +138,32 @@ def _refuse_what_would_be_ignored(cfg: ConfigContainer) -> None:
             f"dataset.seq_length is {cfg.dataset.seq_length}, expected model.seq_length, {cfg.model.seq_length}"
         )
     check_checkpoint_settings(cfg.checkpoint)
+
+
+def _check_adapters(cfg: ConfigContainer, pretrained: Pretrained | None) -> None:
+    if not isinstance(cfg.peft, Qwen3VLParts):
+        raise ValueError(f"peft is a {type(cfg.peft).__name__}, expected Qwen3VLLoRA or Qwen3VLDoRA")
+    if pretrained is None:
+        raise ValueError(
+            "checkpoint.pretrained_checkpoint is None, expected the weights that the adapters are of, a Megatron "
+            "checkpoint or a Hugging Face folder; a run that goes on needs them too, as it saves adapters alone"
+        )
+
+
+def _with_adapters(
+    cfg: ConfigContainer, pretrained: Pretrained, groups: ProcessGroupCollection
+) -> Callable[[list[torch.nn.Module]], list[torch.nn.Module]]:
+    """What happens to chunks before they are wrapped, as in Megatron-Bridge's own set-up: weights, then adapters."""
+
+    def hook(chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        if (registered := cfg.model.pre_wrap_hook) is not None:
+            chunks = registered(chunks)
+        pretrained.load(chunks, groups)
+        cfg.peft(chunks, training=True)
+        cfg.peft.set_params_to_save(chunks)
+        return chunks
+
+    return hook
 
 
 def _checkpoints(cfg: ConfigContainer) -> list[str]:

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from qwen3vl_bridge import mappings
+from qwen3vl_bridge.adapter_rows import MARK, adapter_row, plain_name
 from qwen3vl_bridge.provider import Qwen3VLModelProvider
 from qwen3vl_bridge.weight_rows import Row, expand
 
@@ -24,6 +26,9 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+
+if TYPE_CHECKING:
+    from qwen3vl_bridge.peft import Qwen3VLParts
 
 # The last pipeline stage of a tied model has an embedding of its own by this name.
 _OUTPUT, _EMBEDDING = "language_model.output_layer.weight", "language_model.embedding.word_embeddings.weight"
@@ -67,22 +72,28 @@ def rows_by_name(provider: Qwen3VLModelProvider) -> dict[str, Row]:
     return {mappings.local_name(row.megatron) if local else row.megatron: row for row in rows}
 
 
-def stored_parameters(model: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> Iterator[StoredParameter]:
+def stored_parameters(
+    model: Sequence[torch.nn.Module], groups: ProcessGroupCollection, peft: Qwen3VLParts | None = None
+) -> Iterator[StoredParameter]:
     """This rank's parameters.
 
     Args:
         model: its chunks, wrapped or not.
         groups: its process groups.
+        peft: that put adapters in, where these and what else is trained are stored alone; None for all parameters.
     """
     chunks = unwrap_model(list(model))
     config = chunks[0].config
     rows, meshes = rows_by_name(config), {}
     for stage, chunk in enumerate(chunks):
         for name, parameter in chunk.named_parameters():
-            whole = _megatron_local_name_to_global(chunks, config, name, stage)
+            if peft is not None and not parameter.requires_grad:
+                continue
+            whole = plain_name(_megatron_local_name_to_global(chunks, config, name, stage))
             if whole == _OUTPUT and config.share_embeddings_and_output_weights:
                 whole = _EMBEDDING
-            row = rows[whole]
+            layer, mark, kind = whole.partition(MARK)
+            row = adapter_row(rows[f"{layer}.weight"], kind, peft.dim) if mark else rows[whole]
             group = groups.expt_tp if "experts" in row.indices else groups.tp
             if group.size() == 1 or not getattr(parameter, "tensor_model_parallel", False):
                 yield StoredParameter(row, parameter)

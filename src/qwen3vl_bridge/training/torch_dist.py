@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qwen3vl_bridge.adapter_rows import plain_name
 from qwen3vl_bridge.checkpoint.dcp_metadata import read_metadata
 from qwen3vl_bridge.checkpoint.megatron_folder import TORCH_DIST
 from qwen3vl_bridge.parallel import hear_all
@@ -24,7 +25,11 @@ from qwen3vl_bridge.training.together import is_first, together
 
 import torch
 import torch.distributed.checkpoint as dcp
-from megatron.bridge.training.checkpointing import generate_state_dict, get_rng_state
+from megatron.bridge.training.checkpointing import (
+    apply_peft_adapter_filter_to_state_dict,
+    generate_state_dict,
+    get_rng_state,
+)
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -36,6 +41,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model
 
 if TYPE_CHECKING:
+    from qwen3vl_bridge.peft import Qwen3VLParts
     from qwen3vl_bridge.training.run import Run
 
 # How tensors are sharded, as Megatron-Bridge says it of an optimizer that is not distributed.
@@ -64,7 +70,10 @@ def _whole_state(run: Run) -> dict[str, Any]:
     settings, groups = run.cfg.checkpoint, run.groups
     if settings.save_optim:
         adam_states(run.optimizer)  # complete where it has not stepped yet
-    metadata = _CONTENT | {"dp_cp_group": groups.dp_cp}
+    peft = run.cfg.peft
+    # Tensors of layers that differ cannot be stacked: some would have no part in the stack.
+    content = _CONTENT | ({"non_homogeneous_layers": True} if peft is not None and peft.layers_differ else {})
+    metadata = content | {"dp_cp_group": groups.dp_cp}
     state = generate_state_dict(
         settings,
         unwrap_model(run.model),
@@ -76,7 +85,9 @@ def _whole_state(run: Run) -> dict[str, Any]:
         model_sd_kwargs={"metadata": metadata},
         pg_collection=groups,
     )
-    return state | {"content_metadata": dict(_CONTENT)}
+    if peft is not None:
+        state = apply_peft_adapter_filter_to_state_dict(state, peft)
+    return state | {"content_metadata": content}
 
 
 def _by_key(state: dict[str, Any]) -> dict[str, list[ShardedBase]]:
@@ -95,6 +106,7 @@ def load(
     model: Sequence[torch.nn.Module],
     optimizer: MegatronOptimizer | None,
     groups: ProcessGroupCollection,
+    peft: Qwen3VLParts | None = None,
 ) -> None:
     """Fill this rank's tensors, all of them.
 
@@ -103,6 +115,7 @@ def load(
         model: this rank's chunks.
         optimizer: whose moments, and copies of weights in float32, are read too; None for none.
         groups: process groups.
+        peft: that put adapters in, where these and what else is trained are filled alone.
 
     Raises:
         CheckpointError: a tensor is missing, extra or of another shape; all are listed.
@@ -113,6 +126,8 @@ def load(
         metadata = content | {"dp_cp_group": groups.dp_cp}
         weights = {f"{stage}": chunk.sharded_state_dict(metadata=metadata) for stage, chunk in enumerate(chunks)}
         moments = {} if optimizer is None else _optimizer_entries(optimizer, weights, metadata)
+        if peft is not None:
+            weights = {stage: _trained(state, peft) for stage, state in weights.items()}
         places = {number: entry.data for number, entry in moments.items()}
         wanted = {"weights": weights, "moments": moments}
         shapes = {e.key: None if e.allow_shape_mismatch else tuple(e.global_shape) for e in _tensors(wanted)}
@@ -120,9 +135,22 @@ def load(
     with together(), torch.no_grad():
         loaded = dist_checkpointing.load(wanted, str(folder), validate_access_integrity=False)
         for stage, chunk in enumerate(chunks):
-            chunk.load_state_dict(loaded["weights"][f"{stage}"])
+            _fill(chunk, loaded["weights"][f"{stage}"], strict=peft is None)
         for number, place in places.items():
             place.copy_(loaded["moments"][number])
+
+
+def _trained(state: dict[str, Any], peft: Qwen3VLParts) -> dict[str, Any]:
+    """Of a chunk's state what Megatron-Bridge's filter leaves."""
+    return apply_peft_adapter_filter_to_state_dict({"model": state}, peft)["model"]
+
+
+def _fill(chunk: torch.nn.Module, state: dict[str, Any], *, strict: bool) -> None:
+    """Load a chunk's state. In it an adapted layer's own parameters have their plain names."""
+    if not strict:
+        names = {plain_name(name): name for name, _ in chunk.named_parameters()}
+        state = {names[name]: value for name, value in state.items()}
+    chunk.load_state_dict(state, strict=strict)
 
 
 def _optimizer_entries(optimizer: MegatronOptimizer, weights: dict, metadata: dict) -> dict[str, ShardedBase]:

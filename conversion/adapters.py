@@ -1,0 +1,14 @@
+"""Trained adapters for other libraries: a folder for `peft` and vLLM, or a whole model with the adapters merged in.
+
+    python conversion/adapters.py export --megatron-path RUN --hf-path ADAPTER
+    python conversion/adapters.py merge --megatron-path RUN --hf-path MERGED
+
+What lives here: a call of the installed package's command line. What may not: anything else.
+"""
+
+import sys
+
+from qwen3vl_bridge.checkpoint.adapters_cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,174 @@
+"""What LoRA and DoRA add to a linear layer, as rows like those of the weight table.
+
+What lives here: names and shapes of adapters, Hugging Face's `peft` library on one side, Megatron on the other, derived
+from the row of the layer's own weight; which layers a configuration adapts. Standard library only. What may not: names
+of the model's own parameters (`mappings.py`), tensors, files.
+
+A layer in Megatron may be several in Hugging Face (q, k and v; gate and up). Its adapter has one `linear_in`, which is
+the `lora_A` of each of them, and one `linear_out`, whose rows lie as those of the layer's weight do.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from qwen3vl_bridge.parts import part_of
+from qwen3vl_bridge.weight_rows import Copy, GatedMLP, Row
+
+# What Megatron-Bridge calls the parts of an adapter, behind the name of its layer.
+MARK = ".adapter."
+IN, OUT, MAGNITUDE = "linear_in.weight", "linear_out.weight", "weight_magnitude"
+# What it puts into the names of a layer's own parameters.
+_WRAPPED = ".to_wrap."
+_HF = {IN: "lora_A.weight", OUT: "lora_B.weight", MAGNITUDE: "lora_magnitude_vector"}
+# How `peft` begins the names in a file of adapters.
+HF_PREFIX = "base_model.model."
+ALL_LINEAR_LAYERS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+_LINEAR = re.compile(rf"\.({'|'.join(ALL_LINEAR_LAYERS)})\.weight")
+
+
+class WholeGatedMLP(GatedMLP):
+    """A stacked gate and up projection that an fsdp_dtensor checkpoint stores as one."""
+
+    @property
+    def stored(self) -> tuple[str, ...]:
+        """As the parameter is."""
+        return (self.megatron,)
+
+
+@dataclass(frozen=True)
+class AdapterSettings:
+    """What of a configuration says which adapters there are, and how much they weigh.
+
+    Attributes:
+        dim: of the space between the two matrices.
+        alpha: an adapter's product is scaled by alpha / dim.
+        dora: whether it is DoRA.
+        parts: values of `Part` whose layers are adapted.
+        target_modules, exclude_modules: names of layers or patterns, as Megatron-Bridge matches them.
+    """
+
+    dim: int
+    alpha: float
+    dora: bool
+    parts: frozenset[str]
+    target_modules: tuple[str, ...]
+    exclude_modules: tuple[str, ...] = ()
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The parts of an adapter."""
+        return (IN, OUT, MAGNITUDE) if self.dora else (IN, OUT)
+
+    def adapts(self, layer: str) -> bool:
+        """Whether a linear layer gets an adapter; experts never do."""
+        if part_of(layer).value not in self.parts:
+            return False
+        if self.target_modules:
+            return _named(layer, self.target_modules)
+        return not _named(layer, self.exclude_modules)
+
+
+def _named(layer: str, entries: Iterable[str]) -> bool:
+    """Whether one of them is the layer's last name, or a pattern of its whole name in which `*` is any text."""
+    return any(entry == _last_part(layer) or re.fullmatch(entry.replace("*", ".*"), layer) for entry in entries)
+
+
+def adapter_config(settings: AdapterSettings, target_modules: list[str], base_model: str) -> dict[str, object]:
+    """Contents of `adapter_config.json`, as `peft` and vLLM read it.
+
+    Args:
+        settings: of the adapters.
+        target_modules: from `hf_target_modules`.
+        base_model: name or folder of the model without adapters.
+    """
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": settings.dim,
+        "lora_alpha": settings.alpha,
+        "lora_dropout": 0.0,
+        "use_dora": settings.dora,
+        "use_rslora": False,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "target_modules": target_modules,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "modules_to_save": None,
+        "inference_mode": True,
+        "init_lora_weights": True,
+    }
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name as it is without adapters."""
+    return name.replace(_WRAPPED, ".")
+
+
+def layer_of(row: Row) -> str:
+    """The layer whose weight a row is."""
+    return row.megatron.removesuffix(".weight")
+
+
+def linear_rows(rows: Iterable[Row]) -> Iterator[Row]:
+    """Of expanded rows, the weights of linear layers that can be adapted."""
+    return (row for row in rows if _LINEAR.search(row.megatron) and row.megatron.endswith(".weight"))
+
+
+def adapter_row(weight: Row, kind: str, dim: int, *, whole: bool = False) -> Row:
+    """A part of a layer's adapter.
+
+    Args:
+        weight: the row of the layer's own weight, expanded.
+        kind: IN, OUT or MAGNITUDE.
+        dim: of the adapter.
+        whole: whether an fsdp_dtensor checkpoint has gate and up in one, as Megatron-FSDP leaves those of adapters.
+
+    Returns:
+        A row; of IN, the first Hugging Face tensor only (`input_names` has all).
+    """
+    names = {
+        "megatron": layer_of(weight) + MARK + kind,
+        "pattern": weight.pattern.removesuffix(".weight") + MARK + kind,
+    }
+    if kind == IN:
+        name, width = input_names(weight)[0], weight.shapes[0][1]
+        row = Copy(names["megatron"], (name,), ((dim, width),), weight.indices, weight.condition)
+        return replace(row, position=weight.position, pattern=names["pattern"])
+    shapes = tuple((shape[0], dim) if kind == OUT else (shape[0],) for shape in weight.shapes)
+    row = replace(weight, hf=_hf_names(weight, kind), shapes=shapes, **names)
+    if whole and isinstance(row, GatedMLP):
+        return WholeGatedMLP(**{field: getattr(row, field) for field in row.__dataclass_fields__})
+    return row
+
+
+def input_names(weight: Row) -> tuple[str, ...]:
+    """Hugging Face names of the tensors that a layer's `linear_in` is."""
+    return _hf_names(weight, IN)
+
+
+def _hf_names(weight: Row, kind: str) -> tuple[str, ...]:
+    return tuple(f"{HF_PREFIX}{name.removesuffix('weight')}{_HF[kind]}" for name in weight.hf)
+
+
+def hf_target_modules(adapted: Iterable[str], modules: Iterable[str]) -> list[str]:
+    """The `target_modules` of an adapter_config.json that name exactly these modules.
+
+    Args:
+        adapted: whole names of the adapted modules.
+        modules: whole names of all modules of the model.
+
+    Returns:
+        The last part of a name where all modules that end so are adapted ("q_proj"), else whole names.
+    """
+    adapted = set(adapted)
+    ambiguous = {_last_part(name) for name in set(modules) - adapted}
+    return sorted({name if _last_part(name) in ambiguous else _last_part(name) for name in adapted})
+
+
+def _last_part(name: str) -> str:
+    return name.rpartition(".")[2]

@@ -1,0 +1,97 @@
+"""Adapters of a run become a folder that `peft.PeftModel.from_pretrained` and vLLM load.
+
+What lives here: what is read and what is made of it. What may not: how anything is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Unpack
+
+from qwen3vl_bridge.adapter_rows import adapter_config, hf_target_modules, input_names
+from qwen3vl_bridge.checkpoint.conversion import Conversion, How, carry_out
+from qwen3vl_bridge.checkpoint.errors import CheckpointError
+from qwen3vl_bridge.checkpoint.hf_reader import HFWeights
+from qwen3vl_bridge.checkpoint.hf_writer import one_file
+from qwen3vl_bridge.checkpoint.json_files import write_object
+from qwen3vl_bridge.checkpoint.paths import place
+from qwen3vl_bridge.checkpoint.plan import Plan, Task
+from qwen3vl_bridge.checkpoint.reports import ConversionReport
+from qwen3vl_bridge.checkpoint.stored_adapters import StoredAdapters, open_adapters
+
+# As `peft` names them.
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+
+def export_adapters(
+    megatron_path: str | Path,
+    hf_path: str | Path,
+    *,
+    base_model: str | Path | None = None,
+    torch_dtype: str | None = None,
+    iteration: int | None = None,
+    trust_remote_code: bool = False,
+    **how: Unpack[How],
+) -> ConversionReport:
+    """Write the adapters of a run, from its checkpoint of either format.
+
+    Args:
+        megatron_path: the run's folder, or an iteration's.
+        hf_path: the folder of adapters, to be made.
+        base_model: folder or hub id of the model that they are of; None for what the run says.
+        torch_dtype: "float32", "float16" or "bfloat16" to cast them; None to leave their bytes as they are.
+        iteration: which iteration; None for the latest.
+        trust_remote_code: whether that model may bring code. It is never run here.
+        how: overwrite, resume, verify and more, see `How`.
+
+    Returns:
+        What was done.
+
+    Raises:
+        CheckpointError: the source, the target or an option is not as it must be. The target is as it was before.
+    """
+
+    def planned() -> Conversion:
+        stored = open_adapters(megatron_path, iteration, base_model, trust_remote_code=trust_remote_code)
+        if own := sorted(stored.own):
+            raise CheckpointError(
+                f"{stored.folder}: the run has also trained {len(own)} of the model's own tensors, such as {own[0]}, "
+                "for which a folder of adapters has no place; `merge` makes a whole model"
+            )
+        plan = stored.plan(torch_dtype)
+        plan = replace(plan, tasks=(*plan.tasks, *_shared_inputs(stored, plan)))
+        name = str(base_model or stored.hf_model or stored.base)
+        return Conversion(
+            name="export",
+            origin=str(megatron_path),
+            target=place(hf_path),
+            plan=plan,
+            source=stored.tensors,
+            folders=(stored.folder,),
+            settings={"format": "peft", "from": stored.ckpt_format},
+            files=[one_file(WEIGHTS, plan.tasks)],
+            inner=".",
+            is_ours=lambda folder: (folder / CONFIG).is_file(),
+            finish=lambda root, _: write_object(root / CONFIG, _config(stored, name)),
+            open=lambda root: HFWeights(root, WEIGHTS),
+            notes=[],
+        )
+
+    return carry_out(planned, how)
+
+
+def _shared_inputs(stored: StoredAdapters, plan: Plan) -> Iterator[Task]:
+    """A layer that is several in Hugging Face has one `linear_in`, which is the `lora_A` of each of them."""
+    tasks = {task.target.name: task for task in plan.tasks}
+    for layer in stored.layers:
+        first, *others = input_names(layer)
+        for name in others:
+            yield replace(tasks[first], target=replace(tasks[first].target, name=name))
+
+
+def _config(stored: StoredAdapters, base_model: str) -> dict[str, object]:
+    modules = {name.removesuffix(".weight") for row in stored.config.rows() for name in row.hf if ".weight" in name}
+    adapted = [name.removesuffix(".weight") for layer in stored.layers for name in layer.hf]
+    return adapter_config(stored.settings, hf_target_modules(adapted, modules), base_model)

@@ -1,0 +1,67 @@
+"""The command line for trained adapters: export, merge.
+
+What lives here: options and their meaning. What may not: torch at import time (so that `--help` answers at once), work,
+printing (`printing.py`), how a command is run (`cli.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from qwen3vl_bridge.checkpoint import cli, printing
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command, in one process or in each of those torchrun started.
+
+    Args:
+        arguments: as typed; None for those of the process.
+
+    Returns:
+        Exit status: 0, 2 for bad input, 130 if interrupted.
+    """
+    return cli.run_command(_parser(), arguments)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="adapters.py",
+        description="Adapters that a run has trained, from its checkpoint in either format. No GPU is needed, and no "
+        "model in memory.",
+    )
+    verbs = parser.add_subparsers(metavar="VERB", required=True)
+    export = verbs.add_parser("export", help="a folder of adapters, for peft.PeftModel.from_pretrained and vLLM")
+    _options(export, "folder of adapters to write", "folder or hub id of the model that the adapters are of, where "
+             "the run does not say, or says another")  # fmt: skip
+    export.set_defaults(run=_run_export)
+    merge = verbs.add_parser("merge", help="a whole Hugging Face model with the adapters merged in")
+    _options(merge, "model to write", "weights that the run began with, a Hugging Face model or a Megatron checkpoint, "
+             "where they are not where the run found them")  # fmt: skip
+    merge.set_defaults(run=_run_merge)
+    return parser
+
+
+def _options(parser: argparse.ArgumentParser, target: str, base: str) -> None:
+    cli.megatron_path(parser)
+    parser.add_argument("--hf-path", required=True, metavar="FOLDER", help=target)
+    parser.add_argument("--base-model", metavar="MODEL", help=base)
+    cli.remote_code(parser)
+    cli.writing_options(parser)
+
+
+def _run_export(options: argparse.Namespace) -> int:
+    from qwen3vl_bridge.checkpoint.adapter_exporting import export_adapters
+
+    return printing.conversion(export_adapters(options.megatron_path, options.hf_path, **_asked(options)), options)
+
+
+def _run_merge(options: argparse.Namespace) -> int:
+    from qwen3vl_bridge.checkpoint.merging import merge_adapters
+
+    return printing.conversion(merge_adapters(options.megatron_path, options.hf_path, **_asked(options)), options)
+
+
+def _asked(options: argparse.Namespace) -> dict:
+    names = ("base_model", "torch_dtype", "iteration", "trust_remote_code")
+    return {name: getattr(options, name) for name in names} | cli.how_of(options)

@@ -1,0 +1,165 @@
+"""A run's adapters and the model they are of become a Hugging Face model with the adapters merged in.
+
+What lives here: what is read and what is made of it. What may not: arithmetic (`merged_tensors.py`), how anything is
+done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Unpack
+
+from qwen3vl_bridge.adapter_rows import IN, MAGNITUDE, OUT, adapter_row
+from qwen3vl_bridge.checkpoint import megatron_folder as megatron
+from qwen3vl_bridge.checkpoint.conversion import Conversion, How, carry_out
+from qwen3vl_bridge.checkpoint.errors import CheckpointError
+from qwen3vl_bridge.checkpoint.exporting import finish_model, is_model
+from qwen3vl_bridge.checkpoint.hf_config import ModelConfig
+from qwen3vl_bridge.checkpoint.hf_model import open_model
+from qwen3vl_bridge.checkpoint.hf_reader import HFWeights
+from qwen3vl_bridge.checkpoint.hf_writer import MAX_SHARD_BYTES, layout
+from qwen3vl_bridge.checkpoint.merged_tensors import JoinedTensors, Merge, MergedTensors, prefixed
+from qwen3vl_bridge.checkpoint.paths import place
+from qwen3vl_bridge.checkpoint.pieces import Pieces, Run
+from qwen3vl_bridge.checkpoint.plan import Plan, Task, make_plan
+from qwen3vl_bridge.checkpoint.reports import ConversionReport
+from qwen3vl_bridge.checkpoint.sides import HuggingFace, Side
+from qwen3vl_bridge.checkpoint.stored_adapters import StoredAdapters, open_adapters
+from qwen3vl_bridge.checkpoint.stored_model import open_stored
+from qwen3vl_bridge.checkpoint.tensors import TensorSource
+from qwen3vl_bridge.mappings import ExpertLayout
+
+_BASE, _RUN = "base/", "run/"
+
+
+@dataclass(frozen=True)
+class _Base:
+    """The model that adapters are of: a Hugging Face one, or a Megatron checkpoint."""
+
+    folder: Path
+    config: ModelConfig
+    tensors: TensorSource
+    side: Side
+    experts: ExpertLayout
+    notes: list[str]
+
+
+def merge_adapters(
+    megatron_path: str | Path,
+    hf_path: str | Path,
+    *,
+    base_model: str | Path | None = None,
+    torch_dtype: str | None = None,
+    iteration: int | None = None,
+    trust_remote_code: bool = False,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    **how: Unpack[How],
+) -> ConversionReport:
+    """Write a whole Hugging Face model: the one that adapters are of, with these merged in.
+
+    What the run has trained of the model's own weights is in it too.
+
+    Args:
+        megatron_path: the run's folder, or an iteration's.
+        hf_path: the model's folder, to be made.
+        base_model: folder or hub id of a Hugging Face model, or a Megatron checkpoint: the weights that the run began
+            with. None for those it names itself.
+        torch_dtype: "float32", "float16" or "bfloat16" to cast the weights; None for what those of `base_model` are.
+        iteration: which iteration; None for the latest.
+        trust_remote_code: whether `base_model` may bring code. It is never run here.
+        max_shard_bytes: how large a file of weights may be.
+        how: overwrite, resume, verify and more, see `How`.
+
+    Returns:
+        What was done.
+
+    Raises:
+        CheckpointError: the source, the target or an option is not as it must be. The target is as it was before.
+    """
+
+    def planned() -> Conversion:
+        run = open_adapters(megatron_path, iteration, base_model, trust_remote_code=trust_remote_code)
+        base = _open_base(run, base_model, trust_remote_code=trust_remote_code)
+        plan, source = _plan(run, base, torch_dtype)
+        return Conversion(
+            name="merge",
+            origin=str(megatron_path),
+            target=place(hf_path),
+            plan=plan,
+            source=source,
+            folders=(run.folder, base.folder),
+            settings={"format": "huggingface", "from": run.ckpt_format, "base": str(base.folder)},
+            files=layout(plan.tasks, max_shard_bytes),
+            inner=".",
+            is_ours=is_model,
+            finish=lambda root, _: finish_model(root, plan, base.config, max_shard_bytes),
+            open=HFWeights,
+            notes=base.notes,
+        )
+
+    return carry_out(planned, how)
+
+
+def _open_base(run: StoredAdapters, base_model: str | Path | None, *, trust_remote_code: bool) -> _Base:
+    path = str(base_model or run.base)
+    if not path:
+        raise CheckpointError(f"{run.folder}: its run names no first weights; name them with --base-model")
+    try:
+        if megatron.is_megatron_checkpoint(Path(path)) or (Path(path) / megatron.METADATA).is_file():
+            stored = open_stored(path)
+            base = _Base(stored.folder, stored.config, stored.tensors, stored.side, stored.experts, [])
+        else:
+            model = open_model(path, trust_remote_code=trust_remote_code)
+            base = _Base(model.folder, model.config, model.weights, model.side, model.experts, model.notes)
+    except CheckpointError as error:
+        if base_model is None:
+            raise CheckpointError(f"the run's first weights: {error}; --base-model names others") from error
+        raise
+    if base.config.dimensions != run.config.dimensions:
+        raise CheckpointError(f"{base.folder} is of other sizes than the model that {run.folder} has adapters of")
+    return base
+
+
+def _plan(run: StoredAdapters, base: _Base, dtype: str | None) -> tuple[Plan, TensorSource]:
+    """Every tensor of the model: of the base, trained by the run, or merged of a weight and its adapter."""
+    target, rows = HuggingFace(base.config.dimensions), base.config.rows(base.experts)
+    plan = make_plan(rows, base.side, target, base.tensors.specs, where=str(base.folder), dtype=dtype)
+    tasks = {task.target.name: prefixed(task, _BASE) for task in plan.tasks}
+    if own := run.own:
+        names = run.trained
+        trained = [row for row in rows if row.megatron in names]
+        for task in make_plan(trained, run.side(trained), target, own, where=str(run.folder)).tasks:
+            cast = replace(task.target, dtype=tasks[task.target.name].target.dtype)
+            tasks[cast.name] = prefixed(replace(task, target=cast), _RUN)
+    merges = list(_merges(run, tasks))
+    for merge in merges:
+        weight = merge.weight
+        tasks[weight.target.name] = replace(weight, pieces=Pieces([Run(merge.name, 0, weight.target.numel)]))
+    joined = JoinedTensors({_BASE: base.tensors, _RUN: run.tensors})
+    return replace(plan, tasks=tuple(tasks.values())), MergedTensors(joined, merges)
+
+
+def _merges(run: StoredAdapters, tasks: dict[str, Task]) -> Iterator[Merge]:
+    """Weights and their adapters, every one of these used.
+
+    Raises:
+        AssertionError: one is not.
+    """
+    adapters = {task.target.name: prefixed(task, _RUN) for task in run.plan().tasks}
+    used: set[str] = set()
+    settings = run.settings
+    for layer in run.layers:
+        names = {kind: adapter_row(layer, kind, settings.dim).hf for kind in settings.kinds}
+        used.update(name for found in names.values() for name in found)
+        for number, weight in enumerate(layer.hf):
+            yield Merge(
+                weight=tasks[weight],
+                a=adapters[names[IN][0]],
+                b=adapters[names[OUT][number]],
+                magnitude=adapters[names[MAGNITUDE][number]] if settings.dora else None,
+                scale=settings.alpha / settings.dim,
+            )
+    if used != adapters.keys():
+        raise AssertionError(f"adapters that nothing is merged with: {sorted(adapters.keys() ^ used)[:4]}")

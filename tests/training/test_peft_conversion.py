@@ -1,0 +1,112 @@
+"""What a run has saved of its adapters, in other libraries: they get the logits of the Megatron model."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import replace
+
+from qwen3vl_bridge.adapter_rows import layer_of, linear_rows
+from qwen3vl_bridge.checkpoint import CheckpointError, adapters_cli
+from qwen3vl_bridge.checkpoint.adapter_exporting import export_adapters
+from qwen3vl_bridge.checkpoint.hf_config import ModelConfig
+from qwen3vl_bridge.checkpoint.merging import merge_adapters
+
+import pytest
+import torch
+from megatron.core.utils import unwrap_model
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
+
+from tests.model.peft_models import Adapted, reference_logits, worst_difference
+from tests.parity.batches import make_samples
+from tests.parity.conftest import Pair
+
+from .peft_runs import CASES, FORMATS, trained_and_saved
+
+TOLERANCE = 1e-5  # of logits that training has moved by more than 0.1; measured ...
+
+
+@pytest.fixture(scope="module", params=CASES)
+def run(request, inputs, moe_folder, tmp_path_factory):
+    """A trained run of each kind: its inputs, its model with samples, its logits, its folders."""
+    folder = tmp_path_factory.mktemp("peft")
+    if request.param == "experts":
+        inputs = replace(inputs, hf=moe_folder, megatron=moe_folder)
+    made = trained_and_saved(inputs, request.param, folder)
+    reference = AutoModelForImageTextToText.from_pretrained(inputs.hf)
+    model = unwrap_model(made.model)[0].eval()
+    adapted = Adapted(
+        Pair(None, None, model, reference), made.cfg.peft, make_samples("mixed", reference.config, seed=9)
+    )
+    logits = adapted.logits()
+    assert worst_difference(logits, reference_logits(reference, adapted.samples)) > 0.1
+    return inputs, adapted, logits, folder
+
+
+@pytest.mark.parametrize("ckpt_format", FORMATS)
+def test_adapters(run, ckpt_format, tmp_path):
+    inputs, adapted, logits, folder = run
+    if not adapted.peft.freeze_vision_projection:
+        with pytest.raises(CheckpointError, match=r"has also trained (12|24) of the model's own tensors"):
+            export_adapters(folder / ckpt_format, tmp_path / "adapter")
+        assert not any(tmp_path.iterdir())
+        return
+    export_adapters(folder / ckpt_format, tmp_path / "adapter", verify=True, checksums=True)
+    base = AutoModelForImageTextToText.from_pretrained(inputs.hf)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # `peft` warns of keys it misses or cannot place
+        loaded = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    assert worst_difference(logits, reference_logits(loaded, adapted.samples)) <= TOLERANCE
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(inputs.hf)
+    names = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    # What vLLM reads: its modules' names by prefixes of Hugging Face's, nothing but lora_A and lora_B under experts.
+    assert all(name.startswith(("base_model.model.model.language_model.layers.", "base_model.model.model.visual."))
+               for name in names)  # fmt: skip
+    assert not any(".experts." in name for name in names)
+
+
+@pytest.mark.parametrize("ckpt_format", FORMATS)
+def test_merged(run, ckpt_format, tmp_path):
+    inputs, adapted, logits, folder = run
+    merge_adapters(folder / ckpt_format, tmp_path / "merged", verify=True, max_shard_bytes=300_000)
+    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged")
+    assert worst_difference(logits, reference_logits(loaded, adapted.samples)) <= TOLERANCE
+    before, after = load_file(inputs.hf / "model.safetensors"), {}
+    for file in (tmp_path / "merged").glob("*.safetensors"):
+        after |= load_file(file)
+    same = {name for name in before if torch.equal(before[name], after[name])}
+    layers = [row for row in linear_rows(ModelConfig(inputs.hf).rows()) if adapted.peft.settings.adapts(layer_of(row))]
+    changed = {name for row in layers for name in row.hf}
+    if not adapted.peft.freeze_vision_projection:
+        changed |= {name for name in before if "merger" in name}
+    assert before.keys() == after.keys() and before.keys() - same == changed
+
+
+def test_settings_name_the_layers_that_have_adapters(run):
+    inputs, adapted, _, _ = run
+    names = {name.partition(".adapter.")[0] for name in adapted.trainable() if ".adapter." in name}
+    rows = linear_rows(ModelConfig(inputs.hf).rows())
+    assert names == {layer_of(row) for row in rows if adapted.peft.settings.adapts(layer_of(row))}
+
+
+def test_bfloat16_is_rounded_once(run, tmp_path):
+    _, _, _, folder = run
+    for dtype in ("float32", "bfloat16"):
+        merge_adapters(folder / "torch_dist", tmp_path / dtype, torch_dtype=dtype)
+    exact, rounded = (load_file(tmp_path / dtype / "model.safetensors") for dtype in ("float32", "bfloat16"))
+    assert all(torch.equal(exact[name].bfloat16(), rounded[name]) for name in exact)
+
+
+def test_the_command(run, tmp_path, capsys):
+    _, adapted, _, folder = run
+    source = ["--megatron-path", str(folder / "fsdp_dtensor"), "--no-progress"]
+    assert adapters_cli.main(["merge", *source, "--hf-path", str(tmp_path / "m"), "--dry-run"]) == 0
+    assert "tensors" in capsys.readouterr().out and not any(tmp_path.iterdir())
+    expected = 0 if adapted.peft.freeze_vision_projection else 2
+    assert adapters_cli.main(["export", *source, "--hf-path", str(tmp_path / "a")]) == expected
+    whole = ["--megatron-path", str(tmp_path / "nowhere"), "--hf-path", str(tmp_path / "b")]
+    assert adapters_cli.main(["merge", *whole]) == 2
+    assert "nowhere: found nothing" in capsys.readouterr().err

@@ -1,0 +1,178 @@
+"""Runs that train adapters: the steps of the `peft` library, small checkpoints, and going on from them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from qwen3vl_bridge.checkpoint import CheckpointError
+from qwen3vl_bridge.peft import Qwen3VLDoRA, Qwen3VLLoRA
+from qwen3vl_bridge.peft_export import save_hf_adapter
+from qwen3vl_bridge.training.checkpoint import latest
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import Qwen3VLForConditionalGeneration
+
+from .conftest import losses
+from .peft_runs import ALL_PARTS, peft_config, stored
+from .test_against_adamw import documents, sum_of_losses
+
+STEPS, ROWS, LR, DECAY = 2, 2, 1e-2, 0.1
+# Relative errors after two steps in float32; measured ... of the loss and of the gradients' norm, and ... of each
+# adapter against how far it moved.
+LOSS, NORM, WEIGHT = 1e-5, 1e-4, 1e-2
+
+
+def tie_inputs(model: PeftModel) -> None:
+    """One `lora_A` for q, k and v, and one for gate and up, as in Megatron."""
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        for first, others in (("q_proj", ("k_proj", "v_proj")), ("gate_proj", ("up_proj",))):
+            if name.endswith(first):
+                for other in others:
+                    modules[name.removesuffix(first) + other].lora_A["default"].weight = module.lora_A["default"].weight
+
+
+def reference_steps(model, batches):
+    """Loss and gradient norm of each step; the adapters are trained in place."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=DECAY)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        total = tokens = 0.0
+        for batch in batches[step * ROWS : (step + 1) * ROWS]:
+            for document in documents(batch):
+                loss, count = sum_of_losses(model, *document)
+                total, tokens = total + loss, tokens + count
+        (total / tokens).backward()
+        norm = torch.cat([p.grad.flatten() for p in trained]).norm()
+        optimizer.step()
+        yield total.item() / tokens, norm.item()
+
+
+def test_two_steps_equal_peft_with_adamw(inputs, tmp_path):
+    from qwen3vl_bridge.training.loop import set_up, train_step
+
+    from megatron.bridge import AutoBridge
+
+    settings = dict(
+        optimizer__lr=LR,
+        optimizer__min_lr=LR,
+        optimizer__weight_decay=DECAY,
+        scheduler__start_weight_decay=DECAY,
+        scheduler__end_weight_decay=DECAY,
+        optimizer__clip_grad=0.0,
+        scheduler__lr_decay_style="constant",
+        scheduler__lr_warmup_iters=0,
+        train__global_batch_size=ROWS,
+    )
+    run = set_up(peft_config(inputs, None, Qwen3VLLoRA(dim=4, alpha=8, **ALL_PARTS), **settings))
+    rng = torch.Generator().manual_seed(0)
+    for name, parameter in run.model[0].named_parameters():
+        if "linear_out" in name and ".adapter." in name:  # zero so far, and then `linear_in` had no gradient
+            parameter.data.normal_(std=0.05, generator=rng)
+    bridge = AutoBridge.from_hf_pretrained(str(inputs.hf))
+    save_hf_adapter(bridge, run.model, tmp_path / "before", run.cfg.peft)
+    base = Qwen3VLForConditionalGeneration.from_pretrained(inputs.hf, attn_implementation="eager")
+    reference = PeftModel.from_pretrained(base, tmp_path / "before", is_trainable=True)
+    tie_inputs(reference)
+    before = {name: p.detach().clone() for name, p in reference.named_parameters() if p.requires_grad}
+    stream = inputs.config(None).dataset.stream("train")
+    batches = [next(stream) for _ in range(STEPS * ROWS)]
+    errors = {"loss": 0.0, "norm": 0.0}
+    for loss, norm in reference_steps(reference, batches):
+        ours = train_step(run)
+        errors["loss"] = max(errors["loss"], abs(ours["loss"] / loss - 1))
+        errors["norm"] = max(errors["norm"], abs(ours["grad_norm"] / norm - 1))
+    found = bridge._model_bridge.adapter_weights(run.model)
+    moved = {}
+    for name, p in reference.named_parameters():
+        if name in before:
+            ours = found[name.removeprefix("base_model.model.").replace(".default", "")]
+            moved[name] = ((ours - p).norm() / (p - before[name]).norm()).item()
+    assert len(moved) == 92
+    assert errors["loss"] <= LOSS and errors["norm"] <= NORM and max(moved.values()) <= WEIGHT, (errors, moved)
+
+
+@pytest.mark.parametrize("ckpt_format", ["fsdp_dtensor", "torch_dist"])
+def test_two_halves_are_the_whole_with_dropout(inputs, tmp_path, ckpt_format):
+    from qwen3vl_bridge.training.loop import train
+
+    def config(name):
+        peft = Qwen3VLLoRA(dim=4, dropout=0.2, freeze_vision_projection=False, **ALL_PARTS)
+        return peft_config(
+            inputs, tmp_path / name, peft, train__train_iters=4, checkpoint__save_interval=2,
+            checkpoint__ckpt_format=ckpt_format, ddp__use_megatron_fsdp=ckpt_format == "fsdp_dtensor",
+        )  # fmt: skip
+
+    whole = train(config("whole"))
+    first = train(config("halves"), stop_after=2)
+    second = train(config("halves"))
+    assert losses(first + second) == losses(whole)
+    halves, expected = (stored(latest(tmp_path / name)) for name in ("halves", "whole"))
+    assert halves.keys() == expected.keys()
+    assert all(torch.equal(halves[key], expected[key]) for key in expected)
+
+
+def test_a_checkpoint_holds_what_is_trained_and_its_moments(inputs, tmp_path):
+    from qwen3vl_bridge.training import checkpoint
+    from qwen3vl_bridge.training.loop import set_up
+
+    peft = Qwen3VLLoRA(dim=4, freeze_vision_projection=False)
+    run = set_up(peft_config(inputs, tmp_path, peft))
+    tensors = stored(checkpoint.save(tmp_path, run))
+    trained = {name: p.numel() for name, p in run.model[0].module.named_parameters() if p.requires_grad}
+    assert any("merger" in name for name in trained) and any(".adapter." in name for name in trained)
+    assert sum(t.numel() for t in tensors.values()) == 3 * sum(trained.values())
+    assert not any("embed" in key or "to_wrap" in key for key in tensors)
+    gates = {key for key in tensors if key.startswith("model.") and "adapter.linear_out" in key and "linear_fc1" in key}
+    assert {key.rpartition("weight")[2] for key in gates} == {"_w", "_v"}
+
+
+class TestRefusals:
+    def test_adapters_of_random_weights(self, inputs):
+        from qwen3vl_bridge.training.loop import set_up
+
+        cfg = peft_config(inputs, None, Qwen3VLLoRA(dim=4), checkpoint__pretrained_checkpoint=None)
+        with pytest.raises(ValueError, match="pretrained_checkpoint is None, expected the weights that the adapters"):
+            set_up(cfg)
+
+    def test_other_adapters_than_the_checkpoints(self, inputs, tmp_path):
+        from qwen3vl_bridge.training import checkpoint
+        from qwen3vl_bridge.training.loop import set_up
+
+        checkpoint.save(tmp_path, set_up(peft_config(inputs, tmp_path, Qwen3VLLoRA(dim=4, alpha=8))))
+        for peft, message in (
+            (Qwen3VLLoRA(dim=2, alpha=8), "peft.dim was 4, is 2"),
+            (Qwen3VLLoRA(dim=4, alpha=16), "peft.alpha was 8, is 16"),
+            (Qwen3VLLoRA(dim=4, alpha=8, target_modules=["linear_qkv"]), "peft.target_modules was .* is .'linear_qkv'"),
+            (Qwen3VLDoRA(dim=4, alpha=8), "peft._target_ was 'qwen3vl_bridge.peft.Qwen3VLLoRA'"),
+            (None, "of a run with qwen3vl_bridge.peft.Qwen3VLLoRA, this one has no adapters"),
+        ):
+            with pytest.raises(CheckpointError, match=message):
+                set_up(peft_config(inputs, tmp_path, peft))
+        cfg = peft_config(inputs, None, Qwen3VLLoRA(dim=4), checkpoint__pretrained_checkpoint=str(tmp_path))
+        with pytest.raises(CheckpointError, match="holds adapters and what else their run trained"):
+            set_up(cfg)
+
+
+def test_a_model_with_experts_goes_on_at_bfloat16(inputs, moe_folder, tmp_path):
+    """Its adapters are stepped, and saved, in float32."""
+    from qwen3vl_bridge.training.loop import train
+
+    moe = replace(inputs, hf=moe_folder, megatron=moe_folder)
+    kind = torch.bfloat16
+    names = ("params_dtype", "pipeline_dtype", "autocast_dtype")
+    half = {f"model__{name}": kind for name in names} | dict(
+        model__bf16=True, optimizer__bf16=True, optimizer__params_dtype=kind, train__train_iters=2
+    )
+
+    def config(name):
+        return peft_config(moe, tmp_path / name, Qwen3VLLoRA(dim=4), checkpoint__save_interval=1, **half)
+
+    whole = train(config("whole"))
+    assert losses(train(config("halves"), stop_after=1) + train(config("halves"))) == losses(whole)
+    tensors = stored(latest(tmp_path / "halves"))
+    assert {t.dtype for t in tensors.values()} == {torch.float32}
+    assert tensors.keys() and not any("experts" in key for key in tensors)
