@@ -70,6 +70,14 @@ CHANGES = {
         dict(model__params_dtype=torch.bfloat16, ddp__grad_reduce_in_fp32=False),
         Split(4), dict(precision=Precision(2, 2, 4)),
     ),
+    "gradients of FSDP": (
+        dict(mixed_precision="bf16_mixed", ddp__megatron_fsdp_main_grads_dtype=torch.float32),
+        Split(4), dict(precision=Precision(2, 4, 4, fsdp_gradient=4)),
+    ),
+    "FSDP that shards the optimizer alone": (
+        dict(ddp__data_parallel_sharding_strategy="optim"),
+        Split(4), dict(sharding=Sharding.OPTIMIZER, precision=Precision(4, 4, 4)),
+    ),
     "small moments": (
         dict(mixed_precision="bf16_mixed", optimizer__use_precision_aware_optimizer=True,
              optimizer__exp_avg_dtype=torch.bfloat16, optimizer__exp_avg_sq_dtype=torch.bfloat16),

@@ -139,7 +139,8 @@ def _data(n: Dimensions, split: Split, training: Training, microbatches: int, li
     # Stages between the second and the last have as many.
     ends = {stage: stages[stage] for stage in (0, min(1, split.pp - 1), split.pp - 1)}.values()
     counts = [sum(chunk_count(n, split, chunk).total for chunk in chunks) for chunks in ends]
-    trained = training.precision.gradient if training.lora is None else 0
+    gradient, _ = training.precision.under(training.sharding)
+    trained = gradient if training.lora is None else 0
     if training.sharding is Sharding.ALL:
         return microbatches * max(counts) * (2 * training.precision.weight + trained) / link
     return max(counts) * (trained + training.precision.weight * bool(trained)) / link

@@ -34,8 +34,12 @@ _UNCOUNTED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "num_distributed_optimizer_instances": (1,),
         "outer_dp_sharding_strategy": ("no_shard", None),
         "fp8_param_gather": (False,),
+        "param_name_patterns_for_fp32_local_accumulation": ((),),
+        "megatron_fsdp_grad_comm_dtype": (None,),
+        "delay_wgrad_compute": (False,),
         "keep_fp8_transpose_cache": (False,),
     },
+    "comm_overlap": {"delay_wgrad_compute": (None, False)},
     "dist": {"use_torch_fsdp2": (False,)},
     "train": {"rampup_batch_size": (None,)},
 }
@@ -162,20 +166,24 @@ def _precision(cfg: Any) -> Precision:
     elif mixed:
         weight, in_float = 2, True
     else:
-        weight, in_float = model_bytes(cfg.model.params_dtype), cfg.ddp.grad_reduce_in_fp32
+        weight, in_float = _bytes(cfg.model.params_dtype), cfg.ddp.grad_reduce_in_fp32
     gradient = 4 if in_float else weight
     main, moments = (0 if weight == 4 else 4), 8
     if optimizer.use_precision_aware_optimizer:
-        moments = model_bytes(optimizer.exp_avg_dtype) + model_bytes(optimizer.exp_avg_sq_dtype)
-        main = model_bytes(optimizer.main_params_dtype) * (weight != 4)
+        moments = _bytes(optimizer.exp_avg_dtype) + _bytes(optimizer.exp_avg_sq_dtype)
+        main = _bytes(optimizer.main_params_dtype) * (weight != 4)
         if main == 4 and getattr(optimizer, "store_param_remainders", False):
             main = 2  # the half of a float32 that bfloat16 lacks
-    return Precision(weight, gradient, main, moments)
+    fsdp_gradient = _bytes(cfg.ddp.megatron_fsdp_main_grads_dtype) or None
+    fsdp_main = _bytes(cfg.ddp.megatron_fsdp_main_params_dtype)
+    if cfg.ddp.use_megatron_fsdp and _sharding(cfg) in (Sharding.NONE, Sharding.OPTIMIZER):
+        gradient, main = fsdp_gradient or weight, fsdp_main
+    return Precision(weight, gradient, main, moments, fsdp_gradient, fsdp_main)
 
 
-def model_bytes(dtype: Any) -> int:
-    """Bytes of a number of a torch dtype."""
-    return dtype.itemsize
+def _bytes(dtype: Any) -> int:
+    """Of a number of a torch dtype; 0 for None."""
+    return 0 if dtype is None else dtype.itemsize
 
 
 def _sharding(cfg: Any) -> Sharding:

@@ -16,28 +16,6 @@ VISION_MODULES = frozenset({"core_attn", "layernorm"})  # as `recompute.py` has 
 LINEAR_LAYERS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 
-@dataclass(frozen=True)
-class Precision:
-    """Bytes of one number of each kind.
-
-    Attributes:
-        weight: parameters in the model, and activations.
-        gradient: gradients as they are kept and reduced.
-        main: the optimizer's own copy of a parameter; 0 where it has none.
-        moments: Adam's two together.
-    """
-
-    weight: int
-    gradient: int
-    main: int
-    moments: int = 8
-
-
-BF16 = Precision(weight=2, gradient=4, main=4)  # Megatron-Bridge's "bf16_mixed", grad_reduce_in_fp32
-FP32 = Precision(weight=4, gradient=4, main=0)
-PRECISIONS = {"bf16": BF16, "fp32": FP32}
-
-
 class Sharding(Enum):
     """What data-parallel ranks keep a part of: everything to the left of it is whole on each."""
 
@@ -45,6 +23,41 @@ class Sharding(Enum):
     OPTIMIZER = "optim"  # the distributed optimizer
     GRADIENTS = "optim_grads"  # Megatron-FSDP
     ALL = "optim_grads_params"  # Megatron-FSDP, ZeRO-3
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes of one number of each kind.
+
+    Megatron-FSDP has settings of its own: `grad_reduce_in_fp32` does not reach its gradients, and it keeps main weights
+    beside float32 ones too. Source: megatron-core 0.19, `megatron_fsdp/param_and_grad_buffer.py`.
+
+    Attributes:
+        weight: parameters in the model, and activations.
+        gradient: gradients as they are kept and reduced.
+        main: the optimizer's own copy of a parameter; 0 where it has none.
+        moments: Adam's two together.
+        fsdp_gradient: `megatron_fsdp_main_grads_dtype`; None for the parameters'.
+        fsdp_main: `megatron_fsdp_main_params_dtype`; 0 for None.
+    """
+
+    weight: int
+    gradient: int
+    main: int
+    moments: int = 8
+    fsdp_gradient: int | None = None
+    fsdp_main: int = 4
+
+    def under(self, sharding: Sharding) -> tuple[int, int]:
+        """Bytes of a gradient and of the optimizer's own copy."""
+        if sharding in (Sharding.NONE, Sharding.OPTIMIZER):
+            return self.gradient, self.main
+        return self.fsdp_gradient or self.weight, self.fsdp_main
+
+
+BF16 = Precision(weight=2, gradient=4, main=4)  # Megatron-Bridge's "bf16_mixed", grad_reduce_in_fp32
+FP32 = Precision(weight=4, gradient=4, main=0)
+PRECISIONS = {"bf16": BF16, "fp32": FP32}
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,7 @@ def stage_states(n: Dimensions, split: Split, chunks: tuple[Chunk, ...], trainin
         adapters = sum(adapter_count(n, split, chunk, training.lora) for chunk in chunks)
         held, trained = held + Count(language_model=adapters), trained + Count(language_model=adapters)
     precision, sharding = training.precision, training.sharding
+    gradient, main = precision.under(sharding)
 
     def share(count: Count, at: Sharding) -> float:
         if _ORDER.index(sharding) < _ORDER.index(at):
@@ -72,8 +73,8 @@ def stage_states(n: Dimensions, split: Split, chunks: tuple[Chunk, ...], trainin
 
     return States(
         parameters=round(precision.weight * share(held, Sharding.ALL)),
-        gradients=round(precision.gradient * share(trained, Sharding.GRADIENTS)),
-        optimizer=round((precision.main + precision.moments) * share(trained, Sharding.OPTIMIZER)),
+        gradients=round(gradient * share(trained, Sharding.GRADIENTS)),
+        optimizer=round((main + precision.moments) * share(trained, Sharding.OPTIMIZER)),
         gathered=_gathered(n, split, chunks, training, held) if sharding is Sharding.ALL else 0,
     )
 
@@ -85,5 +86,6 @@ def _gathered(n: Dimensions, split: Split, chunks: tuple[Chunk, ...], training: 
     in_layers = sum(chunk_count(n, split, replace(chunk, first=False, last=False)).total for chunk in chunks)
     in_tower = vision_layer_count(n, split) * len(n.indices["vision_layers"])
     whole = held.total - in_layers - in_tower + UNITS * max(units)
-    trained = training.precision.gradient * (training.lora is None)
+    gradient, _ = training.precision.under(training.sharding)
+    trained = gradient * (training.lora is None)
     return (training.precision.weight + trained) * whole
