@@ -24,10 +24,12 @@ import torch
 from megatron.bridge import AutoBridge
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from tests.model.torch_dist_chain import splits
+from tests.model.torch_dist_chain import PADDED
+from tests.parity.topologies import TOPOLOGIES
 
 from .conftest import Inputs
 
+SPLITS = {name: topology.fields for name, topology in TOPOLOGIES.items()} | {"TP2+SP, padded vocabulary": PADDED}
 LOGGED = ("step", "loss", "grad_norm")
 # Rows of the same documents at every split; four microbatches, for data-parallel ranks and interleaved stages.
 COMMON = dict(
@@ -47,7 +49,7 @@ class Journey:
         hf: Hugging Face folder of its model.
         data: its data.
         save: its folder.
-        split: one of `splits()`; None for the whole model.
+        split: one of SPLITS; None for the whole model.
         ckpt_format: that it saves in.
         pretrained: first weights.
         settings: others, written `train__train_iters`.
@@ -71,7 +73,7 @@ class Journey:
         if self.ckpt_format == "torch_dist":
             cfg.ddp.use_megatron_fsdp = False
             cfg.ddp.data_parallel_sharding_strategy = "no_shard"
-        for name, value in (splits()[self.split][1] if self.split else {}).items():
+        for name, value in (SPLITS[self.split] if self.split else {}).items():
             setattr(cfg.model, name, value)
         return cfg
 

@@ -1,10 +1,10 @@
 """A program: ranks of a run are killed in the middle of a save, or fail in it, at each of several moments.
 
-    python -m tests.training.ranks_that_die JOURNEYS
+    python -m tests.training.ranks_that_die CASES
 
-JOURNEYS is a JSON list of objects, see `journeys.Journey`. Ranks are forked from this process, which has imported
-everything and joined nothing, so that many starts cost one import. What is printed at last is a JSON list: of each
-journey, and each moment, how the ranks ended, after how many seconds, and what the tracker names then.
+CASES is a JSON list of [journey, moments], see `journeys.Journey` and MOMENTS. Ranks are forked from this process,
+which has imported everything and joined nothing, so that many starts cost one import. What is printed at last is a JSON
+list: of each case and moment, how the ranks ended, after how many seconds, and what the tracker names then.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ DEATHS = {
     "the folder's way into place": (0, "os.rename", "iter_0000002"),
     "the tracker": (0, "open", ".latest_checkpointed_iteration.txt.unfinished"),
 }
-# The same of ranks that live on and are told that the disk is full.
-FAILURES = {f"no space for {moment}": where for moment, where in DEATHS.items()}
-MOMENTS = DEATHS | FAILURES
+# Of ranks that live on and are told that the disk is full there.
+FULL = "no space for "
+# After the last ones the step's folder is in its place.
+MOMENTS = {name: where for moment, where in DEATHS.items() for name in (moment, FULL + moment)}
 
 
 def arm(event: str, ending: str, *, dies: bool) -> None:
@@ -106,11 +107,11 @@ def ends(children: list[int]) -> tuple[list[int | None], float]:
     return list(codes.values()), seconds
 
 
-def main(journey: Journey) -> dict:
-    """Save once, die or fail at each moment, go on."""
+def main(journey: Journey, moments: list[str]) -> dict:
+    """Save once, die or fail at some moments, go on."""
     found = {}
     tracker = Path(journey.save) / "latest_checkpointed_iteration.txt"
-    for moment in (None, *MOMENTS, "nothing"):
+    for moment in (None, *moments, "nothing"):
         codes, seconds = ends(start(lambda rank, moment=moment: one_more_step(journey, rank, moment)))
         hidden = sorted(path.name for path in Path(journey.save).glob(".*"))
         found[str(moment)] = dict(codes=codes, seconds=seconds, tracker=tracker.read_text(), hidden=hidden)
@@ -120,4 +121,4 @@ def main(journey: Journey) -> dict:
 if __name__ == "__main__":
     quiet()
     torch.set_num_threads(1)
-    print(json.dumps([main(Journey(**journey)) for journey in json.loads(sys.argv[1])]))
+    print(json.dumps([main(Journey(**journey), moments) for journey, moments in json.loads(sys.argv[1])]))

@@ -20,8 +20,8 @@ from .journeys import Journey, do_first_step
 from .ranks_that_die import DEATHS, MOMENTS
 
 ROOT = Path(__file__).resolve().parents[2]
-# Of weights after all steps, in units of the learning rate; measured 2e-2.
-WEIGHT = 2e-1
+# Of weights after all steps, in units of the learning rate; measured 4.2e-4.
+WEIGHT = 1e-2
 SPLITS = ("TP2+SP+EP2", "PP2")  # of runs that begin
 
 
@@ -63,7 +63,7 @@ def found(data, tied_folder, untied_folder, moe_folder, tmp_path_factory) -> Fou
     # Where the language model is frozen, the last stage has nothing to train.
     frozen = dict(model__freeze_language_model=True)
     interrupted = [
-        ("interrupt", dict(journey=journey(f"interrupted_{n}", hf, split, ckpt_format, hf, **settings), count=2))
+        ("interrupt", dict(journey=journey(f"interrupted_{n}", hf, split, ckpt_format, hf, **settings), count=1))
         for n, (hf, split, ckpt_format, settings) in enumerate(
             (
                 (untied_folder, "TP2+SP", "fsdp_dtensor", {}),
@@ -141,20 +141,22 @@ def test_weights_come_from_any_source_without_conversion(found):
 
 
 def test_ranks_that_are_killed_or_fail_leave_the_older_checkpoint(data, untied_folder, tmp_path):
-    def journey(ckpt_format: str) -> Journey:
+    def journey(ckpt_format: str) -> dict:
         places = str(untied_folder), str(data), str(tmp_path / ckpt_format)
-        return Journey(*places, "TP2+SP", ckpt_format, str(untied_folder), dict(train__train_iters=4))
+        return asdict(Journey(*places, "TP2+SP", ckpt_format, str(untied_folder), dict(train__train_iters=4)))
 
-    journeys = json.dumps([asdict(journey(ckpt_format)) for ckpt_format in FORMATS])
-    command = [sys.executable, "-m", "tests.training.ranks_that_die", journeys]
+    # What comes after the tensors is the same in both formats.
+    cases = [(journey("fsdp_dtensor"), list(MOMENTS)), (journey("torch_dist"), list(MOMENTS)[:4])]
+    command = [sys.executable, "-m", "tests.training.ranks_that_die", json.dumps(cases)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
-    for ends in json.loads(done.stdout.splitlines()[-1]):
+    for (_, moments), ends in zip(cases, json.loads(done.stdout.splitlines()[-1]), strict=True):
+        print({moment: round(end["seconds"], 1) for moment, end in ends.items()})
         first, last = ends.pop("None"), ends.pop("nothing")
         assert (first["codes"], first["tracker"]) == ([0, 0], "1")
         # What ranks left when they died is gone, and the step is there.
         assert (last["codes"], last["tracker"], last["hidden"]) == ([0, 0], "2", [])
-        assert ends.keys() == MOMENTS.keys()
+        assert list(ends) == moments
         for moment, end in ends.items():
             # A rank that fails leaves nothing behind, one that is killed cannot help it.
             expected = [-signal.SIGKILL, 1] if moment in DEATHS else [1, 1]
