@@ -18,6 +18,9 @@ import torch.distributed as dist
 
 from .twin import family, pattern, twin
 
+# Adapters' parts that a first step need not move: one has no gradient yet, the other moves less than bfloat16 shows.
+SLOW = ("adapter.linear_in.weight", "adapter.weight_magnitude")
+
 
 def main(output: str, names: list[str], folders: dict[str, str], data: str) -> None:
     """Rank 0 writes loss and gradient norm of each."""
@@ -25,12 +28,18 @@ def main(output: str, names: list[str], folders: dict[str, str], data: str) -> N
     # Groups of one kind after the other: each kind is made anew.
     for name in sorted(names, key=lambda name: (str(pattern(name)), name)):
         run = set_up(twin(name, folders[family(name)], data))
-        before = [parameter.detach().clone() for chunk in run.model for parameter in chunk.parameters()]
+        parameters = [named for chunk in run.model for named in chunk.named_parameters()]
+        before = [parameter.detach().clone() for _, parameter in parameters]
         entry = train_step(run)
-        after = [parameter for chunk in run.model for parameter in chunk.parameters()]
-        changed = sum(not torch.equal(old, new) for old, new in zip(before, after, strict=True))
-        trained = sum(parameter.requires_grad for parameter in after)
-        found[name] = dict(loss=entry["loss"], grad_norm=entry["grad_norm"], changed=changed, trained=trained)
+        changed = [not torch.equal(old, new) for old, (_, new) in zip(before, parameters, strict=True)]
+        trained = [p.requires_grad and not name.endswith(SLOW) for name, p in parameters]
+        found[name] = dict(
+            loss=entry["loss"],
+            grad_norm=entry["grad_norm"],
+            trained=sum(trained),
+            changed=sum(new and ours for new, ours in zip(changed, trained, strict=True)),
+            strayed=sum(new and not p.requires_grad for new, (_, p) in zip(changed, parameters, strict=True)),
+        )
         if dist.get_rank() == 0:
             print(name, found[name], flush=True)
     if dist.get_rank() == 0:
