@@ -132,9 +132,12 @@ def fsdp(cfg: Qwen3VLConfigContainer) -> Qwen3VLConfigContainer:
     Args:
         cfg: changed in place.
     """
+    import torch
+
     cfg.ddp.use_megatron_fsdp = True
     cfg.ddp.data_parallel_sharding_strategy = "optim_grads_params"
     cfg.ddp.overlap_param_gather = cfg.ddp.overlap_grad_reduce = True
+    cfg.ddp.megatron_fsdp_main_grads_dtype = torch.float32  # it does not follow grad_reduce_in_fp32
     cfg.model.gradient_accumulation_fusion = False  # gradients have no buffer to be added into
     cfg.checkpoint.ckpt_format, cfg.checkpoint.strict_fsdp_dtensor_load = "fsdp_dtensor", True
     return cfg

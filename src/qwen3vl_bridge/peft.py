@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from qwen3vl_bridge.adapter_rows import ALL_LINEAR_LAYERS, AdapterSettings, plain_name
+from qwen3vl_bridge.model.parts import log_trained_parameters
 from qwen3vl_bridge.model.qwen3vl import Qwen3VLModel
 from qwen3vl_bridge.parts import Part, part_of
 
@@ -86,6 +87,7 @@ class Qwen3VLParts:
             self.freeze_model(chunks, training=False)
         for module in model if isinstance(model, list) else [model]:
             module.train(mode=training)
+        log_trained_parameters(chunks)
         return model
 
     def match(self, m: nn.Module, name: str | None = None, prefix: str | None = None) -> tuple[str, str] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from dataclasses import replace
 
@@ -11,9 +12,11 @@ from qwen3vl_bridge.checkpoint import CheckpointError, adapters_cli
 from qwen3vl_bridge.checkpoint.adapter_exporting import export_adapters
 from qwen3vl_bridge.checkpoint.hf_config import ModelConfig
 from qwen3vl_bridge.checkpoint.merging import merge_adapters
+from qwen3vl_bridge.training.checkpoint import latest
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from megatron.core.utils import unwrap_model
 from peft import PeftModel
 from safetensors.torch import load_file
@@ -23,9 +26,9 @@ from tests.model.peft_models import Adapted, reference_logits, worst_difference
 from tests.parity.batches import make_samples
 from tests.parity.conftest import Pair
 
-from .peft_runs import CASES, FORMATS, trained_and_saved
+from .peft_runs import CASES, FORMATS, stored, trained_and_saved
 
-TOLERANCE = 1e-5  # of logits that training has moved by more than 0.1; measured ...
+TOLERANCE = 1e-5  # of logits that training has moved by more than 0.1; measured 4.3e-6
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -110,3 +113,42 @@ def test_the_command(run, tmp_path, capsys):
     whole = ["--megatron-path", str(tmp_path / "nowhere"), "--hf-path", str(tmp_path / "b")]
     assert adapters_cli.main(["merge", *whole]) == 2
     assert "nowhere: found nothing" in capsys.readouterr().err
+
+
+def test_gate_and_up_in_one_tensor_as_megatron_fsdp_stores_them(run, tmp_path):
+    _, adapted, _, folder = run
+    its = latest(folder / "fsdp_dtensor")
+    if not adapted.peft.freeze_vision_projection:
+        return
+    export_adapters(its, tmp_path / "expected")
+    tensors = {key: t for key, t in stored(its).items() if key.startswith("model.")}
+    for key in [key for key in tensors if key.endswith("_w")]:
+        name = key.removesuffix("_w")
+        tensors[name] = torch.cat([tensors.pop(key), tensors.pop(f"{name}_v")])
+    whole = tmp_path / "whole"
+    dcp.save(tensors, checkpoint_id=whole)
+    shutil.copytree(its / "hf", whole / "hf")
+    text = (its / "run_config.yaml").read_text()
+    (whole / "run_config.yaml").write_text(text)
+    export_adapters(whole, tmp_path / "found")
+    files = [(tmp_path / name / "adapter_model.safetensors").read_bytes() for name in ("expected", "found")]
+    assert files[0] == files[1]
+    (whole / "run_config.yaml").write_text(
+        text.replace("tensor_model_parallel_size: 1", "tensor_model_parallel_size: 2")
+    )
+    with pytest.raises(CheckpointError, match="saved by 2 tensor-parallel ranks, and has gate and up of"):
+        export_adapters(whole, tmp_path / "mixed")
+
+
+def test_a_lost_and_a_foreign_adapter_are_listed(run, tmp_path):
+    _, _, _, folder = run
+    its = latest(folder / "fsdp_dtensor")
+    tensors = {key: t for key, t in stored(its).items() if ".adapter." in key and key.startswith("model.")}
+    lost = next(key for key in tensors if "linear_in" in key and "language_model" in key)
+    tensors[lost.replace("language_model", "language_model.other")] = tensors.pop(lost)
+    dcp.save(tensors, checkpoint_id=tmp_path / "damaged")
+    shutil.copytree(its / "hf", tmp_path / "damaged" / "hf")
+    shutil.copyfile(its / "run_config.yaml", tmp_path / "damaged" / "run_config.yaml")
+    with pytest.raises(CheckpointError, match=r"1 missing, 1 unexpected\n  missing: .*linear_in.*\n .*other"):
+        export_adapters(tmp_path / "damaged", tmp_path / "adapter")
+    assert not (tmp_path / "adapter").exists()

@@ -19,9 +19,9 @@ from .peft_runs import ALL_PARTS, peft_config, stored
 from .test_against_adamw import documents, sum_of_losses
 
 STEPS, ROWS, LR, DECAY = 2, 2, 1e-2, 0.1
-# Relative errors after two steps in float32; measured ... of the loss and of the gradients' norm, and ... of each
-# adapter against how far it moved.
-LOSS, NORM, WEIGHT = 1e-5, 1e-4, 1e-2
+# Relative errors after two steps in float32; measured 5.8e-8 of the loss, 7.0e-7 of the gradients' norm, and 4.5e-5 of
+# each adapter against how far it moved.
+LOSS, NORM, WEIGHT = 1e-6, 1e-5, 1e-3
 
 
 def tie_inputs(model: PeftModel) -> None:

@@ -4,7 +4,8 @@ What lives here: the public names, loaded on first use so that importing the pac
 The layers, lowest first: `tensors` and `pieces` (what all speak), readers and layouts of each format (`hf_*`, `dcp_*`),
 the planner (`sides`, `plan`, `proof`), writing (`files`, `copying`, `journal`, `staging`, `ranks`), the course of every
 conversion (`conversion`), and the commands on top (`importing`, `exporting`, `reformatting`, `verifying`, `inspection`,
-`cli`).
+`cli`). Adapters take the same course (`stored_adapters`, `adapter_exporting`, `merging`, `adapters_cli`); merging is
+the only arithmetic (`merged_tensors`).
 """
 
 from qwen3vl_bridge import lazy
@@ -16,9 +17,11 @@ _PUBLIC = {
     "Topology": "topology",
     "VerifyReport": "reports",
     "copy_side_files": "hf_files",
+    "export_adapters": "adapter_exporting",
     "export_checkpoint": "exporting",
     "import_checkpoint": "importing",
     "inspect_checkpoint": "inspection",
+    "merge_adapters": "merging",
     "reformat_checkpoint": "reformatting",
     "verify_checkpoint": "verifying",
     "verify_checksums": "verifying",

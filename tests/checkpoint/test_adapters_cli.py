@@ -1,0 +1,65 @@
+"""The command line for adapters: quick help, refusals that name what was found."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from qwen3vl_bridge.checkpoint import CheckpointError, export_adapters
+from qwen3vl_bridge.checkpoint.adapter_settings import adapter_settings, read_run_config
+
+import pytest
+
+ADAPTERS = Path(__file__).parents[2] / "conversion" / "adapters.py"
+LORA = """\
+peft: {_target_: qwen3vl_bridge.peft.Qwen3VLLoRA, dim: 4, alpha: 8, target_modules: [linear_qkv], exclude_modules: [],
+  adapt_language_model: true, adapt_vision_model: false, adapt_vision_projection: false, params_to_save: !!set {a: }}
+"""
+
+
+def test_help_answers_at_once_and_without_torch():
+    code = "import sys; from qwen3vl_bridge.checkpoint import adapters_cli; adapters_cli._parser()"
+    code += "; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+    begun = time.monotonic()
+    for verb in ([], ["export"], ["merge"]):
+        found = subprocess.run([sys.executable, ADAPTERS, *verb, "--help"], capture_output=True, text=True, check=True)
+        assert "usage: adapters.py" in found.stdout
+    assert time.monotonic() - begun < 3  # three starts
+
+
+def test_settings_are_read_as_data(tmp_path):
+    (tmp_path / "run_config.yaml").write_text(LORA)
+    found = adapter_settings(read_run_config(tmp_path), tmp_path)
+    assert (found.dim, found.alpha, found.dora, found.parts) == (4, 8, False, {"language_model"})
+    assert found.adapts("language_model.decoder.layers.3.self_attention.linear_qkv")
+    assert not found.adapts("vision_model.decoder.layers.3.self_attention.linear_qkv")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("peft: null\n", "is of a run without adapters"),
+        ("- 1\n", "holds a list, expected sections"),
+        ("a: [\n", "run_config.yaml: while parsing"),
+        ("peft: !!python/object/apply:os.system [false]\n", "could not determine a constructor"),
+        (LORA.replace("Qwen3VLLoRA", "Other"), "peft is 'qwen3vl_bridge.peft.Other', expected"),
+        (LORA.replace("dim: 4", "dim: many"), "peft lacks a number"),
+        (LORA.replace("dim: 4, ", ""), "peft lacks 'dim'"),
+    ],
+)
+def test_what_is_no_configuration_of_adapters_is_refused(text, message, tmp_path):
+    (tmp_path / "run_config.yaml").write_text(text)
+    with pytest.raises(CheckpointError, match=message):
+        adapter_settings(read_run_config(tmp_path), tmp_path)
+
+
+def test_a_converted_checkpoint_has_no_adapters(untied_folder, tmp_path):
+    from qwen3vl_bridge.checkpoint import import_checkpoint
+
+    import_checkpoint(untied_folder, tmp_path / "megatron", progress=False)
+    with pytest.raises(CheckpointError, match="is of a run without adapters"):
+        export_adapters(tmp_path / "megatron", tmp_path / "adapter")
+    assert not (tmp_path / "adapter").exists()

@@ -1,0 +1,45 @@
+"""Recipes with adapters: their settings can be changed, saved and read back."""
+
+from __future__ import annotations
+
+from qwen3vl_bridge.peft import Qwen3VLDoRA, Qwen3VLLoRA
+from qwen3vl_bridge.training.config import Qwen3VLConfigContainer
+
+import pytest
+from qwen3vl_recipes import overrides
+from qwen3vl_recipes.registry import recipes
+
+WITH_ADAPTERS = [name for name in recipes() if "_peft_" in name]
+
+
+def test_every_size_has_lora_and_those_that_are_whole_on_a_gpu_have_dora():
+    assert len(WITH_ADAPTERS) == 6 + 5
+    for name in WITH_ADAPTERS:
+        cfg = recipes()[name].function()
+        assert type(cfg.peft) is (Qwen3VLDoRA if "_dora_" in name else Qwen3VLLoRA)
+        whole = cfg.model.tensor_model_parallel_size == cfg.model.pipeline_model_parallel_size == 1
+        dora = name.replace("_peft_config", "_peft_dora_config")
+        assert "_dora_" in name or whole == (dora in WITH_ADAPTERS)
+
+
+def test_overrides(tmp_path):
+    cfg = recipes()["qwen3_vl_8b_peft_config"].function()
+    file = tmp_path / "settings.yaml"
+    file.write_text("peft:\n  alpha: 64\n  target_modules: [linear_qkv]\n")
+    overrides.apply(cfg, ["peft.dim=16", "peft.adapt_vision_model=true", "optimizer.lr=1e-3"], [file])
+    expected = dict(dim=16, alpha=64, adapt_vision_model=True, target_modules=["linear_qkv"])
+    assert cfg.peft == Qwen3VLLoRA(**expected) and cfg.optimizer.lr == 1e-3
+    for word, message in (("peft.dims=16", "peft.dims"), ("peft.dim=many", "expected a whole number such as 16")):
+        with pytest.raises(ValueError, match=message):
+            overrides.apply(cfg, [word])
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl_2b_peft_config", "qwen3_vl_30b_a3b_peft_dora_config"])
+def test_yaml(name, tmp_path):
+    cfg = recipes()[name].function()
+    cfg.peft.dim, cfg.peft.exclude_modules, cfg.peft.target_modules = 8, ["linear_proj"], []
+    cfg.peft.params_to_save = {"noted during a run"}
+    cfg.to_yaml(str(tmp_path / "run_config.yaml"))
+    again = Qwen3VLConfigContainer.from_yaml(str(tmp_path / "run_config.yaml"))
+    cfg.peft.params_to_save = set()
+    assert type(again.peft) is type(cfg.peft) and again.peft == cfg.peft
