@@ -94,4 +94,9 @@ def show(cfg: ConfigContainer, *, gpus: int, gpu: str) -> None:
 
     memory = gpu_of(gpu).memory_bytes
     print(dump_dataclass_to_yaml(finalised(cfg, gpus).to_dict()))
-    print_estimate(memory_plan(cfg, gpus), memory)
+    try:
+        plan = memory_plan(cfg, gpus)
+    except ValueError as error:
+        print(f"no plan of the memory: {error}")
+    else:
+        print_estimate(plan, memory)

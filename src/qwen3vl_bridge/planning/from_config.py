@@ -105,7 +105,7 @@ def split_of(model: Any, world_size: int) -> Split:
         pp=model.pipeline_model_parallel_size,
         cp=model.context_parallel_size,
         ep=model.expert_model_parallel_size,
-        etp=model.expert_tensor_parallel_size,
+        etp=model.expert_tensor_parallel_size if model.moe_layers else None,
         vpp=model.virtual_pipeline_model_parallel_size,
         vpp_group=getattr(model, "microbatch_group_size_per_vp_stage", None),
         sequence_parallel=model.sequence_parallel,
