@@ -22,7 +22,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
-from tests.model.peft_models import Adapted, reference_logits, worst_difference
+from tests.model.peft_models import Adapted, adapt, reference_logits, worst_difference
 from tests.parity.batches import make_samples
 from tests.parity.conftest import Pair
 
@@ -152,3 +152,20 @@ def test_a_lost_and_a_foreign_adapter_are_listed(run, tmp_path):
     with pytest.raises(CheckpointError, match=r"1 missing, 1 unexpected\n  missing: .*linear_in.*\n .*other"):
         export_adapters(tmp_path / "damaged", tmp_path / "adapter")
     assert not (tmp_path / "adapter").exists()
+
+
+def test_megatron_bridge_loads_it(run):
+    """Its own loader of adapters, onto a model that has fresh ones."""
+    from megatron.bridge.peft.utils import load_peft_adapter_checkpoint
+
+    inputs, adapted, logits, folder = run
+    fresh = adapt(inputs.hf, adapted.peft)
+    assert worst_difference(logits, fresh.logits()) > 0.1
+    load_peft_adapter_checkpoint(
+        [fresh.model],
+        latest(folder / "torch_dist"),
+        adapted.peft,
+        model_sd_kwargs=dict(metadata={"non_homogeneous_layers": adapted.peft.layers_differ}),
+        fully_parallel_load=False,
+    )
+    assert worst_difference(logits, fresh.logits()) <= TOLERANCE
