@@ -75,6 +75,43 @@ def test_convert_then_fine_tune(places):
     assert (Path(places["RUN"]) / "iter_0000002").is_dir()
 
 
+def test_one_node_of_gpus(places):
+    """As far as a machine without any can see: the settings and the plan."""
+    command, _ = blocks("Fine-tune", "console")
+    command = fill(command, places).replace("torchrun --nproc_per_node 8", "python")
+    run(f"{command.strip()} --dry-run --gpus 8")
+
+
+def test_adapters_of_a_run(places, untied_folder, tmp_path):
+    _, commands = blocks("Fine-tune", "console")
+    run(
+        f"python recipes/finetune.py --recipe qwen3_vl_8b_peft_config --hf-path {untied_folder} "
+        f"--data-path {places['DATA']} --save {tmp_path / 'run'} train.train_iters=1 scheduler.lr_warmup_iters=0 "
+        "train.global_batch_size=2 model.seq_length=128 dataset.seq_length=128 dataset.num_workers=0 "
+        "validation.eval_iters=0 peft.dim=4"
+    )
+    here = {"RUN": str(tmp_path / "run"), "ADAPTER": str(tmp_path / "adapter"), "MERGED": str(tmp_path / "merged")}
+    for command in fill(commands, here).strip().splitlines():
+        run(command)
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+    assert (tmp_path / "merged" / "model.safetensors.index.json").exists() or (
+        tmp_path / "merged" / "model.safetensors"
+    ).exists()
+
+
+def test_a_script_of_ones_own(places):
+    """But for its last line, which needs CUDA."""
+    from qwen3vl_recipes.dry_run import finalised
+
+    lines = fill(block("Fine-tune", "python"), places).splitlines()
+    names: dict = {}
+    assert "training.finetune import finetune" in lines[1] and lines[-1].startswith("finetune(cfg, ")
+    exec("\n".join(line for number, line in enumerate(lines[:-1]) if number != 1), names)
+    assert finalised(names["cfg"], 8).data_parallel_size == 4
+    forward, callbacks = lines[-1].removeprefix("finetune(cfg, ").removesuffix(")").split(", callbacks=")
+    assert callable(eval(forward, names)) and len(eval(callbacks, names)) == 2
+
+
 def test_convert_by_several_processes(places, moe_folder, tmp_path):
     _, command = blocks("Convert", "bash")
     instead = {"--nproc_per_node 8": "--nproc_per_node 2", "--ep 8": "--ep 2", " MEGATRON": f" {tmp_path / 'megatron'}"}

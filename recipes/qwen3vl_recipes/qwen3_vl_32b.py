@@ -43,6 +43,12 @@ def qwen3_vl_32b_peft_config():
     return split(peft("32B"), tp=4)
 
 
+@recipe(gpus=1, gpu="H200")
+def qwen3_vl_32b_peft_dora_config():
+    """DoRA, rows of 8K tokens, one H200, activations recomputed: DoRA wants a whole model on a GPU."""
+    return recompute_all(peft("32B", dora=True))
+
+
 @recipe(gpus=128)
 def qwen3_vl_32b_pretrain_config():
     """Pretraining, rows of 8K tokens, 128 H100: a node to a model."""
