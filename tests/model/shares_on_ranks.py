@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from qwen3vl_bridge.logs import quiet
 from qwen3vl_bridge.parallel import gather_vocabulary
 from qwen3vl_bridge.sequence import SequenceLayout
 
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from tests.parity.batches import Sample, make_batch, make_samples, run_reference
 from tests.parity.conftest import Pair, make_pair
+from tests.ranks import begin, leave
 
 from .support import no_grad, packed_params, share_of
 
@@ -176,13 +176,9 @@ def main(output: str, dense: str, moe: str) -> None:
             everyone: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(everyone, list(refusals(case)))
             refused += everyone
-    if dist.get_rank() == 0:
-        torch.save((found, refused), output)
-    dist.barrier()
-    dist.destroy_process_group()
+    leave((found, refused), output)
 
 
 if __name__ == "__main__":
-    quiet()
-    torch.set_num_threads(1)
+    begin()
     main(*sys.argv[1:])

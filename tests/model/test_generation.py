@@ -10,7 +10,6 @@ import types
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge import generation
 from qwen3vl_bridge.generation import generate
-from qwen3vl_bridge.logs import quiet
 
 import numpy as np
 import pytest
@@ -21,6 +20,7 @@ from transformers import GenerationConfig
 
 from tests.parity.batches import CONTENTS, make_samples
 from tests.parity.conftest import Pair, make_pair
+from tests.ranks import begin, leave
 from tests.torchrun import torchrun
 
 NEW = 24
@@ -281,13 +281,9 @@ def test_tensor_and_sequence_parallel_ranks_give_the_same_answers(untied_folder,
 
 
 if __name__ == "__main__":
-    quiet()
-    torch.set_num_threads(1)
+    begin()
     results = {}
     for name in sys.argv[2:]:
         pairs = (load(name, tensor_model_parallel_size=2, **fields) for fields in PARALLEL)
         results[name] = [answers(p, prompts("mixed", p.config)) for p in pairs]
-    if torch.distributed.get_rank() == 0:
-        torch.save(results, sys.argv[1])
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    leave(results, sys.argv[1])

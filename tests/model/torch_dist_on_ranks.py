@@ -11,18 +11,16 @@ import json
 import sys
 from pathlib import Path
 
+from tests.ranks import begin, leave
+
 
 def main(cases: list[dict]) -> None:
     """Build, load, compare and save, one case after the other."""
     # Here, because megatron-core saves by way of a process that imports this module anew and has no use for Megatron.
-    from qwen3vl_bridge.logs import quiet
-
-    import torch
 
     from tests.model import torch_dist_models as models
 
-    quiet()
-    torch.set_num_threads(1)
+    begin()
     for case in cases:
         folder, fields, checkpoint = case["folder"], case["fields"], Path(case["load"])
         chunks, groups = models.build_chunks(folder, **fields)
@@ -37,8 +35,7 @@ def main(cases: list[dict]) -> None:
             models.save_by_bridge(folder, chunks, case["save"])
         else:
             models.save(chunks, groups, case["save"])
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -9,12 +9,13 @@ import json
 import sys
 from pathlib import Path
 
-from qwen3vl_bridge.logs import quiet
 from qwen3vl_bridge.training.process_group import initialize
 
 import torch
 from megatron.bridge import AutoBridge
 from safetensors.torch import load_file
+
+from tests.ranks import begin, leave
 
 
 def check(folder: str, settings: dict) -> None:
@@ -36,9 +37,7 @@ def check(folder: str, settings: dict) -> None:
 
 
 if __name__ == "__main__":
-    quiet()
-    torch.set_num_threads(1)
+    begin()
     for folder, settings in zip(sys.argv[2:], json.loads(sys.argv[1]), strict=True):
         check(folder, settings)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    leave()

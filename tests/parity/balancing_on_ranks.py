@@ -8,10 +8,11 @@ It depends on which tokens are padding, and on how the tokens of all ranks are c
 
 import sys
 
-from qwen3vl_bridge.logs import quiet
 from qwen3vl_bridge.training.loop import forward_backward
 
 import torch
+
+from tests.ranks import begin, leave
 
 from .on_ranks import Split, worst
 from .references import MICROBATCHES
@@ -32,7 +33,7 @@ def main(output: str, folder: str, reference: str | None = None) -> None:
     """Alone, save gradients; on two ranks, the largest errors of each way to split."""
     if reference is None:
         split = Split(folder, Topology(1), BALANCE)
-        torch.save({rows: gradients(split, rows) for rows in ROWS}, output)
+        found = {rows: gradients(split, rows) for rows in ROWS}
     else:
         expected, found = torch.load(reference), {}
         for name, topology in TOPOLOGIES.items():
@@ -40,13 +41,9 @@ def main(output: str, folder: str, reference: str | None = None) -> None:
                 split = Split(folder, topology, BALANCE)
                 for rows in ROWS:
                     found[name, rows] = worst(gradients(split, rows), expected[rows])
-        if torch.distributed.get_rank() == 0:
-            torch.save(found, output)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    leave(found, output)
 
 
 if __name__ == "__main__":
-    quiet()
-    torch.set_num_threads(1)
+    begin()
     main(*sys.argv[1:])

@@ -8,14 +8,14 @@ from __future__ import annotations
 import itertools
 import sys
 
-from qwen3vl_bridge.logs import quiet
 from qwen3vl_bridge.sequence import PackedBatch, SequenceLayout
 from qwen3vl_bridge.training.loop import train_step
 from qwen3vl_bridge.training.run import Run, assemble
 
 import torch
-import torch.distributed as dist
 from transformers import AutoConfig
+
+from tests.ranks import begin, leave
 
 from .batches import Sample, make_batch, make_samples
 from .on_ranks import configuration
@@ -70,13 +70,9 @@ def main(output: str, **folders: str) -> None:
             assert batch.layout.padding_mask().any() == (not equal)
             found[size, family, equal, rows] = step_once(run, batch)
         assert step_once(run, batch) == found[size, family, equal, rows]
-    if dist.get_rank() == 0:
-        torch.save(found, output)
-    dist.barrier()
-    dist.destroy_process_group()
+    leave(found, output)
 
 
 if __name__ == "__main__":
-    quiet()
-    torch.set_num_threads(1)
+    begin()
     main(sys.argv[1], dense=sys.argv[2], MoE=sys.argv[3])

@@ -8,7 +8,6 @@ gradients of the first step are looked at: on gloo its optimizer drifts.
 
 import sys
 
-from qwen3vl_bridge.logs import quiet
 from qwen3vl_bridge.parallel import sum_over_ranks
 from qwen3vl_bridge.training.norms import PartSquares, parts_of_parameters
 from qwen3vl_bridge.training.process_group import initialize
@@ -20,6 +19,8 @@ from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch.distributed import DeviceMesh
 from transformers import AutoConfig
+
+from tests.ranks import begin, leave
 
 from .batches import Sample, make_batch, make_samples
 
@@ -109,11 +110,9 @@ def main(output: str, *folders: str) -> None:
         found_norms[case] = norms(model)
     rank = torch.distributed.get_rank()
     torch.save((losses, found, found_norms), f"{output}.{rank}")
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":
-    quiet()
-    torch.set_num_threads(1)
+    begin()
     main(*sys.argv[1:])

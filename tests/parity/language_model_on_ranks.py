@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from qwen3vl_bridge.logs import quiet
 from qwen3vl_bridge.model.attention import layout_packed_seq_params
 from qwen3vl_bridge.model.qwen3vl import Qwen3VLGPTModel
 from qwen3vl_bridge.parallel import sequence_ranks
@@ -21,6 +20,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
+
+from tests.ranks import begin, leave
 
 from .batches import Sample, make_batch, make_samples, run_reference
 from .conftest import Pair, make_pair
@@ -153,13 +154,9 @@ def main(output: str, **folders: str) -> None:
                 values = torch.tensor(list(errors.values()))
                 dist.all_reduce(values, op=dist.ReduceOp.MAX)
                 found[family, split, rows] = dict(zip(errors, values.tolist(), strict=True))
-    if dist.get_rank() == 0:
-        torch.save(found, output)
-    dist.barrier()
-    dist.destroy_process_group()
+    leave(found, output)
 
 
 if __name__ == "__main__":
-    quiet()
-    torch.set_num_threads(1)
+    begin()
     main(sys.argv[1], dense=sys.argv[2], MoE=sys.argv[3])

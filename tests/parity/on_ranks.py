@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.logs import quiet
 from qwen3vl_bridge.sequence import PackedBatch, SequenceLayout
 from qwen3vl_bridge.training import step
 from qwen3vl_bridge.training.loop import forward_backward, train_step
@@ -29,6 +28,8 @@ from megatron.bridge import AutoBridge
 from megatron.bridge.training.optim import setup_optimizer
 from qwen3vl_recipes.digits import qwen3_vl_digits_sft_config
 from qwen3vl_recipes.paths import set_paths
+
+from tests.ranks import begin, leave
 
 from . import presharded
 from .batches import Sample, make_batch
@@ -189,13 +190,9 @@ def main(output: str, cases: list[list[str]], folders: dict[str, str]) -> None:
             found[family, name, content, rows] = dict(zip(errors, values.tolist(), strict=True), seconds=seconds)
             if dist.get_rank() == 0:
                 print(family, name, content, rows, found[family, name, content, rows], flush=True)
-    if dist.get_rank() == 0:
-        torch.save(found, output)
-    dist.barrier()
-    dist.destroy_process_group()
+    leave(found, output)
 
 
 if __name__ == "__main__":
-    quiet()
-    torch.set_num_threads(1)
+    begin()
     main(sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3]))

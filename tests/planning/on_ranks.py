@@ -11,18 +11,17 @@ import json
 import sys
 from collections import Counter
 
-from qwen3vl_bridge.logs import quiet
 from qwen3vl_bridge.parallel import sequence_ranks
 from qwen3vl_bridge.parts import part_of
 from qwen3vl_bridge.training.loop import forward_backward, train_step
 
-import torch
 import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 
 from tests.parity.batches import make_samples
 from tests.parity.on_ranks import Split, layout_of, make_batch
 from tests.parity.topologies import TOPOLOGIES
+from tests.ranks import begin, leave
 
 from .measure import gradient_bytes, keeping, optimizer_bytes
 
@@ -87,11 +86,9 @@ def main(output: str, cases: list[list[str]], folders: dict[str, str]) -> None:
     if dist.get_rank() == 0:
         with open(output, "w") as file:
             json.dump(found, file)
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":
-    quiet()
-    torch.set_num_threads(1)
+    begin()
     main(sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3]))

@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import sys
 
-from qwen3vl_bridge.logs import quiet
 from qwen3vl_bridge.training.loop import train
 
 import torch
 import torch.distributed as dist
 from megatron.bridge.training.callbacks import Callback, CallbackContext
+
+from tests.ranks import begin, leave
 
 from .twin import family, pattern, twin
 
@@ -61,13 +62,9 @@ def main(output: str, names: list[str], folders: dict[str, str], data: str) -> N
         found[name] = dict(loss=entry["loss"], grad_norm=entry["grad_norm"], **counts)
         if dist.get_rank() == 0:
             print(name, found[name], flush=True)
-    if dist.get_rank() == 0:
-        torch.save(found, output)
-    dist.barrier()
-    dist.destroy_process_group()
+    leave(found, output)
 
 
 if __name__ == "__main__":
-    quiet()
-    torch.set_num_threads(1)
+    begin()
     main(sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4])

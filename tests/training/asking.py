@@ -12,9 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.logs import quiet
-
-import torch
+from tests.ranks import begin, leave
 
 NEW_TOKENS = 4
 
@@ -66,13 +64,9 @@ def main(output: str, hf: str, data: str, splits: list[dict[str, Any]]) -> None:
     from qwen3vl_bridge.training.loop import train
 
     found = [train(asking(Path(hf), Path(data), fields))[-1]["accuracy"] for fields in splits]
-    if torch.distributed.get_rank() == 0:
-        torch.save(found, output)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    leave(found, output)
 
 
 if __name__ == "__main__":
-    quiet()
-    torch.set_num_threads(1)
+    begin()
     main(*sys.argv[1:4], json.loads(sys.argv[4]))

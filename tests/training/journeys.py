@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.logs import quiet
 from qwen3vl_bridge.training import checkpoint
 from qwen3vl_bridge.training.loop import set_up, train_step
 from qwen3vl_bridge.training.optimizer_state import MOMENTS, adam_states
@@ -26,6 +25,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from tests.model.torch_dist_chain import PADDED
 from tests.parity.topologies import TOPOLOGIES
+from tests.ranks import begin, leave
 
 from .conftest import Inputs
 
@@ -75,6 +75,7 @@ class Journey:
             cfg.ddp.data_parallel_sharding_strategy = "no_shard"
         for name, value in (SPLITS[self.split] if self.split else {}).items():
             setattr(cfg.model, name, value)
+        cfg.guard = None  # steps are taken one by one here, without callbacks
         return cfg
 
 
@@ -145,13 +146,9 @@ def main(output: str, cases: list[tuple[str, dict[str, Any]]]) -> None:
     found = []
     for what, settings in cases:
         found.append(globals()[f"do_{what}"](**settings))
-    if torch.distributed.get_rank() == 0:
-        torch.save(found, output)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    leave(found, output)
 
 
 if __name__ == "__main__":
-    quiet()
-    torch.set_num_threads(1)
+    begin()
     main(sys.argv[1], json.loads(sys.argv[2]))

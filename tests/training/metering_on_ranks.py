@@ -5,7 +5,6 @@ torchrun --nproc_per_node 2 -m tests.training.metering_on_ranks OUTPUT HF_FOLDER
 
 import sys
 
-from qwen3vl_bridge.logs import quiet
 from qwen3vl_bridge.parallel import sum_amounts
 from qwen3vl_bridge.training.callbacks import training_callbacks
 from qwen3vl_bridge.training.events import Events
@@ -18,6 +17,7 @@ import torch
 from tests.parity.on_ranks import Split
 from tests.parity.references import MICROBATCHES
 from tests.parity.topologies import TOPOLOGIES, Topology
+from tests.ranks import begin, leave
 
 NAMES = ("DP2", "CP2", "TP2+SP+EP2", "PP2", "PP2+VPP2", "EP2")
 BALANCE = 0.01
@@ -52,13 +52,9 @@ def main(output: str, folder: str) -> None:
     """Every way to split."""
     found = {name: measure(folder, TOPOLOGIES[name], "packed") for name in NAMES}
     # The last rank: it has neither the first stage nor the first tokens.
-    if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
-        torch.save(found, output)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    leave(found, output, writer=torch.distributed.get_world_size() - 1)
 
 
 if __name__ == "__main__":
-    quiet()
-    torch.set_num_threads(1)
+    begin()
     main(*sys.argv[1:])

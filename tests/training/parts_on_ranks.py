@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.logs import quiet
 from qwen3vl_bridge.parts import part_of_wrapped
 from qwen3vl_bridge.sequence import PackedBatch
 from qwen3vl_bridge.training.callbacks import training_callbacks
@@ -31,6 +30,7 @@ import torch.distributed as dist
 from tests.parity.on_ranks import Split, worst
 from tests.parity.references import ADAM, MICROBATCHES
 from tests.parity.topologies import TOPOLOGIES
+from tests.ranks import begin, leave
 
 from .parts_reference import CONTENT, STEPS, TOWERS
 
@@ -148,13 +148,9 @@ def main(output: str, folders: dict[str, str]) -> None:
         found[case]["alike"] = all(ranks[0][key] == ranks[1][key] for key in ("norms", "totals", "skipped", "same"))
         # A pipeline stage has none of the other's parts.
         found[case]["moved"] = [first | second for first, second in zip(*(one["moved"] for one in ranks), strict=True)]
-    if dist.get_rank() == 0:
-        torch.save(found, output)
-    dist.barrier()
-    dist.destroy_process_group()
+    leave(found, output)
 
 
 if __name__ == "__main__":
-    quiet()
-    torch.set_num_threads(1)
+    begin()
     main(sys.argv[1], json.loads(sys.argv[2]))

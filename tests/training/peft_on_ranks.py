@@ -12,12 +12,13 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from qwen3vl_bridge.logs import quiet
 from qwen3vl_bridge.parallel import hear_all
 from qwen3vl_bridge.training import checkpoint
 from qwen3vl_bridge.training.loop import set_up, train_step
 
 import torch
+
+from tests.ranks import begin
 
 from .conftest import Inputs
 from .peft_runs import CASES, peft_config
@@ -66,7 +67,6 @@ def main(jobs: list[dict], dense: str, moe: str, data: str, start: str, out: str
 
 
 if __name__ == "__main__":
-    quiet()
-    torch.set_num_threads(1)
+    begin()
     main(json.loads(sys.argv[1]), *sys.argv[2:])
     torch.distributed.destroy_process_group()

@@ -20,11 +20,10 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from qwen3vl_bridge.logs import quiet
 from qwen3vl_bridge.training import checkpoint
 from qwen3vl_bridge.training.loop import set_up, train_step
 
-import torch
+from tests.ranks import begin
 
 from .journeys import Journey
 
@@ -119,6 +118,5 @@ def main(journey: Journey, moments: list[str]) -> dict:
 
 
 if __name__ == "__main__":
-    quiet()
-    torch.set_num_threads(1)
+    begin()
     print(json.dumps([main(Journey(**journey), moments) for journey, moments in json.loads(sys.argv[1])]))

@@ -28,11 +28,18 @@ FORMATS = {
 }
 
 
+def config(inputs, save: Path | None, **settings):
+    """The shortened digits recipe, for steps that are taken one by one, without callbacks."""
+    cfg = inputs.config(save, **STEPS | settings)
+    cfg.guard = None
+    return cfg
+
+
 def begun(inputs, save: Path, steps: int = 1, **settings):
     """A run after some steps, saved after each."""
     from qwen3vl_bridge.training.loop import set_up, train_step
 
-    run = set_up(inputs.config(save, **STEPS | settings))
+    run = set_up(config(inputs, save, **settings))
     for _ in range(steps):
         train_step(run)
         checkpoint.save(save, run)
@@ -43,7 +50,7 @@ def again(inputs, save: Path | None, **settings):
     """The run as it goes on."""
     from qwen3vl_bridge.training.loop import set_up
 
-    return set_up(inputs.config(save, **STEPS | settings))
+    return set_up(config(inputs, save, **settings))
 
 
 @pytest.fixture(scope="module")
