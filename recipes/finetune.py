@@ -1,7 +1,9 @@
-"""Fine-tune Qwen3-VL by a recipe: the command `qwen3vl-finetune`, from a clone.
+r"""Fine-tune Qwen3-VL by a recipe: the command `qwen3vl-finetune`, from a clone.
 
-torchrun --nproc_per_node 8 recipes/finetune.py --recipe qwen3_vl_8b_sft_config --data-path DATA --save RUN \
-        train.global_batch_size=64
+For example, on one node:
+
+    torchrun --nproc_per_node 8 --shutdown-timeout 600 recipes/finetune.py --recipe qwen3_vl_8b_sft_config \
+        --data-path DATA --save RUN train.global_batch_size=64
 """
 
 from qwen3vl_recipes.cli import finetune

@@ -78,7 +78,7 @@ def test_convert_then_fine_tune(places):
 def test_one_node_of_gpus(places):
     """As far as a machine without any can see: the settings and the plan."""
     command, _ = blocks("Fine-tune", "console")
-    command = fill(command, places).replace("torchrun --nproc_per_node 8", "python")
+    command = fill(command, places).replace("torchrun --nproc_per_node 8 --shutdown-timeout 600", "python")
     run(f"{command.strip()} --dry-run --gpus 8")
 
 
@@ -101,8 +101,11 @@ def test_adapters_of_a_run(places, untied_folder, tmp_path):
 
 def test_a_script_of_ones_own(places):
     """But for its last line, which needs CUDA."""
+    from qwen3vl_bridge.training.process_group import shutdown
+
     from qwen3vl_recipes.dry_run import finalised
 
+    shutdown()  # groups of other tests
     lines = fill(block("Fine-tune", "python"), places).splitlines()
     names: dict = {}
     assert "training.finetune import finetune" in lines[1] and lines[-1].startswith("finetune(cfg, ")

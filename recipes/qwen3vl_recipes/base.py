@@ -76,14 +76,13 @@ def sft(size: str, *, seq_length: int = 8 * K, global_batch_size: int = 32) -> Q
             average_in_collective=False,  # losses are sums over tokens
         ),
         checkpoint=config.CheckpointConfig(
-            save="checkpoints",
-            load="checkpoints",
             save_interval=200,
             most_recent_k=2,
             ckpt_format="torch_dist",
+            dist_ckpt_optim_fully_reshardable=True,  # so that it loads at any split
         ),
         tokenizer=config.TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=hf_model),
-        logger=config.LoggerConfig(log_interval=10, tensorboard_dir="tensorboard"),
+        logger=config.LoggerConfig(log_interval=10),
         rng=config.RNGConfig(seed=1234),
         # `guard` looks at losses and gradients before weights change, and names samples.
         rerun_state_machine=config.RerunStateMachineConfig(check_for_nan_in_loss=False),

@@ -59,8 +59,10 @@ def _parse(description: str, arguments: Sequence[str] | None) -> argparse.Namesp
         parser.error("--recipe is missing; --list shows those there are")
     if args.save is not None and args.save.exists() and not args.save.is_dir():
         parser.error(f"--save is {args.save}, a file; expected a folder, or a name for a new one")
-    if wrong := [item for item in args.settings if "=" not in item and not item.startswith("~")]:
+    if wrong := [item for item in args.settings if "=" not in item or item[0] in "+~"]:
         parser.error(f"settings are written NAME=VALUE, found {' '.join(wrong)}")
+    if args.gpus is not None and args.gpus < 1:
+        parser.error(f"--gpus is {args.gpus}, expected 1 or more")
     if not args.dry_run and (args.gpus or args.gpu):
         parser.error("--gpus and --gpu are for --dry-run; torchrun says how many there are")
     return args
@@ -87,7 +89,7 @@ def _command(description: str, arguments: Sequence[str] | None, *, needs_weights
     except (ValueError, AssertionError, OSError) as error:  # Megatron-Bridge asserts what it expects of a configuration
         if args.verbose:
             raise
-        sys.exit(f"error: {error}\n(--verbose shows where)")
+        sys.exit(f"error: {str(error) or repr(error)}\n(--verbose shows where)")
 
 
 def _show_recipes() -> None:
@@ -100,7 +102,7 @@ def _show_recipes() -> None:
 def _configuration(args: argparse.Namespace, chosen: Recipe, *, needs_weights: bool) -> ConfigContainer:
     """The recipe's, with what the command line says."""
     from qwen3vl_recipes import overrides
-    from qwen3vl_recipes.paths import set_paths
+    from qwen3vl_recipes.paths import check_data, set_paths
 
     if args.hf_path is not None and Path(args.hf_path).is_dir():
         from qwen3vl_bridge.checkpoint.hf_config import ModelConfig
@@ -117,7 +119,12 @@ def _configuration(args: argparse.Namespace, chosen: Recipe, *, needs_weights: b
         save=args.save,
     )
     overrides.apply(cfg, args.settings, args.config)
-    if needs_weights and cfg.checkpoint.pretrained_checkpoint is None and not args.dry_run:
+    if args.dry_run:
+        return cfg
+    if cfg.checkpoint.save is None:
+        raise ValueError("checkpoint.save is None, expected a folder for this run alone: give --save")
+    check_data(cfg)
+    if needs_weights and cfg.checkpoint.pretrained_checkpoint is None:
         model = cfg.model.hf_model_id
         cfg.checkpoint.pretrained_checkpoint = model if Path(model).is_dir() else _downloaded(model)
     return cfg
@@ -147,7 +154,10 @@ def _run(cfg: ConfigContainer, *, needs_weights: bool) -> None:
 
     import torch
 
+    from qwen3vl_recipes.paths import check_for_cuda
+
     if torch.cuda.is_available():
+        check_for_cuda(cfg)
         train = _loop_for_cuda(needs_weights)
         train(cfg, qwen3vl_bridge.forward_step, callbacks=training_callbacks(cfg))
         return

@@ -33,8 +33,11 @@ def finalised(cfg: ConfigContainer, world_size: int) -> ConfigContainer:
     Raises:
         ValueError, AssertionError: settings that contradict each other, or this number of ranks.
     """
+    import torch
     from megatron.bridge.training.config import runtime_config_update
 
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() != world_size:
+        raise ValueError(f"there are {torch.distributed.get_world_size()} processes already, expected none beside this")
     cfg = copy.deepcopy(cfg)
     if getattr(cfg.dataset, "path", "") is None and getattr(cfg.dataset, "train_path", "") is None:
         cfg.dataset.path = _DATA

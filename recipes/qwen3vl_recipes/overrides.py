@@ -7,6 +7,9 @@ skip with a warning is refused. What may not: where words come from (`cli.py`).
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import types
+import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,10 +45,11 @@ def apply(cfg: ConfigContainer, words: Sequence[str] = (), files: Sequence[str |
     after = _plain(_merged(settings, words, files))
     changed = dict(_changes("", before, after))
     for name, (old, new) in changed.items():
-        _check_kind(name, old, new)
+        _check_kind(name, old, new, _hint(cfg, name))
     for name, (_, new) in changed.items():
         _put_into_frozen(cfg, name, new)
-    apply_overrides(cfg, _only(after, changed), callables)
+    kept = {name: value for name, value in callables.items() if name.removeprefix("root.") not in changed}
+    apply_overrides(cfg, _only(after, changed), kept)
     arrived = _plain(_settings(cfg)[0])
     for name, (_, new) in changed.items():
         if (found := _at(arrived, name)) != new:
@@ -82,11 +86,36 @@ def _merged(settings: DictConfig, words: Sequence[str], files: Sequence[str | Pa
         except (OmegaConfBaseException, YAMLError) as error:
             raise ValueError(f"{file}: {error}") from error
     for word in words:
+        name = word.partition("=")[0]
+        if name[:1] in ("+", "~"):
+            raise ValueError(f"{word}: settings are changed, not added or removed; expected NAME=VALUE")
         try:
             settings = parse_hydra_overrides(settings, [word])
         except OverridesError as error:
-            raise ValueError(f"{word}: {error}") from error
+            if _known(settings, name):
+                raise ValueError(f"{word}: {error}") from error
+            close = difflib.get_close_matches(name, _names(_plain(settings)), n=3)
+            hint = f"; did you mean {', '.join(close)}?" if close else ""
+            raise ValueError(f"there is no setting {name}{hint}") from error
     return settings
+
+
+def _names(settings: Any, prefix: str = "") -> list[str]:
+    """Of all settings, whole."""
+    if not isinstance(settings, dict):
+        return [prefix]
+    return [
+        name for key, value in settings.items() for name in _names(value, f"{prefix}.{key}" if prefix else str(key))
+    ]
+
+
+def _known(settings: DictConfig, name: str) -> bool:
+    found = _plain(settings)
+    for key in name.split("."):
+        if not isinstance(found, dict) or key not in found:
+            return False
+        found = found[key]
+    return True
 
 
 def _changes(name: str, old: Any, new: Any) -> Iterator[tuple[str, tuple[Any, Any]]]:
@@ -123,13 +152,41 @@ def _put_into_frozen(cfg: ConfigContainer, name: str, value: Any) -> None:
 
 def _at(settings: dict, name: str) -> Any:
     for key in name.split("."):
-        settings = settings[key]
+        settings = (settings or {}).get(key)  # pyright: ignore[reportAssignmentType]
     return settings
 
 
-def _check_kind(name: str, old: Any, new: Any) -> None:
-    """Refuses text for a number and the like, which would fail much later. What was None may become anything."""
-    if old is None or new is None:
+def _hint(cfg: ConfigContainer, name: str) -> Any:
+    """What a setting's field is declared as; None where that cannot be told."""
+    *path, last = name.split(".")
+    section: Any = cfg
+    for key in path:
+        section = section.get(key) if isinstance(section, dict) else getattr(section, key, None)
+    try:
+        return typing.get_type_hints(type(section)).get(last)
+    except (NameError, TypeError):  # a name that is imported for type checkers alone
+        return None
+
+
+def _fits(hint: Any, value: Any) -> bool:
+    """Whether a value is of a declared kind, as far as kinds are plain."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return any(_fits(one, value) for one in typing.get_args(hint))
+    if typing.get_origin(hint) is typing.Literal:
+        return value in typing.get_args(hint)
+    kinds = {int: (int,), float: (int, float), str: (str,), bool: (bool,)}.get(hint)
+    if kinds is None:
+        return hint is not type(None)
+    return isinstance(value, kinds) and isinstance(value, bool) == (hint is bool)
+
+
+def _check_kind(name: str, old: Any, new: Any, hint: Any) -> None:
+    """Refuses text for a number and the like, which would fail much later."""
+    if new is None:
+        return
+    if old is None:
+        if hint is not None and not _fits(hint, new):
+            raise ValueError(f"{name} is {new!r}, expected {hint}")
         return
     kinds = next((kinds for kind, kinds in _ALIKE.items() if isinstance(old, kind)), (type(old),))
     if isinstance(new, kinds) and isinstance(old, bool) == isinstance(new, bool):

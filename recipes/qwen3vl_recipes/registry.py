@@ -84,11 +84,15 @@ def find(name: str) -> Recipe:
     """
     where, colon, function = name.rpartition(":")
     if colon:
-        module = _module_of_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+        try:
+            module = _module_of_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+        except ModuleNotFoundError as error:
+            raise ValueError(f"{where}: {error}; expected a module, or a file that ends in .py") from error
         found = getattr(module, function, None)
         if not callable(found):
             raise ValueError(f"{where} has no function {function!r}")
-        return _registered.get(function) or Recipe(found, gpus=0, gpu="H100")
+        known = _registered.get(function)
+        return known if known is not None and known.function is found else Recipe(found, gpus=0, gpu="H100")
     known = recipes()
     if name not in known:
         import difflib
@@ -102,7 +106,8 @@ def _module_of_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise ValueError(f"{path}: found nothing, expected a Python file with a recipe")
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{path}: Python cannot read it as a module")
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)

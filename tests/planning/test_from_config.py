@@ -15,17 +15,20 @@ import pytest
 import torch
 from megatron.bridge import AutoBridge
 from megatron.bridge.training.mixed_precision import bf16_mixed
-from recipes.digits import SEQ_LENGTH, qwen3_vl_digits_sft_config
+from qwen3vl_recipes.digits import qwen3_vl_digits_sft_config
+from qwen3vl_recipes.paths import set_paths
 
 RUN = Training(
-    seq_length=SEQ_LENGTH, global_batch_size=2, precision=FP32, sharding=Sharding.ALL, transformer_engine=False,
+    seq_length=512, global_batch_size=2, precision=FP32, sharding=Sharding.ALL, transformer_engine=False,
     balancing_loss=False,
 )  # fmt: skip
 
 
 @pytest.fixture
 def cfg(untied_folder):
-    return qwen3_vl_digits_sft_config(hf_path=untied_folder, data_path="x", megatron_path="x", save="x")
+    cfg = set_paths(qwen3_vl_digits_sft_config(), hf_path=untied_folder, data_path="x", save="x")
+    cfg.ddp.megatron_fsdp_main_grads_dtype = None  # the parameters', until a test says otherwise
+    return cfg
 
 
 def change(cfg, **settings):

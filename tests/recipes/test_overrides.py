@@ -30,6 +30,14 @@ def test_what_is_not_named_stays_as_it_is(cfg):
     assert cfg.to_dict() == before.to_dict()
 
 
+def test_settings_that_nobody_has_set(cfg):
+    words = ["dataset.max_patches=4096", "optimizer_config_override_provider.vision_model_lr=1e-6"]
+    words += ["train.exit_duration_in_mins=30", "logger.tensorboard_dir=/logs", "checkpoint.ckpt_step=3", "guard=null"]
+    overrides.apply(cfg, words)
+    assert cfg.dataset.max_patches == 4096 and cfg.optimizer_config_override_provider.vision_model_lr == 1e-6
+    assert cfg.train.exit_duration_in_mins == 30 and cfg.logger.tensorboard_dir == "/logs" and cfg.guard is None
+
+
 def test_settings_inside_settings(cfg):
     overrides.apply(cfg, ["dataset.vision.image_max_pixels=50176", "dataset.vision.video_fps=0.5"])
     assert cfg.dataset.vision.image_max_pixels == 50176 and cfg.dataset.vision.video_fps == 0.5
@@ -39,13 +47,20 @@ def test_of_adapters():
     cfg = qwen3_vl_8b_peft_config()
     overrides.apply(cfg, ["peft.dim=8", "peft.adapt_vision_model=true", "peft.target_modules=[linear_qkv]"])
     assert cfg.peft.dim == 8 and cfg.peft.adapt_vision_model and list(cfg.peft.target_modules) == ["linear_qkv"]
+    assert overrides.apply(cfg, ["peft=null"]).peft is None
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["train.global_batchsize=3"], "global_batchsize"),
-        (["trainer.train_iters=3"], "trainer"),
+        (["train.global_batchsize=3"], "no setting train.global_batchsize; did you mean train.global_batch_size"),
+        (["trainer.train_iters=3"], "no setting trainer.train_iters; did you mean train.train_iters"),
+        (["~optimizer.lr"], "settings are changed, not added or removed"),
+        (["+optimizer.rate=1"], "settings are changed, not added or removed"),
+        (["train.exit_duration_in_mins=1h"], "train.exit_duration_in_mins is '1h', expected"),
+        (["dataset.max_patches=8k"], "dataset.max_patches is '8k', expected int"),
+        (["checkpoint.ckpt_step=abc"], "checkpoint.ckpt_step is 'abc', expected"),
+        (["optimizer_config_override_provider.vision_model_lr=small"], "vision_model_lr is 'small', expected float"),
         (["train.train_iters=many"], "train.train_iters is 'many', expected a whole number such as 1000"),
         (["train.train_iters=1.5"], "train.train_iters is 1.5, expected a whole number"),
         (["model.freeze_vision_model=1"], "model.freeze_vision_model is 1, expected true or false such as False"),

@@ -35,6 +35,7 @@ def test_every_size_has_every_kind():
         assert recipes()[name].summary.endswith(".") and len(recipes()[name].summary) < 115
 
 
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", NAMES)
 def test_is_completed_for_its_gpus(name):
     recipe = find(name)

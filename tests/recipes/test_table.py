@@ -11,6 +11,7 @@ from qwen3vl_recipes.dry_run import memory_plan
 from qwen3vl_recipes.registry import recipes
 from qwen3vl_recipes.table import BEGIN, END, FREE, KINDS, smallest
 
+pytestmark = pytest.mark.usefixtures("alone")
 DOCS = Path(__file__).parents[2] / "docs" / "recipes.md"
 NAMES = [name for name, recipe in recipes().items() if recipe.gpus and "_dora_" not in name]
 

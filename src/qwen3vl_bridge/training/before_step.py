@@ -30,6 +30,7 @@ from megatron.core.utils import get_attr_wrapped_model
 
 logger = logging.getLogger(__name__)
 
+# Where the gradient norm of each part is, by its name, in `context.user_state`.
 TOWER_NORMS = "tower_norms"
 
 

@@ -14,6 +14,7 @@ from qwen3vl_bridge.data.row_settings import ConversationRows
 from qwen3vl_bridge.training.towers import Qwen3VLTowers, check_towers
 
 from megatron.bridge.training.config import ConfigContainer, OptimizerConfigOverrideProvider, RerunStateMachineConfig
+from megatron.bridge.utils.common_utils import get_world_size_safe
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +83,18 @@ class AccuracyConfig:
                 raise ValueError(f"accuracy.{name} is {found}, expected 1 or more")
 
 
+def check_lengths(cfg: ConfigContainer) -> None:
+    """Refuse rows of another length than the model is built for.
+
+    Raises:
+        ValueError: they are.
+    """
+    if cfg.dataset.seq_length != cfg.model.seq_length:
+        raise ValueError(
+            f"dataset.seq_length is {cfg.dataset.seq_length}, expected model.seq_length, {cfg.model.seq_length}"
+        )
+
+
 @dataclass(kw_only=True)
 class Qwen3VLConfigContainer(ConfigContainer):
     """Megatron-Bridge's `ConfigContainer` with two sections more, which the callbacks of `training_callbacks` follow.
@@ -108,6 +121,8 @@ class Qwen3VLConfigContainer(ConfigContainer):
         Raises:
             ValueError: settings that contradict each other.
         """
+        check_lengths(self)
+        self._check_batches()
         self.accuracy.finalize()
         if self.accuracy.path is not None:
             self._check_accuracy()
@@ -115,6 +130,20 @@ class Qwen3VLConfigContainer(ConfigContainer):
         if self.guard is not None:
             self._check_guard(self.guard)
         super().validate()
+
+    def _check_batches(self) -> None:
+        rows, over = self.train.global_batch_size, getattr(self.dataset, "balance_over", None)
+        share = self.train.micro_batch_size * self.get_data_parallel_size(get_world_size_safe())
+        if rows % share:
+            raise ValueError(
+                f"train.global_batch_size is {rows}, expected a multiple of {share}: train.micro_batch_size times the "
+                "data-parallel ranks"
+            )
+        if over is not None and rows % over:
+            raise ValueError(
+                f"dataset.balance_over is {over} with train.global_batch_size {rows}, expected the global batch size: "
+                f"set dataset.balance_over={rows} too"
+            )
 
     def _check_guard(self, guard: GuardConfig) -> None:
         guard.finalize()

@@ -157,6 +157,11 @@ def _train(run: Run, stop_after: int | None, callbacks: Sequence[Callback]) -> l
     last = cfg.train.train_iters
     if stop_after is not None:
         last = min(last, run.progress.step + stop_after)
+    if run.progress.step >= last:
+        logger.warning(
+            "nothing is left to do: %s is at step %d of train.train_iters %d; raise that, or choose another folder",
+            *(cfg.checkpoint.load, run.progress.step, cfg.train.train_iters),
+        )
     events = Events(run, [*training_callbacks(cfg), *callbacks])
     events.fire("on_train_start")
     leave = False

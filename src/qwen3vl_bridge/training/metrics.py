@@ -10,6 +10,7 @@ import resource
 import time
 
 from qwen3vl_bridge.parallel import largest, sum_amounts
+from qwen3vl_bridge.training.before_step import TOWER_NORMS
 from qwen3vl_bridge.training.events import LoopContext
 from qwen3vl_bridge.training.expert_load import ExpertLoad
 from qwen3vl_bridge.training.learning_rates import PartRates
@@ -34,8 +35,6 @@ TIMED = (
     "mfu",
     "memory_gb",
 )
-# Where others leave the gradient norm of each part, by its name.
-TOWER_NORMS = "tower_norms"
 
 
 class Metrics(Callback):
@@ -121,8 +120,9 @@ class Metrics(Callback):
         figures |= {"filled": step.tokens / max(step.slots, 1)}
         figures |= self._speed(interval) | {"memory_gb": largest(_memory()) / 1e9}
         figures |= self._lr_of_parts
-        norms = context.user_state.get(TOWER_NORMS) or {}
-        figures |= {f"grad_norm_{part}": float(norm) for part, norm in norms.items()}
+        if not isinstance(context, LoopContext):  # whose log has them for every step
+            norms = context.user_state.get(TOWER_NORMS) or {}
+            figures |= {f"grad_norm_{part}": float(norm) for part, norm in norms.items()}
         if self._load is not None:
             microbatches = self.cfg.train.global_batch_size // (
                 self.cfg.train.micro_batch_size * self._groups.dp.size()

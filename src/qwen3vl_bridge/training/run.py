@@ -18,6 +18,7 @@ from typing import Any
 
 from qwen3vl_bridge.parallel_settings import check_microbatches
 from qwen3vl_bridge.peft import Qwen3VLParts
+from qwen3vl_bridge.training.config import check_lengths
 from qwen3vl_bridge.training.followed import check_checkpoint_settings
 from qwen3vl_bridge.training.pretrained import Pretrained
 from qwen3vl_bridge.training.process_group import initialize
@@ -33,6 +34,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 logger = logging.getLogger(__name__)
@@ -91,6 +93,7 @@ def assemble(cfg: ConfigContainer, pretrained: Pretrained | None = None) -> Run:
     groups = initialize(cfg.model, cfg.rng.seed)
     # A backward pass outside a schedule leaves a scale of another shape behind, which a schedule's does not fit.
     MoEAuxLossAutoScaler.main_loss_backward_scale = None
+    destroy_moe_metrics_tracker()  # it has as many layers as the model that came before
     share = cfg.train.micro_batch_size * groups.dp.size()
     if cfg.train.global_batch_size % share:
         raise ValueError(
@@ -133,10 +136,7 @@ def _refuse_what_would_be_ignored(cfg: ConfigContainer) -> None:
     }
     if found := [name for name, is_set in wrong.items() if is_set]:
         raise ValueError(f"the loop for CPUs does not follow {', '.join(found)}; leave it unset")
-    if cfg.dataset.seq_length != cfg.model.seq_length:
-        raise ValueError(
-            f"dataset.seq_length is {cfg.dataset.seq_length}, expected model.seq_length, {cfg.model.seq_length}"
-        )
+    check_lengths(cfg)
     check_checkpoint_settings(cfg.checkpoint)
 
 

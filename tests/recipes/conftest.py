@@ -1,0 +1,15 @@
+"""What the tests of recipes share."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.training.conftest import inputs  # noqa: F401
+
+
+@pytest.fixture
+def alone():
+    """No process groups of other tests, for configurations of many ranks that are only completed."""
+    from qwen3vl_bridge.training.process_group import shutdown
+
+    shutdown()

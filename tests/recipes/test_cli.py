@@ -1,0 +1,123 @@
+"""What is wrong on the command line is said before anything is built."""
+
+from __future__ import annotations
+
+import pytest
+from qwen3vl_recipes import cli, qwen3_vl_2b_sft_config, qwen3_vl_2b_sft_fsdp_config
+from qwen3vl_recipes.paths import check_data, check_for_cuda
+from qwen3vl_recipes.registry import find
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "--recipe is missing"),
+        (["--recipe", "qwen3_vl_2b_sft_config", "train"], "settings are written NAME=VALUE, found train"),
+        (["--recipe", "qwen3_vl_2b_sft_config", "+train.x=1"], "found +train.x=1"),
+        (["--recipe", "qwen3_vl_2b_sft_config", "--gpus", "8"], "are for --dry-run"),
+        (["--recipe", "qwen3_vl_2b_sft_config", "--dry-run", "--gpus", "-8"], "--gpus is -8, expected 1 or more"),
+        (["--recipe", "qwen3_vl_2b_sft_config", "--save", __file__], "a file; expected a folder"),
+    ],
+)
+def test_words_that_are_refused_at_once(words, message, capsys):
+    with pytest.raises(SystemExit):
+        cli.finetune(words)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--recipe", "qwen3_vl_9b_sft_config"], "there is no recipe 'qwen3_vl_9b_sft_config'; did you mean"),
+        (["--recipe", "no.such:function"], "no.such: No module named 'no'"),
+        (["--recipe", "qwen3_vl_2b_sft_config"], "checkpoint.save is None, expected a folder for this run alone"),
+        (
+            ["--recipe", "qwen3_vl_2b_sft_config", "--save", "run", "--data-path", "/nowhere"],
+            r"dataset.path \(--data-path\) is /nowhere: there is no such file or folder",
+        ),
+    ],
+)
+def test_what_is_refused_before_anything_is_built(words, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match=message):
+        cli.finetune(words)
+
+
+def test_a_recipe_that_has_the_name_of_ours(tmp_path):
+    file = tmp_path / "shadow.py"
+    file.write_text(
+        "from qwen3vl_recipes import qwen3_vl_2b_sft_config as base\n\n\ndef qwen3_vl_2b_sft_config():\n"
+        "    cfg = base()\n    cfg.optimizer.lr = 0.123\n    return cfg\n"
+    )
+    assert find(f"{file}:qwen3_vl_2b_sft_config").function().optimizer.lr == 0.123
+
+
+def test_a_dry_run(capsys, tmp_path):
+    from qwen3vl_bridge.training.process_group import shutdown
+
+    shutdown()
+    file = tmp_path / "more.yaml"
+    file.write_text("optimizer:\n  lr: 3.0e-5\n")
+    words = [
+        "--recipe",
+        "qwen3_vl_30b_a3b_sft_config",
+        "--dry-run",
+        "--gpus",
+        "32",
+        "--gpu",
+        "H200",
+        "--config",
+        str(file),
+    ]
+    cli.finetune([*words, "--config", str(file), "train.global_batch_size=64"])
+    said = capsys.readouterr().out
+    assert "lr: 3.0e-05" in said and "global_batch_size: 64" in said and "DP 32" in said and "of 139.7 GiB" in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(dataset__seq_length=4096), "dataset.seq_length is 4096, expected model.seq_length, 8192"),
+        (dict(train__global_batch_size=30), "train.global_batch_size is 30, expected a multiple of 8"),
+        (dict(dataset__balance_over=512), r"balance_over is 512 with .* 32, .*set dataset.balance_over=32 too"),
+    ],
+)
+def test_settings_that_contradict_each_other(settings, message):
+    from qwen3vl_bridge.training.process_group import shutdown
+
+    from qwen3vl_recipes.dry_run import finalised
+
+    shutdown()
+    cfg = qwen3_vl_2b_sft_config()
+    for name, value in settings.items():
+        section, _, field = name.partition("__")
+        setattr(getattr(cfg, section), field, value)
+    with pytest.raises(ValueError, match=message):
+        finalised(cfg, 8)
+
+
+def test_weights_that_megatron_bridge_could_not_start_from(inputs, tmp_path):
+    """`inputs.megatron` is what `convert.py import` makes: fsdp_dtensor."""
+    plain, sharded = qwen3_vl_2b_sft_config(), qwen3_vl_2b_sft_fsdp_config()
+    for cfg, weights, message in (
+        (plain, inputs.megatron, "of the format fsdp_dtensor, expected checkpoint.ckpt_format, torch_dist.*reformat"),
+        (sharded, inputs.hf, "does not load into Megatron-FSDP's shards. Convert them before: .*import"),
+        (plain, inputs.hf, None),
+        (sharded, inputs.megatron, None),
+    ):
+        cfg.checkpoint.pretrained_checkpoint = str(weights)
+        if message is None:
+            check_for_cuda(cfg)
+        else:
+            with pytest.raises(ValueError, match=message):
+                check_for_cuda(cfg)
+
+
+def test_data_of_every_kind_are_looked_for(tmp_path):
+    cfg = qwen3_vl_2b_sft_config()
+    for path in ("hf://me/digits#train", str(tmp_path), str(tmp_path / "part-*.parquet")):
+        cfg.dataset.path = path
+        check_data(cfg)
+    cfg.dataset.path, cfg.dataset.train_path = None, str(tmp_path / "gone.jsonl")
+    with pytest.raises(ValueError, match=r"dataset.train_path is .*gone.jsonl: there is no such file"):
+        check_data(cfg)
