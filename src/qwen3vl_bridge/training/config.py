@@ -122,11 +122,11 @@ class Qwen3VLConfigContainer(ConfigContainer):
             ValueError: settings that contradict each other.
         """
         check_lengths(self)
-        self._check_batches()
         self.accuracy.finalize()
         if self.accuracy.path is not None:
             self._check_accuracy()
         check_towers(self)
+        self._check_batches()
         if self.guard is not None:
             self._check_guard(self.guard)
         super().validate()
