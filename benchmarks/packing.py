@@ -71,9 +71,9 @@ class Sample(NamedTuple):
         return Size(self.text + sum(patches) // _MERGE**2, sum(patches), sum(n**2 for n in patches))
 
 
-def make_samples(count: int, seed: int = 0) -> list[Sample]:
-    """Samples of the mix."""
-    random, shares = np.random.default_rng(seed), [share for share, *_ in KINDS.values()]
+def make_samples(count: int, seed: int = 0, shares: Sequence[float] | None = None) -> list[Sample]:
+    """Samples of the mix, or of one with other shares of its kinds."""
+    random, shares = np.random.default_rng(seed), shares or [share for share, *_ in KINDS.values()]
     return [_sample(random, list(KINDS.values())[kind]) for kind in random.choice(len(KINDS), count, p=shares)]
 
 

@@ -10,7 +10,7 @@ Rows are those that training makes of the mix of `packing.py`: best fit, windows
   larger of the mean and the costliest frame. "by cost" is ours; "by tokens" deals frames out in the same way by what
   they take of the row; "by number" is Megatron-Bridge's split, as many neighbouring frames for each rank. Without
   sharing, ranks encode everything: the number of ranks over the mean.
-- host: what `share_vision` and `PackedBatch.local` take for a row, pixels in bfloat16 and copied, beside collating it.
+- host: what `deal_vision` and `PackedBatch.local` take for a row, pixels in bfloat16 and copied, beside collating it.
 - features: what DeepStack adds to what stages of a pipeline exchange for a row, where none of the layers that use it
   lie on the first stage, and what encoding the pictures on the second stage as well would compute. bfloat16; a backward
   pass is as much again in bytes and twice as much in operations.
@@ -34,7 +34,7 @@ from qwen3vl_bridge.mappings import VISION_ROWS
 from qwen3vl_bridge.model.stages import Stage
 from qwen3vl_bridge.presets import config_dict
 from qwen3vl_bridge.sequence import VisionWork
-from qwen3vl_bridge.sequence.sharing import deal_frames, share_vision
+from qwen3vl_bridge.sequence.sharing import deal_frames, deal_vision
 from qwen3vl_bridge.weight_rows import parameter_count
 
 import host
@@ -135,7 +135,8 @@ def on_host(rows: list[list[packing.Sample]], capacity: int, rounds: int) -> Ite
         for way, seconds in host.measure(ways, rounds).items():
             taken.setdefault(way, []).append(1e3 * seconds)
         whole.append(vision.pixel_values.nbytes / 1e6)
-        inputs = [share_vision(vision, work, 4, rank).inputs for rank in range(4)]
+        deal = deal_vision(vision, work, 4)
+        inputs = [deal.part(vision, rank) for rank in range(4)]
         kept += [0.0 if one is None else one.pixel_values.nbytes / 1e6 for one in inputs]
         del batch, vision, samples, ways, inputs
     for what, ways in (("host ms", taken), ("pixels MB", {"of the row": whole, "of a rank of 4": kept})):

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 
 from qwen3vl_bridge.cost import Trained, tower_costs
 from qwen3vl_bridge.presets import hf_config
@@ -148,6 +149,18 @@ def test_costs_of_a_step_with_adapters(chosen, also):
     ranks = {ADAPTED[layer]: 5 for layer in layers}
     parts = {name: name == also for name in PARTS}
     count(model, Trained(**parts, rank=lambda name: ranks.get(name, 0)))
+
+
+def test_adapters_of_experts_count_for_each_chosen_one():
+    """Of both matrices of an adapter: the product, the gradient of its input and that of its weight."""
+    name, experts = SIZES["moe"]
+    trained = Trained(False, False, False, rank=lambda layer: 5 * layer.startswith("language_model"))
+    costs = [
+        tower_costs(tiny(name, **experts | {"num_experts_per_tok": chosen}).to_dict(), trained) for chosen in (1, 2, 3)
+    ]
+    up, down = (64, 2 * 48), (48, 64)  # of hidden size 64, experts of 48
+    one = sum(2 * 2 * inputs * outputs + 2 * 3 * 5 * (inputs + outputs) for inputs, outputs in (up, down))
+    assert [b.token - a.token for a, b in itertools.pairwise(costs)] == [3 * one, 3 * one]
 
 
 def test_samples_add_up():

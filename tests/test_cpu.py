@@ -1,5 +1,6 @@
 """Without CUDA Megatron's modules use the CPU, and torch is the same as ever for everybody else."""
 
+import importlib
 import sys
 
 import pytest
@@ -40,6 +41,24 @@ def test_methods_are_redirected_for_megatrons_code_only():
     x = torch.zeros(1, dtype=torch.bfloat16)
     assert module.kind(x) == "torch.cuda.BFloat16Tensor"
     assert module.move(x) is x
+
+
+@pytest.mark.parametrize("name", ["param_and_grad_buffer", "fsdp.src.megatron_fsdp.param_and_grad_buffer"])
+def test_nothing_is_under_way_when_a_block_of_collectives_is_left(name):
+    from qwen3vl_bridge.provider import Qwen3VLModelProvider
+    from qwen3vl_bridge.training.process_group import initialize
+
+    initialize(Qwen3VLModelProvider(num_layers=3), seed=7)
+    theirs = importlib.import_module(f"megatron.core.distributed.{name}")
+    group, whole, part = torch.distributed.group.WORLD, torch.zeros(3), torch.arange(3.0)
+    with theirs._coalescing_manager(group, async_ops=True) as found:
+        torch.distributed.all_gather_into_tensor(whole, part, group=group, async_op=True)
+    assert found.works == []
+    assert torch.equal(whole, part)
+    with torch.distributed._coalescing_manager(group, async_ops=True) as found:  # everybody else's
+        torch.distributed.all_gather_into_tensor(whole, part, group=group, async_op=True)
+    assert len(found.works) == 1
+    found.wait()
 
 
 def test_random_state_is_forked_and_restored():

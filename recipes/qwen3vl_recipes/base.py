@@ -104,8 +104,7 @@ def peft(
 
     cfg = sft(size, seq_length=seq_length, global_batch_size=global_batch_size)
     cfg.peft = (Qwen3VLDoRA if dora else Qwen3VLLoRA)(dim=32, alpha=32)
-    for name in ("granularity", "method", "num_layers"):
-        setattr(cfg.model, f"vision_recompute_{name}", None)  # without adapters it keeps nothing
+    keep_tower(cfg)  # without adapters there is nothing to keep
     cfg.optimizer.lr, cfg.optimizer.min_lr, cfg.optimizer.weight_decay = 1e-4, 1e-5, 0.0
     cfg.scheduler.start_weight_decay = cfg.scheduler.end_weight_decay = 0.0
     return cfg
@@ -153,6 +152,15 @@ def recompute_tower(cfg: Qwen3VLConfigContainer) -> Qwen3VLConfigContainer:
     return _recompute(cfg, "vision_")
 
 
+def keep_tower(cfg: Qwen3VLConfigContainer) -> Qwen3VLConfigContainer:
+    """The same run with nothing of the vision tower computed again.
+
+    Args:
+        cfg: changed in place.
+    """
+    return _recompute(cfg, "vision_", granularity=None, method=None, layers=None)
+
+
 def recompute_all(cfg: Qwen3VLConfigContainer) -> Qwen3VLConfigContainer:
     """The same run with every layer of both towers computed again in the backward pass: a third more operations.
 
@@ -173,9 +181,14 @@ def recompute_layers(cfg: Qwen3VLConfigContainer, layers: int) -> Qwen3VLConfigC
 
 
 def _recompute(
-    cfg: Qwen3VLConfigContainer, tower: str, *, method: str = "uniform", layers: int = 1
+    cfg: Qwen3VLConfigContainer,
+    tower: str,
+    *,
+    granularity: str | None = "full",
+    method: str | None = "uniform",
+    layers: int | None = 1,
 ) -> Qwen3VLConfigContainer:
-    for name, value in (("granularity", "full"), ("method", method), ("num_layers", layers)):
+    for name, value in (("granularity", granularity), ("method", method), ("num_layers", layers)):
         setattr(cfg.model, f"{tower}recompute_{name}", value)
     return cfg
 

@@ -101,6 +101,8 @@ def _show_recipes() -> None:
 
 def _configuration(args: argparse.Namespace, chosen: Recipe, *, needs_weights: bool) -> ConfigContainer:
     """The recipe's, with what the command line says."""
+    from qwen3vl_bridge.checkpoint.hf_files import find_model
+
     from qwen3vl_recipes import overrides
     from qwen3vl_recipes.paths import check_data, set_paths
 
@@ -109,7 +111,7 @@ def _configuration(args: argparse.Namespace, chosen: Recipe, *, needs_weights: b
 
         ModelConfig(args.hf_path)  # refuses another model's folder before Megatron is imported, which takes a while
     elif args.hf_path is not None and not args.dry_run:
-        args.hf_path = _downloaded(args.hf_path)
+        args.hf_path = str(find_model(args.hf_path))
     cfg = chosen.function()
     set_paths(
         cfg,
@@ -126,26 +128,8 @@ def _configuration(args: argparse.Namespace, chosen: Recipe, *, needs_weights: b
     check_data(cfg)
     if needs_weights and cfg.checkpoint.pretrained_checkpoint is None:
         model = cfg.model.hf_model_id
-        cfg.checkpoint.pretrained_checkpoint = model if Path(model).is_dir() else _downloaded(model)
+        cfg.checkpoint.pretrained_checkpoint = model if Path(model).is_dir() else str(find_model(model))
     return cfg
-
-
-def _downloaded(name: str) -> str:
-    """The folder of a model of the hub, fetched if it is not in the cache.
-
-    Raises:
-        ValueError: there is no such model, or no way to the hub.
-    """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt"])
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        raise ValueError(
-            f"{name}: found no such folder, and the hub answers: {error}\nExpected a Hugging Face checkpoint: a folder "
-            "(--hf-path), or the name of one on the hub"
-        ) from error
 
 
 def _run(cfg: ConfigContainer, *, needs_weights: bool) -> None:
@@ -154,10 +138,7 @@ def _run(cfg: ConfigContainer, *, needs_weights: bool) -> None:
 
     import torch
 
-    from qwen3vl_recipes.paths import check_for_cuda
-
     if torch.cuda.is_available():
-        check_for_cuda(cfg)
         train = _loop_for_cuda(needs_weights)
         train(cfg, qwen3vl_bridge.forward_step, callbacks=training_callbacks(cfg))
         return

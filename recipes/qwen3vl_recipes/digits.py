@@ -3,17 +3,16 @@
 What lives here: what sets that run apart. What may not: making its data and checkpoint (`examples/digits`).
 """
 
-from qwen3vl_recipes.base import fsdp, sft
+from qwen3vl_recipes.base import fsdp, keep_tower, sft
 from qwen3vl_recipes.registry import recipe
 
 
 @recipe(gpus=0)
 def qwen3_vl_digits_sft_config():
     """Full fine-tuning on short conversations about one picture each; with --hf-path, of any dense model."""
-    cfg = fsdp(sft("2B", seq_length=512, global_batch_size=2))
+    # A tiny model's activations are no matter.
+    cfg = keep_tower(fsdp(sft("2B", seq_length=512, global_batch_size=2)))
     cfg.mixed_precision = None  # the checkpoint's own
-    for name in ("granularity", "method", "num_layers"):
-        setattr(cfg.model, f"vision_recompute_{name}", None)  # a tiny model's activations are no matter
     cfg.train.train_iters, cfg.scheduler.lr_warmup_iters = 400, 40
     cfg.optimizer.lr, cfg.optimizer.min_lr = 3e-3, 0.0
     cfg.validation.eval_interval, cfg.validation.eval_iters = 100, 10

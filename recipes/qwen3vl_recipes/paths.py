@@ -61,46 +61,19 @@ def check_data(cfg: ConfigContainer) -> None:
     """
     from qwen3vl_bridge import Qwen3VLConversationProvider
     from qwen3vl_bridge.data.hub import HUB
+    from qwen3vl_bridge.data.row_settings import SPLITS
 
     if not isinstance(cfg.dataset, Qwen3VLConversationProvider):
         return
     names = (
         {"dataset.path (--data-path)": cfg.dataset.path}
         if cfg.dataset.path
-        else {f"dataset.{split}_path": cfg.dataset.path_of(split) for split in ("train", "valid", "test")}
+        else {f"dataset.{split}_path": cfg.dataset.path_of(split) for split in SPLITS}
     )
     for name, path in names.items():
         pattern = path is not None and any(mark in path for mark in "*?[")
         if path and not pattern and not path.startswith(HUB) and not Path(path).exists():
             raise ValueError(f"{name} is {path}: there is no such file or folder")
-
-
-def check_for_cuda(cfg: ConfigContainer) -> None:
-    """Refuse weights that Megatron-Bridge's loop could not start from, which the small loop can.
-
-    Raises:
-        ValueError: a checkpoint of the other format, or Hugging Face weights under Megatron-FSDP.
-    """
-    from qwen3vl_bridge.checkpoint.megatron_folder import find_iteration, format_of
-
-    weights, wanted = cfg.checkpoint.pretrained_checkpoint, cfg.checkpoint.ckpt_format
-    if weights is None:
-        return
-    if (Path(weights) / "config.json").is_file():
-        if cfg.ddp.use_megatron_fsdp:
-            raise ValueError(
-                f"checkpoint.pretrained_checkpoint is {weights}, Hugging Face weights, which Megatron-Bridge 0.6 does "
-                f"not load into Megatron-FSDP's shards. Convert them before: conversion/convert.py import --hf-model "
-                f"{weights} --megatron-path MEGATRON"
-            )
-        return
-    found = format_of(find_iteration(Path(weights)))
-    if found != wanted:
-        raise ValueError(
-            f"checkpoint.pretrained_checkpoint is {weights}, of the format {found}, expected checkpoint.ckpt_format, "
-            f"{wanted}, which Megatron-Bridge reads everything in. Turn it into that before: conversion/convert.py "
-            f"reformat --megatron-path {weights} --new-path NEW --ckpt-format {wanted}"
-        )
 
 
 def _use_model(cfg: ConfigContainer, hf_path: str) -> None:

@@ -6,6 +6,10 @@ of the model's own parameters (`mappings.py`), tensors, files.
 
 A layer in Megatron may be several in Hugging Face (q, k and v; gate and up). Its adapter has one `linear_in`, which is
 the `lora_A` of each of them, and one `linear_out`, whose rows lie as those of the layer's weight do.
+
+Experts that are one tensor in Hugging Face have adapters of their own in Megatron, and in `peft` two matrices for all
+of them (source: peft 0.21, `ParamWrapper`; vLLM reads the same). `lora_A` is [experts * dim, in], expert by expert.
+`lora_B` is [out, dim * experts], in which the experts are the faster index: a column for each expert, `dim` times.
 """
 
 from __future__ import annotations
@@ -14,8 +18,9 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from qwen3vl_bridge.mappings import is_of_experts, local_name, shared_name
 from qwen3vl_bridge.parts import part_of
-from qwen3vl_bridge.weight_rows import Copy, GatedMLP, Row
+from qwen3vl_bridge.weight_rows import Copy, ExpertInput, ExpertOutput, GatedMLP, PackedExpert, Row
 
 # What Megatron-Bridge calls the parts of an adapter, behind the name of its layer.
 MARK = ".adapter."
@@ -26,7 +31,7 @@ _HF = {IN: "lora_A.weight", OUT: "lora_B.weight", MAGNITUDE: "lora_magnitude_vec
 # How `peft` begins the names in a file of adapters.
 HF_PREFIX = "base_model.model."
 ALL_LINEAR_LAYERS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-_LINEAR = re.compile(rf"\.({'|'.join(ALL_LINEAR_LAYERS)})\.weight")
+_LINEAR = re.compile(rf"\.({'|'.join(ALL_LINEAR_LAYERS)})\.weight\d*$")
 
 
 class WholeGatedMLP(GatedMLP):
@@ -48,6 +53,7 @@ class AdapterSettings:
         dora: whether it is DoRA.
         parts: values of `Part` whose layers are adapted.
         target_modules, exclude_modules: names of layers or patterns, as Megatron-Bridge matches them.
+        experts: whether linear layers of experts are adapted too, those of the language model.
     """
 
     dim: int
@@ -56,6 +62,7 @@ class AdapterSettings:
     parts: frozenset[str]
     target_modules: tuple[str, ...]
     exclude_modules: tuple[str, ...] = ()
+    experts: bool = False
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -63,12 +70,13 @@ class AdapterSettings:
         return (IN, OUT, MAGNITUDE) if self.dora else (IN, OUT)
 
     def adapts(self, layer: str) -> bool:
-        """Whether a linear layer gets an adapter; experts never do."""
-        if part_of(layer).value not in self.parts:
+        """Whether a linear layer gets an adapter. Those of a layer's experts all do, or none."""
+        if part_of(layer).value not in self.parts or (is_of_experts(layer) and not self.experts):
             return False
+        name = shared_name(layer)
         if self.target_modules:
-            return _named(layer, self.target_modules)
-        return not _named(layer, self.exclude_modules)
+            return _named(name, self.target_modules)
+        return not _named(name, self.exclude_modules)
 
 
 def _named(layer: str, entries: Iterable[str]) -> bool:
@@ -76,12 +84,12 @@ def _named(layer: str, entries: Iterable[str]) -> bool:
     return any(entry == _last_part(layer) or re.fullmatch(entry.replace("*", ".*"), layer) for entry in entries)
 
 
-def adapter_config(settings: AdapterSettings, target_modules: list[str], base_model: str) -> dict[str, object]:
+def adapter_config(settings: AdapterSettings, targets: dict[str, list[str]], base_model: str) -> dict[str, object]:
     """Contents of `adapter_config.json`, as `peft` and vLLM read it.
 
     Args:
         settings: of the adapters.
-        target_modules: from `hf_target_modules`.
+        targets: from `hf_targets`.
         base_model: name or folder of the model without adapters.
     """
     return {
@@ -95,7 +103,7 @@ def adapter_config(settings: AdapterSettings, target_modules: list[str], base_mo
         "use_rslora": False,
         "bias": "none",
         "fan_in_fan_out": False,
-        "target_modules": target_modules,
+        **targets,
         "rank_pattern": {},
         "alpha_pattern": {},
         "modules_to_save": None,
@@ -110,13 +118,13 @@ def plain_name(name: str) -> str:
 
 
 def layer_of(row: Row) -> str:
-    """The layer whose weight a row is."""
-    return row.megatron.removesuffix(".weight")
+    """The layer whose weight a row is; of an expert, the module of its own that it has to be to have an adapter."""
+    return local_name(row.megatron).removesuffix(".weight")
 
 
 def linear_rows(rows: Iterable[Row]) -> Iterator[Row]:
     """Of expanded rows, the weights of linear layers that can be adapted."""
-    return (row for row in rows if _LINEAR.search(row.megatron) and row.megatron.endswith(".weight"))
+    return (row for row in rows if _LINEAR.search(row.megatron))
 
 
 def adapter_row(weight: Row, kind: str, dim: int, *, whole: bool = False) -> Row:
@@ -133,8 +141,10 @@ def adapter_row(weight: Row, kind: str, dim: int, *, whole: bool = False) -> Row
     """
     names = {
         "megatron": layer_of(weight) + MARK + kind,
-        "pattern": weight.pattern.removesuffix(".weight") + MARK + kind,
+        "pattern": local_name(weight.pattern).removesuffix(".weight") + MARK + kind,
     }
+    if isinstance(weight, PackedExpert):
+        return _of_expert(weight, kind, dim, names, whole=whole)
     if kind == IN:
         name, width = input_names(weight)[0], weight.shapes[0][1]
         row = Copy(names["megatron"], (name,), ((dim, width),), weight.indices, weight.condition)
@@ -146,28 +156,57 @@ def adapter_row(weight: Row, kind: str, dim: int, *, whole: bool = False) -> Row
     return row
 
 
+def _of_expert(weight: PackedExpert, kind: str, dim: int, names: dict[str, str], *, whole: bool) -> Row:
+    """A part of the adapter of an expert that lies with others in one tensor."""
+    shape = weight.shapes[0]
+    out, width = reversed(shape) if weight.transposed else shape
+    place = {"hf": _hf_names(weight, kind), "indices": weight.indices, "position": weight.position}
+    if kind == IN:
+        return ExpertInput(shapes=((dim, width),), **names, **place)
+    return ExpertOutput(shapes=((out, dim),), gated=weight.gated, whole=whole, **names, **place)
+
+
 def input_names(weight: Row) -> tuple[str, ...]:
     """Hugging Face names of the tensors that a layer's `linear_in` is."""
     return _hf_names(weight, IN)
 
 
 def _hf_names(weight: Row, kind: str) -> tuple[str, ...]:
+    if isinstance(weight, PackedExpert):
+        # `peft` wraps the module of the experts once for each parameter: down_proj's wrapper is around gate_up_proj's.
+        module = weight.hf[0].rpartition(".")[0] + ".base_layer" * weight.gated
+        return (f"{HF_PREFIX}{module}.{_HF[kind]}",)
     return tuple(f"{HF_PREFIX}{name.removesuffix('weight')}{_HF[kind]}" for name in weight.hf)
 
 
-def hf_target_modules(adapted: Iterable[str], modules: Iterable[str]) -> list[str]:
-    """The `target_modules` of an adapter_config.json that name exactly these modules.
+def hf_targets(adapted: Iterable[str], tensors: Iterable[str]) -> dict[str, list[str]]:
+    """What of an adapter_config.json names exactly these weights.
 
     Args:
-        adapted: whole names of the adapted modules.
-        modules: whole names of all modules of the model.
+        adapted: Hugging Face names of the weights that have adapters.
+        tensors: those of all the model's tensors.
 
     Returns:
-        The last part of a name where all modules that end so are adapted ("q_proj"), else whole names.
+        `target_modules` of weights that are modules', and `target_parameters`, where there are any, of those that are
+        not: the last part of a name where all that end so are adapted ("q_proj"), else whole names.
     """
-    adapted = set(adapted)
-    ambiguous = {_last_part(name) for name in set(modules) - adapted}
-    return sorted({name if _last_part(name) in ambiguous else _last_part(name) for name in adapted})
+    adapted, tensors = set(adapted), set(tensors)
+    parameters = _shortest({name for name in adapted if not _is_of_module(name)}, tensors)
+    targets = {"target_modules": _shortest(_modules(adapted), _modules(tensors))}
+    return targets | ({"target_parameters": parameters} if parameters else {})
+
+
+def _is_of_module(tensor: str) -> bool:
+    return tensor.endswith(".weight")
+
+
+def _modules(tensors: set[str]) -> set[str]:
+    return {name.removesuffix(".weight") for name in tensors if _is_of_module(name)}
+
+
+def _shortest(chosen: set[str], names: set[str]) -> list[str]:
+    ambiguous = {_last_part(name) for name in names - chosen}
+    return sorted({name if _last_part(name) in ambiguous else _last_part(name) for name in chosen})
 
 
 def _last_part(name: str) -> str:

@@ -66,8 +66,8 @@ class Trained:
     Attributes:
         language_model, vision_model, vision_projection: whether that part's own weights are. The vision projection is
             the mergers.
-        rank: of the adapter that a linear layer has, by the layer's name in the Megatron model; 0 for none. Adapters
-            are trained. Experts have none.
+        rank: of the adapter that a linear layer has, by the layer's name in the Megatron model, which is one for all
+            experts of a layer; 0 for none. Adapters are trained.
     """
 
     language_model: bool = True
@@ -101,7 +101,7 @@ class _Chain:
         rank = self.trained.rank(name) if name else 0
         self.linear += times * inputs * outputs * (1 + self.reached + trained)
         if rank:
-            self.linear += rank * (inputs * (2 + self.reached) + 3 * outputs)
+            self.linear += times * rank * (inputs * (2 + self.reached) + 3 * outputs)
         self.reached = self.reached or trained or rank > 0
 
     def attend(self, width: int) -> None:
@@ -143,8 +143,9 @@ def model_costs(n: Dimensions, chosen_experts: int, taps: Sequence[int], trained
         text.add(f"{name}.self_attention.linear_proj", n["q"], n["hidden"], of_language)
         if layer in n.indices["moe_layers"]:
             text.add("", n["hidden"], n["experts"], of_language)
-            text.add("", n["hidden"], 2 * n["moe_ffn"], of_language, times=chosen_experts)
-            text.add("", n["moe_ffn"], n["hidden"], of_language, times=chosen_experts)
+            experts = f"{name}.mlp.experts"
+            text.add(f"{experts}.linear_fc1", n["hidden"], 2 * n["moe_ffn"], of_language, times=chosen_experts)
+            text.add(f"{experts}.linear_fc2", n["moe_ffn"], n["hidden"], of_language, times=chosen_experts)
         else:
             text.add(f"{name}.mlp.linear_fc1", n["hidden"], 2 * n["ffn"], of_language)
             text.add(f"{name}.mlp.linear_fc2", n["ffn"], n["hidden"], of_language)

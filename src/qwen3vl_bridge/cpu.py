@@ -35,6 +35,8 @@ def adopt(module: ModuleType) -> None:
 
     if vars(module).get("torch") is torch:
         module.torch = _torch_on_cpu()  # type: ignore[attr-defined]
+    if vars(module).get("dist") is torch.distributed:
+        module.dist = _torch_on_cpu().distributed  # type: ignore[attr-defined]
     if module.__name__ in _SPECIAL:
         _SPECIAL[module.__name__](module)
 
@@ -93,6 +95,7 @@ def _torch_on_cpu() -> _Overlay:
         torch.distributed,
         init_process_group=_with_gloo(torch.distributed.init_process_group),
         new_group=_with_gloo(torch.distributed.new_group),
+        new_subgroups_by_enumeration=_with_gloo(torch.distributed.new_subgroups_by_enumeration),
         all_to_all_single=_with_split_lists(torch.distributed.all_to_all_single),
     )
     return _Overlay(
@@ -215,10 +218,29 @@ def _use_cpu_generator(module: Any) -> None:
     module._set_cuda_rng_state = lambda new_state, *_, **__: module.torch.set_rng_state(new_state)
 
 
+def _communicate_at_once(module: Any) -> None:
+    """Modules with buffers of parameters: what they begin together is done when the block is left.
+
+    So is everything on a stream that does everything at once. Here it has to be: gloo's threads hold the tensors of a
+    collective that is under way, and when Python lets go of one meanwhile, memory may be corrupted (torch 2.13, without
+    Megatron too). Megatron-FSDP gathers into views made for one call; about once in a thousand steps on a busy machine
+    a rank of it was aborted, hung, or failed at an impossible place.
+    """
+    manager = module._coalescing_manager
+
+    @functools.wraps(manager)
+    def at_once(group: Any = None, device: Any = None, async_ops: bool = False) -> Any:
+        return manager(group, device)  # what it yields has nothing left to wait for
+
+    module._coalescing_manager = at_once
+
+
 # By the name of the module after whose execution they run.
 _SPECIAL: dict[str, Callable[[Any], None]] = {
     "megatron.core": _redirect_methods,
     # Small functions compiled one by one cost minutes of C++ compilation on a CPU and gain nothing.
     "megatron.core.jit": lambda module: module.disable_jit_fuser(),
     "megatron.core.tensor_parallel.random": _use_cpu_generator,
+    "megatron.core.distributed.param_and_grad_buffer": _communicate_at_once,
+    "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer": _communicate_at_once,
 }

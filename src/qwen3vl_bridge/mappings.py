@@ -197,6 +197,19 @@ def local_name(name: str) -> str:
     return name
 
 
+_ONE_EXPERT = re.compile(r"(?<=\.mlp\.experts)\.local_experts\.\d+(?=\.)")
+
+
+def is_of_experts(layer: str) -> bool:
+    """Whether a linear layer, by its name in either layer spec, is of experts."""
+    return ".mlp.experts." in layer
+
+
+def shared_name(layer: str) -> str:
+    """A linear layer's name as all experts of its layer share it; any other layer's own name."""
+    return _ONE_EXPERT.sub("", layer)
+
+
 # Indices that megatron-core's own format turns into dimensions of a tensor, with the index that counts the dimension.
 _STACKED: Mapping[str, str] = {
     "text_layers": "text_layers",
@@ -227,7 +240,8 @@ def stacked_name(
     Returns:
         The name, and for each dimension in front of the parameter's own: the row's number in it, and its size.
     """
-    name = row.pattern.replace("mlp.experts.", "mlp.experts.experts.").replace("weight*", "weight.*")
+    name = re.sub(r"mlp\.experts\.(local_experts\.)?", "mlp.experts.experts.", row.pattern)
+    name = name.replace("weight*", "weight.*")
     if local:
         name = name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
     stacked = []

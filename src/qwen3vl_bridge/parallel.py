@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from qwen3vl_bridge.dist_train import replicas_of
 from qwen3vl_bridge.vision_config import vision_work
 
 import torch
@@ -32,6 +33,7 @@ def sequence_ranks(config: Qwen3VLModelProvider, groups: ProcessGroupCollection)
     """What chooses the tokens and pictures of this rank, as `PackedBatch.local` takes it."""
     return dict(
         vision_work=vision_work(config),
+        encoders=None if config.add_encoder else replicas_of(config).encoders,
         cp_size=groups.cp.size(),
         cp_rank=groups.cp.rank(),
         sp_size=groups.tp.size() if config.sequence_parallel else 1,
@@ -40,10 +42,8 @@ def sequence_ranks(config: Qwen3VLModelProvider, groups: ProcessGroupCollection)
 
 
 def sum_losses(values: Tensor, groups: ProcessGroupCollection) -> Tensor:
-    """Add up `values` of all ranks that see different tokens, in place; zero on all pipeline stages but the last."""
-    torch.distributed.all_reduce(values, group=groups.dp_cp)
-    torch.distributed.all_reduce(values, group=groups.pp)
-    return values
+    """`values` of all ranks that see different tokens added up; zero on all pipeline stages but the last."""
+    return sum_over_ranks(values if groups.tp.rank() == 0 else torch.zeros_like(values))
 
 
 def sum_counts(counts: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
@@ -53,9 +53,11 @@ def sum_counts(counts: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
     return counts
 
 
-def sum_amounts(amounts: Sequence[int], group: torch.distributed.ProcessGroup) -> list[int]:
-    """Whole numbers that the host knows, of all ranks of a group added up."""
-    return sum_counts(torch.tensor(amounts, device=_device_of_collectives()), group).tolist()
+def sum_amounts(amounts: Sequence[int], groups: ProcessGroupCollection) -> list[int]:
+    """Whole numbers that the host knows, of all ranks that read different batches added up."""
+    first = groups.tp.rank() == groups.cp.rank() == groups.pp.rank() == 0
+    values = torch.tensor(amounts, device=_device_of_collectives())
+    return sum_over_ranks(values if first else torch.zeros_like(values)).tolist()
 
 
 def largest(value: float) -> float:
@@ -65,20 +67,6 @@ def largest(value: float) -> float:
     return values.item()
 
 
-def gather_objects(item: Any, group: torch.distributed.ProcessGroup) -> list[Any]:
-    """What each rank of a group has, in the order of ranks; for a few small things that are seldom asked for."""
-    items: list[Any] = [None] * group.size()
-    torch.distributed.all_gather_object(items, item, group=group)
-    return items
-
-
-def any_rank(flag: bool) -> bool:
-    """Whether it is true on any of all ranks."""
-    flags = torch.tensor(int(flag), device=_device_of_collectives())
-    torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX)
-    return bool(flags)
-
-
 def sum_over_ranks(values: Tensor) -> Tensor:
     """`values` of all ranks added up, the same to the last bit on each, on the device that ranks talk over."""
     values = values.to(_device_of_collectives(), copy=True)
@@ -86,30 +74,16 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     return values
 
 
-def largest_of_ranks(value: int) -> int:
-    """The largest of all ranks' numbers."""
-    largest = torch.tensor(value, device=_device_of_collectives())
-    torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
-    return int(largest)
-
-
-def gather_from_ranks(value: list) -> list:
-    """The lists of all ranks, one after the other, on each of them."""
-    gathered: list[list] = [[] for _ in range(torch.distributed.get_world_size())]
-    torch.distributed.all_gather_object(gathered, value)
-    return [item for items in gathered for item in items]
-
-
-def from_first_rank(value: Any) -> Any:
-    """What the first rank gives, on every rank."""
-    values = [value]
-    torch.distributed.broadcast_object_list(values, src=0)
-    return values[0]
-
-
 def _device_of_collectives() -> torch.device:
     on_gpu = torch.distributed.get_backend() == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def tell_from(value: Tensor, rank: int) -> float:
+    """The number that one rank has in a tensor, on every one."""
+    value = value.to(_device_of_collectives(), copy=True)
+    torch.distributed.broadcast(value, src=rank)
+    return value.item()
 
 
 def wait_for_all() -> None:
@@ -124,10 +98,10 @@ def tell_all[Value](value: Value) -> Value:
     return told[0]
 
 
-def hear_all[Value](value: Value) -> list[Value]:
-    """What every process has, on every one, by rank; it can be pickled."""
-    heard: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(heard, value)
+def hear_all[Value](value: Value, group: torch.distributed.ProcessGroup | None = None) -> list[Value]:
+    """What every process has, of a group or of all, on every one, by rank; it can be pickled."""
+    heard: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(heard, value, group=group)
     return heard
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _LOCAL_CONTEXT = {None, "all_gather"}
 _CONTEXT = {None, "p2p", "all_gather", "a2a"}
 LOGITS = "a loss of gathered logits gives wrong gradients"
-_SIZES = (
+SIZES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size",
@@ -38,7 +38,7 @@ def check_sizes(provider: Qwen3VLModelProvider) -> None:
     Raises:
         ValueError: a number of ranks below 1.
     """
-    for name in _SIZES:
+    for name in SIZES:
         size = getattr(provider, name)
         if size is not None and size < 1:
             raise ValueError(f"{name} is {size}, expected 1 or more")
@@ -124,18 +124,25 @@ def _layers_of_first_stage(provider: Qwen3VLModelProvider) -> int:
 
 
 def _check_widths(provider: Qwen3VLModelProvider) -> None:
-    vision, tensor = provider.vision_config, provider.tensor_model_parallel_size
-    widths = {
-        "vision_config.num_heads": vision.num_heads,
-        "vision_config.intermediate_size": vision.intermediate_size,
-        "vision_config.hidden_size * spatial_merge_size ** 2": vision.hidden_size * vision.spatial_merge_size**2,
-        "padded_vocab_size": provider.padded_vocab_size,  # should_pad_vocab pads it
-    }
+    tensor = provider.tensor_model_parallel_size
+    widths = {"padded_vocab_size": provider.padded_vocab_size}  # should_pad_vocab pads it
+    if not provider.dist_train.use_dist_train:
+        widths |= vision_widths(provider)
     if len(provider.moe_layers) < provider.num_layers:
         widths["ffn_hidden_size"] = provider.ffn_hidden_size
     for name, width in widths.items():
         if width % tensor:
             raise ValueError(f"{name} is {width}, expected a multiple of tensor_model_parallel_size, {tensor}")
+
+
+def vision_widths(provider: Qwen3VLModelProvider) -> dict[str, int]:
+    """What of the vision tower its tensor-parallel ranks divide among them."""
+    vision = provider.vision_config
+    return {
+        "vision_config.num_heads": vision.num_heads,
+        "vision_config.intermediate_size": vision.intermediate_size,
+        "vision_config.hidden_size * spatial_merge_size ** 2": vision.hidden_size * vision.spatial_merge_size**2,
+    }
 
 
 def _check_experts(provider: Qwen3VLModelProvider) -> None:

@@ -60,7 +60,7 @@ class VocabularyMapping(AutoMapping):
         return {name: tensor[:tokens] for name, tensor in exported.items()}
 
 
-class _InputMajor:
+class InputMajor:
     """Turns an expert of an input-major tensor; before import, after export.
 
     Megatron-Bridge's own mappings tell the orientation by comparing shapes, which fails where a tensor is square.
@@ -76,11 +76,11 @@ class _InputMajor:
         return {name: tensor.transpose(-1, -2).contiguous() for name, tensor in exported.items()}
 
 
-class InputMajorExpertMapping(_InputMajor, FusedExpertMapping):
+class InputMajorExpertMapping(InputMajor, FusedExpertMapping):
     """`down_proj` [experts, I, H] of the released checkpoints."""
 
 
-class InputMajorGatedExpertMapping(_InputMajor, FusedGatedExpertMapping):
+class InputMajorGatedExpertMapping(InputMajor, FusedGatedExpertMapping):
     """`gate_up_proj` [experts, H, 2 * I] of the released checkpoints."""
 
 

@@ -10,9 +10,11 @@ import re
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qwen3vl_bridge.adapter_rows import ALL_LINEAR_LAYERS, AdapterSettings, plain_name
+from qwen3vl_bridge.magnitude_linear import MagnitudeLinear
+from qwen3vl_bridge.mappings import is_of_experts, shared_name
 from qwen3vl_bridge.model.parts import log_trained_parameters
 from qwen3vl_bridge.model.qwen3vl import Qwen3VLModel
 from qwen3vl_bridge.parts import Part, part_of
@@ -20,18 +22,20 @@ from qwen3vl_bridge.parts import Part, part_of
 import torch
 from megatron.bridge.peft.adapter_wrapper import AdapterWrapper
 from megatron.bridge.peft.dora import DoRA
-from megatron.bridge.peft.dora_layers import DoRALinear
 from megatron.bridge.peft.lora import VLMLoRA
-from megatron.bridge.peft.utils import is_expert_linear
+from megatron.bridge.peft.utils import is_grouped_expert_linear
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.utils import unwrap_model
-from torch import Tensor, nn
+from torch import nn
+
+if TYPE_CHECKING:
+    from qwen3vl_bridge.provider import Qwen3VLModelProvider
 
 _TEXT_LAYER = re.compile(r"(?<=^language_model\.decoder\.layers\.)\d+")
 _ADAPT = {f"adapt_{part.value}": part for part in Part}
 _ALL_LINEAR_LAYERS = list(ALL_LINEAR_LAYERS)  # target_modules, where nobody sets it
-# Fields of LoRA that say how experts are adapted, which this package does not do yet, and their defaults.
-_FOR_EXPERTS = {"normalize_moe_lora": False, "share_expert_adapters": True, "experts_shared_outer_loras": False}
+# Fields of LoRA for other ways to adapt experts, and their defaults.
+_OTHER_WAYS = {"normalize_moe_lora": False, "experts_shared_outer_loras": False}
 
 
 @dataclass
@@ -40,8 +44,8 @@ class Qwen3VLParts:
 
     `target_modules` (and `exclude_modules`) choose among the linear layers of the adapted parts: a name such as
     "linear_qkv", or a pattern such as "*.layers.0.*.linear_qkv". Layers are linear_qkv and linear_proj of attention,
-    linear_fc1 and linear_fc2 of MLPs; the mergers have linear_fc1 and linear_fc2. Experts get no adapters: by default
-    they are left out, and naming them is an error.
+    linear_fc1 and linear_fc2 of MLPs; the mergers have linear_fc1 and linear_fc2. Experts of a layer go by one name,
+    such as "language_model.decoder.layers.0.mlp.experts.linear_fc1": all of them are adapted, or none.
 
     Attributes:
         freeze_language_model, freeze_vision_model, freeze_vision_projection: whether that part's own weights rest.
@@ -49,6 +53,8 @@ class Qwen3VLParts:
             mergers. Adapters are trained in any case.
         adapt_language_model, adapt_vision_model, adapt_vision_projection: whether that part's linear layers get
             adapters.
+        adapt_experts: whether experts, of the adapted language model, get adapters too: each its own, on both linear
+            layers. Not of DoRA, nor where a rank's experts are one product (`moe_grouped_gemm`).
     """
 
     freeze_language_model: bool = True
@@ -58,6 +64,7 @@ class Qwen3VLParts:
     adapt_language_model: bool = True
     adapt_vision_model: bool = False
     adapt_vision_projection: bool = False
+    adapt_experts: bool = False
 
     def __call__(self, model: Any, training: bool = True) -> Any:
         """Freeze, and put adapters in. Megatron-Bridge calls this before it wraps the model.
@@ -71,8 +78,8 @@ class Qwen3VLParts:
 
         Raises:
             TypeError: it is not a Qwen3VLModel.
-            ValueError: it has adapters already, or a field of this configuration would have no effect on it.
-            NotImplementedError: linear layers of experts are named.
+            ValueError: it has adapters already, a field of this configuration would have no effect on it, or its
+                experts cannot have adapters.
         """
         # Not Megatron-Bridge's own way, which would replace `forward` of blocks that recompute, trained or not.
         chunks = _chunks(model)
@@ -97,10 +104,11 @@ class Qwen3VLParts:
         inside = ".layers." in full_name or part_of(full_name) is Part.VISION_PROJECTION
         if not inside or not getattr(self, f"adapt_{part_of(full_name).value}"):
             return None
-        # Experts' adapters cannot be exported yet. Who names linear layers is told so; who doesn't gets the others.
-        if self.target_modules == _ALL_LINEAR_LAYERS and is_expert_linear(full_name):
-            return None
-        return super().match(m, name, prefix)
+        if not is_of_experts(full_name):
+            return super().match(m, name, prefix)
+        shared_prefix, _, last = shared_name(full_name).rpartition(".")
+        found = super().match(m, last, shared_prefix) if self.adapt_experts else None
+        return None if found is None else (found[0], full_name)
 
     def freeze_model(self, model: Any, training: bool = True) -> None:
         """Stop training of the parts' own weights; of everything where nothing is to be trained."""
@@ -126,6 +134,7 @@ class Qwen3VLParts:
             parts=frozenset(part.value for field, part in _ADAPT.items() if getattr(self, field)),
             target_modules=tuple(self.target_modules or ()),
             exclude_modules=tuple(self.exclude_modules or ()),
+            experts=self.adapt_experts,
         )
 
     @property
@@ -168,20 +177,42 @@ class Qwen3VLParts:
             )
         targets = self._targets(chunks)
         names = [name for found in targets.values() for name in found]
-        if of_experts := [name for name in names if is_expert_linear(name)]:
-            raise NotImplementedError(
-                f"target_modules {self.target_modules} name {len(of_experts)} linear layers of experts, such as "
-                f"{of_experts[0]}, whose adapters cannot be exported yet; expected none of them"
-            )
+        self._refuse_experts([name for name in names if is_of_experts(name)], chunks[0].config)
         # A pipeline stage may rightly lack what another one has.
         if any(chunk.pre_process for chunk in chunks) and any(chunk.post_process for chunk in chunks):
             self._refuse_idle_fields(targets, names)
 
+    def _refuse_experts(self, layers: list[str], config: Qwen3VLModelProvider) -> None:
+        """Refuse those that cannot be trained rightly, or loaded elsewhere."""
+        if grouped := [layer for layer in layers if is_grouped_expert_linear(layer)]:
+            raise ValueError(
+                f"moe_grouped_gemm is {config.moe_grouped_gemm}, so that {grouped[0]} is all of a rank's experts; "
+                "expected False where experts have adapters, each its own"
+            )
+        if layers and config.expert_tensor_parallel_size > 1:
+            # Of an expert's adapter, Megatron-Bridge does not add up what ranks have of the inner product.
+            raise ValueError(
+                f"expert_tensor_parallel_size is {config.expert_tensor_parallel_size}, expected 1 where experts have "
+                "adapters"
+            )
+        adapted = {shared_name(layer) for layer in layers}
+        for layer in sorted(adapted):
+            if (other := layer[:-1] + ("2" if layer.endswith("1") else "1")) not in adapted:
+                raise ValueError(
+                    f"{layer} would have adapters and {other} none, expected both or neither: vLLM loads no others"
+                )
+
     def _refuse_idle_fields(self, targets: dict[str, list[str]], names: list[str]) -> None:
         parts = [part for part in _ADAPT if getattr(self, part)]
         asked_for = [] if self.target_modules == _ALL_LINEAR_LAYERS else self.target_modules or []
+        if self.adapt_experts and not any(is_of_experts(name) for name in names):
+            raise ValueError(
+                f"adapt_experts is True, and among the adapted layers, {names[:1]} and others, are none of experts: "
+                "expected adapt_language_model=True, a model with experts, and target_modules that name theirs"
+            )
         if idle := [entry for entry in asked_for if entry not in targets]:
-            raise ValueError(f"target_modules {idle} add no linear layer of the adapted parts, {parts}")
+            experts = "" if self.adapt_experts else " (experts' need adapt_experts=True)"
+            raise ValueError(f"target_modules {idle} add no linear layer of the adapted parts, {parts}{experts}")
         if idle := [part for part in parts if not any(part_of(name) is _ADAPT[part] for name in names)]:
             raise ValueError(f"{', '.join(idle)} is True, and target_modules {self.target_modules} name nothing there")
         if not names:
@@ -195,9 +226,11 @@ class Qwen3VLLoRA(Qwen3VLParts, VLMLoRA):
     def _refuse_what_would_be_ignored(self, chunks: list[Qwen3VLModel]) -> None:
         if self.lora_dtype is not None:
             raise ValueError(f"lora_dtype is {self.lora_dtype}, expected None: adapters have their layer's dtype")
-        for name, default in _FOR_EXPERTS.items():
+        for name, default in _OTHER_WAYS.items():
             if (value := getattr(self, name)) != default:
-                raise ValueError(f"{name} is {value}, expected {default}: experts have no adapters")
+                raise ValueError(f"{name} is {value}, expected {default}: experts have adapters of their own, or none")
+        if not self.share_expert_adapters and not self.adapt_experts:
+            raise ValueError("share_expert_adapters is False, expected adapt_experts=True with it")
         super()._refuse_what_would_be_ignored(chunks)
 
 
@@ -212,6 +245,8 @@ class Qwen3VLDoRA(Qwen3VLParts, DoRA):
         if self.dropout:
             # Megatron-Bridge would send the difference that dropout makes through a fused norm, and drop twice.
             raise ValueError(f"dropout is {self.dropout}, expected 0: DoRA has none here")
+        if self.adapt_experts:
+            raise ValueError("adapt_experts is True, expected False for DoRA: peft has no magnitudes for experts")
         for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
             # A rank's norm of its columns is not the norm of the row, and magnitudes are read from one rank.
             if (size := getattr(chunks[0].config, name)) > 1:
@@ -222,29 +257,6 @@ class Qwen3VLDoRA(Qwen3VLParts, DoRA):
         """The module, with an adapter around it where it is a target."""
         adapted = super().transform(m, name, prefix)
         return adapted if adapted is m else MagnitudeLinear(adapted.to_wrap, adapted.adapter)
-
-
-class MagnitudeLinear(DoRALinear):
-    """A linear layer under DoRA: rows of W + BA brought to learned lengths, the bias left alone.
-
-    Megatron-Bridge's own scales the bias too where the layer has added it, and expects inputs of three dimensions.
-    """
-
-    def _get_weight_norm(self) -> Tensor:
-        with torch.no_grad():
-            return super()._get_weight_norm()
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """[..., in] -> [..., out], and the bias where the layer leaves adding it to the caller."""
-        output, bias_to_add, normed = self.base_linear_forward(x)
-        if not self._adapter_enabled:
-            return output, bias_to_add
-        bias = getattr(self.to_wrap, "bias", None)
-        added = bias if bias_to_add is None and bias is not None and bias.numel() else None
-        product = output if added is None else output - added
-        length = self.adapter.get_weight_magnitude() / self._get_weight_norm()
-        scaled = length * (product + self.adapter(normed.contiguous()).view_as(product))
-        return scaled if added is None else scaled + added, bias_to_add
 
 
 def _chunks(model: Any) -> list[Qwen3VLModel]:

@@ -9,14 +9,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qwen3vl_bridge.adapter_rows import HF_PREFIX, adapter_config, hf_target_modules
-from qwen3vl_bridge.mappings import TABLE
+from qwen3vl_bridge.adapter_rows import HF_PREFIX, IN, MARK, OUT, adapter_config, adapter_row, hf_targets, layer_of
+from qwen3vl_bridge.mappings import EXPERT_ROWS, TABLE, ExpertLayout, is_of_experts
 from qwen3vl_bridge.parallel import wait_for_all
-from qwen3vl_bridge.weight_rows import ConcatenatedQKV
+from qwen3vl_bridge.param_mappings import InputMajor
+from qwen3vl_bridge.weight_rows import ConcatenatedQKV, expand
 
 import torch
 from megatron.bridge.models.conversion.peft_bridge import (
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from qwen3vl_bridge.peft import Qwen3VLParts
 
     from megatron.bridge import AutoBridge
+    from megatron.bridge.models.conversion.model_bridge import WeightConversionTask
 
 Weights = dict[str, Tensor]
 
@@ -47,8 +50,25 @@ class AdapterConversion(MegatronPeftBridge):
     """Megatron-Bridge's conversion of adapters, completed. To be named before MegatronModelBridge as a base class.
 
     Megatron-Bridge leaves a vision layer's q, k, v rows as Megatron interleaves them, and knows nothing of DoRA's
-    magnitudes, neither in adapters nor in merged weights.
+    magnitudes, neither in adapters nor in merged weights. Adapters of experts that are modules of their own it counts
+    on each rank from 0, has no name for, and merges into input-major tensors the wrong way round.
     """
+
+    def build_adapter_conversion_tasks(
+        self, megatron_model: list[MegatronModule], *args: Any, **kwargs: Any
+    ) -> dict[str, list[AdapterWeightConversionTask]]:
+        """As Megatron-Bridge's.
+
+        Raises:
+            ValueError: experts that have adapters are spread over ranks.
+        """
+        size = unwrap_model(megatron_model)[0].config.expert_model_parallel_size
+        if size > 1 and any(is_of_experts(name) and MARK in name for name in _parameter_names(megatron_model)):
+            raise ValueError(
+                f"expert_model_parallel_size is {size}, expected 1 to save adapters of experts, or weights merged with "
+                "them, from a model; of a run's checkpoint, conversion/adapters.py writes both at any split"
+            )
+        return super().build_adapter_conversion_tasks(megatron_model, *args, **kwargs)
 
     def materialize_adapter_weights(self, adapter_tasks: list[AdapterWeightConversionTask]) -> list[AdapterWeight]:
         """Whole adapters, the rows of `linear_out` in Hugging Face's order where it has one tensor for q, k and v."""
@@ -66,8 +86,14 @@ class AdapterConversion(MegatronPeftBridge):
         """As Megatron-Bridge's.
 
         Raises:
-            ValueError: the adapters are DoRA's, which are more than the two matrices that callers expect.
+            ValueError: the adapters are DoRA's, which are more than the two matrices that callers expect, or those of
+                experts, which callers do not name to `peft`.
         """
+        if any(is_of_experts(name) and MARK in name for name in _parameter_names(megatron_model)):
+            raise ValueError(
+                "experts have adapters, which Megatron-Bridge has no configuration for; save them with "
+                "qwen3vl_bridge.save_hf_adapter"
+            )
         if layers := list(_dora_layers(megatron_model)):
             raise ValueError(
                 f"the model has {len(layers)} DoRA adapters, whose magnitudes Megatron-Bridge would leave out; "
@@ -77,7 +103,11 @@ class AdapterConversion(MegatronPeftBridge):
 
     def adapter_weights(self, megatron_model: list[MegatronModule]) -> Weights:
         """All adapters on the CPU, as `peft` names them: M.lora_A.weight, M.lora_B.weight, M.lora_magnitude_vector."""
-        weights = dict(super().stream_adapter_weights_megatron_to_hf(megatron_model, cpu=True, show_progress=False))
+        experts, weights = self._adapters_of_experts(megatron_model)
+        others = super().stream_adapter_weights_megatron_to_hf(
+            megatron_model, cpu=True, show_progress=False, exclude_adapter_base_prefixes=experts
+        )
+        weights |= dict(others)
         registry = self.mapping_registry()
         for prefix, layer in _dora_layers(megatron_model):
             names = self._get_base_hf_param_names_for_adapter(registry, prefix, None, ".weight")
@@ -86,13 +116,32 @@ class AdapterConversion(MegatronPeftBridge):
         # A file may hold no tensor that shares memory with another, as the A of q, k and v does.
         return {name: weight.detach().clone().contiguous() for name, weight in weights.items()}
 
-    def hf_modules(self, megatron_model: list[MegatronModule]) -> set[str]:
-        """Hugging Face names of all modules with a weight."""
-        registry, names = self.mapping_registry(), set()
+    def hf_targets(self, megatron_model: list[MegatronModule]) -> dict[str, list[str]]:
+        """What of `peft`'s configuration says which weights have adapters."""
+        registry, adapted, tensors = self.mapping_registry(), set(), set()
+        layers = self.build_adapter_conversion_tasks(megatron_model).keys()
         for name in self._megatron_global_param_names_all_pp_ranks(megatron_model):
-            prefix = self._get_lora_unwrapped_name(name).removesuffix(".weight")
-            names |= set(self._get_base_hf_param_names_for_adapter(registry, prefix, None, ".weight"))
-        return {name.removesuffix(".weight") for name in names}
+            layer = self._get_lora_unwrapped_name(name).removesuffix(".weight")
+            names = set(self._get_base_hf_param_names_for_adapter(registry, layer, None, ".weight"))
+            tensors |= names
+            adapted |= names if layer in layers else set()
+        return hf_targets(adapted, tensors)
+
+    def _adapters_of_experts(self, megatron_model: list[MegatronModule]) -> tuple[list[str], Weights]:
+        """The layers of experts that have adapters, and these, of all experts of a layer together."""
+        tasks = self.build_adapter_conversion_tasks(megatron_model)
+        rows = expand(EXPERT_ROWS[ExpertLayout.INPUT_MAJOR], unwrap_model(megatron_model)[0].config.dimensions())
+        layers, parts = [], {IN: defaultdict(list), OUT: defaultdict(list)}
+        for weight in rows:
+            if (layer := layer_of(weight)) not in tasks:
+                continue
+            layers.append(layer)
+            (adapter,) = self.materialize_adapter_weights(tasks[layer])
+            for kind, matrix in ((IN, adapter.linear_in_weight.weight), (OUT, adapter.linear_out_weight.weight)):
+                name = adapter_row(weight, kind, adapter.dim).hf[0].removeprefix(HF_PREFIX)
+                parts[kind][name].append(matrix.cpu())
+        weights = {name: torch.cat(each) for name, each in parts[IN].items()}
+        return layers, weights | {name: torch.stack(each, -1).flatten(1) for name, each in parts[OUT].items()}
 
     def _merge_lora_adapter_weights(
         self,
@@ -111,6 +160,21 @@ class AdapterConversion(MegatronPeftBridge):
             merged[name] = merged[name] * length[:, None]
         return {name: weight.to(converted_weights_dict[name].dtype) for name, weight in merged.items()}
 
+    def _merge_grouped_export_adapter_weights(
+        self,
+        task: WeightConversionTask,
+        converted_weights_dict: Weights,
+        adapter_weights: list[AdapterWeight],
+        num_moe_experts: int,
+    ) -> Weights:
+        def turned(weights: Weights) -> Weights:
+            return {name: weight.t() for name, weight in weights.items()} if input_major else weights
+
+        input_major = isinstance(task.mapping, InputMajor)
+        weights = turned(converted_weights_dict)
+        merged = super()._merge_grouped_export_adapter_weights(task, weights, adapter_weights, num_moe_experts)
+        return turned(merged)
+
     def _magnitudes(
         self, megatron_model: list[MegatronModule], prefix: str, layer: DoRALinear, names: list[str]
     ) -> Weights:
@@ -124,6 +188,11 @@ class AdapterConversion(MegatronPeftBridge):
         if not _CONCATENATED_QKV.fullmatch(f"{prefix}.weight"):
             return rows
         return rows.unflatten(0, (self.hf_config.vision_config.num_heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+
+
+def _parameter_names(megatron_model: MegatronModule | list[MegatronModule]) -> Iterator[str]:
+    for chunk in megatron_model if isinstance(megatron_model, list) else [megatron_model]:
+        yield from (name for name, _ in chunk.named_parameters())
 
 
 def _dora_layers(megatron_model: MegatronModule | list[MegatronModule]) -> Iterator[tuple[str, DoRALinear]]:
@@ -162,11 +231,9 @@ def save_hf_adapter(
         raise ValueError(
             "the model has no adapters to save; expected one that Qwen3VLLoRA or Qwen3VLDoRA was applied to"
         )
-    adapted = {name.partition(".lora_")[0] for name in weights}
     if base_model_name_or_path is None:
         base_model_name_or_path = str(getattr(bridge.hf_pretrained, "model_name_or_path", None) or "")
-    modules = hf_target_modules(adapted, conversion.hf_modules(model))
-    config = adapter_config(peft.settings, modules, base_model_name_or_path)
+    config = adapter_config(peft.settings, conversion.hf_targets(model), base_model_name_or_path)
     if torch.distributed.get_rank() == 0:
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)

@@ -11,9 +11,10 @@ import importlib.util
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from qwen3vl_bridge.dimensions import Dimensions, indices_of
+from qwen3vl_bridge.dist_train import DistTrainConfig, check_dist_train, complete_dist_train, complete_groups
 from qwen3vl_bridge.fixed_settings import FIXED, FIXED_WITH_EXPERTS, ROUTING
 from qwen3vl_bridge.parallel_settings import check_parallel, check_sizes, check_training
 from qwen3vl_bridge.provider_cost import operations_of_a_step, provider_sizes
@@ -59,6 +60,8 @@ class Qwen3VLModelProvider(GPTModelProvider):
             projection is the patch mergers.
         vision_recompute_granularity, vision_recompute_modules, vision_recompute_method, vision_recompute_num_layers:
             activation recomputation of the vision tower, as the fields without `vision_` are of the text model.
+        dist_train: the vision tower and the language model on ranks of their own.
+        add_encoder, add_decoder: which of the two this rank has; Megatron-Bridge's set-up says so.
     """
 
     vision_config: Qwen3VLVisionConfig = field(default_factory=Qwen3VLVisionConfig)
@@ -104,6 +107,10 @@ class Qwen3VLModelProvider(GPTModelProvider):
     vision_recompute_method: str | None = None
     vision_recompute_num_layers: int | None = None
 
+    dist_train: DistTrainConfig = field(default_factory=DistTrainConfig)
+    add_encoder: bool = True
+    add_decoder: bool = True
+
     fixed: ClassVar[Mapping[str, Any]] = FIXED
     # Megatron-Bridge looks for it where it logs TFLOP/s.
     _get_num_floating_point_operations_with_runtime_stats = operations_of_a_step
@@ -129,6 +136,8 @@ class Qwen3VLModelProvider(GPTModelProvider):
         check_sizes(self)
         super().finalize()
         check_parallel(self)
+        check_dist_train(self)
+        complete_dist_train(self)
         if self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "native" and not self.bf16:
             raise ValueError(
                 f"cross_entropy_loss_fusion is True with parameters in {self.params_dtype}: megatron-core's native "
@@ -139,6 +148,12 @@ class Qwen3VLModelProvider(GPTModelProvider):
                 f"mrope_section {self.mrope_section} has sum {sum(self.mrope_section)}, expected half the head "
                 f"dimension, {self.kv_channels // 2}"
             )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy, such as layers of experts make; what talks to other ranks is the same in it."""
+        if (talks := getattr(self, "_p2p_communicator", None)) is not None:
+            memo[id(talks)] = talks
+        return super().__deepcopy__(memo)
 
     @property
     def padded_vocab_size(self) -> int:
@@ -166,16 +181,14 @@ class Qwen3VLModelProvider(GPTModelProvider):
         return ()
 
     def provide(self, pre_process: bool | None = None, post_process: bool | None = None, vp_stage: int | None = None):
-        """Build the model of one pipeline stage.
+        """Build the model of one pipeline stage, or the one of its two modules that this rank has.
 
         Args:
             pre_process: whether it embeds; None to tell from the rank.
             post_process: whether it puts out logits or losses; None to tell from the rank.
             vp_stage: virtual pipeline stage, or None.
-
-        Returns:
-            Qwen3VLModel.
         """
+        from qwen3vl_bridge.model.modules import Qwen3VLDecoder, Qwen3VLEncoder
         from qwen3vl_bridge.model.qwen3vl import Qwen3VLModel
 
         groups, vp_size = self._pg_collection, self.virtual_pipeline_model_parallel_size
@@ -184,7 +197,11 @@ class Qwen3VLModelProvider(GPTModelProvider):
         if post_process is None:
             post_process = is_vp_last_stage(vp_stage=vp_stage, vp_size=vp_size) and is_pp_last_stage(groups.pp)
         with torch.device("meta") if self.init_model_with_meta_device else contextlib.nullcontext():
-            model = Qwen3VLModel(self, groups, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
+            if not self.add_decoder:
+                model = Qwen3VLEncoder(self, groups)
+            else:
+                kind = Qwen3VLModel if self.add_encoder else Qwen3VLDecoder
+                model = kind(self, groups, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
         model.freeze(
             freeze_language_model=self.freeze_language_model,
             freeze_vision_model=self.freeze_vision_model,
@@ -203,6 +220,7 @@ class Qwen3VLModelProvider(GPTModelProvider):
         given = inspect.signature(super().provide_distributed_model).bind(*args, **kwargs).arguments
         if given.get("wrap_with_ddp", True):
             check_training(self)
+        complete_groups(self, given.get("pg_collection"))
         model = super().provide_distributed_model(*args, **kwargs)
         log_trained_parameters(model)
         return model

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from qwen3vl_bridge.cost import vision_costs
 from qwen3vl_bridge.dimensions import vision_sizes
+from qwen3vl_bridge.dist_train import vision_tensor_ranks
 from qwen3vl_bridge.sequence import VisionWork
 
 import torch.nn.functional as F
@@ -34,7 +35,7 @@ _SHARED = (
 
 
 def vision_transformer_config(provider: Qwen3VLModelProvider) -> TransformerConfig:
-    """Configuration of the vision tower's transformer block. It is tensor-parallel as the text model is."""
+    """Configuration of the vision tower's transformer block. On ranks of its own it is split by itself."""
     vision = provider.vision_config
     config = TransformerConfig(
         num_layers=vision.depth,
@@ -57,7 +58,7 @@ def vision_transformer_config(provider: Qwen3VLModelProvider) -> TransformerConf
         recompute_modules=provider.vision_recompute_modules,
         recompute_method=provider.vision_recompute_method,
         recompute_num_layers=provider.vision_recompute_num_layers,
-        tensor_model_parallel_size=provider.tensor_model_parallel_size,
+        tensor_model_parallel_size=vision_tensor_ranks(provider),
         **{name: getattr(provider, name) for name in _SHARED},
     )
     config.finalize()

@@ -45,6 +45,11 @@ class Row:
         """Names of the tensors an fsdp_dtensor checkpoint keeps the parameter in, equal parts along dimension 0."""
         return (self.megatron,)
 
+    @property
+    def expert(self) -> int:
+        """Which expert an expanded row is, of those with experts."""
+        return self.position[self.indices.index("experts")]
+
     def at(self, *numbers: int) -> Row:
         """This row with its `*` replaced by `numbers`, from left to right, on both sides."""
         hf = tuple(_fill(name, numbers) for name in self.hf)
@@ -93,10 +98,30 @@ class PackedExpert(Row):
         """As of a GatedMLP where it is one."""
         return gate_and_up(self.megatron) if self.gated else (self.megatron,)
 
+
+@dataclass(frozen=True)
+class ExpertInput(Row):
+    """One expert's rows of a matrix of all experts of a layer, [experts * rows, in]: one expert after the other."""
+
+
+@dataclass(frozen=True)
+class ExpertOutput(Row):
+    """One expert's columns of a matrix of all experts of a layer, [out, columns * experts].
+
+    The first column of every expert comes first, then the second of every expert, and so on.
+
+    Attributes:
+        gated: it is the gate above the up projection.
+        whole: these are one tensor in an fsdp_dtensor checkpoint, where those of a `GatedMLP` are two.
+    """
+
+    gated: bool = False
+    whole: bool = False
+
     @property
-    def expert(self) -> int:
-        """Which expert an expanded row is."""
-        return self.position[-1]
+    def stored(self) -> tuple[str, ...]:
+        """As of a GatedMLP where it is one."""
+        return gate_and_up(self.megatron) if self.gated and not self.whole else (self.megatron,)
 
 
 def gate_and_up(megatron: str) -> tuple[str, str]:
@@ -111,9 +136,15 @@ def _fill(name: str, numbers: Sequence[int]) -> str:
 
 
 def hf_shapes(row: Row, dimensions: Dimensions) -> tuple[tuple[int, ...], ...]:
-    """Shapes of a row's whole Hugging Face tensors: a packed one has all experts, where `Row.numbers` gives one."""
-    shapes = row.numbers(dimensions)
-    return tuple((dimensions["experts"], *shape) for shape in shapes) if isinstance(row, PackedExpert) else shapes
+    """Shapes of a row's whole Hugging Face tensors: some have all experts, where `Row.numbers` gives one's part."""
+    shapes, experts = row.numbers(dimensions), dimensions["experts"]
+    if isinstance(row, PackedExpert):
+        return tuple((experts, *shape) for shape in shapes)
+    if isinstance(row, ExpertInput):
+        return tuple((experts * rows, width) for rows, width in shapes)
+    if isinstance(row, ExpertOutput):
+        return tuple((out, columns * experts) for out, columns in shapes)
+    return shapes
 
 
 def expand(rows: tuple[Row, ...], dimensions: Dimensions) -> Iterator[Row]:

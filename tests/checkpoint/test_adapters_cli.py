@@ -30,6 +30,16 @@ def test_help_answers_at_once_and_without_torch():
     assert time.monotonic() - begun < 3  # three starts
 
 
+def test_runs_of_earlier_versions_have_no_adapters_of_experts(tmp_path):
+    (tmp_path / "run_config.yaml").write_text(LORA)
+    layer = "language_model.decoder.layers.3.mlp.experts.local_experts.1.linear_fc1"
+    assert not adapter_settings(read_run_config(tmp_path), tmp_path).experts
+    text = LORA.replace("[linear_qkv]", '["*.experts.linear_fc1"]')
+    for asked in ("", "adapt_experts: true, "):
+        (tmp_path / "run_config.yaml").write_text(text.replace("dim: 4, ", f"dim: 4, {asked}"))
+        assert adapter_settings(read_run_config(tmp_path), tmp_path).adapts(layer) == bool(asked)
+
+
 def test_settings_are_read_as_data(tmp_path):
     (tmp_path / "run_config.yaml").write_text(LORA)
     found = adapter_settings(read_run_config(tmp_path), tmp_path)

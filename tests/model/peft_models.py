@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,9 +10,10 @@ from qwen3vl_bridge.training.process_group import initialize
 
 import torch
 from megatron.bridge import AutoBridge
-from transformers import Qwen3VLForConditionalGeneration
+from peft import PeftModel
+from transformers import AutoModelForImageTextToText, Qwen3VLForConditionalGeneration
 
-from tests.parity.batches import Sample, make_batch, make_samples
+from tests.parity.batches import Sample, make_batch, make_samples, run_reference
 from tests.parity.conftest import Pair, make_pair
 
 ALL_PARTS = dict(adapt_vision_model=True, adapt_vision_projection=True)
@@ -24,6 +26,7 @@ class Adapted:
     pair: Pair
     peft: object
     samples: list[Sample]
+    packed: bool = True
 
     @property
     def model(self) -> torch.nn.Module:
@@ -32,8 +35,8 @@ class Adapted:
 
     @property
     def inputs(self):
-        """The samples as one packed row."""
-        return make_batch(self.samples, self.pair.config, packed=True).local()
+        """The samples as one packed row, or as rows with padding on the right."""
+        return make_batch(self.samples, self.pair.config, packed=self.packed).local()
 
     def trainable(self) -> dict[str, torch.nn.Parameter]:
         """Parameters that require a gradient."""
@@ -94,6 +97,26 @@ def reference_logits(model: Qwen3VLForConditionalGeneration, samples: list[Sampl
         with torch.no_grad():
             logits.append(model(input_ids=ids, mm_token_type_ids=kinds, **sample.pixels).logits[0])
     return logits
+
+
+def with_adapter(base_folder: Path, adapter_folder: Path) -> PeftModel:
+    """Loaded without a warning: `peft` warns of keys it misses or cannot place."""
+    base = AutoModelForImageTextToText.from_pretrained(base_folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return PeftModel.from_pretrained(base, adapter_folder)
+
+
+def reference_gradients(model: PeftModel, samples: list[Sample]) -> dict[str, torch.Tensor]:
+    """Of the summed loss of samples run alone, of all adapters, by their names in a file without its prefix."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".lora_" in name)
+    run_reference(model.base_model.model, samples)[1].backward()
+    return {
+        name.removeprefix("base_model.model.").replace(".default", "").replace("_vector.weight", "_vector"): p.grad
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
 
 
 def worst_difference(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:

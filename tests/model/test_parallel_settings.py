@@ -1,47 +1,18 @@
 """Ways to split a model that could not train are refused before anything is built, and all others are not."""
 
 import contextlib
-import copy
-from types import SimpleNamespace
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge import presets
-from qwen3vl_bridge.parallel_settings import check_microbatches, check_parallel, check_training
+from qwen3vl_bridge.parallel_settings import check_parallel
 from qwen3vl_bridge.vision_config import vision_transformer_config
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron.bridge import AutoBridge
-from megatron.bridge.training.comm_overlap import CommOverlapConfig
-from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
-PROVIDERS = {
-    size: AutoBridge.from_hf_config(presets.hf_config(size)).to_megatron_provider(load_weights=False)
-    for size in presets.PRESETS
-}
-DENSE, EXPERTS = "8B", "30B-A3B"
-SP2 = dict(tensor_model_parallel_size=2, sequence_parallel=True)
-PP2, CP2 = dict(pipeline_model_parallel_size=2), dict(context_parallel_size=2)
-VPP2 = dict(PP2, virtual_pipeline_model_parallel_size=2)
-OVERLAP = dict(overlap_p2p_comm=True, batch_p2p_comm=False)
-
-
-def provider_of(size, fields):
-    provider = copy.copy(PROVIDERS[size])
-    for name, value in fields.items():
-        assert hasattr(provider, name), name
-        setattr(provider, name, value)
-    return provider
-
-
-def finalized(size, fields):
-    provider = provider_of(size, fields)
-    provider.finalize()
-    return provider
-
+from .split_providers import CP2, DENSE, EXPERTS, OVERLAP, PP2, PROVIDERS, SP2, VPP2, finalized, provider_of
 
 # megatron-core and Megatron-Bridge refuse these by themselves.
 THEIRS = [
@@ -235,100 +206,5 @@ def test_what_is_accepted_can_be_built_and_what_divides_is_accepted(size, fields
     assert vision_transformer_config(provider).num_attention_heads % tensor == 0
 
 
-@pytest.fixture
-def build(monkeypatch):
-    """Builds a model, as far as our own part of that goes."""
-    mixin = "megatron.bridge.models.gpt_provider.GPTModelProvider.provide_distributed_model"
-
-    def provide_distributed_model(self, ddp_config=None, wrap_with_ddp=True):
-        return ["model"]
-
-    monkeypatch.setattr(mixin, provide_distributed_model)
-    monkeypatch.setattr("qwen3vl_bridge.model.parts.log_trained_parameters", lambda model: None)
-
-    def build(size, fields, **how):
-        return finalized(size, fields).provide_distributed_model(**how) == ["model"]
-
-    return build
-
-
-@pytest.mark.parametrize(
-    ("size", "fields", "message"),
-    [
-        (EXPERTS, dict(SP2, sequence_parallel=False), r"sequence_parallel is False with experts under .* 2, expected"),
-        (DENSE, dict(pipeline_model_parallel_size=18), r"first pipeline stage has 2 layers, expected True, or at leas"),
-        (DENSE, dict(PP2, **OVERLAP, virtual_pipeline_model_parallel_size=9), "first pipeline stage has 2 layers"),
-        (DENSE, dict(PP2, num_layers_in_first_pipeline_stage=1), "first pipeline stage has 1 layers"),
-        (DENSE, dict(PP2, pipeline_model_parallel_layout="E|t*36L"), "first pipeline stage has 0 layers"),
-        (DENSE, VPP2, "expected overlap_p2p_comm=True and batch_p2p_comm=False: stages would mix up"),
-        (
-            DENSE,
-            dict(PP2, pipeline_model_parallel_layout="Et*9|t*9|t*9|t*9L"),
-            "expected overlap_p2p_comm=True and batch",
-        ),
-        (DENSE, dict(VPP2, overlap_p2p_comm=True), "overlap_p2p_comm is True and batch_p2p_comm True .* at most one"),
-        (DENSE, dict(PP2, **OVERLAP), "expected overlap_p2p_comm=False without virtual_pipeline_model_parallel_size"),
-        (
-            DENSE,
-            dict(VPP2, **OVERLAP, microbatch_group_size_per_vp_stage=1),
-            "stage is 1, expected at least .*, 2",
-        ),
-        (DENSE, dict(PP2, pipeline_model_parallel_layout="Ett|t*10|t*14|t*10L", **OVERLAP), "stage has 2 layers"),
-        (DENSE, dict(SP2, parallel_output=False), "parallel_output is False, expected True under .* 2: a loss of"),
-        (DENSE, dict(VPP2, batch_p2p_comm=False), "batch_p2p_comm False with .* expected overlap_p2p_comm=True"),
-        (DENSE, dict(PP2, pipeline_dtype=torch.float16), "pipeline_dtype is torch.float16, expected torch.bfloat16"),
-    ],
-)
-def test_what_could_not_be_trained_can_be_built_for_other_uses(build, size, fields, message):
-    with pytest.raises(ValueError, match=message):
-        build(size, fields, ddp_config=SimpleNamespace())
-    assert build(size, fields, wrap_with_ddp=False)
-
-
-@pytest.mark.parametrize(
-    ("size", "fields"),
-    [
-        (EXPERTS, SP2),
-        (DENSE, dict(SP2, sequence_parallel=False)),
-        (DENSE, dict(PP2, num_layers_in_first_pipeline_stage=3)),
-        (DENSE, dict(PP2, num_layers_in_first_pipeline_stage=1, variable_seq_lengths=True)),
-        (DENSE, dict(PP2, pipeline_model_parallel_layout="Ettt|t*33L")),
-    ],
-)
-def test_what_can_be_trained_is_built(build, size, fields):
-    assert build(size, fields, ddp_config=SimpleNamespace())
-
-
-def test_ddp_may_be_turned_off_by_position(build):
-    provider = finalized(EXPERTS, dict(SP2, sequence_parallel=False))
-    assert provider.provide_distributed_model(None, False) == ["model"]
-    with pytest.raises(ValueError, match="sequence_parallel is False"):
-        provider.provide_distributed_model(None, True)
-
-
-@pytest.mark.parametrize(("group", "taken"), [(None, {2, 4, 6, 8}), (3, {3, 5, 6, 8}), (4, {4, 6, 7, 8})])
-def test_interleaved_stages_take_microbatches_in_groups(group, taken):
-    provider = finalized(DENSE, dict(VPP2, **OVERLAP, microbatch_group_size_per_vp_stage=group))
-    for microbatches in range(1, 9):
-        if microbatches in taken:
-            check_microbatches(provider, microbatches, "a step")
-        else:
-            with pytest.raises(ValueError, match=f"a step has {microbatches} microbatches .* expected a multiple"):
-                check_microbatches(provider, microbatches, "a step")
-    check_microbatches(finalized(DENSE, PP2), 1, "a step")
-
-
 def test_sequence_parallelism_on_one_rank_is_turned_off_by_megatron_bridge():
     assert not finalized(DENSE, dict(sequence_parallel=True)).sequence_parallel
-
-
-def test_overlap_settings_of_megatron_bridge_are_in_place_before_the_check():
-    """In its loop they are applied first, and the whole configuration is validated after."""
-    provider = provider_of(DENSE, VPP2)
-    overlap = CommOverlapConfig(tp_comm_overlap=False)
-    overlap.data_parallel_size = 1
-    overlap.finalize()
-    overlap.setup(provider, OptimizerConfig(), None)
-    provider.finalize()
-    check_training(provider)
-    assert (provider.overlap_p2p_comm, provider.batch_p2p_comm) == (True, False)

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
 
+from qwen3vl_bridge.adapter_rows import hf_targets
 from qwen3vl_bridge.peft import Qwen3VLDoRA, Qwen3VLLoRA
-from qwen3vl_bridge.peft_export import hf_target_modules, save_hf_adapter
+from qwen3vl_bridge.peft_export import save_hf_adapter
 
 import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForImageTextToText, Qwen3VLForConditionalGeneration
 
-from tests.parity.batches import run_reference
-
-from .peft_models import ALL_PARTS, Adapted, adapt, model_of, reference_logits, worst_difference
+from .peft_models import (
+    ALL_PARTS,
+    Adapted,
+    adapt,
+    model_of,
+    reference_gradients,
+    reference_logits,
+    with_adapter,
+    worst_difference,
+)
 
 # Of logits up to about 5, which training has moved by 2 and more.
 TOLERANCE = 1e-5  # measured 2.4e-6
@@ -44,14 +51,6 @@ def trained(request, method, untied_folder) -> tuple[Adapted, list[torch.Tensor]
     logits = adapted.logits()
     assert worst_difference(logits, reference_logits(adapted.pair.reference, adapted.samples)) > 1
     return adapted, logits
-
-
-def with_adapter(base_folder, adapter_folder) -> PeftModel:
-    """Loaded without a warning: `peft` warns of keys it misses or cannot place."""
-    base = AutoModelForImageTextToText.from_pretrained(base_folder)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        return PeftModel.from_pretrained(base, adapter_folder)
 
 
 def test_adapter(trained, untied_folder, tmp_path):
@@ -89,14 +88,7 @@ def test_gradients_are_those_of_peft(method, untied_folder, tmp_path):
     adapted.train()
     save_hf_adapter(adapted.pair.bridge, [adapted.model], tmp_path, adapted.peft)
     loaded = with_adapter(untied_folder, tmp_path)
-    for name, parameter in loaded.named_parameters():
-        parameter.requires_grad_(".lora_" in name)
-    run_reference(loaded.base_model.model, adapted.samples)[1].backward()
-    expected = {
-        name.removeprefix("base_model.model.").replace(".default", "").replace("_vector.weight", "_vector"): p.grad
-        for name, p in loaded.named_parameters()
-        if p.requires_grad
-    }
+    expected = reference_gradients(loaded, adapted.samples)
     adapted.model.zero_grad()
     adapted.backward()
     for parameter in adapted.trainable().values():
@@ -152,6 +144,10 @@ def test_a_model_without_adapters(untied_folder, tmp_path):
     assert not (tmp_path / "adapter").exists()
 
 
-def test_target_modules_name_exactly_the_adapted():
-    modules = ["a.0.q", "a.1.q", "b.0.k", "b.1.k", "norm"]
-    assert hf_target_modules(["a.0.q", "a.1.q", "b.1.k"], modules) == ["b.1.k", "q"]
+def test_targets_name_exactly_the_adapted():
+    modules = [f"{name}.weight" for name in ("a.0.q", "a.1.q", "b.0.k", "b.1.k", "norm")]
+    adapted = [f"{name}.weight" for name in ("a.0.q", "a.1.q", "b.1.k")]
+    assert hf_targets(adapted, [*modules, "e.0.k", "e.1.k"]) == {"target_modules": ["b.1.k", "q"]}
+    parameters = ["e.0.k", "e.1.k", "e.0.n", "e.1.n"]
+    found = hf_targets([*adapted, "e.0.k", "e.1.k", "e.1.n"], [*modules, *parameters])
+    assert found == {"target_modules": ["b.1.k", "q"], "target_parameters": ["e.1.n", "k"]}

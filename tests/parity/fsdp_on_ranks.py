@@ -17,6 +17,7 @@ from megatron.bridge import AutoBridge
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed import DeviceMesh
 from transformers import AutoConfig
 
@@ -83,7 +84,8 @@ def norms(model: torch.nn.Module) -> tuple[list[float], float]:
     config = OptimizerConfig(lr=1e-3, min_lr=0.0, use_distributed_optimizer=True)
     optimizer = get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
     optimizer.prepare_grads()
-    squares = PartSquares(optimizer, parts_of_parameters([model], optimizer)).of_this_rank()
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    squares = PartSquares(optimizer, parts_of_parameters([model], optimizer), groups).of_this_rank()
     return sum_over_ranks(squares).sqrt().tolist(), optimizer.get_grad_norm()
 
 

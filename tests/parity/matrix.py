@@ -20,8 +20,8 @@ import torch
 
 from tests.torchrun import torchrun
 
-from .references import MATRIX_CONTENTS, train_reference
-from .topologies import TOPOLOGIES
+from .references import MATRIX_CONTENTS, save_as_model, train_reference
+from .topologies import MODULES, TOPOLOGIES, Topology
 
 FAMILIES = ("dense", "MoE")
 # Measured worst over the whole matrix beside each: see docs/parallelism.md.
@@ -31,11 +31,11 @@ BEGIN, END = "<!-- matrix: begin -->", "<!-- matrix: end -->"
 Case = tuple[str, str, str, str]
 
 
-def cases(ranks: int) -> list[Case]:
+def cases(ranks: int, topologies: dict[str, Topology] = TOPOLOGIES) -> list[Case]:
     """All [family, topology, content, rows] on so many ranks, those of one topology together."""
     return [
         (family, name, content, rows)
-        for name, topology in TOPOLOGIES.items()
+        for name, topology in topologies.items()
         if topology.ranks == ranks
         for family in topology.families
         for content, rows in itertools.product(MATRIX_CONTENTS, topology.rows)
@@ -66,7 +66,10 @@ def some_cases(ranks: int, each: int, *, both: bool) -> list[Case]:
 def write_references(folders: dict[str, Path]) -> None:
     """What the runs are compared with, beside each model."""
     for folder, content in itertools.product(folders.values(), MATRIX_CONTENTS):
-        torch.save(train_reference(folder, content), folder / f"reference_{content}.pt")
+        reference = train_reference(folder, content)
+        torch.save(reference, folder / f"reference_{content}.pt")
+        for kind in ("gradients", "weights"):
+            save_as_model(folder, reference[kind], f"{kind}_{content}")
 
 
 def run(
@@ -86,7 +89,7 @@ def table(found: dict[Case, dict[str, float]]) -> str:
     for (family, topology, _, _), errors in found.items():
         groups[topology, family].append(errors)
     lines = ["| split | model | cases | loss | gradient | gradient norm | weights |", "|---|---|---|---|---|---|---|"]
-    for topology, family in sorted(groups, key=lambda group: (list(TOPOLOGIES).index(group[0]), group[1])):
+    for topology, family in sorted(groups, key=lambda group: (list(TOPOLOGIES | MODULES).index(group[0]), group[1])):
         errors = groups[topology, family]
         figures = [max((e[name] for e in errors if name in e), default=None) for name in LIMITS]
         cells = ["–" if figure is None else f"{figure:.1e}" for figure in figures]

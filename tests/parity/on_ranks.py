@@ -20,7 +20,9 @@ from typing import Any
 from qwen3vl_bridge.sequence import PackedBatch, SequenceLayout
 from qwen3vl_bridge.training import step
 from qwen3vl_bridge.training.loop import forward_backward, train_step
+from qwen3vl_bridge.training.modules import join_modules
 from qwen3vl_bridge.training.run import Run, assemble
+from qwen3vl_bridge.training.served import replicas_read
 
 import torch
 import torch.distributed as dist
@@ -35,7 +37,7 @@ from . import presharded
 from .batches import Sample, make_batch
 from .presharded import Shared
 from .references import ADAM, CLIP, DECAY, MICROBATCHES, STEPS, step_samples
-from .topologies import TOPOLOGIES, Topology
+from .topologies import MODULES, TOPOLOGIES, Topology, split_by
 
 
 def configuration(folder: str, topology: Topology, balance: float = 0.0) -> Any:
@@ -50,9 +52,7 @@ def configuration(folder: str, topology: Topology, balance: float = 0.0) -> Any:
     cfg.logger.tensorboard_dir = None
     cfg.model = AutoBridge.from_hf_pretrained(folder).to_megatron_provider(load_weights=True)
     cfg.model.seq_length = cfg.dataset.seq_length
-    for name, value in topology.fields.items():
-        assert hasattr(cfg.model, name), name
-        setattr(cfg.model, name, value)
+    split_by(cfg, topology.fields)
     if cfg.model.moe_layers:
         cfg.model.moe_aux_loss_coeff = balance
     cfg.checkpoint.pretrained_checkpoint = cfg.checkpoint.load = cfg.checkpoint.save = None
@@ -113,6 +113,8 @@ class Split:
             run.cfg.optimizer, run.cfg.scheduler, run.model, pg_collection=run.groups
         )
         run.cfg.model.grad_scale_func = run.optimizer.scale_loss
+        if run.cfg.model.dist_train.use_dist_train:
+            join_modules(run.cfg.model, run.optimizer, run.groups)
         for chunk in run.model:
             chunk.zero_grad_buffer()
         run.optimizer.zero_grad()  # a gradient that lies in the buffer would be added to it
@@ -134,12 +136,43 @@ class Split:
             p.data = weight
         return gradients
 
-    def batches(self, content: str, rows: str, steps: int = STEPS) -> Iterator[PackedBatch | Shared]:
-        """This data-parallel rank's microbatches of all steps."""
-        groups = self.run.groups
-        multiple = 2 * groups.cp.size() * groups.tp.size()
+    @torch.no_grad()
+    def worst_in_place(self, found: list[torch.Tensor], folder: Path, scale: float | None = None) -> float:
+        """The largest error of any tensor, as `worst` has it, where the model cannot be exported whole.
+
+        What is expected is loaded where the weights are, by Megatron-Bridge; then each rank compares its own.
+
+        Args:
+            found: for each of this rank's parameters.
+            folder: Hugging Face tensors that were expected.
+            scale: as `worst`'s.
+        """
+        before = [p.clone() for p in self.parameters]
+        self.bridge.load_hf_weights(self.run.model, hf_path=folder)
+        names = [name for chunk in self.run.model for name, _ in chunk.named_parameters()]
+        mine = {
+            name: ((one - p).abs().max().item(), p.abs().max().item())
+            for name, one, p in zip(names, found, self.parameters, strict=True)
+        }
+        for p, weight in zip(self.parameters, before, strict=True):
+            p.copy_(weight)
+        heard: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(heard, mine)
+        every = {name for part in heard for name in part}
+        errors = {name: [max(part[name][i] for part in heard if name in part) for i in (0, 1)] for name in every}
+        return max(error / (scale or max(largest, 1e-6)) for error, largest in errors.values())
+
+    def batches(self, content: str, rows: str, steps: int = STEPS) -> Iterator[Any]:
+        """This rank's microbatches of all steps; on ranks of the vision tower, those of all replicas they serve."""
+        read, size = replicas_read(self.run.cfg.model, self.run.groups)
+        replicas = [self._batches(content, rows, steps, replica, size) for replica in read]
+        return replicas[0] if self.run.cfg.model.add_decoder else zip(*replicas, strict=True)
+
+    def _batches(self, content: str, rows: str, steps: int, replica: int, size: int) -> Iterator[PackedBatch | Shared]:
+        model = self.run.cfg.model
+        multiple = 2 * model.context_parallel_size * model.tensor_model_parallel_size
         for number in range(steps):
-            for samples in step_samples(content, self.hf_config, number)[groups.dp.rank() :: groups.dp.size()]:
+            for samples in step_samples(content, self.hf_config, number)[replica::size]:
                 layout = layout_of(samples, packed=rows != "padded", multiple=multiple, tokens=self.tokens)
                 batch = make_batch(samples, self.hf_config, layout=layout)
                 yield Shared(batch, samples) if rows == "presharded" else batch
@@ -155,21 +188,32 @@ def worst(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], sca
     )
 
 
-def compare(split: Split, topology: Topology, content: str, rows: str, expected: dict[str, Any]) -> dict[str, float]:
+def compare(
+    split: Split, topology: Topology, folder: Path, content: str, rows: str, expected: dict[str, Any]
+) -> dict[str, float]:
     """Errors of losses and gradient norms, relative; of gradients; and of weights, in units of the learning rate."""
     run = split.run
     split.begin(split.batches(content, rows), rows)
-    mine = MICROBATCHES // run.groups.dp.size()
+    mine = MICROBATCHES // run.cfg.data_parallel_size
     first, again = itertools.tee(itertools.islice(run.stream, mine))
     errors = {}
-    if not topology.distributed_optimizer:  # which leaves each rank a part of the gradients
+    in_modules = run.cfg.model.dist_train.use_dist_train
+    if in_modules:
+        forward_backward(run, first, mine, forward_only=False)
+        gradients = [p.main_grad.clone() for p in split.parameters]
+        errors["gradient"] = split.worst_in_place(gradients, folder / f"gradients_{content}")
+    elif not topology.distributed_optimizer:  # which leaves each rank a part of the gradients
         forward_backward(run, first, mine, forward_only=False)
         errors["gradient"] = worst(split.gradients(), expected["gradients"])
     run.stream = itertools.chain(again, run.stream)
     logs = [train_step(run) for _ in range(STEPS)]
     for name, kind in (("loss", "losses"), ("grad_norm", "norms")):
         errors[name] = max(abs(log[name] / value - 1) for log, value in zip(logs, expected[kind], strict=True))
-    errors["weight"] = worst(split.exported(), expected["weights"], scale=ADAM["lr"])
+    if in_modules:
+        weights = [p.detach().clone() for p in split.parameters]
+        errors["weight"] = split.worst_in_place(weights, folder / f"weights_{content}", scale=ADAM["lr"])
+    else:
+        errors["weight"] = worst(split.exported(), expected["weights"], scale=ADAM["lr"])
     return errors
 
 
@@ -177,13 +221,13 @@ def main(output: str, cases: list[list[str]], folders: dict[str, str]) -> None:
     """Every case; rank 0 writes the largest errors of all ranks, and how long each took."""
     found, world = {}, int(os.environ["WORLD_SIZE"])
     for (family, name), group in itertools.groupby(cases, key=lambda case: case[:2]):
-        topology, folder = TOPOLOGIES[name], folders[family]
+        topology, folder = (TOPOLOGIES | MODULES)[name], folders[family]
         assert topology.ranks == world, name
         split = Split(folder, topology)
         for _, _, content, rows in group:
             started = time.perf_counter()
             expected = torch.load(Path(folder) / f"reference_{content}.pt", mmap=True)
-            errors = compare(split, topology, content, rows, expected)
+            errors = compare(split, topology, Path(folder), content, rows, expected)
             values = torch.tensor(list(errors.values()))
             dist.all_reduce(values, op=dist.ReduceOp.MAX)
             seconds = time.perf_counter() - started

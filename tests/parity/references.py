@@ -5,10 +5,12 @@ Run once for each model and content, however many ways there are to split it.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from .batches import Sample, make_samples, run_reference
 
@@ -68,3 +70,11 @@ def train_reference(folder: Path, content: str) -> dict[str, Any]:
         optimizer.step()
     weights = {name: p.detach().clone() for name, p in named.items()}
     return dict(losses=losses, norms=norms, gradients=gradients, weights=weights)
+
+
+def save_as_model(folder: Path, tensors: dict[str, torch.Tensor], name: str) -> None:
+    """Put tensors beside a model as another one of the same kind, for what reads nothing but models."""
+    (folder / name).mkdir(exist_ok=True)
+    shutil.copy(folder / "config.json", folder / name)
+    own = {key: tensor.contiguous().clone() for key, tensor in tensors.items()}  # tied ones share memory
+    save_file(own, folder / name / "model.safetensors", metadata={"format": "pt"})

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from qwen3vl_bridge.dist_train import DistTrainConfig
+
 _TP2 = dict(tensor_model_parallel_size=2)
 _SP = dict(_TP2, sequence_parallel=True)
 _CP2 = dict(context_parallel_size=2)
@@ -70,3 +72,53 @@ TOPOLOGIES = {
     "DP2+CP2+EP2": Topology(4, _CP2 | _EP2, families=_MOE),
     "PP2+TP2+SP+EP2": Topology(4, _PP2 | _SP | _EP2, families=_MOE),
 }
+
+
+def modules(vision: int, language: int, vision_tensor: int = 1, **fields: Any) -> dict[str, Any]:
+    """Fields of vision and language on ranks of their own.
+
+    Args:
+        vision: ranks of the tower.
+        language: of the rest.
+        vision_tensor: those of the tower that share a layer.
+        fields: of the provider beside.
+    """
+    split = DistTrainConfig(
+        use_dist_train=True,
+        vision_world_size=vision,
+        language_world_size=language,
+        vision_tensor_model_parallel_size=vision_tensor,
+    )
+    return dict(dist_train=split, variable_seq_lengths=True, **fields)
+
+
+# Vision ranks + language ranks.
+MODULES = {
+    "1 + 1": Topology(2, modules(1, 1)),
+    "2 + 1": Topology(3, modules(2, 1)),
+    "1 + DP2": Topology(3, modules(1, 2)),
+    "1 + TP2+SP": Topology(3, modules(1, 2, **_SP)),
+    "1 + PP2": Topology(3, modules(1, 2, pipeline_model_parallel_size=2)),
+    "1 + EP2": Topology(3, modules(1, 2, **_EP2), families=_MOE),
+    "TP2 + 1": Topology(3, modules(2, 1, 2)),
+    "2 + DP2": Topology(4, modules(2, 2)),
+    "2 + EP2": Topology(4, modules(2, 2, **_EP2), families=_MOE),
+    "2 + PP2": Topology(4, modules(2, 2, pipeline_model_parallel_size=2)),
+    "2 + TP2+SP": Topology(4, modules(2, 2, **_SP)),
+    "TP2 + DP2": Topology(4, modules(2, 2, 2)),
+    "TP2 + TP2+SP+EP2": Topology(4, modules(2, 2, 2, **_SP, **_EP2), families=_MOE),
+}
+
+
+def split_by(cfg: Any, fields: dict[str, Any]) -> None:
+    """Split a run's model, with the groups that its modules need.
+
+    Args:
+        cfg: the run's configuration.
+        fields: of its provider.
+    """
+    for name, value in fields.items():
+        assert hasattr(cfg.model, name), name
+        setattr(cfg.model, name, value)
+    cfg.dist.use_decentralized_pg = cfg.model.dist_train.use_dist_train
+    cfg.dist.use_gloo_process_groups = not cfg.dist.use_decentralized_pg

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 
 from qwen3vl_bridge import Qwen3VLDoRA, Qwen3VLLoRA, presets
+from qwen3vl_bridge.dimensions import dimensions_of
 from qwen3vl_bridge.parts import Part
+from qwen3vl_bridge.planning.dist_train import DistSplit, dist_estimate
 from qwen3vl_bridge.planning.estimate import estimate
 from qwen3vl_bridge.planning.from_config import plan_of
 from qwen3vl_bridge.planning.settings import BF16, FP32, LINEAR_LAYERS, Lora, Precision, Recompute, Sharding, Training
@@ -14,6 +16,7 @@ from qwen3vl_bridge.planning.split import Split
 import pytest
 import torch
 from megatron.bridge import AutoBridge
+from megatron.bridge.models.qwen_vl.qwen3_vl_provider import DistTrainConfig
 from megatron.bridge.training.mixed_precision import bf16_mixed
 from qwen3vl_recipes.digits import qwen3_vl_digits_sft_config
 from qwen3vl_recipes.paths import set_paths
@@ -130,6 +133,19 @@ def test_a_model_with_experts(cfg):
     assert plan_of(cfg, 8) == estimate(presets.config_dict("30B-A3B"), Split(8, ep=8, etp=1), training)
 
 
+def test_vision_on_ranks_of_its_own(cfg, untied_folder):
+    cfg.model.dist_train = DistTrainConfig(use_dist_train=True, vision_world_size=4, language_world_size=4,
+                                           vision_tensor_model_parallel_size=2)  # fmt: skip
+    change(cfg, model__pipeline_model_parallel_size=2, ddp__use_megatron_fsdp=False)
+    split = DistSplit.of(4, 2, Split(4, pp=2))
+    n = dimensions_of(json.loads((untied_folder / "config.json").read_text()))
+    expected = dist_estimate(n, split, replaced(sharding=Sharding.OPTIMIZER), 0)
+    assert plan_of(cfg, 8) == expected
+    assert expected.stages[0].stage == -1 and expected.dist == Split(4, tp=2)
+    with pytest.raises(ValueError, match="4 vision and 4 language ranks, expected 16 together"):
+        plan_of(cfg, 16)
+
+
 _EIGHT_BITS = bf16_mixed()
 _EIGHT_BITS.fp8 = "e4m3"
 REFUSED = {
@@ -144,6 +160,7 @@ REFUSED = {
     "mixed_precision has": dict(mixed_precision=_EIGHT_BITS),
     "peft is a Qwen3VLDoRA": dict(peft=Qwen3VLDoRA()),
     "peft.adapt_vision_model": dict(peft=Qwen3VLLoRA(adapt_vision_model=True)),
+    "peft.adapt_experts": dict(peft=Qwen3VLLoRA(adapt_experts=True)),
     "peft.freeze_vision_model": dict(peft=Qwen3VLLoRA(freeze_vision_model=False)),
     "peft.target_modules": dict(peft=Qwen3VLLoRA(target_modules=["*.layers.0.*"])),
     "pipeline_model_parallel_layout": dict(model__pipeline_model_parallel_layout="Et*2|t*2L"),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.training.conftest import inputs  # noqa: F401
-
 
 @pytest.fixture
 def alone():

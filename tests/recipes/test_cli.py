@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from qwen3vl_recipes import cli, qwen3_vl_2b_sft_config, qwen3_vl_2b_sft_fsdp_config
-from qwen3vl_recipes.paths import check_data, check_for_cuda
+from qwen3vl_recipes import cli, qwen3_vl_2b_sft_config
+from qwen3vl_recipes.paths import check_data
 from qwen3vl_recipes.registry import find
 
 
@@ -94,23 +94,6 @@ def test_settings_that_contradict_each_other(settings, message):
         setattr(getattr(cfg, section), field, value)
     with pytest.raises(ValueError, match=message):
         finalised(cfg, 8)
-
-
-def test_weights_that_megatron_bridge_could_not_start_from(inputs, tmp_path):
-    """`inputs.megatron` is what `convert.py import` makes: fsdp_dtensor."""
-    plain, sharded = qwen3_vl_2b_sft_config(), qwen3_vl_2b_sft_fsdp_config()
-    for cfg, weights, message in (
-        (plain, inputs.megatron, "of the format fsdp_dtensor, expected checkpoint.ckpt_format, torch_dist.*reformat"),
-        (sharded, inputs.hf, "does not load into Megatron-FSDP's shards. Convert them before: .*import"),
-        (plain, inputs.hf, None),
-        (sharded, inputs.megatron, None),
-    ):
-        cfg.checkpoint.pretrained_checkpoint = str(weights)
-        if message is None:
-            check_for_cuda(cfg)
-        else:
-            with pytest.raises(ValueError, match=message):
-                check_for_cuda(cfg)
 
 
 def test_data_of_every_kind_are_looked_for(tmp_path):

@@ -34,6 +34,17 @@ def test_overrides(tmp_path):
             overrides.apply(cfg, [word])
 
 
+def test_adapters_of_experts():
+    """As docs/recipes.md turns them on."""
+    cfg = recipes()["qwen3_vl_30b_a3b_peft_config"].function()
+    assert not cfg.peft.adapt_experts
+    overrides.apply(cfg, ["peft.adapt_experts=true", "peft.dim=8", "model.moe_grouped_gemm=false"])
+    assert cfg.peft == Qwen3VLLoRA(dim=8, alpha=32, adapt_experts=True) and not cfg.model.moe_grouped_gemm
+    names = '["linear_qkv", "*.layers.0.mlp.experts.linear_fc*"]'
+    overrides.apply(cfg, [f"peft.target_modules={names}"])
+    assert cfg.peft.settings.adapts("language_model.decoder.layers.0.mlp.experts.local_experts.7.linear_fc2")
+
+
 @pytest.mark.parametrize("name", ["qwen3_vl_2b_peft_config", "qwen3_vl_30b_a3b_peft_dora_config"])
 def test_yaml(name, tmp_path):
     cfg = recipes()[name].function()

@@ -11,7 +11,7 @@ from qwen3vl_bridge.sequence import (
     token_index,
     vision_slots,
 )
-from qwen3vl_bridge.sequence.sharing import deal_frames, share_vision
+from qwen3vl_bridge.sequence.sharing import deal_frames, deal_vision
 
 import pytest
 import torch
@@ -115,23 +115,23 @@ def test_shares_make_up_the_whole(images, videos, work, ranks):
     """All of them encoded, one rank's tokens after the other's and put in their places, are the batch encoded whole."""
     vision = make_vision(images, videos)
     assume(vision is not None)
-    shares = [share_vision(vision, work, ranks, rank) for rank in range(ranks)]
-    encoded = [encode(share.inputs) for share in shares]
-    for share, tokens in zip(shares, encoded, strict=True):
-        assert share.counts == tuple(map(len, encoded))
-        assert (share.inputs is None) == (len(tokens) == 0)
-        assert share.places.dtype == torch.int64
-        assert sorted(share.places.tolist()) == list(range(len(vision.pixel_values) // 4))
-        assert torch.equal(torch.cat(encoded)[share.places], encode(vision))
+    deal = deal_vision(vision, work, ranks)
+    parts = [deal.part(vision, rank) for rank in range(ranks)]
+    encoded = [encode(part) for part in parts]
+    assert deal.counts == tuple(map(len, encoded))
+    assert [part is None for part in parts] == [len(tokens) == 0 for tokens in encoded]
+    assert deal.places.dtype == torch.int64
+    assert sorted(deal.places.tolist()) == list(range(len(vision.pixel_values) // 4))
+    assert torch.equal(torch.cat(encoded)[deal.places], encode(vision))
 
 
 @given(images=st.lists(GRIDS, min_size=1, max_size=8), work=WORKS, ranks=st.integers(1, 4))
 def test_shares_are_balanced_by_cost(images, work, ranks):
     """By what whole frames cost: their patches, and the square of them."""
     vision = make_vision(images, [])
-    each = []
+    each, deal = [], deal_vision(vision, work, ranks)
     for rank in range(ranks):
-        inputs = share_vision(vision, work, ranks, rank).inputs
+        inputs = deal.part(vision, rank)
         lengths = inputs.lengths if inputs else ()
         each.append(sum(work.patch * n + work.patch_pair * n * n for n in lengths))
         assert each[-1] == sum(map(work.cost, lengths))
@@ -144,20 +144,22 @@ def test_cost_decides_and_not_the_number_of_frames_or_patches():
         (VisionWork(1, 0, 4), [(24, 4), (8, 8, 8, 4)]),
         (VisionWork(0, 1, 4), [(24,), (8, 8, 8, 4, 4)]),
     ):
-        assert [share_vision(vision, work, 2, rank).inputs.lengths for rank in range(2)] == expected
+        deal = deal_vision(vision, work, 2)
+        assert [deal.part(vision, rank).lengths for rank in range(2)] == expected
 
 
 def test_the_only_frame_is_one_ranks():
     vision = make_vision([(1, 2, 4)], [])
-    shares = [share_vision(vision, VisionWork(1, 1, 4), 3, rank) for rank in range(3)]
-    assert [share.inputs is None for share in shares] == [False, True, True]
-    assert all(share.counts == (2, 0, 0) and share.places.tolist() == [0, 1] for share in shares)
+    deal = deal_vision(vision, VisionWork(1, 1, 4), 3)
+    assert [deal.part(vision, rank) is None for rank in range(3)] == [False, True, True]
+    assert deal.counts == (2, 0, 0)
+    assert deal.places.tolist() == [0, 1]
 
 
 def test_frames_that_are_no_whole_tokens_are_refused():
     vision = make_vision([(1, 2, 2), (1, 2, 6)], [])
     with pytest.raises(ValueError, match=r"frames have \(4, 12\) patches, expected multiples of 8"):
-        share_vision(vision, VisionWork(1, 1, 8), 2, 0)
+        deal_vision(vision, VisionWork(1, 1, 8), 2)
 
 
 @st.composite

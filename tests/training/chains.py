@@ -27,9 +27,14 @@ Case = tuple[str, dict[str, Any]]
 FORMATS = ("fsdp_dtensor", "torch_dist")
 # By number of ranks; a step is made at each.
 STOPS = {
-    "dense": {2: ("TP2+SP, padded vocabulary", "PP2", "DP2", "CP2", "PP2+VPP2"), 4: ("PP2+TP2+SP", "DP2+CP2")},
+    "dense": {
+        2: ("TP2+SP, padded vocabulary", "PP2", "DP2", "1 + 1", "CP2", "PP2+VPP2"),
+        3: ("1 + PP2", "2 + 1"),
+        4: ("PP2+TP2+SP", "DP2+CP2"),
+    },
     "MoE": {
         2: ("TP2+SP+EP2", "PP2", "EP2", "TP2+SP+ETP2", "CP2+EP2", "PP2+VPP2"),
+        3: ("1 + EP2", "TP2 + 1"),
         4: ("PP2+TP2+SP+EP2", "PP2+DP2+EP2"),
     },
 }
@@ -102,7 +107,7 @@ def travel(chains: list[Chain], scratch: Path, more: Sequence[Case] = ()) -> tup
         whole = chain.journey(0, None, str(chain.save) + "_whole")
         expected.append(do_go_on(asdict(whole), chain.last_step))
         found.append(do_go_on(asdict(chain.journey(0, None)), 1))
-    for ranks in (2, 4):
+    for ranks in (2, 3, 4):
         cases = [(n, case) for n, chain in enumerate(chains) for case in chain.cases(ranks)]
         others = list(more) if ranks == 2 else []
         logs = on_ranks(ranks, [case for _, case in cases] + others, scratch)

@@ -24,12 +24,13 @@ from megatron.bridge import AutoBridge
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from tests.model.torch_dist_chain import PADDED
-from tests.parity.topologies import TOPOLOGIES
+from tests.parity.topologies import MODULES, TOPOLOGIES, split_by
 from tests.ranks import begin, leave
 
 from .conftest import Inputs
 
-SPLITS = {name: topology.fields for name, topology in TOPOLOGIES.items()} | {"TP2+SP, padded vocabulary": PADDED}
+SPLITS = {name: topology.fields for name, topology in (TOPOLOGIES | MODULES).items()}
+SPLITS |= {"TP2+SP, padded vocabulary": PADDED}
 LOGGED = ("step", "loss", "grad_norm")
 # Rows of the same documents at every split; four microbatches, for data-parallel ranks and interleaved stages.
 COMMON = dict(
@@ -73,8 +74,7 @@ class Journey:
         if self.ckpt_format == "torch_dist":
             cfg.ddp.use_megatron_fsdp = False
             cfg.ddp.data_parallel_sharding_strategy = "no_shard"
-        for name, value in (SPLITS[self.split] if self.split else {}).items():
-            setattr(cfg.model, name, value)
+        split_by(cfg, SPLITS[self.split] if self.split else {})
         cfg.guard = None  # steps are taken one by one here, without callbacks
         return cfg
 

@@ -21,7 +21,7 @@ import torch
 from tests.ranks import begin
 
 from .conftest import Inputs
-from .peft_runs import CASES, peft_config
+from .peft_runs import CASES, WITH_EXPERTS, peft_config
 
 STEPS = 2
 # The same rows, however they are split.
@@ -51,7 +51,7 @@ def main(jobs: list[dict], dense: str, moe: str, data: str, start: str, out: str
     """Load, take two steps, save; rank 0 writes down losses and gradient norms."""
     for one in (Job(**job) for job in jobs):
         settings = SETTINGS | {f"model__{name}": size for name, size in one.split.items()}
-        hf = Path(moe if one.case == "experts" else dense)
+        hf = Path(moe if one.case in WITH_EXPERTS else dense)
         inputs = Inputs(hf, Path(data), hf)
         cfg = peft_config(inputs, Path(out) / one.name, CASES[one.case](), **settings)
         cfg.model.sequence_parallel = cfg.model.tensor_model_parallel_size > 1

@@ -20,7 +20,12 @@ CASES = {
     "trained mergers": lambda: Qwen3VLLoRA(dim=4, alpha=8, freeze_vision_projection=False),
     "some layers": lambda: Qwen3VLLoRA(dim=4, target_modules=["*.layers.1.*.linear_qkv", "*.layers.2.*.linear_fc1"]),
     "experts": lambda: Qwen3VLLoRA(dim=4, alpha=8, **ALL_PARTS),
+    "adapted experts": lambda: Qwen3VLLoRA(dim=4, alpha=8, adapt_experts=True, **ALL_PARTS),
+    "experts of some layers": lambda: Qwen3VLLoRA(
+        dim=4, adapt_experts=True, target_modules=["*.layers.2.*.linear_fc*", "*.layers.1.*.linear_qkv"]
+    ),
 }
+WITH_EXPERTS = {case for case in CASES if "experts" in case}
 
 
 def peft_config(inputs: Inputs, save: Path | None, peft: object, **settings):

@@ -17,8 +17,9 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from qwen3vl_bridge.training import checkpoint
 from qwen3vl_bridge.training.loop import set_up, train_step
@@ -39,6 +40,7 @@ DEATHS = {
 }
 # Of ranks that live on and are told that the disk is full there.
 FULL = "no space for "
+STEP = "a step"  # in which the first rank is killed between two microbatches
 # After the last ones the step's folder is in its place.
 MOMENTS = {name: where for moment, where in DEATHS.items() for name in (moment, FULL + moment)}
 
@@ -55,11 +57,19 @@ def arm(event: str, ending: str, *, dies: bool) -> None:
     sys.addaudithook(hook)
 
 
+def dying(stream: Iterator[Any]) -> Iterator[Any]:
+    """A microbatch, and the end of this process."""
+    yield next(stream)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def one_more_step(journey: Journey, rank: int, moment: str | None) -> None:
     """Go on from what is there, make a step, save; the one of a moment dies in that."""
     run = set_up(journey.config())
     if moment is not None:
         assert run.progress.step == 1, run.progress.step
+    if moment == STEP and rank == 0:
+        run.stream = dying(run.stream)
     train_step(run)
     if moment in MOMENTS:
         victim, *where = MOMENTS[moment]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 
-import torch
-
-from .test_against_adamw import documents, sum_of_losses
+from .adamw import matrices_decay, reference_steps
 
 STEPS, ROWS, LR, MIN_LR, WARMUP, DECAY, CLIP = 50, 2, 1e-3, 1e-4, 5, 0.1, 1.0
 # Relative errors of losses and gradient norms in float32, the largest of all steps; measured 2.6e-7 and 2.3e-6.
@@ -19,27 +17,6 @@ def learning_rate(step: int) -> float:
         return LR * step / WARMUP
     done = (step - WARMUP) / (STEPS - WARMUP)
     return MIN_LR + (LR - MIN_LR) * (1 + math.cos(math.pi * done)) / 2
-
-
-def reference_curve(model, batches):
-    """Loss and gradient norm of each step; the model is trained in place."""
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    others = [p for p in model.parameters() if p.ndim <= 1]
-    groups = [dict(params=matrices, weight_decay=DECAY), dict(params=others, weight_decay=0.0)]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8)
-    for step in range(STEPS):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step)
-        optimizer.zero_grad()
-        total = tokens = 0.0
-        for batch in batches[step * ROWS : (step + 1) * ROWS]:
-            for document in documents(batch):
-                loss, count = sum_of_losses(model, *document)
-                total, tokens = total + loss, tokens + count
-        (total / tokens).backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        yield total.item() / tokens, norm.item()
 
 
 def test_fifty_steps_are_those_of_transformers(inputs, record_property):
@@ -64,7 +41,8 @@ def test_fifty_steps_are_those_of_transformers(inputs, record_property):
     run = set_up(cfg)
     errors = {"loss": 0.0, "norm": 0.0}
     curve = []
-    for step, (loss, norm) in enumerate(reference_curve(reference, batches)):
+    steps = reference_steps(reference, matrices_decay(reference, DECAY), batches, ROWS, learning_rate, CLIP)
+    for step, (loss, norm) in enumerate(steps):
         ours = train_step(run)
         assert math.isclose(ours["lr"], learning_rate(step), rel_tol=1e-9)
         errors["loss"] = max(errors["loss"], abs(ours["loss"] / loss - 1))

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from .chains import FORMATS, LIMITS, Chain, errors, travel
 from .journeys import Journey, do_first_step
-from .ranks_that_die import DEATHS, MOMENTS
+from .ranks_that_die import DEATHS, MOMENTS, STEP
 
 ROOT = Path(__file__).resolve().parents[2]
 # Of weights after all steps, in units of the learning rate; measured 4.2e-4.
@@ -141,12 +141,16 @@ def test_weights_come_from_any_source_without_conversion(found):
 
 
 def test_ranks_that_are_killed_or_fail_leave_the_older_checkpoint(data, untied_folder, tmp_path):
-    def journey(ckpt_format: str) -> dict:
-        places = str(untied_folder), str(data), str(tmp_path / ckpt_format)
-        return asdict(Journey(*places, "TP2+SP", ckpt_format, str(untied_folder), dict(train__train_iters=4)))
+    def journey(ckpt_format: str, split: str = "TP2+SP") -> dict:
+        places = str(untied_folder), str(data), str(tmp_path / f"{ckpt_format} {split}")
+        return asdict(Journey(*places, split, ckpt_format, str(untied_folder), dict(train__train_iters=4)))
 
-    # What comes after the tensors is the same in both formats.
-    cases = [(journey("fsdp_dtensor"), list(MOMENTS)), (journey("torch_dist"), list(MOMENTS)[:4])]
+    # What comes after the tensors is the same in both formats. The last has vision and language on ranks of their own.
+    cases = [
+        (journey("fsdp_dtensor"), list(MOMENTS)),
+        (journey("torch_dist"), list(MOMENTS)[:4]),
+        (journey("torch_dist", "1 + 1"), [STEP, *list(MOMENTS)[:4]]),
+    ]
     command = [sys.executable, "-m", "tests.training.ranks_that_die", json.dumps(cases)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -159,7 +163,7 @@ def test_ranks_that_are_killed_or_fail_leave_the_older_checkpoint(data, untied_f
         assert list(ends) == moments
         for moment, end in ends.items():
             # A rank that fails leaves nothing behind, one that is killed cannot help it.
-            expected = [-signal.SIGKILL, 1] if moment in DEATHS else [1, 1]
+            expected = [-signal.SIGKILL, 1] if moment in (STEP, *DEATHS) else [1, 1]
             assert sorted(end["codes"]) == expected, (moment, end, done.stderr[-3000:])
-            assert moment in DEATHS or not end["hidden"], (moment, end)
+            assert moment in (STEP, *DEATHS) or not end["hidden"], (moment, end)
             assert end["tracker"] == "1" and end["seconds"] < 60, (moment, end)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
@@ -50,7 +51,7 @@ def test_a_provider_has_its_configurations_numbers(size):
     assert operations_of_a_step(provider, batch_size=3) == pytest.approx(3 * full)
 
 
-def test_adapters_are_counted_by_the_layers_that_they_are_on(inputs):
+def test_adapters_are_counted_by_the_layers_that_they_are_on(inputs, moe_folder):
     from qwen3vl_bridge.cost import Trained
     from qwen3vl_bridge.peft import Qwen3VLLoRA
     from qwen3vl_bridge.provider_cost import provider_costs
@@ -78,3 +79,9 @@ def test_adapters_are_counted_by_the_layers_that_they_are_on(inputs):
     assert step_costs(cfg) == provider_costs(cfg.model, ranks)
     cfg.peft = LoRA()
     assert step_costs(cfg) is None
+    cfg = replace(inputs, hf=moe_folder, megatron=moe_folder).config(None)
+    for experts in (False, True):
+        cfg.peft = Qwen3VLLoRA(dim=4, adapt_experts=experts)
+        chosen = re.compile(r"language_model\." if experts else r"language_model\.(?!.*experts)")
+        ranks = replace(expected, rank=lambda name, chosen=chosen: 4 * bool(chosen.match(name)))
+        assert step_costs(cfg) == provider_costs(cfg.model, ranks)

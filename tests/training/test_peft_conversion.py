@@ -12,6 +12,7 @@ from qwen3vl_bridge.checkpoint import CheckpointError, adapters_cli
 from qwen3vl_bridge.checkpoint.adapter_exporting import export_adapters
 from qwen3vl_bridge.checkpoint.hf_config import ModelConfig
 from qwen3vl_bridge.checkpoint.merging import merge_adapters
+from qwen3vl_bridge.mappings import ExpertLayout
 from qwen3vl_bridge.training.checkpoint import latest
 
 import pytest
@@ -22,20 +23,22 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
+from tests.expert_layouts import relayout
 from tests.model.peft_models import Adapted, adapt, reference_logits, worst_difference
 from tests.parity.batches import make_samples
 from tests.parity.conftest import Pair
 
-from .peft_runs import CASES, FORMATS, stored, trained_and_saved
+from .peft_runs import CASES, FORMATS, WITH_EXPERTS, stored, trained_and_saved
 
 TOLERANCE = 1e-5  # of logits that training has moved by more than 0.1; measured 4.3e-6
+WEIGHT = 1e-6  # of weights up to about 0.3, whose products are summed up in another order; measured 0
 
 
 @pytest.fixture(scope="module", params=CASES)
 def run(request, inputs, moe_folder, tmp_path_factory):
     """A trained run of each kind: its inputs, its model with samples, its logits, its folders."""
     folder = tmp_path_factory.mktemp("peft")
-    if request.param == "experts":
+    if request.param in WITH_EXPERTS:
         inputs = replace(inputs, hf=moe_folder, megatron=moe_folder)
     made = trained_and_saved(inputs, request.param, folder)
     reference = AutoModelForImageTextToText.from_pretrained(inputs.hf)
@@ -65,10 +68,12 @@ def test_adapters(run, ckpt_format, tmp_path):
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(inputs.hf)
     names = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-    # What vLLM reads: its modules' names by prefixes of Hugging Face's, nothing but lora_A and lora_B under experts.
+    # What vLLM reads: its modules' names by prefixes of Hugging Face's; of experts, two of each layer.
     assert all(name.startswith(("base_model.model.model.language_model.layers.", "base_model.model.model.visual."))
                for name in names)  # fmt: skip
-    assert not any(".experts." in name for name in names)
+    experts = {name.partition(".mlp.")[2] for name in names if ".experts." in name}
+    both = {f"experts.{module}lora_{kind}.weight" for module in ("base_layer.", "") for kind in "AB"}
+    assert experts == (both if adapted.peft.adapt_experts else set())
 
 
 @pytest.mark.parametrize("ckpt_format", FORMATS)
@@ -86,6 +91,21 @@ def test_merged(run, ckpt_format, tmp_path):
     if not adapted.peft.freeze_vision_projection:
         changed |= {name for name in before if "merger" in name}
     assert before.keys() == after.keys() and before.keys() - same == changed
+
+
+@pytest.mark.parametrize("layout", ExpertLayout)
+def test_merged_into_every_layout_of_experts(run, moe_folder, moe_folders, layout, tmp_path):
+    inputs, _, _, folder = run
+    if inputs.hf != moe_folder:
+        return
+    merge_adapters(folder / "torch_dist", tmp_path / "expected")
+    merge_adapters(folder / "torch_dist", tmp_path / "found", base_model=moe_folders[layout])
+    expected, found = (load_file(tmp_path / name / "model.safetensors") for name in ("expected", "found"))
+    expected = relayout(expected, layout)
+    assert found.keys() == expected.keys()
+    worst = max((found[name] - tensor).abs().max().item() for name, tensor in expected.items())
+    print(f"weights: {worst:.1e}, tolerance {WEIGHT:.0e}")
+    assert worst <= WEIGHT
 
 
 def test_settings_name_the_layers_that_have_adapters(run):

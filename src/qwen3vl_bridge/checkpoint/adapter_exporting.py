@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
-from qwen3vl_bridge.adapter_rows import adapter_config, hf_target_modules, input_names
+from qwen3vl_bridge.adapter_rows import adapter_config, hf_targets, input_names
 from qwen3vl_bridge.checkpoint.conversion import Conversion, How, carry_out
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
 from qwen3vl_bridge.checkpoint.hf_reader import HFWeights
@@ -85,13 +85,13 @@ def export_adapters(
 def _shared_inputs(stored: StoredAdapters, plan: Plan) -> Iterator[Task]:
     """A layer that is several in Hugging Face has one `linear_in`, which is the `lora_A` of each of them."""
     tasks = {task.target.name: task for task in plan.tasks}
-    for layer in stored.layers:
+    for layer in stored.layers():
         first, *others = input_names(layer)
         for name in others:
             yield replace(tasks[first], target=replace(tasks[first].target, name=name))
 
 
 def _config(stored: StoredAdapters, base_model: str) -> dict[str, object]:
-    modules = {name.removesuffix(".weight") for row in stored.config.rows() for name in row.hf if ".weight" in name}
-    adapted = [name.removesuffix(".weight") for layer in stored.layers for name in layer.hf]
-    return adapter_config(stored.settings, hf_target_modules(adapted, modules), base_model)
+    tensors = (name for row in stored.config.rows() for name in row.hf)
+    adapted = (name for layer in stored.layers() for name in layer.hf)
+    return adapter_config(stored.settings, hf_targets(adapted, tensors), base_model)

@@ -17,6 +17,8 @@ from qwen3vl_bridge.parts import Part
 
 _MAX_BYTES = 1 << 26
 _METHODS = {"qwen3vl_bridge.peft.Qwen3VLLoRA": False, "qwen3vl_bridge.peft.Qwen3VLDoRA": True}
+# Fields that runs of earlier versions do not name, and what they had.
+_LATER = {"adapt_experts": False}
 # What may be another in a run that goes on: it changes neither which tensors there are nor what they mean.
 _FREE = (
     *("dropout", "dropout_position", "lora_A_init_method", "lora_B_init_method"),
@@ -68,6 +70,7 @@ def adapter_settings(config: dict[str, Any], where: Path) -> AdapterSettings:
     found = config.get("peft")
     if not isinstance(found, dict):
         raise CheckpointError(f"{where} is of a run without adapters: its {RUN_CONFIG} has peft {found!r}")
+    found = _LATER | found
     method = found.get("_target_")
     if not isinstance(method, str) or method not in _METHODS:
         raise CheckpointError(f"{where / RUN_CONFIG}: peft is {method!r}, expected {' or '.join(_METHODS)}")
@@ -79,7 +82,8 @@ def adapter_settings(config: dict[str, Any], where: Path) -> AdapterSettings:
         raise CheckpointError(f"{where / RUN_CONFIG}: peft lacks {error}, or has it of another kind") from error
     if numbers["dim"] < 1 or int(numbers["dim"]) != numbers["dim"]:
         raise CheckpointError(f"{where / RUN_CONFIG}: peft.dim is {numbers['dim']}, expected a whole number from 1 on")
-    return AdapterSettings(int(numbers["dim"]), numbers["alpha"], _METHODS[method], parts, **modules)
+    experts = found["adapt_experts"] is True
+    return AdapterSettings(int(numbers["dim"]), numbers["alpha"], _METHODS[method], parts, experts=experts, **modules)
 
 
 def _number(value: Any) -> int | float:
@@ -118,6 +122,7 @@ def check_same_adapters(folder: Path, peft: PeftConfig | None) -> None:
         CheckpointError: it has others; what differs is listed.
     """
     theirs = read_run_config(folder).get("peft") or {}
+    theirs = theirs and _LATER | theirs
     ours = {} if peft is None else peft.to_cfg_dict()
     names = sorted((theirs.keys() | ours.keys()) - {*_FREE, "params_to_save"})
     differ = [

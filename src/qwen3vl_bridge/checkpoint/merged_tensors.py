@@ -86,16 +86,18 @@ class Merge:
     Attributes:
         weight: [out, in]; its target is what the merged weight is to be.
         a: [dim, in].
-        b: [out, dim].
+        b: [out, dim], its rows perhaps in several.
         magnitude: [out] of DoRA, or None.
         scale: alpha / dim.
+        transposed: the weight is [in, out]; without a magnitude.
     """
 
     weight: Task
     a: Task
-    b: Task
+    b: tuple[Task, ...]
     magnitude: Task | None
     scale: float
+    transposed: bool = False
 
     @property
     def name(self) -> str:
@@ -149,17 +151,20 @@ class MergedTensors:
 
     def _compute(self, merge: Merge) -> None:
         target = merge.weight.target
-        out, width = target.shape
-        a, b = self._floats(merge.a.pieces, merge.a), self._floats(merge.b.pieces, merge.b)
+        count, width = target.shape
+        right = self._floats(merge.a.pieces, merge.a)
+        left = torch.cat([self._floats(part.pieces, part) for part in merge.b])
+        if merge.transposed:
+            left, right = right.t(), left.t()
         magnitude = None if merge.magnitude is None else self._floats(merge.magnitude.pieces, merge.magnitude)
         self._file.seek(0)
         self._file.truncate()
         step = max(1, _BLOCK // width)
-        for start in range(0, out, step):
-            rows = slice(start, min(start + step, out))
+        for start in range(0, count, step):
+            rows = slice(start, min(start + step, count))
             pieces = merge.weight.pieces.cut(start * width, (rows.stop - start) * width)
             weight = self._floats(pieces).view(-1, width)
-            weight += merge.scale * (b[rows] @ a)
+            weight += merge.scale * (left[rows] @ right)
             if magnitude is not None:
                 weight *= (magnitude[rows] / torch.linalg.norm(weight, dim=1))[:, None]
             data = memoryview(weight.view(torch.uint8).numpy()).cast("B")

@@ -6,12 +6,14 @@ done.
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Unpack
 
-from qwen3vl_bridge.adapter_rows import IN, MAGNITUDE, OUT, adapter_row
+from qwen3vl_bridge.adapter_rows import IN, MAGNITUDE, OUT, adapter_row, layer_of, linear_rows
 from qwen3vl_bridge.checkpoint import megatron_folder as megatron
 from qwen3vl_bridge.checkpoint.conversion import Conversion, How, carry_out
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
@@ -30,6 +32,7 @@ from qwen3vl_bridge.checkpoint.stored_adapters import StoredAdapters, open_adapt
 from qwen3vl_bridge.checkpoint.stored_model import open_stored
 from qwen3vl_bridge.checkpoint.tensors import TensorSource
 from qwen3vl_bridge.mappings import ExpertLayout
+from qwen3vl_bridge.weight_rows import PackedExpert, Row
 
 _BASE, _RUN = "base/", "run/"
 
@@ -133,33 +136,55 @@ def _plan(run: StoredAdapters, base: _Base, dtype: str | None) -> tuple[Plan, Te
         for task in make_plan(trained, run.side(trained), target, own, where=str(run.folder)).tasks:
             cast = replace(task.target, dtype=tasks[task.target.name].target.dtype)
             tasks[cast.name] = prefixed(replace(task, target=cast), _RUN)
-    merges = list(_merges(run, tasks))
-    for merge in merges:
-        weight = merge.weight
-        tasks[weight.target.name] = replace(weight, pieces=Pieces([Run(merge.name, 0, weight.target.numel)]))
+    merges: dict[str, list[Merge]] = defaultdict(list)  # of a tensor, one after the other
+    for name, merge in _merges(run, linear_rows(rows), tasks):
+        merges[name].append(merge)
+    for name, parts in merges.items():
+        runs = (Run(merge.name, 0, merge.weight.target.numel) for merge in parts)
+        tasks[name] = replace(tasks[name], pieces=Pieces(runs))
     joined = JoinedTensors({_BASE: base.tensors, _RUN: run.tensors})
-    return replace(plan, tasks=tuple(tasks.values())), MergedTensors(joined, merges)
+    source = MergedTensors(joined, itertools.chain.from_iterable(merges.values()))
+    return replace(plan, tasks=tuple(tasks.values())), source
 
 
-def _merges(run: StoredAdapters, tasks: dict[str, Task]) -> Iterator[Merge]:
+def _merges(run: StoredAdapters, weights: Iterator[Row], tasks: dict[str, Task]) -> Iterator[tuple[str, Merge]]:
     """Weights and their adapters, every one of these used.
 
+    Args:
+        run: that trained them.
+        weights: rows of the base's linear layers.
+        tasks: its tensors.
+
+    Yields:
+        The tensor that a weight is of, and the merge.
+
     Raises:
-        AssertionError: one is not.
+        AssertionError: an adapter is not used.
     """
-    adapters = {task.target.name: prefixed(task, _RUN) for task in run.plan().tasks}
+    each = ExpertLayout.PER_EXPERT  # which says of each row of an adapter whose it is
+    adapters = {task.target.name: prefixed(task, _RUN) for task in run.plan(experts=each).tasks}
     used: set[str] = set()
     settings = run.settings
-    for layer in run.layers:
+    layers = (row for row in weights if settings.adapts(layer_of(row)))
+    for weight, layer in zip(layers, run.layers(each), strict=True):
         names = {kind: adapter_row(layer, kind, settings.dim).hf for kind in settings.kinds}
-        used.update(name for found in names.values() for name in found)
-        for number, weight in enumerate(layer.hf):
-            yield Merge(
-                weight=tasks[weight],
-                a=adapters[names[IN][0]],
-                b=adapters[names[OUT][number]],
-                magnitude=adapters[names[MAGNITUDE][number]] if settings.dora else None,
-                scale=settings.alpha / settings.dim,
-            )
+        found = {kind: [adapters[name] for name in those] for kind, those in names.items()}
+        used.update(task.target.name for parts in found.values() for task in parts)
+        scale = settings.alpha / settings.dim
+        if isinstance(weight, PackedExpert):
+            name = weight.hf[0]
+            one, (a,) = _expert(tasks[name], weight), found[IN]
+            yield name, Merge(one, a, tuple(found[OUT]), None, scale, transposed=weight.transposed)
+            continue
+        for number, name in enumerate(weight.hf):
+            magnitude = found[MAGNITUDE][number] if settings.dora else None
+            yield name, Merge(tasks[name], found[IN][0], (found[OUT][number],), magnitude, scale)
     if used != adapters.keys():
         raise AssertionError(f"adapters that nothing is merged with: {sorted(adapters.keys() ^ used)[:4]}")
+
+
+def _expert(packed: Task, row: PackedExpert) -> Task:
+    """One expert of a tensor that holds all of a layer."""
+    shape = packed.target.shape[1:]
+    target = replace(packed.target, name=f"{packed.target.name}[{row.expert}]", shape=shape)
+    return Task(target, Pieces(packed.pieces.cut(row.expert * target.numel, target.numel)))

@@ -158,25 +158,36 @@ def _runs(pieces: Iterable[Piece]) -> Iterator[Run]:
 
 def _joined_sides(rows: Iterable[Row], source: Side, target: Side) -> Iterator[tuple[str, int, Piece]]:
     """All elements: which target tensor, from which of its elements on, what is there."""
+    woven: dict[str, dict[int, tuple[Piece, ...]]] = {}
     for row in rows:
         pieces = Pieces(_read(place) for place in source.places(row))
         position = 0
         for place in target.places(row):
             here = min(place.length, pieces.length - position)
             part = tuple(joined(pieces.cut(position, here)))
+            position += place.length
+            if place.stride > 1:
+                woven.setdefault(place.tensor, {})[place.start] = part
+                continue
             if place.columns:
-                part = (_turned(part, place.columns),)
+                part = _turned(part, place.columns)
             if here < place.length:
                 part += (Zeros(place.length - here),)
             start = place.start
             for piece in part:
                 yield place.tensor, start, piece
                 start += piece.length
-            position += place.length
+    for tensor, strands in woven.items():
+        # One below the other they are a matrix, and lie transposed.
+        runs = tuple(run for _, strand in sorted(strands.items()) for run in strand)
+        (matrix,) = _turned(runs, sum(run.length for run in runs) // len(strands))
+        yield tensor, 0, matrix
 
 
 def _read(place: Place) -> Piece:
     """What lies at a place, in the order of the Megatron parameter."""
+    if place.stride > 1:
+        raise AssertionError(f"{place.tensor}: every {place.stride}th element cannot be read, only written")
     run = Run(place.tensor, place.start, place.length)
     if not place.columns:
         return run
@@ -184,11 +195,15 @@ def _read(place: Place) -> Piece:
     return Transposed((run,), place.length // place.columns, 0, place.length)
 
 
-def _turned(pieces: tuple[Piece, ...], columns: int) -> Transposed:
+def _turned(pieces: tuple[Piece, ...], columns: int) -> tuple[Piece, ...]:
+    """The transpose of a matrix of so many columns."""
+    first = pieces[0]
+    if isinstance(first, Transposed) and first.rows == columns and first.length == first.numel and len(pieces) == 1:
+        return first.runs  # both sides have it so
     runs = tuple(piece for piece in pieces if isinstance(piece, Run))
     if len(runs) != len(pieces):
         raise AssertionError("a matrix to be transposed lies transposed, or is padded")
-    return Transposed(runs, columns, 0, sum(run.length for run in runs))
+    return (Transposed(runs, columns, 0, sum(run.length for run in runs)),)
 
 
 def _grouped(pieces: Iterable[tuple[str, int, Piece]]) -> Iterator[tuple[str, tuple[Piece, ...]]]:

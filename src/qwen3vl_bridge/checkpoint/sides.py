@@ -18,7 +18,17 @@ from qwen3vl_bridge.checkpoint.errors import CheckpointError
 from qwen3vl_bridge.checkpoint.tensors import Shape
 from qwen3vl_bridge.dimensions import Dimensions
 from qwen3vl_bridge.mappings import NAMED_IF_MIXED, local_name, stacked_name
-from qwen3vl_bridge.weight_rows import QKV, ConcatenatedQKV, Copy, GatedMLP, PackedExpert, Row, hf_shapes
+from qwen3vl_bridge.weight_rows import (
+    QKV,
+    ConcatenatedQKV,
+    Copy,
+    ExpertInput,
+    ExpertOutput,
+    GatedMLP,
+    PackedExpert,
+    Row,
+    hf_shapes,
+)
 
 # Layer specs, whose parameter names differ where one fuses a norm and a linear layer, or groups experts.
 TRANSFORMER_ENGINE = "transformer_engine"
@@ -28,13 +38,15 @@ LOCAL = "local"
 class Place(NamedTuple):
     """Where consecutive elements of a Megatron parameter lie: elements [start, start + length) of a tensor.
 
-    Where `columns` is not 0 they are a matrix of so many columns, and lie transposed.
+    Where `columns` is not 0 they are a matrix of so many columns, and lie transposed. Where `stride` is not 1,
+    they lie that far apart.
     """
 
     tensor: str
     start: int
     length: int
     columns: int = 0
+    stride: int = 1
 
 
 class Side(Protocol):
@@ -90,6 +102,10 @@ class HuggingFace:
         elif isinstance(row, PackedExpert):
             size = math.prod(shapes[0])
             yield Place(row.hf[0], row.expert * size, size, columns=shapes[0][0] if row.transposed else 0)
+        elif isinstance(row, ExpertInput):
+            yield Place(row.hf[0], row.expert * math.prod(shapes[0]), math.prod(shapes[0]))
+        elif isinstance(row, ExpertOutput):
+            yield Place(row.hf[0], row.expert, math.prod(shapes[0]), stride=dimensions["experts"])
         elif isinstance(row, Copy | GatedMLP):
             for name, shape in zip(row.hf, shapes, strict=True):
                 yield Place(name, 0, math.prod(shape))

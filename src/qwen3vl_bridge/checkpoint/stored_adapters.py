@@ -23,7 +23,7 @@ from qwen3vl_bridge.checkpoint.plan import Plan, make_plan, naming_of
 from qwen3vl_bridge.checkpoint.sides import FsdpDtensor, HuggingFace, TorchDist
 from qwen3vl_bridge.checkpoint.tensors import TensorSpec
 from qwen3vl_bridge.dimensions import Dimensions
-from qwen3vl_bridge.mappings import NAMED_IF_MIXED, local_name
+from qwen3vl_bridge.mappings import NAMED_IF_MIXED, ExpertLayout, local_name
 from qwen3vl_bridge.weight_rows import Row
 
 # All indices that a torch_dist checkpoint may leave in names.
@@ -52,10 +52,13 @@ class StoredAdapters:
     base: str
     hf_model: str
 
-    @property
-    def layers(self) -> list[Row]:
-        """Rows of the weights of all layers that the settings adapt."""
-        return [row for row in linear_rows(self.config.rows()) if self.settings.adapts(layer_of(row))]
+    def layers(self, experts: ExpertLayout = ExpertLayout.INPUT_MAJOR) -> list[Row]:
+        """Rows of the weights of all layers that the settings adapt.
+
+        Args:
+            experts: how the Hugging Face side has them. The order is the same in all layouts.
+        """
+        return [row for row in linear_rows(self.config.rows(experts)) if self.settings.adapts(layer_of(row))]
 
     @property
     def trained(self) -> set[str]:
@@ -68,10 +71,10 @@ class StoredAdapters:
         """The tensors that are no adapters."""
         return {name: spec for name, spec in self.tensors.specs.items() if MARK not in name}
 
-    def rows(self) -> list[Row]:
+    def rows(self, experts: ExpertLayout = ExpertLayout.INPUT_MAJOR) -> list[Row]:
         """Rows of all adapters that the settings call for."""
         return [adapter_row(layer, kind, self.settings.dim, whole=self._whole(layer, kind))
-                for layer in self.layers for kind in self.settings.kinds]  # fmt: skip
+                for layer in self.layers(experts) for kind in self.settings.kinds]  # fmt: skip
 
     def side(self, rows: Collection[Row]) -> FsdpDtensor | TorchDist:
         """The checkpoint's side of a conversion of some rows that are in it."""
@@ -80,16 +83,18 @@ class StoredAdapters:
             return TorchDist.found(rows, dimensions, names)
         return FsdpDtensor(dimensions, naming_of(rows, names))
 
-    def plan(self, dtype: str | None = None) -> Plan:
+    def plan(self, dtype: str | None = None, experts: ExpertLayout = ExpertLayout.INPUT_MAJOR) -> Plan:
         """All adapters as Hugging Face's `peft` has them; of a `linear_in`, the first of its tensors.
 
         Args:
             dtype: what to store them as; None to leave them as they are.
+            experts: how the Hugging Face side has experts: packed, their adapters are together in two matrices, else
+                each has its own.
 
         Raises:
             CheckpointError: tensors are missing, unexpected or misshapen; it lists them.
         """
-        rows, found = self.rows(), {name: spec for name, spec in self.tensors.specs.items() if MARK in name}
+        rows, found = self.rows(experts), {name: spec for name, spec in self.tensors.specs.items() if MARK in name}
         target = HuggingFace(self.config.dimensions)
         return make_plan(rows, self.side(rows), target, found, where=str(self.folder), dtype=dtype)
 
@@ -142,7 +147,8 @@ def open_adapters(
 
 
 def _refuse_mixed_rows(stored: StoredAdapters, ranks: Any) -> None:
-    mixed = [row.megatron for row in stored.rows() if row.stored == (row.megatron,) and len(row.hf) == 2]
+    gated = (row for row in stored.rows(ExpertLayout.PER_EXPERT) if len(row.hf) == 2)
+    mixed = [row.megatron for row in gated if row.stored == (row.megatron,)]
     if mixed:
         raise CheckpointError(
             f"{stored.folder} was saved by {ranks} tensor-parallel ranks, and has gate and up of {mixed[0]} in one "

@@ -127,6 +127,8 @@ class SegmentAttention(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(config=config)
+        if pg_collection is not None:
+            self.tp_group = pg_collection.tp  # that checkpoints ask for
         self.ranks = config.context_parallel_size  # that share each segment
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout

@@ -1,7 +1,7 @@
-"""How much of each part of the model is trained.
+"""Which parts of the model are trained.
 
-What lives here: counting it in a model. What may not: which parameter belongs to which part (`parts.py`), deciding what
-is trained (`Qwen3VLModel.freeze`, `peft.py`).
+What lives here: freezing them, and counting parameters in a model. What may not: which parameter belongs to which part
+(`parts.py`), deciding what is trained (`provider.py`, `peft.py`).
 """
 
 from __future__ import annotations
@@ -9,12 +9,30 @@ from __future__ import annotations
 import logging
 from collections import Counter
 
-from qwen3vl_bridge.parts import Part, part_of_wrapped
+from qwen3vl_bridge.parts import Part, part_of, part_of_wrapped
 
 from megatron.core.utils import unwrap_model
 from torch import nn
 
 logger = logging.getLogger(__name__)
+
+
+def freeze_parts(
+    model: nn.Module,
+    *,
+    freeze_language_model: bool = False,
+    freeze_vision_model: bool = False,
+    freeze_vision_projection: bool = False,
+) -> None:
+    """Stop training of whole parts. The vision projection is the mergers; the vision model is all the rest."""
+    frozen = {
+        Part.LANGUAGE_MODEL: freeze_language_model,
+        Part.VISION_MODEL: freeze_vision_model,
+        Part.VISION_PROJECTION: freeze_vision_projection,
+    }
+    for name, parameter in model.named_parameters():
+        if frozen[part_of(name)]:
+            parameter.requires_grad = False
 
 
 def log_trained_parameters(model: list[nn.Module]) -> None:

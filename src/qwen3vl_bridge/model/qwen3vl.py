@@ -13,20 +13,22 @@ from typing import Any
 from qwen3vl_bridge.model.attention import layout_packed_seq_params
 from qwen3vl_bridge.model.inputs import as_model_inputs
 from qwen3vl_bridge.model.layers import text_block_spec
+from qwen3vl_bridge.model.parts import freeze_parts
 from qwen3vl_bridge.model.rope import InterleavedMRoPE, scaled_frequencies
 from qwen3vl_bridge.model.stages import Stage, check_row_length
 from qwen3vl_bridge.model.vision import Qwen3VLVisionModel
 from qwen3vl_bridge.parallel import gather_encoded, scatter_sequence, sum_gradients_over_sequence
 from qwen3vl_bridge.parallel_settings import LOGITS
-from qwen3vl_bridge.parts import Part, part_of
 from qwen3vl_bridge.provider import Qwen3VLModelProvider
 from qwen3vl_bridge.sequence.batch import ModelInputs, VisionRows
 from qwen3vl_bridge.vision_config import vision_transformer_config
 
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
 
 
@@ -78,6 +80,28 @@ class Qwen3VLGPTModel(GPTModel):
             logits[..., max(tokens - first, 0) :] = float("-inf")
         return super().compute_language_model_loss(labels, logits)
 
+    def tie_embeddings_and_output_weights_state_dict(
+        self,
+        sharded_state_dict: ShardedStateDict,
+        output_layer_weight_key: str,
+        first_stage_word_emb_key: str,
+        metadata: dict,
+    ) -> None:
+        """As GPTModel's. It asks for the data-parallel rank among all processes, which a module of several has not."""
+        if self.pre_process or not self.post_process:
+            super().tie_embeddings_and_output_weights_state_dict(
+                sharded_state_dict, output_layer_weight_key, first_stage_word_emb_key, metadata
+            )
+            return
+        sharded_state_dict[output_layer_weight_key] = make_tp_sharded_tensor_for_checkpoint(
+            tensor=self.shared_embedding_or_output_weight(),
+            key=first_stage_word_emb_key,
+            replica_id=(1, 0, metadata["dp_cp_group"].rank()),  # a copy of the first stage's
+            allow_shape_mismatch=True,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+
 
 class Qwen3VLModel(MegatronModule):
     """Qwen3-VL of one pipeline stage: the vision tower on the first stage, the text model on every one.
@@ -100,13 +124,11 @@ class Qwen3VLModel(MegatronModule):
         vp_stage: int | None = None,
     ) -> None:
         super().__init__(config=config)
-        self.pg_collection = pg_collection
+        self.pg_collection, self.tp_group = pg_collection, pg_collection.tp
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
         self.share_embeddings_and_output_weights = config.share_embeddings_and_output_weights
         if pre_process:
-            self.vision_model = Qwen3VLVisionModel(
-                vision_transformer_config(config), config.vision_config, pg_collection
-            )
+            self.add_tower()
         self.language_model = Qwen3VLGPTModel(
             config, pg_collection, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage
         )
@@ -117,6 +139,12 @@ class Qwen3VLModel(MegatronModule):
             layers=len(self.language_model.decoder.layers),
         )
         self.arrived: Tensor | None = None
+
+    def add_tower(self) -> None:
+        """Build the vision tower, on a stage that embeds."""
+        self.vision_model = Qwen3VLVisionModel(
+            vision_transformer_config(self.config), self.config.vision_config, self.pg_collection
+        )
 
     def forward(
         self,
@@ -196,22 +224,9 @@ class Qwen3VLModel(MegatronModule):
         deepstack = dict(context=features[:, where.rows], context_mask=where.positions)
         return scatter_sequence(hidden, self.config, self.pg_collection), deepstack
 
-    def freeze(
-        self,
-        *,
-        freeze_language_model: bool = False,
-        freeze_vision_model: bool = False,
-        freeze_vision_projection: bool = False,
-    ) -> None:
-        """Stop training of whole parts. The vision projection is the mergers; the vision model is all the rest."""
-        frozen = {
-            Part.LANGUAGE_MODEL: freeze_language_model,
-            Part.VISION_MODEL: freeze_vision_model,
-            Part.VISION_PROJECTION: freeze_vision_projection,
-        }
-        for name, parameter in self.named_parameters():
-            if frozen[part_of(name)]:
-                parameter.requires_grad = False
+    def freeze(self, **parts: bool) -> None:
+        """Stop training of whole parts; arguments as `freeze_parts`'."""
+        freeze_parts(self, **parts)
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor | None] | None) -> None:
         """Take what the previous pipeline stage sent, for the next `forward`."""

@@ -37,8 +37,11 @@ class PatchConv(nn.Conv3d):
 class PatchEmbed(MegatronModule):
     """Projects flattened patches. Its parameters are a convolution's, as in the reference."""
 
-    def __init__(self, config: TransformerConfig, vision: Qwen3VLVisionConfig) -> None:
+    def __init__(
+        self, config: TransformerConfig, vision: Qwen3VLVisionConfig, tp_group: torch.distributed.ProcessGroup
+    ) -> None:
         super().__init__(config=config)
+        self.tp_group = tp_group
         kernel = (vision.temporal_patch_size, vision.patch_size, vision.patch_size)
         self.proj = PatchConv(vision.in_channels, vision.hidden_size, kernel, stride=kernel, dtype=config.params_dtype)
 
@@ -63,6 +66,7 @@ class PatchMerger(MegatronModule):
         norm_after_shuffle: bool,
     ) -> None:
         super().__init__(config=config)
+        self.tp_group = tp_group
         self.merged_size = vision.hidden_size * vision.spatial_merge_size**2
         norm_size = self.merged_size if norm_after_shuffle else vision.hidden_size
         modules = backend(config)
@@ -135,10 +139,11 @@ class Qwen3VLVisionModel(MegatronModule):
         self, config: TransformerConfig, vision: Qwen3VLVisionConfig, pg_collection: ProcessGroupCollection
     ) -> None:
         super().__init__(config=config)
+        self.tp_group = pg_collection.tp
         self.taps = list(vision.deepstack_visual_indexes)
         self.patches_per_token = vision.spatial_merge_size**2
         self.values_per_patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-        self.patch_embed = PatchEmbed(config, vision)
+        self.patch_embed = PatchEmbed(config, vision, pg_collection.tp)
         self.pos_embed = nn.Embedding(vision.num_position_embeddings, vision.hidden_size, dtype=config.params_dtype)
         self.decoder = VisionBlock(config, vision, pg_collection)
         self.merger = PatchMerger(config, vision, pg_collection.tp, norm_after_shuffle=False)

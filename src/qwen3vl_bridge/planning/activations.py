@@ -107,20 +107,25 @@ def chunk_activations(
     found["language model"] = text * work.tokens
     passing *= work.tokens
     found["language model"] += _sum(kept.embedding(n, training, first=chunk.first)) * work.tokens
+    trained = not training.resting >= {Part.VISION_MODEL, Part.VISION_PROJECTION}
     received = len(n.indices["deepstack_taps"]) - chunk.layers.start
     if chunk.layers and received > 0:
         found["DeepStack"] = _sum(kept_vision.deepstack(n, split, training, received)) * work.vision_tokens
-    if chunk.first:
+    if chunk.tower:
         tower, mergers, at_work = _tower(n, split, training)
         found["vision model"], found["vision projection"] = tower * work.patches, mergers * work.patches
         passing = max(passing, at_work * work.patches)
-        if not training.resting >= {Part.VISION_MODEL, Part.VISION_PROJECTION}:
-            found["vision projection"] += _sum(kept_vision.fused(n, training)) * work.vision_tokens
+    if chunk.first and trained:
+        fused = _sum(kept_vision.fused(n, training)) * work.vision_tokens
+        found["vision projection"] = found.get("vision projection", 0.0) + fused
     if chunk.last:
         found["loss"] = _sum(kept.head(n, split, training)) * work.tokens
         # Logits, and then their gradient, in the model's precision beside the softmax; float32 models have both in one.
         copies = training.precision.weight if training.precision.weight < 4 else 0
         passing = max(passing, n["vocab"] / split.tp * copies * work.tokens)
+    if chunk.first != chunk.tower:  # the other side of it is on other ranks; every rank has the whole replica's
+        found["sent between towers"] = _sum(kept_vision.payload(n, training)) * work.vision_tokens * split.cp
+        passing += found["sent between towers"] * trained  # its gradient
     return Activations({name: value for name, value in found.items() if value}, passing)
 
 

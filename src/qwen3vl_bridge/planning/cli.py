@@ -16,7 +16,7 @@ from typing import Any
 from qwen3vl_bridge import presets
 from qwen3vl_bridge.hf_settings import check_settings
 from qwen3vl_bridge.parts import Part
-from qwen3vl_bridge.planning import printing
+from qwen3vl_bridge.planning import dist_cli, printing
 from qwen3vl_bridge.planning.estimate import estimate
 from qwen3vl_bridge.planning.hardware import GIB, GPUS, gpu_of
 from qwen3vl_bridge.planning.propose import propose
@@ -99,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         help="tokens that the fullest rank's experts get, over the mean (default: 1, balanced)")  # fmt: skip
     add("--propose", action="store_true", help="propose splits; sizes that are given stay")
     add("--json", action="store_true", help="print JSON, in bytes")
+    dist_cli.add_options(parser, _positive)
     return parser
 
 
@@ -116,11 +117,17 @@ def _run(options: argparse.Namespace) -> int:
         gpu = replace(gpu, memory_bytes=round(options.gpu_memory * GIB))
     training = _training(options)
     sizes = {name: size for name in _SIZES if (size := getattr(options, name)) is not None}
-    if options.propose or (not sizes and not _shards(options)):
+    choose = options.propose or (not sizes and not _shards(options))
+    if not options.dist_train:
+        dist_cli.check_unused(options)
+    if choose:
         if _shards(options) or training.recompute.granularity or training.vision_recompute.granularity:
             raise ValueError("sharding and recomputation are what --propose chooses; leave them out, or --propose")
         if wrong := sizes.keys() & {"vpp", "etp"}:
             raise ValueError(f"--propose does not try {', '.join(sorted(wrong))}; leave it out")
+    if options.dist_train:
+        return 0 if dist_cli.run(options, config, gpu, training, sizes, choose=choose) else _NO_FIT
+    if choose:
         found = propose(config, options.gpus, gpu, training, fixed=sizes)
         if options.json:
             print(printing.as_json(printing.dump_proposals(found, gpu.memory_bytes)))

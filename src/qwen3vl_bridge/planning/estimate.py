@@ -29,7 +29,7 @@ class StageEstimate:
     """Bytes on each rank of a pipeline stage, when it holds most.
 
     Attributes:
-        stage: pipeline rank.
+        stage: pipeline rank; -1 for ranks of the vision tower alone.
         layers: text layers of its chunks.
         states: parameters, gradients, optimizer.
         activations: what microbatches in flight keep, by where.
@@ -70,11 +70,19 @@ class StageEstimate:
 
 @dataclass(frozen=True)
 class Estimate:
-    """All stages of a run; `worst` is the one that has to fit."""
+    """All stages of a run; `worst` is the one that has to fit.
+
+    Attributes:
+        split: of the language model, and of the tower unless it has ranks of its own.
+        training: how it is trained.
+        stages: the language model's, and before them that of the tower's own ranks.
+        dist: those ranks (`dist_train.py`), or None.
+    """
 
     split: Split
     training: Training
     stages: tuple[StageEstimate, ...]
+    dist: Split | None = None
 
     @property
     def worst(self) -> StageEstimate:

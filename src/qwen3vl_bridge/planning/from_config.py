@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from qwen3vl_bridge.parts import Part
-from qwen3vl_bridge.planning.estimate import Estimate, estimate
+from qwen3vl_bridge.planning.dist_train import DistSplit, dist_estimate
+from qwen3vl_bridge.planning.estimate import Estimate, check, estimate_of
 from qwen3vl_bridge.planning.settings import LINEAR_LAYERS, Lora, Precision, Recompute, Sharding, Training
 from qwen3vl_bridge.planning.split import Split
 
@@ -64,33 +65,29 @@ def plan_of(cfg: Any, world_size: int) -> Estimate:
                     f"{section}.{name} is {value!r}, expected {harmless[0]!r}: it changes what a run holds, and is not "
                     "counted"
                 )
-    return estimate(config_of(cfg.model), split_of(cfg.model, world_size), training_of(cfg))
+    model, training = cfg.model, training_of(cfg)
+    n, chosen = model.dimensions().with_vocab(model.padded_vocab_size), model.moe_router_topk if model.moe_layers else 0
+    if getattr(model, "dist_train", None) is not None and model.dist_train.use_dist_train:
+        return dist_estimate(n, dist_split_of(model, world_size), training, chosen)
+    split = split_of(model, world_size)
+    check(n, split, training)
+    return estimate_of(n, split, training, chosen)
 
 
-def config_of(model: Any) -> dict[str, Any]:
-    """A `config.json` of a provider's model, as far as the planner reads it; the vocabulary with its padding."""
-    layers, moe = model.num_layers, list(model.moe_layers)
-    text = {
-        "vocab_size": model.padded_vocab_size,
-        "hidden_size": model.hidden_size,
-        "intermediate_size": model.ffn_hidden_size,
-        "num_hidden_layers": layers,
-        "num_attention_heads": model.num_attention_heads,
-        "num_key_value_heads": model.num_query_groups,
-        "head_dim": model.kv_channels,
-    }
-    if moe:
-        text |= {
-            "num_experts": model.num_moe_experts,
-            "num_experts_per_tok": model.moe_router_topk,
-            "moe_intermediate_size": model.moe_ffn_hidden_size,
-            "mlp_only_layers": [layer for layer in range(layers) if layer not in moe],
-        }
-    return {
-        "text_config": text,
-        "vision_config": model.vision_config.to_dict(),
-        "tie_word_embeddings": model.share_embeddings_and_output_weights,
-    }
+def dist_split_of(model: Any, world_size: int) -> DistSplit:
+    """How a provider's model is split that has its vision tower on ranks of its own.
+
+    Raises:
+        ValueError: sizes that don't divide or add up.
+    """
+    dist = model.dist_train
+    if dist.vision_world_size + dist.language_world_size != world_size:
+        raise ValueError(
+            f"dist_train has {dist.vision_world_size} vision and {dist.language_world_size} language ranks, expected "
+            f"{world_size} together"
+        )
+    language = split_of(model, dist.language_world_size)
+    return DistSplit.of(dist.vision_world_size, dist.vision_tensor_model_parallel_size or 1, language)
 
 
 def split_of(model: Any, world_size: int) -> Split:
@@ -212,7 +209,7 @@ def _lora(peft: Any) -> Lora | None:
     if "Qwen3VLLoRA" not in {base.__name__ for base in type(peft).__mro__}:
         raise ValueError(f"peft is a {kind}, expected Qwen3VLLoRA: other adapters are not counted")
     expected = {f"freeze_{part.value}": True for part in Part} | {"dropout": 0.0, "exclude_modules": []}
-    expected |= {f"adapt_{part.value}": part is Part.LANGUAGE_MODEL for part in Part}
+    expected |= {f"adapt_{part.value}": part is Part.LANGUAGE_MODEL for part in Part} | {"adapt_experts": False}
     for name, value in expected.items():
         if (found := getattr(peft, name)) != value:
             raise ValueError(f"peft.{name} is {found!r}, expected {value!r}: anything else is not counted")

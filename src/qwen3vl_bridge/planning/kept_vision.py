@@ -10,6 +10,7 @@ whole on every rank.
 from __future__ import annotations
 
 from qwen3vl_bridge.dimensions import Dimensions
+from qwen3vl_bridge.planning.communication import payload_numbers
 from qwen3vl_bridge.planning.kept import INDEX, LOG, Kept
 from qwen3vl_bridge.planning.settings import Training
 from qwen3vl_bridge.planning.split import Split
@@ -66,6 +67,13 @@ def merger(n: Dimensions, split: Split, training: Training, *, after_shuffle: bo
 def fused(n: Dimensions, training: Training) -> list[Kept]:
     """For each vision token of a context-parallel rank: put in place of its placeholder, with where it goes."""
     return [Kept("vision tokens", n["hidden"] * training.precision.weight + 3 * INDEX)]
+
+
+def payload(n: Dimensions, training: Training) -> list[Kept]:
+    """For each vision token of a replica, on both sides where the tower has ranks of its own: what is sent, which
+    megatron-core's schedule keeps until the backward pass.
+    """
+    return [Kept("sent between towers", payload_numbers(n) * training.precision.weight)]
 
 
 def deepstack(n: Dimensions, split: Split, training: Training, received: int) -> list[Kept]:

@@ -131,7 +131,7 @@ def _copies(row: Row, n: Dimensions, split: Split, chunk: Chunk, inside: Mapping
         # The stage with the output layer has a copy where the two are one weight.
         return int(chunk.first or (chunk.last and not n["untied"]))
     if not row.indices:
-        return int(chunk.first)  # of the tower
+        return int(chunk.tower)
     count = 1
     for name in row.indices:
         if name in _LAYERS:
@@ -139,7 +139,7 @@ def _copies(row: Row, n: Dimensions, split: Split, chunk: Chunk, inside: Mapping
         elif name == "experts":
             count *= len(n.indices[name]) // split.ep
         else:
-            count *= len(n.indices[name]) * chunk.first
+            count *= len(n.indices[name]) * chunk.tower
     return count
 
 

@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from qwen3vl_bridge.planning.estimate import Estimate
+from qwen3vl_bridge.planning.estimate import Estimate, StageEstimate
 from qwen3vl_bridge.planning.hardware import GIB
 from qwen3vl_bridge.planning.propose import Proposal
 from qwen3vl_bridge.planning.settings import Recompute, Training
@@ -25,7 +25,7 @@ def print_estimate(found: Estimate, memory: int) -> None:
     table = Table(title=f"{words_of(found.split)}; {words_of_training(found.training)}; GiB on each rank")
     table.add_column("")
     for stage in found.stages:
-        table.add_column(f"stage {stage.stage}" if found.split.pp > 1 else "every rank", justify="right")
+        table.add_column(_name(found, stage), justify="right")
     names = list(dict.fromkeys(name for stage in found.stages for name in stage.activations))
     rows: dict[str, list[float]] = {
         name: [getattr(stage.states, name) for stage in found.stages] for name in ("parameters", "gradients")
@@ -41,11 +41,19 @@ def print_estimate(found: Estimate, memory: int) -> None:
             table.add_row(name, *(f"{value / GIB:.2f}" for value in values))
     table.add_section()
     table.add_row("total", *(f"{stage.total / GIB:.1f}" for stage in found.stages), style="bold")
-    if found.split.pp > 1:
+    if len(found.stages) > 1:
         table.add_row("microbatches held", *(_counts(stage.in_flight) for stage in found.stages))
     console = Console()
     console.print(table)
     console.print(verdict(found, memory), highlight=False)
+
+
+def _name(found: Estimate, stage: StageEstimate) -> str:
+    if stage.stage < 0:
+        return "vision ranks"
+    if found.split.pp > 1:
+        return f"stage {stage.stage}"
+    return "language ranks" if found.dist else "every rank"
 
 
 def _counts(in_flight: Sequence[int]) -> str:
@@ -57,7 +65,8 @@ def verdict(found: Estimate, memory: int) -> str:
     """Whether it fits, in one line."""
     worst = found.worst
     fits = "fits" if worst.total <= memory else "does not fit"
-    return f"{fits}: {worst.total / GIB:.1f} GiB on stage {worst.stage}, of {memory / GIB:.1f} GiB"
+    where = f"stage {worst.stage}" if worst.stage >= 0 else "vision ranks"
+    return f"{fits}: {worst.total / GIB:.1f} GiB on {where}, of {memory / GIB:.1f} GiB"
 
 
 def print_proposals(found: Sequence[Proposal], memory: int) -> None:

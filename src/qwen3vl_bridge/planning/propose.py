@@ -14,6 +14,7 @@ from qwen3vl_bridge.parts import Part
 from qwen3vl_bridge.planning.costs import StepTime, step_time
 from qwen3vl_bridge.planning.estimate import Estimate, check, estimate_of
 from qwen3vl_bridge.planning.hardware import Gpu
+from qwen3vl_bridge.planning.operations import Costs
 from qwen3vl_bridge.planning.settings import FULL, Recompute, Sharding, Training
 from qwen3vl_bridge.planning.split import Split
 
@@ -67,7 +68,7 @@ def propose(
         ValueError: settings that no split could have.
     """
     n = dimensions_of(config)
-    chosen = config["text_config"].get("num_experts_per_tok") or 0
+    costs = Costs.of(config, training)
     limit = gpu.memory_bytes * (1 - MARGIN)
     found: list[Proposal] = []
     for split in splits(n, world, gpu, training.seq_length, fixed or {}):
@@ -76,16 +77,16 @@ def propose(
         except ValueError:
             continue  # not a way to split this model, or these rows
         rows = split.dp * split.microbatches(training.global_batch_size, training.micro_batch_size)
-        ways = []
-        for one in _ways(n, split, training):
+        fitting = []
+        for one in ways(n, split, training):
             # Stages in between hold fewer microbatches of as many layers.
-            held = estimate_of(n, split, one, chosen, stages={0, 1, split.pp - 1})
+            held = estimate_of(n, split, one, costs.chosen, stages={0, 1, split.pp - 1})
             if held.worst.total <= limit:
-                time = step_time(config, n, split, one, gpu)
+                time = step_time(costs, n, split, one, gpu)
                 free = gpu.memory_bytes - held.worst.total
-                ways.append(Proposal(held, time, rows * training.micro_batch_size, free))
-        if ways:
-            found.append(min(ways, key=lambda way: way.seconds_per_row))
+                fitting.append(Proposal(held, time, rows * training.micro_batch_size, free))
+        if fitting:
+            found.append(min(fitting, key=lambda way: way.seconds_per_row))
     # Of equals, the simplest.
     return sorted(found, key=lambda one: (round(one.seconds_per_row, 9), _sizes(one.estimate.split)))[:best]
 
@@ -114,7 +115,7 @@ def splits(n: Dimensions, world: int, gpu: Gpu, seq_length: int, fixed: Mapping[
                     )  # fmt: skip
 
 
-def _ways(n: Dimensions, split: Split, training: Training) -> Iterator[Training]:
+def ways(n: Dimensions, split: Split, training: Training) -> Iterator[Training]:
     """Sharding and recomputation, the cheapest in time first."""
     kinds = [Sharding.OPTIMIZER] + ([Sharding.ALL] if split.pp == 1 and split.replicas > 1 else [])
     text = [Recompute(), FULL]

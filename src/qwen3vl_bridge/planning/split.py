@@ -7,6 +7,7 @@ model refuses the same (`parallel_settings.py`, megatron-core), when its configu
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from qwen3vl_bridge.dimensions import Dimensions
@@ -20,8 +21,9 @@ class Chunk:
         stage: pipeline rank that has it.
         number: which of its virtual stages.
         layers: text layers.
-        first: it embeds tokens and has the vision tower.
+        first: it embeds tokens.
         last: it has the output layer.
+        tower: it has the vision tower.
     """
 
     stage: int
@@ -29,6 +31,7 @@ class Chunk:
     layers: range
     first: bool
     last: bool
+    tower: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class Split:
         first_layers, last_layers: `num_layers_in_first_pipeline_stage` and `..._last_...`.
         embedding_as_layer, loss_as_layer: `account_for_embedding_in_pipeline_split` and `account_for_loss_...`.
         layout: text layers of each [pipeline rank][virtual stage], of a `pipeline_model_parallel_layout`, or None.
+        tower: the first stage has the vision tower; False where it has ranks of its own (`dist_train.py`).
     """
 
     world: int
@@ -61,6 +65,7 @@ class Split:
     embedding_as_layer: bool = False
     loss_as_layer: bool = False
     layout: tuple[tuple[int, ...], ...] | None = None
+    tower: bool = True
 
     def __post_init__(self) -> None:
         for name in ("world", "tp", "pp", "cp", "ep", "etp", "vpp"):
@@ -134,7 +139,8 @@ class Split:
             for stage in range(self.pp):
                 end = begin + counts[stage][number]
                 last = (stage, number) == (self.pp - 1, numbers - 1)
-                found[stage].append(Chunk(stage, number, range(begin, end), stage == number == 0, last))
+                first = stage == number == 0
+                found[stage].append(Chunk(stage, number, range(begin, end), first, last, first and self.tower))
                 begin = end
         if begin != layers:
             raise ValueError(f"pipeline stages have {begin} text layers together, expected {layers}")
@@ -180,10 +186,9 @@ class Split:
         Raises:
             ValueError: sizes that don't divide.
         """
-        widths = ["heads", "vocab", "v_heads", "v_ffn", "v_merged"] + ["ffn"] * bool(n.indices["dense_layers"])
-        for name in widths:
-            if n[name] % self.tp:
-                raise ValueError(f"{_SPOKEN[name]} is {n[name]}, expected a multiple of tp, {self.tp}")
+        self._check_widths(n, ["heads", "vocab"] + ["ffn"] * bool(n.indices["dense_layers"]))
+        if self.tower:
+            self.check_tower(n)
         if n["kv_heads"] % self.tp and self.tp % n["kv_heads"]:
             raise ValueError(f"num_query_groups is {n['kv_heads']}, expected a multiple or divisor of tp, {self.tp}")
         if not n.indices["moe_layers"]:
@@ -200,6 +205,19 @@ class Split:
             raise ValueError(f"sequence_parallel is False with experts under tp {self.tp}, expected True: "
                              "megatron-core trains experts in no other way")  # fmt: skip
         self.chunks(len(n.indices["text_layers"]))
+
+    def check_tower(self, n: Dimensions) -> None:
+        """Check that the vision tower can be split so.
+
+        Raises:
+            ValueError: widths that don't divide.
+        """
+        self._check_widths(n, ["v_heads", "v_ffn", "v_merged"])
+
+    def _check_widths(self, n: Dimensions, names: Sequence[str]) -> None:
+        for name in names:
+            if n[name] % self.tp:
+                raise ValueError(f"{_SPOKEN[name]} is {n[name]}, expected a multiple of tp, {self.tp}")
 
     def check_rows(self, seq_length: int) -> None:
         """Check that rows can be cut.

@@ -83,8 +83,9 @@ def _gathered(n: Dimensions, split: Split, chunks: tuple[Chunk, ...], training: 
     """Under ZeRO-3: what lies outside of layers for the whole step, and some layers of the largest kind."""
     kinds = [n.indices[name][:1] for name in ("dense_layers", "moe_layers")]
     units = [layer_count(n, split, layer).total for kind in kinds for layer in kind]
-    in_layers = sum(chunk_count(n, split, replace(chunk, first=False, last=False)).total for chunk in chunks)
-    in_tower = vision_layer_count(n, split) * len(n.indices["vision_layers"])
+    only_layers = [replace(chunk, first=False, last=False, tower=False) for chunk in chunks]
+    in_layers = sum(chunk_count(n, split, chunk).total for chunk in only_layers)
+    in_tower = vision_layer_count(n, split) * len(n.indices["vision_layers"]) * any(chunk.tower for chunk in chunks)
     whole = held.total - in_layers - in_tower + UNITS * max(units)
     gradient, _ = training.precision.under(training.sharding)
     trained = gradient * (training.lora is None)

@@ -3,14 +3,17 @@
 from .batch import ModelInputs, PackedBatch, VisionRows
 from .grids import frame_lengths
 from .layout import SequenceLayout, gathered_index, token_index
+from .parcels import EncoderInputs, Parcel
 from .pictures import VisionInputs
 from .positions import mrope_positions
 from .sharing import VisionWork
 from .vision import interpolation, make_vision_inputs, patch_positions, vision_slots
 
 __all__ = [
+    "EncoderInputs",
     "ModelInputs",
     "PackedBatch",
+    "Parcel",
     "SequenceLayout",
     "VisionInputs",
     "VisionRows",

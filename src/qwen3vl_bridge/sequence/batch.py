@@ -17,8 +17,9 @@ from torch import Tensor
 
 from .layout import SequenceLayout, token_index
 from .movable import Movable
+from .parcels import Parcel, parcels_of
 from .pictures import VisionInputs
-from .sharing import VisionWork, share_vision
+from .sharing import VisionWork, deal_vision
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class ModelInputs(Movable):
         layout: the layout of the whole batch, every rank's share; packed rows attend by it.
         vision: the pictures this rank encodes, or None where it has none.
         vision_counts: vision tokens that each context-parallel rank encodes; None where it encodes all that it needs.
+        parcels: what ranks of the vision tower alone send for this microbatch; None where there are none such.
         fuse: vision tokens of this context-parallel rank.
         deepstack: vision tokens of this context- and sequence-parallel rank.
     """
@@ -65,6 +67,7 @@ class ModelInputs(Movable):
     layout: SequenceLayout
     vision: VisionInputs | None = None
     vision_counts: tuple[int, ...] | None = None
+    parcels: tuple[Parcel, ...] | None = None
     fuse: VisionRows | None = None
     deepstack: VisionRows | None = None
 
@@ -74,7 +77,7 @@ class ModelInputs(Movable):
 
     def without_pictures(self) -> Self:
         """The same inputs for a pipeline stage that encodes nothing; where its vision tokens lie is still known."""
-        return replace(self, vision=None, vision_counts=None)
+        return replace(self, vision=None, vision_counts=None, parcels=None)
 
 
 @dataclass(frozen=True)
@@ -108,19 +111,22 @@ class PackedBatch(Movable):
         sp_size: int = 1,
         sp_rank: int = 0,
         vision_work: VisionWork | None = None,
+        encoders: int | None = None,
     ) -> ModelInputs:
         """The share of one rank: gathers by `token_index`, vision tokens by their slots.
 
         Args:
             cp_size, cp_rank, sp_size, sp_rank: as for `token_index`.
             vision_work: what pictures cost, for context-parallel ranks to share them; None: each encodes all.
+            encoders: how many ranks of the vision tower alone share the pictures, of which this rank encodes none then.
+                None: there are none such.
         """
         context_index = token_index(self.layout, cp_size, cp_rank)  # [s, b]
         index = token_index(self.layout, cp_size, cp_rank, sp_size, sp_rank)  # [s / sp, b]
 
-        share = None
-        if self.vision is not None and vision_work is not None and cp_size > 1:
-            share = share_vision(self.vision, vision_work, cp_size, cp_rank)
+        deal = None
+        if vision_work is not None and (encoders is not None or (cp_size > 1 and self.vision is not None)):
+            deal = deal_vision(self.vision, vision_work, encoders or cp_size)
 
         def take(whole: Tensor) -> Tensor:
             return whole.flatten(-2)[..., context_index.T]
@@ -131,8 +137,15 @@ class PackedBatch(Movable):
             slots = self.vision_slot[index.flatten()]
             positions = (slots >= 0).nonzero().squeeze(-1)
             rows = slots[positions]
-            return VisionRows(rows=rows if share is None else share.places[rows], positions=positions)
+            return VisionRows(rows=rows if deal is None else deal.places[rows], positions=positions)
 
+        own, counts, parcels = self.vision, None, None
+        if encoders is not None:
+            if deal is None:
+                raise ValueError("encoders are given without vision_work, expected what pictures cost")
+            own, parcels = None, parcels_of(self, deal)
+        elif deal is not None:
+            own, counts = deal.part(self.vision, cp_rank), deal.counts
         return ModelInputs(
             input_ids=take(self.input_ids),
             position_ids=take(self.position_ids),
@@ -140,8 +153,9 @@ class PackedBatch(Movable):
             loss_mask=take(self.loss_mask),
             padding_mask=self.layout.padding_mask()[index.T],
             layout=self.layout,
-            vision=self.vision if share is None else share.inputs,
-            vision_counts=None if share is None else share.counts,
+            vision=own,
+            vision_counts=counts,
+            parcels=parcels,
             fuse=vision_rows(context_index),
             deepstack=vision_rows(index),
         )

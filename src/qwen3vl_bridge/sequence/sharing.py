@@ -38,18 +38,24 @@ class VisionWork:
 
 
 @dataclass(frozen=True)
-class VisionShare:
-    """One rank's part of the pictures.
+class VisionDeal:
+    """Who encodes which pictures.
 
     Attributes:
-        inputs: the frames it encodes, or None if it has none.
+        frames: those of each rank, in their order.
         counts: vision tokens of every rank's frames.
         places: [M] int64, where each vision token of the batch lies among those of all ranks, one after the other.
     """
 
-    inputs: VisionInputs | None
+    frames: tuple[tuple[int, ...], ...]
     counts: tuple[int, ...]
     places: Tensor
+
+    def part(self, vision: VisionInputs | None, rank: int) -> VisionInputs | None:
+        """The pictures of a rank, out of those that were dealt; None if it has none."""
+        if vision is None or len(self.frames) == 1:
+            return vision
+        return vision.select(self.frames[rank]) if self.frames[rank] else None
 
 
 def deal_frames(costs: Sequence[float], ranks: int) -> list[list[int]]:
@@ -99,18 +105,19 @@ def _exchange(shares: list[list[int]], costs: Sequence[float]) -> bool:
     return True
 
 
-def share_vision(vision: VisionInputs, work: VisionWork, ranks: int, rank: int) -> VisionShare:
-    """The part of the pictures that one of several ranks encodes.
+def deal_vision(vision: VisionInputs | None, work: VisionWork, ranks: int) -> VisionDeal:
+    """Deal the pictures of a batch out to ranks.
 
     Args:
-        vision: all pictures.
+        vision: all pictures, or None for none.
         work: what they cost.
         ranks: how many share them.
-        rank: this one's number.
 
     Raises:
         ValueError: a frame that is no whole number of vision tokens.
     """
+    if vision is None:
+        return VisionDeal(((),) * ranks, (0,) * ranks, torch.empty(0, dtype=torch.int64))
     if any(patches % work.patches_per_token for patches in vision.lengths):
         raise ValueError(f"frames have {vision.lengths} patches, expected multiples of {work.patches_per_token}")
     shares = deal_frames([work.cost(patches) for patches in vision.lengths], ranks)
@@ -118,8 +125,8 @@ def share_vision(vision: VisionInputs, work: VisionWork, ranks: int, rank: int) 
     order = frame_rows(tokens, list(chain(*shares)))
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order))
-    return VisionShare(
-        inputs=vision.select(shares[rank]) if shares[rank] else None,
+    return VisionDeal(
+        frames=tuple(map(tuple, shares)),
         counts=tuple(sum(tokens[frame] for frame in share) for share in shares),
         places=places.to(vision.pixel_values.device),
     )

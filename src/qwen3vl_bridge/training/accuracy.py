@@ -7,7 +7,7 @@ question is (`data/questions.py`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from qwen3vl_bridge.data.questions import Question, questions
@@ -93,14 +93,6 @@ def _side_by_side(batch: Sequence[Question], device: torch.device) -> dict[str, 
         "input_ids": torch.stack([F.pad(prompt, (0, longest - len(prompt))) for prompt in prompts]),
         "attention_mask": torch.stack([F.pad(torch.ones_like(p), (0, longest - len(p))) for p in prompts]),
     }
-    for name, values in _collected(batch):
-        rows[name] = torch.cat(values)
+    for name in sorted({name for question in batch for name in question.pictures}):
+        rows[name] = torch.cat([question.pictures[name] for question in batch if name in question.pictures])
     return {name: value.to(device) for name, value in rows.items()}
-
-
-def _collected(batch: Sequence[Question]) -> Iterator[tuple[str, list[torch.Tensor]]]:
-    found: dict[str, list[torch.Tensor]] = {}
-    for question in batch:
-        for name, value in question.pictures.items():
-            found.setdefault(name, []).append(value)
-    yield from found.items()

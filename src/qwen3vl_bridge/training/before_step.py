@@ -9,11 +9,12 @@ can also say that the step is not to be done; this one is called through.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from pathlib import Path
 
-from qwen3vl_bridge.parallel import from_first_rank, gather_from_ranks, sum_over_ranks
+from qwen3vl_bridge.parallel import hear_all, sum_over_ranks, tell_all
 from qwen3vl_bridge.parts import Part
 from qwen3vl_bridge.training.events import MEASURED
 from qwen3vl_bridge.training.guard import Finding, Guard, SpoiltStepError, latest_losses
@@ -52,9 +53,9 @@ class BeforeStep(Callback):
         towers = cfg.optimizer_config_override_provider
         parts = parts_of_parameters(context.model, optimizer)
         self._rest = Rest(optimizer, parts, towers.rests() if isinstance(towers, Qwen3VLTowers) else {})
-        self._squares = PartSquares(optimizer, parts)
-        self._guard = _guard(cfg, context.state.train_state.step)
         self._groups = get_attr_wrapped_model(context.model[0], "pg_collection")
+        self._squares = PartSquares(optimizer, parts, self._groups)
+        self._guard = _guard(cfg, context.state.train_state.step)
         self._state, self._watch = context.state, start_watch(context.state)
         self._norms: dict[str, float] = {}
         self._prepare, self._step = optimizer.prepare_grads, optimizer.step
@@ -83,7 +84,7 @@ class BeforeStep(Callback):
         finding = self._look(overflow=overflow)
         if finding is not None:
             samples = self._watch.samples(self._groups) if self._groups.tp.rank() == 0 else []
-            message = finding.message(self._state.train_state.step + 1, gather_from_ranks(samples))
+            message = finding.message(self._state.train_state.step + 1, itertools.chain(*hear_all(samples)))
             if finding.action == "stop":
                 raise SpoiltStepError(message)
             if torch.distributed.get_rank() == 0:
@@ -141,4 +142,4 @@ def _guard(cfg: ConfigContainer, step: int) -> Guard | None:
     latest = []
     if step and cfg.checkpoint.save and torch.distributed.get_rank() == 0:
         latest = latest_losses(read_metrics(Path(cfg.checkpoint.save)), step, settings.spike_window)
-    return Guard(settings, from_first_rank(latest))
+    return Guard(settings, tell_all(latest))

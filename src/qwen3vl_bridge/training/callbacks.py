@@ -9,6 +9,7 @@ from qwen3vl_bridge.training.accuracy import Accuracy
 from qwen3vl_bridge.training.before_step import BeforeStep
 from qwen3vl_bridge.training.config import Qwen3VLConfigContainer
 from qwen3vl_bridge.training.metrics import Metrics
+from qwen3vl_bridge.training.modules import Modules
 
 from megatron.bridge.training.callbacks import Callback
 from megatron.bridge.training.config import ConfigContainer
@@ -26,6 +27,8 @@ def training_callbacks(cfg: ConfigContainer) -> list[Callback]:
         ValueError: a configuration that could not be followed.
     """
     callbacks: list[Callback] = [BeforeStep()]  # whose norms the metrics show
+    if cfg.model.dist_train.use_dist_train:
+        callbacks.append(Modules())
     if not cfg.logger.skip_train_metrics_log:
         callbacks.append(Metrics(cfg))
     if isinstance(cfg, Qwen3VLConfigContainer) and cfg.accuracy.path is not None:

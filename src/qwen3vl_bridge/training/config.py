@@ -11,8 +11,12 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from qwen3vl_bridge.data.row_settings import ConversationRows
+from qwen3vl_bridge.dist_train import check_world
+from qwen3vl_bridge.training.first_weights import read_first_weights
+from qwen3vl_bridge.training.global_batch import check_balance, check_share
 from qwen3vl_bridge.training.towers import Qwen3VLTowers, check_towers
 
+import torch
 from megatron.bridge.training.config import ConfigContainer, OptimizerConfigOverrideProvider, RerunStateMachineConfig
 from megatron.bridge.utils.common_utils import get_world_size_safe
 
@@ -100,6 +104,7 @@ class Qwen3VLConfigContainer(ConfigContainer):
     """Megatron-Bridge's `ConfigContainer` with two sections more, which the callbacks of `training_callbacks` follow.
 
     Megatron-Bridge's own check for losses that are not finite is off here: the guard has it, and names samples.
+    First weights (`checkpoint.pretrained_checkpoint`), of any format, are read by our loader in either loop.
 
     Attributes:
         optimizer_config_override_provider: learning rates and schedules of the model's parts; Megatron-Bridge's field.
@@ -122,28 +127,35 @@ class Qwen3VLConfigContainer(ConfigContainer):
             ValueError: settings that contradict each other.
         """
         check_lengths(self)
+        self._check_modules()
         self.accuracy.finalize()
         if self.accuracy.path is not None:
             self._check_accuracy()
         check_towers(self)
-        self._check_batches()
+        check_share(self, self.get_data_parallel_size(get_world_size_safe()))
+        check_balance(self)
         if self.guard is not None:
             self._check_guard(self.guard)
         super().validate()
+        read_first_weights(self)
 
-    def _check_batches(self) -> None:
-        rows, over = self.train.global_batch_size, getattr(self.dataset, "balance_over", None)
-        share = self.train.micro_batch_size * self.get_data_parallel_size(get_world_size_safe())
-        if rows % share:
-            raise ValueError(
-                f"train.global_batch_size is {rows}, expected a multiple of {share}: train.micro_batch_size times the "
-                "data-parallel ranks"
-            )
-        if over is not None and rows % over:
-            raise ValueError(
-                f"dataset.balance_over is {over} with train.global_batch_size {rows}, expected the global batch size: "
-                f"set dataset.balance_over={rows} too"
-            )
+    def _check_modules(self) -> None:
+        """Vision and language on ranks of their own: what the run beside the model has to be like."""
+        if not self.model.dist_train.use_dist_train:
+            return
+        check_world(self.model, get_world_size_safe())
+        wrong = {
+            "dist.use_decentralized_pg": (self.dist.use_decentralized_pg, True),
+            "dist.use_gloo_process_groups": (self.dist.use_gloo_process_groups, False),
+            "ddp.num_distributed_optimizer_instances": (self.ddp.num_distributed_optimizer_instances, 1),
+            "peft": (self.peft, None),
+            "accuracy.path": (self.accuracy.path, None),
+        }
+        if torch.cuda.is_available():  # the small loop shards nothing
+            wrong["ddp.use_megatron_fsdp"] = (self.ddp.use_megatron_fsdp, False)
+        for name, (found, expected) in wrong.items():
+            if found != expected:
+                raise ValueError(f"{name} is {found!r} with model.dist_train.use_dist_train, expected {expected!r}")
 
     def _check_guard(self, guard: GuardConfig) -> None:
         guard.finalize()

@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from qwen3vl_bridge.parallel import sum_counts
+from qwen3vl_bridge.parallel import sum_over_ranks
 from qwen3vl_bridge.provider import Qwen3VLModelProvider
+from qwen3vl_bridge.training.global_batch import check_share
 
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.bridge.training.config import ConfigContainer
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
@@ -52,38 +53,36 @@ class ExpertLoad:
         layer, count = router.layer_number - 1, chosen.sum(0)
         self._counts[layer] = self._counts[layer] + count if layer in self._counts else count
 
-    def take(self, config: Qwen3VLModelProvider, groups: ProcessGroupCollection, microbatches: int) -> dict[str, float]:
+    def take(self, cfg: ConfigContainer) -> dict[str, float]:
         """Stop counting; figures of all ranks' tokens.
 
         Args:
-            config: the provider.
-            groups: process groups.
-            microbatches: of a data-parallel rank in the step.
+            cfg: the run's configuration.
 
         Returns:
             `expert_load_max` and `expert_load_mean` over layers, of the tokens of a layer's busiest expert over the
             mean of its experts; and the balancing losses, if asked for.
         """
-        counts = self.counts(config, groups)
+        counts = self.counts(cfg.model)
         loads = counts.amax(1) / counts.sum(1).clamp(min=1) * counts.size(1)
         figures = {"expert_load_max": loads.max().item(), "expert_load_mean": loads.mean().item()}
-        return figures | (self._balancing_losses(config, groups, microbatches) if self._losses else {})
+        return figures | (self._balancing_losses(cfg) if self._losses else {})
 
-    def counts(self, config: Qwen3VLModelProvider, groups: ProcessGroupCollection) -> Tensor:
+    def counts(self, config: Qwen3VLModelProvider) -> Tensor:
         """Stop counting; [layers with experts, E] how often real tokens of all ranks chose each expert."""
         for hook in self._hooks:
             hook.remove()
         counts = torch.zeros(config.num_layers, config.num_moe_experts, dtype=torch.int64, device=self._device)
         for layer, count in self._counts.items():
             counts[layer] += count
-        counts = sum_counts(sum_counts(counts, groups.tp_dp_cp), groups.pp)[list(config.moe_layers)]
+        counts = sum_over_ranks(counts)[list(config.moe_layers)]
         # Without sequence parallelism tensor-parallel ranks have the same tokens.
-        return counts if config.sequence_parallel else counts // groups.tp.size()
+        return counts if config.sequence_parallel else counts // config.tensor_model_parallel_size
 
-    def _balancing_losses(
-        self, config: Qwen3VLModelProvider, groups: ProcessGroupCollection, microbatches: int
-    ) -> dict[str, float]:
-        tracker, found = get_moe_metrics_tracker(), {}
+    def _balancing_losses(self, cfg: ConfigContainer) -> dict[str, float]:
+        config, tracker, found = cfg.model, get_moe_metrics_tracker(), {}
+        replicas = cfg.data_parallel_size
+        microbatches = check_share(cfg, replicas)
         kinds, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
         if isinstance(kinds, str):
             kinds, coefficients = [kinds], [coefficients]
@@ -92,9 +91,9 @@ class ExpertLoad:
                 continue
             name = _LOSSES[kind]
             tracker.ensure_initialized(name, config.num_layers)  # a stage without experts has recorded nothing
-            total = sum_counts(sum_counts(tracker.metrics[name].values, groups.tp_dp_cp), groups.pp).sum().item()
+            total = sum_over_ranks(tracker.metrics[name].values).sum().item()
             # Each data-parallel rank has balanced its own microbatches, or all of them the same.
-            times = groups.dp.size() if kind == "aux_loss" else 1
+            times = replicas if kind == "aux_loss" else 1
             found[name] = total / (times * microbatches * len(config.moe_layers))
         tracker.clear()
         return found

@@ -6,7 +6,7 @@ has (`stored_parameters.py`), files around the tensors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -80,9 +80,9 @@ def load(
         found = {key: spec.shape for key, (spec, _) in stored.items() if key.startswith(prefixes)}
         padded = _padded_otherwise(found, tensors, parameters, unwrap_model(list(model))[0].config.vocab_size)
         whole = {key: tensor for key, tensor in tensors.items() if key not in padded}
-        problems = _misfits(found, whole)
+        problems = misfits(found, {key: tuple(tensor.shape) for key, tensor in whole.items()})
     wanted = set(tensors).union(*hear_all(list(tensors)))
-    raise_problems(folder, problems + [f"unexpected: {key} {list(found[key])}" for key in found.keys() - wanted])
+    raise_problems(folder, problems + strangers(found, wanted))
     with together():
         dcp.load(whole, checkpoint_id=folder, no_dist=True)
         for key, part in padded.items():
@@ -132,15 +132,19 @@ def _load_rows(folder: Path, key: str, part: Tensor, whole: Tensor) -> None:
     part[len(rows) :] = 0
 
 
-def _misfits(found: dict[str, tuple[int, ...]], tensors: dict[str, Tensor]) -> list[str]:
-    """What this rank wants and the checkpoint lacks, or has in another shape."""
-    wanted = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
-    missing = [f"missing: {key} {list(shape)}" for key, shape in wanted.items() if key not in found]
+def misfits(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...] | None]) -> list[str]:
+    """What is wanted of a checkpoint that it lacks, or has in another shape; None is any shape."""
+    missing = [f"missing: {key} {list(shape or ())}" for key, shape in wanted.items() if key not in found]
     return missing + [
         f"misshapen: {key} is {list(found[key])}, expected {list(shape)}"
         for key, shape in wanted.items()
-        if found.get(key, shape) != shape
+        if shape is not None and found.get(key, shape) != shape
     ]
+
+
+def strangers(found: Mapping[str, tuple[int, ...]], wanted: Collection[str]) -> list[str]:
+    """What a checkpoint has that nobody wants."""
+    return [f"unexpected: {key} {list(shape)}" for key, shape in found.items() if key not in wanted]
 
 
 def raise_problems(folder: Path, mine: Sequence[str]) -> None:

@@ -5,17 +5,15 @@ What lives here: finding which of the optimizer's groups a part is in. What may 
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 
-from qwen3vl_bridge.parallel import gather_objects
-from qwen3vl_bridge.parts import part_of
+from qwen3vl_bridge.parallel import hear_all
+from qwen3vl_bridge.parts import part_of_wrapped
 
 from megatron.bridge.training.callbacks import CallbackContext
 from megatron.bridge.training.config import OptimizerConfigOverrideProvider, OptimizerConfigOverrideProviderContext
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import combine_param_group_overrides
-from megatron.core.process_groups_config import ProcessGroupCollection
 
 _Span = tuple[float, float]  # the highest and the lowest rate, by which groups are told apart
 
@@ -25,16 +23,15 @@ class PartRates:
 
     Args:
         context: of a run that is about to start.
-        groups: process groups; a pipeline stage has not all parts.
     """
 
-    def __init__(self, context: CallbackContext, groups: ProcessGroupCollection) -> None:
+    def __init__(self, context: CallbackContext) -> None:
         self._parts: dict[str, _Span] = {}
         if len({_span(group) for group in context.optimizer.param_groups}) < 2:  # the same on every rank
             return
         found: dict[str, set[_Span]] = defaultdict(set)
-        for stage in gather_objects(_spans(context), groups.pp):
-            for part, spans in stage.items():
+        for rank in hear_all(_spans(context)):  # not every rank has all parts
+            for part, spans in rank.items():
                 found[part] |= spans
         self._parts = {part: next(iter(spans)) for part, spans in found.items() if len(spans) == 1}
 
@@ -60,6 +57,5 @@ def _spans(context: CallbackContext) -> dict[str, set[_Span]]:
         for name, parameter in chunk.named_parameters():
             if parameter.requires_grad:
                 own = [rule for key, rule in (rules or {}).items() if key.matches(parameter, name)]
-                part = part_of(re.sub(r"^(module\.)+", "", name))
-                found[part.value].add(_span(usual | combine_param_group_overrides(own)))
+                found[part_of_wrapped(name).value].add(_span(usual | combine_param_group_overrides(own)))
     return dict(found)

@@ -5,13 +5,12 @@ What lives here: keeping entries, going on with the file of a run that is resume
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Self
 
 from qwen3vl_bridge.checkpoint.staging import replace_file
 from qwen3vl_bridge.training import trackers
-from qwen3vl_bridge.training.metrics_file import METRICS, metrics_line
+from qwen3vl_bridge.training.metrics_file import METRICS, metrics_line, read_metrics
 from qwen3vl_bridge.training.run import Run
 
 import torch
@@ -44,8 +43,8 @@ class Log:
         self._path = Path(run.cfg.checkpoint.save) / METRICS if writes else None
         if self._path is not None and self._path.exists():
             # Steps after the checkpoint that is resumed from are done again; so is a line that was cut off.
-            kept = [line for line in self._path.read_text().splitlines() if _step_of(line) <= run.progress.step]
-            replace_file(self._path, "".join(line + "\n" for line in kept).encode())
+            kept = [entry for entry in read_metrics(self._path.parent) if entry["step"] <= run.progress.step]
+            replace_file(self._path, "".join(map(metrics_line, kept)).encode())
 
     def __enter__(self) -> Self:
         return self
@@ -69,10 +68,3 @@ class Log:
         if due or "valid_loss" in entry:
             named = {_NAMES.get(name, trackers.PREFIX + name): value for name, value in entry.items() if name != "step"}
             trackers.write(self._state, named, step)
-
-
-def _step_of(line: str) -> float:
-    try:
-        return json.loads(line)["step"]
-    except ValueError:
-        return float("inf")

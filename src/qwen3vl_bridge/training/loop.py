@@ -10,17 +10,19 @@ import functools
 import itertools
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from qwen3vl_bridge.parallel import any_rank, sum_losses
+from qwen3vl_bridge.parallel import largest, sum_losses
 from qwen3vl_bridge.parallel_settings import schedule_group
 from qwen3vl_bridge.training import checkpoint
 from qwen3vl_bridge.training.callbacks import training_callbacks
 from qwen3vl_bridge.training.events import Events
+from qwen3vl_bridge.training.global_batch import check_share
 from qwen3vl_bridge.training.log import Log
 from qwen3vl_bridge.training.pretrained import Pretrained
 from qwen3vl_bridge.training.progress import Progress
 from qwen3vl_bridge.training.run import Run, assemble
+from qwen3vl_bridge.training.served import ServedStream, replicas_read
 from qwen3vl_bridge.training.streams import open_data
 
 import torch
@@ -28,7 +30,9 @@ from megatron.bridge.training.callbacks import Callback
 from megatron.bridge.training.config import ConfigContainer
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.multimodule_communicator import MultiModulePipelineCommunicator
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import forward_backward_pipelining_without_interleaving
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 logger = logging.getLogger(__name__)
@@ -50,20 +54,23 @@ def set_up(cfg: ConfigContainer) -> Run:
         pretrained.check(cfg.model)
     run = assemble(cfg, pretrained)
     run.data = open_data(cfg, run.groups)
-    run.stream = run.data.stream("train", **_data_share(cfg, run.groups))
+    streams = [run.data.stream("train", **share) for share in _data_shares(cfg, run.groups)]
+    run.stream = streams[0] if cfg.model.add_decoder else ServedStream(streams)
     checkpoint.begin(run, pretrained)
     return run
 
 
-def _data_share(cfg: ConfigContainer, groups: ProcessGroupCollection) -> dict[str, int]:
-    return dict(dp_rank=groups.dp.rank(), dp_size=groups.dp.size(), micro_batch_size=cfg.train.micro_batch_size)
+def _data_shares(cfg: ConfigContainer, groups: ProcessGroupCollection) -> list[dict[str, int]]:
+    """Whose microbatches this rank reads: its own, or of ranks of the vision tower those of all that they serve."""
+    replicas, size = replicas_read(cfg.model, groups)
+    return [dict(dp_rank=one, dp_size=size, micro_batch_size=cfg.train.micro_batch_size) for one in replicas]
 
 
 def forward_backward(run: Run, batches: Iterator, microbatches: int, *, forward_only: bool) -> torch.Tensor:
     """Several microbatches through the schedule; returns [sum of losses, number of tokens] over all ranks."""
     # Each virtual pipeline stage reads every batch.
     iterators = list(itertools.tee(itertools.islice(batches, microbatches), len(run.model)))
-    reports = get_forward_backward_func()(
+    reports = _schedule(run)(
         forward_step_func=functools.partial(run.forward_step, run.state),
         data_iterator=iterators if len(iterators) > 1 else iterators[0],
         model=run.model,
@@ -71,11 +78,25 @@ def forward_backward(run: Run, batches: Iterator, microbatches: int, *, forward_
         seq_length=run.cfg.model.seq_length,
         micro_batch_size=run.cfg.train.micro_batch_size,
         forward_only=forward_only,
-        p2p_communicator=P2PCommunicator(run.groups.pp, run.cfg.model) if run.groups.pp.size() > 1 else None,
+        p2p_communicator=_communicator(run),
         pg_collection=run.groups,
     )
     nothing = torch.zeros(2, dtype=torch.float64)  # stages before the last have no losses
     return sum_losses(sum((report["lm loss"].double() for report in reports), start=nothing), run.groups)
+
+
+def _schedule(run: Run) -> Callable:
+    """As Megatron-Bridge's loop chooses."""
+    model = run.cfg.model
+    if model.dist_train.use_dist_train:
+        return forward_backward_pipelining_without_interleaving
+    return get_forward_backward_func(run.groups.pp.size(), model.virtual_pipeline_model_parallel_size)
+
+
+def _communicator(run: Run) -> P2PCommunicator | MultiModulePipelineCommunicator | None:
+    if run.cfg.model.dist_train.use_dist_train:
+        return run.cfg.model._p2p_communicator
+    return P2PCommunicator(run.groups.pp, run.cfg.model) if run.groups.pp.size() > 1 else None
 
 
 def train_step(run: Run) -> dict[str, float]:
@@ -84,7 +105,7 @@ def train_step(run: Run) -> dict[str, float]:
     for chunk in run.model:
         chunk.zero_grad_buffer()
     run.optimizer.zero_grad()
-    microbatches = cfg.train.global_batch_size // (cfg.train.micro_batch_size * run.groups.dp.size())
+    microbatches = check_share(cfg, cfg.data_parallel_size)
     loss, tokens = forward_backward(run, run.stream, microbatches, forward_only=False).tolist()
     learning_rate = get_canonical_lr_for_logging(run.optimizer.param_groups)
     updated, gradient_norm, _ = run.optimizer.step()
@@ -109,11 +130,12 @@ def evaluate(run: Run) -> dict[str, float]:
 
     Batches are read as they are needed; those at the end that fill no group of the schedule are left out.
     """
-    cfg, share = run.cfg, _data_share(run.cfg, run.groups)
+    cfg, shares = run.cfg, _data_shares(run.cfg, run.groups)
     most = cfg.validation.eval_iters * cfg.validation.eval_global_batch_size
-    most //= share["dp_size"] * share["micro_batch_size"]
+    most //= cfg.data_parallel_size * cfg.train.micro_batch_size
     group = schedule_group(cfg.model)
-    batches = itertools.islice(run.data.evaluation("valid", **share), most)
+    read = [run.data.evaluation("valid", **share) for share in shares]
+    batches = itertools.islice(read[0] if cfg.model.add_decoder else zip(*read, strict=False), most)
     sums = torch.zeros(2, dtype=torch.float64)
     for chunk in run.model:
         chunk.eval()
@@ -206,4 +228,4 @@ def _asked_to_leave(run: Run) -> bool:
     if settings.exit_signal_handler:
         received.append(any(run.state.signal_handler.signals_received()))
     over = settings.exit_interval and run.progress.step % settings.exit_interval == 0
-    return bool(over) or any_rank(any(received))
+    return bool(over) or bool(largest(any(received)))

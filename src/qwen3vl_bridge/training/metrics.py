@@ -65,7 +65,7 @@ class Metrics(Callback):
         self._costs = step_costs(self.cfg)
         on_gpu = torch.cuda.is_available()
         self._peak = peak_operations(torch.cuda.get_device_name()) if on_gpu else None
-        self._rates = PartRates(context, self._groups)
+        self._rates = PartRates(context)
         if not isinstance(context, LoopContext):  # the small loop has a console of its own
             steps = context.state.train_state.step
             self._console = Progress(self.cfg.train.train_iters, steps, self.cfg.logger.log_interval, bar=False)
@@ -113,7 +113,7 @@ class Metrics(Callback):
 
     def _figures(self, context: CallbackContext, step: Amounts) -> dict[str, float]:
         own = (*self._interval.values(), *step.values())
-        sums = sum_amounts(own, self._groups.dp)  # which also waits for the device
+        sums = sum_amounts(own, self._groups)  # which also waits for the device
         self._tick()
         interval, step = Amounts(*sums[: Amounts.count()]), Amounts(*sums[Amounts.count() :])
         figures = {"tokens": step.tokens, "images": step.images, "video_frames": step.video_frames}
@@ -124,10 +124,7 @@ class Metrics(Callback):
             norms = context.user_state.get(TOWER_NORMS) or {}
             figures |= {f"grad_norm_{part}": float(norm) for part, norm in norms.items()}
         if self._load is not None:
-            microbatches = self.cfg.train.global_batch_size // (
-                self.cfg.train.micro_batch_size * self._groups.dp.size()
-            )
-            figures |= self._load.take(self.cfg.model, self._groups, microbatches)
+            figures |= self._load.take(self.cfg)
             self._load = None
         self._interval, self._seconds = Amounts(), 0.0
         return figures

@@ -15,6 +15,7 @@ from qwen3vl_bridge.parts import Part, part_of_wrapped
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 
@@ -65,15 +66,16 @@ class PartSquares:
     Args:
         optimizer: megatron-core's.
         parts: of the tensors it steps.
+        groups: process groups.
     """
 
-    def __init__(self, optimizer: MegatronOptimizer, parts: dict[Tensor, Part]) -> None:
-        world = torch.distributed.get_world_size()
+    def __init__(self, optimizer: MegatronOptimizer, parts: dict[Tensor, Part], groups: ProcessGroupCollection) -> None:
+        ranks = groups.tp_dp_cp.size() * groups.pp.size()  # that the parts are on; all, or those of one module
         self._sums = []
         for one in optimizers_of(optimizer):
             group = one.get_grad_stats_parallel_group()
-            # Every such group of ranks adds up to the same; all ranks together add that up once for each group.
-            share = 1.0 if group is None else group.size() / world
+            # Every such group adds up to the same; all ranks of the parts together add that up once for each group.
+            share = 1.0 if group is None else group.size() / ranks
             stepped = one.get_parameters()
             self._sums.append((one, share, [[p for p in stepped if parts[p] is part] for part in Part]))
 

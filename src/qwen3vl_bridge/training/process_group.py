@@ -7,28 +7,41 @@ What lives here: setting both up, seeding random generators and tearing them dow
 import os
 import random
 
+from qwen3vl_bridge.dist_train import check_world
+from qwen3vl_bridge.provider import Qwen3VLModelProvider
+
 import numpy as np
 import torch
-from megatron.bridge.models.model_provider import ModelProviderMixin
+from megatron.bridge.training.initialize import _create_dist_train_pgs
 from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 
-def initialize(provider: ModelProviderMixin, seed: int) -> ProcessGroupCollection:
+def initialize(provider: Qwen3VLModelProvider, seed: int) -> ProcessGroupCollection:
     """Join the processes torchrun started, or be the only one, and build the provider's parallel groups.
 
     Args:
         provider: its parallel sizes are used, and it is given the groups.
         seed: of random generators.
     """
-    if not _groups_serve(provider):
-        if _alone():
-            shutdown()
+    if provider.dist_train.use_dist_train:
         parallel_state.destroy_model_parallel()
         _join()
-        provider.initialize_model_parallel()
-    provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+        check_world(provider, torch.distributed.get_world_size())
+        if parallel_state._GLOBAL_MEMORY_BUFFER is None:
+            parallel_state._set_global_memory_buffer()
+        # Megatron-Bridge's own wiring, which its set-up calls where `dist.use_decentralized_pg` is on.
+        provider._pg_collection = _create_dist_train_pgs(provider, 1, None, None)
+    else:
+        if not _groups_serve(provider):
+            if _alone():
+                shutdown()
+            parallel_state.destroy_model_parallel()
+            _join()
+            provider.initialize_model_parallel()
+        provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     seed_generators(seed, provider._pg_collection)
     return provider._pg_collection
 
@@ -44,10 +57,16 @@ def seed_generators(seed: int, groups: ProcessGroupCollection) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    model_parallel_cuda_manual_seed(
+        seed,
+        force_reset_rng=True,
+        tp_rank=groups.tp.rank(),
+        ep_rank=groups.ep.rank(),
+        etp_rank=groups.expt_tp.rank(),
+    )
 
 
-def _groups_serve(provider: ModelProviderMixin) -> bool:
+def _groups_serve(provider: Qwen3VLModelProvider) -> bool:
     """Whether there are groups of the provider's sizes already. Each set has dozens of threads of its own."""
     if not parallel_state.model_parallel_is_initialized():
         return False
@@ -81,5 +100,7 @@ def _join() -> None:
 def shutdown() -> None:
     """Leave the groups and the processes."""
     parallel_state.destroy_model_parallel()
+    BridgeCommunicator.destroy_broadcast_pgs()  # which it keeps for the next one
+    BridgeCommunicator.destroy_bridge_pgs()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -10,6 +10,9 @@ import logging
 import random
 from typing import Any
 
+from qwen3vl_bridge.dist_train import SIZES as DIST_TRAIN_SIZES
+from qwen3vl_bridge.parallel_settings import SIZES
+from qwen3vl_bridge.provider import Qwen3VLModelProvider
 from qwen3vl_bridge.training.process_group import seed_generators
 
 import numpy as np
@@ -20,8 +23,12 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 logger = logging.getLogger(__name__)
 
 
-def split_of(groups: ProcessGroupCollection) -> dict[str, int]:
-    """How ranks are split: under the same one, each goes on with the states it had."""
+def split_of(groups: ProcessGroupCollection, provider: Qwen3VLModelProvider) -> dict[str, int]:
+    """How ranks are split, the same on each: under the same one, each goes on with the states it had."""
+    if provider.dist_train.use_dist_train:
+        sizes = {name: getattr(provider, name) for name in SIZES}
+        modules = {name: getattr(provider.dist_train, name) for name in DIST_TRAIN_SIZES}
+        return {name: size for name, size in (sizes | modules).items() if size is not None}
     sizes = {name: getattr(groups, name).size() for name in ("tp", "cp", "pp", "dp")}
     return sizes | {"ep": groups.ep.size(), "etp": groups.expt_tp.size()}
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from qwen3vl_bridge.parallel import largest_of_ranks
+from qwen3vl_bridge.parallel import largest
 from qwen3vl_bridge.parts import Part
 from qwen3vl_bridge.training.norms import optimizers_of
 
@@ -76,7 +76,7 @@ class Rest:
         if not rests:
             return
         adams = [one.optimizer for one in optimizers_of(optimizer)]
-        self._updates = largest_of_ranks(max((_count(adam) for adam in adams), default=0))
+        self._updates = int(largest(max((_count(adam) for adam in adams), default=0)))
         for adam in adams:
             begin: dict[int, list[Tensor]] = defaultdict(list)
             for parameter in (p for group in adam.param_groups for p in group["params"]):

@@ -19,7 +19,10 @@ from typing import Any
 from qwen3vl_bridge.parallel_settings import check_microbatches
 from qwen3vl_bridge.peft import Qwen3VLParts
 from qwen3vl_bridge.training.config import check_lengths
+from qwen3vl_bridge.training.first_weights import leave_first_weights
 from qwen3vl_bridge.training.followed import check_checkpoint_settings
+from qwen3vl_bridge.training.global_batch import check_share
+from qwen3vl_bridge.training.modules import join_modules
 from qwen3vl_bridge.training.pretrained import Pretrained
 from qwen3vl_bridge.training.process_group import initialize
 from qwen3vl_bridge.training.step import forward_step
@@ -88,19 +91,14 @@ def assemble(cfg: ConfigContainer, pretrained: Pretrained | None = None) -> Run:
     if cfg.peft is not None:
         _check_adapters(cfg, pretrained)
     runtime_config_update(cfg)
+    leave_first_weights(cfg)
     config_yaml = dump_dataclass_to_yaml(cfg.to_dict())
     _without_sharding(cfg)
     groups = initialize(cfg.model, cfg.rng.seed)
     # A backward pass outside a schedule leaves a scale of another shape behind, which a schedule's does not fit.
     MoEAuxLossAutoScaler.main_loss_backward_scale = None
     destroy_moe_metrics_tracker()  # it has as many layers as the model that came before
-    share = cfg.train.micro_batch_size * groups.dp.size()
-    if cfg.train.global_batch_size % share:
-        raise ValueError(
-            f"train.global_batch_size is {cfg.train.global_batch_size}, expected a multiple of {share}: "
-            f"micro_batch_size times {groups.dp.size()} data-parallel ranks"
-        )
-    check_microbatches(cfg.model, cfg.train.global_batch_size // share, "train.global_batch_size")
+    check_microbatches(cfg.model, check_share(cfg, cfg.data_parallel_size), "train.global_batch_size")
     model = cfg.model.provide_distributed_model(
         ddp_config=cfg.ddp,
         use_cpu_initialization=True,
@@ -117,6 +115,8 @@ def assemble(cfg: ConfigContainer, pretrained: Pretrained | None = None) -> Run:
     )
     cfg.model.grad_scale_func = optimizer.scale_loss
     cfg.model.finalize_model_grads_func = functools.partial(finalize_model_grads, pg_collection=groups)
+    if cfg.model.dist_train.use_dist_train:
+        join_modules(cfg.model, optimizer, groups)
     state = GlobalState()
     state.cfg, state._train_state = cfg, TrainState()
     return Run(cfg, state, model, optimizer, scheduler, groups, config_yaml)
@@ -141,6 +141,8 @@ def _refuse_what_would_be_ignored(cfg: ConfigContainer) -> None:
 
 
 def _check_adapters(cfg: ConfigContainer, pretrained: Pretrained | None) -> None:
+    if cfg.model.dist_train.use_dist_train:
+        raise ValueError("peft is set with model.dist_train.use_dist_train, expected None")
     if not isinstance(cfg.peft, Qwen3VLParts):
         raise ValueError(f"peft is a {type(cfg.peft).__name__}, expected Qwen3VLLoRA or Qwen3VLDoRA")
     if pretrained is None:

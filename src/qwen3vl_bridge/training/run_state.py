@@ -48,7 +48,7 @@ def save_run_state(folder: Path, run: Run) -> None:
                 "optimizer_step": max(rank["steps"] for rank in ranks) if settings.save_optim else None,
                 "scheduler": run.scheduler.state_dict(),
                 "stream": run.stream.state_dict(),
-                "split": split_of(run.groups),
+                "split": split_of(run.groups, run.cfg.model),
                 "random": [rank["random"] for rank in ranks] if settings.save_rng else None,
             }
             torch.save(state, folder / _FILE)
@@ -86,7 +86,7 @@ def restore_run_state(saved: dict[str, Any], run: Run) -> None:
     run.stream.load_state_dict(saved["stream"])
     if not settings.load_rng:
         return
-    split = split_of(run.groups)
+    split = split_of(run.groups, run.cfg.model)
     if saved["random"] is not None and saved["split"] == split:
         restore_random_states(saved["random"][torch.distributed.get_rank()])
         return

@@ -9,16 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from qwen3vl_bridge.dist_train import replicas_of
 from qwen3vl_bridge.parallel import sequence_ranks
 from qwen3vl_bridge.provider import Qwen3VLModelProvider
-from qwen3vl_bridge.sequence import PackedBatch
+from qwen3vl_bridge.sequence import EncoderInputs, PackedBatch
+from qwen3vl_bridge.sequence.movable import Movable
 from qwen3vl_bridge.training.foreign_batch import from_collator
+from qwen3vl_bridge.training.global_batch import check_balance
 from qwen3vl_bridge.training.meter import count_microbatch
+from qwen3vl_bridge.training.served import next_served
 from qwen3vl_bridge.training.watch import watched
+from qwen3vl_bridge.vision_config import vision_work
 
 import torch
 from megatron.bridge.training.losses import create_masked_next_token_loss_function
 from megatron.bridge.training.state import GlobalState
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 
@@ -50,8 +56,10 @@ def forward_step(
         raise NotImplementedError(
             "overlap_moe_expert_parallel_comm is on; this model has no schedule plan, turn it off"
         )
-    _check_balance(state.cfg)
+    check_balance(state.cfg)
     config, groups = get_model_config(model), get_attr_wrapped_model(model, "pg_collection")
+    if not config.add_decoder:
+        return encode(next_served(state, data_iterator, groups), state, model, groups), _no_loss
     batch = next(data_iterator)
     if not isinstance(batch, PackedBatch):
         batch = from_collator(batch, config, state.cfg.dataset)
@@ -63,11 +71,8 @@ def forward_step(
     if get_attr_wrapped_model(model, "pre_process"):
         inputs = batch.local(**ranks)
     else:
-        inputs = batch.local(**ranks | dict(vision_work=None)).without_pictures()
-    device = next(model.parameters()).device
-    if device.type == "cuda":
-        inputs = inputs.pin_memory()  # the copy would make the host wait otherwise
-    inputs = inputs.to(device, non_blocking=True)
+        inputs = batch.local(**ranks | dict(vision_work=None, encoders=None)).without_pictures()
+    inputs = to_device(inputs, model)
     checks = state.cfg.rerun_state_machine
     count = create_masked_next_token_loss_function(
         inputs.loss_mask, checks.check_for_nan_in_loss, checks.check_for_spiky_loss
@@ -75,6 +80,42 @@ def forward_step(
     if model.training:
         count = watched(count, state, batch, inputs.loss_mask)
     return model(inputs=inputs), count
+
+
+def encode(
+    batches: tuple[PackedBatch | Mapping[str, Any], ...],
+    state: GlobalState,
+    model: torch.nn.Module,
+    groups: ProcessGroupCollection,
+) -> dict[str, Tensor]:
+    """One microbatch of each language replica that a rank of the vision tower encodes for.
+
+    Args:
+        batches: on the host.
+        state: the run.
+        model: Qwen3VLEncoder, wrapped or not.
+        groups: of the tower.
+
+    Returns:
+        What the schedule sends to language ranks.
+    """
+    config = get_model_config(model)
+    replicas, work = replicas_of(config), vision_work(config)
+    share = replicas.share_of(groups.dp.rank())
+    packed = [one if isinstance(one, PackedBatch) else from_collator(one, config, state.cfg.dataset) for one in batches]
+    return model(inputs=to_device(EncoderInputs.of(packed, work, replicas.encoders, share), model))
+
+
+def _no_loss(_: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    raise ValueError("a rank of the vision tower was asked for a loss, expected language ranks alone to be")
+
+
+def to_device[Inputs: Movable](inputs: Inputs, model: torch.nn.Module) -> Inputs:
+    """What a model is given, where its parameters are."""
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        inputs = inputs.pin_memory()  # the copy would make the host wait otherwise
+    return inputs.to(device, non_blocking=True)
 
 
 def check_rows(batch: PackedBatch, config: Qwen3VLModelProvider, rows: int) -> None:
@@ -92,18 +133,4 @@ def check_rows(batch: PackedBatch, config: Qwen3VLModelProvider, rows: int) -> N
         raise ValueError(
             f"a microbatch has {batch.layout.num_rows} rows, expected train.micro_batch_size, {rows}, between pipeline "
             "stages; or set model.variable_seq_lengths=True"
-        )
-
-
-def _check_balance(cfg: Any) -> None:
-    """Refuses rows dealt out among those of several steps: a step would sum over others at each number of ranks."""
-    over = getattr(cfg.dataset, "balance_over", None)
-    if over is None:
-        return
-    batch = cfg.train.global_batch_size
-    if batch % over or cfg.train.rampup_batch_size is not None:
-        ramp = "" if cfg.train.rampup_batch_size is None else f", rampup_batch_size {cfg.train.rampup_batch_size}"
-        raise ValueError(
-            f"dataset.balance_over is {over} with train.global_batch_size {batch}{ramp}: expected the global batch "
-            "size, which stays the same"
         )

@@ -66,10 +66,9 @@ class StoredParameter:
 
 
 def rows_by_name(provider: Qwen3VLModelProvider) -> dict[str, Row]:
-    """The whole model's rows under the parameter names of its layer spec."""
-    local = provider.transformer_impl == "local"
-    rows = expand(mappings.TABLE, provider.dimensions())
-    return {mappings.local_name(row.megatron) if local else row.megatron: row for row in rows}
+    """The whole model's rows under the parameter names of both layer specs, which its experts' and others' may be."""
+    rows = list(expand(mappings.TABLE, provider.dimensions()))
+    return {name: row for row in rows for name in (row.megatron, mappings.local_name(row.megatron))}
 
 
 def stored_parameters(
@@ -89,11 +88,13 @@ def stored_parameters(
         for name, parameter in chunk.named_parameters():
             if peft is not None and not parameter.requires_grad:
                 continue
-            whole = plain_name(_megatron_local_name_to_global(chunks, config, name, stage))
+            layer, mark, kind = plain_name(name).partition(MARK)
+            # Of adapters, Megatron-Bridge leaves experts' numbers as they are on this rank.
+            own = f"{layer}.weight" if mark else layer
+            whole = _megatron_local_name_to_global(chunks, config, own, stage)
             if whole == _OUTPUT and config.share_embeddings_and_output_weights:
                 whole = _EMBEDDING
-            layer, mark, kind = whole.partition(MARK)
-            row = adapter_row(rows[f"{layer}.weight"], kind, peft.dim) if mark else rows[whole]
+            row = adapter_row(rows[whole], kind, peft.dim) if mark else rows[whole]
             group = groups.expt_tp if "experts" in row.indices else groups.tp
             if group.size() == 1 or not getattr(parameter, "tensor_model_parallel", False):
                 yield StoredParameter(row, parameter)

@@ -19,7 +19,7 @@ from qwen3vl_bridge.adapter_rows import plain_name
 from qwen3vl_bridge.checkpoint.dcp_metadata import read_metadata
 from qwen3vl_bridge.checkpoint.megatron_folder import TORCH_DIST
 from qwen3vl_bridge.parallel import hear_all
-from qwen3vl_bridge.training.fsdp_dtensor import raise_problems
+from qwen3vl_bridge.training.fsdp_dtensor import misfits, raise_problems, strangers
 from qwen3vl_bridge.training.optimizer_state import adam_states
 from qwen3vl_bridge.training.together import is_first, together
 
@@ -173,14 +173,7 @@ def _check(folder: Path, mine: dict[str, tuple[int, ...] | None], optimizer: Meg
         wanted |= shapes
     with together():
         found = {key: spec.shape for key, (spec, _) in read_metadata(folder).tensors.items()}
-        problems = [f"missing: {key} {list(shape or ())}" for key, shape in wanted.items() if key not in found]
-        problems += [
-            f"misshapen: {key} is {list(found[key])}, expected {list(shape)}"
-            for key, shape in wanted.items()
-            if shape is not None and found.get(key, shape) != shape
-        ]
         ours = ("language_model.", "vision_model.") + (() if optimizer is None else ("optimizer.",))
-        problems += [
-            f"unexpected: {key} {list(found[key])}" for key in found.keys() - wanted.keys() if key.startswith(ours)
-        ]
+        problems = misfits(found, wanted)
+        problems += strangers({key: shape for key, shape in found.items() if key.startswith(ours)}, wanted)
     raise_problems(folder, problems)

@@ -1,0 +1,48 @@
+"""The global batch: whether ranks can share it, and whether rows are dealt out within it.
+
+What lives here: these two checks, for a configuration and for the loops that follow it. What may not: microbatches of
+pipeline stages (`parallel_settings.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def check_share(cfg: Any, ranks: int) -> int:
+    """Refuses rows that data-parallel ranks cannot share out evenly.
+
+    Args:
+        cfg: the configuration.
+        ranks: data-parallel ones.
+
+    Returns:
+        Microbatches of each rank.
+
+    Raises:
+        ValueError: rows are left over.
+    """
+    rows, share = cfg.train.global_batch_size, cfg.train.micro_batch_size * ranks
+    if rows % share:
+        raise ValueError(
+            f"train.global_batch_size is {rows}, expected a multiple of {share}: train.micro_batch_size times {ranks} "
+            "data-parallel ranks"
+        )
+    return rows // share
+
+
+def check_balance(cfg: Any) -> None:
+    """Refuses rows dealt out among those of several steps: a step would sum over others at each number of ranks.
+
+    Raises:
+        ValueError: they are.
+    """
+    if (over := getattr(cfg.dataset, "balance_over", None)) is None:
+        return
+    rows, ramp = cfg.train.global_batch_size, cfg.train.rampup_batch_size
+    if rows % over or ramp is not None:
+        ramped = "" if ramp is None else f", rampup_batch_size {ramp}"
+        raise ValueError(
+            f"dataset.balance_over is {over} with train.global_batch_size {rows}{ramped}, expected the global batch "
+            f"size, which stays the same: set dataset.balance_over={rows} too"
+        )

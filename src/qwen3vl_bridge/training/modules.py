@@ -1,0 +1,173 @@
+"""Vision and language on ranks of their own: what they do together in a step, in Megatron-Bridge's loop and in ours.
+
+What lives here: gradients that come back or don't, one division by the tokens, one norm that clips. What may not:
+groups (`process_group.py`), the two modules (`model/modules.py`), data (`served.py`).
+
+Megatron-Bridge's set-up gives each module an optimizer by itself. As it is, the tower's gradients would not be divided
+by the tokens of the batch, which language ranks count, and each module would be clipped by its own norm.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from qwen3vl_bridge.data.provider import Qwen3VLConversationProvider
+from qwen3vl_bridge.dist_train import replicas_of, trains_vision
+from qwen3vl_bridge.parallel import sum_over_ranks, tell_from
+from qwen3vl_bridge.provider import Qwen3VLModelProvider
+from qwen3vl_bridge.training.events import LoopContext
+
+import torch
+from megatron.bridge.training.callbacks import Callback, CallbackContext
+from megatron.bridge.training.state import GlobalState
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
+from megatron.core.pipeline_parallel.multimodule_communicator import MultiModulePipelineCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from torch import Tensor
+
+
+class Modules(Callback):
+    """Joins the two modules in Megatron-Bridge's loop. The small loop does so by itself."""
+
+    def on_train_start(self, context: CallbackContext) -> None:
+        """Before the first step, when the loop has set its own functions.
+
+        Raises:
+            ValueError: the run is to evaluate or save what Megatron-Bridge's loop cannot, of modules.
+        """
+        if isinstance(context, LoopContext):
+            return
+        _refuse_what_their_loop_cannot(context.state)
+        groups = get_attr_wrapped_model(context.model[0], "pg_collection")
+        join_modules(get_model_config(context.model[0]), context.optimizer, groups)
+
+
+def _refuse_what_their_loop_cannot(state: GlobalState) -> None:
+    cfg, saves = state.cfg, bool(state.cfg.checkpoint.save)
+    replicas = replicas_of(cfg.model)
+    same_names = "Megatron-Bridge saves them of both modules by the same names"
+    wrong = {
+        "validation.eval_iters": (cfg.validation.eval_iters, 0, "it would evaluate one module alone"),
+        "checkpoint.save_rng": (saves and cfg.checkpoint.save_rng, False, same_names),
+        "checkpoint.save_optim": (saves and cfg.checkpoint.save_optim, False, same_names),
+        "the step to go on from": (state.train_state.step, 0, "it counts samples by the tower's replicas"),
+    }
+    if replicas.vision != replicas.language:  # and so the tower's ranks read rows by themselves
+        wrong |= {
+            "train.iterations_to_skip": (list(cfg.train.iterations_to_skip or ()), [], "ranks of the tower skip none"),
+            "dataset": (
+                type(cfg.dataset),
+                Qwen3VLConversationProvider,
+                f"its rows have numbers, by which ranks of the tower read them with {replicas}",
+            ),
+        }
+    for name, (found, expected, why) in wrong.items():
+        if found != expected:
+            raise ValueError(
+                f"{name} is {found} with model.dist_train.use_dist_train, expected {expected} in Megatron-Bridge's "
+                f"loop: {why}"
+            )
+
+
+def join_modules(provider: Qwen3VLModelProvider, optimizer: MegatronOptimizer, groups: ProcessGroupCollection) -> None:
+    """Make steps of both modules those of one model. Every rank calls it, once.
+
+    Args:
+        provider: whose communicator and functions the schedule uses.
+        optimizer: of this rank's module.
+        groups: of this rank's module.
+    """
+    if not trains_vision(provider):
+        _send_no_gradients(provider._p2p_communicator)
+    first_language = provider.dist_train.vision_world_size
+    provider.finalize_model_grads_func = functools.partial(
+        _finalize_gradients, groups=groups, counts=provider.add_decoder, first_language=first_language
+    )
+    speaks = torch.distributed.get_rank() in (0, first_language)
+    optimizer.get_grad_norm = functools.partial(_joint_norm, optimizer.get_grad_norm, speaks=speaks)
+
+
+def _finalize_gradients(
+    model: list[torch.nn.Module],
+    num_tokens: Tensor | None = None,
+    *,
+    groups: ProcessGroupCollection,
+    counts: bool,
+    first_language: int,
+    force_all_reduce: bool | None = False,
+    **_: Any,
+) -> None:
+    """As megatron-core's `finalize_model_grads`; the tower's ranks divide by the tokens that language ranks count.
+
+    Args:
+        model: this rank's chunks.
+        num_tokens: of this rank; becomes those of the whole batch.
+        groups: of this rank's module.
+        counts: whether this is a language rank.
+        first_language: the first language rank.
+        force_all_reduce: megatron-core's.
+    """
+    finalize_model_grads(model, num_tokens if counts else None, pg_collection=groups, force_all_reduce=force_all_reduce)
+    if num_tokens is None:
+        return
+    tokens = tell_from(num_tokens, first_language)
+    if not counts and tokens > 0:
+        for chunk in model:
+            chunk.scale_gradients(1.0 / tokens)
+
+
+def _joint_norm(own: Any, *, speaks: bool) -> float:
+    """The norm of both modules' gradients; each module's ranks have its own already, and one of them tells it."""
+    norm = own() or 0.0
+    return math.sqrt(sum_over_ranks(torch.tensor(float(norm) ** 2 if speaks else 0.0, dtype=torch.float64)).item())
+
+
+def _send_no_gradients(communicator: MultiModulePipelineCommunicator) -> None:
+    """Let nobody wait for gradients of a tower that is not trained."""
+    for info in communicator.rank_module_map.values():
+        info.bridge_comms_as_src_module = _one_way(info.bridge_comms_as_src_module)
+        info.bridge_comms_as_dest_module = _one_way(info.bridge_comms_as_dest_module)
+
+
+def _one_way(bridges: Sequence[BridgeCommunicator]) -> list[OneWayBridge]:
+    return [OneWayBridge(bridge) for bridge in bridges]
+
+
+class OneWayBridge:
+    """A bridge between modules on which nothing goes back.
+
+    Args:
+        bridge: megatron-core's.
+    """
+
+    def __init__(self, bridge: BridgeCommunicator) -> None:
+        self._bridge = bridge
+        self.src_module_name, self.dest_module_name = bridge.src_module_name, bridge.dest_module_name
+
+    def send_forward(self, tensor: Tensor) -> None:
+        """Send what the tower has encoded."""
+        self._bridge.send_forward(tensor)
+
+    def recv_forward(self) -> Tensor:
+        """Receive it."""
+        return self._bridge.recv_forward()
+
+    def send_backward(self, _: Tensor | None) -> None:
+        """Send no gradient."""
+
+    def recv_backward(self) -> None:
+        """Receive no gradient."""
+
+    def send_forward_recv_backward(self, tensor: Tensor) -> None:
+        """Send what the tower has encoded, and receive nothing."""
+        self._bridge.send_forward(tensor)
+
+    def send_backward_recv_forward(self, _: Tensor | None) -> Tensor:
+        """Send nothing, and receive what the tower has encoded."""
+        return self._bridge.recv_forward()

@@ -1,0 +1,92 @@
+"""The batches of ranks of the vision tower: those of the language replicas that they encode for.
+
+What lives here: one stream out of several, in the small loop and in Megatron-Bridge's. What may not: who serves whom
+(`replicas.py`), batches themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from qwen3vl_bridge.dist_train import replicas_of
+from qwen3vl_bridge.provider import Qwen3VLModelProvider
+
+from megatron.bridge.training.state import GlobalState
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rerun_state_machine import RerunDataIterator
+
+_STREAM = "qwen3vl_served"
+
+
+def replicas_read(provider: Qwen3VLModelProvider, groups: ProcessGroupCollection) -> tuple[Sequence[int], int]:
+    """The data-parallel replicas whose batches this rank reads, and how many replicas there are.
+
+    Args:
+        provider: the run's.
+        groups: of this rank's module.
+    """
+    if provider.add_encoder and provider.add_decoder:
+        return (groups.dp.rank(),), groups.dp.size()
+    replicas, own = replicas_of(provider), groups.dp.rank()
+    return ((own,) if provider.add_decoder else replicas.served_by(own)), replicas.language
+
+
+def next_served(state: GlobalState, given: Iterator[Any], groups: ProcessGroupCollection) -> tuple:
+    """The next microbatch of each replica that a rank of the tower encodes for.
+
+    The small loop gives them. Megatron-Bridge's loop deals rows out by the tower's own replicas; where those are as
+    many as the language model's, they read the same. Else its iterator is left alone, and rows are read from where the
+    run stands.
+
+    Args:
+        state: the run.
+        given: the loop's iterator.
+        groups: of the tower.
+    """
+    replicas = replicas_of(state.cfg.model)
+    if not isinstance(given, RerunDataIterator) or replicas.vision == replicas.language:
+        batch = next(given)
+        return batch if isinstance(batch, tuple) else (batch,)
+    if not hasattr(state, _STREAM):
+        setattr(state, _STREAM, _from_where_it_stands(state, groups))
+    return next(getattr(state, _STREAM))
+
+
+def _from_where_it_stands(state: GlobalState, groups: ProcessGroupCollection) -> ServedStream:
+    cfg = state.cfg
+    read, size = replicas_read(cfg.model, groups)
+    rows = cfg.dataset.shared_by(1)
+    stream = ServedStream(
+        [rows.stream("train", dp_rank=one, dp_size=size, micro_batch_size=cfg.train.micro_batch_size) for one in read]
+    )
+    stream.load_state_dict(stream.state_dict() | {"row": state.train_state.consumed_train_samples})
+    return stream
+
+
+class ServedStream(Iterator[tuple[Any, ...]]):
+    """Microbatches of several replicas at a time.
+
+    Args:
+        streams: one of each replica.
+    """
+
+    def __init__(self, streams: Sequence[Any]) -> None:
+        self._streams = streams
+
+    def __next__(self) -> tuple[Any, ...]:
+        """The next microbatch of each replica."""
+        return tuple(next(stream) for stream in self._streams)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the streams stand, which is the same on every rank."""
+        return self._streams[0].state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there.
+
+        Args:
+            state: any rank's.
+        """
+        for stream in self._streams:
+            stream.load_state_dict(state)

@@ -1,0 +1,107 @@
+"""What only a model that is to be trained may not have is refused when it is built for that, and for nothing else."""
+
+from types import SimpleNamespace
+
+from qwen3vl_bridge.parallel_settings import check_microbatches, check_training
+
+import pytest
+import torch
+from megatron.bridge.training.comm_overlap import CommOverlapConfig
+from megatron.core.optimizer import OptimizerConfig
+
+from .split_providers import DENSE, EXPERTS, OVERLAP, PP2, SP2, VPP2, finalized, provider_of
+
+
+@pytest.fixture
+def build(monkeypatch):
+    """Builds a model, as far as our own part of that goes."""
+    mixin = "megatron.bridge.models.gpt_provider.GPTModelProvider.provide_distributed_model"
+
+    def provide_distributed_model(self, ddp_config=None, wrap_with_ddp=True):
+        return ["model"]
+
+    monkeypatch.setattr(mixin, provide_distributed_model)
+    monkeypatch.setattr("qwen3vl_bridge.model.parts.log_trained_parameters", lambda model: None)
+
+    def build(size, fields, **how):
+        return finalized(size, fields).provide_distributed_model(**how) == ["model"]
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("size", "fields", "message"),
+    [
+        (EXPERTS, dict(SP2, sequence_parallel=False), r"sequence_parallel is False with experts under .* 2, expected"),
+        (DENSE, dict(pipeline_model_parallel_size=18), r"first pipeline stage has 2 layers, expected True, or at leas"),
+        (DENSE, dict(PP2, **OVERLAP, virtual_pipeline_model_parallel_size=9), "first pipeline stage has 2 layers"),
+        (DENSE, dict(PP2, num_layers_in_first_pipeline_stage=1), "first pipeline stage has 1 layers"),
+        (DENSE, dict(PP2, pipeline_model_parallel_layout="E|t*36L"), "first pipeline stage has 0 layers"),
+        (DENSE, VPP2, "expected overlap_p2p_comm=True and batch_p2p_comm=False: stages would mix up"),
+        (
+            DENSE,
+            dict(PP2, pipeline_model_parallel_layout="Et*9|t*9|t*9|t*9L"),
+            "expected overlap_p2p_comm=True and batch",
+        ),
+        (DENSE, dict(VPP2, overlap_p2p_comm=True), "overlap_p2p_comm is True and batch_p2p_comm True .* at most one"),
+        (DENSE, dict(PP2, **OVERLAP), "expected overlap_p2p_comm=False without virtual_pipeline_model_parallel_size"),
+        (
+            DENSE,
+            dict(VPP2, **OVERLAP, microbatch_group_size_per_vp_stage=1),
+            "stage is 1, expected at least .*, 2",
+        ),
+        (DENSE, dict(PP2, pipeline_model_parallel_layout="Ett|t*10|t*14|t*10L", **OVERLAP), "stage has 2 layers"),
+        (DENSE, dict(SP2, parallel_output=False), "parallel_output is False, expected True under .* 2: a loss of"),
+        (DENSE, dict(VPP2, batch_p2p_comm=False), "batch_p2p_comm False with .* expected overlap_p2p_comm=True"),
+        (DENSE, dict(PP2, pipeline_dtype=torch.float16), "pipeline_dtype is torch.float16, expected torch.bfloat16"),
+    ],
+)
+def test_what_could_not_be_trained_can_be_built_for_other_uses(build, size, fields, message):
+    with pytest.raises(ValueError, match=message):
+        build(size, fields, ddp_config=SimpleNamespace())
+    assert build(size, fields, wrap_with_ddp=False)
+
+
+@pytest.mark.parametrize(
+    ("size", "fields"),
+    [
+        (EXPERTS, SP2),
+        (DENSE, dict(SP2, sequence_parallel=False)),
+        (DENSE, dict(PP2, num_layers_in_first_pipeline_stage=3)),
+        (DENSE, dict(PP2, num_layers_in_first_pipeline_stage=1, variable_seq_lengths=True)),
+        (DENSE, dict(PP2, pipeline_model_parallel_layout="Ettt|t*33L")),
+    ],
+)
+def test_what_can_be_trained_is_built(build, size, fields):
+    assert build(size, fields, ddp_config=SimpleNamespace())
+
+
+def test_ddp_may_be_turned_off_by_position(build):
+    provider = finalized(EXPERTS, dict(SP2, sequence_parallel=False))
+    assert provider.provide_distributed_model(None, False) == ["model"]
+    with pytest.raises(ValueError, match="sequence_parallel is False"):
+        provider.provide_distributed_model(None, True)
+
+
+@pytest.mark.parametrize(("group", "taken"), [(None, {2, 4, 6, 8}), (3, {3, 5, 6, 8}), (4, {4, 6, 7, 8})])
+def test_interleaved_stages_take_microbatches_in_groups(group, taken):
+    provider = finalized(DENSE, dict(VPP2, **OVERLAP, microbatch_group_size_per_vp_stage=group))
+    for microbatches in range(1, 9):
+        if microbatches in taken:
+            check_microbatches(provider, microbatches, "a step")
+        else:
+            with pytest.raises(ValueError, match=f"a step has {microbatches} microbatches .* expected a multiple"):
+                check_microbatches(provider, microbatches, "a step")
+    check_microbatches(finalized(DENSE, PP2), 1, "a step")
+
+
+def test_overlap_settings_of_megatron_bridge_are_in_place_before_the_check():
+    """In its loop they are applied first, and the whole configuration is validated after."""
+    provider = provider_of(DENSE, VPP2)
+    overlap = CommOverlapConfig(tp_comm_overlap=False)
+    overlap.data_parallel_size = 1
+    overlap.finalize()
+    overlap.setup(provider, OptimizerConfig(), None)
+    provider.finalize()
+    check_training(provider)
+    assert (provider.overlap_p2p_comm, provider.batch_p2p_comm) == (True, False)

@@ -1,0 +1,7 @@
+"""Benchmarks are scripts beside each other, and import each other as such."""
+
+import sys
+
+from tests.torchrun import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))

@@ -1,0 +1,164 @@
+"""Run by torchrun: Megatron-Bridge's own `finetune()` from given weights, on CPUs.
+
+    torchrun --nproc_per_node N -m tests.training.bridges_loop OUTPUT CASES
+
+CASES is a JSON list of `Start`s. Rank 0 writes what each has found to OUTPUT.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import qwen3vl_bridge
+from qwen3vl_bridge.checkpoint import CheckpointError
+
+import torch.distributed as dist
+from megatron.bridge import AutoBridge
+from megatron.bridge.training import initialize
+from megatron.bridge.training.callbacks import Callback
+from megatron.core.distributed.fsdp import mcore_fsdp_adapter
+
+from tests.parity.fsdp_on_ranks import CPUMesh
+from tests.ranks import begin, leave
+
+from .conftest import Inputs
+
+# The same rows however the model is split, and a rate that does not depend on where the run is to end.
+COMMON = dict(
+    dataset__pad_to_multiple_of=8,
+    train__global_batch_size=4,
+    validation__eval_iters=0,
+    optimizer__lr=1e-3,
+    optimizer__min_lr=1e-3,
+    scheduler__lr_decay_style="constant",
+    scheduler__lr_warmup_iters=0,
+    scheduler__override_opt_param_scheduler=True,
+)
+
+
+@dataclass
+class Start:
+    """A run.
+
+    Attributes:
+        name: of the case.
+        hf: Hugging Face folder of its model.
+        data: its data.
+        weights: the first ones.
+        save: its folder; None to save nothing.
+        settings: of its configuration that are its own, written `train__train_iters`.
+        fsdp: whether Megatron-FSDP shards it.
+        peft: settings of its adapters; None for none.
+        bf16: whether its precision is that of the released sizes' recipes, or float32.
+    """
+
+    name: str
+    hf: str
+    data: str
+    weights: str | None
+    save: str | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    fsdp: bool = False
+    peft: dict[str, Any] | None = None
+    bf16: bool = False
+
+    def config(self) -> Any:
+        """Its configuration."""
+        cfg = Inputs(Path(self.hf), Path(self.data), Path("unused")).config(
+            None if self.save is None else Path(self.save), **COMMON | self.settings
+        )
+        cfg.checkpoint.pretrained_checkpoint = self.weights
+        cfg.logger.tensorboard_dir = None
+        if not self.fsdp:
+            cfg.checkpoint.ckpt_format, cfg.ddp.data_parallel_sharding_strategy = "torch_dist", "no_shard"
+            cfg.ddp.use_megatron_fsdp = cfg.ddp.use_distributed_optimizer = False
+            cfg.optimizer.use_distributed_optimizer = False
+            cfg.ddp.overlap_param_gather = cfg.ddp.overlap_grad_reduce = False
+        if self.bf16:
+            cfg.mixed_precision = "bf16_mixed"
+        if self.peft is not None:
+            cfg.peft = qwen3vl_bridge.Qwen3VLLoRA(**self.peft)
+        return cfg
+
+
+class Follower(Callback):
+    """What there was to see of a run."""
+
+    def __init__(self, start: Start) -> None:
+        self.start, self.first_step, self.weights = start, None, None
+        self.log: list[tuple[float, float]] = []
+
+    def on_train_start(self, context: Any) -> None:
+        """Which step it goes on from, and with which weights."""
+        self.first_step = context.state.train_state.step
+        if not self.start.fsdp:
+            bridge = AutoBridge.from_hf_pretrained(self.start.hf)
+            exported = bridge.export_hf_weights(context.model, cpu=True, show_progress=False)
+            self.weights = {name: t.clone() for name, t in exported}
+
+    def on_train_step_end(self, context: Any) -> None:
+        """Loss and gradients' norm of a step."""
+        self.log.append((float(context.loss_dict["lm loss"]), float(context.grad_norm)))
+
+
+def run(start: Start) -> dict[str, Any]:
+    """Megatron-Bridge's loop to its end, as a user's script would call it."""
+    finetune, cfg, follower = _finetune(), start.config(), Follower(start)
+    cfg.dist.distributed_backend = "gloo"
+    try:
+        finetune(cfg, qwen3vl_bridge.forward_step, callbacks=[*qwen3vl_bridge.training_callbacks(cfg), follower])
+    except (CheckpointError, ValueError, AssertionError) as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"first_step": follower.first_step, "weights": follower.weights, "log": follower.log}
+
+
+def _finetune() -> Any:
+    """Its function. It imports a package for restarts, which has no wheel for every machine, to name a type."""
+    name = "nvidia_resiliency_ext"
+    package, part = ModuleType(name), ModuleType(f"{name}.inprocess")
+    package.inprocess, part.CallWrapper = part, object
+    sys.modules |= {name: package, part.__name__: part}
+    try:
+        from megatron.bridge.training.finetune import finetune
+    finally:
+        del sys.modules[name], sys.modules[part.__name__]
+    return finetune
+
+
+@contextlib.contextmanager
+def on_cpu() -> Iterator[None]:
+    """Megatron-Bridge's set-up insists on CUDA, which the package takes off its hands but does not feign.
+
+    It compiles helpers for other data sets than ours too, from sources that its wheel lacks.
+    """
+    feigned = dict(is_available=lambda: True, device_count=lambda: 1)
+    cuda = vars(initialize.torch.cuda)
+    compile_helpers, mesh = initialize.compile_helpers, mcore_fsdp_adapter.DeviceMesh
+    cuda.update(feigned)
+    initialize.compile_helpers, mcore_fsdp_adapter.DeviceMesh = lambda: None, CPUMesh
+    try:
+        yield
+    finally:
+        for key in feigned:
+            del cuda[key]
+        initialize.compile_helpers, mcore_fsdp_adapter.DeviceMesh = compile_helpers, mesh
+
+
+def main(output: str, starts: list[dict[str, Any]]) -> None:
+    """One run after the other."""
+    dist.init_process_group("gloo")
+    with on_cpu():
+        found = {start["name"]: run(Start(**start)) for start in starts}
+    leave(found, output)
+
+
+if __name__ == "__main__":
+    begin()
+    main(sys.argv[1], json.loads(sys.argv[2]))
