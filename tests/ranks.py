@@ -1,4 +1,4 @@
-"""What a module of the tests that torchrun runs begins and ends with."""
+"""What a module of the tests that runs on ranks begins and ends with."""
 
 from __future__ import annotations
 

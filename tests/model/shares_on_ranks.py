@@ -1,4 +1,4 @@
-"""Run by torchrun: rows that context-parallel ranks have shared out already, beside transformers and whole rows.
+"""Run on ranks: rows that context-parallel ranks have shared out already, beside transformers and whole rows.
 
 torchrun --nproc_per_node N -m tests.model.shares_on_ranks OUTPUT DENSE_FOLDER MOE_FOLDER
 """

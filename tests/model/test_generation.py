@@ -1,6 +1,6 @@
 """Greedy answers of the Megatron model are those of transformers' `generate`, token for token.
 
-Run by torchrun it is the script of the test of parallel ranks: -m tests.model.test_generation OUTPUT FOLDER...
+Run on ranks it is the script of the test of parallel ranks: -m tests.model.test_generation OUTPUT FOLDER...
 """
 
 import dataclasses
@@ -18,10 +18,10 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from PIL import Image
 from transformers import GenerationConfig
 
+from tests.forked import run_ranks
 from tests.parity.batches import CONTENTS, make_samples
 from tests.parity.conftest import Pair, make_pair
 from tests.ranks import begin, leave
-from tests.torchrun import torchrun
 
 NEW = 24
 SMALLER = 0.1
@@ -270,7 +270,7 @@ def test_models_in_parts_are_refused(one, monkeypatch):
 
 
 def test_tensor_and_sequence_parallel_ranks_give_the_same_answers(untied_folder, moe_folder, tmp_path):
-    torchrun("tests.model.test_generation", 2, tmp_path / "answers.pt", untied_folder, moe_folder)
+    run_ranks("tests.model.test_generation", 2, tmp_path / "answers.pt", untied_folder, moe_folder)
     found = torch.load(tmp_path / "answers.pt")
     for folder in (untied_folder, moe_folder):
         alone = load(folder)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.torchrun import torchrun
+from tests.forked import run_ranks
 
 from .shares_on_ranks import CALLS, SEEDS, TOPOLOGIES
 
@@ -18,7 +18,7 @@ TOLERANCES = {
 
 @pytest.mark.parametrize("ranks", list(TOPOLOGIES))
 def test_shares_give_what_the_whole_row_gives(untied_folder, moe_folder, tmp_path, ranks):
-    torchrun("tests.model.shares_on_ranks", ranks, tmp_path / "found.pt", untied_folder, moe_folder, timeout=1500)
+    run_ranks("tests.model.shares_on_ranks", ranks, tmp_path / "found.pt", untied_folder, moe_folder, timeout=1500)
     found, refused = torch.load(tmp_path / "found.pt")
 
     assert len(found) == len(TOPOLOGIES[ranks]) * 2 * len(SEEDS) * (1 + len(CALLS))

@@ -4,7 +4,7 @@ import json
 
 from qwen3vl_bridge.mappings import ExpertLayout
 
-from tests.torchrun import torchrun
+from tests.forked import run_ranks
 
 
 def test_every_tensor_comes_back(untied_folder, tied_folder, moe_folders, tmp_path):
@@ -16,4 +16,4 @@ def test_every_tensor_comes_back(untied_folder, tied_folder, moe_folders, tmp_pa
     cases += [(moe_folders[layout], tp) for layout in ExpertLayout]
     cases += [(moe_folders[layout], tp | ep | dict(expert_tensor_parallel_size=1)) for layout in ExpertLayout]
     settings = json.dumps([fields for _, fields in cases])
-    torchrun("tests.model.weights_on_two_ranks", 2, settings, *(folder for folder, _ in cases))
+    run_ranks("tests.model.weights_on_two_ranks", 2, settings, *(folder for folder, _ in cases))

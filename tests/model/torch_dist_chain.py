@@ -15,8 +15,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from tests.forked import run_ranks
 from tests.parity.topologies import TOPOLOGIES
-from tests.torchrun import torchrun
 
 RANKS = 4  # for those that need fewer, the others hold the same as data-parallel ranks
 KINDS = {"dense": ("untied", "tied"), "MoE": ("mixed", "experts")}
@@ -63,7 +63,7 @@ def travel(chosen: list[Stop], folders: dict[str, Path], saved: dict[str, Path],
         by_bridge = sum(other == kind for other, _, _ in chosen[number + 1 :]) % 2 == 1  # the last by megatron-core
         cases.append(dict(folder=folders[kind], fields=fields, load=last[kind], save=save, by_bridge=by_bridge))
         last[kind] = save
-    torchrun("tests.model.torch_dist_on_ranks", RANKS, json.dumps(cases, default=str))
+    run_ranks("tests.model.torch_dist_on_ranks", RANKS, json.dumps(cases, default=str))
     return last
 
 

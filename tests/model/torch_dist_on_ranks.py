@@ -1,4 +1,4 @@
-"""Run by torchrun: checkpoints in megatron-core's own format, loaded and saved by models that are split.
+"""Run on ranks: checkpoints in megatron-core's own format, loaded and saved by models that are split.
 
     torchrun --nproc_per_node N -m tests.model.torch_dist_on_ranks CASES
 

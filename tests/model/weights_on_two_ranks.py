@@ -1,4 +1,4 @@
-"""Run by torchrun on two ranks: weights loaded and exported again under model parallelism.
+"""Run on two ranks: weights loaded and exported again under model parallelism.
 
     torchrun --nproc_per_node 2 -m tests.model.weights_on_two_ranks SETTINGS HF_FOLDER...
 

@@ -1,4 +1,4 @@
-"""Run by torchrun: gradients where the experts' balancing loss outweighs the other, split beside one process.
+"""Run on ranks: gradients where the experts' balancing loss outweighs the other, split beside one process.
 
     torchrun --nproc_per_node 1 -m tests.parity.balancing_on_ranks REFERENCE HF_FOLDER
     torchrun --nproc_per_node 2 -m tests.parity.balancing_on_ranks OUTPUT HF_FOLDER REFERENCE

@@ -1,4 +1,4 @@
-"""Run by torchrun on four ranks: one step with context parallelism of 1, where all hold the same batch, and of 4.
+"""Run on four ranks: one step with context parallelism of 1, where all hold the same batch, and of 4.
 
 torchrun --nproc_per_node 4 -m tests.parity.cp_check_on_ranks OUTPUT DENSE_FOLDER MOE_FOLDER
 """

@@ -1,4 +1,4 @@
-"""Run by torchrun on two ranks: losses and gradients under Megatron-FSDP, with other contents on each rank.
+"""Run on two ranks: losses and gradients under Megatron-FSDP, with other contents on each rank.
 
     torchrun --nproc_per_node 2 -m tests.parity.fsdp_on_ranks OUTPUT HF_FOLDER...
 

@@ -1,4 +1,4 @@
-"""Run by torchrun on two ranks: the text model alone, beside transformers and beside the model of both towers.
+"""Run on two ranks: the text model alone, beside transformers and beside the model of both towers.
 
 torchrun --nproc_per_node 2 -m tests.parity.language_model_on_ranks OUTPUT DENSE_FOLDER MOE_FOLDER
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from tests.torchrun import torchrun
+from tests.forked import run_ranks
 
 from .references import MATRIX_CONTENTS, save_as_model, train_reference
 from .topologies import MODULES, TOPOLOGIES, Topology
@@ -79,7 +79,15 @@ def run(
     with tempfile.TemporaryDirectory() as scratch:
         output = Path(scratch) / "found.pt"
         places = {family: str(folder) for family, folder in folders.items()}
-        torchrun("tests.parity.on_ranks", ranks, output, json.dumps(chosen), json.dumps(places), show=show)
+        run_ranks(
+            "tests.parity.on_ranks",
+            ranks,
+            output,
+            json.dumps(chosen),
+            json.dumps(places),
+            timeout=60 * len(chosen),
+            show=show,
+        )
         return torch.load(output)
 
 

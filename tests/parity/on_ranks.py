@@ -1,4 +1,4 @@
-"""Run by torchrun: a model that is split over ranks trains for two steps, as transformers did in one process.
+"""Run on ranks: a model that is split over ranks trains for two steps, as transformers did in one process.
 
 torchrun --nproc_per_node N -m tests.parity.on_ranks OUTPUT CASES FOLDERS
 

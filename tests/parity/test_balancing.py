@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.torchrun import torchrun
+from tests.forked import run_ranks
 
 from .balancing_on_ranks import ROWS
 from .topologies import TOPOLOGIES
@@ -11,8 +11,8 @@ GRADIENT = 2e-5  # relative to the largest entry of each
 
 
 def test_gradients_are_those_of_one_process(moe_folder, tmp_path):
-    torchrun("tests.parity.balancing_on_ranks", 1, tmp_path / "one", moe_folder)
-    torchrun("tests.parity.balancing_on_ranks", 2, tmp_path / "two", moe_folder, tmp_path / "one")
+    run_ranks("tests.parity.balancing_on_ranks", 1, tmp_path / "one", moe_folder)
+    run_ranks("tests.parity.balancing_on_ranks", 2, tmp_path / "two", moe_folder, tmp_path / "one")
     found = torch.load(tmp_path / "two")
     print({case: f"{error:.1e}" for case, error in found.items()})
     assert {name for name, _ in found} >= {"CP2", "TP2+SP", "PP2", "DP2", "EP2", "TP2+SP+EP2"} & TOPOLOGIES.keys()

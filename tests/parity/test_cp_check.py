@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from tests.torchrun import torchrun
+from tests.forked import run_ranks
 
 from .cp_check_on_ranks import RANKS, SIZES
 
@@ -17,7 +17,7 @@ NORM = 5e-7  # measured 1.3e-7
 @pytest.fixture(scope="module")
 def found(untied_folder, moe_folder, tmp_path_factory):
     output = tmp_path_factory.mktemp("cp_check") / "found.pt"
-    torchrun("tests.parity.cp_check_on_ranks", RANKS, output, untied_folder, moe_folder)
+    run_ranks("tests.parity.cp_check_on_ranks", RANKS, output, untied_folder, moe_folder)
     return torch.load(output)
 
 

@@ -7,7 +7,7 @@ from qwen3vl_bridge.parts import Part, part_of
 import pytest
 import torch
 
-from tests.torchrun import torchrun
+from tests.forked import run_ranks
 
 from .batches import run_reference
 from .conftest import make_pair
@@ -23,7 +23,7 @@ NORM = 5e-6  # relative; measured 5.0e-7
 def found(untied_folder, tied_folder, moe_folder, tmp_path_factory):
     """Losses of each rank, gradients, and their norms."""
     output = tmp_path_factory.mktemp("fsdp") / "found"
-    torchrun("tests.parity.fsdp_on_ranks", 2, output, untied_folder, tied_folder, moe_folder, timeout=_SECONDS)
+    run_ranks("tests.parity.fsdp_on_ranks", 2, output, untied_folder, tied_folder, moe_folder, timeout=_SECONDS)
     (first, upper, norms), (second, lower, also) = (torch.load(f"{output}.{rank}") for rank in (0, 1))
     gradients = {
         case: {name: torch.cat((upper[case][name], lower[case][name])) for name in upper[case]} for case in upper

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.torchrun import torchrun
+from tests.forked import run_ranks
 
 from .language_model_on_ranks import SPLITS
 
@@ -14,7 +14,7 @@ GRADIENT = 1e-5  # relative to the largest entry of each gradient, measured 1.3e
 @pytest.fixture(scope="module")
 def found(untied_folder, moe_folder, tmp_path_factory):
     output = tmp_path_factory.mktemp("language_model") / "found.pt"
-    torchrun("tests.parity.language_model_on_ranks", 2, output, untied_folder, moe_folder)
+    run_ranks("tests.parity.language_model_on_ranks", 2, output, untied_folder, moe_folder)
     return torch.load(output)
 
 

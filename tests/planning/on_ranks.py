@@ -1,4 +1,4 @@
-"""Run by torchrun: what each rank of a split model really holds; rank 0 writes down what all have found.
+"""Run on ranks: what each rank of a split model really holds; rank 0 writes down what all have found.
 
 torchrun --nproc_per_node N -m tests.planning.on_ranks OUTPUT CASES FOLDERS
 

@@ -16,7 +16,7 @@ from qwen3vl_bridge.planning.settings import FP32, Training
 
 import pytest
 
-from tests.torchrun import ROOT
+from tests.forked import ROOT
 
 RUN = ["--model", "8B", "--gpus", "16", "--seq-length", "8192", "--max-patches", "8192", "--global-batch-size", "32"]
 

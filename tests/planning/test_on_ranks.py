@@ -15,8 +15,8 @@ from qwen3vl_bridge.planning.states import stage_states
 
 import pytest
 
+from tests.forked import run_ranks
 from tests.parity.topologies import TOPOLOGIES
-from tests.torchrun import torchrun
 
 from .on_ranks import MICROBATCHES
 
@@ -66,7 +66,7 @@ def found(request, folders, tmp_path_factory) -> dict[tuple[str, str], list[dict
     """What each rank of each case has found."""
     output, cases = tmp_path_factory.mktemp("planning") / "found.json", CASES[request.param]
     where = json.dumps({family: str(folder) for family, folder in folders.items()})
-    torchrun("tests.planning.on_ranks", request.param, output, json.dumps(cases), where, timeout=_SECONDS)
+    run_ranks("tests.planning.on_ranks", request.param, output, json.dumps(cases), where, timeout=_SECONDS)
     return dict(zip(cases, json.loads(output.read_text()), strict=True))
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from qwen3vl_recipes.registry import recipes
 
-from tests.torchrun import torchrun
+from tests.forked import run_ranks
 
 from .twin import family, pattern, twin
 
@@ -49,7 +49,9 @@ def test_a_step_of_every_twin(ranks, places, whole, tmp_path):
         if pattern(name).ranks == ranks:
             alike.setdefault(str(twin(name, folders[family(name)], data).to_dict()), []).append(name)
     names = [same[0] for same in alike.values()]
-    torchrun("tests.recipes.twins_on_ranks", ranks, tmp_path / "found.pt", json.dumps(names), json.dumps(folders), data)
+    run_ranks(
+        "tests.recipes.twins_on_ranks", ranks, tmp_path / "found.pt", json.dumps(names), json.dumps(folders), data
+    )
     found = torch.load(tmp_path / "found.pt")
     assert found.keys() == set(names)
     print(f"{ranks} ranks: {len(names)} runs stand for {sum(map(len, alike.values()))} recipes")

@@ -1,4 +1,4 @@
-"""Run by torchrun: one training step of recipes' twins.
+"""Run on ranks: one training step of recipes' twins.
 
 torchrun --nproc_per_node N -m tests.recipes.twins_on_ranks OUTPUT NAMES FOLDERS DATA
 

@@ -2,6 +2,6 @@
 
 import sys
 
-from tests.torchrun import ROOT
+from tests.forked import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))

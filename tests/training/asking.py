@@ -1,4 +1,4 @@
-"""Questions of which the tiny checkpoint answers some right, and a run that asks them. Run by torchrun, too.
+"""Questions of which the tiny checkpoint answers some right, and a run that asks them. Run on ranks, too.
 
 torchrun --nproc_per_node N -m tests.training.asking OUTPUT HF DATA SPLITS
 

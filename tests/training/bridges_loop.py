@@ -1,4 +1,4 @@
-"""Run by torchrun: Megatron-Bridge's own `finetune()` from given weights, on CPUs.
+"""Run on ranks: Megatron-Bridge's own `finetune()` from given weights, on CPUs.
 
     torchrun --nproc_per_node N -m tests.training.bridges_loop OUTPUT CASES
 

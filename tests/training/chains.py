@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from tests.torchrun import torchrun
+from tests.forked import run_ranks
 
 from .journeys import Journey
 
@@ -76,7 +76,7 @@ class Chain:
 def on_ranks(ranks: int, cases: list[Case], scratch: Path) -> list[Any]:
     """What `journeys` returns for each."""
     output = scratch / f"found_{ranks}.pt"
-    torchrun("tests.training.journeys", ranks, output, json.dumps(cases), timeout=1800)
+    run_ranks("tests.training.journeys", ranks, output, json.dumps(cases), timeout=1800)
     return torch.load(output)
 
 

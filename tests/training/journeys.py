@@ -1,4 +1,4 @@
-"""Run by torchrun: a run goes from one way to split the model to the next, by its checkpoints.
+"""Run on ranks: a run goes from one way to split the model to the next, by its checkpoints.
 
     torchrun --nproc_per_node N -m tests.training.journeys OUTPUT CASES
 

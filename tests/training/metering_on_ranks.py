@@ -1,4 +1,4 @@
-"""Run by torchrun: what a step held, and which experts its tokens chose, for models that are split.
+"""Run on ranks: what a step held, and which experts its tokens chose, for models that are split.
 
 torchrun --nproc_per_node 2 -m tests.training.metering_on_ranks OUTPUT HF_FOLDER
 """

@@ -1,4 +1,4 @@
-"""Run by torchrun on three ranks: runs with vision and language on ranks of their own, in both loops.
+"""Run on three ranks: runs with vision and language on ranks of their own, in both loops.
 
 torchrun --nproc_per_node 3 -m tests.training.modules_on_ranks OUTPUT HF DATA SCRATCH
 """

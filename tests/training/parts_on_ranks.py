@@ -1,4 +1,4 @@
-"""Run by torchrun on two ranks: parts with rates and schedules of their own, and a spoilt sample, in split models.
+"""Run on two ranks: parts with rates and schedules of their own, and a spoilt sample, in split models.
 
 torchrun --nproc_per_node 2 -m tests.training.parts_on_ranks OUTPUT FOLDERS
 

@@ -1,4 +1,4 @@
-"""Run by torchrun: runs that train adapters go on from checkpoints of one process, split over ranks.
+"""Run on ranks: runs that train adapters go on from checkpoints of one process, split over ranks.
 
 torchrun --nproc_per_node 2 -m tests.training.peft_on_ranks JOBS
 

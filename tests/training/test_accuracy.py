@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 
-from tests.torchrun import torchrun
+from tests.forked import run_ranks
 
 from .asking import asking, write_questions
 
@@ -52,7 +52,7 @@ def test_ranks_share_the_questions(places, tmp_path):
     splits = [{}, dict(tensor_model_parallel_size=2, sequence_parallel=True)]
     if kind == "moe":
         splits = [dict(expert_model_parallel_size=2, expert_tensor_parallel_size=1)]
-    torchrun("tests.training.asking", 2, tmp_path / "found.pt", hf, data, json.dumps(splits), timeout=400)
+    run_ranks("tests.training.asking", 2, tmp_path / "found.pt", hf, data, json.dumps(splits), timeout=400)
     assert torch.load(tmp_path / "found.pt") == [sum(right) / len(right)] * len(splits)
 
 

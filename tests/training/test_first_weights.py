@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.torchrun import torchrun
+from tests.forked import run_ranks
 
 from .bridges_loop import Start
 
@@ -72,7 +72,7 @@ def found(weights, inputs, tied_folder, tmp_path_factory):
     ]
     output = saved / "found.pt"
     cases = json.dumps([asdict(start) for start in starts])
-    torchrun("tests.training.bridges_loop", 2, output, cases, timeout=_SECONDS)
+    run_ranks("tests.training.bridges_loop", 2, output, cases, timeout=_SECONDS)
     return torch.load(output)
 
 

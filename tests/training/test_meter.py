@@ -9,9 +9,9 @@ import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 import pytest
 import torch
 
+from tests.forked import run_ranks
 from tests.parity.references import MICROBATCHES, step_samples
 from tests.parity.topologies import Topology
-from tests.torchrun import torchrun
 
 from .metering_on_ranks import NAMES, measure
 
@@ -81,7 +81,7 @@ def test_experts_are_chosen_as_transformers_chooses_them(alone, samples, moe_fol
 
 def test_however_it_is_split(alone, moe_folder, tmp_path):
     """Ranks that see the same tokens count them once, those that see others add up."""
-    torchrun("tests.training.metering_on_ranks", 2, tmp_path / "found", moe_folder)
+    run_ranks("tests.training.metering_on_ranks", 2, tmp_path / "found", moe_folder)
     split, expected = torch.load(tmp_path / "found", weights_only=False), alone["packed"]
     assert split.keys() == set(NAMES)
     for name, found in split.items():

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.torchrun import torchrun
+from tests.forked import run_ranks
 
 from .modules_on_ranks import FROZEN, STEPS, config
 
@@ -30,7 +30,7 @@ def scratch(tmp_path_factory) -> Path:
 def found(inputs, scratch) -> list[dict[str, Any]]:
     """What each rank has seen."""
     output = scratch / "found.pt"
-    torchrun("tests.training.modules_on_ranks", 3, output, inputs.hf, inputs.data, scratch, timeout=1800)
+    run_ranks("tests.training.modules_on_ranks", 3, output, inputs.hf, inputs.data, scratch, timeout=1800)
     return torch.load(output)
 
 

@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 
-from tests.torchrun import torchrun
+from tests.forked import run_ranks
 
 from .parts_on_ranks import BAD, CASES, HALF
 from .parts_reference import PARTS, STEPS, TOWERS, train_parts
@@ -32,7 +32,7 @@ def references(untied_folder, moe_folder):
 def found(references, tmp_path_factory):
     folders, _ = references
     output = tmp_path_factory.mktemp("parts") / "found.pt"
-    torchrun("tests.training.parts_on_ranks", 2, output, json.dumps({name: str(f) for name, f in folders.items()}))
+    run_ranks("tests.training.parts_on_ranks", 2, output, json.dumps({name: str(f) for name, f in folders.items()}))
     found = torch.load(output)
     assert found.keys() == CASES.keys()
     return found

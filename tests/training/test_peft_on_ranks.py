@@ -9,7 +9,7 @@ from qwen3vl_bridge.training.checkpoint import latest
 
 import pytest
 
-from tests.torchrun import torchrun
+from tests.forked import run_ranks
 
 from .peft_on_ranks import SETTINGS, STEPS, Job
 from .peft_runs import CASES, FORMATS, WITH_EXPERTS, peft_config, save_both, stored
@@ -55,7 +55,7 @@ def began(inputs, moe_folder, tmp_path_factory):
 def test_two_ranks_go_on_as_one_would(began, inputs, moe_folder, tmp_path):
     start, end, went = began
     jobs = json.dumps([asdict(job) for job in JOBS])
-    torchrun("tests.training.peft_on_ranks", 2, jobs, inputs.hf, moe_folder, inputs.data, start, tmp_path)
+    run_ranks("tests.training.peft_on_ranks", 2, jobs, inputs.hf, moe_folder, inputs.data, start, tmp_path)
     for job in JOBS:
         for found, expected in zip(
             json.loads((tmp_path / f"{job.name}.json").read_text()), went[job.case], strict=True
