@@ -205,11 +205,15 @@ def complete_dist_train(provider: Qwen3VLModelProvider) -> None:
         provider.pipeline_dtype = provider.params_dtype
 
 
-def complete_groups(provider: Qwen3VLModelProvider, groups: ProcessGroupCollection | None) -> None:
-    """Give experts' gradient norms their group, where modules have groups of their own.
+# A group of megatron-core's, and the one it is the same as where no weights are gathered again for the backward pass.
+_SAME = {"tp_ep_pp_with_egtp_remat": "tp_ep_pp", "dp_cp_gtp_remat": "dp_cp", "expt_dp_gtp_remat": "expt_dp"}
 
-    Megatron-Bridge's collection of a module's groups has None for those that were not made, and megatron-core takes
-    None for all ranks here: language ranks would wait for a sum that vision ranks take for another one.
+
+def complete_groups(provider: Qwen3VLModelProvider, groups: ProcessGroupCollection | None) -> None:
+    """Give a module the groups that Megatron-Bridge's collection of them has None for.
+
+    megatron-core takes None for all ranks, of experts' gradient norms: language ranks would wait for a sum that vision
+    ranks take for another one. Of experts' figures it takes None for groups of its own, which are not made here.
 
     Raises:
         ValueError: modules on ranks of their own, and no groups.
@@ -218,5 +222,6 @@ def complete_groups(provider: Qwen3VLModelProvider, groups: ProcessGroupCollecti
         return
     if groups is None:
         raise ValueError("pg_collection is None with dist_train.use_dist_train, expected the groups of this module")
-    if groups.tp_ep_pp_with_egtp_remat is None:
-        groups.tp_ep_pp_with_egtp_remat = groups.tp_ep_pp
+    for name, same in _SAME.items():
+        if getattr(groups, name, None) is None:
+            setattr(groups, name, getattr(groups, same))

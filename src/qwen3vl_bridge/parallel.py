@@ -91,10 +91,10 @@ def wait_for_all() -> None:
     torch.distributed.barrier()
 
 
-def tell_all[Value](value: Value) -> Value:
-    """What the first process has, on every one; it can be pickled."""
+def tell_all[Value](value: Value, rank: int = 0) -> Value:
+    """What one process has, by default the first, on every one; it can be pickled."""
     told = [value]
-    torch.distributed.broadcast_object_list(told, src=0)
+    torch.distributed.broadcast_object_list(told, src=rank)
     return told[0]
 
 

@@ -1,11 +1,16 @@
-"""Run on three ranks: runs with vision and language on ranks of their own, in both loops.
+"""Run on ranks: runs with vision and language on ranks of their own, or of a whole model, in both loops.
 
-torchrun --nproc_per_node 3 -m tests.training.modules_on_ranks OUTPUT HF DATA SCRATCH
+torchrun --nproc_per_node N -m tests.training.modules_on_ranks OUTPUT HF DATA JOBS
+
+HF is a JSON object with the tiny checkpoint of each family, JOBS a JSON list of `Job`s. The first rank writes what each
+rank has seen of each.
 """
 
 from __future__ import annotations
 
+import json
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +28,7 @@ from .bridges_loop import _finetune, on_cpu
 from .conftest import Inputs
 
 STEPS = 4
+HALF = STEPS // 2
 SETTINGS = dict(
     dataset__pad_to_multiple_of=8,
     train__global_batch_size=4,
@@ -31,51 +37,89 @@ SETTINGS = dict(
     validation__eval_iters=1,
     optimizer__lr=1e-3,
     scheduler__lr_warmup_iters=2,
-    checkpoint__save_interval=STEPS,
+    checkpoint__save_interval=HALF,
+    checkpoint__dist_ckpt_optim_fully_reshardable=True,
     logger__log_interval=1,
 )
 FROZEN = dict(model__freeze_vision_model=True, model__freeze_vision_projection=True)
 
 
-def config(hf: str, data: str, save: str | None, split: str | None = None, **settings: Any) -> Any:
-    """A run, of the whole model or of modules."""
-    cfg = Inputs(Path(hf), Path(data), Path("unused")).config(
-        None if save is None else Path(save), **SETTINGS | settings
-    )
-    cfg.checkpoint.pretrained_checkpoint = hf
-    cfg.checkpoint.ckpt_format, cfg.ddp.data_parallel_sharding_strategy = "torch_dist", "no_shard"
-    cfg.ddp.use_megatron_fsdp = cfg.ddp.use_distributed_optimizer = False
-    cfg.optimizer.use_distributed_optimizer = False
-    cfg.ddp.overlap_param_gather = cfg.ddp.overlap_grad_reduce = False
-    cfg.logger.tensorboard_dir = None
-    split_by(cfg, MODULES[split].fields if split else {})
-    return cfg
+@dataclass
+class Job:
+    """A run.
+
+    Attributes:
+        name: what it is known by.
+        split: a key of MODULES, or None for the whole model.
+        loop: "small", or "bridge" for Megatron-Bridge's own.
+        family: of its model.
+        save: its folder; None to save nothing.
+        load: the folder of a run that it goes on from, at half of the steps.
+        sharded: whether the optimizer's state is shared out to data-parallel ranks.
+        settings: of its configuration that are its own, written `train__train_iters`.
+    """
+
+    name: str
+    split: str | None = None
+    loop: str = "bridge"
+    family: str = "dense"
+    save: str | None = None
+    load: str | None = None
+    sharded: bool = False
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def config(self, hf: str, data: str) -> Any:
+        """Its configuration."""
+        cfg = Inputs(Path(hf), Path(data), Path("unused")).config(
+            None if self.save is None else Path(self.save), **SETTINGS | self.settings
+        )
+        cfg.checkpoint.pretrained_checkpoint, cfg.checkpoint.load = hf, self.load
+        cfg.checkpoint.ckpt_step = None if self.load is None else HALF
+        cfg.checkpoint.ckpt_format, cfg.ddp.data_parallel_sharding_strategy = "torch_dist", "no_shard"
+        cfg.ddp.use_megatron_fsdp = False
+        cfg.ddp.use_distributed_optimizer = cfg.optimizer.use_distributed_optimizer = self.sharded
+        cfg.ddp.overlap_param_gather = cfg.ddp.overlap_grad_reduce = False
+        cfg.logger.tensorboard_dir = None
+        split_by(cfg, MODULES[self.split].fields if self.split else {})
+        return cfg
 
 
 class Follower(Callback):
-    """What Megatron-Bridge's loop tells of its steps, on a rank that has losses."""
+    """What Megatron-Bridge's loop tells of its steps and evaluations, on a rank that has losses."""
 
     def __init__(self) -> None:
-        self.steps: list[tuple[float, float]] = []
+        self.log: list[tuple[str, float, float]] = []
 
     def on_train_step_end(self, context: Any) -> None:
         """Loss and gradients' norm."""
         if "lm loss" in context.loss_dict:
-            self.steps.append((float(context.loss_dict["lm loss"]), float(context.grad_norm)))
+            self.log.append(("step", float(context.loss_dict["lm loss"]), float(context.grad_norm)))
+
+    def on_eval_end(self, context: Any) -> None:
+        """The validation data's loss."""
+        self._add("valid", context)
+
+    def on_test_end(self, context: Any) -> None:
+        """The test data's loss."""
+        self._add("test", context)
+
+    def _add(self, kind: str, context: Any) -> None:
+        if "lm loss" in context.total_loss_dict:
+            self.log.append((kind, float(context.total_loss_dict["lm loss"]), 0.0))
 
 
-def bridges_loop(hf: str, data: str, split: str) -> list[tuple[float, float]]:
-    """Megatron-Bridge's own `finetune()`, as a user's script calls it; its steps."""
-    finetune, cfg, follower = _finetune(), config(hf, data, None, split, validation__eval_iters=0), Follower()
+def bridges_loop(job: Job, hf: str, data: str) -> list[tuple[str, float, float]]:
+    """Megatron-Bridge's own `finetune()`, as a user's script calls it; what there was to see."""
+    finetune, cfg, follower = _finetune(), job.config(hf, data), Follower()
     cfg.dist.distributed_backend = "gloo"
     with on_cpu():
         finetune(cfg, qwen3vl_bridge.forward_step, callbacks=[*qwen3vl_bridge.training_callbacks(cfg), follower])
-    return follower.steps
+    return follower.log
 
 
-def small_loop(hf: str, data: str, save: str | None, split: str, **settings: Any) -> tuple[list, list[bool]]:
+def small_loop(job: Job, hf: str, data: str) -> tuple[list, list[bool]]:
     """The small loop's log; and of this rank's bridges between modules, whether gradients come back on each."""
-    cfg = config(hf, data, save, split, **settings)
+    cfg = job.config(hf, data)
     log = train(cfg)
     return log, [
         not isinstance(bridge, OneWayBridge)
@@ -84,16 +128,11 @@ def small_loop(hf: str, data: str, save: str | None, split: str, **settings: Any
     ]
 
 
-def main(output: str, hf: str, data: str, scratch: str) -> None:
-    """The first rank writes what each has seen."""
+def main(output: str, hf: dict[str, str], data: str, jobs: list[Job]) -> None:
+    """One run after the other."""
     dist.init_process_group("gloo")  # or Megatron-Bridge's loop would, and take it down at its end
-    found = {
-        "bridge, 2 + 1": bridges_loop(hf, data, "2 + 1"),
-        "bridge, 1 + DP2": bridges_loop(hf, data, "1 + DP2"),
-        "small, 2 + 1": small_loop(hf, data, f"{scratch}/small", "2 + 1"),
-        "small, 1 + DP2": small_loop(hf, data, None, "1 + DP2"),
-        "frozen, 1 + PP2": small_loop(hf, data, None, "1 + PP2", **FROZEN),
-    }
+    loops = {"bridge": bridges_loop, "small": small_loop}
+    found = {job.name: loops[job.loop](job, hf[job.family], data) for job in jobs}
     every = [None] * dist.get_world_size()
     dist.all_gather_object(every, found)
     leave(every, output)
@@ -101,4 +140,4 @@ def main(output: str, hf: str, data: str, scratch: str) -> None:
 
 if __name__ == "__main__":
     begin()
-    main(*sys.argv[1:])
+    main(sys.argv[1], json.loads(sys.argv[2]), sys.argv[3], [Job(**job) for job in json.loads(sys.argv[4])])

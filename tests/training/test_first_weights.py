@@ -186,11 +186,11 @@ class TestTheConfiguration:
         assert len(cfg.model._pre_wrap_hooks) == len(cfg.model._post_wrap_hooks) == 1
 
     def test_they_are_left_where_there_is_a_checkpoint(self, cfg, weights, inputs, tmp_path):
-        from qwen3vl_bridge.training.first_weights import FirstWeightsManager, has_checkpoint
+        from qwen3vl_bridge.training.checkpoint_manager import Qwen3VLCheckpointManager, has_checkpoint
 
         cfg.checkpoint.save = cfg.checkpoint.load = str(tmp_path)
         assert not has_checkpoint(cfg.checkpoint)
-        assert FirstWeightsManager(cfg.checkpoint).load(None) == (0, 0)
+        assert Qwen3VLCheckpointManager(cfg.checkpoint).load(None) == (0, 0)
         shutil.copytree(weights["dense"]["torch_dist"], tmp_path, dirs_exist_ok=True)
         assert has_checkpoint(cfg.checkpoint)
         assert not same_as(inputs.hf, self.exported(cfg, self.build(cfg)))

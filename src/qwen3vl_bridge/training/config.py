@@ -12,6 +12,7 @@ from typing import Literal, get_args
 
 from qwen3vl_bridge.data.row_settings import ConversationRows
 from qwen3vl_bridge.dist_train import check_world
+from qwen3vl_bridge.training.checkpoint_manager import manage_checkpoints
 from qwen3vl_bridge.training.first_weights import read_first_weights
 from qwen3vl_bridge.training.global_batch import check_balance, check_share
 from qwen3vl_bridge.training.towers import Qwen3VLTowers, check_towers
@@ -137,6 +138,7 @@ class Qwen3VLConfigContainer(ConfigContainer):
         if self.guard is not None:
             self._check_guard(self.guard)
         super().validate()
+        manage_checkpoints(self)
         read_first_weights(self)
 
     def _check_modules(self) -> None:

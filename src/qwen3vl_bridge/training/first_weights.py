@@ -1,29 +1,22 @@
 """First weights in Megatron-Bridge's own loop, by the loader of the small one.
 
-What lives here: where in Megatron-Bridge's set-up they are read, and what keeps it from reading them again. What may
-not: reading them (`pretrained.py`).
+What lives here: where in Megatron-Bridge's set-up they are read. What may not: reading them (`pretrained.py`), what
+keeps it from reading them again (`checkpoint_manager.py`).
 
 Megatron-Bridge reads them into the model that is wrapped already, in the format that the run saves in; Hugging Face
-weights do not get into Megatron-FSDP's shards so. Here they are read before the model is wrapped, in any format. Two
-seams of Megatron-Bridge serve: the provider's hooks before wrapping, and its checkpoint manager, which its set-up asks
-to load where a run has a checkpoint or first weights.
+weights do not get into Megatron-FSDP's shards so. Here they are read before the model is wrapped, in any format, by the
+provider's hooks.
 """
 
 from __future__ import annotations
 
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
-from qwen3vl_bridge.parallel import tell_all
+from qwen3vl_bridge.training.checkpoint_manager import has_checkpoint, is_managed
 from qwen3vl_bridge.training.pretrained import Pretrained
-from qwen3vl_bridge.training.together import is_first, together
+from qwen3vl_bridge.training.together import together
 
 import torch
-from megatron.bridge.training.checkpointing import (
-    CheckpointLoadContext,
-    DefaultCheckpointManager,
-    _has_global_non_persistent_checkpoint,
-)
-from megatron.bridge.training.config import CheckpointConfig, ConfigContainer
-from megatron.bridge.training.utils.checkpoint_utils import checkpoint_exists, is_hf_checkpoint_dir
+from megatron.bridge.training.config import ConfigContainer
 
 Chunks = list[torch.nn.Module]
 
@@ -83,39 +76,6 @@ class FirstWeights:
             self.cfg.peft, self.peft = self.peft, None
 
 
-class FirstWeightsManager(DefaultCheckpointManager):
-    """Megatron-Bridge's checkpoint manager, which does not load what `FirstWeights` has."""
-
-    def load(self, ctx: CheckpointLoadContext) -> tuple[int, int]:
-        """Load the run's own checkpoint, where it has one.
-
-        Args:
-            ctx: Megatron-Bridge's.
-
-        Returns:
-            The step to go on from, and the operations done so far.
-        """
-        if has_checkpoint(self.checkpoint_config) or "local_checkpoint_manager" in self.checkpointing_context:
-            return super().load(ctx)
-        return 0, 0
-
-
-MANAGER = f"{FirstWeightsManager.__module__}.{FirstWeightsManager.__name__}"
-
-
-def has_checkpoint(settings: CheckpointConfig) -> bool:
-    """Whether a run has a checkpoint of its own to go on from, as Megatron-Bridge sees it. Every rank calls this."""
-    found = False
-    with together():
-        if is_first():
-            found = (
-                checkpoint_exists(settings.load)
-                or is_hf_checkpoint_dir(settings.load)  # which Megatron-Bridge then refuses
-                or _has_global_non_persistent_checkpoint(settings.load, settings)
-            )
-    return tell_all(found)
-
-
 def read_first_weights(cfg: ConfigContainer) -> None:
     """Let Megatron-Bridge's set-up read a run's first weights by our loader; nothing where it has none.
 
@@ -125,10 +85,8 @@ def read_first_weights(cfg: ConfigContainer) -> None:
         cfg: changed in place; a second call changes nothing more.
     """
     leave_first_weights(cfg)
-    settings = cfg.checkpoint
-    if settings.pretrained_checkpoint is None or settings.custom_manager_class is not None:
+    if cfg.checkpoint.pretrained_checkpoint is None or not is_managed(cfg):
         return
-    settings.custom_manager_class = MANAGER
     hook = FirstWeights(cfg)
     cfg.model.register_pre_wrap_hook(hook)
     cfg.model.register_post_wrap_hook(hook.after)
@@ -140,8 +98,6 @@ def leave_first_weights(cfg: ConfigContainer) -> None:
     Args:
         cfg: changed in place.
     """
-    if cfg.checkpoint.custom_manager_class == MANAGER:
-        cfg.checkpoint.custom_manager_class = None
     hooks = getattr(cfg.model, "_pre_wrap_hooks", ())
     for hook in [hook for hook in hooks if isinstance(hook, FirstWeights)]:
         cfg.model._pre_wrap_hooks.remove(hook)

@@ -1,7 +1,8 @@
 """Vision and language on ranks of their own: what they do together in a step, in Megatron-Bridge's loop and in ours.
 
 What lives here: gradients that come back or don't, one division by the tokens, one norm that clips. What may not:
-groups (`process_group.py`), the two modules (`model/modules.py`), data (`served.py`).
+groups (`process_group.py`), the two modules (`model/modules.py`), data (`served.py`), checkpoints and evaluation in
+Megatron-Bridge's loop (`modules_checkpoint.py`, `modules_evaluation.py`).
 
 Megatron-Bridge's set-up gives each module an optimizer by itself. As it is, the tower's gradients would not be divided
 by the tokens of the batch, which language ranks count, and each module would be clipped by its own norm.
@@ -19,11 +20,17 @@ from qwen3vl_bridge.dist_train import replicas_of, trains_vision
 from qwen3vl_bridge.parallel import sum_over_ranks, tell_from
 from qwen3vl_bridge.provider import Qwen3VLModelProvider
 from qwen3vl_bridge.training.events import LoopContext
+from qwen3vl_bridge.training.modules_evaluation import evaluate_modules_together
+from qwen3vl_bridge.training.served import read_split
 
 import torch
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 from megatron.bridge.training.state import GlobalState
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.num_microbatches_calculator import (
+    get_current_running_global_batch_size,
+    get_num_microbatches,
+)
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
 from megatron.core.pipeline_parallel.multimodule_communicator import MultiModulePipelineCommunicator
@@ -39,25 +46,45 @@ class Modules(Callback):
         """Before the first step, when the loop has set its own functions.
 
         Raises:
-            ValueError: the run is to evaluate or save what Megatron-Bridge's loop cannot, of modules.
+            ValueError: the run is to do what Megatron-Bridge's loop cannot, of modules.
         """
         if isinstance(context, LoopContext):
             return
         _refuse_what_their_loop_cannot(context.state)
         groups = get_attr_wrapped_model(context.model[0], "pg_collection")
         join_modules(get_model_config(context.model[0]), context.optimizer, groups)
+        evaluate_modules_together()
+
+    def on_train_step_end(self, context: CallbackContext) -> None:
+        """Count the batch's samples; right after this Megatron-Bridge adds those of its module's replicas."""
+        if isinstance(context, LoopContext):
+            return
+        groups, train = get_attr_wrapped_model(context.model[0], "pg_collection"), context.state.cfg.train
+        added = groups.dp.size() * train.micro_batch_size * get_num_microbatches()
+        context.state.train_state.consumed_train_samples += get_current_running_global_batch_size() - added
+
+    def on_eval_start(self, context: CallbackContext) -> None:
+        """Rows are of the validation data from here on."""
+        read_split(context.state, "valid")
+
+    def on_test_start(self, context: CallbackContext) -> None:
+        """Rows are of the test data from here on."""
+        read_split(context.state, "test")
+
+    def on_eval_end(self, context: CallbackContext) -> None:
+        """Rows are of the training data again."""
+        read_split(context.state, "train")
+
+    on_test_end = on_eval_end
 
 
 def _refuse_what_their_loop_cannot(state: GlobalState) -> None:
-    cfg, saves = state.cfg, bool(state.cfg.checkpoint.save)
-    replicas = replicas_of(cfg.model)
-    same_names = "Megatron-Bridge saves them of both modules by the same names"
-    wrong = {
-        "validation.eval_iters": (cfg.validation.eval_iters, 0, "it would evaluate one module alone"),
-        "checkpoint.save_rng": (saves and cfg.checkpoint.save_rng, False, same_names),
-        "checkpoint.save_optim": (saves and cfg.checkpoint.save_optim, False, same_names),
-        "the step to go on from": (state.train_state.step, 0, "it counts samples by the tower's replicas"),
-    }
+    cfg, saves = state.cfg, bool(state.cfg.checkpoint.save) and state.cfg.checkpoint.save_optim
+    replicas, settings = replicas_of(cfg.model), cfg.checkpoint
+    wrong = {}
+    if saves and cfg.optimizer.use_distributed_optimizer:
+        name, found = "checkpoint.dist_ckpt_optim_fully_reshardable", settings.dist_ckpt_optim_fully_reshardable
+        wrong[name] = (found, True, "other forms name what they save by numbers of groups, which both modules have")
     if replicas.vision != replicas.language:  # and so the tower's ranks read rows by themselves
         wrong |= {
             "train.iterations_to_skip": (list(cfg.train.iterations_to_skip or ()), [], "ranks of the tower skip none"),

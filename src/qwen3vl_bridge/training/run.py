@@ -18,6 +18,7 @@ from typing import Any
 
 from qwen3vl_bridge.parallel_settings import check_microbatches
 from qwen3vl_bridge.peft import Qwen3VLParts
+from qwen3vl_bridge.training.checkpoint_manager import leave_checkpoints
 from qwen3vl_bridge.training.config import check_lengths
 from qwen3vl_bridge.training.first_weights import leave_first_weights
 from qwen3vl_bridge.training.followed import check_checkpoint_settings
@@ -91,6 +92,7 @@ def assemble(cfg: ConfigContainer, pretrained: Pretrained | None = None) -> Run:
     if cfg.peft is not None:
         _check_adapters(cfg, pretrained)
     runtime_config_update(cfg)
+    leave_checkpoints(cfg)
     leave_first_weights(cfg)
     config_yaml = dump_dataclass_to_yaml(cfg.to_dict())
     _without_sharding(cfg)

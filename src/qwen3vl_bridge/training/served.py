@@ -16,7 +16,7 @@ from megatron.bridge.training.state import GlobalState
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import RerunDataIterator
 
-_STREAM = "qwen3vl_served"
+_STREAMS, _SPLIT = "qwen3vl_served", "qwen3vl_split"
 
 
 def replicas_read(provider: Qwen3VLModelProvider, groups: ProcessGroupCollection) -> tuple[Sequence[int], int]:
@@ -30,6 +30,16 @@ def replicas_read(provider: Qwen3VLModelProvider, groups: ProcessGroupCollection
         return (groups.dp.rank(),), groups.dp.size()
     replicas, own = replicas_of(provider), groups.dp.rank()
     return ((own,) if provider.add_decoder else replicas.served_by(own)), replicas.language
+
+
+def read_split(state: GlobalState, split: str) -> None:
+    """Say which data Megatron-Bridge's loop takes its rows from, from here on.
+
+    Args:
+        state: the run.
+        split: "train", "valid" or "test".
+    """
+    setattr(state, _SPLIT, split)
 
 
 def next_served(state: GlobalState, given: Iterator[Any], groups: ProcessGroupCollection) -> tuple:
@@ -48,19 +58,23 @@ def next_served(state: GlobalState, given: Iterator[Any], groups: ProcessGroupCo
     if not isinstance(given, RerunDataIterator) or replicas.vision == replicas.language:
         batch = next(given)
         return batch if isinstance(batch, tuple) else (batch,)
-    if not hasattr(state, _STREAM):
-        setattr(state, _STREAM, _from_where_it_stands(state, groups))
-    return next(getattr(state, _STREAM))
+    if not hasattr(state, _STREAMS):
+        setattr(state, _STREAMS, {})
+    streams, split = getattr(state, _STREAMS), getattr(state, _SPLIT, "train")
+    if split not in streams:
+        streams[split] = _from_where_it_stands(state, split, groups)
+    return next(streams[split])
 
 
-def _from_where_it_stands(state: GlobalState, groups: ProcessGroupCollection) -> ServedStream:
-    cfg = state.cfg
+def _from_where_it_stands(state: GlobalState, split: str, groups: ProcessGroupCollection) -> ServedStream:
+    """Of a split, as Megatron-Bridge's loader of it begins."""
+    cfg, done = state.cfg, state.train_state
     read, size = replicas_read(cfg.model, groups)
     rows = cfg.dataset.shared_by(1)
-    stream = ServedStream(
-        [rows.stream("train", dp_rank=one, dp_size=size, micro_batch_size=cfg.train.micro_batch_size) for one in read]
-    )
-    stream.load_state_dict(stream.state_dict() | {"row": state.train_state.consumed_train_samples})
+    micro = cfg.train.micro_batch_size if split == "train" else cfg.validation.eval_micro_batch_size
+    stream = ServedStream([rows.stream(split, dp_rank=one, dp_size=size, micro_batch_size=micro) for one in read])
+    begun = {"train": done.consumed_train_samples, "valid": done.consumed_valid_samples, "test": 0}
+    stream.load_state_dict(stream.state_dict() | {"row": begun[split]})
     return stream
 
 
