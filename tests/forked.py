@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).parents[1]
-PATIENCE = 900  # seconds
+PATIENCE = 1200  # seconds
 
 
 def run_ranks(module: str, ranks: int, *arguments: object, timeout: float = PATIENCE, show: bool = False) -> None:

@@ -10,6 +10,7 @@ fewer, each encodes the pictures of several.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -89,6 +90,21 @@ def check_dist_train(provider: Qwen3VLModelProvider) -> None:
     _check_sizes(provider)
     _check_replicas(provider)
     _check_schedule(provider)
+
+
+def expect(settings: Mapping[str, tuple[object, object, str]], where: str = "") -> None:
+    """Refuse settings that vision and language on ranks of their own cannot have.
+
+    Args:
+        settings: by name, what was found, what is expected, and why.
+        where: it is expected, for the message, as " in ...".
+
+    Raises:
+        ValueError: one has another value.
+    """
+    for name, (found, expected, why) in settings.items():
+        if found != expected:
+            raise ValueError(f"{name} is {found!r} with dist_train.use_dist_train, expected {expected!r}{where}: {why}")
 
 
 def check_world(provider: Qwen3VLModelProvider, world: int) -> None:
@@ -189,9 +205,7 @@ def _check_schedule(provider: Qwen3VLModelProvider) -> None:
             "stages would send another type than the modules",
         ),
     }
-    for name, (found, expected, why) in wrong.items():
-        if found != expected:
-            raise ValueError(f"{name} is {found} with dist_train.use_dist_train, expected {expected}: {why}")
+    expect(wrong)
     if provider.pipeline_dtype not in (None, provider.params_dtype):
         raise ValueError(
             f"pipeline_dtype is {provider.pipeline_dtype}, expected params_dtype, {provider.params_dtype}, in which "

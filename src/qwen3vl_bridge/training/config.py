@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from qwen3vl_bridge.data.row_settings import ConversationRows
-from qwen3vl_bridge.dist_train import check_world
+from qwen3vl_bridge.dist_train import check_world, expect
 from qwen3vl_bridge.training.checkpoint_manager import manage_checkpoints
 from qwen3vl_bridge.training.first_weights import read_first_weights
 from qwen3vl_bridge.training.global_batch import check_balance, check_share
@@ -146,18 +146,17 @@ class Qwen3VLConfigContainer(ConfigContainer):
         if not self.model.dist_train.use_dist_train:
             return
         check_world(self.model, get_world_size_safe())
-        wrong = {
-            "dist.use_decentralized_pg": (self.dist.use_decentralized_pg, True),
-            "dist.use_gloo_process_groups": (self.dist.use_gloo_process_groups, False),
-            "ddp.num_distributed_optimizer_instances": (self.ddp.num_distributed_optimizer_instances, 1),
-            "peft": (self.peft, None),
-            "accuracy.path": (self.accuracy.path, None),
+        own = "each module has groups of its own, of one kind"
+        settings = {
+            "dist.use_decentralized_pg": (self.dist.use_decentralized_pg, True, own),
+            "dist.use_gloo_process_groups": (self.dist.use_gloo_process_groups, False, own),
+            "ddp.num_distributed_optimizer_instances": (self.ddp.num_distributed_optimizer_instances, 1, own),
+            "peft": (self.peft, None, "adapters are put into whole models"),
+            "accuracy.path": (self.accuracy.path, None, "generation needs a whole model"),
         }
         if torch.cuda.is_available():  # the small loop shards nothing
-            wrong["ddp.use_megatron_fsdp"] = (self.ddp.use_megatron_fsdp, False)
-        for name, (found, expected) in wrong.items():
-            if found != expected:
-                raise ValueError(f"{name} is {found!r} with model.dist_train.use_dist_train, expected {expected!r}")
+            settings["ddp.use_megatron_fsdp"] = (self.ddp.use_megatron_fsdp, False, "it shards one module's parameters")
+        expect(settings)
 
     def _check_guard(self, guard: GuardConfig) -> None:
         guard.finalize()

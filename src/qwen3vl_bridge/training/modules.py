@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from qwen3vl_bridge.data.provider import Qwen3VLConversationProvider
-from qwen3vl_bridge.dist_train import replicas_of, trains_vision
+from qwen3vl_bridge.dist_train import expect, replicas_of, trains_vision
 from qwen3vl_bridge.parallel import sum_over_ranks, tell_from
 from qwen3vl_bridge.provider import Qwen3VLModelProvider
 from qwen3vl_bridge.training.events import LoopContext
@@ -94,12 +94,7 @@ def _refuse_what_their_loop_cannot(state: GlobalState) -> None:
                 f"its rows have numbers, by which ranks of the tower read them with {replicas}",
             ),
         }
-    for name, (found, expected, why) in wrong.items():
-        if found != expected:
-            raise ValueError(
-                f"{name} is {found} with model.dist_train.use_dist_train, expected {expected} in Megatron-Bridge's "
-                f"loop: {why}"
-            )
+    expect(wrong, " in Megatron-Bridge's loop")
 
 
 def join_modules(provider: Qwen3VLModelProvider, optimizer: MegatronOptimizer, groups: ProcessGroupCollection) -> None:
