@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from qwen3vl_bridge.training.config import Qwen3VLConfigContainer
 
 K = 1024
+# Of a row of 8K tokens where vision has ranks of its own, whose number follows from it (docs/dist_train.md): 1.15 times
+# the mean of the mix in docs/packing.md.
+DIST_TRAIN_PATCHES = 27_107
 
 
 def sft(size: str, *, seq_length: int = 8 * K, global_batch_size: int = 32) -> Qwen3VLConfigContainer:
@@ -180,6 +183,20 @@ def recompute_layers(cfg: Qwen3VLConfigContainer, layers: int) -> Qwen3VLConfigC
     return _recompute(recompute_tower(cfg), "", method="block", layers=layers)
 
 
+def recompute_modules(cfg: Qwen3VLConfigContainer, *modules: str) -> Qwen3VLConfigContainer:
+    """The same run with these modules of the language model's layers computed again, beside the tower's layers.
+
+    Args:
+        cfg: changed in place.
+        modules: megatron-core's names, some of which need Transformer Engine.
+    """
+    model = recompute_tower(cfg).model
+    model.recompute_granularity, model.recompute_modules = "selective", list(modules)
+    # What a GPU has anyway where Transformer Engine is installed; where it is not, the run says what it lacks.
+    model.transformer_impl, model.moe_grouped_gemm = "transformer_engine", bool(model.num_moe_experts)
+    return cfg
+
+
 def _recompute(
     cfg: Qwen3VLConfigContainer,
     tower: str,
@@ -209,4 +226,25 @@ def split(cfg: Qwen3VLConfigContainer, *, tp: int = 1, pp: int = 1, cp: int = 1,
     model.expert_model_parallel_size = ep
     if model.num_moe_experts:
         model.expert_tensor_parallel_size = 1
+    return cfg
+
+
+def dist_train(
+    cfg: Qwen3VLConfigContainer, *, vision: int, language: int, vision_tp: int = 1
+) -> Qwen3VLConfigContainer:
+    """The same run with the vision tower on ranks of its own, the first ones; `split` is the other ranks'.
+
+    Args:
+        cfg: changed in place.
+        vision: the tower's ranks.
+        language: all others.
+        vision_tp: ranks that share a layer of the tower.
+    """
+    ranks = cfg.model.dist_train
+    ranks.use_dist_train, ranks.vision_tensor_model_parallel_size = True, vision_tp
+    ranks.vision_world_size, ranks.language_world_size = vision, language
+    cfg.model.variable_seq_lengths = True  # what the modules send each other grows with the pictures of a row
+    cfg.dist.use_decentralized_pg = True  # each module has groups of its own,
+    cfg.dist.use_gloo_process_groups = False  # and Megatron-Bridge makes none of gloo beside them
+    cfg.dataset.max_patches = DIST_TRAIN_PATCHES
     return cfg

@@ -77,29 +77,36 @@ def memory_plan(cfg: ConfigContainer, world_size: int) -> Estimate:
     """
     from qwen3vl_bridge.planning.from_config import plan_of
 
+    return plan_of(_on_gpus(cfg, world_size), world_size)
+
+
+def _on_gpus(cfg: ConfigContainer, world_size: int) -> ConfigContainer:
     complete = finalised(cfg, world_size)
     complete.model.transformer_impl = "transformer_engine"
-    return plan_of(complete, world_size)
+    return complete
 
 
 def show(cfg: ConfigContainer, *, gpus: int, gpu: str) -> None:
-    """Print the settings as YAML, then the plan.
+    """Print the settings as YAML, then the plan; where vision has ranks of its own, also whether they are enough.
 
     Args:
         cfg: as the run would get it.
         gpus: how many.
         gpu: their kind.
     """
+    from qwen3vl_bridge.planning.from_config import sized_of
     from qwen3vl_bridge.planning.hardware import gpu_of
-    from qwen3vl_bridge.planning.printing import print_estimate
+    from qwen3vl_bridge.planning.printing import print_estimate, words_of_pace
 
     from megatron.bridge.utils.yaml_utils import dump_dataclass_to_yaml
 
-    memory = gpu_of(gpu).memory_bytes
+    kind = gpu_of(gpu)
     print(dump_dataclass_to_yaml(finalised(cfg, gpus).to_dict()))
     try:
         plan = memory_plan(cfg, gpus)
     except ValueError as error:
         print(f"no plan of the memory: {error}")
     else:
-        print_estimate(plan, memory)
+        print_estimate(plan, kind.memory_bytes)
+        if plan.dist is not None:
+            print(words_of_pace(sized_of(_on_gpus(cfg, gpus), gpus, kind)))

@@ -3,7 +3,17 @@
 What lives here: how it is split, and for what machines. What may not: the rest (`base.py`).
 """
 
-from qwen3vl_recipes.base import K, fsdp, peft, pretrain, recompute_all, sft, split
+from qwen3vl_recipes.base import (
+    K,
+    dist_train,
+    fsdp,
+    peft,
+    pretrain,
+    recompute_all,
+    recompute_modules,
+    sft,
+    split,
+)
 from qwen3vl_recipes.registry import recipe
 
 
@@ -44,6 +54,13 @@ def qwen3_vl_235b_a22b_sft_256k_config():
     """Full fine-tuning, rows of 256K tokens, 512 H100: 64 to a row in each of four stages."""
     cfg = sft("235B-A22B", seq_length=256 * K, global_batch_size=32)
     return recompute_all(_pipeline(cfg, tp=4, pp=4, cp=16, ep=32))
+
+
+@recipe(gpus=144)
+def qwen3_vl_235b_a22b_sft_dist_train_config():
+    """Full fine-tuning, rows of 8K tokens, 144 H100: 16 for vision, four to each of 16 stages of the rest."""
+    cfg = _pipeline(sft("235B-A22B", global_batch_size=128), tp=4, pp=16, ep=8)
+    return dist_train(recompute_modules(cfg, "moe_act", "layernorm"), vision=16, language=128, vision_tp=2)
 
 
 @recipe(gpus=16)

@@ -3,7 +3,7 @@
 What lives here: how it is split, and for what machines. What may not: the rest (`base.py`).
 """
 
-from qwen3vl_recipes.base import K, fsdp, peft, pretrain, recompute_all, sft, split
+from qwen3vl_recipes.base import K, dist_train, fsdp, keep_tower, peft, pretrain, recompute_all, sft, split
 from qwen3vl_recipes.registry import recipe
 
 
@@ -35,6 +35,13 @@ def qwen3_vl_30b_a3b_sft_128k_config():
 def qwen3_vl_30b_a3b_sft_256k_config():
     """Full fine-tuning, rows of 256K tokens, 32 H100: sixteen to a row, activations recomputed."""
     return recompute_all(split(sft("30B-A3B", seq_length=256 * K, global_batch_size=4), cp=16, ep=8))
+
+
+@recipe(gpus=32)
+def qwen3_vl_30b_a3b_sft_dist_train_config():
+    """Full fine-tuning, rows of 8K tokens, 32 H100: eight for vision, two to each of three stages of the rest."""
+    cfg = split(sft("30B-A3B", global_batch_size=96), tp=2, pp=3, ep=8)
+    return dist_train(keep_tower(cfg), vision=8, language=24)
 
 
 @recipe(gpus=8)

@@ -32,13 +32,14 @@ def smallest(recipe: Recipe, gpu: str) -> tuple[int, Estimate] | None:
         gpu: a key of `GPUS`.
 
     Returns:
-        None where it fits on no number that was tried: 1, a node, and doubled from there.
+        None where it fits on no number that was tried: the recipe's own, 1, a node, and doubled from there. Vision and
+        language on ranks of their own fit on the recipe's own or on none.
     """
     from qwen3vl_bridge.planning.hardware import GPUS
 
     kind = GPUS[gpu]
     cfg = recipe.function()
-    for gpus in (1, *(kind.gpus_per_node * 2**power for power in range(_MOST_NODES.bit_length()))):
+    for gpus in sorted({1, recipe.gpus, *(kind.gpus_per_node * 2**power for power in range(_MOST_NODES.bit_length()))}):
         try:
             found = memory_plan(cfg, gpus)
         except (ValueError, AssertionError):  # it cannot be split over so few, or its batch not over so many
@@ -51,14 +52,14 @@ def smallest(recipe: Recipe, gpu: str) -> tuple[int, Estimate] | None:
 def table() -> str:
     """In Markdown."""
     from qwen3vl_bridge.planning.hardware import GIB
-    from qwen3vl_bridge.planning.printing import words_of
+    from qwen3vl_bridge.planning.printing import words_of_ranks
 
     lines = [f"| recipe | split | on | {' | '.join(f'{kind}, fewest' for kind in KINDS)} |\n", "|---" * 6 + "|\n"]
     for name, recipe in recipes().items():
         if not recipe.gpus or "_dora_" in name:  # whose norms of weights the planner does not count
             continue
         meant = memory_plan(recipe.function(), recipe.gpus)
-        cells = [f"`{name}`", words_of(meant.split), f"{recipe.gpus} {recipe.gpu}: {meant.worst.total / GIB:.0f} GiB"]
+        cells = [f"`{name}`", words_of_ranks(meant), f"{recipe.gpus} {recipe.gpu}: {meant.worst.total / GIB:.0f} GiB"]
         for kind in KINDS:
             found = smallest(recipe, kind)
             cells.append("none tried" if found is None else f"{found[0]}: {found[1].worst.total / GIB:.0f} GiB")

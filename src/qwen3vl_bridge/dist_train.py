@@ -111,14 +111,17 @@ def check_world(provider: Qwen3VLModelProvider, world: int) -> None:
     """Check that every process is a rank of one of the modules.
 
     Args:
-        provider: a finalised one.
+        provider: finalised or not.
         world: how many processes there are.
 
     Raises:
-        ValueError: there are more or fewer.
+        ValueError: there are more or fewer, or sizes are missing or don't divide.
     """
     split = provider.dist_train
-    if split.use_dist_train and split.vision_world_size + split.language_world_size != world:
+    if not split.use_dist_train:
+        return
+    _check_sizes(provider)
+    if split.vision_world_size + split.language_world_size != world:
         raise ValueError(
             f"dist_train.vision_world_size {split.vision_world_size} and language_world_size "
             f"{split.language_world_size} add up to {split.vision_world_size + split.language_world_size}, expected "

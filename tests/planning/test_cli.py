@@ -45,6 +45,17 @@ def test_what_does_not_fit(capsys):
     assert "fits: " in capsys.readouterr().out
 
 
+def test_many_stages_are_shown_in_part(capsys):
+    """What decides, as wide as a terminal; programs get all."""
+    words = ["--model", "30B-A3B", "--gpus", "16", "--pp", "16"]
+    main([*words])
+    said = capsys.readouterr().out
+    shown = [stage for stage in range(16) if f" stage {stage} " in said]
+    assert shown == [0, 1, 15] and max(map(len, said.splitlines())) <= 80
+    main([*words, "--json"])
+    assert len(json.loads(capsys.readouterr().out)["stages"]) == 16
+
+
 def test_options_reach_the_estimate(capsys):
     _, plain = answer(capsys, "--tp", "2")
     for option in (

@@ -9,8 +9,11 @@ from qwen3vl_bridge.dimensions import dimensions_of
 from qwen3vl_bridge.parts import Part
 from qwen3vl_bridge.planning.dist_train import DistSplit, dist_estimate
 from qwen3vl_bridge.planning.estimate import estimate
-from qwen3vl_bridge.planning.from_config import plan_of
+from qwen3vl_bridge.planning.from_config import plan_of, sized_of
+from qwen3vl_bridge.planning.hardware import GPUS
+from qwen3vl_bridge.planning.operations import Costs
 from qwen3vl_bridge.planning.settings import BF16, FP32, LINEAR_LAYERS, Lora, Precision, Recompute, Sharding, Training
+from qwen3vl_bridge.planning.sizing import measure
 from qwen3vl_bridge.planning.split import Split
 
 import pytest
@@ -142,6 +145,14 @@ def test_vision_on_ranks_of_its_own(cfg, untied_folder):
     expected = dist_estimate(n, split, replaced(sharding=Sharding.OPTIMIZER), 0)
     assert plan_of(cfg, 8) == expected
     assert expected.stages[0].stage == -1 and expected.dist == Split(4, tp=2)
+    change(cfg, model__freeze_vision_model=True)
+    frozen = replaced(sharding=Sharding.OPTIMIZER, frozen=frozenset({Part.VISION_MODEL}))
+    costs = Costs.of(json.loads((untied_folder / "config.json").read_text()), frozen)
+    assert sized_of(cfg, 8, GPUS["H100"]) == measure(costs, n, split, frozen, GPUS["H100"])
+    cfg.model.dist_train.vision_world_size = None
+    with pytest.raises(ValueError, match="None vision and 4 language ranks, expected 8 together"):
+        plan_of(cfg, 8)
+    cfg.model.dist_train.vision_world_size = 4
     with pytest.raises(ValueError, match="4 vision and 4 language ranks, expected 16 together"):
         plan_of(cfg, 16)
 

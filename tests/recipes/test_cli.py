@@ -74,6 +74,22 @@ def test_a_dry_run(capsys, tmp_path):
     assert "lr: 3.0e-05" in said and "global_batch_size: 64" in said and "DP 32" in said and "of 139.7 GiB" in said
 
 
+def test_a_dry_run_with_vision_on_ranks_of_its_own(capsys):
+    from qwen3vl_bridge.training.process_group import shutdown
+
+    shutdown()
+    words = ["--recipe", "qwen3_vl_235b_a22b_sft_dist_train_config", "--dry-run"]
+    cli.finetune(words)
+    said = capsys.readouterr().out
+    assert "use_dist_train: true" in said and "16 vision (TP 2) + TP 4, SP, PP 16, EP 8, DP 2" in said
+    assert "vision ranks" in said and "stage 15" in said and "stage 2 " not in said  # as wide as a terminal
+    assert "the vision tower keeps up" in said and "9.0 vision ranks are needed, there are 16" in said
+    cli.finetune([*words, "--gpus", "136", "model.dist_train.vision_world_size=8"])
+    assert "the vision tower does not keep up" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="16 and language_world_size 128 add up to 144, expected 128, the processes"):
+        cli.finetune([*words, "--gpus", "128"])
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

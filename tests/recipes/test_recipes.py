@@ -8,15 +8,20 @@ import sys
 from pathlib import Path
 
 from qwen3vl_bridge import presets
+from qwen3vl_bridge.dist_train import replicas_of
+from qwen3vl_bridge.planning.from_config import sized_of
+from qwen3vl_bridge.planning.hardware import GPUS
 
 import pytest
 import qwen3vl_recipes
+from qwen3vl_recipes.base import DIST_TRAIN_PATCHES, dist_train
 from qwen3vl_recipes.dry_run import finalised
 from qwen3vl_recipes.registry import find, recipes
 
 NAMES = [name for name, recipe in recipes().items() if recipe.gpus]
 SIZES = [size.lower().replace("-", "_") for size in presets.PRESETS]
 KINDS = ("sft", "sft_fsdp", "sft_32k", "sft_128k", "sft_256k", "peft", "pretrain")
+DIST_TRAIN = {f"qwen3_vl_{size}_sft_dist_train_config" for size in ("8b", "30b_a3b", "235b_a22b")}
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +34,7 @@ def _no_network(monkeypatch):
 
 def test_every_size_has_every_kind():
     expected = {f"qwen3_vl_{size}_{kind}_config" for size in SIZES for kind in KINDS}
-    assert expected <= set(NAMES)
+    assert expected | DIST_TRAIN <= set(NAMES)
     for name in NAMES:
         assert getattr(qwen3vl_recipes, name) is recipes()[name].function
         assert recipes()[name].summary.endswith(".") and len(recipes()[name].summary) < 115
@@ -42,7 +47,8 @@ def test_is_completed_for_its_gpus(name):
     cfg = finalised(recipe.function(), recipe.gpus)
     model, data = cfg.model, cfg.dataset
     parallel = model.tensor_model_parallel_size * model.pipeline_model_parallel_size * model.context_parallel_size
-    assert cfg.data_parallel_size * parallel == recipe.gpus
+    vision = model.dist_train.vision_world_size if model.dist_train.use_dist_train else 0
+    assert vision + cfg.data_parallel_size * parallel == recipe.gpus and (vision > 0) == ("_dist_train_" in name)
     assert cfg.train.global_batch_size % cfg.data_parallel_size == 0 and cfg.train.micro_batch_size == 1
     assert data.pack and data.seq_length == model.seq_length
     assert data.shared_by(model.context_parallel_size).multiple % (2 * model.context_parallel_size) == 0 or (
@@ -59,6 +65,55 @@ def test_is_completed_for_its_gpus(name):
     expected = presets.config_dict(size)["text_config"]
     assert (model.num_layers, model.hidden_size) == (expected["num_hidden_layers"], expected["hidden_size"])
     assert model.hf_model_id == data.hf_processor_path == cfg.tokenizer.tokenizer_model == presets.hub_ids(size)[0]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("name", sorted(DIST_TRAIN))
+def test_vision_and_language_have_their_gpus(name):
+    recipe = find(name)
+    cfg = finalised(recipe.function(), recipe.gpus)
+    split, replicas = cfg.model.dist_train, replicas_of(cfg.model)
+    assert split.vision_world_size + split.language_world_size == recipe.gpus
+    assert replicas.language == cfg.data_parallel_size and replicas.vision % replicas.language == 0
+    assert cfg.train.global_batch_size // replicas.language >= 2 * cfg.model.pipeline_model_parallel_size
+    assert cfg.model.variable_seq_lengths and cfg.dist.use_decentralized_pg and not cfg.dist.use_gloo_process_groups
+    assert cfg.dataset.max_patches == DIST_TRAIN_PATCHES
+    sized = sized_of(cfg, recipe.gpus, GPUS[recipe.gpu])
+    assert sized.keeps_up and sized.needed <= split.vision_world_size
+    for world in (8, recipe.gpus - 8, recipe.gpus + 8):
+        with pytest.raises(ValueError, match=f"add up to {recipe.gpus}, expected {world}, the processes there are"):
+            finalised(recipe.function(), world)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(vision=4, language=10), r"language_world_size is 10, expected a multiple of 6, tensor_model_parallel"),
+        (dict(vision=5, language=12), r"5 data-parallel replicas and the language model 2"),
+        (dict(vision=4, language=12, vision_tp=3), r"num_heads is 16, expected a multiple of .*parallel_size, 3"),
+        (dict(vision=4, language=None), r"dist_train.language_world_size is None, expected 1 or more"),
+    ],
+)
+def test_sizes_that_do_not_divide(settings, message):
+    cfg = dist_train(qwen3vl_recipes.qwen3_vl_8b_sft_dist_train_config(), **settings)
+    with pytest.raises(ValueError, match=message):
+        finalised(cfg, settings["vision"] + (settings["language"] or 0))
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_the_helper_sets_is_what_is_asked_for():
+    """Any of it left out is refused."""
+    for section, name, other in (
+        ("model", "variable_seq_lengths", False),
+        ("dist", "use_decentralized_pg", False),
+        ("dist", "use_gloo_process_groups", True),
+    ):
+        cfg = dist_train(qwen3vl_recipes.qwen3_vl_2b_sft_config(), vision=1, language=2)
+        finalised(cfg, 3)
+        setattr(getattr(cfg, section), name, other)
+        with pytest.raises(ValueError, match=f"{name} is {other}"):
+            finalised(cfg, 3)
 
 
 def test_a_call_does_not_change_the_next():

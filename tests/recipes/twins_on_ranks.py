@@ -52,13 +52,16 @@ class Changes(Callback):
 
 
 def main(output: str, names: list[str], folders: dict[str, str], data: str) -> None:
-    """Rank 0 writes loss, gradient norm and counts of each."""
+    """Rank 0 writes loss, gradient norm and all ranks' counts of each."""
     found = {}
     # Groups of one kind after the other: each kind is made anew.
     for name in sorted(names, key=lambda name: (str(pattern(name)), name)):
         changes = Changes()
         (entry,) = train(twin(name, folders[family(name)], data), callbacks=[changes])
-        counts = {key: getattr(changes, key) for key in ("trained", "changed", "strayed")}
+        counts = {key: torch.tensor(getattr(changes, key)) for key in ("trained", "changed", "strayed")}
+        for count in counts.values():
+            dist.all_reduce(count)
+        counts = {key: int(count) for key, count in counts.items()}
         found[name] = dict(loss=entry["loss"], grad_norm=entry["grad_norm"], **counts)
         if dist.get_rank() == 0:
             print(name, found[name], flush=True)

@@ -1,4 +1,4 @@
-"""The plan of a run, from its Megatron-Bridge `ConfigContainer`.
+"""The plan of a run, from its Megatron-Bridge `ConfigContainer`: memory, and whether a vision tower by itself keeps up.
 
 What lives here: reading it, by attributes alone, and refusing what changes memory and is not counted. Standard library
 only: the objects bring their own modules. What may not: formulas.
@@ -9,11 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from qwen3vl_bridge.dimensions import Dimensions
 from qwen3vl_bridge.parts import Part
 from qwen3vl_bridge.planning.dist_train import DistSplit, dist_estimate
 from qwen3vl_bridge.planning.estimate import Estimate, check, estimate_of
+from qwen3vl_bridge.planning.hardware import Gpu
+from qwen3vl_bridge.planning.operations import Costs
 from qwen3vl_bridge.planning.settings import LINEAR_LAYERS, Lora, Precision, Recompute, Sharding, Training
+from qwen3vl_bridge.planning.sizing import Sized, measure
 from qwen3vl_bridge.planning.split import Split
+from qwen3vl_bridge.provider_cost import provider_costs, trained_parts
 
 # What nothing here counts, by section, each with the values that cost nothing.
 _UNCOUNTED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
@@ -66,12 +71,37 @@ def plan_of(cfg: Any, world_size: int) -> Estimate:
                     "counted"
                 )
     model, training = cfg.model, training_of(cfg)
-    n, chosen = model.dimensions().with_vocab(model.padded_vocab_size), model.moe_router_topk if model.moe_layers else 0
+    n, chosen = _dimensions(model), _chosen(model)
     if getattr(model, "dist_train", None) is not None and model.dist_train.use_dist_train:
         return dist_estimate(n, dist_split_of(model, world_size), training, chosen)
     split = split_of(model, world_size)
     check(n, split, training)
     return estimate_of(n, split, training, chosen)
+
+
+def sized_of(cfg: Any, world_size: int, gpu: Gpu) -> Sized:
+    """How long both towers of a run take that has vision on ranks of its own, with rows as in docs/packing.md.
+
+    Args:
+        cfg: as for `plan_of`, which says what it cannot be.
+        world_size: ranks.
+        gpu: of which kind.
+
+    Raises:
+        ValueError: sizes that don't divide or add up.
+    """
+    model, training = cfg.model, training_of(cfg)
+    costs = Costs(provider_costs(model, None), provider_costs(model, trained_parts(model)), _chosen(model))
+    return measure(costs, _dimensions(model), dist_split_of(model, world_size), training, gpu)
+
+
+def _dimensions(model: Any) -> Dimensions:
+    return model.dimensions().with_vocab(model.padded_vocab_size)
+
+
+def _chosen(model: Any) -> int:
+    """Experts that a token visits."""
+    return model.moe_router_topk if model.moe_layers else 0
 
 
 def dist_split_of(model: Any, world_size: int) -> DistSplit:
@@ -81,7 +111,8 @@ def dist_split_of(model: Any, world_size: int) -> DistSplit:
         ValueError: sizes that don't divide or add up.
     """
     dist = model.dist_train
-    if dist.vision_world_size + dist.language_world_size != world_size:
+    sizes = (dist.vision_world_size, dist.language_world_size)
+    if None in sizes or sum(sizes) != world_size:
         raise ValueError(
             f"dist_train has {dist.vision_world_size} vision and {dist.language_world_size} language ranks, expected "
             f"{world_size} together"

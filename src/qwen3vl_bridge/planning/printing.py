@@ -14,38 +14,50 @@ from qwen3vl_bridge.planning.estimate import Estimate, StageEstimate
 from qwen3vl_bridge.planning.hardware import GIB
 from qwen3vl_bridge.planning.propose import Proposal
 from qwen3vl_bridge.planning.settings import Recompute, Training
+from qwen3vl_bridge.planning.sizing import Sized
 from qwen3vl_bridge.planning.split import Split
+
+_COLUMNS = 5  # of stages, in a terminal of 80 characters
 
 
 def print_estimate(found: Estimate, memory: int) -> None:
-    """One column a pipeline stage, and whether the worst one fits."""
+    """One column a pipeline stage, some of them where they are many, and whether the worst one fits."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{words_of(found.split)}; {words_of_training(found.training)}; GiB on each rank")
+    table = Table(title=f"{words_of_ranks(found)}; {words_of_training(found.training)}; GiB on each rank")
+    stages = _shown(found)
     table.add_column("")
-    for stage in found.stages:
+    for stage in stages:
         table.add_column(_name(found, stage), justify="right")
-    names = list(dict.fromkeys(name for stage in found.stages for name in stage.activations))
+    names = list(dict.fromkeys(name for stage in stages for name in stage.activations))
     rows: dict[str, list[float]] = {
-        name: [getattr(stage.states, name) for stage in found.stages] for name in ("parameters", "gradients")
+        name: [getattr(stage.states, name) for stage in stages] for name in ("parameters", "gradients")
     }
-    rows["optimizer"] = [stage.states.optimizer for stage in found.stages]
-    rows["gathered layers"] = [stage.states.gathered for stage in found.stages]
+    rows["optimizer"] = [stage.states.optimizer for stage in stages]
+    rows["gathered layers"] = [stage.states.gathered for stage in stages]
     for name in names:
-        rows[f"activations: {name}"] = [stage.activations.get(name, 0.0) for stage in found.stages]
-    rows["for a while"] = [stage.passing for stage in found.stages]
-    rows["reserve"] = [stage.reserve for stage in found.stages]
+        rows[f"activations: {name}"] = [stage.activations.get(name, 0.0) for stage in stages]
+    rows["for a while"] = [stage.passing for stage in stages]
+    rows["reserve"] = [stage.reserve for stage in stages]
     for name, values in rows.items():
         if any(values):
             table.add_row(name, *(f"{value / GIB:.2f}" for value in values))
     table.add_section()
-    table.add_row("total", *(f"{stage.total / GIB:.1f}" for stage in found.stages), style="bold")
-    if len(found.stages) > 1:
-        table.add_row("microbatches held", *(_counts(stage.in_flight) for stage in found.stages))
+    table.add_row("total", *(f"{stage.total / GIB:.1f}" for stage in stages), style="bold")
+    if len(stages) > 1:
+        table.add_row("microbatches held", *(_counts(stage.in_flight) for stage in stages))
     console = Console()
     console.print(table)
     console.print(verdict(found, memory), highlight=False)
+
+
+def _shown(found: Estimate) -> list[StageEstimate]:
+    """All stages; where they are too many for a terminal, the first two, the last, and the one that holds most."""
+    if len(found.stages) <= _COLUMNS:
+        return list(found.stages)
+    some = {-1, 0, 1, found.split.pp - 1, found.worst.stage}
+    return [stage for stage in found.stages if stage.stage in some]
 
 
 def _name(found: Estimate, stage: StageEstimate) -> str:
@@ -104,6 +116,23 @@ def words_of(split: Split) -> str:
     if split.expert_tp > 1 and split.etp is not None:
         parts.append(f"ETP {split.expert_tp}")
     return ", ".join(parts) or "one GPU"
+
+
+def words_of_ranks(found: Estimate) -> str:
+    """The sizes of all ranks: the vision tower's, where it has its own, and the language model's."""
+    if found.dist is None:
+        return words_of(found.split)
+    shared = f" (TP {found.dist.tp})" if found.dist.tp > 1 else ""
+    return f"{found.dist.world} vision{shared} + {words_of(found.split)}"
+
+
+def words_of_pace(found: Sized) -> str:
+    """Whether the vision tower keeps up with the language model, and how many ranks it would take."""
+    return (
+        f"the vision tower {'keeps up' if found.keeps_up else 'does not keep up'}: it takes "
+        f"{found.vision / max(found.language):.0%} of the slowest stage's time; {found.needed:.1f} vision ranks are "
+        f"needed, there are {found.split.vision.world}"
+    )
 
 
 def words_of_training(training: Training) -> str:

@@ -121,6 +121,18 @@ class Qwen3VLConfigContainer(ConfigContainer):
     guard: GuardConfig | None = field(default_factory=GuardConfig)
     accuracy: AccuracyConfig = field(default_factory=AccuracyConfig)
 
+    def get_data_parallel_size(self, world_size: int) -> int:
+        """As Megatron-Bridge's, which asks for it before sizes are checked, and divides by them.
+
+        Args:
+            world_size: how many processes there are.
+
+        Raises:
+            ValueError: they are not those of vision and language on ranks of their own.
+        """
+        check_world(self.model, world_size)
+        return super().get_data_parallel_size(world_size)
+
     def validate(self) -> None:
         """As Megatron-Bridge's, and the sections of ours.
 
@@ -145,7 +157,6 @@ class Qwen3VLConfigContainer(ConfigContainer):
         """Vision and language on ranks of their own: what the run beside the model has to be like."""
         if not self.model.dist_train.use_dist_train:
             return
-        check_world(self.model, get_world_size_safe())
         own = "each module has groups of its own, of one kind"
         settings = {
             "dist.use_decentralized_pg": (self.dist.use_decentralized_pg, True, own),
