@@ -55,7 +55,7 @@ class Job:
         family: of its model.
         save: its folder; None to save nothing.
         load: the folder of a run that it goes on from, at half of the steps.
-        sharded: whether the optimizer's state is shared out to data-parallel ranks.
+        sharded: whether the optimizer's state is shared out to data-parallel ranks, and travels while others compute.
         settings: of its configuration that are its own, written `train__train_iters`.
     """
 
@@ -78,7 +78,7 @@ class Job:
         cfg.checkpoint.ckpt_format, cfg.ddp.data_parallel_sharding_strategy = "torch_dist", "no_shard"
         cfg.ddp.use_megatron_fsdp = False
         cfg.ddp.use_distributed_optimizer = cfg.optimizer.use_distributed_optimizer = self.sharded
-        cfg.ddp.overlap_param_gather = cfg.ddp.overlap_grad_reduce = False
+        cfg.ddp.overlap_param_gather = cfg.ddp.overlap_grad_reduce = self.sharded
         cfg.logger.tensorboard_dir = None
         split_by(cfg, MODULES[self.split].fields if self.split else {})
         return cfg

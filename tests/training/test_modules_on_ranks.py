@@ -22,6 +22,7 @@ from .modules_on_ranks import FROZEN, HALF, STEPS, Job
 LIMITS = {"loss": 1e-6, "valid_loss": 1e-6, "grad_norm": 5e-6}
 VISION = {"2 + 1": (0, 1), "1 + DP2": (0,), "1 + PP2": (0,), "1 + EP2": (0,)}
 KINDS = ["step", "step", "valid", "step", "step", "valid", "valid", "test"]  # what Megatron-Bridge's loop does
+SAVED = ("whole", "two", "split", "MoE", "sharded", "sharded, MoE", "frozen", "small")
 SECONDS = 1800
 
 
@@ -34,7 +35,7 @@ def scratch(tmp_path_factory) -> Path:
 def found(inputs, moe_folder, scratch) -> list[dict[str, Any]]:
     """What each rank has seen: of whole models, of modules, and of whole models that go on from modules."""
     folders = json.dumps({"dense": str(inputs.hf), "MoE": str(moe_folder)})
-    place = {name: str(scratch / name) for name in ("whole", "two", "split", "MoE", "frozen", "small")}
+    place = {name: str(scratch / name) for name in SAVED}
     whole = [Job("whole", save=place["whole"]), Job("whole, MoE", family="MoE")]
     modules = [
         Job("2 + 1", "2 + 1", save=place["two"]),
@@ -42,6 +43,9 @@ def found(inputs, moe_folder, scratch) -> list[dict[str, Any]]:
         Job("1 + PP2 goes on from 2 + 1", "1 + PP2", load=place["two"]),
         Job("1 + EP2", "1 + EP2", family="MoE", save=place["MoE"]),
         Job("1 + EP2 goes on", "1 + EP2", family="MoE", load=place["MoE"]),
+        Job("1 + DP2, sharded", "1 + DP2", save=place["sharded"], sharded=True),
+        Job("1 + EP2, sharded", "1 + EP2", family="MoE", save=place["sharded, MoE"], sharded=True),
+        Job("frozen, sharded", "2 + 1", sharded=True, settings=FROZEN),
         Job("frozen", "1 + DP2", save=place["frozen"], settings=FROZEN),
         Job("frozen goes on", "1 + DP2", load=place["frozen"], settings=FROZEN),
         Job("small, 2 + 1", "2 + 1", "small", save=place["small"]),
@@ -120,6 +124,9 @@ class TestMegatronBridgesOwnLoop:
         [
             ("2 + 1", "whole", len(KINDS)),
             ("1 + EP2", "whole, MoE", len(KINDS)),
+            ("1 + DP2, sharded", "whole", len(KINDS)),
+            ("1 + EP2, sharded", "whole, MoE", len(KINDS)),
+            ("frozen, sharded", "frozen", len(KINDS)),
             ("1 + DP2 goes on from whole", "whole", len(KINDS) - HALF - 1),
             ("1 + PP2 goes on from 2 + 1", "whole", len(KINDS) - HALF - 1),
             ("whole goes on from 2 + 1", "whole", len(KINDS) - HALF - 1),
@@ -154,8 +161,9 @@ class TestMegatronBridgesOwnLoop:
             state = torch.load(scratch / run / f"iter_{STEPS:07d}" / "train_state.pt", weights_only=True)
             assert int(state["step"]) == STEPS and int(state["consumed_train_samples"]) == 4 * STEPS, run
 
-    def test_its_checkpoint_is_that_of_one_model(self, found, inputs, scratch):
-        whole, mine = (weights(scratch / run, scratch / f"hf_{run}", inputs.hf) for run in ("whole", "two"))
+    @pytest.mark.parametrize("run", ["two", "sharded"])
+    def test_its_checkpoint_is_that_of_one_model(self, found, inputs, scratch, run):
+        whole, mine = (weights(scratch / one, scratch / f"hf_{one}_{run}", inputs.hf) for one in ("whole", run))
         assert mine.keys() == whole.keys()
         error = max((mine[name] - whole[name]).abs().max().item() for name in whole) / 1e-3
         print("weights, in learning rates", error)

@@ -52,7 +52,8 @@ class Modules(Callback):
             return
         _refuse_what_their_loop_cannot(context.state)
         groups = get_attr_wrapped_model(context.model[0], "pg_collection")
-        join_modules(get_model_config(context.model[0]), context.optimizer, groups)
+        sharded = context.state.cfg.optimizer.use_distributed_optimizer
+        join_modules(get_model_config(context.model[0]), context.optimizer, groups, sharded=sharded)
         evaluate_modules_together()
 
     def on_train_step_end(self, context: CallbackContext) -> None:
@@ -97,13 +98,17 @@ def _refuse_what_their_loop_cannot(state: GlobalState) -> None:
     expect(wrong, " in Megatron-Bridge's loop")
 
 
-def join_modules(provider: Qwen3VLModelProvider, optimizer: MegatronOptimizer, groups: ProcessGroupCollection) -> None:
+def join_modules(
+    provider: Qwen3VLModelProvider, optimizer: MegatronOptimizer, groups: ProcessGroupCollection, *, sharded: bool
+) -> None:
     """Make steps of both modules those of one model. Every rank calls it, once.
 
     Args:
         provider: whose communicator and functions the schedule uses.
         optimizer: of this rank's module.
         groups: of this rank's module.
+        sharded: whether the optimizers are distributed ones. Megatron-Bridge's groups of a module have none that their
+            norms could be added up in, which to megatron-core means all ranks: those are of both modules already.
     """
     if not trains_vision(provider):
         _send_no_gradients(provider._p2p_communicator)
@@ -111,8 +116,9 @@ def join_modules(provider: Qwen3VLModelProvider, optimizer: MegatronOptimizer, g
     provider.finalize_model_grads_func = functools.partial(
         _finalize_gradients, groups=groups, counts=provider.add_decoder, first_language=first_language
     )
-    speaks = torch.distributed.get_rank() in (0, first_language)
-    optimizer.get_grad_norm = functools.partial(_joint_norm, optimizer.get_grad_norm, speaks=speaks)
+    if not sharded:
+        speaks = torch.distributed.get_rank() in (0, first_language)
+        optimizer.get_grad_norm = functools.partial(_joint_norm, optimizer.get_grad_norm, speaks=speaks)
 
 
 def _finalize_gradients(
