@@ -18,6 +18,7 @@ from typing import Any
 
 import qwen3vl_bridge
 from qwen3vl_bridge.checkpoint import CheckpointError
+from qwen3vl_bridge.training.process_group import leave_groups
 
 import torch.distributed as dist
 from megatron.bridge import AutoBridge
@@ -110,6 +111,7 @@ class Follower(Callback):
 
 def run(start: Start) -> dict[str, Any]:
     """Megatron-Bridge's loop to its end, as a user's script would call it."""
+    leave_groups()  # of the run before, which Megatron-Bridge keeps
     finetune, cfg, follower = _finetune(), start.config(), Follower(start)
     cfg.dist.distributed_backend = "gloo"
     try:

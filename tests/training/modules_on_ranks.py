@@ -17,6 +17,7 @@ from typing import Any
 import qwen3vl_bridge
 from qwen3vl_bridge.training.loop import train
 from qwen3vl_bridge.training.modules import OneWayBridge
+from qwen3vl_bridge.training.process_group import leave_groups
 
 import torch.distributed as dist
 from megatron.bridge.training.callbacks import Callback
@@ -110,6 +111,7 @@ class Follower(Callback):
 
 def bridges_loop(job: Job, hf: str, data: str) -> list[tuple[str, float, float]]:
     """Megatron-Bridge's own `finetune()`, as a user's script calls it; what there was to see."""
+    leave_groups()  # of the run before, which Megatron-Bridge keeps
     finetune, cfg, follower = _finetune(), job.config(hf, data), Follower()
     cfg.dist.distributed_backend = "gloo"
     with on_cpu():

@@ -4,6 +4,7 @@ What lives here: setting both up, seeding random generators and tearing them dow
 (`parallel.py`), what checkpoints hold of random generators (`random_states.py`).
 """
 
+import gc
 import os
 import random
 
@@ -27,8 +28,8 @@ def initialize(provider: Qwen3VLModelProvider, seed: int) -> ProcessGroupCollect
         seed: of random generators.
     """
     if provider.dist_train.use_dist_train:
-        parallel_state.destroy_model_parallel()
         _join()
+        leave_groups()
         check_world(provider, torch.distributed.get_world_size())
         if parallel_state._GLOBAL_MEMORY_BUFFER is None:
             parallel_state._set_global_memory_buffer()
@@ -36,10 +37,8 @@ def initialize(provider: Qwen3VLModelProvider, seed: int) -> ProcessGroupCollect
         provider._pg_collection = _create_dist_train_pgs(provider, 1, None, None)
     else:
         if not _groups_serve(provider):
-            if _alone():
-                shutdown()
-            parallel_state.destroy_model_parallel()
             _join()
+            leave_groups()
             provider.initialize_model_parallel()
         provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     seed_generators(seed, provider._pg_collection)
@@ -67,7 +66,7 @@ def seed_generators(seed: int, groups: ProcessGroupCollection) -> None:
 
 
 def _groups_serve(provider: Qwen3VLModelProvider) -> bool:
-    """Whether there are groups of the provider's sizes already. Each set has dozens of threads of its own."""
+    """Whether there are groups of the provider's sizes already."""
     if not parallel_state.model_parallel_is_initialized():
         return False
     tensor = provider.tensor_model_parallel_size
@@ -97,10 +96,27 @@ def _join() -> None:
         torch.distributed.init_process_group(backend)
 
 
-def shutdown() -> None:
-    """Leave the groups and the processes."""
+def leave_groups() -> None:
+    """Leave all groups but that of all processes, for others to be made. Every process calls this.
+
+    A group of gloo's has three threads that look for work a hundred times a second. Sets of groups that nobody uses any
+    more, each of dozens, would take all of a machine's time.
+    """
     parallel_state.destroy_model_parallel()
     BridgeCommunicator.destroy_broadcast_pgs()  # which it keeps for the next one
     BridgeCommunicator.destroy_bridge_pgs()
+    if not torch.distributed.is_initialized():
+        return
+    everyone = torch.distributed.group.WORLD
+    if others := [group for group in torch.distributed.distributed_c10d._world.pg_map if group is not everyone]:
+        gc.collect()  # a model that is gone, in a circle of references, would hold them
+        torch.distributed.barrier()
+        for group in others:
+            torch.distributed.destroy_process_group(group)
+
+
+def shutdown() -> None:
+    """Leave the groups and the processes."""
+    leave_groups()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
