@@ -246,5 +246,6 @@ def dist_train(
     cfg.model.variable_seq_lengths = True  # what the modules send each other grows with the pictures of a row
     cfg.dist.use_decentralized_pg = True  # each module has groups of its own,
     cfg.dist.use_gloo_process_groups = False  # and Megatron-Bridge makes none of gloo beside them
-    cfg.dataset.max_patches = DIST_TRAIN_PATCHES
+    if cfg.dataset.max_patches is None:
+        cfg.dataset.max_patches = DIST_TRAIN_PATCHES * cfg.dataset.seq_length // (8 * K)
     return cfg

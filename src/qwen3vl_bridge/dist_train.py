@@ -226,15 +226,24 @@ def complete_dist_train(provider: Qwen3VLModelProvider) -> None:
 _SAME = {"tp_ep_pp_with_egtp_remat": "tp_ep_pp", "dp_cp_gtp_remat": "dp_cp", "expt_dp_gtp_remat": "expt_dp"}
 
 
-def complete_groups(provider: Qwen3VLModelProvider, groups: ProcessGroupCollection | None) -> None:
+def complete_groups(provider: Qwen3VLModelProvider, groups: ProcessGroupCollection | None, *, training: bool) -> None:
     """Give a module the groups that Megatron-Bridge's collection of them has None for.
 
     megatron-core takes None for all ranks, of experts' gradient norms: language ranks would wait for a sum that vision
     ranks take for another one. Of experts' figures it takes None for groups of its own, which are not made here.
 
+    A checkpoint of modules that is opened to look into it, without groups, is one of a whole model.
+
+    Args:
+        provider: changed in place in that case.
+        groups: of this rank's module.
+        training: whether the model is to be trained.
+
     Raises:
         ValueError: modules on ranks of their own, and no groups.
     """
+    if groups is None and not training:
+        provider.dist_train, provider.add_encoder, provider.add_decoder = DistTrainConfig(), True, True
     if not provider.dist_train.use_dist_train:
         return
     if groups is None:

@@ -218,9 +218,9 @@ class Qwen3VLModelProvider(GPTModelProvider):
         from qwen3vl_bridge.model.parts import log_trained_parameters
 
         given = inspect.signature(super().provide_distributed_model).bind(*args, **kwargs).arguments
-        if given.get("wrap_with_ddp", True):
+        if training := given.get("wrap_with_ddp", True):
             check_training(self)
-        complete_groups(self, given.get("pg_collection"))
+        complete_groups(self, given.get("pg_collection"), training=training)
         model = super().provide_distributed_model(*args, **kwargs)
         log_trained_parameters(model)
         return model

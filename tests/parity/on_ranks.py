@@ -114,7 +114,7 @@ class Split:
         )
         run.cfg.model.grad_scale_func = run.optimizer.scale_loss
         if run.cfg.model.dist_train.use_dist_train:
-            join_modules(run.cfg.model, run.optimizer, run.groups, sharded=run.cfg.optimizer.use_distributed_optimizer)
+            join_modules(run.cfg.model, run.optimizer, sharded=run.cfg.optimizer.use_distributed_optimizer)
         for chunk in run.model:
             chunk.zero_grad_buffer()
         run.optimizer.zero_grad()  # a gradient that lies in the buffer would be added to it

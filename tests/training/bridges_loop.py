@@ -18,7 +18,7 @@ from typing import Any
 
 import qwen3vl_bridge
 from qwen3vl_bridge.checkpoint import CheckpointError
-from qwen3vl_bridge.training.process_group import leave_groups
+from qwen3vl_bridge.training.process_group import groups_to_leave, leave_groups
 
 import torch.distributed as dist
 from megatron.bridge import AutoBridge
@@ -115,7 +115,8 @@ def run(start: Start) -> dict[str, Any]:
     finetune, cfg, follower = _finetune(), start.config(), Follower(start)
     cfg.dist.distributed_backend = "gloo"
     try:
-        finetune(cfg, qwen3vl_bridge.forward_step, callbacks=[*qwen3vl_bridge.training_callbacks(cfg), follower])
+        with groups_to_leave():
+            finetune(cfg, qwen3vl_bridge.forward_step, callbacks=[*qwen3vl_bridge.training_callbacks(cfg), follower])
     except (CheckpointError, ValueError, AssertionError) as error:
         return {"error": f"{type(error).__name__}: {error}"}
     return {"first_step": follower.first_step, "weights": follower.weights, "log": follower.log}

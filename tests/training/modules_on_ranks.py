@@ -17,10 +17,11 @@ from typing import Any
 import qwen3vl_bridge
 from qwen3vl_bridge.training.loop import train
 from qwen3vl_bridge.training.modules import OneWayBridge
-from qwen3vl_bridge.training.process_group import leave_groups
+from qwen3vl_bridge.training.process_group import groups_to_leave, leave_groups
 
 import torch.distributed as dist
 from megatron.bridge.training.callbacks import Callback
+from megatron.bridge.training.model_load_save import load_megatron_model
 
 from tests.parity.topologies import MODULES, split_by
 from tests.ranks import begin, leave
@@ -43,6 +44,7 @@ SETTINGS = dict(
     logger__log_interval=1,
 )
 FROZEN = dict(model__freeze_vision_model=True, model__freeze_vision_projection=True)
+LANGUAGE_FROZEN = dict(model__freeze_language_model=True)
 
 
 @dataclass
@@ -52,7 +54,7 @@ class Job:
     Attributes:
         name: what it is known by.
         split: a key of MODULES, or None for the whole model.
-        loop: "small", or "bridge" for Megatron-Bridge's own.
+        loop: "small", "bridge" for Megatron-Bridge's own, or "open" to look into a checkpoint with its own tools.
         family: of its model.
         save: its folder; None to save nothing.
         load: the folder of a run that it goes on from, at half of the steps.
@@ -114,7 +116,7 @@ def bridges_loop(job: Job, hf: str, data: str) -> list[tuple[str, float, float]]
     leave_groups()  # of the run before, which Megatron-Bridge keeps
     finetune, cfg, follower = _finetune(), job.config(hf, data), Follower()
     cfg.dist.distributed_backend = "gloo"
-    with on_cpu():
+    with on_cpu(), groups_to_leave():
         finetune(cfg, qwen3vl_bridge.forward_step, callbacks=[*qwen3vl_bridge.training_callbacks(cfg), follower])
     return follower.log
 
@@ -130,10 +132,17 @@ def small_loop(job: Job, hf: str, data: str) -> tuple[list, list[bool]]:
     ]
 
 
+def opened(job: Job, _hf: str, _data: str) -> dict[str, float]:
+    """A checkpoint in Megatron-Bridge's own tools, by its configuration alone; the norms of its parameters."""
+    leave_groups()
+    model = load_megatron_model(f"{job.load}/iter_{STEPS:07d}", use_cpu_init=True)
+    return {name: p.float().norm().item() for chunk in model for name, p in chunk.named_parameters()}
+
+
 def main(output: str, hf: dict[str, str], data: str, jobs: list[Job]) -> None:
     """One run after the other."""
     dist.init_process_group("gloo")  # or Megatron-Bridge's loop would, and take it down at its end
-    loops = {"bridge": bridges_loop, "small": small_loop}
+    loops = {"bridge": bridges_loop, "small": small_loop, "open": opened}
     found = {job.name: loops[job.loop](job, hf[job.family], data) for job in jobs}
     every = [None] * dist.get_world_size()
     dist.all_gather_object(every, found)

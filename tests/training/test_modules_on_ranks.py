@@ -16,13 +16,14 @@ from safetensors.torch import load_file
 
 from tests.forked import run_ranks
 
-from .modules_on_ranks import FROZEN, HALF, STEPS, Job
+from .modules_on_ranks import FROZEN, HALF, LANGUAGE_FROZEN, STEPS, Job
 
 # Relative, beside one process in float32.
 LIMITS = {"loss": 1e-6, "valid_loss": 1e-6, "grad_norm": 5e-6}
-VISION = {"2 + 1": (0, 1), "1 + DP2": (0,), "1 + PP2": (0,), "1 + EP2": (0,)}
+# The first so many ranks have the tower, or a stage of the language model that is not the last.
+WITHOUT_LOSSES = {"2 + 1": 2, "1 + DP2 goes on from whole": 1, "1 + PP2 goes on from 2 + 1": 2, "1 + EP2": 1}
 KINDS = ["step", "step", "valid", "step", "step", "valid", "valid", "test"]  # what Megatron-Bridge's loop does
-SAVED = ("whole", "two", "split", "MoE", "sharded", "sharded, MoE", "frozen", "small")
+SAVED = ("whole", "whole, MoE", "two", "split", "MoE", "sharded", "sharded, MoE", "frozen", "language", "small")
 SECONDS = 1800
 
 
@@ -36,7 +37,8 @@ def found(inputs, moe_folder, scratch) -> list[dict[str, Any]]:
     """What each rank has seen: of whole models, of modules, and of whole models that go on from modules."""
     folders = json.dumps({"dense": str(inputs.hf), "MoE": str(moe_folder)})
     place = {name: str(scratch / name) for name in SAVED}
-    whole = [Job("whole", save=place["whole"]), Job("whole, MoE", family="MoE")]
+    whole = [Job("whole", save=place["whole"]), Job("whole, MoE", family="MoE", save=place["whole, MoE"])]
+    whole += [Job("whole, frozen", settings=FROZEN), Job("whole, language frozen", settings=LANGUAGE_FROZEN)]
     modules = [
         Job("2 + 1", "2 + 1", save=place["two"]),
         Job("1 + DP2 goes on from whole", "1 + DP2", load=place["whole"], save=place["split"]),
@@ -48,11 +50,14 @@ def found(inputs, moe_folder, scratch) -> list[dict[str, Any]]:
         Job("frozen, sharded", "2 + 1", sharded=True, settings=FROZEN),
         Job("frozen", "1 + DP2", save=place["frozen"], settings=FROZEN),
         Job("frozen goes on", "1 + DP2", load=place["frozen"], settings=FROZEN),
+        Job("language frozen", "1 + DP2", save=place["language"], settings=LANGUAGE_FROZEN),
+        Job("language frozen goes on", "1 + DP2", load=place["language"], settings=LANGUAGE_FROZEN),
         Job("small, 2 + 1", "2 + 1", "small", save=place["small"]),
         Job("small, 1 + DP2", "1 + DP2", "small"),
         Job("small, frozen", "1 + PP2", "small", settings=FROZEN),
     ]
     after = [Job("whole goes on from 2 + 1", load=place["two"])]
+    after += [Job(f"{name} opened", loop="open", load=place[name]) for name in ("whole", "two", "small")]
     seen: list[dict[str, Any]] = [{}, {}, {}]
     for ranks, jobs in ((1, whole), (3, modules), (1, after)):
         output = scratch / "found.pt"
@@ -126,12 +131,15 @@ class TestMegatronBridgesOwnLoop:
             ("1 + EP2", "whole, MoE", len(KINDS)),
             ("1 + DP2, sharded", "whole", len(KINDS)),
             ("1 + EP2, sharded", "whole, MoE", len(KINDS)),
-            ("frozen, sharded", "frozen", len(KINDS)),
+            ("frozen, sharded", "whole, frozen", len(KINDS)),
+            ("frozen", "whole, frozen", len(KINDS)),
+            ("language frozen", "whole, language frozen", len(KINDS)),
+            ("language frozen goes on", "whole, language frozen", len(KINDS) - HALF - 1),
             ("1 + DP2 goes on from whole", "whole", len(KINDS) - HALF - 1),
             ("1 + PP2 goes on from 2 + 1", "whole", len(KINDS) - HALF - 1),
             ("whole goes on from 2 + 1", "whole", len(KINDS) - HALF - 1),
             ("1 + EP2 goes on", "1 + EP2", len(KINDS) - HALF - 1),
-            ("frozen goes on", "frozen", len(KINDS) - HALF - 1),
+            ("frozen goes on", "whole, frozen", len(KINDS) - HALF - 1),
         ],
     )
     def test_steps_and_evaluations_are_those_of_one_process(self, found, name, other, last):
@@ -150,20 +158,28 @@ class TestMegatronBridgesOwnLoop:
         print(name, errors)
         assert all(error <= LIMITS[kind] for kind, error in errors.items())
 
-    def test_ranks_of_the_tower_have_no_losses(self, found):
-        for rank, seen in enumerate(found):
-            for name, log in seen.items():
-                if name in VISION and rank in VISION[name]:
-                    assert log == []
+    def test_the_last_stages_alone_have_losses(self, found):
+        for name, ranks in WITHOUT_LOSSES.items():
+            for rank, seen in enumerate(found):
+                assert (seen[name] == []) == (rank < ranks), (name, rank)
+
+    @pytest.mark.parametrize("name", ["two", "small"])
+    def test_its_own_tools_open_a_checkpoint_of_modules(self, found, name):
+        whole, mine = found[0]["whole opened"], found[0][f"{name} opened"]
+        assert len(whole) > 100 and mine == pytest.approx(whole, rel=1e-5)
 
     def test_samples_are_counted_by_replicas_of_the_language_model(self, found, scratch):
         for run in ("whole", "two", "split", "MoE"):
             state = torch.load(scratch / run / f"iter_{STEPS:07d}" / "train_state.pt", weights_only=True)
             assert int(state["step"]) == STEPS and int(state["consumed_train_samples"]) == 4 * STEPS, run
 
-    @pytest.mark.parametrize("run", ["two", "sharded"])
-    def test_its_checkpoint_is_that_of_one_model(self, found, inputs, scratch, run):
-        whole, mine = (weights(scratch / one, scratch / f"hf_{one}_{run}", inputs.hf) for one in ("whole", run))
+    @pytest.mark.parametrize(
+        ("run", "one"),
+        [("two", "whole"), ("sharded", "whole"), ("MoE", "whole, MoE"), ("sharded, MoE", "whole, MoE")],
+    )
+    def test_its_checkpoint_is_that_of_one_model(self, found, inputs, moe_folder, scratch, run, one):
+        hf = moe_folder if "MoE" in run else inputs.hf
+        whole, mine = (weights(scratch / name, scratch / f"hf_{name}_{run}", hf) for name in (one, run))
         assert mine.keys() == whole.keys()
         error = max((mine[name] - whole[name]).abs().max().item() for name in whole) / 1e-3
         print("weights, in learning rates", error)

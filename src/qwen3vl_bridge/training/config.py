@@ -12,9 +12,10 @@ from typing import Literal, get_args
 
 from qwen3vl_bridge.data.row_settings import ConversationRows
 from qwen3vl_bridge.dist_train import check_world, expect
-from qwen3vl_bridge.training.checkpoint_manager import manage_checkpoints
+from qwen3vl_bridge.training.checkpoint_manager import MANAGER, manage_checkpoints
 from qwen3vl_bridge.training.first_weights import read_first_weights
 from qwen3vl_bridge.training.global_batch import check_balance, check_share
+from qwen3vl_bridge.training.modules_evaluation import evaluate_modules_together
 from qwen3vl_bridge.training.towers import Qwen3VLTowers, check_towers
 
 import torch
@@ -152,21 +153,46 @@ class Qwen3VLConfigContainer(ConfigContainer):
         super().validate()
         manage_checkpoints(self)
         read_first_weights(self)
+        if self.model.dist_train.use_dist_train:
+            evaluate_modules_together()
 
     def _check_modules(self) -> None:
         """Vision and language on ranks of their own: what the run beside the model has to be like."""
         if not self.model.dist_train.use_dist_train:
             return
-        own = "each module has groups of its own, of one kind"
+        groups = "each module has groups of its own, of one kind"
+        shards = "it shards one module's parameters"
+        saved = self.checkpoint.save is not None or self.checkpoint.load is not None
         settings = {
-            "dist.use_decentralized_pg": (self.dist.use_decentralized_pg, True, own),
-            "dist.use_gloo_process_groups": (self.dist.use_gloo_process_groups, False, own),
-            "ddp.num_distributed_optimizer_instances": (self.ddp.num_distributed_optimizer_instances, 1, own),
+            "dist.use_decentralized_pg": (self.dist.use_decentralized_pg, True, groups),
+            "dist.use_gloo_process_groups": (self.dist.use_gloo_process_groups, False, groups),
+            "ddp.num_distributed_optimizer_instances": (self.ddp.num_distributed_optimizer_instances, 1, groups),
+            "dist.use_torch_fsdp2": (self.dist.use_torch_fsdp2, False, shards),
             "peft": (self.peft, None, "adapters are put into whole models"),
             "accuracy.path": (self.accuracy.path, None, "generation needs a whole model"),
+            "checkpoint.also_save_hf_checkpoint": (
+                self.checkpoint.also_save_hf_checkpoint,
+                False,
+                "the first rank would write the tower alone; the converter writes all",
+            ),
+            "checkpoint.non_persistent_ckpt_type": (
+                self.checkpoint.non_persistent_ckpt_type,
+                None,
+                "runs of modules go on from lasting checkpoints alone",
+            ),
+            "rerun_state_machine.rerun_mode": (
+                self.rerun_state_machine.rerun_mode,
+                "disabled",
+                "ranks of the tower cannot read their rows again",
+            ),
         }
         if torch.cuda.is_available():  # the small loop shards nothing
-            settings["ddp.use_megatron_fsdp"] = (self.ddp.use_megatron_fsdp, False, "it shards one module's parameters")
+            used = self.ddp.use_megatron_fsdp or self.dist.use_megatron_fsdp
+            settings["ddp.use_megatron_fsdp"] = (used, False, shards)
+        if saved:
+            other = self.checkpoint.custom_manager_class
+            unmanaged = "it would save random states of both modules by the same names"
+            settings["checkpoint.custom_manager_class"] = (other if other != MANAGER else None, None, unmanaged)
         expect(settings)
 
     def _check_guard(self, guard: GuardConfig) -> None:

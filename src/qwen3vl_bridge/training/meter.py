@@ -108,8 +108,6 @@ def meter_of(state: GlobalState) -> Meter:
 def count_microbatch(state: GlobalState, batch: PackedBatch, config: Qwen3VLModelProvider) -> None:
     """Note what a microbatch of training holds, for our figures and for those that Megatron-Bridge logs itself.
 
-    Megatron-Bridge sets its own to zero before each step. Lengths differ from rank to rank, so it has to add them up.
-
     Args:
         state: the run.
         batch: on the host.
@@ -117,6 +115,18 @@ def count_microbatch(state: GlobalState, batch: PackedBatch, config: Qwen3VLMode
     """
     amounts = Amounts.of(batch, config)
     meter_of(state).add(amounts)
+    count_operations(state, amounts)
+
+
+def count_operations(state: GlobalState, amounts: Amounts) -> None:
+    """Note what Megatron-Bridge makes its own figures of.
+
+    It sets them to zero before each step. Lengths differ from rank to rank, so it has to add them up.
+
+    Args:
+        state: the run.
+        amounts: of a microbatch, once among the data-parallel ranks of a module.
+    """
     for name, amount in {
         "_flops_seqlen_sum": amounts.tokens,
         "_flops_seqlen_sq_sum": amounts.token_pairs,

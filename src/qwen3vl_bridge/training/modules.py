@@ -20,7 +20,6 @@ from qwen3vl_bridge.dist_train import expect, replicas_of, trains_vision
 from qwen3vl_bridge.parallel import sum_over_ranks, tell_from
 from qwen3vl_bridge.provider import Qwen3VLModelProvider
 from qwen3vl_bridge.training.events import LoopContext
-from qwen3vl_bridge.training.modules_evaluation import evaluate_modules_together
 from qwen3vl_bridge.training.served import read_split
 
 import torch
@@ -34,7 +33,6 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
 from megatron.core.pipeline_parallel.multimodule_communicator import MultiModulePipelineCommunicator
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 
@@ -51,10 +49,8 @@ class Modules(Callback):
         if isinstance(context, LoopContext):
             return
         _refuse_what_their_loop_cannot(context.state)
-        groups = get_attr_wrapped_model(context.model[0], "pg_collection")
         sharded = context.state.cfg.optimizer.use_distributed_optimizer
-        join_modules(get_model_config(context.model[0]), context.optimizer, groups, sharded=sharded)
-        evaluate_modules_together()
+        join_modules(get_model_config(context.model[0]), context.optimizer, sharded=sharded)
 
     def on_train_step_end(self, context: CallbackContext) -> None:
         """Count the batch's samples; right after this Megatron-Bridge adds those of its module's replicas."""
@@ -98,54 +94,56 @@ def _refuse_what_their_loop_cannot(state: GlobalState) -> None:
     expect(wrong, " in Megatron-Bridge's loop")
 
 
-def join_modules(
-    provider: Qwen3VLModelProvider, optimizer: MegatronOptimizer, groups: ProcessGroupCollection, *, sharded: bool
-) -> None:
+def join_modules(provider: Qwen3VLModelProvider, optimizer: MegatronOptimizer, *, sharded: bool) -> None:
     """Make steps of both modules those of one model. Every rank calls it, once.
 
     Args:
         provider: whose communicator and functions the schedule uses.
         optimizer: of this rank's module.
-        groups: of this rank's module.
         sharded: whether the optimizers are distributed ones. Megatron-Bridge's groups of a module have none that their
             norms could be added up in, which to megatron-core means all ranks: those are of both modules already.
     """
     if not trains_vision(provider):
         _send_no_gradients(provider._p2p_communicator)
-    first_language = provider.dist_train.vision_world_size
-    provider.finalize_model_grads_func = functools.partial(
-        _finalize_gradients, groups=groups, counts=provider.add_decoder, first_language=first_language
-    )
+    provider.finalize_model_grads_func = finalize_gradients
     if not sharded:
-        speaks = torch.distributed.get_rank() in (0, first_language)
+        speaks = torch.distributed.get_rank() in (0, provider.dist_train.vision_world_size)
         optimizer.get_grad_norm = functools.partial(_joint_norm, optimizer.get_grad_norm, speaks=speaks)
 
 
-def _finalize_gradients(
+def is_split_unjoined(provider: Any) -> bool:
+    """Whether a model's modules are on ranks of their own, and nobody would divide the tower's gradients by the tokens.
+
+    Args:
+        provider: of any model.
+    """
+    split = getattr(provider, "dist_train", None)
+    return split is not None and split.use_dist_train and provider.finalize_model_grads_func is not finalize_gradients
+
+
+def finalize_gradients(
     model: list[torch.nn.Module],
     num_tokens: Tensor | None = None,
     *,
-    groups: ProcessGroupCollection,
-    counts: bool,
-    first_language: int,
     force_all_reduce: bool | None = False,
     **_: Any,
 ) -> None:
     """As megatron-core's `finalize_model_grads`; the tower's ranks divide by the tokens that language ranks count.
 
+    A function of the module, without arguments of its own, as its name is saved with the run's configuration.
+
     Args:
         model: this rank's chunks.
         num_tokens: of this rank; becomes those of the whole batch.
-        groups: of this rank's module.
-        counts: whether this is a language rank.
-        first_language: the first language rank.
         force_all_reduce: megatron-core's.
     """
-    finalize_model_grads(model, num_tokens if counts else None, pg_collection=groups, force_all_reduce=force_all_reduce)
+    provider, groups = get_model_config(model[0]), get_attr_wrapped_model(model[0], "pg_collection")
+    counted = num_tokens if provider.add_decoder else None
+    finalize_model_grads(model, counted, pg_collection=groups, force_all_reduce=force_all_reduce)
     if num_tokens is None:
         return
-    tokens = tell_from(num_tokens, first_language)
-    if not counts and tokens > 0:
+    tokens = tell_from(num_tokens, provider.dist_train.vision_world_size)
+    if not provider.add_decoder and tokens > 0:
         for chunk in model:
             chunk.scale_gradients(1.0 / tokens)
 

@@ -4,8 +4,8 @@ What lives here: what its own saving and loading are told, so that nothing of bo
 goes on with another number of ranks, or without modules. What may not: checkpoints of the small loop (`checkpoint.py`).
 
 Tensors of both modules have names of their own, and the rest is what the first rank has. Two things are not so. Random
-states are stored by a rank's place in its module; the tower's get a name of their own. And an optimizer of the tower's
-ranks that has no parameters, as that of experts, cannot describe itself; it is described as the language model's is.
+states are stored by a rank's place in its module; the tower's get a name of their own. And an optimizer that has no
+parameters, as that of experts on ranks of the tower, cannot describe itself; the other module does that for it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from qwen3vl_bridge.checkpoint.dcp_metadata import read_metadata
 from qwen3vl_bridge.checkpoint.megatron_folder import find_iteration
-from qwen3vl_bridge.parallel import tell_all
+from qwen3vl_bridge.parallel import hear_all, tell_all
 from qwen3vl_bridge.provider import Qwen3VLModelProvider
 
 from megatron.bridge.training.checkpointing import CheckpointLoadContext, CheckpointSaveContext
@@ -77,11 +77,12 @@ def _described_as_one(optimizer: MegatronOptimizer | None, provider: Qwen3VLMode
     if optimizer is None:
         yield
         return
-    described = (_Language if provider.add_decoder else _Vision)(optimizer, provider.dist_train.vision_world_size)
-    instead: dict[str, Any] = {"sharded_state_dict": described.sharded_state_dict}
-    if isinstance(described, _Vision):
-        # Megatron-Bridge passes by an optimizer that has no parameters at all.
-        instead |= {"load_state_dict": described.load_state_dict, "is_stub_optimizer": False}
+    described = _Described(optimizer, provider)
+    instead = {
+        "sharded_state_dict": described.sharded_state_dict,
+        "load_state_dict": described.load_state_dict,
+        "is_stub_optimizer": False,  # Megatron-Bridge passes by one that has no parameters at all
+    }
     before = dict(vars(optimizer))
     vars(optimizer).update(instead)
     try:
@@ -93,50 +94,34 @@ def _described_as_one(optimizer: MegatronOptimizer | None, provider: Qwen3VLMode
                 vars(optimizer)[name] = before[name]
 
 
-class _Language:
-    """A language rank's optimizer, which tells the tower's ranks what there is beside tensors.
+class _Described:
+    """The optimizer of one module's ranks: those of its chain that have parameters describe themselves.
+
+    What there is beside tensors, such as steps, is put together from both modules, so that it is the same on every rank
+    and says as much as a whole model's.
 
     Args:
-        optimizer: megatron-core's.
-        first: the first language rank.
+        optimizer: megatron-core's; every rank makes this at the same time.
+        provider: the run's.
     """
 
-    def __init__(self, optimizer: MegatronOptimizer, first: int) -> None:
-        self._describe, self._first = optimizer.sharded_state_dict, first
+    def __init__(self, optimizer: MegatronOptimizer, provider: Qwen3VLModelProvider) -> None:
+        self._chain = getattr(optimizer, "chained_optimizers", [optimizer])
+        self._first_language = provider.dist_train.vision_world_size
+        here = {i for i, one in enumerate(self._chain) if any(group["params"] for group in one.param_groups)}
+        # A distributed optimizer's share of them may have none of what its module has.
+        heard = hear_all((provider.add_decoder, here))
+        self._own = sorted(set().union(*(there for module, there in heard if module == provider.add_decoder)))
 
     def sharded_state_dict(self, model: ShardedStateDict, is_loading: bool = False, **kwargs: Any) -> ShardedStateDict:
-        """Its own; every rank calls this where it is to be saved."""
-        description = self._describe(model, is_loading, **kwargs)
-        if not is_loading:
-            _, lasting = extract_nonpersistent(description)
-            _, common = extract_sharded_base(lasting)
-            tell_all(common, self._first)
-        return description
-
-
-class _Vision:
-    """The optimizer of one of the tower's ranks: as many as the language model has, with those that it has not itself.
-
-    Args:
-        optimizer: megatron-core's.
-        first: the first language rank.
-    """
-
-    def __init__(self, optimizer: MegatronOptimizer, first: int) -> None:
-        self._chain, self._first = getattr(optimizer, "chained_optimizers", [optimizer]), first
-
-    @property
-    def _own(self) -> dict[int, MegatronOptimizer]:
-        """Those of the chain that have parameters."""
-        return {i: one for i, one in enumerate(self._chain) if any(group["params"] for group in one.param_groups)}
-
-    def sharded_state_dict(self, model: ShardedStateDict, is_loading: bool = False, **kwargs: Any) -> ShardedStateDict:
-        """Its own, and what it is told of the others; every rank calls this where it is to be saved."""
-        own = {i: one.sharded_state_dict(model, is_loading, **kwargs) for i, one in self._own.items()}
+        """By number in the chain, unless it is one; every rank calls this."""
+        own = {i: self._chain[i].sharded_state_dict(model, is_loading, **kwargs) for i in self._own}
         if is_loading:
-            return own if len(self._chain) > 1 else own.get(0, {})
-        told = tell_all(None, self._first)
-        return told | own if 0 in told else own.get(0, told)
+            return self._unless_one(own)
+        _, lasting = extract_nonpersistent(own)
+        sharded, common = extract_sharded_base(lasting)
+        common = _over(tell_all(common), tell_all(common, self._first_language))
+        return self._unless_one(_over(common, sharded))
 
     def load_state_dict(self, state: dict) -> None:
         """Its own part of the whole model's.
@@ -144,5 +129,17 @@ class _Vision:
         Args:
             state: as it was described.
         """
-        for i, one in self._own.items():
-            one.load_state_dict(state[i] if len(self._chain) > 1 else state)
+        for i in self._own:
+            self._chain[i].load_state_dict(state[i] if len(self._chain) > 1 else state)
+
+    def _unless_one(self, by_number: dict[int, Any]) -> dict:
+        return by_number if len(self._chain) > 1 else by_number.get(0, {})
+
+
+def _over(below: Any, above: Any) -> Any:
+    """Two nested structures of one form as one; what is in both is of the one above."""
+    if isinstance(below, list) and isinstance(above, list) and len(below) == len(above):
+        return [_over(*both) for both in zip(below, above, strict=True)]
+    if not (isinstance(below, dict) and isinstance(above, dict)):
+        return above
+    return below | {key: _over(below[key], value) if key in below else value for key, value in above.items()}

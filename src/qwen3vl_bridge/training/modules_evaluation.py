@@ -18,10 +18,12 @@ from megatron.bridge.training import eval as bridges_eval
 from megatron.bridge.training.state import GlobalState
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+_OURS = "evaluates_qwen3vl_modules"
+
 
 def evaluate_modules_together() -> None:
     """Let Megatron-Bridge's loop evaluate both modules as one model. A second call changes nothing more."""
-    if not hasattr(bridges_eval.evaluate, "__wrapped__"):
+    if not hasattr(bridges_eval.evaluate, _OURS):
         bridges_eval.evaluate = _with_communicator(bridges_eval.evaluate)
 
 
@@ -34,6 +36,7 @@ def _with_communicator(evaluate: Any) -> Any:
             kwargs["pg_collection"] = _groups_of_language(provider._pg_collection)
         return evaluate(state, *args, **kwargs)
 
+    setattr(wrapped, _OURS, True)
     return wrapped
 
 

@@ -4,9 +4,11 @@ What lives here: setting both up, seeding random generators and tearing them dow
 (`parallel.py`), what checkpoints hold of random generators (`random_states.py`).
 """
 
+import contextlib
 import gc
 import os
 import random
+from collections.abc import Iterator
 
 from qwen3vl_bridge.dist_train import check_world
 from qwen3vl_bridge.provider import Qwen3VLModelProvider
@@ -29,17 +31,18 @@ def initialize(provider: Qwen3VLModelProvider, seed: int) -> ProcessGroupCollect
     """
     if provider.dist_train.use_dist_train:
         _join()
-        leave_groups()
         check_world(provider, torch.distributed.get_world_size())
-        if parallel_state._GLOBAL_MEMORY_BUFFER is None:
-            parallel_state._set_global_memory_buffer()
+        leave_groups()
+        parallel_state._set_global_memory_buffer()
         # Megatron-Bridge's own wiring, which its set-up calls where `dist.use_decentralized_pg` is on.
-        provider._pg_collection = _create_dist_train_pgs(provider, 1, None, None)
+        with groups_to_leave():
+            provider._pg_collection = _create_dist_train_pgs(provider, 1, None, None)
     else:
         if not _groups_serve(provider):
             _join()
             leave_groups()
-            provider.initialize_model_parallel()
+            with groups_to_leave():
+                provider.initialize_model_parallel()
         provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     seed_generators(seed, provider._pg_collection)
     return provider._pg_collection
@@ -97,22 +100,40 @@ def _join() -> None:
 
 
 def leave_groups() -> None:
-    """Leave all groups but that of all processes, for others to be made. Every process calls this.
+    """Leave the groups that `initialize` has made, for others to be made. Every process calls this.
 
     A group of gloo's has three threads that look for work a hundred times a second. Sets of groups that nobody uses any
     more, each of dozens, would take all of a machine's time.
     """
     parallel_state.destroy_model_parallel()
-    BridgeCommunicator.destroy_broadcast_pgs()  # which it keeps for the next one
-    BridgeCommunicator.destroy_bridge_pgs()
-    if not torch.distributed.is_initialized():
-        return
-    everyone = torch.distributed.group.WORLD
-    if others := [group for group in torch.distributed.distributed_c10d._world.pg_map if group is not everyone]:
+    BridgeCommunicator._broadcast_pg_cache.clear()  # which it keeps for the next one
+    BridgeCommunicator._bridge_pg_cache.clear()
+    left = [group for group in _made if group in _known_groups()]
+    _made.clear()
+    if left:
         gc.collect()  # a model that is gone, in a circle of references, would hold them
         torch.distributed.barrier()
-        for group in others:
+        for group in left:
             torch.distributed.destroy_process_group(group)
+
+
+_made: list[torch.distributed.ProcessGroup] = []
+
+
+@contextlib.contextmanager
+def groups_to_leave() -> Iterator[None]:
+    """Remember the groups that the body makes, for `leave_groups`."""
+    before = _known_groups()
+    try:
+        yield
+    finally:
+        _made.extend(group for group in _known_groups() if group not in before)
+
+
+def _known_groups() -> list[torch.distributed.ProcessGroup]:
+    """All but that of all processes."""
+    everyone = torch.distributed.group.WORLD
+    return [group for group in torch.distributed.distributed_c10d._world.pg_map if group is not everyone]
 
 
 def shutdown() -> None:

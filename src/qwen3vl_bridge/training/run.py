@@ -118,7 +118,7 @@ def assemble(cfg: ConfigContainer, pretrained: Pretrained | None = None) -> Run:
     cfg.model.grad_scale_func = optimizer.scale_loss
     cfg.model.finalize_model_grads_func = functools.partial(finalize_model_grads, pg_collection=groups)
     if cfg.model.dist_train.use_dist_train:
-        join_modules(cfg.model, optimizer, groups, sharded=cfg.optimizer.use_distributed_optimizer)
+        join_modules(cfg.model, optimizer, sharded=cfg.optimizer.use_distributed_optimizer)
     state = GlobalState()
     state.cfg, state._train_state = cfg, TrainState()
     return Run(cfg, state, model, optimizer, scheduler, groups, config_yaml)

@@ -73,7 +73,8 @@ def _from_where_it_stands(state: GlobalState, split: str, groups: ProcessGroupCo
     rows = cfg.dataset.shared_by(1)
     micro = cfg.train.micro_batch_size if split == "train" else cfg.validation.eval_micro_batch_size
     stream = ServedStream([rows.stream(split, dp_rank=one, dp_size=size, micro_batch_size=micro) for one in read])
-    begun = {"train": done.consumed_train_samples, "valid": done.consumed_valid_samples, "test": 0}
+    validated = 0 if cfg.validation.skip_train else done.consumed_valid_samples
+    begun = {"train": done.consumed_train_samples, "valid": validated, "test": 0}
     stream.load_state_dict(stream.state_dict() | {"row": begun[split]})
     return stream
 

@@ -16,7 +16,7 @@ from qwen3vl_bridge.sequence import EncoderInputs, PackedBatch
 from qwen3vl_bridge.sequence.movable import Movable
 from qwen3vl_bridge.training.foreign_batch import from_collator
 from qwen3vl_bridge.training.global_batch import check_balance
-from qwen3vl_bridge.training.meter import count_microbatch
+from qwen3vl_bridge.training.meter import Amounts, count_microbatch, count_operations
 from qwen3vl_bridge.training.served import next_served
 from qwen3vl_bridge.training.watch import watched
 from qwen3vl_bridge.vision_config import vision_work
@@ -103,6 +103,9 @@ def encode(
     replicas, work = replicas_of(config), vision_work(config)
     share = replicas.share_of(groups.dp.rank())
     packed = [one if isinstance(one, PackedBatch) else from_collator(one, config, state.cfg.dataset) for one in batches]
+    if model.training:
+        for batch in packed:
+            count_operations(state, Amounts() if share else Amounts.of(batch, config))
     return model(inputs=to_device(EncoderInputs.of(packed, work, replicas.encoders, share), model))
 
 

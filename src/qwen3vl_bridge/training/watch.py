@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from qwen3vl_bridge.sequence import PackedBatch, SequenceLayout, token_index
+from qwen3vl_bridge.training.modules import is_split_unjoined
 from qwen3vl_bridge.training.towers import Qwen3VLTowers
 
 import torch
@@ -153,6 +154,7 @@ def watched(count: Callable, state: GlobalState, batch: PackedBatch, mask: Tenso
 def _check_nothing_is_ignored(cfg: Any) -> None:
     towers = getattr(cfg, "optimizer_config_override_provider", None)
     settings = {
+        "model.dist_train.use_dist_train": is_split_unjoined(cfg.model),
         "guard": getattr(cfg, "guard", None) is not None,
         "optimizer_config_override_provider.freeze_*_steps": isinstance(towers, Qwen3VLTowers) and towers.rests(),
     }
