@@ -60,6 +60,7 @@ def rows(untied_folder, conversations):
 def step(pair, dataset, batch):
     """Sum of the losses that count, how many; gradients are in the parameters."""
     cfg = SimpleNamespace(
+        model=pair.megatron.config,
         dataset=dataset,
         train=SimpleNamespace(micro_batch_size=1),
         rerun_state_machine=SimpleNamespace(check_for_nan_in_loss=True, check_for_spiky_loss=False),
