@@ -129,7 +129,8 @@ def test_what_several_ranks_saved_exports(stored, untied_folder, tmp_path):
     tensors = {key: value for key, value in stored.items() if isinstance(value, torch.Tensor)}
     run = tmp_path / "run" / "iter_0000001"
     arguments = (str(tmp_path / "store"), str(run), tensors)
-    torch.multiprocessing.start_processes(_save_sharded, arguments, nprocs=2, start_method="fork")
+    # From a fresh process: forks of one that has joined others cannot join each other.
+    torch.multiprocessing.start_processes(_save_sharded, arguments, nprocs=2, start_method="spawn")
     assert len(list(run.glob("*.distcp"))) == 2
     export_checkpoint(run, tmp_path / "hf", hf_model=untied_folder)
     before, after = hf_tensors(untied_folder), hf_tensors(tmp_path / "hf")

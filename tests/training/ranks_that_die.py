@@ -13,7 +13,6 @@ import errno
 import json
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -23,6 +22,8 @@ from typing import Any
 
 from qwen3vl_bridge.training import checkpoint
 from qwen3vl_bridge.training.loop import set_up, train_step
+
+import torch.distributed as dist
 
 from tests.ranks import begin
 
@@ -78,18 +79,16 @@ def one_more_step(journey: Journey, rank: int, moment: str | None) -> None:
     checkpoint.save(run.cfg.checkpoint.save, run)
 
 
-def start(work: Callable[[int], None]) -> list[int]:
-    """Fork the ranks; their process ids."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def start(work: Callable[[int], None], meeting: str) -> list[int]:
+    """Fork the ranks, which meet by a new file: it takes no port that another process may want. Their process ids."""
     children = []
     for rank in range(RANKS):
         if child := os.fork():
             children.append(child)
             continue
-        os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(RANKS), RANK=str(rank))
+        os.environ |= dict(WORLD_SIZE=str(RANKS), RANK=str(rank))
         try:
+            dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
             work(rank)
             status = 0
         except BaseException:
@@ -121,7 +120,8 @@ def main(journey: Journey, moments: list[str]) -> dict:
     found = {}
     tracker = Path(journey.save) / "latest_checkpointed_iteration.txt"
     for moment in (None, *moments, "nothing"):
-        codes, seconds = ends(start(lambda rank, moment=moment: one_more_step(journey, rank, moment)))
+        meeting = f"{journey.save}, {moment}"
+        codes, seconds = ends(start(lambda rank, moment=moment: one_more_step(journey, rank, moment), meeting))
         hidden = sorted(path.name for path in Path(journey.save).glob(".*"))
         found[str(moment)] = dict(codes=codes, seconds=seconds, tracker=tracker.read_text(), hidden=hidden)
     return found

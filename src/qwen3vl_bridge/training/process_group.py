@@ -20,6 +20,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 
 def initialize(provider: Qwen3VLModelProvider, seed: int) -> ProcessGroupCollection:
@@ -111,6 +112,7 @@ def leave_groups() -> None:
     left = [group for group in _made if group in _known_groups()]
     _made.clear()
     if left:
+        _clear_sharding_prop_cache()  # torch would give equal meshes' results the mesh of the groups that are left
         gc.collect()  # a model that is gone, in a circle of references, would hold them
         torch.distributed.barrier()
         for group in left:
