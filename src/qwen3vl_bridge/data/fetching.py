@@ -32,7 +32,8 @@ from concurrent.futures import Future, wait
 from contextlib import closing, contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import BinaryIO
+from queue import SimpleQueue
+from typing import Any, BinaryIO
 
 import httpx
 
@@ -181,16 +182,41 @@ def _by[Result](end: float, work: Callable[[], Result]) -> Result | None:
     that is late is left to itself, and stops as it is about to write to the file, which is closed by then.
     """
     future: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
+    free = _free_threads(os.getpid())
+    try:
+        thread = free.pop()
+    except IndexError:
+        thread = SimpleQueue()
+        threading.Thread(target=_work_on, args=(thread, free), name=__name__, daemon=True).start()
+    thread.put((work, future))
     wait([future], max(end - time.monotonic(), 0))
     return future.result() if future.done() else None
+
+
+type _Thread = SimpleQueue[tuple[Callable[[], Any], Future[Any]]]  # to which its work is given
+
+
+@cache
+def _free_threads(process: int) -> list[_Thread]:
+    """Threads of one process that have no work.
+
+    They never end: OpenSSL holds a lock while a thread does, and a process forked at that moment, as workers of a data
+    loader are after planning, would wait for it as soon as it fetches something.
+    """
+    return []
+
+
+def _work_on(given: _Thread, free: list[_Thread]) -> None:
+    while True:
+        work, future = given.get()
+        try:
+            result = work()
+        except BaseException as error:
+            free.append(given)
+            future.set_exception(error)
+        else:
+            free.append(given)
+            future.set_result(result)
 
 
 def _answer(url: httpx.URL, file: BinaryIO, allowed_urls: Sequence[str], place: str) -> httpx.Response:

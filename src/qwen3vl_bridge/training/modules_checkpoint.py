@@ -20,6 +20,7 @@ from qwen3vl_bridge.checkpoint.dcp_metadata import read_metadata
 from qwen3vl_bridge.checkpoint.megatron_folder import find_iteration
 from qwen3vl_bridge.parallel import hear_all, tell_all
 from qwen3vl_bridge.provider import Qwen3VLModelProvider
+from qwen3vl_bridge.training.together import together
 
 from megatron.bridge.training.checkpointing import CheckpointLoadContext, CheckpointSaveContext
 from megatron.bridge.training.config import CheckpointConfig
@@ -55,10 +56,14 @@ def random_states_of_module(settings: CheckpointConfig, provider: Qwen3VLModelPr
     Args:
         settings: changed in place for a while.
         provider: the run's.
+
+    Raises:
+        CheckpointError, OSError: a rank could not read what the checkpoint has.
     """
     given = settings.load_rng
-    if provider.dist_train.use_dist_train and not provider.add_decoder:
-        settings.load_rng = given and _has_random_states(settings, provider)
+    if provider.dist_train.use_dist_train and given:
+        with together():
+            settings.load_rng = provider.add_decoder or _has_random_states(settings, provider)
     try:
         yield
     finally:
