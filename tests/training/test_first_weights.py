@@ -200,6 +200,19 @@ class TestTheConfiguration:
         cfg.validate()
         assert cfg.checkpoint.custom_manager_class == own and cfg.model.pre_wrap_hook is None
 
+    def test_what_megatron_fsdp_could_not_save_is_refused_where_it_runs(self, inputs, monkeypatch, tmp_path):
+        from megatron.bridge.training.config import runtime_config_update
+
+        def cfg(**given):
+            return Start("sharded", str(inputs.hf), str(inputs.data), None, str(tmp_path), steps(1), **given).config()
+
+        runtime_config_update(cfg(fsdp=True))  # by the small loop
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        for given in (dict(fsdp=True, bf16=True), dict()):
+            runtime_config_update(cfg(**given))
+        with pytest.raises(ValueError, match="the model is in float32, which Megatron-FSDP trains and cannot save"):
+            runtime_config_update(cfg(fsdp=True))
+
     def test_the_small_loop_reads_them_itself(self, inputs, tmp_path):
         from qwen3vl_bridge.training.loop import set_up
 

@@ -151,6 +151,7 @@ class Qwen3VLConfigContainer(ConfigContainer):
         if self.guard is not None:
             self._check_guard(self.guard)
         super().validate()
+        self._check_shards_are_saved()
         manage_checkpoints(self)
         read_first_weights(self)
         if self.model.dist_train.use_dist_train:
@@ -194,6 +195,17 @@ class Qwen3VLConfigContainer(ConfigContainer):
             unmanaged = "it would save random states of both modules by the same names"
             settings["checkpoint.custom_manager_class"] = (other if other != MANAGER else None, None, unmanaged)
         expect(settings)
+
+    def _check_shards_are_saved(self) -> None:
+        """megatron-core looks for what it saves of Megatron-FSDP one wrapper deeper than a float32 model lies."""
+        saves = self.checkpoint.save is not None and self.checkpoint.ckpt_format == "fsdp_dtensor"
+        if not (saves and self.ddp.use_megatron_fsdp and torch.cuda.is_available()):  # the small loop saves by itself
+            return
+        if not (self.model.bf16 or self.model.fp16):
+            raise ValueError(
+                "the model is in float32, which Megatron-FSDP trains and cannot save: expected a mixed_precision such "
+                "as 'bf16_mixed', or checkpoint.save None"
+            )
 
     def _check_guard(self, guard: GuardConfig) -> None:
         guard.finalize()
