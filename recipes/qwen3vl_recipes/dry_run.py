@@ -77,13 +77,13 @@ def memory_plan(cfg: ConfigContainer, world_size: int) -> Estimate:
     """
     from qwen3vl_bridge.planning.from_config import plan_of
 
-    return plan_of(_on_gpus(cfg, world_size), world_size)
+    return plan_of(_on_gpus(finalised(cfg, world_size)), world_size)
 
 
-def _on_gpus(cfg: ConfigContainer, world_size: int) -> ConfigContainer:
-    complete = finalised(cfg, world_size)
-    complete.model.transformer_impl = "transformer_engine"
-    return complete
+def _on_gpus(cfg: ConfigContainer) -> ConfigContainer:
+    """Changes a completed configuration."""
+    cfg.model.transformer_impl = "transformer_engine"
+    return cfg
 
 
 def show(cfg: ConfigContainer, *, gpus: int, gpu: str) -> None:
@@ -94,19 +94,19 @@ def show(cfg: ConfigContainer, *, gpus: int, gpu: str) -> None:
         gpus: how many.
         gpu: their kind.
     """
-    from qwen3vl_bridge.planning.from_config import sized_of
+    from qwen3vl_bridge.planning.from_config import plan_of, sized_of
     from qwen3vl_bridge.planning.hardware import gpu_of
     from qwen3vl_bridge.planning.printing import print_estimate, words_of_pace
 
     from megatron.bridge.utils.yaml_utils import dump_dataclass_to_yaml
 
-    kind = gpu_of(gpu)
-    print(dump_dataclass_to_yaml(finalised(cfg, gpus).to_dict()))
+    kind, complete = gpu_of(gpu), finalised(cfg, gpus)
+    print(dump_dataclass_to_yaml(complete.to_dict()))
     try:
-        plan = memory_plan(cfg, gpus)
+        plan = plan_of(_on_gpus(complete), gpus)
     except ValueError as error:
         print(f"no plan of the memory: {error}")
     else:
         print_estimate(plan, kind.memory_bytes)
         if plan.dist is not None:
-            print(words_of_pace(sized_of(_on_gpus(cfg, gpus), gpus, kind)))
+            print(words_of_pace(sized_of(complete, gpus, kind)))
