@@ -77,13 +77,13 @@ def memory_plan(cfg: ConfigContainer, world_size: int) -> Estimate:
     """
     from qwen3vl_bridge.planning.from_config import plan_of
 
-    return plan_of(_on_gpus(finalised(cfg, world_size)), world_size)
+    complete = finalised(cfg, world_size)
+    _take_to_gpus(complete)
+    return plan_of(complete, world_size)
 
 
-def _on_gpus(cfg: ConfigContainer) -> ConfigContainer:
-    """Changes a completed configuration."""
-    cfg.model.transformer_impl = "transformer_engine"
-    return cfg
+def _take_to_gpus(complete: ConfigContainer) -> None:
+    complete.model.transformer_impl = "transformer_engine"
 
 
 def show(cfg: ConfigContainer, *, gpus: int, gpu: str) -> None:
@@ -102,8 +102,9 @@ def show(cfg: ConfigContainer, *, gpus: int, gpu: str) -> None:
 
     kind, complete = gpu_of(gpu), finalised(cfg, gpus)
     print(dump_dataclass_to_yaml(complete.to_dict()))
+    _take_to_gpus(complete)
     try:
-        plan = plan_of(_on_gpus(complete), gpus)
+        plan = plan_of(complete, gpus)
     except ValueError as error:
         print(f"no plan of the memory: {error}")
     else:

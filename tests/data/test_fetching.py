@@ -212,7 +212,7 @@ def test_processes_share_a_cache(server, get, tmp_path, monkeypatch, locks):
 
 
 def test_threads_do_not_end(server, get):
-    """A process that is forked while one does may wait forever: OpenSSL has a lock then. 13 of 500 forks did."""
+    """A process that is forked while one does may wait forever: OpenSSL has a lock then."""
 
     def threads() -> set[threading.Thread]:
         return {thread for thread in threading.enumerate() if thread.name == module.__name__}

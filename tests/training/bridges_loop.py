@@ -110,16 +110,22 @@ class Follower(Callback):
 
 
 def run(start: Start) -> dict[str, Any]:
-    """Megatron-Bridge's loop to its end, as a user's script would call it."""
-    leave_groups()  # of the run before, which Megatron-Bridge keeps
-    finetune, cfg, follower = _finetune(), start.config(), Follower(start)
-    cfg.dist.distributed_backend = "gloo"
+    """One of the runs; or with which error it ended."""
+    cfg, follower = start.config(), Follower(start)
     try:
-        with groups_to_leave():
-            finetune(cfg, qwen3vl_bridge.forward_step, callbacks=[*qwen3vl_bridge.training_callbacks(cfg), follower])
+        finetune_on_cpu(cfg, follower)
     except (CheckpointError, ValueError, AssertionError) as error:
         return {"error": f"{type(error).__name__}: {error}"}
     return {"first_step": follower.first_step, "weights": follower.weights, "log": follower.log}
+
+
+def finetune_on_cpu(cfg: Any, follower: Callback) -> None:
+    """Megatron-Bridge's loop to its end, as a user's script would call it."""
+    leave_groups()  # of the run before, which Megatron-Bridge keeps
+    cfg.dist.distributed_backend = "gloo"
+    callbacks = [*qwen3vl_bridge.training_callbacks(cfg), follower]
+    with _on_cpu(), groups_to_leave():
+        _finetune()(cfg, qwen3vl_bridge.forward_step, callbacks=callbacks)
 
 
 def _finetune() -> Any:
@@ -136,7 +142,7 @@ def _finetune() -> Any:
 
 
 @contextlib.contextmanager
-def on_cpu() -> Iterator[None]:
+def _on_cpu() -> Iterator[None]:
     """Megatron-Bridge's set-up insists on CUDA, which the package takes off its hands but does not feign.
 
     It compiles helpers for other data sets than ours too, from sources that its wheel lacks.
@@ -157,8 +163,7 @@ def on_cpu() -> Iterator[None]:
 def main(output: str, starts: list[dict[str, Any]]) -> None:
     """One run after the other."""
     dist.init_process_group("gloo")
-    with on_cpu():
-        found = {start["name"]: run(Start(**start)) for start in starts}
+    found = {start["name"]: run(Start(**start)) for start in starts}
     leave(found, output)
 
 

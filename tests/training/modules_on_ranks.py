@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import qwen3vl_bridge
 from qwen3vl_bridge.training.loop import train
 from qwen3vl_bridge.training.modules import OneWayBridge
-from qwen3vl_bridge.training.process_group import groups_to_leave, leave_groups
+from qwen3vl_bridge.training.process_group import leave_groups
 
 import torch.distributed as dist
 from megatron.bridge.training.callbacks import Callback
@@ -26,7 +25,7 @@ from megatron.bridge.training.model_load_save import load_megatron_model
 from tests.parity.topologies import MODULES, split_by
 from tests.ranks import begin, leave
 
-from .bridges_loop import _finetune, on_cpu
+from .bridges_loop import finetune_on_cpu
 from .conftest import Inputs
 
 STEPS = 4
@@ -113,11 +112,8 @@ class Follower(Callback):
 
 def bridges_loop(job: Job, hf: str, data: str) -> list[tuple[str, float, float]]:
     """Megatron-Bridge's own `finetune()`, as a user's script calls it; what there was to see."""
-    leave_groups()  # of the run before, which Megatron-Bridge keeps
-    finetune, cfg, follower = _finetune(), job.config(hf, data), Follower()
-    cfg.dist.distributed_backend = "gloo"
-    with on_cpu(), groups_to_leave():
-        finetune(cfg, qwen3vl_bridge.forward_step, callbacks=[*qwen3vl_bridge.training_callbacks(cfg), follower])
+    follower = Follower()
+    finetune_on_cpu(job.config(hf, data), follower)
     return follower.log
 
 

@@ -30,7 +30,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import closing, contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, BinaryIO
@@ -184,21 +184,21 @@ def _by[Result](end: float, work: Callable[[], Result]) -> Result | None:
     future: Future[Result] = Future()
     free = _free_threads(os.getpid())
     try:
-        thread = free.pop()
+        given = free.pop()
     except IndexError:
-        thread = SimpleQueue()
-        threading.Thread(target=_work_on, args=(thread, free), name=__name__, daemon=True).start()
-    thread.put((work, future))
+        given = SimpleQueue()
+        threading.Thread(target=_work_on, args=(given, free), name=__name__, daemon=True).start()
+    given.put((work, future))
     wait([future], max(end - time.monotonic(), 0))
     return future.result() if future.done() else None
 
 
-type _Thread = SimpleQueue[tuple[Callable[[], Any], Future[Any]]]  # to which its work is given
+type _Given = SimpleQueue[tuple[Callable[[], Any], Future[Any]]]  # what a thread is to work on
 
 
 @cache
-def _free_threads(process: int) -> list[_Thread]:
-    """Threads of one process that have no work.
+def _free_threads(process: int) -> list[_Given]:
+    """Where threads of one process that have no work are given some.
 
     They never end: OpenSSL holds a lock while a thread does, and a process forked at that moment, as workers of a data
     loader are after planning, would wait for it as soon as it fetches something.
@@ -206,17 +206,15 @@ def _free_threads(process: int) -> list[_Thread]:
     return []
 
 
-def _work_on(given: _Thread, free: list[_Thread]) -> None:
+def _work_on(given: _Given, free: list[_Given]) -> None:
     while True:
         work, future = given.get()
         try:
-            result = work()
+            answer = partial(future.set_result, work())
         except BaseException as error:
-            free.append(given)
-            future.set_exception(error)
-        else:
-            free.append(given)
-            future.set_result(result)
+            answer = partial(future.set_exception, error)
+        free.append(given)  # before its answer is heard by who may come with more work
+        answer()
 
 
 def _answer(url: httpx.URL, file: BinaryIO, allowed_urls: Sequence[str], place: str) -> httpx.Response:

@@ -109,7 +109,7 @@ def leave_groups() -> None:
     parallel_state.destroy_model_parallel()
     BridgeCommunicator._broadcast_pg_cache.clear()  # which it keeps for the next one
     BridgeCommunicator._bridge_pg_cache.clear()
-    left = [group for group in _made if group in _known_groups()]
+    left = [group for group in _known_groups() if group in _made]
     _made.clear()
     if left:
         _clear_sharding_prop_cache()  # torch would give equal meshes' results the mesh of the groups that are left
