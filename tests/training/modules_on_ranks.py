@@ -21,12 +21,13 @@ from qwen3vl_bridge.training.process_group import groups_to_leave, leave_groups
 
 import torch.distributed as dist
 from megatron.bridge.training.callbacks import Callback
+from megatron.bridge.training.finetune import finetune
 from megatron.bridge.training.model_load_save import load_megatron_model
 
 from tests.parity.topologies import MODULES, split_by
 from tests.ranks import begin, leave
 
-from .bridges_loop import _finetune, on_cpu
+from .bridges_loop import on_cpu
 from .conftest import Inputs
 
 STEPS = 4
@@ -114,7 +115,7 @@ class Follower(Callback):
 def bridges_loop(job: Job, hf: str, data: str) -> list[tuple[str, float, float]]:
     """Megatron-Bridge's own `finetune()`, as a user's script calls it; what there was to see."""
     leave_groups()  # of the run before, which Megatron-Bridge keeps
-    finetune, cfg, follower = _finetune(), job.config(hf, data), Follower()
+    cfg, follower = job.config(hf, data), Follower()
     cfg.dist.distributed_backend = "gloo"
     with on_cpu(), groups_to_leave():
         finetune(cfg, qwen3vl_bridge.forward_step, callbacks=[*qwen3vl_bridge.training_callbacks(cfg), follower])
