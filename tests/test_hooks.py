@@ -1,7 +1,10 @@
 """Registration does not depend on the order of imports, and the import of the package is light."""
 
+import importlib.util
 import subprocess
 import sys
+
+from qwen3vl_bridge import hooks
 
 import pytest
 
@@ -40,6 +43,43 @@ def test_importing_the_package_imports_neither_torch_nor_megatron():
         "assert not heavy, heavy"
     )
     assert done.returncode == 0, done.stderr
+
+
+TRAINING = """
+from megatron.bridge.training.finetune import finetune
+from megatron.bridge.training import checkpointing, initialize
+import importlib.util, sys
+if importlib.util.find_spec("nvidia_resiliency_ext") is None:
+    assert not any(name.startswith("nvidia_resiliency_ext") for name in sys.modules), "the stand-in stayed"
+    assert not checkpointing.HAVE_RESIL and not checkpointing.HAVE_NVRX, "taken for installed"
+    try:
+        import megatron.bridge.training.inprocess_restart
+    except ModuleNotFoundError as error:
+        assert error.name == "nvidia_resiliency_ext", error
+    else:
+        raise AssertionError("restarts without the package")
+initialize.compile_helpers()
+from megatron.core.datasets import helpers
+"""
+
+
+@pytest.mark.parametrize("first", ["import qwen3vl_bridge", "import megatron.core.datasets.utils, qwen3vl_bridge"])
+def test_megatron_bridges_loop_starts_without_the_package_for_restarts_or_a_makefile(first):
+    """As a script for Megatron-Bridge's `finetune()` does, from what this project or a wheel installs."""
+    done = run(f"{first}\n{TRAINING}")
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_data_helpers_are_compiled_where_there_is_something_to_compile(tmp_path, monkeypatch):
+    """From megatron-core's sources in place, as in NVIDIA's containers, a Makefile lies beside what it makes."""
+    made, done = tmp_path / "helpers_cpp.so", []
+    compile_helpers = hooks._unless_compiled(lambda: done.append(made))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: importlib.util.spec_from_file_location(name, made))
+    compile_helpers()
+    assert not done
+    (tmp_path / "Makefile").touch()
+    compile_helpers()
+    assert done
 
 
 def test_unknown_names_are_attribute_errors():

@@ -1,11 +1,11 @@
 """What happens when Megatron is imported: our bridges register, and what this machine lacks is seen to.
 
-What lives here: one import hook and the three things it does. What may not: anything that imports torch or Megatron
+What lives here: one import hook and the four things it does. What may not: anything that imports torch or Megatron
 when this module is loaded, and the redirections for a machine without CUDA themselves (`cpu.py`).
 
 A hook instead of an import, for two reasons. Megatron-Bridge takes about ten seconds to import, which commands that
-don't need it should not pay. And without Transformer Engine one of its modules cannot be imported at all, so
-something has to be in place before `import megatron.bridge` runs.
+don't need it should not pay. And two of its modules cannot be imported at all without packages that an ordinary host
+may lack, so something has to be in place before `import megatron.bridge` runs.
 """
 
 from __future__ import annotations
@@ -14,18 +14,26 @@ import contextlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import ClassVar
 
 _BRIDGE_MODELS = "megatron.bridge.models"
-# The one module of Megatron-Bridge that needs Transformer Engine to be imported, for names in annotations and for
-# classes it uses only where Transformer Engine layers are there.
-_NEEDS_TRANSFORMER_ENGINE = "megatron.bridge.peft.lora_layers"
+# The modules of Megatron-Bridge that cannot be imported without a package of which they need no more than names, and
+# the modules of that package which they import. `lora_layers` names classes that it uses only where layers of
+# Transformer Engine are there. `pretrain`, which all training goes through, annotates an argument with a class of the
+# package for restarts; what uses that is imported where `cfg.inprocess_restart` asks for it, and fails there as ever.
+# The name of that package itself is not given: whatever else looks for it (async saves do) finds it missing.
+_NEEDED_FOR_NAMES = {
+    "megatron.bridge.peft.lora_layers": ("transformer_engine", "transformer_engine.pytorch"),
+    "megatron.bridge.training.pretrain": ("nvidia_resiliency_ext.inprocess",),
+}
 # And two that ask megatron-core for Transformer Engine's layers and take the empty names they get for classes.
 _MISTAKE_NAMES_FOR_CLASSES = ("megatron.bridge.peft.utils", "megatron.bridge.peft.module_matcher")
+_DATASETS = "megatron.core.datasets"
 
 
 def install() -> None:
@@ -87,7 +95,7 @@ class _Imports(MetaPathFinder):
         loader.exec_module = exec_module
 
     def _prepared(self, name: str) -> contextlib.AbstractContextManager:
-        return _transformer_engine_stand_in() if name == _NEEDS_TRANSFORMER_ENGINE else contextlib.nullcontext()
+        return _stand_ins(*_NEEDED_FOR_NAMES.get(name, ()))
 
     def after(self, module: ModuleType) -> None:
         """What follows the execution of a module of Megatron's or ours."""
@@ -95,8 +103,11 @@ class _Imports(MetaPathFinder):
             from qwen3vl_bridge import cpu
 
             cpu.adopt(module)
-        if module.__name__ in _MISTAKE_NAMES_FOR_CLASSES and not _has_transformer_engine():
+        if module.__name__ in _MISTAKE_NAMES_FOR_CLASSES and not _is_installed("transformer_engine"):
             vars(module).update({name: False for name in vars(module) if name.startswith("HAVE_TE")})
+        # As whoever imports it has it too, wherever the hook was installed.
+        if getattr(vars(module).get("compile_helpers"), "__module__", None) == f"{_DATASETS}.utils":
+            module.compile_helpers = _unless_compiled(module.compile_helpers)  # type: ignore[attr-defined]
         # When its models are there, Megatron-Bridge has registered its own Qwen3-VL; the later registration wins.
         self.register_later |= module.__name__ == _BRIDGE_MODELS
         if self.register_later and not self.ours_running:
@@ -104,8 +115,22 @@ class _Imports(MetaPathFinder):
             importlib.import_module("qwen3vl_bridge.bridge")
 
 
-def _has_transformer_engine() -> bool:
-    return importlib.util.find_spec("transformer_engine") is not None
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _unless_compiled(compile_helpers: Callable[[], None]) -> Callable[[], None]:
+    """megatron-core's function that compiles the indices of its GPT data sets, which Megatron-Bridge's set-up calls.
+
+    A wheel has them compiled, and no Makefile, for want of which that function would end the process.
+    """
+
+    def compile_where_possible() -> None:
+        compiled = importlib.util.find_spec(f"{_DATASETS}.helpers_cpp")
+        if compiled is None or Path(str(compiled.origin)).with_name("Makefile").exists():
+            compile_helpers()
+
+    return compile_where_possible
 
 
 class _StandIn(ModuleType):
@@ -116,32 +141,36 @@ class _StandIn(ModuleType):
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _StandInClass(name, (), {})
+        return _StandInClass(name, (), {"__module__": self.__name__})
 
 
 class _StandInClass(type):
     def __getattr__(cls, name: str) -> type:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _StandInClass(name, (), {})
+        return _StandInClass(name, (), {"__module__": cls.__module__})
 
     def __call__(cls, *args: object, **kwargs: object) -> None:
-        raise ModuleNotFoundError(f"{cls.__name__} is Transformer Engine's, which is not installed")
+        raise ModuleNotFoundError(f"{cls.__name__} is of {cls.__module__}, which is not installed")
 
 
 @contextlib.contextmanager
-def _transformer_engine_stand_in() -> Iterator[None]:
-    """Where Transformer Engine is missing, something by its name to import, for the time of the context only.
+def _stand_ins(*names: str) -> Iterator[None]:
+    """Where a package is missing, something by the names of its modules to import, for the time of the context only.
 
-    Left in `sys.modules` it would make megatron-core, peft and others believe Transformer Engine is installed.
+    Left in `sys.modules` they would make megatron-core, peft and others believe that the package is installed.
     """
-    if _has_transformer_engine():
+    if not names or _is_installed(names[0].partition(".")[0]):
         yield
         return
-    package, pytorch = _StandIn("transformer_engine"), _StandIn("transformer_engine.pytorch")
-    package.pytorch = pytorch  # type: ignore[attr-defined]
-    sys.modules.update({"transformer_engine": package, "transformer_engine.pytorch": pytorch})
+    modules = {name: _StandIn(name) for name in names}
+    for name, module in modules.items():
+        package, _, child = name.rpartition(".")
+        if package in modules:
+            setattr(modules[package], child, module)
+    sys.modules.update(modules)
     try:
         yield
     finally:
-        del sys.modules["transformer_engine"], sys.modules["transformer_engine.pytorch"]
+        for name in modules:
+            del sys.modules[name]

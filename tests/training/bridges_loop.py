@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import qwen3vl_bridge
@@ -24,6 +23,7 @@ import torch.distributed as dist
 from megatron.bridge import AutoBridge
 from megatron.bridge.training import initialize
 from megatron.bridge.training.callbacks import Callback
+from megatron.bridge.training.finetune import finetune
 from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 
 from tests.parity.fsdp_on_ranks import CPUMesh
@@ -125,39 +125,23 @@ def finetune_on_cpu(cfg: Any, follower: Callback) -> None:
     cfg.dist.distributed_backend = "gloo"
     callbacks = [*qwen3vl_bridge.training_callbacks(cfg), follower]
     with _on_cpu(), groups_to_leave():
-        _finetune()(cfg, qwen3vl_bridge.forward_step, callbacks=callbacks)
-
-
-def _finetune() -> Any:
-    """Its function. It imports a package for restarts, which has no wheel for every machine, to name a type."""
-    name = "nvidia_resiliency_ext"
-    package, part = ModuleType(name), ModuleType(f"{name}.inprocess")
-    package.inprocess, part.CallWrapper = part, object
-    sys.modules |= {name: package, part.__name__: part}
-    try:
-        from megatron.bridge.training.finetune import finetune
-    finally:
-        del sys.modules[name], sys.modules[part.__name__]
-    return finetune
+        finetune(cfg, qwen3vl_bridge.forward_step, callbacks=callbacks)
 
 
 @contextlib.contextmanager
 def _on_cpu() -> Iterator[None]:
-    """Megatron-Bridge's set-up insists on CUDA, which the package takes off its hands but does not feign.
-
-    It compiles helpers for other data sets than ours too, from sources that its wheel lacks.
-    """
+    """Megatron-Bridge's set-up insists on CUDA, which the package takes off its hands but does not feign."""
     feigned = dict(is_available=lambda: True, device_count=lambda: 1)
     cuda = vars(initialize.torch.cuda)
-    compile_helpers, mesh = initialize.compile_helpers, mcore_fsdp_adapter.DeviceMesh
+    mesh = mcore_fsdp_adapter.DeviceMesh
     cuda.update(feigned)
-    initialize.compile_helpers, mcore_fsdp_adapter.DeviceMesh = lambda: None, CPUMesh
+    mcore_fsdp_adapter.DeviceMesh = CPUMesh
     try:
         yield
     finally:
         for key in feigned:
             del cuda[key]
-        initialize.compile_helpers, mcore_fsdp_adapter.DeviceMesh = compile_helpers, mesh
+        mcore_fsdp_adapter.DeviceMesh = mesh
 
 
 def main(output: str, starts: list[dict[str, Any]]) -> None:
