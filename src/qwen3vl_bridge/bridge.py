@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from qwen3vl_bridge import mappings
+from qwen3vl_bridge.activations import text_activation
 from qwen3vl_bridge.dimensions import dimensions_of, moe_layers_of
 from qwen3vl_bridge.hf_settings import check_settings, rope_parameters
 from qwen3vl_bridge.model.qwen3vl import Qwen3VLModel
@@ -78,6 +79,7 @@ class Qwen3VLBridge(AdapterConversion, MegatronModelBridge):
             seq_length=text.max_position_embeddings,
             layernorm_epsilon=text.rms_norm_eps,
             init_method_std=text.initializer_range,
+            activation_func=text_activation(text.hidden_act),
             attention_dropout=text.attention_dropout,
             rotary_base=rope["rope_theta"],
             mrope_section=list(rope["mrope_section"]),

@@ -201,6 +201,11 @@ def _check_schedule(provider: Qwen3VLModelProvider) -> None:
             "what the modules send each other grows with the pictures of a row",
         ),
         "fp16": (provider.fp16, False, "each module would scale its loss, and skip steps, by itself"),
+        "calculate_per_token_loss": (
+            provider.calculate_per_token_loss,
+            True,
+            "megatron-core would divide each module's gradients by its own data-parallel ranks",
+        ),
         "overlap_p2p_comm": (provider.overlap_p2p_comm, False, "the schedule of two modules is not interleaved"),
         "fp32_residual_connection": (
             provider.fp32_residual_connection,

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch.nn.functional as F
 from megatron.bridge.models.gpt_provider import default_layer_spec
 
 _SHARED: Mapping[str, Any] = {
@@ -22,7 +21,6 @@ _SHARED: Mapping[str, Any] = {
     "rope_scaling": False,
     "seq_len_interpolation_factor": None,
     "no_rope_freq": None,
-    "apply_rope_fusion": False,
     # Attention.
     "qk_layernorm": True,
     "qk_l2_norm": False,
@@ -37,7 +35,6 @@ _SHARED: Mapping[str, Any] = {
     "layernorm_zero_centered_gamma": False,
     "apply_residual_connection_post_layernorm": False,
     "gated_linear_unit": True,
-    "activation_func": F.silu,
     "activation_func_clamp_value": None,
     "glu_linear_offset": 0.0,
     "add_bias_linear": False,
@@ -53,8 +50,8 @@ _SHARED: Mapping[str, Any] = {
     # megatron-core's schedules: torch has no ring exchange, and the second asks a forward step for what ours has not.
     "use_ring_exchange_p2p": False,
     "num_microbatches_with_partial_activation_checkpoints": None,
-    # A mean of ranks' or of rows' means would weigh tokens by where they happen to lie.
-    "calculate_per_token_loss": True,
+    # The vision tower is this package's.
+    "use_hf_vision_model": False,
 }
 
 FIXED: Mapping[str, Any] = {**_SHARED, "num_moe_experts": None}

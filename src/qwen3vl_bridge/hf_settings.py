@@ -24,13 +24,11 @@ def check_settings(config: Mapping[str, Any]) -> None:
     Raises:
         ValueError: a setting that would otherwise be ignored; the message names it.
     """
-    text, vision = config["text_config"], config["vision_config"]
+    text = config["text_config"]
     wanted = {
         # transformers gives the output projection a bias too, which no released model has.
         "text_config.attention_bias": (text.get("attention_bias") or False, False),
-        "text_config.hidden_act": (text.get("hidden_act", "silu"), "silu"),
         "text_config.use_sliding_window": (text.get("use_sliding_window") or False, False),
-        "vision_config.hidden_act": (vision.get("hidden_act", "gelu_pytorch_tanh"), "gelu_pytorch_tanh"),
         "quantization_config": (config.get("quantization_config"), None),
         # transformers divides the chosen experts' weights by their sum whatever this says.
         "text_config.norm_topk_prob": (text.get("norm_topk_prob", True), True),

@@ -8,16 +8,21 @@ stages and layouts that don't add up. Query groups may be fewer than tensor-para
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
+from qwen3vl_bridge.kernel_settings import PACKED_CONTEXT
 from qwen3vl_bridge.sequence.layout import row_multiple
 
 import torch
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.utils import get_te_version, is_te_min_version
 
 if TYPE_CHECKING:
     from qwen3vl_bridge.provider import Qwen3VLModelProvider
+
+logger = logging.getLogger(__name__)
 
 _LOCAL_CONTEXT = {None, "all_gather"}
 _CONTEXT = {None, "p2p", "all_gather", "a2a"}
@@ -44,6 +49,25 @@ def check_sizes(provider: Qwen3VLModelProvider) -> None:
             raise ValueError(f"{name} is {size}, expected 1 or more")
 
 
+def complete_parallel(provider: Qwen3VLModelProvider) -> None:
+    """Turn on what experts need, as Megatron-Bridge does, and say so; warn of losses that depend on the split."""
+    tensor, context = provider.tensor_model_parallel_size, provider.context_parallel_size
+    if provider.moe_layers and tensor > 1 and not provider.sequence_parallel:
+        logger.info(
+            "sequence_parallel is set to True: megatron-core trains experts under tensor_model_parallel_size %d in no "
+            "other way",
+            tensor,
+        )
+        provider.sequence_parallel = True
+    if context > 1 and not provider.calculate_per_token_loss:
+        logger.warning(
+            "calculate_per_token_loss is False on %d context-parallel ranks: the loss of a step that returns three "
+            "values is divided by each rank's own tokens, wherever they lie. Expected two: a rank's part of the mean, "
+            "and what to report, as this package's step does; or calculate_per_token_loss=True",
+            context,
+        )
+
+
 def check_parallel(provider: Qwen3VLModelProvider) -> None:
     """Check a provider whose fields megatron-core has completed.
 
@@ -66,8 +90,8 @@ def check_training(provider: Qwen3VLModelProvider) -> None:
     A model that is loaded to be exported or asked may carry settings of schedules from the run that saved it.
 
     Raises:
-        ValueError: experts are to be trained in a way that megatron-core refuses in the first step, or pipeline stages
-            would not know the size of what they receive, or mix up what they send each other.
+        ValueError: pipeline stages would not know the size of what they receive, or mix up what they send each other;
+            or a loss would give wrong gradients.
     """
     _check_between_stages(provider)
     tensor, taps = provider.tensor_model_parallel_size, len(provider.vision_config.deepstack_visual_indexes)
@@ -80,11 +104,6 @@ def check_training(provider: Qwen3VLModelProvider) -> None:
         )
     if tensor > 1 and not provider.parallel_output:
         raise ValueError(f"parallel_output is False, expected True under tensor_model_parallel_size {tensor}: {LOGITS}")
-    if provider.moe_layers and tensor > 1 and not provider.sequence_parallel:
-        raise ValueError(
-            f"sequence_parallel is False with experts under tensor_model_parallel_size {tensor}, expected True: "
-            "megatron-core trains experts in no other way"
-        )
 
 
 def check_microbatches(provider: Qwen3VLModelProvider, microbatches: int, what: str) -> None:
@@ -234,8 +253,8 @@ def _check_context(provider: Qwen3VLModelProvider) -> None:
     """`cp_comm_type`, for all layers or for each.
 
     Without Transformer Engine there is one way, which gathers keys and values once a layer. With it, "p2p" (the
-    default) and "a2a" take packed rows, "all_gather" those of some of its versions, which say so themselves. "a2a+p2p"
-    takes none, and a single padded row is a packed row here.
+    default) takes packed rows, "a2a" and "all_gather" in later releases. "a2a+p2p" takes none, and a single padded row
+    is a packed row here.
     """
     kinds = provider.cp_comm_type
     found = set(kinds) if isinstance(kinds, list) else {kinds}
@@ -244,6 +263,12 @@ def _check_context(provider: Qwen3VLModelProvider) -> None:
         why = "keys and values are gathered, as transformer_impl is 'local'" if local else "packed rows have no other"
         expected = ", ".join(sorted(map(repr, (_LOCAL_CONTEXT if local else _CONTEXT) - {None})))
         raise ValueError(f"cp_comm_type has {sorted(unknown, key=str)}, expected None or {expected}: {why}")
+    for kind, release in PACKED_CONTEXT.items():
+        if not local and kind in found and not is_te_min_version(release):
+            raise ValueError(
+                f"cp_comm_type {kind!r} takes packed rows from Transformer Engine {release} on, and {get_te_version()} "
+                "is installed: expected 'p2p', or a later one"
+            )
     tensor = provider.tensor_model_parallel_size
     groups = max(provider.num_query_groups // tensor, 1)
     if "a2a" in found and (groups % ranks or provider.num_attention_heads // tensor % ranks):

@@ -7,18 +7,28 @@ configurations (`bridge.py`), the vision tower's own configuration (`vision_conf
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from qwen3vl_bridge.activations import name_of, vision_activation
 from qwen3vl_bridge.dimensions import Dimensions, indices_of
 from qwen3vl_bridge.dist_train import DistTrainConfig, check_dist_train, complete_dist_train, complete_groups
 from qwen3vl_bridge.fixed_settings import FIXED, FIXED_WITH_EXPERTS, ROUTING
-from qwen3vl_bridge.parallel_settings import check_parallel, check_sizes, check_training
+from qwen3vl_bridge.kernel_settings import (
+    can_fuse_weight_gradients,
+    check_float32,
+    check_kernels,
+    complete_kernels,
+    complete_precision,
+    default_transformer_impl,
+    has_transformer_engine,
+)
+from qwen3vl_bridge.parallel_settings import check_parallel, check_sizes, check_training, complete_parallel
 from qwen3vl_bridge.provider_cost import operations_of_a_step, provider_sizes
 from qwen3vl_bridge.recompute import check_recompute
+from qwen3vl_bridge.upstream_names import UpstreamExpertNames, UpstreamNames, check_names
 
 import torch
 import torch.nn.functional as F
@@ -32,19 +42,12 @@ from megatron.core.pipeline_parallel.utils import (
 )
 from transformers import Qwen3VLVisionConfig
 
-
-def has_transformer_engine() -> bool:
-    """Whether Transformer Engine is installed and there is a GPU for it."""
-    return importlib.util.find_spec("transformer_engine") is not None and torch.cuda.is_available()
-
-
-def default_transformer_impl() -> str:
-    """Transformer Engine where it can run, else modules of torch and megatron-core."""
-    return "transformer_engine" if has_transformer_engine() else "local"
+if TYPE_CHECKING:
+    from qwen3vl_bridge.model.qwen3vl import Qwen3VLGPTModel
 
 
 @dataclass
-class Qwen3VLModelProvider(GPTModelProvider):
+class Qwen3VLModelProvider(UpstreamNames, GPTModelProvider):
     """A dense Qwen3-VL model, and what models with experts share with it.
 
     The inherited fields describe the text model. All token ids and defaults are the released models'.
@@ -60,6 +63,11 @@ class Qwen3VLModelProvider(GPTModelProvider):
             projection is the patch mergers.
         vision_recompute_granularity, vision_recompute_modules, vision_recompute_method, vision_recompute_num_layers:
             activation recomputation of the vision tower, as the fields without `vision_` are of the text model.
+        apply_rotary_pos_emb_in_fp32: rotate queries and keys of the text model in float32; those of the tower always
+            are.
+        vision_dp_when_cp: whether context-parallel ranks share the pictures' work. They always do here.
+        use_hf_vision_model, vision_cuda_graph_impl, vision_cuda_graph_scope, max_vision_cuda_graph_seq_length: settings
+            of Megatron-Bridge's own model that have one value here.
         dist_train: the vision tower and the language model on ranks of their own.
         add_encoder, add_decoder: which of the two this rank has; Megatron-Bridge's set-up says so.
     """
@@ -91,12 +99,14 @@ class Qwen3VLModelProvider(GPTModelProvider):
     share_embeddings_and_output_weights: bool = False
 
     transformer_impl: str = field(default_factory=default_transformer_impl)
+    gradient_accumulation_fusion: bool = field(default_factory=can_fuse_weight_gradients)
+    bias_activation_fusion: bool = True
+    cross_entropy_loss_fusion: bool = True  # but where it would round: finalize() says so
+    apply_rotary_pos_emb_in_fp32: bool = False
     # megatron-core refuses rows of several lengths between pipeline stages with its own default, experts or not.
     moe_token_dispatcher_type: str = "alltoall"
     # Losses are summed over tokens and divided once by the tokens of the global batch, however they are packed.
     calculate_per_token_loss: bool = True
-    # megatron-core's fused loss hands back its gradient in bfloat16 whatever the precision of the logits.
-    cross_entropy_loss_fusion: bool = False
 
     freeze_language_model: bool = False
     freeze_vision_model: bool = False
@@ -106,6 +116,12 @@ class Qwen3VLModelProvider(GPTModelProvider):
     vision_recompute_modules: list[str] | None = None
     vision_recompute_method: str | None = None
     vision_recompute_num_layers: int | None = None
+
+    use_hf_vision_model: bool = False
+    vision_dp_when_cp: bool = False
+    vision_cuda_graph_impl: str = "none"
+    vision_cuda_graph_scope: list[str] = field(default_factory=list)
+    max_vision_cuda_graph_seq_length: int | None = None
 
     dist_train: DistTrainConfig = field(default_factory=DistTrainConfig)
     add_encoder: bool = True
@@ -121,6 +137,8 @@ class Qwen3VLModelProvider(GPTModelProvider):
         Raises:
             ValueError: fields that contradict each other, or that this model would ignore.
         """
+        complete_kernels(self)
+        complete_parallel(self)
         text_width, vision_width = self.hidden_size, self.vision_config.out_hidden_size
         taps, layers = self.vision_config.deepstack_visual_indexes, self.vision_config.depth
         if text_width != vision_width:
@@ -132,17 +150,17 @@ class Qwen3VLModelProvider(GPTModelProvider):
         for name, only in self.fixed.items():
             if getattr(self, name) != only:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, expected {only!r}: this model has nothing else")
+        name_of(self.activation_func)
+        vision_activation(self.vision_config.hidden_act)
+        check_names(self)
         check_recompute(self)
         check_sizes(self)
+        check_kernels(self)
         super().finalize()
+        complete_precision(self)
         check_parallel(self)
         check_dist_train(self)
         complete_dist_train(self)
-        if self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "native" and not self.bf16:
-            raise ValueError(
-                f"cross_entropy_loss_fusion is True with parameters in {self.params_dtype}: megatron-core's native "
-                "fused loss rounds its gradient to bfloat16. Set it to False, or cross_entropy_fusion_impl to 'te'"
-            )
         if 2 * sum(self.mrope_section) != self.kv_channels:
             raise ValueError(
                 f"mrope_section {self.mrope_section} has sum {sum(self.mrope_section)}, expected half the head "
@@ -191,12 +209,9 @@ class Qwen3VLModelProvider(GPTModelProvider):
         from qwen3vl_bridge.model.modules import Qwen3VLDecoder, Qwen3VLEncoder
         from qwen3vl_bridge.model.qwen3vl import Qwen3VLModel
 
-        groups, vp_size = self._pg_collection, self.virtual_pipeline_model_parallel_size
-        if pre_process is None:
-            pre_process = is_vp_first_stage(vp_stage=vp_stage, vp_size=vp_size) and is_pp_first_stage(groups.pp)
-        if post_process is None:
-            post_process = is_vp_last_stage(vp_stage=vp_stage, vp_size=vp_size) and is_pp_last_stage(groups.pp)
-        with torch.device("meta") if self.init_model_with_meta_device else contextlib.nullcontext():
+        groups = self._pg_collection
+        pre_process, post_process = self._ends(pre_process, post_process, vp_stage)
+        with self._device():
             if not self.add_decoder:
                 model = Qwen3VLEncoder(self, groups)
             else:
@@ -209,6 +224,30 @@ class Qwen3VLModelProvider(GPTModelProvider):
         )
         return model
 
+    def provide_language_model(
+        self, pre_process: bool | None = None, post_process: bool | None = None, vp_stage: int | None = None
+    ) -> Qwen3VLGPTModel:
+        """Build the text model of one pipeline stage alone; arguments as `provide`'s."""
+        from qwen3vl_bridge.model.qwen3vl import Qwen3VLGPTModel
+
+        pre_process, post_process = self._ends(pre_process, post_process, vp_stage)
+        with self._device():
+            return Qwen3VLGPTModel(
+                self, self._pg_collection, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage
+            )
+
+    def _ends(self, pre_process: bool | None, post_process: bool | None, vp_stage: int | None) -> tuple[bool, bool]:
+        """Whether a stage embeds, and whether it puts out; of the rank where that is not given."""
+        groups, vp_size = self._pg_collection, self.virtual_pipeline_model_parallel_size
+        if pre_process is None:
+            pre_process = is_vp_first_stage(vp_stage=vp_stage, vp_size=vp_size) and is_pp_first_stage(groups.pp)
+        if post_process is None:
+            post_process = is_vp_last_stage(vp_stage=vp_stage, vp_size=vp_size) and is_pp_last_stage(groups.pp)
+        return pre_process, post_process
+
+    def _device(self) -> contextlib.AbstractContextManager:
+        return torch.device("meta") if self.init_model_with_meta_device else contextlib.nullcontext()
+
     def provide_distributed_model(self, *args: Any, **kwargs: Any) -> list[torch.nn.Module]:
         """As ModelProviderMixin's; says how many parameters of each part are trained, adapters counted in.
 
@@ -220,6 +259,7 @@ class Qwen3VLModelProvider(GPTModelProvider):
         given = inspect.signature(super().provide_distributed_model).bind(*args, **kwargs).arguments
         if training := given.get("wrap_with_ddp", True):
             check_training(self)
+            check_float32(self)
         complete_groups(self, given.get("pg_collection"), training=training)
         model = super().provide_distributed_model(*args, **kwargs)
         log_trained_parameters(model)
@@ -227,7 +267,7 @@ class Qwen3VLModelProvider(GPTModelProvider):
 
 
 @dataclass
-class Qwen3VLMoEModelProvider(Qwen3VLModelProvider):
+class Qwen3VLMoEModelProvider(UpstreamExpertNames, Qwen3VLModelProvider):
     """A Qwen3-VL model with experts, and only what differs from the dense one.
 
     Attributes:
@@ -278,11 +318,13 @@ class Qwen3VLMoEModelProvider(Qwen3VLModelProvider):
                 "moe_router_force_load_balancing is True, expected False: tokens would go to experts at random, and "
                 "training would spoil the weights. To measure speed alone, set allow_random_routing too"
             )
-        if self.transformer_impl == "local" and (self.moe_grouped_gemm or self.moe_permute_fusion):
-            raise ValueError(
-                f"moe_grouped_gemm is {self.moe_grouped_gemm} and moe_permute_fusion {self.moe_permute_fusion}, "
-                "expected False: both are Transformer Engine's, and transformer_impl is 'local'"
-            )
+        for name in ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion"):
+            if self.transformer_impl == "local" and getattr(self, name):
+                raise ValueError(
+                    f"{name} is True, expected False: it is Transformer Engine's, and transformer_impl is 'local'"
+                )
+        if self.moe_router_fusion and self.moe_router_dtype == "fp64":
+            raise ValueError("moe_router_fusion is True with moe_router_dtype 'fp64', expected 'fp32': it has no other")
         super().finalize()
 
     @property

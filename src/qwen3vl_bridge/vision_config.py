@@ -5,15 +5,14 @@ What lives here: the derivation. What may not: fields (`provider.py`), modules (
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING
 
+from qwen3vl_bridge.activations import vision_activation
 from qwen3vl_bridge.cost import vision_costs
 from qwen3vl_bridge.dimensions import vision_sizes
 from qwen3vl_bridge.dist_train import vision_tensor_ranks
 from qwen3vl_bridge.sequence import VisionWork
 
-import torch.nn.functional as F
 from megatron.bridge.models.transformer_config import TransformerConfig
 
 if TYPE_CHECKING:
@@ -28,6 +27,7 @@ _SHARED = (
     "fp16",
     "transformer_impl",
     "use_cpu_initialization",
+    "init_model_with_meta_device",
     "perform_initialization",
     "gradient_accumulation_fusion",
     "deterministic_mode",
@@ -46,7 +46,7 @@ def vision_transformer_config(provider: Qwen3VLModelProvider) -> TransformerConf
         ffn_hidden_size=vision.intermediate_size,
         normalization="LayerNorm",
         layernorm_epsilon=_NORM_EPSILON,
-        activation_func=_activation(vision.hidden_act),
+        activation_func=vision_activation(vision.hidden_act),
         gated_linear_unit=False,
         add_bias_linear=True,
         add_qkv_bias=True,
@@ -71,9 +71,3 @@ def vision_work(provider: Qwen3VLModelProvider) -> VisionWork:
     sizes = {**vision_sizes(vision.to_dict()), "hidden": provider.hidden_size}
     patch, patch_pair = vision_costs(sizes, vision.depth, len(vision.deepstack_visual_indexes))
     return VisionWork(patch, patch_pair, vision.spatial_merge_size**2)
-
-
-def _activation(name: str):
-    if name != "gelu_pytorch_tanh":
-        raise ValueError(f"vision_config.hidden_act is {name!r}, expected 'gelu_pytorch_tanh'")
-    return functools.partial(F.gelu, approximate="tanh")

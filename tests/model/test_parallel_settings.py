@@ -1,6 +1,7 @@
 """Ways to split a model that could not train are refused before anything is built, and all others are not."""
 
 import contextlib
+import logging
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge import presets
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from packaging.version import Version
 
 from .split_providers import CP2, DENSE, EXPERTS, OVERLAP, PP2, PROVIDERS, SP2, VPP2, finalized, provider_of
 
@@ -56,7 +58,6 @@ OURS = [
     (DENSE, dict(overlap_moe_expert_parallel_comm=True), "overlap_moe_expert_parallel_comm is True, expected False"),
     (DENSE, dict(use_ring_exchange_p2p=True), "use_ring_exchange_p2p is True, expected False"),
     (DENSE, dict(num_microbatches_with_partial_activation_checkpoints=1), "checkpoints is 1, expected None"),
-    (DENSE, dict(calculate_per_token_loss=False), "calculate_per_token_loss is False, expected True"),
     (DENSE, dict(mtp_num_layers=1), "mtp_num_layers is 1, expected None"),
     (EXPERTS, dict(expert_model_parallel_size=3), "num_moe_experts is 128, expected a multiple of .*, 3"),
     (EXPERTS, dict(moe_router_force_load_balancing=True), "To measure speed alone, set allow_random_routing too"),
@@ -82,8 +83,9 @@ def test_what_could_not_train_is_refused(size, fields, message):
         (dict(cp_comm_type=["p2p", "all_gather"] * 18), None),
     ],
 )
-def test_context_parallelism_of_transformer_engine(fields, message):
+def test_context_parallelism_of_transformer_engine(fields, message, monkeypatch):
     """Which is not needed for looking at settings, once megatron-core has completed them."""
+    monkeypatch.setattr("megatron.core.utils._te_version", Version("2.18"))
     provider = finalized(DENSE, {})
     for name, value in {**CP2, "transformer_impl": "transformer_engine", **fields}.items():
         setattr(provider, name, value)
@@ -181,7 +183,7 @@ def test_what_is_accepted_can_be_built_and_what_divides_is_accepted(size, fields
     chunks, context = fields["virtual_pipeline_model_parallel_size"], fields["context_parallel_size"]
     if stages == 1 or chunks is None:
         fields |= dict(overlap_p2p_comm=False, batch_p2p_comm=True)
-    sequence = tensor if fields["sequence_parallel"] else 1
+    sequence = tensor if fields["sequence_parallel"] or has_experts else 1
     extra = fields["account_for_embedding_in_pipeline_split"] + fields["account_for_loss_in_pipeline_split"]
     sound = (
         preset.heads % tensor == 0
@@ -204,6 +206,15 @@ def test_what_is_accepted_can_be_built_and_what_divides_is_accepted(size, fields
     provider.finalize()
     assert sum(layers_of_stages(provider)) == preset.layers
     assert vision_transformer_config(provider).num_attention_heads % tensor == 0
+
+
+@pytest.mark.parametrize(("size", "tensor", "turned_on"), [(EXPERTS, 2, True), (EXPERTS, 1, False), (DENSE, 2, False)])
+def test_experts_under_tensor_parallelism_are_sequence_parallel(size, tensor, turned_on, caplog):
+    """Megatron-Bridge's recipe for 235B, its converter of FSDP checkpoints and verl leave it to the provider."""
+    caplog.set_level(logging.INFO)
+    provider = finalized(size, dict(tensor_model_parallel_size=tensor, sequence_parallel=False))
+    assert provider.sequence_parallel is turned_on
+    assert ("sequence_parallel is set to True" in caplog.text) is turned_on
 
 
 def test_sequence_parallelism_on_one_rank_is_turned_off_by_megatron_bridge():

@@ -23,10 +23,12 @@ from qwen3vl_bridge.provider import Qwen3VLModelProvider
 from qwen3vl_bridge.sequence.batch import ModelInputs, VisionRows
 from qwen3vl_bridge.vision_config import vision_transformer_config
 
+import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
@@ -63,8 +65,9 @@ class Qwen3VLGPTModel(GPTModel):
         scaled = config.rope_parameters and functools.partial(
             scaled_frequencies, config.rope_parameters, config.kv_channels
         )
+        precision = torch.float32 if config.apply_rotary_pos_emb_in_fp32 else config.params_dtype
         self.rotary_pos_emb = InterleavedMRoPE(
-            config.kv_channels, config.rotary_base, config.mrope_section, config.params_dtype, scaled
+            config.kv_channels, config.rotary_base, config.mrope_section, precision, scaled
         )
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
@@ -241,6 +244,18 @@ class Qwen3VLModel(MegatronModule):
         hidden, features = self.stage.unload(arrived, len(inputs.input_ids), len(where.positions))
         self.language_model.set_input_tensor(hidden)
         return None, dict(context=features, context_mask=where.positions)
+
+    @property
+    def decoder(self) -> TransformerBlock:
+        """The text model's layers, where hooks made for text models look for them."""
+        return self.language_model.decoder
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As nn.Module's. Hooks made for text models put the head of a value or reward model here: it is the text's."""
+        if name == "output_layer":
+            self.language_model.output_layer = value
+        else:
+            super().__setattr__(name, value)
 
     def shared_embedding_or_output_weight(self) -> Tensor | None:
         """The weight that the first and the last stage share when embeddings are tied."""

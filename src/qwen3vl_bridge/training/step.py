@@ -6,6 +6,7 @@ not: the loop (`loop.py`).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -44,7 +45,8 @@ def forward_step(
         return_schedule_plan: Megatron's request for a plan instead, of a kind of overlap this model does not have.
 
     Returns:
-        The losses [b, s], and a function from them to (sum of the losses that count, how many, what to report).
+        The losses [b, s], and a function from them to (sum of the losses that count, how many, what to report); without
+        `calculate_per_token_loss` to (this rank's part of the microbatch's mean, what to report).
 
     Raises:
         NotImplementedError: a schedule plan is asked for.
@@ -79,7 +81,24 @@ def forward_step(
     )
     if model.training:
         count = watched(count, state, batch, inputs.loss_mask)
+    if not config.calculate_per_token_loss:
+        count = functools.partial(mean_of_microbatch, count, batch.loss_mask.sum().clamp(min=1).item())
     return model(inputs=inputs), count
+
+
+def mean_of_microbatch(count: Callable, tokens: float, losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """This rank's part of the mean loss of a microbatch's trained tokens, and what to report.
+
+    Two results, of which megatron-core multiplies the first by the context-parallel ranks before it takes the mean over
+    all ranks. Of three it divides by the rank's own tokens: a mean of ranks' means, which depends on where tokens lie.
+
+    Args:
+        count: from losses to (sum, tokens of this rank, what to report).
+        tokens: that are trained on, of all context-parallel ranks.
+        losses: [b, s] of this rank.
+    """
+    loss, _, report = count(losses)
+    return loss / tokens, report
 
 
 def encode(

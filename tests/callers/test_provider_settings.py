@@ -1,0 +1,254 @@
+"""What frameworks set on a provider, and what they read from it, as their sources do it."""
+
+import copy
+import logging
+
+import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
+from qwen3vl_bridge.model.qwen3vl import Qwen3VLGPTModel
+from qwen3vl_bridge.training.process_group import initialize
+
+import pytest
+import torch
+from megatron.bridge import AutoBridge
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnBackend
+
+from tests.model.split_providers import DENSE, EXPERTS, provider_of
+
+# NeMo-RL, examples/configs/grpo_math_1B.yaml, as setup.py applies it to a model's provider.
+NEMO_RL = dict(
+    num_layers_in_first_pipeline_stage=None,
+    num_layers_in_last_pipeline_stage=None,
+    expert_tensor_parallel_size=1,
+    expert_model_parallel_size=1,
+    moe_router_dtype="fp64",
+    moe_router_load_balancing_type="none",
+    moe_router_bias_update_rate=0.0,
+    moe_enable_deepep=False,
+    moe_token_dispatcher_type="alltoall",
+    moe_shared_expert_overlap=False,
+    moe_enable_routing_replay=False,
+    mtp_num_layers=0,
+    mtp_loss_scaling_factor=0.0,
+    mtp_use_repeated_layer=False,
+    mtp_detach_heads=False,
+    bf16=True,
+    fp16=False,
+    params_dtype=torch.bfloat16,
+    pipeline_dtype=torch.bfloat16,
+    parallel_output=True,
+    apply_rope_fusion=True,
+    bias_activation_fusion=True,
+    gradient_accumulation_fusion=False,
+    use_fused_weighted_squared_relu=False,
+    cuda_graph_impl="none",
+    cuda_graph_modules=[],
+    cuda_graph_warmup_steps=3,
+    fine_grained_activation_offloading=False,
+    offload_modules=[],
+    calculate_per_token_loss=True,
+    perform_initialization=True,
+)
+# verl, workers/engine/megatron/transformer_impl.py, with `sequence_parallel` off.
+VERL = dict(
+    tensor_model_parallel_size=2,
+    pipeline_model_parallel_size=1,
+    expert_model_parallel_size=1,
+    expert_tensor_parallel_size=None,
+    virtual_pipeline_model_parallel_size=None,
+    context_parallel_size=1,
+    sequence_parallel=False,
+    overlap_p2p_comm=False,
+    batch_p2p_comm=False,
+    variable_seq_lengths=True,
+    attention_backend=AttnBackend.flash,
+    moe_token_dispatcher_type="alltoall",
+    moe_router_load_balancing_type="none",
+)
+# miles, backends/megatron_utils/model_provider.py, as its GRPO scripts' arguments have it.
+MILES = dict(
+    tensor_model_parallel_size=2,
+    sequence_parallel=True,
+    context_parallel_size=2,
+    calculate_per_token_loss=False,
+    variable_seq_lengths=True,
+    attention_softmax_in_fp32=True,
+    fp32_residual_connection=False,
+    deterministic_mode=False,
+    recompute_granularity="full",
+    recompute_method="uniform",
+    recompute_num_layers=1,
+    recompute_modules=None,
+    cpu_offloading_num_layers=0,
+    cpu_offloading=False,
+    distribute_saved_activations=False,
+    tp_comm_overlap=False,
+    fp8=None,
+    fp8_recipe="delayed",
+    attention_backend=AttnBackend.flash,
+    moe_token_dispatcher_type="alltoall",
+)
+# Megatron-Bridge, recipes/qwen_vl/h100/qwen3_vl.py; but for what is Transformer Engine's.
+RECIPE = dict(
+    seq_length=4096,
+    pipeline_dtype=None,
+    moe_flex_dispatcher_backend=None,
+    moe_hybridep_num_sms=16,
+    cuda_graph_impl="none",
+    cuda_graph_scope="full",
+    cuda_graph_warmup_steps=3,
+    attention_backend="auto",
+    cross_entropy_loss_fusion=True,
+    cross_entropy_fusion_impl="native",
+    moe_router_fusion=False,
+    recompute_granularity=None,
+    recompute_modules=None,
+    fine_grained_activation_offloading=False,
+    offload_modules=None,
+    moe_a2a_overlap=False,
+    moe_shared_expert_overlap=False,
+    moe_router_force_load_balancing=False,
+    moe_router_padding_for_fp8=False,
+    bf16=True,
+    params_dtype=torch.bfloat16,
+)
+# Of examples/models/qwen/qwen_vl/conf/qwen3_vl_pretrain_override_example.yaml, what is about the model.
+OVERRIDES = dict(
+    use_hf_vision_model=False,
+    cp_comm_type="p2p",
+    cross_entropy_loss_fusion=False,
+    recompute_granularity="full",
+    recompute_method="uniform",
+    recompute_num_layers=1,
+    calculate_per_token_loss=True,
+)
+
+
+def set_on(provider, settings):
+    for name, value in settings.items():
+        setattr(provider, name, value)
+    provider.finalize()
+    return provider
+
+
+@pytest.mark.parametrize("size", [DENSE, EXPERTS])
+def test_nemo_rls_base_configuration(size, caplog):
+    provider = set_on(provider_of(size, {}), NEMO_RL)
+    assert [record.levelname for record in caplog.records if "apply_rope_fusion" in record.message] == ["WARNING"]
+    assert (provider.apply_rope_fusion, provider.mtp_num_layers) == (False, None)
+    assert provider.bias_activation_fusion and provider.cross_entropy_loss_fusion
+
+
+@pytest.mark.parametrize("size", [DENSE, EXPERTS])
+def test_verls_overrides(size, caplog):
+    caplog.set_level(logging.INFO)
+    provider = provider_of(size, {}).apply_overrides_and_finalize(dtype=torch.bfloat16, overrides=VERL)
+    assert provider.sequence_parallel is (size == EXPERTS)
+    assert ("sequence_parallel is set to True" in caplog.text) is (size == EXPERTS)
+    assert "torch chooses by itself" in caplog.text  # among kernels, and not attention_backend
+
+
+@pytest.mark.parametrize("size", [DENSE, EXPERTS])
+def test_what_miles_copies_from_its_arguments(size, caplog):
+    provider = set_on(provider_of(size, {}), MILES)
+    assert provider.calculate_per_token_loss is False
+    assert "calculate_per_token_loss is False on 2 context-parallel ranks" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("size", "more"),
+    [
+        (DENSE, dict(tensor_model_parallel_size=2, moe_token_dispatcher_type=None)),
+        (EXPERTS, dict(expert_model_parallel_size=8, moe_token_dispatcher_type="alltoall")),
+    ],
+)
+def test_megatron_bridges_recipes(size, more):
+    provider = set_on(provider_of(size, {}), RECIPE | more)
+    assert provider.cross_entropy_loss_fusion and provider.attention_backend is AttnBackend.auto
+
+
+def test_megatron_bridges_example_of_overrides():
+    """Its YAML file can only name fields."""
+    provider = provider_of(DENSE, {})
+    assert OVERRIDES.keys() <= provider.__dataclass_fields__.keys()
+    set_on(provider, OVERRIDES)
+
+
+def test_a_performance_recipe_is_told_what_to_set():
+    """Megatron-Bridge's capture layers in CUDA graphs."""
+    with pytest.raises(ValueError, match="cuda_graph_impl is 'transformer_engine', expected 'none': rows, pictures"):
+        set_on(provider_of(EXPERTS, {}), dict(cuda_graph_impl="transformer_engine", cuda_graph_scope=["attn"]))
+
+
+@pytest.mark.parametrize(
+    ("size", "settings", "message"),
+    [
+        (DENSE, dict(use_hf_vision_model=True), "use_hf_vision_model is True, expected False"),
+        (EXPERTS, dict(vision_cuda_graph_impl="transformer_engine"), "vision_cuda_graph_impl is .* expected 'none'"),
+        (DENSE, dict(vision_cuda_graph_scope=["attn"]), r"vision_cuda_graph_scope is \['attn'\], expected \[\]"),
+        (DENSE, dict(max_vision_cuda_graph_seq_length=512), "max_vision_cuda_graph_seq_length is 512, expected None"),
+        (DENSE, dict(enable_cuda_graph=True), "enable_cuda_graph is True, expected False"),
+        (DENSE, dict(external_cuda_graph=True), "external_cuda_graph is True, expected False"),
+        (DENSE, dict(cuda_graph_impl="full_iteration"), "cuda_graph_impl is 'full_iteration', expected 'none'"),
+        (DENSE, dict(language_max_sequence_length=128, seq_length=256), "sequence_length is 128, expected seq_length"),
+        (DENSE, dict(freeze_vison_model=True), "freeze_vison_model is set, .*: expected freeze_vision_model"),
+        (EXPERTS, dict(enable_routing_replay=True), "expected moe_enable_routing_replay"),
+        (DENSE, dict(mtp_num_layers=1), "mtp_num_layers is 1, expected None"),
+        (DENSE, dict(attention_backend="fast"), "attention_backend is 'fast', expected one of flash, fused"),
+    ],
+)
+def test_what_only_megatron_bridges_model_does_is_refused(size, settings, message):
+    with pytest.raises(ValueError, match=message):
+        set_on(provider_of(size, {}), settings)
+
+
+@pytest.mark.parametrize(("name", "value"), [("mlp_only_layers", [3]), ("decoder_sparse_step", 2)])
+def test_which_layers_have_experts_is_said_in_one_place(name, value):
+    provider = provider_of(EXPERTS, {})
+    setattr(provider, name, getattr(provider, name))
+    with pytest.raises(ValueError, match=f"{name} is .*, expected .*; set moe_layer_freq"):
+        setattr(provider, name, value)
+
+
+def test_a_name_that_is_nothing_here_gets_a_line_in_the_log(caplog):
+    """Megatron-Bridge's recipes set one that no class of theirs has either; ms-swift keeps a note."""
+    set_on(provider_of(EXPERTS, {}), dict(moe_a2a_overlap=True, swiglu=True))
+    assert [r.message for r in caplog.records if "no setting" in r.message] == [
+        "moe_a2a_overlap is set, which is no setting of Qwen3VLMoEModelProvider: nothing follows it"
+    ]
+
+
+@pytest.mark.parametrize("size", [DENSE, EXPERTS])
+def test_names_of_vision_settings(size):
+    """Read, they are the configuration's; Megatron-Bridge's functional tests set `deepstack_visual_indexes`."""
+    provider, names = provider_of(size, {}), ("patch_size", "temporal_patch_size", "spatial_merge_size", "in_channels")
+    for name in (*names, "num_position_embeddings", "out_hidden_size", "deepstack_visual_indexes"):
+        assert getattr(provider, name) == getattr(provider.vision_config, name), name
+    shared, before = provider.vision_config, copy.deepcopy(provider.vision_config)
+    set_on(provider, dict(num_layers=4, deepstack_visual_indexes=[0, 1, 2]))
+    assert provider.vision_config.deepstack_visual_indexes == [0, 1, 2]
+    assert shared.to_dict() == before.to_dict()
+    assert provider.language_max_sequence_length == provider.seq_length
+    assert provider.head_dim == provider.kv_channels
+
+
+@pytest.mark.parametrize("kind", ["untied", "moe"])
+def test_the_text_configuration_is_made_from_the_fields(kind, request):
+    bridge = AutoBridge.from_hf_pretrained(str(request.getfixturevalue(f"{kind}_folder")))
+    provider = bridge.to_megatron_provider(load_weights=False)
+    theirs, ours = bridge.hf_pretrained.config.text_config.to_dict(), provider.hf_text_config.to_dict()
+    differing = {name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name)}
+    assert differing <= {"dtype", "router_aux_loss_coef", "tie_word_embeddings", "pad_token_id", "_name_or_path"}
+    assert type(provider.hf_text_config) is type(bridge.hf_pretrained.config.text_config)
+
+
+def test_the_language_model_alone(untied_folder):
+    """`provide_language_model` of Megatron-Bridge's providers, on the meta device."""
+    provider = AutoBridge.from_hf_pretrained(str(untied_folder)).to_megatron_provider(load_weights=False)
+    provider.init_model_with_meta_device = True
+    provider.finalize()
+    initialize(provider, seed=0)
+    provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+    whole, text = provider.provide(), provider.provide_language_model()
+    assert type(text) is Qwen3VLGPTModel
+    assert dict(text.named_parameters()).keys() == dict(whole.language_model.named_parameters()).keys()
