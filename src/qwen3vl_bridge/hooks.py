@@ -1,6 +1,6 @@
 """What happens when Megatron is imported: our bridges register, and what this machine lacks is seen to.
 
-What lives here: one import hook and the three things it does. What may not: anything that imports torch or Megatron
+What lives here: one import hook and the things it does. What may not: anything that imports torch or Megatron
 when this module is loaded, and the redirections for a machine without CUDA themselves (`cpu.py`).
 
 A hook instead of an import, for two reasons. Megatron-Bridge takes about ten seconds to import, which commands that
@@ -11,6 +11,7 @@ something has to be in place before `import megatron.bridge` runs.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import sys
@@ -18,7 +19,7 @@ from collections.abc import Iterator
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 _BRIDGE_MODELS = "megatron.bridge.models"
 # The one module of Megatron-Bridge that needs Transformer Engine to be imported, for names in annotations and for
@@ -26,6 +27,8 @@ _BRIDGE_MODELS = "megatron.bridge.models"
 _NEEDS_TRANSFORMER_ENGINE = "megatron.bridge.peft.lora_layers"
 # And two that ask megatron-core for Transformer Engine's layers and take the empty names they get for classes.
 _MISTAKE_NAMES_FOR_CLASSES = ("megatron.bridge.peft.utils", "megatron.bridge.peft.module_matcher")
+# Where Megatron-Bridge finds the class that a saved configuration names. It has no registry to enter another one in.
+_FINDS_SAVED_CLASSES = "megatron.bridge.utils.instantiate_utils"
 
 
 def install() -> None:
@@ -97,11 +100,29 @@ class _Imports(MetaPathFinder):
             cpu.adopt(module)
         if module.__name__ in _MISTAKE_NAMES_FOR_CLASSES and not _has_transformer_engine():
             vars(module).update({name: False for name in vars(module) if name.startswith("HAVE_TE")})
+        if module.__name__ == _FINDS_SAVED_CLASSES:
+            _give_ours(module)
         # When its models are there, Megatron-Bridge has registered its own Qwen3-VL; the later registration wins.
         self.register_later |= module.__name__ == _BRIDGE_MODELS
         if self.register_later and not self.ours_running:
             self.register_later = False
             importlib.import_module("qwen3vl_bridge.bridge")
+
+
+def _give_ours(module: Any) -> None:
+    """A saved configuration that names Megatron-Bridge's Qwen3-VL gives ours. The classes themselves stay its own."""
+    theirs = module._resolve_target
+
+    @functools.wraps(theirs)
+    def resolve(target: Any, full_key: Any, check_callable: bool = True) -> Any:
+        found = theirs(target, full_key, check_callable)
+        if not check_callable:  # named to be referred to, not to be built
+            return found
+        from qwen3vl_bridge.saved_providers import ours_for
+
+        return ours_for(found)
+
+    module._resolve_target = module._mcore_instantiate_utils._resolve_target = resolve
 
 
 def _has_transformer_engine() -> bool:
