@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from qwen3vl_bridge.activations import gelu_tanh
 from qwen3vl_bridge.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
 from qwen3vl_bridge.training.config import Qwen3VLConfigContainer
 
@@ -24,6 +25,7 @@ def test_comes_back_the_same(kind, made, request, tmp_path):
         save=tmp_path / "run",
     )
     cfg.model.freeze_vision_model, cfg.model.vision_recompute_granularity = True, "selective"
+    cfg.model.activation_func = gelu_tanh
     path = tmp_path / "run_config.yaml"
     cfg.to_yaml(str(path))
 
@@ -39,3 +41,4 @@ def test_comes_back_the_same(kind, made, request, tmp_path):
     assert type(provider) is made and provider.mrope_section == fresh.mrope_section
     assert provider.moe_layers == fresh.moe_layers
     provider.finalize()
+    assert provider.activation_func is gelu_tanh

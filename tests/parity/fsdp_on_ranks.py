@@ -6,6 +6,7 @@ Parameters lie in small buckets, so that each module's are gathered when it is c
 gradients of the first step are looked at: on gloo its optimizer drifts.
 """
 
+import os
 import sys
 
 from qwen3vl_bridge.parallel import sum_over_ranks
@@ -28,6 +29,8 @@ from .batches import Sample, make_batch, make_samples
 # What each rank sees; a rank without pictures must not keep the other waiting.
 CONTENTS = [("one image", "text only"), ("video", "many images"), ("text only", "text only"), ("mixed", "video")]
 ROWS = ("padded", "packed")
+# The case whose gradients are averaged too: which folder, content and rows.
+MEAN = (0, CONTENTS[-1], "packed")
 
 
 class CPUMesh(DeviceMesh):
@@ -43,9 +46,15 @@ def samples_of(content: str, config) -> list[Sample]:
     return make_samples(content, config, seed=11)
 
 
-def build(folder: str) -> torch.nn.Module:
-    """The model, sharded over all ranks."""
+def build(folder: str, *, per_token: bool = True) -> torch.nn.Module:
+    """The model, sharded over all ranks.
+
+    Args:
+        folder: of Hugging Face.
+        per_token: `calculate_per_token_loss`: whether ranks' gradients are added up, and not averaged.
+    """
     provider = AutoBridge.from_hf_pretrained(folder).to_megatron_provider(load_weights=True)
+    provider.calculate_per_token_loss = per_token
     provider.gradient_accumulation_fusion = False
     if provider.moe_layers:
         provider.moe_aux_loss_coeff = 0.0
@@ -89,6 +98,18 @@ def norms(model: torch.nn.Module) -> tuple[list[float], float]:
     return sum_over_ranks(squares).sqrt().tolist(), optimizer.get_grad_norm()
 
 
+def step(
+    model: torch.nn.Module, samples: list[Sample], config: AutoConfig, rows: str
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """This rank's loss of a microbatch, a sum over tokens, and its rows of the gradients."""
+    model.zero_grad_buffer()
+    inputs = make_batch(samples, config, packed=rows == "packed").local()
+    loss = (model(inputs=inputs) * inputs.loss_mask).sum()
+    loss.backward()
+    model.finish_grad_sync()
+    return loss.item(), gradients(model)
+
+
 def main(output: str, *folders: str) -> None:
     """Every model, content and kind of rows; each rank saves its losses, and its part of the gradients.
 
@@ -96,21 +117,18 @@ def main(output: str, *folders: str) -> None:
     """
     mcore_fsdp_adapter.DeviceMesh = CPUMesh
     losses, found, found_norms = {}, {}, {}
+    rank = int(os.environ["RANK"])
     for folder in folders:
         model, config = build(folder), AutoConfig.from_pretrained(folder)
-        rank = torch.distributed.get_rank()
         for contents in CONTENTS:
             for rows in ROWS:
-                model.zero_grad_buffer()
-                samples = samples_of(contents[rank], config)
-                inputs = make_batch(samples, config, packed=rows == "packed").local()
-                loss = (model(inputs=inputs) * inputs.loss_mask).sum()
-                loss.backward()
-                model.finish_grad_sync()
                 case = (folder, contents, rows)
-                losses[case], found[case] = loss.item(), gradients(model)
+                losses[case], found[case] = step(model, samples_of(contents[rank], config), config, rows)
         found_norms[case] = norms(model)
-    rank = torch.distributed.get_rank()
+    folder, contents, rows = MEAN
+    config = AutoConfig.from_pretrained(folders[folder])
+    samples = samples_of(contents[rank], config)
+    _, found["mean"] = step(build(folders[folder], per_token=False), samples, config, rows)
     torch.save((losses, found, found_norms), f"{output}.{rank}")
     leave()
 

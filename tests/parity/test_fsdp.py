@@ -11,7 +11,7 @@ from tests.forked import run_ranks
 
 from .batches import run_reference
 from .conftest import make_pair
-from .fsdp_on_ranks import CONTENTS, ROWS, samples_of
+from .fsdp_on_ranks import CONTENTS, MEAN, ROWS, samples_of
 
 _SECONDS = 400  # about 60 where the machine is free; a hang has no end
 LOSS = 1e-6  # relative
@@ -53,6 +53,17 @@ def test_losses_and_gradients_are_those_of_transformers(found, kind, request):
             worst = max(worst, *pair.gradient_errors().values())
     print(f"{kind}: {worst:.1e}")
     assert worst <= GRADIENT
+
+
+def test_without_a_loss_per_token_gradients_are_averaged(found, untied_folder):
+    """`calculate_per_token_loss=False`: a framework's loss has the factor for it."""
+    *_, gradients, _ = found
+    added_up = gradients[(str(untied_folder), *MEAN[1:])]
+    errors = {
+        name: ((2 * mean - added_up[name]).abs().max() / added_up[name].abs().max().clamp(min=1e-6)).item()
+        for name, mean in gradients["mean"].items()
+    }
+    assert max(errors.values()) <= 1e-6, errors
 
 
 def test_norms_of_parts_are_those_of_their_gradients(found):
