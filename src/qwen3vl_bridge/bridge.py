@@ -28,6 +28,7 @@ import torch
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.models.hf_pretrained.state import SafeTensorsStateSource
+from megatron.bridge.models.qwen_vl import qwen3_vl_provider as stock
 from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
 from safetensors import safe_open
 from transformers import (
@@ -39,6 +40,10 @@ from transformers import (
 
 # A saved run_config.yaml names our classes; Megatron-Bridge builds only what is allowed.
 register_allowed_target_prefix("qwen3vl_bridge.")
+
+# Who asks whether a provider is Megatron-Bridge's Qwen3-VL, asks whether it may be treated as one.
+stock.Qwen3VLModelProvider.register(Qwen3VLModelProvider)
+stock.Qwen3VLMoEModelProvider.register(Qwen3VLMoEModelProvider)
 
 
 @MegatronModelBridge.register_bridge(

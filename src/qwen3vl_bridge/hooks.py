@@ -1,6 +1,6 @@
 """What happens when Megatron is imported: our bridges register, and what this machine lacks is seen to.
 
-What lives here: one import hook and the four things it does. What may not: anything that imports torch or Megatron
+What lives here: one import hook and the things it does. What may not: anything that imports torch or Megatron
 when this module is loaded, and the redirections for a machine without CUDA themselves (`cpu.py`).
 
 A hook instead of an import, for two reasons. Megatron-Bridge takes about ten seconds to import, which commands that
@@ -11,6 +11,7 @@ may lack, so something has to be in place before `import megatron.bridge` runs.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import sys
@@ -19,7 +20,7 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 _BRIDGE_MODELS = "megatron.bridge.models"
 # The modules of Megatron-Bridge that cannot be imported without a package of which they need no more than names, and
@@ -34,6 +35,8 @@ _NEEDED_FOR_NAMES = {
 # And two that ask megatron-core for Transformer Engine's layers and take the empty names they get for classes.
 _MISTAKE_NAMES_FOR_CLASSES = ("megatron.bridge.peft.utils", "megatron.bridge.peft.module_matcher")
 _DATASETS = "megatron.core.datasets"
+# Where Megatron-Bridge finds the class that a saved configuration names. It has no registry to enter another one in.
+_FINDS_SAVED_CLASSES = "megatron.bridge.utils.instantiate_utils"
 
 
 def install() -> None:
@@ -108,6 +111,8 @@ class _Imports(MetaPathFinder):
         # As whoever imports it has it too, wherever the hook was installed.
         if getattr(vars(module).get("compile_helpers"), "__module__", None) == f"{_DATASETS}.utils":
             module.compile_helpers = _unless_compiled(module.compile_helpers)  # type: ignore[attr-defined]
+        if module.__name__ == _FINDS_SAVED_CLASSES:
+            _give_ours(module)
         # When its models are there, Megatron-Bridge has registered its own Qwen3-VL; the later registration wins.
         self.register_later |= module.__name__ == _BRIDGE_MODELS
         if self.register_later and not self.ours_running:
@@ -131,6 +136,22 @@ def _unless_compiled(compile_helpers: Callable[[], None]) -> Callable[[], None]:
             compile_helpers()
 
     return compile_where_possible
+
+
+def _give_ours(module: Any) -> None:
+    """A saved configuration that names Megatron-Bridge's Qwen3-VL gives ours. The classes themselves stay its own."""
+    theirs = module._resolve_target
+
+    @functools.wraps(theirs)
+    def resolve(target: Any, full_key: Any, check_callable: bool = True) -> Any:
+        found = theirs(target, full_key, check_callable)
+        if not check_callable:  # named to be referred to, not to be built
+            return found
+        from qwen3vl_bridge.saved_providers import ours_for
+
+        return ours_for(found)
+
+    module._resolve_target = module._mcore_instantiate_utils._resolve_target = resolve
 
 
 class _StandIn(ModuleType):

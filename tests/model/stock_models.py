@@ -1,0 +1,99 @@
+"""Megatron-Bridge's own Qwen3-VL on a machine without Transformer Engine, and checkpoints as it saves them.
+
+What lives here: its classes, its weight mapping and its saving, with megatron-core's local layers in the place of
+Transformer Engine's. What may not: anything of ours but the preparation of Megatron's import.
+
+The parameters that go into a checkpoint, their names and their values don't depend on the layers; nothing is computed
+with such a model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
+from qwen3vl_bridge.training.process_group import initialize
+
+from megatron.bridge.models.hf_pretrained.causal_lm import PreTrainedCausalLM
+from megatron.bridge.models.qwen_vl import qwen3_vl_bridge, qwen3_vl_provider
+from megatron.bridge.models.qwen_vl.modelling_qwen3_vl import model as qwen3_vl_model
+from megatron.bridge.training.model_load_save import save_megatron_model
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+# As they are by default where Transformer Engine is installed.
+SAVED_WITH_TE = dict(transformer_impl="transformer_engine", gradient_accumulation_fusion=True, persist_layer_norm=True)
+SAVED_WITH_EXPERTS = dict(moe_grouped_gemm=True, moe_permute_fusion=True)
+
+
+def stock_provider(folder: Path, **fields: Any) -> Any:
+    """Megatron-Bridge's provider of a Hugging Face folder, by its own bridge."""
+    return _bridge(PreTrainedCausalLM.from_pretrained(folder), fields)[1]
+
+
+def save_stock(folder: Path, checkpoint: Path, **fields: Any) -> None:
+    """Build Megatron-Bridge's model, fill it with a Hugging Face folder's weights, and save it, all by its own code.
+
+    Args:
+        folder: of Hugging Face; experts in every layer, or in none.
+        checkpoint: where to.
+        fields: of the provider.
+    """
+    hf = PreTrainedCausalLM.from_pretrained(folder)
+    bridge, provider = _bridge(hf, fields)
+    with _local_layers():
+        for name in (*SAVED_WITH_TE, *SAVED_WITH_EXPERTS):
+            setattr(provider, name, False)
+        provider.transformer_impl = "local"
+        provider.finalize()
+        groups = initialize(provider, seed=0)
+        (model,) = provider.provide_distributed_model(
+            wrap_with_ddp=False, use_cpu_initialization=True, mixed_precision_wrapper=None, pg_collection=groups
+        )
+    assert type(model).__module__.startswith("megatron.bridge."), type(model)
+    bridge.load_weights_hf_to_megatron(hf, [model])
+    for name, value in (SAVED_WITH_TE | (SAVED_WITH_EXPERTS if provider.num_moe_experts else {})).items():
+        setattr(provider, name, value)
+    save_megatron_model([model], checkpoint)
+
+
+def _bridge(hf: PreTrainedCausalLM, fields: dict[str, Any]) -> tuple[Any, Any]:
+    moe = hf.config.model_type == "qwen3_vl_moe"
+    bridge = qwen3_vl_bridge.Qwen3VLMoEBridge() if moe else qwen3_vl_bridge.Qwen3VLBridge()
+    bridge.hf_pretrained, bridge.hf_config = hf, hf.config
+    provider = bridge.provider_bridge(hf)
+    for name, value in fields.items():
+        assert hasattr(provider, name), name
+        setattr(provider, name, value)
+    return bridge, provider
+
+
+@contextlib.contextmanager
+def _local_layers() -> Iterator[None]:
+    with (
+        mock.patch.object(qwen3_vl_provider, "get_gpt_layer_with_transformer_engine_spec", _text_layer),
+        mock.patch.object(qwen3_vl_model, "get_vit_layer_with_transformer_engine_spec", _vision_layer),
+        mock.patch.object(qwen3_vl_model, "TEColumnParallelLinear", ColumnParallelLinear),
+        mock.patch.object(qwen3_vl_model, "TERowParallelLinear", RowParallelLinear),
+        mock.patch.object(qwen3_vl_model, "TENorm", WrappedTorchNorm),
+    ):
+        yield
+
+
+def _text_layer(num_experts: int | None, **_: Any) -> ModuleSpec:
+    spec = get_gpt_layer_local_spec(
+        num_experts=num_experts, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm"
+    )
+    if num_experts:  # Transformer Engine's spec has the norm before experts as a module too
+        spec.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
+    return spec
+
+
+def _vision_layer() -> ModuleSpec:
+    return get_gpt_layer_local_spec(qk_layernorm=False, normalization="LayerNorm")
