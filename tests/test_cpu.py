@@ -1,6 +1,7 @@
 """Without CUDA Megatron's modules use the CPU, and torch is the same as ever for everybody else."""
 
 import importlib
+import subprocess
 import sys
 
 import pytest
@@ -76,3 +77,30 @@ def test_random_state_is_forked_and_restored():
         inside = torch.rand(4)
     assert torch.equal(before, torch.get_rng_state())
     assert not torch.equal(inside, torch.rand(4))
+
+
+SAVE = """
+import sys, torch, qwen3vl_bridge
+from qwen3vl_bridge.provider import Qwen3VLModelProvider
+from qwen3vl_bridge.training.process_group import initialize
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+initialize(Qwen3VLModelProvider(num_layers=3), seed=7)
+folder = sys.argv[1]
+state = {"x": ShardedTensor.from_rank_offsets("x", torch.arange(6.0))}
+request = dist_checkpointing.save(state, folder, async_sharded_save=True, async_strategy="mcore")
+queue = AsyncCallsQueue(persistent=True)
+queue.schedule_async_request(request)
+queue.maybe_finalize_async_calls(blocking=True)
+queue.close()
+state = {"x": ShardedTensor.from_rank_offsets("x", torch.zeros(6))}
+assert torch.equal(dist_checkpointing.load(state, folder)["x"], torch.arange(6.0))
+"""
+
+
+def test_a_process_that_saves_in_the_background_uses_the_cpu(tmp_path):
+    """Megatron-Bridge's `checkpoint.async_save` begins one. It is spawned, and had asked for a GPU; saving hung."""
+    command = [sys.executable, "-W", "ignore", "-c", SAVE, str(tmp_path)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert found.returncode == 0, found.stderr[-3000:]

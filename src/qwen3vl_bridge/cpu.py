@@ -235,12 +235,31 @@ def _communicate_at_once(module: Any) -> None:
     module._coalescing_manager = at_once
 
 
+def _save_in_a_process_of_ours(module: Any) -> None:
+    """Modules that save in the background: the process that is begun for it uses the CPU too.
+
+    It is spawned, so it knows nothing of this one but what it is told to run; without the redirections it asks for a
+    GPU and ends, and whoever saves waits for it for ever.
+    """
+    module.torch = _Overlay(module.torch, cuda=_Overlay(module.torch.cuda, device_count=lambda: 1))
+    module.PersistentAsyncCaller._save_loop = staticmethod(module.PersistentAsyncCaller.async_loop)
+    module.PersistentAsyncCaller.async_loop = staticmethod(_saving_process)
+
+
+def _saving_process(*args: Any, **kwargs: Any) -> None:
+    """What such a process runs. It is found by its name in this package, whose import prepares Megatron's."""
+    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
+
+    PersistentAsyncCaller._save_loop(*args, **kwargs)  # type: ignore[attr-defined]
+
+
 # By the name of the module after whose execution they run.
 _SPECIAL: dict[str, Callable[[Any], None]] = {
     "megatron.core": _redirect_methods,
     # Small functions compiled one by one cost minutes of C++ compilation on a CPU and gain nothing.
     "megatron.core.jit": lambda module: module.disable_jit_fuser(),
     "megatron.core.tensor_parallel.random": _use_cpu_generator,
+    "megatron.core.dist_checkpointing.strategies.async_utils": _save_in_a_process_of_ours,
     "megatron.core.distributed.param_and_grad_buffer": _communicate_at_once,
     "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer": _communicate_at_once,
 }

@@ -37,6 +37,8 @@ _MISTAKE_NAMES_FOR_CLASSES = ("megatron.bridge.peft.utils", "megatron.bridge.pef
 _DATASETS = "megatron.core.datasets"
 # Where Megatron-Bridge finds the class that a saved configuration names. It has no registry to enter another one in.
 _FINDS_SAVED_CLASSES = "megatron.bridge.utils.instantiate_utils"
+# And where it reads the one format of checkpoint whose names depend on what a model is made of.
+_READS_CHECKPOINTS = "megatron.bridge.training.checkpointing"
 
 
 def install() -> None:
@@ -113,6 +115,8 @@ class _Imports(MetaPathFinder):
             module.compile_helpers = _unless_compiled(module.compile_helpers)  # type: ignore[attr-defined]
         if module.__name__ == _FINDS_SAVED_CLASSES:
             _give_ours(module)
+        if module.__name__ == _READS_CHECKPOINTS:
+            _read_every_weight(module)
         # When its models are there, Megatron-Bridge has registered its own Qwen3-VL; the later registration wins.
         self.register_later |= module.__name__ == _BRIDGE_MODELS
         if self.register_later and not self.ours_running:
@@ -152,6 +156,19 @@ def _give_ours(module: Any) -> None:
         return ours_for(found)
 
     module._resolve_target = module._mcore_instantiate_utils._resolve_target = resolve
+
+
+def _read_every_weight(module: Any) -> None:
+    """Megatron-Bridge passes over weights that it does not find; of our models it has to find all."""
+    theirs = module.load_fsdp_dtensor_checkpoint
+
+    @functools.wraps(theirs)
+    def load(*args: Any, **kwargs: Any) -> Any:
+        from qwen3vl_bridge.training.fsdp_loader import load_every_weight
+
+        return load_every_weight(theirs, *args, **kwargs)
+
+    module.load_fsdp_dtensor_checkpoint = load
 
 
 class _StandIn(ModuleType):

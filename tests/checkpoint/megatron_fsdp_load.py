@@ -1,10 +1,12 @@
 """On several ranks, megatron-core's own MegatronFSDP loads a checkpoint through Megatron-Bridge's own function.
 
-    python megatron_fsdp_load.py [[HF_FOLDER, MEGATRON_FOLDER, WORLD, TP, EP, FOLDER_TO_SAVE_TO or null], ...]
+    python megatron_fsdp_load.py [[HF_FOLDER, MEGATRON_FOLDER, WORLD, TP, EP, FOLDER_TO_SAVE_TO or null, KIND], ...]
 
-It is loaded strictly, and then every local shard is compared with the checkpoint, bit for bit. The checkpoint has to
-have the local layer spec's names, which the model has on a CPU. Where there is a folder to save to, all weights are
-doubled and saved by Megatron-Bridge's own function, together with the state of megatron-core's optimizer.
+Every local shard is compared with the checkpoint, bit for bit. On a CPU the model has the local layer spec's names.
+KIND says how it is loaded: "strict" where the checkpoint has the same names; "lax", as Megatron-Bridge does by default,
+where it may have Transformer Engine's; "refused" where it is of another model, which every rank has to say. Where there
+is a folder to save to, all weights are doubled and saved by Megatron-Bridge's own function, together with the state of
+megatron-core's optimizer.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ import tempfile
 import types
 
 import qwen3vl_bridge  # noqa: F401
+from qwen3vl_bridge.checkpoint.errors import CheckpointError
+from qwen3vl_bridge.mappings import local_name
 
 import torch
 import torch.distributed as dist
@@ -86,14 +90,24 @@ def wrapped_model(hf_folder: str, tp: int, ep: int) -> tuple[torch.nn.Module, to
     return wrapper, model
 
 
-def load(model: torch.nn.Module, folder: str) -> None:
-    """Fill the model, strictly."""
+def load(model: torch.nn.Module, folder: str, strict: bool) -> None:
+    """Fill the model, as Megatron-Bridge's loop and verl do."""
     state = {"checkpoint_version": 3.0, "iteration": 1, "model": model.state_dict_for_save_checkpoint()}
-    strict = types.SimpleNamespace(strict_fsdp_dtensor_load=True)
+    settings = types.SimpleNamespace(strict_fsdp_dtensor_load=strict)
     state, *_ = checkpointing.load_fsdp_dtensor_checkpoint(
-        folder, strict, rank0=False, sharded_state_dict=state | {"_model": [model]}, iteration=0
+        folder, settings, rank0=False, sharded_state_dict=state | {"_model": [model]}, iteration=0
     )
     checkpointing._load_model_state_dict(model, state["model"], True)
+
+
+def refusal(model: torch.nn.Module, folder: str) -> str:
+    """What is said of a checkpoint of another model; nothing of it has been read then."""
+    try:
+        load(model, folder, strict=False)
+    except CheckpointError as error:
+        assert all((parameter == 7).all() for parameter in model.parameters())
+        return str(error).splitlines()[-1].strip()
+    return "nothing"
 
 
 def save_doubled(wrapper: torch.nn.Module, model: torch.nn.Module, folder: str) -> None:
@@ -144,20 +158,26 @@ def compare(model: torch.nn.Module, stored: dict[str, torch.Tensor], tp: int) ->
 
 
 def rank_main(
-    rank: int, store: str, hf_folder: str, folder: str, world: int, tp: int, ep: int, save_to: str | None
+    rank: int, store: str, hf_folder: str, folder: str, world: int, tp: int, ep: int, save_to: str | None, kind: str
 ) -> None:
     """Load at one topology, and say what was compared on all ranks together."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     without_cuda()
     stored = _load_state_dict_from_keys(None, checkpoint_id=f"{folder}/iter_0000000")["model"]
+    stored = {local_name(name): tensor for name, tensor in stored.items()}
     wrapper, model = wrapped_model(hf_folder, tp, ep)
-    load(model, folder)
     everyone: list = [None] * world
-    dist.all_gather_object(everyone, compare(model, stored, tp))
-    if rank == 0:
+    if kind == "refused":
+        dist.all_gather_object(everyone, refusal(model, folder))
+        said = f"refused: {everyone[0]}" if len(set(everyone)) == 1 else f"not alike: {everyone}"
+    else:
+        load(model, folder, strict=kind == "strict")
+        dist.all_gather_object(everyone, compare(model, stored, tp))
         assert set().union(*everyone) == stored.keys(), stored.keys() - set().union(*everyone)
+        said = f"same: {len(stored)} at world {world}, tp {tp}, ep {ep}, {kind}"
+    if rank == 0:
         # One write with its newline in it, so that it stays one line.
-        sys.stdout.write(f"same: {len(stored)} at world {world}, tp {tp}, ep {ep}\n")
+        sys.stdout.write(f"{said}\n")
         sys.stdout.flush()
     if save_to is not None:
         save_doubled(wrapper, model, save_to)
