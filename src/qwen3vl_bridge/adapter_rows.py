@@ -15,8 +15,9 @@ of them (source: peft 0.21, `ParamWrapper`; vLLM reads the same). `lora_A` is [e
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from qwen3vl_bridge.mappings import is_of_experts, local_name, shared_name
 from qwen3vl_bridge.parts import part_of
@@ -84,28 +85,46 @@ def _named(layer: str, entries: Iterable[str]) -> bool:
     return any(entry == _last_part(layer) or re.fullmatch(entry.replace("*", ".*"), layer) for entry in entries)
 
 
-def adapter_config(settings: AdapterSettings, targets: dict[str, list[str]], base_model: str) -> dict[str, object]:
+@dataclass(frozen=True)
+class Scaled:
+    """The space between an adapter's matrices, and what their product is scaled by: alpha / rank."""
+
+    rank: int
+    alpha: float
+
+
+def adapter_config(
+    usual: Scaled,
+    targets: dict[str, list[str]],
+    base_model: str,
+    *,
+    dora: bool,
+    others: Mapping[str, Scaled] = MappingProxyType({}),
+) -> dict[str, object]:
     """Contents of `adapter_config.json`, as `peft` and vLLM read it.
 
     Args:
-        settings: of the adapters.
+        usual: of adapters that are not among `others`.
         targets: from `hf_targets`.
         base_model: name or folder of the model without adapters.
+        dora: whether they are DoRA's.
+        others: by the Hugging Face name of the adapted tensor.
     """
+    differ = {name.removesuffix(".weight") if _is_of_module(name) else name: it for name, it in others.items()}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_model,
-        "r": settings.dim,
-        "lora_alpha": settings.alpha,
+        "r": usual.rank,
+        "lora_alpha": usual.alpha,
         "lora_dropout": 0.0,
-        "use_dora": settings.dora,
+        "use_dora": dora,
         "use_rslora": False,
         "bias": "none",
         "fan_in_fan_out": False,
         **targets,
-        "rank_pattern": {},
-        "alpha_pattern": {},
+        "rank_pattern": {name: it.rank for name, it in differ.items() if it.rank != usual.rank},
+        "alpha_pattern": {name: it.alpha for name, it in differ.items() if it.alpha != usual.alpha},
         "modules_to_save": None,
         "inference_mode": True,
         "init_lora_weights": True,
@@ -197,7 +216,8 @@ def hf_targets(adapted: Iterable[str], tensors: Iterable[str]) -> dict[str, list
 
 
 def _is_of_module(tensor: str) -> bool:
-    return tensor.endswith(".weight")
+    """Whether `peft` adapts the module whose weight it is: a linear layer, which experts and routers are not."""
+    return tensor.endswith(".weight") and not tensor.endswith(".mlp.gate.weight")
 
 
 def _modules(tensors: set[str]) -> set[str]:

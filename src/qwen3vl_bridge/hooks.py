@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 _BRIDGE_MODELS = "megatron.bridge.models"
+_AUTO_BRIDGE = "megatron.bridge.models.conversion.auto_bridge"
 # The modules of Megatron-Bridge that cannot be imported without a package of which they need no more than names, and
 # the modules of that package which they import. `lora_layers` names classes that it uses only where layers of
 # Transformer Engine are there. `pretrain`, which all training goes through, annotates an argument with a class of the
@@ -117,11 +118,40 @@ class _Imports(MetaPathFinder):
             _give_ours(module)
         if module.__name__ == _READS_CHECKPOINTS:
             _read_every_weight(module)
+        if module.__name__ == _AUTO_BRIDGE:
+            _save_adapters_of_ours(module.AutoBridge)
         # When its models are there, Megatron-Bridge has registered its own Qwen3-VL; the later registration wins.
         self.register_later |= module.__name__ == _BRIDGE_MODELS
         if self.register_later and not self.ours_running:
             self.register_later = False
             importlib.import_module("qwen3vl_bridge.bridge")
+
+
+def _save_adapters_of_ours(auto_bridge: Any) -> None:
+    """Have `AutoBridge.save_hf_adapter` write our models' adapters by our function.
+
+    Its own knows neither DoRA's magnitudes nor how `peft` packs experts', nor alphas that differ, and asks no bridge;
+    Megatron-Bridge's training and RL frameworks call it at every checkpoint. `export_adapter_ckpt` takes any run's
+    adapters for LoRA.
+    """
+    save, export = auto_bridge.save_hf_adapter, auto_bridge.export_adapter_ckpt
+
+    @functools.wraps(save)
+    def save_hf_adapter(self: Any, *args: Any, **kwargs: Any) -> None:
+        from qwen3vl_bridge import peft_export
+
+        ours = isinstance(self._model_bridge, peft_export.AdapterConversion)
+        (peft_export.save_hf_adapter if ours else save)(self, *args, **kwargs)
+
+    @functools.wraps(export)
+    def export_adapter_ckpt(self: Any, peft_checkpoint: str | Path, *args: Any, **kwargs: Any) -> None:
+        from qwen3vl_bridge import peft_export
+
+        if isinstance(self._model_bridge, peft_export.AdapterConversion):
+            peft_export.refuse_run_of_dora(peft_checkpoint)
+        export(self, peft_checkpoint, *args, **kwargs)
+
+    auto_bridge.save_hf_adapter, auto_bridge.export_adapter_ckpt = save_hf_adapter, export_adapter_ckpt
 
 
 def _is_installed(package: str) -> bool:

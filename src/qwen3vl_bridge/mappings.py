@@ -28,6 +28,8 @@ class ExpertLayout(Enum):
     PER_EXPERT = "one tensor per expert"
 
 
+OUTPUT_LAYER = "language_model.output_layer"
+
 _TEXT = "language_model.decoder.layers.*."
 _HF_TEXT = "model.language_model.layers.*."
 _VISION = "vision_model.decoder.layers.*."
@@ -117,7 +119,7 @@ TEXT_ROWS: tuple[Row, ...] = (
         ("model.language_model.norm.weight",),
         (("hidden",),),
     ),
-    Copy("language_model.output_layer.weight", ("lm_head.weight",), (("vocab", "hidden"),), condition="untied"),
+    Copy(f"{OUTPUT_LAYER}.weight", ("lm_head.weight",), (("vocab", "hidden"),), condition="untied"),
 )
 
 DENSE_MLP_ROWS: tuple[Row, ...] = (

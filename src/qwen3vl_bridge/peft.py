@@ -1,37 +1,39 @@
 """LoRA and DoRA of Qwen3-VL: Megatron-Bridge's, with parts of the model that can be frozen and adapted one by one.
 
-What lives here: the two configurations and what they do to a model. What may not: Hugging Face names and layouts
-(`peft_export.py`), which parameters make up a part (`parts.py`).
+What lives here: the two configurations and what they do to a model. What may not: what any adapters need of this model,
+Megatron-Bridge's own too (`model/adapters.py`), Hugging Face names and layouts (`peft_export.py`), which parameters
+make up a part (`parts.py`).
 """
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from qwen3vl_bridge.adapter_rows import ALL_LINEAR_LAYERS, AdapterSettings, plain_name
-from qwen3vl_bridge.magnitude_linear import MagnitudeLinear
 from qwen3vl_bridge.mappings import is_of_experts, shared_name
+from qwen3vl_bridge.model.adapters import (
+    let_recompute_see_gradients,
+    refuse_cut_experts,
+    refuse_dora,
+    transform_in,
+    whole_name,
+)
 from qwen3vl_bridge.model.parts import log_trained_parameters
 from qwen3vl_bridge.model.qwen3vl import Qwen3VLModel
 from qwen3vl_bridge.parts import Part, part_of
 
-import torch
 from megatron.bridge.peft.adapter_wrapper import AdapterWrapper
 from megatron.bridge.peft.dora import DoRA
 from megatron.bridge.peft.lora import VLMLoRA
 from megatron.bridge.peft.utils import is_grouped_expert_linear
-from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.utils import unwrap_model
 from torch import nn
 
 if TYPE_CHECKING:
     from qwen3vl_bridge.provider import Qwen3VLModelProvider
 
-_TEXT_LAYER = re.compile(r"(?<=^language_model\.decoder\.layers\.)\d+")
 _ADAPT = {f"adapt_{part.value}": part for part in Part}
 _ALL_LINEAR_LAYERS = list(ALL_LINEAR_LAYERS)  # target_modules, where nobody sets it
 # Fields of LoRA for other ways to adapt experts, and their defaults.
@@ -86,10 +88,10 @@ class Qwen3VLParts:
         self._refuse_what_would_be_ignored(chunks)
         self.freeze_model(chunks)
         for chunk in chunks:
-            self._walk_model(chunk, self._transform_in(chunk))
+            self._walk_model(chunk, transform_in(chunk, self.transform))
         if training:
             for chunk in chunks:
-                _let_recompute_see_gradients(chunk)
+                let_recompute_see_gradients(chunk)
         else:
             self.freeze_model(chunks, training=False)
         for module in model if isinstance(model, list) else [model]:
@@ -148,19 +150,11 @@ class Qwen3VLParts:
         values["canonical_mapping"] = {name: sorted(modules) for name, modules in self.canonical_mapping.items()}
         return {"_target_": f"{type(self).__module__}.{type(self).__qualname__}"} | values
 
-    def _transform_in(self, chunk: Qwen3VLModel) -> Callable[..., nn.Module]:
-        """`transform`, told names of the whole model: patterns choose among its layers, wherever these are."""
-
-        def transform(m: nn.Module, name: str | None = None, prefix: str | None = None) -> nn.Module:
-            return self.transform(m, name, _whole_name(prefix or "", chunk))
-
-        return transform
-
     def _targets(self, chunks: list[Qwen3VLModel]) -> dict[str, list[str]]:
         targets = defaultdict(list)
         for chunk in chunks:
             for full_name, module in chunk.named_modules():
-                prefix, _, name = _whole_name(full_name, chunk).rpartition(".")
+                prefix, _, name = whole_name(full_name, chunk).rpartition(".")
                 if (found := self.match(module, name, prefix)) is not None:
                     targets[found[0]].append(found[1])
         return targets
@@ -189,12 +183,8 @@ class Qwen3VLParts:
                 f"moe_grouped_gemm is {config.moe_grouped_gemm}, so that {grouped[0]} is all of a rank's experts; "
                 "expected False where experts have adapters, each its own"
             )
-        if layers and config.expert_tensor_parallel_size > 1:
-            # Of an expert's adapter, Megatron-Bridge does not add up what ranks have of the inner product.
-            raise ValueError(
-                f"expert_tensor_parallel_size is {config.expert_tensor_parallel_size}, expected 1 where experts have "
-                "adapters"
-            )
+        if layers:
+            refuse_cut_experts(config)
         adapted = {shared_name(layer) for layer in layers}
         for layer in sorted(adapted):
             if (other := layer[:-1] + ("2" if layer.endswith("1") else "1")) not in adapted:
@@ -242,21 +232,10 @@ class Qwen3VLDoRA(Qwen3VLParts, DoRA):
     """
 
     def _refuse_what_would_be_ignored(self, chunks: list[Qwen3VLModel]) -> None:
-        if self.dropout:
-            # Megatron-Bridge would send the difference that dropout makes through a fused norm, and drop twice.
-            raise ValueError(f"dropout is {self.dropout}, expected 0: DoRA has none here")
         if self.adapt_experts:
             raise ValueError("adapt_experts is True, expected False for DoRA: peft has no magnitudes for experts")
-        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
-            # A rank's norm of its columns is not the norm of the row, and magnitudes are read from one rank.
-            if (size := getattr(chunks[0].config, name)) > 1:
-                raise ValueError(f"{name} is {size}, expected 1 for DoRA")
+        refuse_dora(self, chunks[0].config)
         super()._refuse_what_would_be_ignored(chunks)
-
-    def transform(self, m: nn.Module, name: str | None = None, prefix: str | None = None) -> nn.Module:
-        """The module, with an adapter around it where it is a target."""
-        adapted = super().transform(m, name, prefix)
-        return adapted if adapted is m else MagnitudeLinear(adapted.to_wrap, adapted.adapter)
 
 
 def _chunks(model: Any) -> list[Qwen3VLModel]:
@@ -265,30 +244,3 @@ def _chunks(model: Any) -> list[Qwen3VLModel]:
         if not isinstance(chunk, Qwen3VLModel):
             raise TypeError(f"found a {type(chunk).__name__}, expected a Qwen3VLModel")
     return chunks
-
-
-def _whole_name(name: str, chunk: Qwen3VLModel) -> str:
-    """A module's name in the whole model. A chunk counts its text layers from 0."""
-    layers = chunk.language_model.decoder.layers
-    return _TEXT_LAYER.sub(lambda number: str(layers[int(number[0])].layer_number - 1), name)
-
-
-def _let_recompute_see_gradients(chunk: Qwen3VLModel) -> None:
-    """Have blocks that recompute, and train something, take inputs that require a gradient.
-
-    A recomputed function gets no gradient, and so its parameters neither, when none of its inputs requires one.
-    Megatron-Bridge sees to it only where the text model recomputes and no base weight is trained, and then for both
-    towers.
-    """
-    for block in chunk.modules():
-        if not isinstance(block, TransformerBlock) or block.config.recompute_granularity is None:
-            continue
-        if any(parameter.requires_grad for parameter in block.layers.parameters()):
-            block.register_forward_pre_hook(_require_gradient, with_kwargs=True)
-
-
-def _require_gradient(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    hidden, *rest = args or (kwargs["hidden_states"],)
-    if torch.is_grad_enabled() and hidden is not None and not hidden.requires_grad:
-        hidden = hidden.detach().requires_grad_()
-    return ((hidden, *rest), kwargs) if args else (args, kwargs | {"hidden_states": hidden})

@@ -193,19 +193,3 @@ class TestRefusals:
         model.config.expert_tensor_parallel_size = 2
         with pytest.raises(ValueError, match="expert_tensor_parallel_size is 2, expected 1 where experts have"):
             Qwen3VLLoRA(adapt_experts=True)(model)
-
-    def test_saving_experts_that_are_spread(self, moe_folder, tmp_path):
-        adapted = adapt(moe_folder, Qwen3VLLoRA(dim=2, adapt_experts=True))
-        adapted.model.config.expert_model_parallel_size = 2
-        for save in (
-            lambda: save_hf_adapter(adapted.pair.bridge, [adapted.model], tmp_path / "a", adapted.peft),
-            lambda: list(adapted.pair.bridge.export_hf_weights([adapted.model], show_progress=False)),
-        ):
-            with pytest.raises(ValueError, match=r"expert_model_parallel_size is 2, .* conversion/adapters\.py"):
-                save()
-        assert not any(tmp_path.iterdir())
-
-    def test_megatron_bridges_own_adapters(self, moe_folder, tmp_path):
-        adapted = adapt(moe_folder, Qwen3VLLoRA(dim=2, adapt_experts=True))
-        with pytest.raises(ValueError, match=r"save them with qwen3vl_bridge\.save_hf_adapter"):
-            adapted.pair.bridge.save_hf_adapter([adapted.model], tmp_path / "a", adapted.peft)

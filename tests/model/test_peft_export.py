@@ -11,7 +11,6 @@ from qwen3vl_bridge.peft_export import save_hf_adapter
 
 import pytest
 import torch
-from peft import PeftModel
 from transformers import AutoModelForImageTextToText, Qwen3VLForConditionalGeneration
 
 from .peft_models import (
@@ -69,17 +68,21 @@ def test_merged(trained, tmp_path):
 
 
 def test_adapter_by_megatron_bridge(trained, untied_folder, tmp_path):
-    """AutoBridge's own method, which its training calls too: right for LoRA, refused for DoRA."""
+    """AutoBridge's own method, which its training calls too."""
     adapted, logits = trained
-    folder, bridge = tmp_path / "adapter", adapted.pair.bridge
-    if isinstance(adapted.peft, Qwen3VLDoRA):
-        with pytest.raises(ValueError, match=r"save them with qwen3vl_bridge\.save_hf_adapter"):
-            bridge.save_hf_adapter([adapted.model], folder, adapted.peft)
-        assert not folder.exists()
-        return
-    bridge.save_hf_adapter([adapted.model], folder, adapted.peft, show_progress=False)
-    loaded = PeftModel.from_pretrained(Qwen3VLForConditionalGeneration.from_pretrained(untied_folder), folder)
+    adapted.pair.bridge.save_hf_adapter([adapted.model], tmp_path, adapted.peft, show_progress=False)
+    loaded = with_adapter(untied_folder, tmp_path)
     assert worst_difference(logits, reference_logits(loaded, adapted.samples)) <= TOLERANCE
+
+
+def test_layers_left_out(untied_folder, tmp_path):
+    """By how their names begin, as Megatron-Bridge's method takes them."""
+    adapted = adapt(untied_folder, Qwen3VLDoRA(dim=4, alpha=8, **ALL_PARTS))
+    left_out = ["vision_model", "language_model.decoder.layers.0.mlp"]
+    adapted.pair.bridge.save_hf_adapter([adapted.model], tmp_path, adapted.peft, exclude_adapter_base_prefixes=left_out)
+    names = {name for name in with_adapter(untied_folder, tmp_path).state_dict() if ".lora_" in name}
+    assert names and not any(".visual." in name or ".layers.0.mlp." in name for name in names)
+    assert any(".layers.0.self_attn." in name for name in names)
 
 
 def test_gradients_are_those_of_peft(method, untied_folder, tmp_path):

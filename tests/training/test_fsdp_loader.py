@@ -47,8 +47,8 @@ def test_every_weight_is_found_under_either_name(model, wanted, on_disk):
     assert problems == []
     own = weights.keys() & {name.removeprefix("model.") for name in found}
     assert len(own) + len(renamed) == len(weights)
-    # Norms of the vision tower, with a bias, and of the text model; experts, whose gate is apart. The norm before experts
-    # is a module in either spec.
+    # Norms of the vision tower, with a bias, and of the text model; experts, whose gate is apart. The norm before
+    # experts is a module in either spec.
     norms, experts = 2 * 2 * model.vision_config.depth + model.num_layers + 1, 3 * 3 * model.num_moe_experts
     assert len(renamed) == (0 if wanted == on_disk else norms + experts)
     expected = dict(zip(stored_names(model, on_disk), weights.values(), strict=True))

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
-from qwen3vl_bridge.adapter_rows import adapter_config, hf_targets, input_names
+from qwen3vl_bridge.adapter_rows import Scaled, adapter_config, hf_targets, input_names
 from qwen3vl_bridge.checkpoint.conversion import Conversion, How, carry_out
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
 from qwen3vl_bridge.checkpoint.hf_reader import HFWeights
@@ -94,4 +94,5 @@ def _shared_inputs(stored: StoredAdapters, plan: Plan) -> Iterator[Task]:
 def _config(stored: StoredAdapters, base_model: str) -> dict[str, object]:
     tensors = (name for row in stored.config.rows() for name in row.hf)
     adapted = (name for layer in stored.layers() for name in layer.hf)
-    return adapter_config(stored.settings, hf_targets(adapted, tensors), base_model)
+    its = stored.settings
+    return adapter_config(Scaled(its.dim, its.alpha), hf_targets(adapted, tensors), base_model, dora=its.dora)

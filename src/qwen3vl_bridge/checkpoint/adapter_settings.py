@@ -17,6 +17,12 @@ from qwen3vl_bridge.parts import Part
 
 _MAX_BYTES = 1 << 26
 _METHODS = {"qwen3vl_bridge.peft.Qwen3VLLoRA": False, "qwen3vl_bridge.peft.Qwen3VLDoRA": True}
+# Megatron-Bridge's own, which adapt all parts, and experts where they are not DoRA.
+_BRIDGES = {
+    "megatron.bridge.peft.lora.LoRA": False,
+    "megatron.bridge.peft.lora.VLMLoRA": False,
+    "megatron.bridge.peft.dora.DoRA": True,
+}
 # Fields that runs of earlier versions do not name, and what they had.
 _LATER = {"adapt_experts": False}
 # What may be another in a run that goes on: it changes neither which tensors there are nor what they mean.
@@ -65,15 +71,17 @@ def adapter_settings(config: dict[str, Any], where: Path) -> AdapterSettings:
         where: its folder, for errors.
 
     Raises:
-        CheckpointError: it has none, or others than this package's.
+        CheckpointError: it has none, or of a kind whose tensors this package does not know.
     """
     found = config.get("peft")
     if not isinstance(found, dict):
         raise CheckpointError(f"{where} is of a run without adapters: its {RUN_CONFIG} has peft {found!r}")
     found = _LATER | found
-    method = found.get("_target_")
-    if not isinstance(method, str) or method not in _METHODS:
-        raise CheckpointError(f"{where / RUN_CONFIG}: peft is {method!r}, expected {' or '.join(_METHODS)}")
+    method, known = found.get("_target_"), _METHODS | _BRIDGES
+    if not isinstance(method, str) or method not in known:
+        raise CheckpointError(f"{where / RUN_CONFIG}: peft is {method!r}, expected one of {', '.join(known)}")
+    if method in _BRIDGES:
+        found = found | {f"adapt_{part.value}": True for part in Part} | {"adapt_experts": not known[method]}
     try:
         numbers = {name: _number(found[name]) for name in ("dim", "alpha")}
         parts = frozenset(part.value for part in Part if found[f"adapt_{part.value}"] is True)
@@ -83,7 +91,7 @@ def adapter_settings(config: dict[str, Any], where: Path) -> AdapterSettings:
     if numbers["dim"] < 1 or int(numbers["dim"]) != numbers["dim"]:
         raise CheckpointError(f"{where / RUN_CONFIG}: peft.dim is {numbers['dim']}, expected a whole number from 1 on")
     experts = found["adapt_experts"] is True
-    return AdapterSettings(int(numbers["dim"]), numbers["alpha"], _METHODS[method], parts, experts=experts, **modules)
+    return AdapterSettings(int(numbers["dim"]), numbers["alpha"], known[method], parts, experts=experts, **modules)
 
 
 def _number(value: Any) -> int | float:

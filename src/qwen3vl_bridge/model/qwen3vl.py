@@ -8,8 +8,10 @@ the batch.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
+from qwen3vl_bridge.model.adapters import map_modules
 from qwen3vl_bridge.model.attention import layout_packed_seq_params
 from qwen3vl_bridge.model.inputs import as_model_inputs
 from qwen3vl_bridge.model.layers import text_block_spec
@@ -31,7 +33,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class Qwen3VLGPTModel(GPTModel):
@@ -130,6 +132,7 @@ class Qwen3VLModel(MegatronModule):
         self.pg_collection, self.tp_group = pg_collection, pg_collection.tp
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
         self.share_embeddings_and_output_weights = config.share_embeddings_and_output_weights
+        self.vision_model: Qwen3VLVisionModel | None = None
         if pre_process:
             self.add_tower()
         self.language_model = Qwen3VLGPTModel(
@@ -226,6 +229,16 @@ class Qwen3VLModel(MegatronModule):
         where = inputs.deepstack or nothing
         deepstack = dict(context=features[:, where.rows], context_mask=where.positions)
         return scatter_sequence(hidden, self.config, self.pg_collection), deepstack
+
+    @property
+    def vision_projection(self) -> nn.ModuleList | None:
+        """The mergers, main and DeepStack; None on a stage without the tower. Megatron-Bridge's VLMLoRA asks for it."""
+        tower = self.vision_model
+        return None if tower is None else nn.ModuleList([tower.merger, tower.decoder.deepstack_merger_list])
+
+    def map(self, func: Callable[..., Any], leaf_only: bool = False, **where: Any) -> nn.Module:
+        """Megatron-Bridge's walk over modules, as `adapters.map_modules`, whose names don't depend on wrappers."""
+        return map_modules(self, func, leaf_only=leaf_only)
 
     def freeze(self, **parts: bool) -> None:
         """Stop training of whole parts; arguments as `freeze_parts`'."""

@@ -16,6 +16,7 @@ from qwen3vl_bridge.provider import Qwen3VLModelProvider
 from qwen3vl_bridge.training.global_batch import check_share
 
 import torch
+from megatron.bridge.peft.lora_layers import LoRATopKRouter
 from megatron.bridge.training.config import ConfigContainer
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.moe.router import TopKRouter
@@ -37,20 +38,22 @@ class ExpertLoad:
     def __init__(self, model: Sequence[nn.Module], *, losses: bool) -> None:
         self._counts: dict[int, Tensor] = {}
         self._device = next(model[0].parameters()).device
-        routers = [module for chunk in model for module in chunk.modules() if isinstance(module, TopKRouter)]
+        modules = [module for chunk in model for module in chunk.modules()]
+        adapted = {module.to_wrap: module for module in modules if isinstance(module, LoRATopKRouter)}
+        routers = [adapted.get(module, module) for module in modules if isinstance(module, TopKRouter)]
         self._hooks = [router.register_forward_hook(self._count, with_kwargs=True) for router in routers]
         self._losses = losses
         if losses:
             get_moe_metrics_tracker().clear()
 
-    def _count(self, router: TopKRouter, args: tuple, kwargs: dict[str, Any], output: tuple[Tensor, Tensor]) -> None:
+    def _count(self, router: nn.Module, args: tuple, kwargs: dict[str, Any], output: tuple[Tensor, Tensor]) -> None:
         if not torch.is_grad_enabled():
             return  # a layer that is recomputed comes a second time, with gradients
         chosen = output[1]  # [tokens, E] bool
         padding = kwargs.get("padding_mask", args[1] if len(args) > 1 else None)  # [s, b] bool, True for padding
         if padding is not None:
             chosen = chosen & ~padding.reshape(-1, 1)
-        layer, count = router.layer_number - 1, chosen.sum(0)
+        layer, count = getattr(router, "to_wrap", router).layer_number - 1, chosen.sum(0)
         self._counts[layer] = self._counts[layer] + count if layer in self._counts else count
 
     def take(self, cfg: ConfigContainer) -> dict[str, float]:
