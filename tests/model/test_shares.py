@@ -62,8 +62,8 @@ class Ranks:
 
         def one(rank, group):
             groups = types.SimpleNamespace(tp=ALONE, cp=group)
-            inputs, order = as_model_inputs(provider, groups, **arguments(rank))
-            assert order is None
+            inputs, answer = as_model_inputs(provider, groups, **arguments(rank))
+            assert answer is None or answer.order is None
             return inputs
 
         return self.call(one)
@@ -102,6 +102,7 @@ def test_shares_give_the_inputs_of_the_whole_row(provider, config, monkeypatch, 
         loss_mask=batch.loss_mask.double(),
         position_ids=torch.cat((torch.arange(layout.total)[None, None], batch.position_ids)),
         attention_mask=~layout.padding_mask()[None],
+        padding_mask=layout.padding_mask()[None],
         mm_token_type_ids=(is_picture[0] + 2 * is_picture[1]).to(torch.uint8),
     )
     more = dict(packed_seq_params=params_of(layout), **pictures(samples))
@@ -191,7 +192,8 @@ IDS = torch.arange(1, 9)[None]
             None,
             r"segments of \[8, 10\] tokens in lengths of \[8, 8\]",
         ),
-        (dict(packed_seq_params=packed_params([0, 16], [0, 16])), dict(input_ids=IDS), "2 .* give the same row of 8"),
+        # All give one row without a mask, whose tokens are then not as many as the offsets count.
+        (dict(packed_seq_params=packed_params([0, 16], [0, 16])), dict(input_ids=IDS), "16 tokens for row 0 of 8"),
         (dict(labels=IDS.repeat(1, 2)), None, r"labels has shape \[1, 16\], expected \[1, 8\]: .*row of 16 tokens"),
         (dict(loss_mask=IDS[0] * 1.0), None, r"loss_mask has shape \[8\], expected \[1, 8\]"),
         (dict(position_ids=IDS.expand(3, 2, 8)), None, r"position_ids has shape \[3, 2, 8\], expected \[3, 1, 8\]"),
@@ -212,7 +214,7 @@ IDS = torch.arange(1, 9)[None]
             "attention_mask has padding before real tokens in segment 0",
         ),
         (dict(mm_token_type_ids=IDS * 0), dict(mm_token_type_ids=IDS), "mm_token_type_ids has 1 for a token of id 11"),
-        (dict(loss_mask=IDS), None, "loss_mask is given without labels"),
+        (dict(padding_mask=IDS * 0), dict(padding_mask=IDS), "padding_mask has an entry 2, expected 1 for padding"),
         (dict(input_ids=IDS * 1.0), dict(input_ids=IDS * 2.0), r"input_ids has shape \[1, 16\] torch.float32"),
     ],
 )
@@ -254,3 +256,58 @@ def test_a_picture_in_one_share_alone_is_seen_by_all(provider, config, monkeypat
     for error in ranks.inputs(provider, lambda rank: share(rank) | (one if rank == 0 else {})):
         with pytest.raises(ValueError, match=r"pixel_values is None on .* rank 1 and \[4, 1536\] .*row's pictures"):
             raise error
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [IDS, IDS * 0 + 7],
+    ids=["text", "one token over and over"],
+)
+def test_a_whole_row_whose_padding_makes_it_as_long_as_its_shares(provider, monkeypatch, ids):
+    """With `pad_to_length` and with FP8 padding verl gets there: [1, n], and a segment of cp * n."""
+    ranks = Ranks(2, monkeypatch)
+    call = dict(
+        input_ids=ids, attention_mask=torch.ones(1, 8).bool(), packed_seq_params=packed_params([0, 16], [0, 16])
+    )
+    found = ranks.inputs(provider, lambda rank: call)
+    for rank, inputs in enumerate(found):
+        row = torch.nn.functional.pad(ids, (0, 8), value=inputs.input_ids[0, -1] if rank else 0)
+        assert inputs.layout == SequenceLayout._build(1, [8], [16])
+        kept = ~inputs.padding_mask
+        assert torch.equal(inputs.input_ids[kept], share_of(row, (16,), 2, rank)[kept])
+
+
+def test_labels_of_such_a_row_are_a_ranks_own(provider, monkeypatch):
+    """With fused kernels verl gives whole rows and labels that are cut: they differ, and the tokens don't."""
+    labels = torch.arange(1, 17)[None]
+    found = Ranks(2, monkeypatch).inputs(
+        provider,
+        lambda rank: dict(
+            input_ids=IDS,
+            attention_mask=torch.ones(1, 8).bool(),
+            packed_seq_params=packed_params([0, 16], [0, 16]),
+            labels=share_of(labels, (16,), 2, rank),
+        ),
+    )
+    assert [inputs.labels.tolist() for inputs in found] == [
+        [[1, 2, 3, 4, 13, 14, 15, 16]],
+        [[5, 6, 7, 8, 9, 10, 11, 12]],
+    ]
+
+
+@pytest.mark.parametrize("name", ["position_ids", "attention_mask"])
+def test_shares_with_the_same_tokens_are_told_by_what_else_they_have(provider, monkeypatch, name):
+    """A text that repeats itself: its tokens are alike on all ranks, its positions or its padding are not."""
+    positions = torch.arange(16).expand(3, 1, 16)
+    mask = torch.tensor([[1] * 14 + [0] * 2])
+    whole = dict(position_ids=positions, attention_mask=mask)[name]
+    found = Ranks(2, monkeypatch).inputs(
+        provider,
+        lambda rank: {
+            "input_ids": torch.tensor([[1, 2] * 4]),
+            "packed_seq_params": packed_params([0, 16]),
+            name: share_of(whole, (16,), 2, rank),
+        },
+    )
+    assert [inputs.input_ids.tolist() for inputs in found] == [[[1, 2] * 4]] * 2
+    assert found[0].layout.lengths == ((14,) if name == "attention_mask" else (16,))

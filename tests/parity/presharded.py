@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from qwen3vl_bridge.model.attention import layout_packed_seq_params
 from qwen3vl_bridge.sequence import PackedBatch, token_index
 
 import torch
 from megatron.bridge.training.losses import create_masked_next_token_loss_function
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
@@ -26,7 +26,8 @@ class Shared:
 
     def arguments(self, cp_size: int, cp_rank: int) -> dict[str, Any]:
         """What a rank calls the model with: its tokens, the whole row's offsets and pictures."""
-        index = token_index(self.batch.layout, cp_size, cp_rank).T
+        layout = self.batch.layout
+        index = token_index(layout, cp_size, cp_rank).T
 
         def take(whole: Tensor) -> Tensor:
             return whole.flatten()[index]
@@ -37,7 +38,7 @@ class Shared:
             input_ids=take(self.batch.input_ids),
             labels=take(self.batch.labels),
             loss_mask=take(self.batch.loss_mask),
-            packed_seq_params=layout_packed_seq_params(self.batch.layout),
+            packed_seq_params=PackedSeqParams("thd", *[layout.cu_seqlens] * 2, *[layout.cu_seqlens_padded] * 2),
             **{name: torch.cat(parts) for name, parts in found.items() if parts},
         )
 

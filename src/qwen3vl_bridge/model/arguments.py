@@ -20,10 +20,8 @@ _FROM_IDS = "it is worked out from the token ids and grids"
 REFUSED = {
     "inputs_embeds": "the model embeds input_ids itself, pictures included",
     "past_key_values": _NO_CACHE,
-    "inference_context": _NO_CACHE,
     "inference_params": _NO_CACHE,
     "cu_seqlens": "give packed_seq_params",
-    "runtime_gather_output": "set parallel_output of the provider",
     "extra_block_kwargs": "they carry DeepStack features, which the model makes itself",
     "second_per_grid_ts": "Qwen3-VL has times in the text",
     "image_input_mask": _FROM_IDS,
@@ -61,6 +59,20 @@ def check_pixels(config: Qwen3VLModelProvider, **pixels: Tensor | None) -> None:
                 f"{name} has shape {list(values.shape)} {values.dtype}, expected [patches, {width}] floating point, as "
                 "the processor gives it"
             )
+
+
+def check_inference(context: Any, gathers: bool | None, labels: Tensor | None) -> None:
+    """Refuses what Megatron's inference may ask for beside whole prompts.
+
+    Args:
+        context: megatron-core's, or None.
+        gathers: whether logits are to be gathered; None: as the provider says.
+        labels: of the call.
+    """
+    if context is not None and getattr(context, "sequence_len_offset", None) != 0:
+        raise ValueError(f"inference_context holds tokens already, expected it to hold none: {_NO_CACHE}")
+    if gathers and labels is not None:
+        raise ValueError("runtime_gather_output is True with labels, expected None: the loss is of logits as they lie")
 
 
 def check_others(others: dict[str, Any]) -> None:

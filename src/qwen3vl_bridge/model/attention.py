@@ -39,41 +39,35 @@ class HostPackedSeqParams(PackedSeqParams):
     lengths: tuple[int, ...] = ()
 
 
-def packed_seq_params(
-    cu_seqlens: Tensor, cu_seqlens_padded: Tensor, padded_lengths: tuple[int, ...], *, has_padding: bool = False
-) -> HostPackedSeqParams:
-    """Megatron's description of one packed row.
+def packed_seq_params(cu_seqlens: Tensor, lengths: tuple[int, ...]) -> HostPackedSeqParams:
+    """Megatron's description of one packed row, by its offsets in the row alone.
+
+    Attention needs no more: it is causal and a segment's padding comes last, so no real token attends to padding, and
+    what padding gets is left out of losses and of experts' counts. Transformer Engine would take real lengths beside
+    these offsets for gaps between segments (`pad_between_seqs`), for which it has no FlashAttention, and on some
+    devices and in float32 nothing at all. All four offsets are one tensor, so that it has nothing to compare.
 
     Args:
-        cu_seqlens: [n + 1] int32, offsets counted in real tokens.
-        cu_seqlens_padded: [n + 1] int32, offsets in the row.
-        padded_lengths: the n segment lengths in the row.
-        has_padding: whether the two differ; known on the host, so that nobody compares them on the device.
+        cu_seqlens: [n + 1] int32, where segments begin in the row, and the last one ends.
+        lengths: the n segment lengths in the row.
     """
-    longest = max(padded_lengths)
+    longest = max(lengths)
     return HostPackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
-        cu_seqlens_q_padded=cu_seqlens_padded,
-        cu_seqlens_kv_padded=cu_seqlens_padded,
+        cu_seqlens_q_padded=cu_seqlens,
+        cu_seqlens_kv_padded=cu_seqlens,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        pad_between_seqs=has_padding,
-        lengths=padded_lengths,
+        pad_between_seqs=False,
+        lengths=lengths,
     )
 
 
 def layout_packed_seq_params(layout: SequenceLayout) -> HostPackedSeqParams | None:
     """A layout as Megatron's attention wants it: parameters for a packed row, None for padded rows."""
-    if not layout.packed:
-        return None
-    return packed_seq_params(
-        layout.cu_seqlens,
-        layout.cu_seqlens_padded,
-        layout.padded_lengths,
-        has_padding=layout.lengths != layout.padded_lengths,
-    )
+    return packed_seq_params(layout.cu_seqlens_padded, layout.padded_lengths) if layout.packed else None
 
 
 class RotarySelfAttention(SelfAttention):

@@ -1,7 +1,8 @@
 """Callers' conventions of rows, masks and packing: where the real tokens of a batch lie, and our layout of them.
 
-What lives here: which convention a batch has, the way from the caller's token order to our layout's, and back. What
-may not: reading masks and offsets (`masks.py`), token positions, pictures, the model.
+What lives here: which convention a batch has, the way from the caller's token order to our layout's, and which way
+leads back. What may not: reading masks and offsets (`masks.py`), labels (`labels.py`), token positions, pictures, the
+model.
 
 A layout wants the real tokens of a segment first and its padding after them: then causal attention needs no mask. So
 rows with padding on the left are rolled on their way in, and outputs are rolled back.
@@ -20,6 +21,7 @@ from qwen3vl_bridge.model.masks import (
     segment_lengths,
     without_trailing,
 )
+from qwen3vl_bridge.model.outputs import CallerOrder
 from qwen3vl_bridge.sequence import SequenceLayout
 
 import torch
@@ -32,27 +34,6 @@ _SHARE = (
     "The model's forward also takes one flat row that is a context-parallel rank's share, of offsets that count its "
     "tokens times the ranks"
 )
-
-
-@dataclass(frozen=True)
-class CallerOrder:
-    """The way back from outputs to the caller's places.
-
-    Attributes:
-        slots: [B, S] int64, where each of the caller's tokens lies in the flat layout; -1 where it was left out.
-        complete: whether none was left out.
-    """
-
-    slots: Tensor
-    complete: bool
-
-    def restore(self, output: Tensor) -> Tensor:
-        """[b, s, ...] outputs -> [B, S, ...]; zero at tokens that were left out, which were padding."""
-        flat = output.flatten(0, 1)
-        if not self.complete:
-            flat = torch.cat((flat, flat.new_zeros(1, *flat.shape[1:])))  # index -1 reads it
-        slots = self.slots.to(output.device) % len(flat)
-        return flat.index_select(0, slots.flatten()).unflatten(0, slots.shape)
 
 
 @dataclass(frozen=True)
@@ -79,22 +60,26 @@ class Arrangement:
             flat = F.pad(flat, (0, 1), value=fill)[..., self.sources.to(flat.device)]  # -1 is the one filled in
         return flat.unflatten(-1, (self.layout.num_rows, -1))
 
-    def take_labels(self, labels: Tensor, vocab_size: int) -> Tensor:
-        """Labels [B, S] in the caller's places, or of a packed row [1, T] in the layout's.
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """Of labels: [B, S] in the caller's places and, of a packed row, [1, T] in the layout's."""
+        in_layout = (1, self.layout.total)
+        return [self.shape, in_layout] if self.packed and self.shape != in_layout else [self.shape]
+
+    def take_given(self, values: Tensor) -> Tensor:
+        """[b, s] values in the layout, of one of `shapes`.
 
         Raises:
-            ValueError: on another shape, or labels that are no token ids.
+            ValueError: one shape could be either, and the orders differ.
         """
-        in_layout = self.packed and labels.shape == (1, self.layout.total)
-        wrong = labels.is_floating_point() or bool(((labels < 0) | (labels >= vocab_size)).any())
-        if wrong or (labels.shape != self.shape and not in_layout):
-            packed = f" or [1, {self.layout.total}]" if self.packed and self.shape != (1, self.layout.total) else ""
-            found = [labels.min().item(), labels.max().item()] if labels.numel() else []
+        in_layout = self.packed and values.shape == (1, self.layout.total)
+        if in_layout and values.shape == self.shape and self.sources is not None:
             raise ValueError(
-                f"labels has shape {list(labels.shape)} {labels.dtype} and entries in {found}, expected "
-                f"{list(self.shape)}{packed} token ids below {vocab_size}: mask losses of labels such as -100 instead"
+                f"labels or loss_mask has shape {list(values.shape)} for a row that begins with padding and is as long "
+                "as its segment in packed_seq_params, so its order could be either's: expected a row without padding "
+                "on the left"
             )
-        return labels if in_layout else self.take(labels)
+        return values if in_layout else self.take(values)
 
     def way_back(self, labels: Tensor | None) -> CallerOrder | None:
         """How outputs come back to the caller's order; None where they lie in it already.
@@ -120,7 +105,7 @@ def arrange(
     Without `packed`, each row is a segment. With it, the offsets decide:
 
     - As many segments as rows: segment i is the real tokens of row i, padded or cut to the segment's length in the
-      packed row. (One row that is as long as its segment is a flat row, below.)
+      packed row. (One row that is as long as its segment is a flat row, below, unless it begins with padding.)
     - Otherwise the rows, one after the other, are the packed row, and each row begins a segment.
 
     Which tokens are real: those of `attention_mask` if it is given, else those that `packed` counts, else all but a
@@ -141,7 +126,8 @@ def arrange(
         return _rows(without_trailing(ids, pad_token_id) if keep is None else keep)
     rows, tokens = ids.shape
     logical, physical = segment_lengths(packed)
-    if len(physical) == rows and not (rows == 1 and physical[0] == tokens):
+    flat = rows == 1 and physical[0] == tokens and (keep is None or bool(keep[0, 0]))
+    if len(physical) == rows and not flat:
         return _packed_rows((rows, tokens), keep, logical, physical)
     return _packed_row((rows, tokens), keep, logical, physical)
 

@@ -1,16 +1,24 @@
 """The model's door: a batch in a caller's convention becomes `ModelInputs`.
 
 What lives here: what people call vision-language models with, turned into a batch of ours. What may not: where real
-tokens lie (`conventions.py`), rows that context-parallel ranks have shared out already (`shares.py`), checks of single
-arguments (`arguments.py`), the model's own work. Batches of our own data path do not come through here.
+tokens lie (`conventions.py`, `masks.py`), rows that context-parallel ranks have shared out already (`shares.py`),
+labels (`labels.py`), positions (`position_ids.py`), checks of single arguments (`arguments.py`), the model's own work.
+Batches of our own data path do not come through here.
 """
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from qwen3vl_bridge.model.arguments import check_others, check_pixels, check_types
-from qwen3vl_bridge.model.conventions import Arrangement, CallerOrder, arrange
+from qwen3vl_bridge.model.conventions import Arrangement, arrange
+from qwen3vl_bridge.model.labels import are_cut, with_labels, with_own_labels, without_ignored
+from qwen3vl_bridge.model.masks import real_tokens
+from qwen3vl_bridge.model.outputs import Answer, CallerOrder
+from qwen3vl_bridge.model.position_ids import given_positions
 from qwen3vl_bridge.model.shares import with_whole_row
 from qwen3vl_bridge.parallel import sequence_ranks
 from qwen3vl_bridge.provider import Qwen3VLModelProvider
@@ -21,6 +29,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
+logger = logging.getLogger(__name__)
+
 
 def as_model_inputs(
     config: Qwen3VLModelProvider,
@@ -28,8 +38,10 @@ def as_model_inputs(
     input_ids: Tensor | None,
     *,
     labels: Tensor | None = None,
+    loss_mask: Tensor | None = None,
+    encodes: bool = True,
     **arguments: Any,
-) -> tuple[ModelInputs, CallerOrder | None]:
+) -> tuple[ModelInputs, Answer | None]:
     """This rank's share of a batch as transformers or Megatron callers pass it: whole, or that share of a flat row.
 
     Lengths, positions and indices are worked out on the host, which waits for the device to read the token ids: use
@@ -40,25 +52,46 @@ def as_model_inputs(
         config: the provider.
         groups: process groups.
         input_ids: as for `as_packed_batch`, or a share [1, T / cp] of a flat row.
-        labels: [B, S] already shifted, every one a token id: the model gives a loss for each, and the caller leaves
-            out those that don't count. With `packed_seq_params` also [1, T], in the packed row's order, or [1, T / cp]
-            with a share. Or None for logits.
-        arguments: the rest as for `as_packed_batch`; the caller multiplies the losses by `loss_mask`.
+        labels: [B, S] already shifted, token ids where they count, see `labels`: the model gives a loss for each, and
+            the caller leaves out those that don't count. With `packed_seq_params` also [1, T], in the packed row's
+            order. Or of this context-parallel rank's tokens alone, [B, S / cp] or [1, T / cp]. Or None for logits.
+        loss_mask: as labels, 0 where a label may be anything, and the caller's to multiply losses by. Under context
+            parallelism a whole one comes back with the outputs, as this rank's share. Without labels it has no effect.
+        encodes: whether this pipeline stage encodes pictures; others need their grids alone.
+        arguments: the rest as for `as_packed_batch`.
 
     Returns:
-        The inputs, and how outputs come back to the caller's order; None where they lie in it.
+        The inputs, and what becomes of outputs; None where they are what the caller expects.
 
     Raises:
         ValueError: shapes that don't belong together, masks with holes, pictures that don't fit the tokens.
         TypeError: an unknown argument.
     """
-    whole = with_whole_row(dict(arguments, input_ids=input_ids, labels=labels), groups.cp)
-    batch, arranged = as_packed_batch(config, **whole)
-    ranks = sequence_ranks(config, groups)
-    order = _way_back(arranged, whole["labels"], ranks["cp_size"])
+    given = dict(arguments, input_ids=input_ids, labels=labels, loss_mask=loss_mask)
+    whole = with_whole_row(given, groups.cp)
+    labels, mask = whole.pop("labels"), whole.pop("loss_mask")
+    batch, arranged = _unlabelled(config, encodes=encodes, **whole)
     assert input_ids is not None
+    ranks, vocabulary = sequence_ranks(config, groups), config.vocab_size
+    if not encodes:
+        ranks |= dict(vision_work=None, encoders=None)
+    if are_cut(arranged, labels, mask, ranks["cp_size"]):
+        inputs = with_own_labels(batch.to(input_ids.device).local(**ranks), labels, mask, vocabulary)
+        return _answered(inputs, None, None)
+    order = _way_back(arranged, labels, ranks["cp_size"])
+    batch = with_labels(batch, arranged, labels, mask, vocabulary)
     inputs = batch.to(input_ids.device).local(**ranks)
-    return inputs if labels is not None else inputs.without_labels(), order
+    comes_back = ranks["cp_size"] > 1 and loss_mask is not None and loss_mask.shape != inputs.input_ids.shape
+    own_mask = inputs.loss_mask if comes_back else None
+    return _answered(inputs if labels is not None else inputs.without_labels(), order, own_mask)
+
+
+def _answered(
+    inputs: ModelInputs, order: CallerOrder | None, loss_mask: Tensor | None
+) -> tuple[ModelInputs, Answer | None]:
+    inputs, unlabelled = without_ignored(inputs)
+    nothing = order is None and unlabelled is None and loss_mask is None
+    return inputs, None if nothing else Answer(order, unlabelled, loss_mask)
 
 
 def as_packed_batch(
@@ -67,15 +100,7 @@ def as_packed_batch(
     *,
     labels: Tensor | None = None,
     loss_mask: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    attention_mask: Tensor | None = None,
-    packed_seq_params: PackedSeqParams | None = None,
-    mm_token_type_ids: Tensor | None = None,
-    pixel_values: Tensor | None = None,
-    image_grid_thw: Tensor | None = None,
-    pixel_values_videos: Tensor | None = None,
-    video_grid_thw: Tensor | None = None,
-    **others: Any,
+    **arguments: Any,
 ) -> tuple[PackedBatch, Arrangement]:
     """A whole batch in a caller's convention as one of ours.
 
@@ -83,11 +108,13 @@ def as_packed_batch(
         config: the provider.
         input_ids: [B, S] rows, or one flat row [1, T] with `packed_seq_params`.
         labels: [B, S] already shifted; with `packed_seq_params` also [1, T]. Or None: all zero then.
-        loss_mask: as labels, 0 where a label may be anything, such as -100. None: every label counts.
+        loss_mask: as labels, 0 where a label may be anything. None: every label counts but those of -100.
         position_ids: [3, B, S] temporal, height and width position of each token; [4, B, S], where transformers has
-            text positions first; [B, S] for text alone; or None to derive them.
-        attention_mask: [B, S], 1 for real tokens, on the left, on the right or in the middle of each row. None: see
-            `conventions.arrange`, as for all that rows and packing mean together.
+            text positions first; [B, S] of text, see `position_ids.given_positions`; or None to derive them.
+        attention_mask: [B, S], 1 for real tokens, on the left, on the right or in the middle of each row; or what each
+            token sees, see `masks.real_tokens`. None: see `conventions.arrange`, as for all that rows and packing mean
+            together.
+        padding_mask: [B, S], 1 for padding: the same the other way round, as megatron-core names it.
         packed_seq_params: the segments of a packed row.
         mm_token_type_ids: [B, S], 1 for image and 2 for video tokens, as the processor gives them; checked only.
         pixel_values, image_grid_thw: patches and grids of the images, as the processor gives them.
@@ -102,54 +129,75 @@ def as_packed_batch(
         ValueError: shapes that don't belong together, masks with holes, pictures that don't fit the tokens.
         TypeError: an unknown argument.
     """
+    batch, arranged = _unlabelled(config, input_ids, encodes=True, **arguments)
+    batch = with_labels(batch, arranged, labels, loss_mask, config.vocab_size)
+    return replace(batch, labels=batch.labels.clamp(min=0)), arranged
+
+
+def _unlabelled(
+    config: Qwen3VLModelProvider,
+    input_ids: Tensor | None,
+    *,
+    encodes: bool,
+    position_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    padding_mask: Tensor | None = None,
+    packed_seq_params: PackedSeqParams | None = None,
+    mm_token_type_ids: Tensor | None = None,
+    pixel_values: Tensor | None = None,
+    image_grid_thw: Tensor | None = None,
+    pixel_values_videos: Tensor | None = None,
+    video_grid_thw: Tensor | None = None,
+    **others: Any,
+) -> tuple[PackedBatch, Arrangement]:
+    """As `as_packed_batch`, of a batch without labels; pictures are needed besides their grids if it `encodes`."""
     check_others(others)
-    if labels is None and loss_mask is not None:
-        raise ValueError("loss_mask is given without labels, expected both or neither")
     if input_ids is None or input_ids.dim() != 2 or input_ids.is_floating_point() or not input_ids.numel():
         found = None if input_ids is None else f"{list(input_ids.shape)} {input_ids.dtype}"
         raise ValueError(f"input_ids has shape {found}, expected [rows, tokens] of integers")
-    ids = input_ids.cpu()
-    pictures = [pixel_values, _host(image_grid_thw), pixel_values_videos, _host(video_grid_thw)]
+    ids, grids = input_ids.cpu(), (_host(image_grid_thw), _host(video_grid_thw))
     check_pixels(config, pixel_values=pixel_values, pixel_values_videos=pixel_values_videos)
-    arranged = arrange(ids, attention_mask, packed_seq_params, config.pad_token_id)
+    real = real_tokens(attention_mask, padding_mask, ids)
+    if config.moe_layers and real is None and packed_seq_params is None and (ids[:, -1] == 0).any():
+        _warn_of_zeros()
+    arranged = arrange(ids, real, packed_seq_params, config.pad_token_id)
     check_types(config, ids, mm_token_type_ids, arranged)
     # The padding that a layout adds is told by its mask, so any id serves.
     ids = arranged.take(ids, fill=config.pad_token_id or 0)
-    has_masks = attention_mask is not None or packed_seq_params is not None
-    axes = None if position_ids is None else _three_axes(config, position_ids, ids, arranged, has_masks)
-    batch = PackedBatch(
-        input_ids=ids,
-        labels=_arranged_labels(labels, loss_mask, ids, arranged, config.vocab_size),
-        loss_mask=_arranged_mask(loss_mask, ids, arranged),
-        position_ids=_positions(config, ids, arranged, pictures[1], pictures[3], axes),
-        vision_slot=_slots(config, ids, pictures[1]),
-        layout=arranged.layout,
-        vision=make_vision_inputs(
-            *pictures,
+    axes = None
+    if position_ids is not None:
+        has_masks = real is not None or packed_seq_params is not None
+        axes = given_positions(config, position_ids, ids, arranged, has_masks)
+    vision = None
+    if encodes:
+        vision = make_vision_inputs(
+            pixel_values,
+            grids[0],
+            pixel_values_videos,
+            grids[1],
             num_position_embeddings=config.vision_config.num_position_embeddings,
             spatial_merge_size=config.vision_config.spatial_merge_size,
-        ),
+        )
+    batch = PackedBatch(
+        input_ids=ids,
+        labels=torch.zeros_like(ids),
+        loss_mask=torch.ones(ids.shape),
+        position_ids=_positions(config, ids, arranged, *grids, axes),
+        vision_slot=_slots(config, ids, grids[0]),
+        layout=arranged.layout,
+        vision=vision,
     )
     return batch, arranged
 
 
-def _arranged_labels(
-    labels: Tensor | None, loss_mask: Tensor | None, ids: Tensor, arranged: Arrangement, vocab_size: int
-) -> Tensor:
-    """[b, s] labels of arranged tokens, 0 where they don't count or there are none."""
-    if labels is None:
-        return torch.zeros_like(ids)
-    if loss_mask is not None and loss_mask.shape != labels.shape:
-        raise ValueError(f"loss_mask has shape {list(loss_mask.shape)}, expected {list(labels.shape)} as labels")
-    counting = labels if loss_mask is None else labels.masked_fill(loss_mask == 0, 0)
-    return arranged.take_labels(counting, vocab_size)
-
-
-def _arranged_mask(loss_mask: Tensor | None, ids: Tensor, arranged: Arrangement) -> Tensor:
-    """[b, s] float32 loss mask of arranged tokens; its shape is that of labels, which are checked."""
-    if loss_mask is None:
-        return torch.ones(ids.shape)
-    return (arranged.take(loss_mask) if loss_mask.shape == arranged.shape else loss_mask).float()
+@cache
+def _warn_of_zeros() -> None:
+    """Once a process."""
+    logger.warning(
+        "rows end in token 0, as Megatron-Bridge's collators and steps lengthen them, and no attention_mask says that "
+        "this is padding: experts are balanced over it like over any token. Give a mask "
+        "(dataset.skip_getting_attention_mask_from_dataset=False), or use qwen3vl_bridge.forward_step, which reads it"
+    )
 
 
 def _way_back(arranged: Arrangement, labels: Tensor | None, cp_size: int) -> CallerOrder | None:
@@ -189,43 +237,6 @@ def _slots(config: Qwen3VLModelProvider, ids: Tensor, image_grid_thw: Tensor | N
     patches = 0 if image_grid_thw is None else int(image_grid_thw.prod(-1).sum())
     tokens = patches // config.vision_config.spatial_merge_size**2
     return vision_slots(ids, config.image_token_id, config.video_token_id, tokens)
-
-
-def _three_axes(
-    config: Qwen3VLModelProvider, position_ids: Tensor, ids: Tensor, arranged: Arrangement, has_masks: bool
-) -> Tensor:
-    """[3, B, S] of what was given; `ids` are arranged.
-
-    transformers takes [B, S] for all three axes and [4, B, S] with text positions first, and reads documents of a
-    packed row from text positions that don't count up, unless a mask is given.
-    """
-    rows = list(arranged.shape)
-    if position_ids.is_floating_point() or list(position_ids.shape) not in (rows, [3, *rows], [4, *rows]):
-        raise ValueError(
-            f"position_ids has shape {list(position_ids.shape)} {position_ids.dtype}, expected {[3, *rows]} integers "
-            f"(temporal, height and width position of each token), {[4, *rows]} (text positions first), {rows} for "
-            "text alone, or None to derive them from the tokens and grids"
-        )
-    if position_ids.dim() == 3 and len(position_ids) == 3:
-        return position_ids
-    text = position_ids if position_ids.dim() == 2 else position_ids[0]
-    real = ~arranged.layout.padding_mask().view(ids.shape)
-    steps = arranged.take(text.cpu()).diff() - 1
-    if not has_masks and (steps * real[:, 1:]).any():
-        raise ValueError(
-            "position_ids has text positions that don't count up by one in a row: where it packs several documents, "
-            "give packed_seq_params; where it is padded, an attention_mask"
-        )
-    if position_ids.dim() == 3:
-        return position_ids[1:]
-    if ((ids == config.image_token_id) | (ids == config.video_token_id)).any():
-        # transformers would give every token of a picture positions as if it were text, Megatron-Bridge ignores
-        # positions of this shape. Both are silent, and only one can be what is meant.
-        raise ValueError(
-            f"position_ids has shape {rows} in a batch with pictures, whose tokens have three positions: expected "
-            f"{[3, *rows]}, or None to derive them"
-        )
-    return position_ids.expand(3, *rows)
 
 
 def _host(grid: Tensor | None) -> Tensor | None:

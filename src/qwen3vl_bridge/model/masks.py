@@ -14,21 +14,113 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+# From here on an additive mask means that a token is not seen; Megatron's own number.
+_NEVER = -10000.0
 
-def check_mask(mask: Tensor, ids: Tensor) -> Tensor:
+
+def real_tokens(attention_mask: Tensor | None, padding_mask: Tensor | None, ids: Tensor) -> Tensor | None:
+    """What a caller's masks say of padding.
+
+    Args:
+        attention_mask: [B, S], 1 for real tokens; or what each token sees, see `_real_of_square`; or None.
+        padding_mask: [B, S], 1 for padding, as megatron-core's experts take it; or None.
+        ids: [B, S] on the host.
+
+    Returns:
+        [B, S] bool on the host, True for real tokens; or None where no mask says anything.
+
+    Raises:
+        ValueError: masks of other shapes, with other entries, that contradict each other or mean something else.
+    """
+    real = None
+    if attention_mask is not None:
+        square = attention_mask.dim() > 2
+        real = _real_of_square(attention_mask, *ids.shape) if square else check_mask(attention_mask, ids)
+    if padding_mask is None:
+        return real
+    without = ~check_mask(padding_mask, ids, "padding_mask", "1 for padding, 0 for real tokens")
+    if real is not None and not torch.equal(real, without):
+        row, token = (int(place) for place in (real != without).nonzero()[0])
+        raise ValueError(
+            f"padding_mask has {int(not without[row, token])} for token {token} of row {row}, expected "
+            f"{int(not real[row, token])}, as attention_mask has it"
+        )
+    return without
+
+
+def check_mask(
+    mask: Tensor, ids: Tensor, name: str = "attention_mask", meaning: str = "1 for real tokens, 0 for padding"
+) -> Tensor:
     """[B, S] bool on the host."""
     if mask.shape != ids.shape:
-        more = ". Causal attention and padding need no larger mask" if mask.dim() > 2 else ""
+        raise ValueError(f"{name} has shape {list(mask.shape)}, expected {list(ids.shape)}: {meaning}")
+    return _as_booleans(mask, name, meaning).cpu()
+
+
+def _as_booleans(mask: Tensor, name: str, meaning: str) -> Tensor:
+    """A mask of 0 and 1, of any type, as booleans where it is."""
+    found = mask.bool()
+    if not torch.equal(found.to(mask.dtype), mask):
+        wrong = mask[found.to(mask.dtype) != mask][0].item()
+        raise ValueError(f"{name} has an entry {wrong}, expected {meaning}")
+    return found
+
+
+def _real_of_square(mask: Tensor, rows: int, tokens: int) -> Tensor | None:
+    """The real tokens of rows, by a mask that says what each token sees.
+
+    It has to be causal, with padding that no real token sees: attention here is so by itself, and padding comes last.
+    Which entries hide is told by the last token, which the first one cannot see; so Megatron's booleans, transformers'
+    opposite ones and numbers to be added are all read. A token that doesn't see itself is padding.
+
+    Args:
+        mask: [B, 1, S, S] or [B, S, S], or of one row for all.
+        rows: B.
+        tokens: S.
+
+    Returns:
+        [B, S] bool on the host; or None for a causal mask that is one for all rows, which says nothing of padding.
+    """
+    squares = mask.squeeze(1) if mask.dim() == 4 else mask
+    if squares.dim() != 3 or len(squares) not in (1, rows) or squares.shape[1:] != (tokens, tokens):
         raise ValueError(
-            f"attention_mask has shape {list(mask.shape)}, expected {list(ids.shape)}: 1 for real tokens, 0 for "
-            f"padding{more}"
+            f"attention_mask has shape {list(mask.shape)}, expected [{rows}, {tokens}], 1 for real tokens and 0 for "
+            f"padding, or what tokens see, [{rows} or 1, 1, {tokens}, {tokens}]"
         )
-    mask = mask.cpu()
-    keep = mask.bool()
-    if not torch.equal(keep.to(mask.dtype), mask):
-        wrong = mask[keep.to(mask.dtype) != mask][0].item()
-        raise ValueError(f"attention_mask has an entry {wrong}, expected 1 for real tokens and 0 for padding")
-    return keep
+    if tokens == 1:
+        return None
+    last = squares[:, 0, -1]
+    if bool((last != last[0]).any()):
+        raise _not_causal("some rows hide the last token from the first one and others don't")
+    real = torch.stack([_real_of_row(square, last[0]) for square in squares])
+    if not real.any():
+        raise _not_causal("no token sees itself, or all see the last one")
+    if len(real) == 1 and real.all():
+        return None
+    return real.expand(rows, tokens).cpu()
+
+
+def _real_of_row(square: Tensor, hides: Tensor) -> Tensor:
+    """[S] bool, where tokens of one row see themselves; a token's row of `square` [S, S] is what it sees."""
+    if square.is_floating_point() and hides < 0:
+        hidden = square <= _NEVER
+        if bool((~hidden & (square != 0)).any()):
+            raise _not_causal("it has numbers between 0 and -10000, which is a bias and no mask")
+    else:
+        hidden = _as_booleans(square, "attention_mask", "booleans, 0 and 1, or numbers to be added") == hides.bool()
+    real = ~hidden.diagonal()
+    wrong = (hidden == real.expand(square.shape).tril()) & real[:, None]
+    if bool(wrong.any()):
+        token, other = (int(place) for place in wrong.nonzero()[0])
+        raise _not_causal(f"token {token} {'does not see' if hidden[token, other] else 'sees'} token {other}")
+    return real
+
+
+def _not_causal(found: str) -> ValueError:
+    return ValueError(
+        f"attention_mask says what each token sees, and {found}. Expected a causal mask with padding hidden besides, "
+        "or [rows, tokens] that tells padding alone; several documents in a row need packed_seq_params"
+    )
 
 
 def runs(keep: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,7 +154,10 @@ def segment_lengths(packed: PackedSeqParams) -> tuple[Tensor, Tensor]:
             "and the offsets of the segments"
         )
     if packed.local_cp_size is not None:
-        raise ValueError(f"packed_seq_params has local_cp_size {packed.local_cp_size}, expected None")
+        raise ValueError(
+            f"packed_seq_params has local_cp_size {packed.local_cp_size}, expected None: this model's rows are shared "
+            "by all context-parallel ranks; turn dynamic context parallelism off"
+        )
     physical = offsets.get("q_padded", logical)
     for name, tensor in offsets.items():
         if tensor.dim() != 1 or len(tensor) < 2 or tensor[0] != 0 or (tensor.diff() < 0).any():

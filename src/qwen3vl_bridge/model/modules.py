@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 from qwen3vl_bridge.dist_train import LANGUAGE, VISION, trains_vision
-from qwen3vl_bridge.model.parts import freeze_parts
 from qwen3vl_bridge.model.payload import pack, unpack
 from qwen3vl_bridge.model.qwen3vl import Qwen3VLModel
 from qwen3vl_bridge.model.vision import Qwen3VLVisionModel
@@ -56,9 +55,7 @@ class Qwen3VLEncoder(MegatronModule):
     def shared_embedding_or_output_weight(self) -> None:
         """It has none."""
 
-    def freeze(self, **parts: bool) -> None:
-        """Stop training of whole parts; arguments as `Qwen3VLModel.freeze`'s."""
-        freeze_parts(self, **parts)
+    freeze = Qwen3VLModel.freeze
 
 
 class Qwen3VLDecoder(Qwen3VLModel):

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from qwen3vl_bridge.model.adapters import map_modules
+from qwen3vl_bridge.model.arguments import check_inference
 from qwen3vl_bridge.model.attention import layout_packed_seq_params
 from qwen3vl_bridge.model.inputs import as_model_inputs
 from qwen3vl_bridge.model.layers import text_block_spec
@@ -27,6 +28,7 @@ from qwen3vl_bridge.vision_config import vision_transformer_config
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.inference.contexts import BaseInferenceContext
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
@@ -34,6 +36,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 
 class Qwen3VLGPTModel(GPTModel):
@@ -119,6 +122,9 @@ class Qwen3VLModel(MegatronModule):
         vp_stage: virtual pipeline stage, or None.
     """
 
+    # NeMo-RL asks for it: rows that come with packed-sequence parameters are packed, and cut over ranks, in here.
+    model_owns_packing = True
+
     def __init__(
         self,
         config: Qwen3VLModelProvider,
@@ -146,6 +152,51 @@ class Qwen3VLModel(MegatronModule):
         )
         self.arrived: Tensor | None = None
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "output_layer":
+            raise AttributeError(
+                "output_layer is set on Qwen3VLModel, where nothing would use it: expected a head, such as a value "
+                "model's, on its language_model"
+            )
+        super().__setattr__(name, value)
+
+    # What callers of Megatron-Bridge's own model read of it. None of these is a module by another name.
+
+    @property
+    def image_token_id(self) -> int:
+        """The token that stands for a piece of an image."""
+        return self.config.image_token_id
+
+    @property
+    def video_token_id(self) -> int:
+        """The token that stands for a piece of a video."""
+        return self.config.video_token_id
+
+    @property
+    def vision_start_token_id(self) -> int:
+        """The token before a picture."""
+        return self.config.vision_start_token_id
+
+    @property
+    def decoder(self) -> TransformerBlock:
+        """The text model's layers."""
+        return self.language_model.decoder
+
+    @property
+    def cp_group(self) -> ProcessGroup:
+        """Context-parallel ranks."""
+        return self.pg_collection.cp
+
+    @property
+    def pp_group(self) -> ProcessGroup:
+        """Pipeline stages."""
+        return self.pg_collection.pp
+
+    @property
+    def encoder_hidden_state(self) -> Tensor | None:
+        """What a schedule has given the first stage as input, which it has no use for."""
+        return self.arrived if self.pre_process else None
+
     def add_tower(self) -> None:
         """Build the vision tower, on a stage that embeds."""
         self.vision_model = Qwen3VLVisionModel(
@@ -158,34 +209,56 @@ class Qwen3VLModel(MegatronModule):
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
         *,
         inputs: ModelInputs | None = None,
+        output_processor: Callable[..., Any] | None = None,
+        output_processor_context: Any = None,
+        inference_context: BaseInferenceContext | None = None,
+        runtime_gather_output: bool | None = None,
         **pictures_and_packing: Any,
-    ) -> Tensor:
+    ) -> Any:
         """Per-token loss, logits, or the hidden states of a pipeline stage that is not the last.
 
         Args:
-            input_ids, position_ids, attention_mask, labels, pictures_and_packing: a batch in a caller's own
+            input_ids, position_ids, attention_mask, labels, loss_mask, pictures_and_packing: a batch in a caller's own
                 convention, see `inputs.as_model_inputs`.
             inputs: or the batch as `PackedBatch.local` gives it, which needs no work here.
+            output_processor, output_processor_context: what makes the output of hidden states [s, b, h] and labels in
+                place of logits or losses, and what it is given beside; as GPTModel's.
+            inference_context: accepted while it holds no tokens, because nothing is kept in it.
+            runtime_gather_output: whether logits are of the whole vocabulary; None: as the provider says.
 
         Returns:
             [b, s] float32 loss of each token where there are labels, else logits [b, s, padded vocabulary / tp]. A
-            caller's own batch comes back in the caller's token order, see `conventions.Arrangement.way_back`. Of a
-            pipeline stage that is not the last, what the next one is to be given, see `stages`.
+            caller's own batch comes back in the caller's token order, see `conventions.Arrangement.way_back`; under
+            context parallelism as this rank's share and, where a whole loss_mask was given, in a tuple with that mask's
+            share. Of a pipeline stage that is not the last, what the next one is to be given, see `stages`.
         """
-        order, given = None, (input_ids, position_ids, attention_mask, labels, *pictures_and_packing.values())
-        if inputs is not None and any(argument is not None for argument in given):
-            raise ValueError("inputs holds a whole batch; nothing else can be given beside it")
-        if inputs is None:
-            inputs, order = as_model_inputs(
-                self.config,
-                self.pg_collection,
-                input_ids,
+        check_inference(inference_context, runtime_gather_output, labels)
+        answer, given = (
+            None,
+            dict(
                 position_ids=position_ids,
                 attention_mask=attention_mask,
                 labels=labels,
+                loss_mask=loss_mask,
                 **pictures_and_packing,
+            ),
+        )
+        if inputs is not None and any(argument is not None for argument in (input_ids, *given.values())):
+            raise ValueError("inputs holds a whole batch; nothing else can be given beside it")
+        if inputs is None:
+            inputs, answer = as_model_inputs(
+                self.config, self.pg_collection, input_ids, encodes=self.pre_process, **given
+            )
+        processor = {}
+        if output_processor is not None:
+            answer = answer and answer.of_processor()
+            processor = dict(
+                output_processor=output_processor,
+                output_processor_context=output_processor_context,
+                loss_mask=inputs.loss_mask,
             )
         check_row_length(inputs.layout, self.config)
         hidden, deepstack = self.embed(inputs) if self.pre_process else self.receive(inputs)
@@ -198,10 +271,12 @@ class Qwen3VLModel(MegatronModule):
             packed_seq_params=layout_packed_seq_params(inputs.layout),
             padding_mask=inputs.padding_mask,
             extra_block_kwargs=deepstack,
+            runtime_gather_output=runtime_gather_output,
+            **processor,
         )
         if not self.post_process:
             return self.stage.load(output, deepstack["context"])
-        return output if order is None else order.restore(output)
+        return output if answer is None else answer.of(output)
 
     def encode(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
         """Vision tokens [M, h] and DeepStack features [t, M, h] of all pictures, this rank's and the others'.
@@ -240,9 +315,19 @@ class Qwen3VLModel(MegatronModule):
         """Megatron-Bridge's walk over modules, as `adapters.map_modules`, whose names don't depend on wrappers."""
         return map_modules(self, func, leaf_only=leaf_only)
 
-    def freeze(self, **parts: bool) -> None:
-        """Stop training of whole parts; arguments as `freeze_parts`'."""
-        freeze_parts(self, **parts)
+    def freeze(
+        self,
+        freeze_language_model: bool = False,
+        freeze_vision_model: bool = False,
+        freeze_vision_projection: bool = False,
+    ) -> None:
+        """Stop training of whole parts; arguments as `freeze_parts`', by place or name."""
+        freeze_parts(
+            self,
+            freeze_language_model=freeze_language_model,
+            freeze_vision_model=freeze_vision_model,
+            freeze_vision_projection=freeze_vision_projection,
+        )
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor | None] | None) -> None:
         """Take what the previous pipeline stage sent, for the next `forward`."""

@@ -92,10 +92,25 @@ class InterleavedMRoPE(nn.Module):
         by_width = (frequency % 3 == 2) & (frequency < width)
         return by_height.long() + 2 * by_width.long()
 
-    def forward(self, position_ids: Tensor, mrope_section: object = None, cp_group: object = None) -> Tensor:
-        """[3, b, s] local positions -> [2, s, b, 1, d]. The last two arguments are GPTModel's and not needed."""
+    def forward(self, position_ids: Tensor | None, mrope_section: object = None, cp_group: object = None) -> Tensor:
+        """Angles of local positions.
+
+        Args:
+            position_ids: [3, b, s] temporal, height and width positions, or [b, s] of text, the same on all axes.
+            mrope_section, cp_group: GPTModel's, and not needed.
+
+        Returns:
+            [2, s, b, 1, d].
+
+        Raises:
+            ValueError: positions of another shape, or none.
+        """
+        shape = None if position_ids is None else list(position_ids.shape)
+        if shape is None or len(shape) < 2 or shape[:-2] not in ([], [3]):
+            raise ValueError(f"position_ids has shape {shape}, expected [3, rows, tokens], or [rows, tokens] for text")
         device = position_ids.device
-        positions = position_ids.float()[self.axes(device)].permute(2, 1, 0)  # [s, b, d/2]
+        axes = position_ids.float().expand(3, -1, -1)
+        positions = axes[self.axes(device)].permute(2, 1, 0)  # [s, b, d/2]
         if self.scaled is None:
             frequencies, scale = inverse_frequencies(self.dim, self.theta, device), 1.0
         else:

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-_PER_TOKEN = ("input_ids", "labels", "loss_mask", "position_ids", "attention_mask", "mm_token_type_ids")
+_OF_TOKENS = ("input_ids", "position_ids", "attention_mask", "padding_mask", "mm_token_type_ids")
+_PER_TOKEN = (*_OF_TOKENS, "labels", "loss_mask")
 _PICTURES = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 _NUMBERS = 6  # that describe one argument, to compare it over ranks
 
@@ -29,7 +30,10 @@ _NUMBERS = 6  # that describe one argument, to compare it over ranks
 def with_whole_row(arguments: dict[str, Any], group: ProcessGroup) -> dict[str, Any]:
     """The arguments of a call, those of a share replaced by the whole row's; of any other call, as they are.
 
-    A share is told by lengths alone: one row [1, n] with `packed_seq_params`, whose physical lengths add up to cp * n.
+    A share is told by lengths: one row [1, n] with `packed_seq_params`, whose physical lengths add up to cp * n. A row
+    that every rank gives whole can have such lengths too, if padding rounds its one segment up so far; then every rank
+    has the same tokens, and the same masks, types and positions, if any. Where all tokens are one and the same, that
+    tells nothing: a row with a mask is whole then, and one without is a share.
 
     What is assumed: all ranks of the group call together, each with its share of the same row, and give the same
     pictures and grids, those of the whole row. Which arguments there are, their shapes and the offsets are compared,
@@ -39,7 +43,8 @@ def with_whole_row(arguments: dict[str, Any], group: ProcessGroup) -> dict[str, 
 
     Args:
         arguments: as for `inputs.as_model_inputs`, by name. Of a share [1, n]: input_ids and, where they are given,
-            labels, loss_mask, attention_mask and mm_token_type_ids; position_ids [3, 1, n], [4, 1, n] or [1, n].
+            labels, loss_mask, attention_mask, padding_mask and mm_token_type_ids; position_ids [3, 1, n], [4, 1, n] or
+            [1, n].
             input_ids has to be on the device that the group talks over, as the model is.
         group: context-parallel ranks.
 
@@ -48,7 +53,7 @@ def with_whole_row(arguments: dict[str, Any], group: ProcessGroup) -> dict[str, 
 
     Raises:
         ValueError: segments that don't divide into 2 * cp chunks, shares of other shapes, ranks that don't give the
-            same arguments and offsets, or all give the same row.
+            same arguments and offsets.
     """
     layout = _layout_of_share(arguments["input_ids"], arguments.get("packed_seq_params"), group.size())
     if layout is None:
@@ -56,10 +61,13 @@ def with_whole_row(arguments: dict[str, Any], group: ProcessGroup) -> dict[str, 
     device = arguments["input_ids"].device
     _check_agreement({name: arguments.get(name) for name in _PER_TOKEN + _PICTURES}, layout, group, device)
     given = {name: values for name in _PER_TOKEN if (values := arguments.get(name)) is not None}
+    ids = _gather(given["input_ids"].to(device), group)
+    if _are_whole(ids, given, layout, group):
+        return arguments
     _check_shapes(given, layout)
     index = gathered_index(layout, group.size()).to(device)
-    shares = {name: _gather(values.to(device), group) for name, values in given.items()}
-    _check_difference(shares["input_ids"], layout)
+    shares = {name: _gather(values.to(device), group) for name, values in given.items() if name != "input_ids"}
+    shares["input_ids"] = ids
     whole = {name: values.movedim(0, -2).flatten(-2)[..., index] for name, values in shares.items()}
     return arguments | whole
 
@@ -127,16 +135,10 @@ def _check_shapes(given: dict[str, Tensor], layout: SequenceLayout) -> None:
             )
 
 
-def _check_difference(ids: Tensor, layout: SequenceLayout) -> None:
-    """Refuses token ids [cp, 1, n] that are a row which every rank gives whole.
-
-    A row of one segment may be meant so: its real tokens, and a length that padding rounds up (`conventions.arrange`).
-    Nothing but the tokens tells it, unless all are the same one.
-    """
-    if len(layout.lengths) > 1 or (ids != ids[0]).any() or (ids == ids[0, 0, 0]).all():
-        return
-    raise ValueError(
-        f"{len(ids)} context-parallel ranks give the same row of {ids.shape[-1]} tokens, packed_seq_params has a "
-        f"segment of {layout.total}: expected each rank's share of it, or a whole row that is "
-        "padded to its segment's length"
-    )
+def _are_whole(ids: Tensor, given: dict[str, Tensor], layout: SequenceLayout, group: ProcessGroup) -> bool:
+    """Whether ranks, whose token ids are [cp, 1, n], give one and the same row and not their shares of one."""
+    masks = {"attention_mask", "padding_mask"} & given.keys()
+    if len(layout.lengths) > 1 or (ids != ids[0]).any() or (not masks and (ids == ids[0, 0, 0]).all()):
+        return False
+    rest = [_gather(given[name].to(ids.device), group) for name in _OF_TOKENS[1:] if name in given]
+    return not any(bool((values != values[0]).any()) for values in rest)

@@ -165,7 +165,7 @@ class Qwen3VLVisionModel(MegatronModule):
             hidden[:, None],
             attention_mask=None,
             rotary_pos_emb=vision_rotary(vision.position_ids, self.config.kv_channels),
-            packed_seq_params=packed_seq_params(vision.cu_seqlens, vision.cu_seqlens, vision.lengths),
+            packed_seq_params=packed_seq_params(vision.cu_seqlens, vision.lengths),
             extract_layer_indices=set(self.taps),
         )
         hidden, tapped = encoded if self.taps else (encoded, ())

@@ -91,7 +91,7 @@ class PackedBatch(Movable):
         position_ids: [3, B, S] int64.
         vision_slot: [T] int64, row of each token in the vision output, or -1.
         layout: where the segments lie.
-        vision: pictures, or None.
+        vision: pictures, or None where there are none, or for a pipeline stage that encodes none.
         sample_ids: which samples of the data set the segments are, in order, for messages to people.
     """
 
@@ -132,7 +132,7 @@ class PackedBatch(Movable):
             return whole.flatten(-2)[..., context_index.T]
 
         def vision_rows(index: Tensor) -> VisionRows | None:
-            if self.vision is None:
+            if not (self.vision_slot >= 0).any():
                 return None
             slots = self.vision_slot[index.flatten()]
             positions = (slots >= 0).nonzero().squeeze(-1)

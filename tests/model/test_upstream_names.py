@@ -1,0 +1,75 @@
+"""What callers of Megatron-Bridge's own model read of it and call on it, by name and place."""
+
+from __future__ import annotations
+
+import inspect
+
+import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
+from qwen3vl_bridge.model.modules import Qwen3VLEncoder
+
+import pytest
+import torch
+from megatron.core.transformer.module import Float16Module
+from megatron.core.utils import get_attr_wrapped_model, unwrap_model
+
+PARTS = ["freeze_language_model", "freeze_vision_model", "freeze_vision_projection"]
+
+
+def test_names_that_are_read(pair):
+    """Tokens are read by miles, `decoder` by verl and Megatron-Bridge's hooks, groups by megatron-core's inference."""
+    model, groups = pair.megatron, pair.provider._pg_collection
+    assert model.image_token_id == pair.config.image_token_id
+    assert model.video_token_id == pair.config.video_token_id
+    assert model.vision_start_token_id == pair.config.vision_start_token_id
+    assert model.decoder is model.language_model.decoder is get_attr_wrapped_model(Wrapper(model), "decoder")
+    assert (model.cp_group, model.pp_group, model.tp_group) == (groups.cp, groups.pp, groups.tp)
+    assert model.encoder_hidden_state is None
+    model.set_input_tensor([None])  # as schedules do on the first stage
+    assert model.encoder_hidden_state is None
+
+
+class Wrapper(torch.nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+
+def test_they_add_no_module_and_no_weight(pair):
+    names = {name for name, _ in pair.megatron.named_children()}
+    assert names == {"vision_model", "language_model"}
+    assert all(name.split(".")[0] in names for name in pair.megatron.state_dict())
+
+
+def test_it_packs_by_itself(pair):
+    """NeMo-RL's question to any model but Megatron-Bridge's own, which it knows by its class."""
+    chunks = unwrap_model([pair.megatron])
+    assert any(bool(getattr(chunk, "model_owns_packing", False)) for chunk in chunks)
+    others = ("model_slices_context_parallel_inputs", "model_owns_mtp_loss_mask_packing")
+    assert not any(hasattr(pair.megatron, name) for name in others)
+    assert "media_token_validity_mask" not in inspect.signature(pair.megatron.forward).parameters
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_parts_are_frozen_by_place(untied_folder, part):
+    from tests.parity.conftest import make_pair
+
+    by_place, by_name = (make_pair(untied_folder).megatron for _ in range(2))
+    by_place.freeze(*[place == part for place in range(3)])
+    by_name.freeze(**{PARTS[part]: True})
+    frozen = [[p.requires_grad for p in model.parameters()] for model in (by_place, by_name)]
+    assert frozen[0] == frozen[1] and len(set(frozen[0])) == 2
+    assert list(inspect.signature(Qwen3VLEncoder.freeze).parameters)[1:] == PARTS
+
+
+def test_the_first_arguments_by_place(pair):
+    """As Megatron-Bridge's model has them, whose forward takes a loss mask fifth."""
+    parameters = list(inspect.signature(pair.megatron.forward).parameters)
+    assert parameters[:5] == ["input_ids", "position_ids", "attention_mask", "labels", "loss_mask"]
+    wrapped = inspect.signature(Float16Module.forward).parameters
+    assert "fp32_output" in wrapped  # which NeMo-RL gives, and never reaches this model
+
+
+def test_a_head_beside_the_text_model_is_refused(pair):
+    """Value-model hooks of verl and Megatron-Bridge set one on the outermost model, where nothing would use it."""
+    with pytest.raises(AttributeError, match="expected a head, such as a value model's, on its language_model"):
+        pair.megatron.output_layer = torch.nn.Linear(1, 1)
