@@ -153,12 +153,11 @@ class Qwen3VLModel(MegatronModule):
         self.arrived: Tensor | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
+        """As nn.Module's. Hooks made for text models put the head of a value or reward model here: it is the text's."""
         if name == "output_layer":
-            raise AttributeError(
-                "output_layer is set on Qwen3VLModel, where nothing would use it: expected a head, such as a value "
-                "model's, on its language_model"
-            )
-        super().__setattr__(name, value)
+            self.language_model.output_layer = value
+        else:
+            super().__setattr__(name, value)
 
     # What callers of Megatron-Bridge's own model read of it. None of these is a module by another name.
 
@@ -342,18 +341,6 @@ class Qwen3VLModel(MegatronModule):
         hidden, features = self.stage.unload(arrived, len(inputs.input_ids), len(where.positions))
         self.language_model.set_input_tensor(hidden)
         return None, dict(context=features, context_mask=where.positions)
-
-    @property
-    def decoder(self) -> TransformerBlock:
-        """The text model's layers, where hooks made for text models look for them."""
-        return self.language_model.decoder
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """As nn.Module's. Hooks made for text models put the head of a value or reward model here: it is the text's."""
-        if name == "output_layer":
-            self.language_model.output_layer = value
-        else:
-            super().__setattr__(name, value)
 
     def shared_embedding_or_output_weight(self) -> Tensor | None:
         """The weight that the first and the last stage share when embeddings are tied."""
