@@ -112,6 +112,9 @@ def compare(case: Case) -> Iterator[tuple[str, dict[str, float]]]:
         losses = model(**case.arguments(names))
         (losses * case.share(case.batch.loss_mask)).sum().backward()
         whole = no_grad(model, **case.arguments(names, whole=True))
+        if "loss_mask" in names:  # of the whole row: its share comes along
+            whole, own_mask = whole
+            assert torch.equal(own_mask, case.share(case.batch.loss_mask))
         counts = case.loss_mask if "loss_mask" in names else torch.ones(len(case.loss_mask))
         yield (
             call,

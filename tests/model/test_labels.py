@@ -108,6 +108,12 @@ def test_labels_and_masks_of_one_kind_each_are_refused(provider):
         as_model_inputs(provider, GROUPS, IDS, labels=LABELS[:, :4])
 
 
+def test_an_ignored_label_that_the_mask_counts_is_refused(provider):
+    labels = LABELS.masked_fill(LABELS == 5, -100)
+    with pytest.raises(ValueError, match=r"entries in \[-100, 17\], expected .* only where loss_mask is 0"):
+        as_model_inputs(provider, GROUPS, IDS, labels=labels, loss_mask=torch.ones(2, 8))
+
+
 def test_one_shape_that_could_be_two_orders_is_refused(provider):
     """A row that begins with padding and is as long as its segment; verl's rows can be so by chance."""
     call = dict(attention_mask=torch.tensor([[0] + [1] * 7]), packed_seq_params=packed_params([0, 8]))

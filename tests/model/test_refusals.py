@@ -100,7 +100,10 @@ def test_wrong_flat_rows_say_what_is_wrong(provider, logical, mask, message):
     [
         (torch.full((2, 6), 512), r"entries in \[512, 512\]"),
         (torch.ones(2, 6), "torch.float32"),
-        (torch.full((2, 6), -1), r"entries in \[-1, -1\], expected \[2, 6\] token ids below 512, or -100"),
+        (
+            torch.full((2, 6), -1),
+            r"entries in \[-1, -1\], expected \[2, 6\] token ids below 512, and anything else only",
+        ),
         (torch.ones(2, 5, dtype=torch.long), r"labels has shape \[2, 5\]"),
         (torch.ones(1, 12, dtype=torch.long), r"labels has shape \[1, 12\]"),
     ],
