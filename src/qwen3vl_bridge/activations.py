@@ -60,12 +60,11 @@ def vision_activation(name: str) -> Activation:
         ValueError: a name that transformers does not have, or an activation with weights of its own, which no row of
             the weight table is for.
     """
-    known = [one for one in ACT2FN if not _has_weights(ACT2FN[one])]
-    if name not in known:
-        raise ValueError(f"vision_config.hidden_act is {name!r}, expected one of {', '.join(known)}")
+    if name not in ACT2FN:
+        raise ValueError(f"vision_config.hidden_act is {name!r}, expected one of {', '.join(ACT2FN)}")
     made = ACT2FN[name]
-    return made.forward if isinstance(made, nn.Module) else made  # no module, or an MLP would list it among its own
-
-
-def _has_weights(activation: Activation) -> bool:
-    return isinstance(activation, nn.Module) and any(True for _ in activation.parameters())
+    if not isinstance(made, nn.Module):
+        return made
+    if any(True for _ in made.parameters()):
+        raise ValueError(f"vision_config.hidden_act is {name!r}, which has weights: expected one without")
+    return made.forward  # no module, or an MLP would list it among its own

@@ -131,7 +131,8 @@ def check_world(provider: Qwen3VLModelProvider, world: int) -> None:
 
 def _check_unused(provider: Qwen3VLModelProvider) -> None:
     usual, split = DistTrainConfig(), provider.dist_train
-    found = [f"dist_train.{name}" for name, value in vars(usual).items() if getattr(split, name) != value]
+    # Megatron-Bridge's own class has None for what is not set.
+    found = [f"dist_train.{name}" for name, value in vars(usual).items() if getattr(split, name) not in (value, None)]
     found += [name for name in ("add_encoder", "add_decoder") if not getattr(provider, name)]
     if found:
         raise ValueError(f"{', '.join(found)} set, expected dist_train.use_dist_train=True, or they would be ignored")

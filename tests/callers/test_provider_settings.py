@@ -202,6 +202,15 @@ def test_what_only_megatron_bridges_model_does_is_refused(size, settings, messag
         set_on(provider_of(size, {}), settings)
 
 
+def test_megatron_bridges_own_class_of_settings():
+    """Its functional test gives it; not used, it has None everywhere."""
+    from megatron.bridge.models.qwen_vl.qwen3_vl_provider import DistTrainConfig
+
+    set_on(provider_of(DENSE, {}), dict(dist_train=DistTrainConfig()))
+    with pytest.raises(ValueError, match=r"dist_train\.vision_world_size set, expected dist_train.use_dist_train=True"):
+        set_on(provider_of(DENSE, {}), dict(dist_train=DistTrainConfig(vision_world_size=2)))
+
+
 @pytest.mark.parametrize(("name", "value"), [("mlp_only_layers", [3]), ("decoder_sparse_step", 2)])
 def test_which_layers_have_experts_is_said_in_one_place(name, value):
     provider = provider_of(EXPERTS, {})

@@ -51,6 +51,7 @@ def test_the_fields_are_megatron_bridges():
         (DENSE, fields(usual=False), "variable_seq_lengths is False with .*, expected True: what the modules send"),
         (DENSE, fields(model=dict(PP2, virtual_pipeline_model_parallel_size=2)), "virtual_pipeline_.* is 2 with"),
         (DENSE, fields(model=dict(fp16=True, bf16=False)), "fp16 is True with dist_train.use_dist_train, expected Fal"),
+        (DENSE, fields(model=dict(calculate_per_token_loss=False)), "calculate_per_token_loss is False with .* True"),
         (DENSE, fields(model=OVERLAP), "overlap_p2p_comm is True with dist_train.use_dist_train, expected False"),
         (DENSE, fields(model=dict(pipeline_dtype=torch.float16)), "pipeline_dtype is torch.float16, expected params"),
         (DENSE, dict(dist_train=DistTrainConfig(vision_world_size=2)), "dist_train.vision_world_size set, expected"),

@@ -66,11 +66,11 @@ def test_options_reach_the_estimate(capsys):
         ["--kind", "peft"],
         ["--freeze", "language_model"],
         ["--cp", "2"],
-        ["--fused-activation"],
     ):
         assert answer(capsys, "--tp", "2", *option)[1]["total"] < plain["total"], option
     for option in (
         ["--no-sequence-parallel"],
+        ["--no-fused-activation"],
         ["--precision", "fp32"],
         ["--no-distributed-optimizer"],
         ["--micro-batch-size", "2"],

@@ -22,6 +22,7 @@ TP2, EP2 = dict(model__tensor_model_parallel_size=2), dict(model__expert_model_p
 # megatron-core 0.19 waits forever in saving moments of a model so small that a rank has nothing of some parameters.
 NO_MOMENTS = dict(checkpoint__save_optim=False, checkpoint__load_optim=False)
 LORA = dict(dim=4, alpha=8)
+MEANS = dict(model__calculate_per_token_loss=False)
 # Relative, of losses and of gradients' norms, beside the small loop in one process in float32. Measured 1.1e-7 and
 # 4.8e-7, and 3.7e-4 and 4.3e-3 in bfloat16; with random weights the first step is 1.1e-2 and 3.9e-1 away.
 LIMITS, ROUNDED = (1e-6, 2e-6), (1e-3, 1e-2)
@@ -68,6 +69,7 @@ def found(weights, inputs, tied_folder, tmp_path_factory):
         start("adapters, go on", dist, 4, peft=LORA, save="adapters"),
         start("of another model", None, 1, first=tied_folder),
         start("adapters alone", None, 1, first=saved / "adapters"),
+        start("per microbatch", hf, 2, settings=MEANS),
         start("no memory", hf, 1, fsdp=True, settings=dict(model__init_model_with_meta_device=True)),
     ]
     output = saved / "found.pt"
@@ -76,16 +78,21 @@ def found(weights, inputs, tied_folder, tmp_path_factory):
     return torch.load(output)
 
 
-@pytest.fixture(scope="module")
-def expected(weights, inputs) -> list[tuple[float, float]]:
+def alone(inputs, count: int, **settings) -> list[tuple[float, float]]:
     """Losses and gradients' norms of the small loop in one process."""
     from qwen3vl_bridge.training.loop import set_up, train_step
 
     hf = str(inputs.hf)
-    cfg = Start("whole", hf, str(inputs.data), hf, None, steps(4)).config()
+    cfg = Start("whole", hf, str(inputs.data), hf, None, steps(count, **settings)).config()
     cfg.guard = None  # steps are taken one by one, without callbacks
     run = set_up(cfg)
-    return [(entry["loss"], entry["grad_norm"]) for entry in (train_step(run) for _ in range(4))]
+    return [(entry["loss"], entry["grad_norm"]) for entry in (train_step(run) for _ in range(count))]
+
+
+@pytest.fixture(scope="module")
+def expected(inputs) -> list[tuple[float, float]]:
+    """Of four steps."""
+    return alone(inputs, 4)
 
 
 def close(log, expected, limits=LIMITS) -> bool:
@@ -114,6 +121,12 @@ def test_a_split_model_starts_from_any_kind(found, expected, inputs, kind):
 def test_experts_on_two_ranks(found, moe_folder, kind):
     run = found[f"experts, {kind}"]
     assert run["first_step"] == 0 and same_as(moe_folder, run["weights"]) and len(run["log"]) == 1
+
+
+def test_a_loss_divided_by_microbatches(found, expected, inputs):
+    """`calculate_per_token_loss=False` on two data-parallel ranks; what is reported is the mean over tokens even so."""
+    log, right = found["per microbatch"]["log"], alone(inputs, 2, **MEANS)
+    assert close(log, right) and not close([log[0][1:]], [expected[0][1:]], LIMITS[1:])
 
 
 def test_a_run_goes_on_from_its_own_checkpoint(found, expected):

@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
             help=f"with selective: {', '.join(sorted(modules))} (default: core_attn)")  # fmt: skip
         add(f"--{prefix}recompute-method", choices=("uniform", "block"), help="with full (default: uniform)")
         add(f"--{prefix}recompute-num-layers", type=_positive, metavar="N", help="with full (default: 1)")
-    add("--fused-activation", action="store_true", help="model.bias_activation_fusion=True")
+    add("--no-fused-activation", action="store_true", help="model.bias_activation_fusion=False")
     add("--expert-load", type=float, default=1.0, metavar="X",
         help="tokens that the fullest rank's experts get, over the mean (default: 1, balanced)")  # fmt: skip
     add("--propose", action="store_true", help="propose splits; sizes that are given stay")
@@ -180,7 +180,7 @@ def _training(options: argparse.Namespace) -> Training:
         vision_recompute=_recompute(options, "vision_"),
         frozen=frozenset(map(Part, options.freeze)),
         lora=Lora(options.lora_rank) if options.kind == "peft" else None,
-        fused_activation=options.fused_activation,
+        fused_activation=not options.no_fused_activation,
         expert_load=options.expert_load,
     )
 

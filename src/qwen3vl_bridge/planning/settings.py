@@ -139,7 +139,7 @@ class Training:
         frozen: parts that are not trained.
         lora: adapters, or None.
         transformer_engine: False for megatron-core's local layers with our attention.
-        fused_activation: `bias_activation_fusion`; the language model's MLPs then keep less.
+        fused_activation: `bias_activation_fusion`; without it the language model's MLPs keep more.
         fused_loss: Transformer Engine's cross entropy, which puts the gradient where logits were.
         packed: rows are packed, not padded.
         expert_load: tokens that the fullest rank's experts get, over the mean of all ranks.
@@ -157,7 +157,7 @@ class Training:
     frozen: frozenset[Part] = frozenset()
     lora: Lora | None = None
     transformer_engine: bool = True
-    fused_activation: bool = False
+    fused_activation: bool = True
     fused_loss: bool = False
     packed: bool = True
     expert_load: float = 1.0
