@@ -1,6 +1,9 @@
 """What pipeline stages hand to each other: a chain of them gives what the layers give in one piece, gradients too."""
 
-from qwen3vl_bridge.model.stages import Stage
+import types
+
+from qwen3vl_bridge.model.stages import Stage, check_features
+from qwen3vl_bridge.sequence.batch import VisionRows
 
 import pytest
 import torch
@@ -63,7 +66,7 @@ def test_what_is_loaded_is_unloaded(length, rows, tokens, width, taps, stages):
         sent = here.load(arrived, own)
         assert sent._base is None and sent.dim() == 3 and sent.size(-1) == width
         assert sent.numel() == width * (length * rows + here.sent * tokens)
-        arrived, own = following.unload(sent, rows, tokens)
+        arrived, own = following.unload(sent, length, rows, tokens)
         assert torch.equal(arrived, hidden)
         assert own.shape == (following.received, tokens, width)
         assert torch.equal(own, features[taps - following.received :])
@@ -87,7 +90,7 @@ def test_a_chain_is_the_layers_in_one_piece(length, rows, tokens, width, taps, s
         received = sent.detach().clone().requires_grad_()
         deallocate_output_tensor(sent, True)
         exchanged.append((sent, received))
-        arrived, own = parts[number + 1].unload(received, rows, tokens)
+        arrived, own = parts[number + 1].unload(received, length, rows, tokens)
     assert torch.equal(output, whole)
     output.backward(weights)
     for sent, received in reversed(exchanged):
@@ -95,6 +98,31 @@ def test_a_chain_is_the_layers_in_one_piece(length, rows, tokens, width, taps, s
     for leaf, right in zip((hidden, features), expected, strict=True):
         found, right = (torch.zeros_like(leaf) if grad is None else grad for grad in (leaf.grad, right))
         assert torch.equal(found, right)
+
+
+def test_rows_of_another_length_than_the_schedule_was_told_are_refused():
+    """What a later stage receives is as large as the schedule's `seq_length` says, whatever the rows are."""
+    stage = Stage(received=1, sent=0)
+    assert stage.unload(torch.ones(3 * 2 + 4, 1, 5), 3, 2, 4)[0].shape == (3, 2, 5)
+    said = (
+        "sent 16 states, expected 3 tokens of 2 rows and 4 DeepStack features, 10: give the schedule the rows' length"
+    )
+    with pytest.raises(ValueError, match=said):
+        stage.unload(torch.ones(8, 2, 5), 3, 2, 4)
+
+
+@pytest.mark.parametrize(("sent", "pictures", "fits"), [(1, 2, False), (1, 0, True), (0, 2, True), (1, None, True)])
+def test_features_need_tensors_of_any_size_between_stages(sent, pictures, fits):
+    """Rows of text may have any length that the schedule is told; it is told nothing of pictures."""
+    where = None if pictures is None else VisionRows(torch.zeros(pictures).long(), torch.zeros(pictures).long())
+    inputs, stage = types.SimpleNamespace(deepstack=where), Stage(received=3, sent=sent)
+    check_features(stage, inputs, types.SimpleNamespace(variable_seq_lengths=True))
+    fixed = types.SimpleNamespace(variable_seq_lengths=False)
+    if fits:
+        check_features(stage, inputs, fixed)
+        return
+    with pytest.raises(ValueError, match="variable_seq_lengths is False and 2 DeepStack features go to the next"):
+        check_features(stage, inputs, fixed)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -1,8 +1,7 @@
-"""What the forward step and the model refuse before anything is sent between pipeline stages."""
+"""What the forward step refuses before anything is sent between pipeline stages."""
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.bridge import provider_from_hf_config
-from qwen3vl_bridge.model.stages import check_row_length
 from qwen3vl_bridge.training.step import check_rows
 
 import pytest
@@ -20,12 +19,12 @@ def test_rows_that_pipeline_stages_do_not_expect_are_refused(untied_folder, pack
     check_rows(batch, provider, rows=rows + 1)  # one stage: nobody waits for anything
     provider.pipeline_model_parallel_size = 2
     check_rows(batch, provider, rows=rows)
-    check_row_length(batch.layout, provider)
     with pytest.raises(ValueError, match=rf"has {rows} rows, expected train.micro_batch_size, {rows + 1}"):
         check_rows(batch, provider, rows=rows + 1)
     provider.seq_length += 4
-    with pytest.raises(ValueError, match=rf"have {tokens} tokens, expected seq_length, {tokens + 4}, .* set variable"):
-        check_row_length(batch.layout, provider)
+    with pytest.raises(
+        ValueError, match=rf"have {tokens} tokens, expected model.seq_length, {tokens + 4}, .* set model.var"
+    ):
+        check_rows(batch, provider, rows=rows)
     provider.variable_seq_lengths = True
     check_rows(batch, provider, rows=rows + 1)
-    check_row_length(batch.layout, provider)

@@ -18,7 +18,7 @@ from qwen3vl_bridge.model.inputs import as_model_inputs
 from qwen3vl_bridge.model.layers import text_block_spec
 from qwen3vl_bridge.model.parts import freeze_parts
 from qwen3vl_bridge.model.rope import InterleavedMRoPE, scaled_frequencies
-from qwen3vl_bridge.model.stages import Stage, check_row_length
+from qwen3vl_bridge.model.stages import Stage, check_features
 from qwen3vl_bridge.model.vision import Qwen3VLVisionModel
 from qwen3vl_bridge.parallel import gather_encoded, scatter_sequence, sum_gradients_over_sequence
 from qwen3vl_bridge.parallel_settings import LOGITS
@@ -259,7 +259,7 @@ class Qwen3VLModel(MegatronModule):
                 output_processor_context=output_processor_context,
                 loss_mask=inputs.loss_mask,
             )
-        check_row_length(inputs.layout, self.config)
+        check_features(self.stage, inputs, self.config)
         hidden, deepstack = self.embed(inputs) if self.pre_process else self.receive(inputs)
         output = self.language_model(
             inputs.input_ids,
@@ -338,7 +338,8 @@ class Qwen3VLModel(MegatronModule):
             raise ValueError("this is no first pipeline stage: expected set_input_tensor before forward")
         arrived, self.arrived = self.arrived, None
         where = inputs.deepstack or VisionRows.none(arrived.device)
-        hidden, features = self.stage.unload(arrived, len(inputs.input_ids), len(where.positions))
+        (rows, tokens), parts = inputs.input_ids.shape, self.tp_group.size() if self.config.sequence_parallel else 1
+        hidden, features = self.stage.unload(arrived, tokens // parts, rows, len(where.positions))
         self.language_model.set_input_tensor(hidden)
         return None, dict(context=features, context_mask=where.positions)
 

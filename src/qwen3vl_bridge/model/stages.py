@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
-from qwen3vl_bridge.sequence.layout import SequenceLayout
+from qwen3vl_bridge.sequence.batch import ModelInputs
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -22,17 +22,22 @@ from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 
-def check_row_length(layout: SequenceLayout, config: TransformerConfig) -> None:
-    """Refuses rows of another length than pipeline stages expect, who would wait for the rest of them.
+def check_features(stage: Stage, inputs: ModelInputs, config: TransformerConfig) -> None:
+    """Refuses DeepStack features between stages whose tensors have one size, who would wait for the rest of them.
 
-    Every stage asks, so that all of them raise.
+    Rows may have any length that a caller's schedule is told of (its `seq_length`): NeMo-RL pads rows to one of its
+    own, and generation lets them grow. A schedule is told no size of the features, which differs with the pictures.
+
+    Args:
+        stage: that sends them.
+        inputs: its batch.
+        config: the provider.
     """
-    tokens = layout.total // layout.num_rows
-    fixed = config.pipeline_model_parallel_size > 1 and not config.variable_seq_lengths
-    if fixed and tokens != config.seq_length:
+    features = 0 if inputs.deepstack is None else stage.sent * len(inputs.deepstack.positions)
+    if features and not config.variable_seq_lengths:
         raise ValueError(
-            f"rows have {tokens} tokens, expected seq_length, {config.seq_length}, between pipeline stages; or set "
-            "variable_seq_lengths=True"
+            f"variable_seq_lengths is False and {features} DeepStack features go to the next pipeline stage, expected "
+            "True, or more layers in this stage: what stages send each other grows with the pictures of a row"
         )
 
 
@@ -53,17 +58,28 @@ class Stage:
         """The part that has `layers` text layers from `first_layer` on, of a model with so many DeepStack taps."""
         return cls(received=max(taps - first_layer, 0), sent=max(taps - first_layer - layers, 0))
 
-    def unload(self, arrived: Tensor, rows: int, tokens: int) -> tuple[Tensor, Tensor]:
+    def unload(self, arrived: Tensor, length: int, rows: int, tokens: int) -> tuple[Tensor, Tensor]:
         """What the previous stage loaded.
 
         Args:
             arrived: [s, b, h], or [s * b + t * K, 1, h] where features came along.
+            length: s.
             rows: b.
             tokens: K.
 
         Returns:
             Hidden states [s, b, h] and features [t, K, h].
+
+        Raises:
+            ValueError: it is of another size.
         """
+        found, expected = arrived.numel() // arrived.size(-1), length * rows + self.received * tokens
+        if found != expected:
+            raise ValueError(
+                f"the previous pipeline stage sent {found} states, expected {length} tokens of {rows} rows and "
+                f"{self.received * tokens} DeepStack features, {expected}: give the schedule the rows' length as "
+                "seq_length, and their number as micro_batch_size, or set variable_seq_lengths=True"
+            )
         if not self.received:
             return arrived, arrived.new_empty(0, tokens, arrived.size(-1))
         hidden, features = arrived.split([len(arrived) - self.received * tokens, self.received * tokens])

@@ -141,9 +141,7 @@ def to_device[Inputs: Movable](inputs: Inputs, model: torch.nn.Module) -> Inputs
 
 
 def check_rows(batch: PackedBatch, config: Qwen3VLModelProvider, rows: int) -> None:
-    """Refuses more or fewer rows than pipeline stages expect, who would wait for the rest of them.
-
-    How long rows are is checked by the model.
+    """Refuses more, fewer or other rows than pipeline stages expect, who would wait for the rest of them.
 
     Args:
         batch: a microbatch.
@@ -155,4 +153,10 @@ def check_rows(batch: PackedBatch, config: Qwen3VLModelProvider, rows: int) -> N
         raise ValueError(
             f"a microbatch has {batch.layout.num_rows} rows, expected train.micro_batch_size, {rows}, between pipeline "
             "stages; or set model.variable_seq_lengths=True"
+        )
+    tokens = batch.layout.total // batch.layout.num_rows
+    if fixed and tokens != config.seq_length:  # which the loops tell their schedule
+        raise ValueError(
+            f"rows have {tokens} tokens, expected model.seq_length, {config.seq_length}, between pipeline stages; or "
+            "set model.variable_seq_lengths=True"
         )

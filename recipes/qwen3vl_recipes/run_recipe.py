@@ -1,0 +1,69 @@
+"""Megatron-Bridge's own launcher, `scripts/training/run_recipe.py`, with our recipes.
+
+    torchrun --nproc_per_node 8 -m qwen3vl_recipes.run_recipe Megatron-Bridge/scripts/training/run_recipe.py \\
+        --recipe qwen3_vl_8b_sft_config --pretrained_checkpoint HF_FOLDER --save_dir RUN dataset.path=DATA
+
+What lives here: how that script is told of them. What may not: settings, options of our own command line (`cli.py`),
+which asks for more before it starts.
+
+The script looks a recipe up among the names of `megatron.bridge.recipes`, and knows the forward step and the training
+function by tables of its own. In a process that is started so, Qwen3-VL's names in all three are ours: a recipe, the step
+that takes its batches, and a training function with the callbacks that its configuration asks for. Megatron-Bridge's
+recipes of the same names mean other settings; they are not to be had here.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from qwen3vl_recipes.registry import recipes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# By which Megatron-Bridge's scripts choose a step for recipes whose names begin with `qwen3_vl_`.
+_STEP = "qwen3_vl_step"
+
+
+def main() -> None:
+    """Run the script that the first argument names, with the others."""
+    if len(sys.argv) < 2 or not Path(sys.argv[1]).is_file():
+        sys.exit("usage: python -m qwen3vl_recipes.run_recipe .../scripts/training/run_recipe.py [ARGUMENT ...]")
+    script = Path(sys.argv[1]).resolve()
+    del sys.argv[0]
+    sys.path[0] = str(script.parent)
+    offer_recipes(importlib.import_module("recipe_runner"))
+    importlib.import_module(script.stem).main()
+
+
+def offer_recipes(runner: ModuleType) -> None:
+    """Enter our recipes, step and training functions where the script looks for its own.
+
+    Args:
+        runner: the script's `recipe_runner`.
+    """
+    import qwen3vl_bridge
+
+    theirs = importlib.import_module("megatron.bridge.recipes")
+    for name, ours in recipes().items():
+        setattr(theirs, name, ours.function)
+    runner.STEP_FUNCTIONS[_STEP] = qwen3vl_bridge.forward_step
+    for mode, found in runner.TRAIN_FUNCTIONS.items():
+        runner.TRAIN_FUNCTIONS[mode] = functools.partial(_train, found)
+
+
+def _train(found: Callable | tuple[str, str], config: Any, forward_step_func: Callable) -> None:
+    """A training function of Megatron-Bridge's, with our callbacks."""
+    from qwen3vl_bridge.training.callbacks import training_callbacks
+
+    train = found if callable(found) else getattr(importlib.import_module(found[0]), found[1])
+    train(config=config, forward_step_func=forward_step_func, callbacks=training_callbacks(config))
+
+
+if __name__ == "__main__":
+    main()
