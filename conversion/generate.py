@@ -38,6 +38,7 @@ def main() -> None:
     from qwen3vl_bridge import generate
     from qwen3vl_bridge.loading import load_model
     from qwen3vl_bridge.training.process_group import shutdown
+    from qwen3vl_bridge.training.together import is_first
 
     from PIL import Image
     from transformers import AutoProcessor
@@ -55,7 +56,8 @@ def main() -> None:
     ).to(next(model[0].parameters()).device)
     answer = generate(model, **inputs, max_new_tokens=arguments.max_new_tokens)
     new = answer[:, inputs["input_ids"].shape[1] :]
-    print(processor.batch_decode(new, skip_special_tokens=True)[0])
+    if is_first():  # of several, which all decode
+        print(processor.batch_decode(new, skip_special_tokens=True)[0])
     shutdown()
 
 

@@ -85,7 +85,8 @@ def sft(size: str, *, seq_length: int = 8 * K, global_batch_size: int = 32) -> Q
             dist_ckpt_optim_fully_reshardable=True,  # so that it loads at any split
         ),
         tokenizer=config.TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=hf_model),
-        logger=config.LoggerConfig(log_interval=10),
+        # Megatron-Bridge would filter all warnings out, also those of samples dropped and of steps held back.
+        logger=config.LoggerConfig(log_interval=10, filter_warnings=False),
         rng=config.RNGConfig(seed=1234),
         # `guard` looks at losses and gradients before weights change, and names samples.
         rerun_state_machine=config.RerunStateMachineConfig(check_for_nan_in_loss=False),

@@ -1,15 +1,15 @@
-"""Megatron-Bridge's own launcher, `scripts/training/run_recipe.py`, with our recipes.
+r"""Megatron-Bridge's own launcher, `scripts/training/run_recipe.py`, with our recipes.
 
-    torchrun --nproc_per_node 8 -m qwen3vl_recipes.run_recipe Megatron-Bridge/scripts/training/run_recipe.py \\
+    torchrun --nproc_per_node 8 -m qwen3vl_recipes.run_recipe Megatron-Bridge/scripts/training/run_recipe.py \
         --recipe qwen3_vl_8b_sft_config --pretrained_checkpoint HF_FOLDER --save_dir RUN dataset.path=DATA
 
 What lives here: how that script is told of them. What may not: settings, options of our own command line (`cli.py`),
 which asks for more before it starts.
 
 The script looks a recipe up among the names of `megatron.bridge.recipes`, and knows the forward step and the training
-function by tables of its own. In a process that is started so, Qwen3-VL's names in all three are ours: a recipe, the step
-that takes its batches, and a training function with the callbacks that its configuration asks for. Megatron-Bridge's
-recipes of the same names mean other settings; they are not to be had here.
+function by tables of its own. In a process that is started so, Qwen3-VL's names in all three are ours: a recipe, the
+step that takes its batches, and a training function with the callbacks that its configuration asks for.
+Megatron-Bridge's recipes of the same names mean other settings; they are not to be had here.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Run a script with the plugin imported: `python -m qwen3vl_bridge SCRIPT [ARGUMENT ...]`.
+r"""Run a script with the plugin imported: `python -m qwen3vl_bridge SCRIPT [ARGUMENT ...]`.
 
-    torchrun --nproc_per_node 2 -m qwen3vl_bridge Megatron-Bridge/examples/conversion/hf_to_megatron_generate_vlm.py \\
+    torchrun --nproc_per_node 2 -m qwen3vl_bridge Megatron-Bridge/examples/conversion/hf_to_megatron_generate_vlm.py \
         --hf_model_path MODEL --prompt "Describe this image." --image_path IMAGE --pp 2
 
 What lives here: the one thing that scripts of Megatron-Bridge's, which know no plugins, need. What may not: commands of

@@ -10,6 +10,9 @@ from qwen3vl_bridge.planning.activations import Work
 from qwen3vl_bridge.sequence import PackedBatch
 
 import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase
+from megatron.core.utils import unwrap_model
 from torch import nn
 
 
@@ -60,3 +63,21 @@ def optimizer_bytes(optimizer: Any) -> int:
             moments = [state["exp_avg"], state["exp_avg_sq"]]
             total += sum(moment.numel() * moment.element_size() for moment in moments)
     return total
+
+
+def described_bytes(model: Sequence[Any], optimizer: Any, kind: str) -> int:
+    """Of what an optimizer makes to describe its tensors for a checkpoint, and not of what it has anyway."""
+    weights = unwrap_model(model)[0].sharded_state_dict()
+    own = {tensor.untyped_storage().data_ptr() for tensor in _tensors(optimizer)}
+    described = optimizer.sharded_state_dict(weights, metadata={"distrib_optim_sharding_type": kind})
+    tensors = [entry.data for entry in nested_values(described) if isinstance(entry, ShardedBase)]
+    storages = [tensor.untyped_storage() for tensor in tensors if isinstance(tensor, torch.Tensor)]
+    return sum({one.data_ptr(): one.nbytes() for one in storages if one.data_ptr() not in own}.values())
+
+
+def _tensors(optimizer: Any) -> Iterator[torch.Tensor]:
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for parameter, state in one.optimizer.state.items():
+            yield from (parameter, *(value for value in state.values() if isinstance(value, torch.Tensor)))
+        for buffer in one.buffers:
+            yield from (part for part in (buffer.param_data, buffer.grad_data) if part is not None)

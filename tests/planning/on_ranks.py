@@ -23,8 +23,9 @@ from tests.parity.on_ranks import Split, layout_of, make_batch
 from tests.parity.topologies import TOPOLOGIES
 from tests.ranks import begin, leave
 
-from .measure import gradient_bytes, keeping, optimizer_bytes
+from .measure import described_bytes, gradient_bytes, keeping, optimizer_bytes
 
+KINDS = ("fully_reshardable", "dp_reshardable")  # how megatron-core calls state by parameters and by numbers
 MICROBATCHES = 2  # as many as two interleaved stages take
 
 
@@ -70,7 +71,11 @@ def states(split: Split) -> dict[str, int]:
     mine = split.run.cfg.train.global_batch_size // split.run.groups.dp.size()
     split.begin(iter([one_batch(split)] * mine), "packed")
     train_step(split.run)
-    return {"gradients": gradient_bytes(split.run.model), "optimizer": optimizer_bytes(split.run.optimizer)}
+    optimizer = split.run.optimizer
+    found = {"gradients": gradient_bytes(split.run.model), "optimizer": optimizer_bytes(optimizer)}
+    if split.run.cfg.ddp.use_distributed_optimizer:
+        found |= {kind: described_bytes(split.run.model, optimizer, kind) for kind in KINDS}
+    return found
 
 
 def main(output: str, cases: list[list[str]], folders: dict[str, str]) -> None:

@@ -45,6 +45,18 @@ def test_what_does_not_fit(capsys):
     assert "fits: " in capsys.readouterr().out
 
 
+def test_what_saving_takes_of_the_host(capsys):
+    """8B, two GPUs to a model: 12 bytes of each of a rank's 4.39e9 parameters, and an eighth of 14 bytes."""
+    _, found = answer(capsys, "--tp", "2")
+    held = found["stages"][0]["parameters"] / 2
+    assert found["stages"][0]["host_while_saving"] == pytest.approx((12 + 14 / 8) * held, rel=1e-6)
+    main([*RUN, "--tp", "2"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "saving fits: 56.2 GiB of host memory a rank (7.1 without" in said
+    main([*RUN, "--tp", "1", "--gpu-memory", "200"])
+    assert "saving does not fit: 105.2 GiB" in " ".join(capsys.readouterr().out.split())
+
+
 def test_many_stages_are_shown_in_part(capsys):
     """What decides, as wide as a terminal; programs get all."""
     words = ["--model", "30B-A3B", "--gpus", "16", "--pp", "16"]

@@ -18,7 +18,7 @@ import pytest
 from tests.forked import run_ranks
 from tests.parity.topologies import TOPOLOGIES
 
-from .on_ranks import MICROBATCHES
+from .on_ranks import KINDS, MICROBATCHES
 
 CASES = {
     2: [
@@ -96,6 +96,19 @@ def test_gradients_and_optimizer(found, folders):
         near = PADDING if training.sharding is Sharding.OPTIMIZER else 0
         assert one["gradients"] == pytest.approx(states.gradients, rel=near), case
         assert one["optimizer"] == pytest.approx(states.optimizer, rel=near), case
+
+
+def test_what_a_rank_gathers_on_the_host_to_save_a_distributed_optimizer(found, folders):
+    """By parameters: all of the rank's, in float32, on every rank. By numbers: nothing but what it has."""
+    looked_at = False
+    for case, n, split, training, chunks, one in plans(found, folders):
+        if training.sharding is Sharding.OPTIMIZER:
+            looked_at = True
+            states = stage_states(n, split, chunks, training)
+            print(f"{case}: {one[KINDS[0]] / states.whole - 1:+.5f}")
+            assert one[KINDS[0]] == pytest.approx(states.whole, rel=PADDING), case
+            assert one[KINDS[1]] == 0, case
+    assert looked_at or not any("distributed optimizer" in name for _, name in found)
 
 
 def kept(n: Dimensions, split: Split, training: Training, chunks: tuple[Chunk, ...], one: dict[str, Any]) -> float:

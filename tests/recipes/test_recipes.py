@@ -10,12 +10,12 @@ from pathlib import Path
 from qwen3vl_bridge import presets
 from qwen3vl_bridge.dist_train import replicas_of
 from qwen3vl_bridge.planning.from_config import sized_of
-from qwen3vl_bridge.planning.hardware import GPUS
+from qwen3vl_bridge.planning.hardware import GPUS, HOST_BYTES, HOST_RESERVE
 
 import pytest
 import qwen3vl_recipes
 from qwen3vl_recipes.base import DIST_TRAIN_PATCHES, dist_train
-from qwen3vl_recipes.dry_run import finalised
+from qwen3vl_recipes.dry_run import finalised, memory_plan
 from qwen3vl_recipes.registry import find, recipes
 
 NAMES = [name for name, recipe in recipes().items() if recipe.gpus]
@@ -30,6 +30,18 @@ def _no_network(monkeypatch):
         raise AssertionError("a recipe reaches for the network")
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("name", [name for name in NAMES if "_peft" not in name])
+def test_the_optimizers_state_is_saved_by_parameters_where_the_host_has_room(name):
+    """On every rank of a machine at once, which Megatron-Bridge's loop would end at its first save where it has not."""
+    recipe = find(name)
+    cfg = recipe.function()
+    chosen, cfg.checkpoint.dist_ckpt_optim_fully_reshardable = cfg.checkpoint.dist_ckpt_optim_fully_reshardable, True
+    saving, room = memory_plan(cfg, recipe.gpus).saving, (1 - HOST_RESERVE) * HOST_BYTES
+    assert (saving.whole > 0) == ("_fsdp_" not in name)
+    assert chosen == (saving.written + saving.whole <= room)
 
 
 def test_every_size_has_every_kind():

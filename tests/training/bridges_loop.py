@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -113,10 +114,24 @@ def run(start: Start) -> dict[str, Any]:
     """One of the runs; or with which error it ended."""
     cfg, follower = start.config(), Follower(start)
     try:
-        finetune_on_cpu(cfg, follower)
+        with _warnings() as warnings:
+            finetune_on_cpu(cfg, follower)
     except (CheckpointError, ValueError, AssertionError) as error:
         return {"error": f"{type(error).__name__}: {error}"}
-    return {"first_step": follower.first_step, "weights": follower.weights, "log": follower.log}
+    return {"first_step": follower.first_step, "weights": follower.weights, "log": follower.log, "warnings": warnings}
+
+
+@contextlib.contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """What the package warns of, on this rank."""
+    found, handler = [], logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("qwen3vl_bridge")
+    logger.addHandler(handler)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
 
 
 def finetune_on_cpu(cfg: Any, follower: Callback) -> None:

@@ -184,6 +184,8 @@ def test_random_states_return_or_start_anew(inputs, tmp_path, caplog):
             draws.append(torch.rand(3))
     assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
     assert "has no random states" in caplog.text and "from rng.seed 1234 and step 1" in caplog.text
+    warned = [record for record in caplog.records if "random states are left out" in record.getMessage()]
+    assert {record.levelno for record in warned} == {logging.WARNING}
 
 
 def test_imported_weights_are_no_run(inputs):

@@ -56,11 +56,14 @@ def found(weights, inputs, tied_folder, tmp_path_factory):
 
     hf, fsdp, dist = KINDS
     sharded = dict(settings=NO_MOMENTS, fsdp=True, bf16=True, save="sharded")
+    chain = [(n + 1, sizes | dict(checkpoint__save_interval=1)) for n, sizes in enumerate((EP2, {}, EP2))]
     # Where a run goes on, other weights are named, which would be refused if they were looked at.
     starts = [
         *(start(f"split, {kind}", kind, 2, save="split" if kind == fsdp else None) for kind in KINDS),
         start("split, goes on", None, 4, first=tied_folder, save="split"),
         *(start(f"experts, {kind}", kind, 1, model="MoE", settings=EP2) for kind in (fsdp, dist)),
+        *(start(f"experts, {n} steps", hf, n, model="MoE", settings=sizes, save="EP") for n, sizes in chain),
+        start("experts, unsplit", hf, 3, model="MoE", settings={}),
         start("sharded, exact", hf, 4, fsdp=True, settings={}),
         start("sharded", dist, 2, **sharded),
         start("sharded, goes on", None, 4, first=tied_folder, **sharded),
@@ -127,6 +130,18 @@ def test_a_loss_divided_by_microbatches(found, expected, inputs):
     """`calculate_per_token_loss=False` on two data-parallel ranks; what is reported is the mean over tokens even so."""
     log, right = found["per microbatch"]["log"], alone(inputs, 2, **MEANS)
     assert close(log, right) and not close([log[0][1:]], [expected[0][1:]], LIMITS[1:])
+
+
+def test_experts_go_on_at_another_expert_parallel_size(found):
+    """Megatron-Bridge's scripts, as a user with other GPUs resumes: EP 2, EP 1 on both ranks, and EP 2 again."""
+    chain = [found[f"experts, {n} steps"] for n in (1, 2, 3)]
+    assert [run["first_step"] for run in chain] == [0, 1, 2]
+    assert close([step for run in chain for step in run["log"]], found["experts, unsplit"]["log"])
+    warned = [[line for line in run["warnings"] if "random states" in line] for run in chain]
+    split, whole = "PP 1, TP 1, DP with EP 2", "PP 1, TP 1"
+    assert not warned[0] and len(warned[1]) == len(warned[2]) == 1
+    assert f"split as {split}, and these are split as {whole}:" in warned[1][0]
+    assert f"split as {whole}, and these are split as {split}:" in warned[2][0]
 
 
 def test_a_run_goes_on_from_its_own_checkpoint(found, expected):

@@ -45,6 +45,7 @@ def found(inputs, moe_folder, scratch) -> list[dict[str, Any]]:
         Job("1 + PP2 goes on from 2 + 1", "1 + PP2", load=place["two"]),
         Job("1 + EP2", "1 + EP2", family="MoE", save=place["MoE"]),
         Job("1 + EP2 goes on", "1 + EP2", family="MoE", load=place["MoE"]),
+        Job("1 + EP2 goes on from whole", "1 + EP2", family="MoE", load=place["whole, MoE"]),
         Job("1 + DP2, sharded", "1 + DP2", save=place["sharded"], sharded=True),
         Job("1 + EP2, sharded", "1 + EP2", family="MoE", save=place["sharded, MoE"], sharded=True),
         Job("frozen, sharded", "2 + 1", sharded=True, settings=FROZEN),
@@ -57,6 +58,7 @@ def found(inputs, moe_folder, scratch) -> list[dict[str, Any]]:
         Job("small, frozen", "1 + PP2", "small", settings=FROZEN),
     ]
     after = [Job("whole goes on from 2 + 1", load=place["two"])]
+    after += [Job("whole goes on from 1 + EP2", family="MoE", load=place["MoE"])]
     after += [Job(f"{name} opened", loop="open", load=place[name]) for name in ("whole", "two", "small")]
     seen: list[dict[str, Any]] = [{}, {}, {}]
     for ranks, jobs in ((1, whole), (3, modules), (1, after)):
@@ -139,6 +141,8 @@ class TestMegatronBridgesOwnLoop:
             ("1 + PP2 goes on from 2 + 1", "whole", len(KINDS) - HALF - 1),
             ("whole goes on from 2 + 1", "whole", len(KINDS) - HALF - 1),
             ("1 + EP2 goes on", "1 + EP2", len(KINDS) - HALF - 1),
+            ("1 + EP2 goes on from whole", "whole, MoE", len(KINDS) - HALF - 1),
+            ("whole goes on from 1 + EP2", "whole, MoE", len(KINDS) - HALF - 1),
             ("frozen goes on", "whole, frozen", len(KINDS) - HALF - 1),
         ],
     )

@@ -65,6 +65,7 @@ class StageEstimate:
             "passing": round(self.passing),
             "reserve": round(self.reserve),
             "total": round(self.total),
+            "host_while_saving": self.states.written + self.states.whole,
         }
 
 
@@ -88,6 +89,11 @@ class Estimate:
     def worst(self) -> StageEstimate:
         """The stage whose ranks hold most."""
         return max(self.stages, key=lambda stage: stage.total)
+
+    @property
+    def saving(self) -> States:
+        """Of the stage whose ranks hold most on the host while a checkpoint is saved."""
+        return max((stage.states for stage in self.stages), key=lambda states: states.written + states.whole)
 
 
 def estimate(config: Mapping, split: Split, training: Training, *, vocab: int | None = None) -> Estimate:

@@ -13,7 +13,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-GIB = 2**30
+GIB, GB = 2**30, 10**9
+# Of a machine's own memory, for each of its GPUs: as NVIDIA's DGX A100 with GPUs of 40 GB has, 1 TB for eight. Machines
+# with the other GPUs are sold with as much or more.
+HOST_BYTES = 128 * GB
+# Assumed: what of it processes, data-loading ones among them, and the file system's cache need.
+HOST_RESERVE = 0.2
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from qwen3vl_bridge.planning.estimate import Estimate, StageEstimate
-from qwen3vl_bridge.planning.hardware import GIB
+from qwen3vl_bridge.planning.hardware import GB, GIB, HOST_BYTES, HOST_RESERVE
 from qwen3vl_bridge.planning.propose import Proposal
 from qwen3vl_bridge.planning.settings import Recompute, Training
 from qwen3vl_bridge.planning.sizing import Sized
@@ -21,7 +21,7 @@ _COLUMNS = 5  # of stages, in a terminal of 80 characters
 
 
 def print_estimate(found: Estimate, memory: int) -> None:
-    """One column a pipeline stage, some of them where they are many, and whether the worst one fits."""
+    """One column a pipeline stage, some of them where they are many; whether the worst one fits, and saving."""
     from rich.console import Console
     from rich.table import Table
 
@@ -50,6 +50,7 @@ def print_estimate(found: Estimate, memory: int) -> None:
     console = Console()
     console.print(table)
     console.print(verdict(found, memory), highlight=False)
+    console.print(words_of_saving(found), highlight=False)
 
 
 def _shown(found: Estimate) -> list[StageEstimate]:
@@ -79,6 +80,16 @@ def verdict(found: Estimate, memory: int) -> str:
     fits = "fits" if worst.total <= memory else "does not fit"
     where = f"stage {worst.stage}" if worst.stage >= 0 else "vision ranks"
     return f"{fits}: {worst.total / GIB:.1f} GiB on {where}, of {memory / GIB:.1f} GiB"
+
+
+def words_of_saving(found: Estimate) -> str:
+    """What of a machine's own memory it takes to save a checkpoint, and whether that is there."""
+    saving, room = found.saving, (1 - HOST_RESERVE) * HOST_BYTES
+    needed = saving.written + saving.whole
+    words = f"saving {'fits' if needed <= room else 'does not fit'}: {needed / GIB:.1f} GiB of host memory a rank"
+    if saving.whole:
+        words += f" ({saving.written / GIB:.1f} without checkpoint.dist_ckpt_optim_fully_reshardable)"
+    return f"{words}, of {room / GIB:.0f} GiB where a machine has {HOST_BYTES // GB} GB for each GPU"
 
 
 def print_proposals(found: Sequence[Proposal], memory: int) -> None:

@@ -144,6 +144,7 @@ class Training:
         packed: rows are packed, not padded.
         expert_load: tokens that the fullest rank's experts get, over the mean of all ranks.
         balancing_loss: whether routers have one.
+        saved_by_parameters: `dist_ckpt_optim_fully_reshardable`, of a distributed optimizer's state in checkpoints.
     """
 
     seq_length: int = 4096
@@ -162,6 +163,7 @@ class Training:
     packed: bool = True
     expert_load: float = 1.0
     balancing_loss: bool = True
+    saved_by_parameters: bool = True
 
     def __post_init__(self) -> None:
         self.recompute.check("", TEXT_MODULES)

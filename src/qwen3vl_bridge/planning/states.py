@@ -1,7 +1,7 @@
 """Bytes of parameters, gradients and optimizer state on one rank.
 
-What lives here: what each kind of sharding leaves on a rank. Standard library only. What may not: counting parameters
-(`parameters.py`), activations (`activations.py`).
+What lives here: what each kind of sharding leaves on a rank, and what of it passes through the host when it is saved.
+Standard library only. What may not: counting parameters (`parameters.py`), activations (`activations.py`).
 
 Weights and gradients of the model, the optimizer's own copy of the weights, Adam's two moments: mixed precision after
 Micikevicius et al. (arXiv 1710.03740), sharding after Rajbhandari et al. (ZeRO, arXiv 1910.02054).
@@ -19,6 +19,8 @@ from qwen3vl_bridge.planning.split import Chunk, Split
 # Layers whose weights, and whose gradients, lie whole on a rank under ZeRO-3: the one at work and its neighbour, which
 # is fetched ahead or still being reduced.
 UNITS = 2
+# In checkpoints a parameter of the optimizer's is three float32 numbers: its own copy, and Adam's moments.
+STORED = 12
 _ORDER = list(Sharding)
 
 
@@ -31,16 +33,22 @@ class States:
         gradients: of what is trained.
         optimizer: its copy of the weights, and the moments.
         gathered: under ZeRO-3, weights and gradients that lie whole for a while.
+        written: on the host, while a checkpoint is saved: the rank's share of it.
+        whole: on the host too, where the optimizer's state is saved by parameters (`Training.saved_by_parameters`):
+            that of all parameters of the rank, which every data-parallel rank gathers. Source: megatron-core 0.19,
+            `DistributedOptimizer.sharded_param_state_fully_reshardable`.
     """
 
     parameters: int
     gradients: int
     optimizer: int
     gathered: int
+    written: int
+    whole: int
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """All that lies on the GPU."""
         return self.parameters + self.gradients + self.optimizer + self.gathered
 
 
@@ -71,11 +79,15 @@ def stage_states(n: Dimensions, split: Split, chunks: tuple[Chunk, ...], trainin
             return count.total
         return count.shared / split.replicas + count.experts / split.expert_replicas
 
+    divided = trained.shared / split.replicas + trained.experts / split.expert_replicas
+    by_parameters = sharding is Sharding.OPTIMIZER and training.saved_by_parameters
     return States(
         parameters=round(precision.weight * share(held, Sharding.ALL)),
         gradients=round(gradient * share(trained, Sharding.GRADIENTS)),
         optimizer=round((main + precision.moments) * share(trained, Sharding.OPTIMIZER)),
         gathered=_gathered(n, split, chunks, training, held) if sharding is Sharding.ALL else 0,
+        written=round((precision.weight + STORED) * divided),
+        whole=STORED * trained.total * by_parameters,
     )
 
 

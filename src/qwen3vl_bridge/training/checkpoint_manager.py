@@ -1,29 +1,56 @@
 """Checkpoints in Megatron-Bridge's own loop: its own saving and loading, by its checkpoint manager.
 
-What lives here: when it has nothing to load, and putting the manager in. What may not: first weights
-(`first_weights.py`), modules on ranks of their own (`modules_checkpoint.py`), checkpoints of the small loop
-(`checkpoint.py`).
+What lives here: when it has nothing to load, random states that have no place in a run, putting the manager in. What
+may not: first weights (`first_weights.py`), modules on ranks of their own (`modules_checkpoint.py`), checkpoints of the
+small loop (`checkpoint.py`), an optimizer's settings (`optimizer_groups.py`).
 
 Megatron-Bridge's set-up asks the manager to load where a run has a checkpoint, or first weights, which are read by
 then.
+
+Random states are stored by a rank's place: by pipeline stage and tensor-parallel rank, and under expert parallelism by
+data-parallel rank too. Megatron-Bridge compares the first two sizes alone, and megatron-core ends a run that asks for
+what is not there; so a model with experts would go on at another expert- or data-parallel size only without them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.parallel import tell_all
-from qwen3vl_bridge.training.modules_checkpoint import as_one_model, random_states_of_module
+from qwen3vl_bridge.checkpoint.dcp_metadata import FILE as METADATA
+from qwen3vl_bridge.checkpoint.dcp_metadata import read_metadata
+from qwen3vl_bridge.checkpoint.megatron_folder import TORCH_DIST, find_iteration, format_of
+from qwen3vl_bridge.parallel import hear_all, tell_all
+from qwen3vl_bridge.training.modules_checkpoint import as_one_model
+from qwen3vl_bridge.training.optimizer_groups import loads_either_form
 from qwen3vl_bridge.training.together import is_first, together
 
 from megatron.bridge.training.checkpointing import (
     CheckpointLoadContext,
     CheckpointSaveContext,
     DefaultCheckpointManager,
+    _get_global_non_persistent_checkpoint_dirs,
     _has_global_non_persistent_checkpoint,
+    get_rng_state,
 )
 from megatron.bridge.training.config import CheckpointConfig, ConfigContainer
-from megatron.bridge.training.utils.checkpoint_utils import checkpoint_exists, is_hf_checkpoint_dir
+from megatron.bridge.training.utils.checkpoint_utils import (
+    checkpoint_exists,
+    is_hf_checkpoint_dir,
+    read_run_config,
+    read_train_state,
+)
+from megatron.bridge.training.utils.pg_utils import get_pg_collection
+from megatron.core.utils import unwrap_model
+
+logger = logging.getLogger(__name__)
+
+_LOCAL = "local_checkpoint_manager"
+_RANDOM = "rng_state"
 
 
 class Qwen3VLCheckpointManager(DefaultCheckpointManager):
@@ -48,10 +75,18 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
         Returns:
             The step to go on from, and the operations done so far.
         """
-        settings = self.checkpoint_config
-        if not has_checkpoint(settings) and "local_checkpoint_manager" not in self.checkpointing_context:
+        settings, is_local = self.checkpoint_config, _LOCAL in self.checkpointing_context
+        if not has_checkpoint(settings) and not is_local:
             return 0, 0
-        with as_one_model(ctx) as whole, random_states_of_module(settings, ctx.state.cfg.model):
+        # Megatron-Bridge keeps what it has read by files' names, and changes what it keeps: where a process has gone on
+        # from this run before, the checkpoint of that time would be loaded again, as if it were the newest.
+        for kept in (read_run_config, read_train_state):
+            kept.cache_clear()
+        with (
+            as_one_model(ctx) as whole,
+            _random_states_that_fit(settings, whole, is_local),
+            loads_either_form(whole.optimizer),
+        ):
             return super().load(whole)
 
 
@@ -71,17 +106,78 @@ def has_checkpoint(settings: CheckpointConfig) -> bool:
     return tell_all(found)
 
 
+@contextlib.contextmanager
+def _random_states_that_fit(settings: CheckpointConfig, ctx: CheckpointLoadContext, is_local: bool) -> Iterator[None]:
+    """Load random states where a checkpoint has those of every rank of this rank's module; say so where it has not.
+
+    Args:
+        settings: changed in place for a while.
+        ctx: of this rank's module.
+        is_local: whether ranks keep checkpoints of their own, which other ranks don't load.
+
+    Raises:
+        CheckpointError, OSError: what the checkpoint has could not be read.
+    """
+    given = settings.load_rng
+    if given and not settings.finetune and not is_local:
+        settings.load_rng = _random_states_fit(settings, ctx)
+    try:
+        yield
+    finally:
+        settings.load_rng = given
+
+
+def _random_states_fit(settings: CheckpointConfig, ctx: CheckpointLoadContext) -> bool:
+    """Whether they do, the same on every rank of a module. The tower draws no numbers: of its own nothing is said."""
+    folder, stored = None, None
+    with together():
+        if is_first():
+            folder = _folder_to_load(settings)
+            if folder and format_of(folder) == TORCH_DIST:  # in the other format a rank's are every data-parallel one's
+                stored = {key for key in read_metadata(folder).byte_items if key.startswith(_RANDOM)}
+    folder, stored = tell_all((folder, stored))
+    if stored is None:
+        return True
+    groups, init = get_pg_collection(unwrap_model(ctx.model)), ctx.state.cfg.rng.data_parallel_random_init
+    wanted = get_rng_state(init, TORCH_DIST, pg_collection=groups, module_name=ctx.module_name).unique_key
+    heard = hear_all((ctx.module_name, wanted))
+    missing = sorted(key for name, key in heard if name is None and key not in stored)
+    if missing and is_first():
+        found = sorted({_place_sizes(key) for key in stored if key.startswith(f"{_RANDOM}/")})
+        logger.warning(
+            "%s holds random states of ranks split as %s, and these are split as %s: they are left out, and generators "
+            "go on as rng.seed has set them",
+            *(folder, " and ".join(found) or "none", _place_sizes(missing[0])),
+        )
+    return all(key in stored for name, key in heard if name == ctx.module_name)
+
+
+def _place_sizes(key: str) -> str:
+    """What the key of a rank's random states says of how ranks are split."""
+    sizes = key.rpartition("_")[2].split(".")
+    return ", ".join(f"{name} {size}" for name, size in zip(("PP", "TP", "DP with EP"), sizes, strict=False))
+
+
+def _folder_to_load(settings: CheckpointConfig) -> Path | None:
+    """The checkpoint that Megatron-Bridge takes: the newest, of equals one that is not to last; None of remote ones."""
+    load, passing = settings.load, ()
+    if settings.non_persistent_ckpt_type == "global" and not (load and Path(load, METADATA).is_file()):
+        passing = _get_global_non_persistent_checkpoint_dirs(load, settings)
+    folders = [find_iteration(Path(path)) for path in passing if Path(path).is_dir() and checkpoint_exists(path)]
+    if load and Path(load).is_dir() and checkpoint_exists(load):
+        folders.append(find_iteration(Path(load), settings.ckpt_step))
+    return max(folders, key=lambda folder: int(re.sub(r"\D", "", folder.name) or 0), default=None)
+
+
 def manage_checkpoints(cfg: ConfigContainer) -> None:
-    """Put the manager in where a run needs it. One of the user's own is left alone.
+    """Put the manager in. One of the user's own is left alone.
 
     Args:
         cfg: changed in place; a second call changes nothing more.
     """
     leave_checkpoints(cfg)
-    settings = cfg.checkpoint
-    needed = settings.pretrained_checkpoint is not None or cfg.model.dist_train.use_dist_train
-    if needed and settings.custom_manager_class is None:
-        settings.custom_manager_class = MANAGER
+    if cfg.checkpoint.custom_manager_class is None:
+        cfg.checkpoint.custom_manager_class = MANAGER
 
 
 def leave_checkpoints(cfg: ConfigContainer) -> None:

@@ -15,6 +15,7 @@ from qwen3vl_bridge.dist_train import check_world, expect
 from qwen3vl_bridge.training.checkpoint_manager import MANAGER, manage_checkpoints
 from qwen3vl_bridge.training.first_weights import read_first_weights
 from qwen3vl_bridge.training.global_batch import check_balance, check_share
+from qwen3vl_bridge.training.host_memory import check_host_memory
 from qwen3vl_bridge.training.modules_evaluation import evaluate_modules_together
 from qwen3vl_bridge.training.towers import Qwen3VLTowers, check_towers
 
@@ -152,6 +153,7 @@ class Qwen3VLConfigContainer(ConfigContainer):
             self._check_guard(self.guard)
         super().validate()
         self._check_shards_are_saved()
+        check_host_memory(self)
         manage_checkpoints(self)
         read_first_weights(self)
         if self.model.dist_train.use_dist_train:

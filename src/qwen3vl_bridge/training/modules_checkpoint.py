@@ -13,17 +13,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.checkpoint.dcp_metadata import read_metadata
-from qwen3vl_bridge.checkpoint.megatron_folder import find_iteration
 from qwen3vl_bridge.parallel import hear_all, tell_all
 from qwen3vl_bridge.provider import Qwen3VLModelProvider
-from qwen3vl_bridge.training.together import together
 
 from megatron.bridge.training.checkpointing import CheckpointLoadContext, CheckpointSaveContext
-from megatron.bridge.training.config import CheckpointConfig
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.state_dict_utils import extract_nonpersistent, extract_sharded_base
 from megatron.core.optimizer import MegatronOptimizer
@@ -47,33 +42,6 @@ def as_one_model[Context: (CheckpointSaveContext, CheckpointLoadContext)](ctx: C
         return
     with _described_as_one(ctx.optimizer, provider):
         yield ctx if provider.add_decoder else dataclasses.replace(ctx, module_name=_VISION)
-
-
-@contextlib.contextmanager
-def random_states_of_module(settings: CheckpointConfig, provider: Qwen3VLModelProvider) -> Iterator[None]:
-    """Load random states where a checkpoint has those of a tower that is split as this rank's; the tower draws none.
-
-    Args:
-        settings: changed in place for a while.
-        provider: the run's.
-
-    Raises:
-        CheckpointError, OSError: a rank could not read what the checkpoint has.
-    """
-    given = settings.load_rng
-    if provider.dist_train.use_dist_train and given:
-        with together():
-            settings.load_rng = provider.add_decoder or _has_random_states(settings, provider)
-    try:
-        yield
-    finally:
-        settings.load_rng = given
-
-
-def _has_random_states(settings: CheckpointConfig, provider: Qwen3VLModelProvider) -> bool:
-    tensor = provider._pg_collection.tp
-    metadata = read_metadata(find_iteration(Path(settings.load), settings.ckpt_step))
-    return f"rng_state.{_VISION}/shard_0.{tensor.rank()}_1.{tensor.size()}" in metadata.byte_items
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from qwen3vl_bridge.provider import Qwen3VLModelProvider
 import numpy as np
 import torch
 from megatron.bridge.training.initialize import _create_dist_train_pgs
+from megatron.bridge.utils.common_utils import get_local_rank_preinit
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -97,6 +98,8 @@ def _join() -> None:
         # No port to collide on with another run on this machine.
         torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
     else:
+        if torch.cuda.is_available():  # or all processes of a machine would be on its first GPU
+            torch.cuda.set_device(get_local_rank_preinit())
         torch.distributed.init_process_group(backend)
 
 

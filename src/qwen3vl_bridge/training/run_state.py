@@ -91,5 +91,6 @@ def restore_run_state(saved: dict[str, Any], run: Run) -> None:
         restore_random_states(saved["random"][torch.distributed.get_rank()])
         return
     was = "has no random states" if saved["random"] is None else f"was saved by ranks split as {saved['split']}"
-    logger.info("the checkpoint %s, these are split as %s", was, split)
+    if is_first():
+        logger.warning("the checkpoint %s, these are split as %s: random states are left out", was, split)
     seed_anew(run.cfg.rng.seed, run.progress.step, run.groups)
