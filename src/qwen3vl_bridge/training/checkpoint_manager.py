@@ -12,8 +12,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from qwen3vl_bridge.checkpoint.megatron_folder import TORCH_DIST
 from qwen3vl_bridge.parallel import tell_all
 from qwen3vl_bridge.training.modules_checkpoint import as_one_model, random_states_of_module
+from qwen3vl_bridge.training.saving_process import signals_kept, start_saving_process
 from qwen3vl_bridge.training.together import is_first, together
 
 from megatron.bridge.training.checkpointing import (
@@ -29,6 +31,20 @@ from megatron.bridge.training.utils.checkpoint_utils import checkpoint_exists, i
 class Qwen3VLCheckpointManager(DefaultCheckpointManager):
     """Megatron-Bridge's, which loads no first weights, and takes modules on ranks of their own for one model."""
 
+    def __init__(self, checkpoint_config: CheckpointConfig) -> None:
+        """Get ready to save, before a model is built.
+
+        Args:
+            checkpoint_config: the run's.
+
+        Raises:
+            RuntimeError: a script whose process for saving would train.
+        """
+        super().__init__(checkpoint_config)
+        by_itself = checkpoint_config.save is not None and not checkpoint_config.async_save
+        if by_itself and checkpoint_config.ckpt_format == TORCH_DIST:
+            start_saving_process()
+
     def save(self, ctx: CheckpointSaveContext, callback_manager: Any) -> None:
         """Save a checkpoint.
 
@@ -36,7 +52,7 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
             ctx: Megatron-Bridge's.
             callback_manager: Megatron-Bridge's.
         """
-        with as_one_model(ctx) as whole:
+        with as_one_model(ctx) as whole, signals_kept():
             super().save(whole, callback_manager)
 
     def load(self, ctx: CheckpointLoadContext) -> tuple[int, int]:
@@ -79,8 +95,8 @@ def manage_checkpoints(cfg: ConfigContainer) -> None:
     """
     leave_checkpoints(cfg)
     settings = cfg.checkpoint
-    needed = settings.pretrained_checkpoint is not None or cfg.model.dist_train.use_dist_train
-    if needed and settings.custom_manager_class is None:
+    used = any(path is not None for path in (settings.pretrained_checkpoint, settings.save))
+    if (used or cfg.model.dist_train.use_dist_train) and settings.custom_manager_class is None:
         settings.custom_manager_class = MANAGER
 
 
