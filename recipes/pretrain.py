@@ -1,9 +1,9 @@
 r"""Pretrain Qwen3-VL by a recipe: the command `qwen3vl-pretrain`, from a clone.
 
-For example, on one of eight nodes:
+For example, on each of eight nodes (docs/recipes.md has a script for Slurm):
 
-    torchrun --nproc_per_node 8 --shutdown-timeout 600 recipes/pretrain.py --recipe qwen3_vl_8b_pretrain_config \
-        --data-path DATA --save RUN
+    torchrun --nnodes 8 --nproc_per_node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 --rdzv-id RUN_ID \
+        --shutdown-timeout 600 recipes/pretrain.py --recipe qwen3_vl_8b_pretrain_config --data-path DATA --save RUN
 """
 
 from qwen3vl_recipes.cli import pretrain

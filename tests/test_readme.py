@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 from qwen3vl_bridge import presets
 
@@ -99,20 +100,39 @@ def test_adapters_of_a_run(places, untied_folder, tmp_path):
     ).exists()
 
 
-def test_a_script_of_ones_own(places):
-    """But for its last line, which needs CUDA."""
+@pytest.fixture
+def own_script(places, monkeypatch):
+    """Runs the README's script under a name; what it gave to Megatron-Bridge's loop, which would need CUDA."""
+    calls = []
+
+    def finetune(cfg, forward_step, callbacks):
+        calls.append((cfg, forward_step, callbacks))
+
+    monkeypatch.setitem(sys.modules, "megatron.bridge.training.finetune", SimpleNamespace(finetune=finetune))
+
+    def run_as(name: str) -> list:
+        exec(fill(block("Fine-tune", "python"), places), {"__name__": name})
+        return calls
+
+    return run_as
+
+
+def test_a_script_of_ones_own(own_script):
+    import qwen3vl_bridge
     from qwen3vl_bridge.training.process_group import shutdown
 
     from qwen3vl_recipes.dry_run import finalised
 
     shutdown()  # groups of other tests
-    lines = fill(block("Fine-tune", "python"), places).splitlines()
-    names: dict = {}
-    assert "training.finetune import finetune" in lines[1] and lines[-1].startswith("finetune(cfg, ")
-    exec("\n".join(line for number, line in enumerate(lines[:-1]) if number != 1), names)
-    assert finalised(names["cfg"], 8).data_parallel_size == 4
-    forward, callbacks = lines[-1].removeprefix("finetune(cfg, ").removesuffix(")").split(", callbacks=")
-    assert callable(eval(forward, names)) and len(eval(callbacks, names)) == 2
+    ((cfg, forward_step, callbacks),) = own_script("__main__")
+    assert finalised(cfg, 8).data_parallel_size == 4
+    assert forward_step is qwen3vl_bridge.forward_step and len(callbacks) == 2
+
+
+@pytest.mark.xfail(reason="the README's script has no guard yet", strict=True)
+def test_a_script_of_ones_own_does_nothing_in_the_process_that_saving_starts(own_script):
+    """Which imports it under this name."""
+    assert own_script("__mp_main__") == []
 
 
 def test_convert_by_several_processes(places, moe_folder, tmp_path):

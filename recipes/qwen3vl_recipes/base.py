@@ -6,7 +6,8 @@ each size), paths (`paths.py`). Megatron is imported when a recipe is called, so
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from qwen3vl_bridge.training.config import Qwen3VLConfigContainer
@@ -52,7 +53,8 @@ def sft(size: str, *, seq_length: int = 8 * K, global_batch_size: int = 32) -> Q
             micro_batch_size=1,
             global_batch_size=global_batch_size,
             train_iters=1000,
-            exit_signal_handler=True,  # SIGTERM saves and exits
+            exit_signal_handler=True,  # SIGTERM saves and exits;
+            exit_signal_handler_for_dataloader=True,  # launchers send it to the workers, too
             manual_gc=True,
             manual_gc_interval=100,
         ),
@@ -91,8 +93,19 @@ def sft(size: str, *, seq_length: int = 8 * K, global_batch_size: int = 32) -> Q
         # `guard` looks at losses and gradients before weights change, and names samples.
         rerun_state_machine=config.RerunStateMachineConfig(check_for_nan_in_loss=False),
         mixed_precision="bf16_mixed",
+        env_vars=_allocator(),
     )
     return recompute_tower(cfg)
+
+
+def _allocator() -> dict[str, Any]:
+    """Torch's allocator for runs that fill their GPUs: memory that fits no block elsewhere would be lost.
+
+    Megatron-Bridge's recipes have the same two, the second because of the first. It puts them into the environment
+    before CUDA is used, where the user has not set them. torch has another name for the first, which comes second.
+    """
+    chosen = "PYTORCH_ALLOC_CONF" in os.environ
+    return {} if chosen else {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "NCCL_GRAPH_REGISTER": "0"}
 
 
 def peft(

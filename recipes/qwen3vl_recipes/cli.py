@@ -33,6 +33,15 @@ def pretrain(arguments: Sequence[str] | None = None) -> None:
     _command("Pretrain Qwen3-VL by a recipe, from random weights if none are given.", arguments, needs_weights=False)
 
 
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Either, as `python -m qwen3vl_recipes.cli finetune ...`: for `torchrun -m`, without a clone."""
+    commands = {"finetune": finetune, "pretrain": pretrain}
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    parser = argparse.ArgumentParser(prog=f"python -m {__package__}.cli", description="Train Qwen3-VL by a recipe.")
+    parser.add_argument("command", choices=commands, help="what to do; its own options come behind it, as --help")
+    commands[parser.parse_args(words[:1]).command](words[1:])
+
+
 def _parse(description: str, arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=description, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -97,6 +106,7 @@ def _show_recipes() -> None:
     width = max(map(len, known))
     for name, one in known.items():
         print(f"{name:{width}}  {one.summary}")
+    print("Six of these names are Megatron-Bridge's as well, for other settings: docs/recipes.md.", file=sys.stderr)
 
 
 def _configuration(args: argparse.Namespace, chosen: Recipe, *, needs_weights: bool) -> ConfigContainer:
@@ -160,3 +170,7 @@ def _loop_for_cuda(needs_weights: bool) -> Callable:
     except ModuleNotFoundError as error:
         raise ValueError(f"Megatron-Bridge's training loop for CUDA needs {error.name}, which is missing") from error
     return train
+
+
+if __name__ == "__main__":
+    main()

@@ -52,17 +52,14 @@ def finalised(cfg: ConfigContainer, world_size: int) -> ConfigContainer:
 
 @contextmanager
 def _world_of(size: int) -> Iterator[None]:
-    """As torchrun would tell the first of so many processes."""
-    before = {name: os.environ.get(name) for name in ("WORLD_SIZE", "RANK")}
+    """As torchrun would tell the first of so many processes. What a configuration adds to the environment goes too."""
+    before = dict(os.environ)
     os.environ |= {"WORLD_SIZE": str(size), "RANK": "0"}
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def memory_plan(cfg: ConfigContainer, world_size: int) -> Estimate:

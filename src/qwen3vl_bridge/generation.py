@@ -15,14 +15,15 @@ from dataclasses import dataclass
 
 from qwen3vl_bridge.model.inputs import as_model_inputs
 from qwen3vl_bridge.model.qwen3vl import Qwen3VLModel
-from qwen3vl_bridge.parallel import gather_vocabulary, sequence_ranks
+from qwen3vl_bridge.model.wrappers import callable_in_parts, megatron_fsdp, unwrapped
+from qwen3vl_bridge.parallel import gather_vocabulary, sequence_ranks, tell_group
 from qwen3vl_bridge.sequence import ModelInputs, PackedBatch, SequenceLayout, VisionInputs
 
 import torch
 import torch.nn.functional as F
 from megatron.core.inference.contexts import StaticInferenceContext
-from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 
 @torch.no_grad()
@@ -46,7 +47,8 @@ def generate(
     parallelism, where one token does not divide over the ranks, each costs the work of the whole sequence. Prompts of
     one length are decoded together, one length after the other, so no padding gets between a prompt and its answer.
 
-    Ranks that share weights decode in step: all of them must be given the same prompts.
+    Ranks that share weights decode in step: all of them must be given the same prompts (`ranks_in_step`), and answer
+    with the first one's words.
 
     Args:
         model: a Qwen3VLModel, wrapped or not, or a list of one. It is in eval mode during the call, and then as before.
@@ -66,7 +68,7 @@ def generate(
         ValueError: a model split by pipeline or context parallelism, shapes that don't belong together, a prompt
             without tokens, pictures that don't fit the tokens.
     """
-    model = _whole_model(model)
+    wrapped, model = model, _whole_model(model)
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}, expected 1 or more")
     ends = model.config.eos_token_id if eos_token_id is None else eos_token_id
@@ -87,9 +89,10 @@ def generate(
     )
     answers = input_ids.new_full((len(prompts), max_new_tokens), pad)
     longest = 0
-    with _evaluating(model):
+    group = ranks_in_step(wrapped)
+    with _evaluating(model), callable_in_parts(_only(wrapped)):
         for rows in _by_length(model, inputs, [len(prompt) for prompt in prompts], max_new_tokens):
-            found = _decode(model, rows, max_new_tokens, ends, pad)
+            found = _decode(model, rows, max_new_tokens, ends, pad, group)
             answers[rows.numbers, : found.shape[1]] = found
             longest = max(longest, found.shape[1])
     return torch.cat((input_ids, answers[:, :longest]), dim=1)
@@ -118,8 +121,27 @@ class _Rows:
     encoded: tuple[Tensor, Tensor]
 
 
+def ranks_in_step(model: nn.Module | list[nn.Module]) -> ProcessGroup | None:
+    """The ranks that must be given the same prompts because a forward pass of one needs all of them; None for no rule.
+
+    Ranks of tensor parallelism aside, which have the same tokens by themselves: those that Megatron-FSDP shares out
+    parameters to, or that have different experts.
+
+    Args:
+        model: as for `generate`.
+    """
+    groups = _whole_model(model).pg_collection
+    if megatron_fsdp(_only(model)) is not None:
+        return groups.dp
+    return groups.ep if groups.ep.size() > 1 else None
+
+
+def _only(model: nn.Module | list[nn.Module]) -> nn.Module:
+    return model[0] if isinstance(model, list) else model
+
+
 def _whole_model(model: nn.Module | list[nn.Module]) -> Qwen3VLModel:
-    chunks = unwrap_model(model if isinstance(model, list) else [model])
+    chunks = [unwrapped(chunk) for chunk in (model if isinstance(model, list) else [model])]
     if len(chunks) != 1 or not isinstance(chunks[0], Qwen3VLModel):
         found = [type(chunk).__name__ for chunk in chunks]
         raise ValueError(f"model is {found}, expected one Qwen3VLModel: pipeline stages don't generate")
@@ -168,8 +190,13 @@ def _by_length(model: Qwen3VLModel, inputs: ModelInputs, lengths: list[int], new
         yield _Rows(same, length, ids, positions, slots[same, :end], inputs.vision, encoded)
 
 
-def _decode(model: Qwen3VLModel, rows: _Rows, new: int, ends: list[int], pad: int) -> Tensor:
-    """[b, at most new] answers; shorter when all of them have ended."""
+def _decode(
+    model: Qwen3VLModel, rows: _Rows, new: int, ends: list[int], pad: int, group: ProcessGroup | None
+) -> Tensor:
+    """[b, at most new] answers; shorter when all of them have ended.
+
+    All ranks of the group take the first one's tokens: two that differ in a last bit would not end together.
+    """
     one_divides = _round_up(1, model) == 1
     cache = StaticInferenceContext(*rows.ids.shape) if one_divides else None
     running = torch.ones(len(rows.ids), dtype=torch.bool, device=rows.ids.device)
@@ -177,6 +204,8 @@ def _decode(model: Qwen3VLModel, rows: _Rows, new: int, ends: list[int], pad: in
     start = 0
     for stop in range(rows.length, rows.length + new):
         chosen = _next_tokens(model, rows, start, stop, cache)
+        if group is not None:
+            chosen = tell_group(chosen, group)
         rows.ids[:, stop] = torch.where(running, chosen, pad)
         running &= ~torch.isin(chosen, ends)
         if not running.any():

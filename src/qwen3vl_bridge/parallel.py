@@ -86,6 +86,13 @@ def tell_from(value: Tensor, rank: int) -> float:
     return value.item()
 
 
+def tell_group(values: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
+    """`values` of a group's first rank, on every one, in a tensor of its own."""
+    values = values.clone()
+    torch.distributed.broadcast(values, src=torch.distributed.get_global_rank(group, 0), group=group)
+    return values
+
+
 def wait_for_all() -> None:
     """Return when every process is here."""
     torch.distributed.barrier()

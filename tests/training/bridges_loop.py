@@ -15,9 +15,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import qwen3vl_bridge
 from qwen3vl_bridge.checkpoint import CheckpointError
+from qwen3vl_bridge.training import accuracy
 from qwen3vl_bridge.training.process_group import groups_to_leave, leave_groups
 
 import torch.distributed as dist
@@ -114,11 +116,21 @@ def run(start: Start) -> dict[str, Any]:
     """One of the runs; or with which error it ended."""
     cfg, follower = start.config(), Follower(start)
     try:
-        with _warnings() as warnings:
+        with (
+            _warnings() as warnings,
+            mock.patch.object(accuracy, "publish", wraps=accuracy.publish) as published,
+        ):
             finetune_on_cpu(cfg, follower)
     except (CheckpointError, ValueError, AssertionError) as error:
         return {"error": f"{type(error).__name__}: {error}"}
-    return {"first_step": follower.first_step, "weights": follower.weights, "log": follower.log, "warnings": warnings}
+    right = [figures["accuracy"] for (_, figures), _ in published.call_args_list]
+    return {
+        "first_step": follower.first_step,
+        "weights": follower.weights,
+        "log": follower.log,
+        "accuracy": right,
+        "warnings": warnings,
+    }
 
 
 @contextlib.contextmanager

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import asdict
 
 import pytest
 import torch
 
 from tests.forked import run_ranks
 
-from .asking import asking, write_questions
+from .asking import NEW_TOKENS, asking, write_questions
+from .bridges_loop import Start
 
 TEXTS = [
     "Which digit?",
@@ -54,6 +56,42 @@ def test_ranks_share_the_questions(places, tmp_path):
         splits = [dict(expert_model_parallel_size=2, expert_tensor_parallel_size=1)]
     run_ranks("tests.training.asking", 2, tmp_path / "found.pt", hf, data, json.dumps(splits), timeout=400)
     assert torch.load(tmp_path / "found.pt") == [sum(right) / len(right)] * len(splits)
+
+
+@pytest.fixture(scope="module")
+def sharded(inputs, untied_folder, moe_folder, tmp_path_factory):
+    """Of each kind of model: which answers are right, and what runs of Megatron-Bridge's loop on two ranks found."""
+    root, right, starts = tmp_path_factory.mktemp("sharded"), {}, []
+    kinds = {"dense": (untied_folder, {}), "MoE": (moe_folder, dict(model__expert_model_parallel_size=2))}
+    for kind, (hf, split) in kinds.items():
+        shutil.copytree(inputs.data, data := root / kind)
+        right[kind] = write_questions(data, hf, next((data / "images").iterdir()), TEXTS)
+        steps = dict(train__train_iters=3, validation__eval_interval=1, validation__eval_iters=1) | split
+        asked = dict(accuracy__path=str(data / "questions.jsonl"), accuracy__max_new_tokens=NEW_TOKENS)
+        rests = dict(optimizer__lr=0.0, optimizer__min_lr=0.0)
+        for name, settings, bf16 in (
+            ("rests", asked | rests, False),
+            ("learns", asked, False),
+            ("not asked", {}, False),
+            ("bf16", asked | dict(train__train_iters=1), True),
+        ):
+            given = (str(hf), str(data), str(hf), None, steps | settings)
+            starts.append(asdict(Start(f"{kind}, {name}", *given, fsdp=True, bf16=bf16)))
+    run_ranks("tests.training.bridges_loop", 2, root / "found.pt", json.dumps(starts), timeout=900)
+    return right, torch.load(root / "found.pt")
+
+
+@pytest.mark.parametrize("kind", ["dense", "MoE"])
+def test_megatron_fsdp_in_megatron_bridges_loop(sharded, kind):
+    """As any recipe of that kind: its ranks gather parameters in each forward pass, and all have to be in it."""
+    right, runs = sharded
+    right = right[kind]
+    assert 0 < sum(right) < len(right)
+    # After each of three steps that change nothing, and once more at the end.
+    assert runs[f"{kind}, rests"]["accuracy"] == [sum(right) / len(right)] * 4
+    assert len(runs[f"{kind}, learns"]["accuracy"]) == 4
+    assert runs[f"{kind}, learns"]["log"] == runs[f"{kind}, not asked"]["log"]
+    assert len(runs[f"{kind}, bf16"]["accuracy"]) == 2
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from qwen3vl_bridge.checkpoint import CheckpointError, import_checkpoint
 
 import pytest
 import torch
+from megatron.core.optimizer import Adam
 from safetensors.torch import load_file
 
 from tests.forked import run_ranks
@@ -232,7 +233,8 @@ class TestTheConfiguration:
         from megatron.bridge.training.config import runtime_config_update
 
         def cfg(**given):
-            return Start("sharded", str(inputs.hf), str(inputs.data), None, str(tmp_path), steps(1), **given).config()
+            settings = steps(1, **NO_MOMENTS)
+            return Start("sharded", str(inputs.hf), str(inputs.data), None, str(tmp_path), settings, **given).config()
 
         runtime_config_update(cfg(fsdp=True))  # by the small loop
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -240,6 +242,34 @@ class TestTheConfiguration:
             runtime_config_update(cfg(**given))
         with pytest.raises(ValueError, match="the model is in float32, which Megatron-FSDP trains and cannot save"):
             runtime_config_update(cfg(fsdp=True))
+
+    @pytest.mark.skipif(Adam is not torch.optim.AdamW, reason="a fused Adam is installed")
+    def test_moments_that_could_not_be_loaded_are_refused_where_they_are_saved(self, inputs, monkeypatch, tmp_path):
+        """As by any recipe on a machine with CUDA and plain PyTorch."""
+        from megatron.bridge.training.config import runtime_config_update
+
+        def complete(fsdp=False, **settings):
+            places = str(inputs.hf), str(inputs.data), None, str(tmp_path)
+            cfg = Start("sharded", *places, steps(1), fsdp=fsdp, bf16=True).config()
+            if not fsdp:
+                cfg.ddp.use_distributed_optimizer = cfg.optimizer.use_distributed_optimizer = True
+            for name, value in settings.items():
+                setattr(cfg.checkpoint, name, value)
+            runtime_config_update(cfg)
+
+        complete()
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        with pytest.raises(
+            ValueError, match=r"under optimizer.use_distributed_optimizer megatron-core saves and cannot"
+        ):
+            complete()
+        with pytest.raises(ValueError, match=r"under ddp.use_megatron_fsdp megatron-core waits for without end"):
+            complete(fsdp=True)
+        with pytest.raises(ValueError, match="and load_optim False"):
+            complete(save_optim=False)  # and loads what another run has saved
+        complete(save=None, load=None)
+        for fsdp in (False, True):
+            complete(fsdp, save_optim=False, load_optim=False)
 
     def test_the_small_loop_reads_them_itself(self, inputs, tmp_path):
         from qwen3vl_bridge.training.loop import set_up

@@ -7,6 +7,7 @@ printing (`printing.py`), how a command is run (`cli.py`).
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 
 from qwen3vl_bridge.checkpoint import cli, printing
@@ -65,3 +66,7 @@ def _run_merge(options: argparse.Namespace) -> int:
 def _asked(options: argparse.Namespace) -> dict:
     names = ("base_model", "torch_dtype", "iteration", "trust_remote_code")
     return {name: getattr(options, name) for name in names} | cli.how_of(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -285,3 +285,7 @@ def _run_inspect(options: argparse.Namespace) -> int:
         raise CheckpointError(f"{options.hf_model}: found no config.json, expected the folder of a Hugging Face model")
     found = inspect_checkpoint(str(options.megatron_path or options.hf_model), iteration=options.iteration)
     return printing.contents(found, options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

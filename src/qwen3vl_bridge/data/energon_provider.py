@@ -22,6 +22,7 @@ from .energon import MeasuringTaskEncoder, Qwen3VLTaskEncoder
 from .energon_loading import EnergonModule, digest, named
 from .energon_stream import EnergonStream, Share, one_pass
 from .row_settings import ConversationRows
+from .workers import ignoring
 
 _PACKED_TOGETHER = 128
 _PARTS = {"train": "train", "valid": "val", "test": "test"}  # energon's names of splits
@@ -147,7 +148,7 @@ class Qwen3VLEnergonProvider(ConversationRows):
         task_encoder, workers = self._task_encoder(), self.num_val_workers
         samples = get_loader(self._in_order(split, self.num_workers if workers is None else workers))
         return one_pass(
-            iter(samples),
+            iter(self._undisturbed(samples)),
             task_encoder,
             Share(dp_rank, dp_size),
             micro_batch_size=self.micro_batch_size,
@@ -188,9 +189,16 @@ class Qwen3VLEnergonProvider(ConversationRows):
                 **self.dataset_kwargs,
             )
             with named(self.path):
-                return module.train_dataloader() if split == "train" else module.val_dataloader()
+                loader = module.train_dataloader() if split == "train" else module.val_dataloader()
+            self._undisturbed(loader._dataloader)
+            return loader
 
         return EnergonStream(make, lambda loader: self._fingerprint(loader, share), energon_torch_load, share)
+
+    def _undisturbed(self, loader: Any) -> Any:
+        """One of energon's loaders, before its workers are started; Megatron-Bridge's setting reaches its own alone."""
+        loader.worker_init_fn = ignoring(self.ignored_signal, loader.worker_init_fn)
+        return loader
 
     def _in_order(self, split: str, num_workers: int) -> Any:
         """Energon's dataset of a split's measured samples, each once."""

@@ -146,6 +146,7 @@ class Qwen3VLConversationProvider(ConversationRows):
             dp_size=dp_size,
             micro_batch_size=micro_batch_size,
             num_workers=self.num_workers,
+            ignored_signal=self.ignored_signal,
         )
 
     def evaluation(

@@ -44,6 +44,8 @@ class ConversationRows(DatasetProvider):
         answers: which of an assistant's answers to train on, "all" or the "last".
         vision: how much is seen of pictures and videos, where not as the checkpoint says.
         pixel_dtype: what pixels leave as.
+        ignored_signal: number of a signal that processes which read ahead leave to the one they read for; a
+            `Qwen3VLConfigContainer` sets it from `train.exit_signal_handler_for_dataloader`.
     """
 
     # Settings of Megatron-Bridge that mean nothing here, with the value that says nothing.
@@ -59,6 +61,7 @@ class ConversationRows(DatasetProvider):
     answers: Answers = "all"
     vision: VisionLimits = field(default_factory=VisionLimits)
     pixel_dtype: torch.dtype = torch.float32
+    ignored_signal: int | None = None
 
     def finalize(self) -> None:
         """Check what can be checked without reading data.

@@ -23,6 +23,7 @@ from .errors import DataError
 from .fingerprints import check_position
 from .plan import Window
 from .rows import Row, RowDataset, without_loss
+from .workers import ignoring
 
 
 class BatchStream(Iterator[PackedBatch]):
@@ -36,6 +37,7 @@ class BatchStream(Iterator[PackedBatch]):
         dp_size: int = 1,
         micro_batch_size: int = 1,
         num_workers: int = 0,
+        ignored_signal: int | None = None,
     ) -> None:
         """Start at the first row.
 
@@ -45,9 +47,10 @@ class BatchStream(Iterator[PackedBatch]):
             dp_size: how many there are.
             micro_batch_size: rows of a microbatch.
             num_workers: processes that read and encode ahead; 0 for none.
+            ignored_signal: that these leave to this process.
         """
         _check_share(dp_rank, dp_size, micro_batch_size)
-        self._rows, self._num_workers = rows, num_workers
+        self._rows, self._num_workers, self._ignored_signal = rows, num_workers, ignored_signal
         self._first, self._micro_batch_size = dp_rank * micro_batch_size, micro_batch_size
         self._group = dp_size * micro_batch_size
         self._next_row, self._window = 0, Window()
@@ -80,6 +83,7 @@ class BatchStream(Iterator[PackedBatch]):
                 batch_sampler=groups,
                 collate_fn=_Collate(self._rows),
                 num_workers=self._num_workers,
+                worker_init_fn=ignoring(self._ignored_signal),
                 # Otherwise it draws from the global generator here, and a resumed run differs from an unbroken one.
                 generator=torch.Generator(),
             )

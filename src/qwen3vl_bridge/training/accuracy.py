@@ -13,7 +13,7 @@ from typing import Any
 from qwen3vl_bridge.data.questions import Question, questions
 from qwen3vl_bridge.data.row_settings import ConversationRows
 from qwen3vl_bridge.data.sources import open_source
-from qwen3vl_bridge.generation import generate
+from qwen3vl_bridge.generation import generate, ranks_in_step
 from qwen3vl_bridge.parallel import sum_counts
 from qwen3vl_bridge.training.config import AccuracyConfig
 from qwen3vl_bridge.training.trackers import publish
@@ -32,7 +32,8 @@ _TOGETHER = 16  # questions of one batch
 class Accuracy(Callback):
     """Asks at each evaluation; the share of right answers is `accuracy`.
 
-    Data-parallel ranks ask different questions. Where they share experts they have to decode in step, and all ask all.
+    Data-parallel ranks ask different questions. Where they share experts, or parameters under Megatron-FSDP, they have
+    to decode in step, and all ask all.
     """
 
     def __init__(self, cfg: ConfigContainer) -> None:
@@ -43,7 +44,7 @@ class Accuracy(Callback):
     def on_eval_end(self, context: CallbackContext) -> None:
         """Ask."""
         groups = get_attr_wrapped_model(context.model[0], "pg_collection")
-        shared = groups.ep.size() > 1
+        shared = ranks_in_step(context.model) is not None
         rank, ranks = (0, 1) if shared else (groups.dp.rank(), groups.dp.size())
         if self._questions is None:
             self._questions = self._read()[rank::ranks]

@@ -10,6 +10,7 @@ from qwen3vl_bridge.training.before_step import BeforeStep
 from qwen3vl_bridge.training.config import Qwen3VLConfigContainer
 from qwen3vl_bridge.training.metrics import Metrics
 from qwen3vl_bridge.training.modules import Modules
+from qwen3vl_bridge.training.saving_process import check_script
 
 from megatron.bridge.training.callbacks import Callback
 from megatron.bridge.training.config import ConfigContainer
@@ -25,7 +26,9 @@ def training_callbacks(cfg: ConfigContainer) -> list[Callback]:
 
     Raises:
         ValueError: a configuration that could not be followed.
+        RuntimeError: this is a process that saving has started, which runs the script again.
     """
+    check_script()
     callbacks: list[Callback] = [BeforeStep()]  # whose norms the metrics show
     if cfg.model.dist_train.use_dist_train:
         callbacks.append(Modules())

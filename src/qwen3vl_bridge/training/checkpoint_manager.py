@@ -27,6 +27,7 @@ from qwen3vl_bridge.checkpoint.megatron_folder import TORCH_DIST, find_iteration
 from qwen3vl_bridge.parallel import hear_all, tell_all
 from qwen3vl_bridge.training.modules_checkpoint import as_one_model
 from qwen3vl_bridge.training.optimizer_groups import loads_either_form
+from qwen3vl_bridge.training.saving_process import signals_kept, start_saving_process
 from qwen3vl_bridge.training.together import is_first, together
 
 from megatron.bridge.training.checkpointing import (
@@ -56,6 +57,20 @@ _RANDOM = "rng_state"
 class Qwen3VLCheckpointManager(DefaultCheckpointManager):
     """Megatron-Bridge's, which loads no first weights, and takes modules on ranks of their own for one model."""
 
+    def __init__(self, checkpoint_config: CheckpointConfig) -> None:
+        """Get ready to save, before a model is built.
+
+        Args:
+            checkpoint_config: the run's.
+
+        Raises:
+            RuntimeError: a script whose process for saving would train.
+        """
+        super().__init__(checkpoint_config)
+        by_itself = checkpoint_config.save is not None and not checkpoint_config.async_save
+        if by_itself and checkpoint_config.ckpt_format == TORCH_DIST:
+            start_saving_process()
+
     def save(self, ctx: CheckpointSaveContext, callback_manager: Any) -> None:
         """Save a checkpoint.
 
@@ -63,7 +78,7 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
             ctx: Megatron-Bridge's.
             callback_manager: Megatron-Bridge's.
         """
-        with as_one_model(ctx) as whole:
+        with as_one_model(ctx) as whole, signals_kept():
             super().save(whole, callback_manager)
 
     def load(self, ctx: CheckpointLoadContext) -> tuple[int, int]:

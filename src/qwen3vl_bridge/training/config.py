@@ -13,15 +13,19 @@ from typing import Literal, get_args
 from qwen3vl_bridge.data.row_settings import ConversationRows
 from qwen3vl_bridge.dist_train import check_world, expect
 from qwen3vl_bridge.training.checkpoint_manager import MANAGER, manage_checkpoints
+from qwen3vl_bridge.training.exit_signal import leave_exit_signal_to_run
 from qwen3vl_bridge.training.first_weights import read_first_weights
 from qwen3vl_bridge.training.global_batch import check_balance, check_share
 from qwen3vl_bridge.training.host_memory import check_host_memory
 from qwen3vl_bridge.training.modules_evaluation import evaluate_modules_together
+from qwen3vl_bridge.training.saving_process import check_script
 from qwen3vl_bridge.training.towers import Qwen3VLTowers, check_towers
+from qwen3vl_bridge.training.warmup import check_warmup
 
 import torch
 from megatron.bridge.training.config import ConfigContainer, OptimizerConfigOverrideProvider, RerunStateMachineConfig
 from megatron.bridge.utils.common_utils import get_world_size_safe
+from megatron.core.optimizer import Adam
 
 logger = logging.getLogger(__name__)
 
@@ -141,12 +145,14 @@ class Qwen3VLConfigContainer(ConfigContainer):
         Raises:
             ValueError: settings that contradict each other.
         """
+        check_script()
         check_lengths(self)
         self._check_modules()
         self.accuracy.finalize()
         if self.accuracy.path is not None:
             self._check_accuracy()
         check_towers(self)
+        check_warmup(self)
         check_share(self, self.get_data_parallel_size(get_world_size_safe()))
         check_balance(self)
         if self.guard is not None:
@@ -154,6 +160,8 @@ class Qwen3VLConfigContainer(ConfigContainer):
         super().validate()
         self._check_shards_are_saved()
         check_host_memory(self)
+        self._check_moments_are_saved()
+        leave_exit_signal_to_run(self)
         manage_checkpoints(self)
         read_first_weights(self)
         if self.model.dist_train.use_dist_train:
@@ -209,6 +217,24 @@ class Qwen3VLConfigContainer(ConfigContainer):
                 "as 'bf16_mixed', or checkpoint.save None"
             )
 
+    def _check_moments_are_saved(self) -> None:
+        """megatron-core's sharded optimizers count on Adam's fused kinds, which keep steps and moments otherwise."""
+        if Adam is not torch.optim.AdamW or not torch.cuda.is_available():  # the small loop saves by itself
+            return
+        fsdp, settings = self.ddp.use_megatron_fsdp, self.checkpoint
+        saved = settings.save is not None and settings.save_optim
+        loaded = settings.load is not None and settings.load_optim and not settings.finetune
+        if (fsdp or self.optimizer.use_distributed_optimizer) and (saved or loaded):
+            kind, fault = "optimizer.use_distributed_optimizer", "saves and cannot load again"
+            if fsdp:
+                kind, fault = "ddp.use_megatron_fsdp", "waits for without end when it saves them"
+            raise ValueError(
+                f"neither Transformer Engine nor Apex is installed, so moments are those of torch's Adam, which under "
+                f"{kind} megatron-core {fault}: expected one of the two to be installed; or ddp.use_megatron_fsdp, "
+                "ddp.use_distributed_optimizer and optimizer.use_distributed_optimizer False; or "
+                "checkpoint.save_optim and load_optim False, and a run that goes on without its moments"
+            )
+
     def _check_guard(self, guard: GuardConfig) -> None:
         guard.finalize()
         stops = {
@@ -233,6 +259,12 @@ class Qwen3VLConfigContainer(ConfigContainer):
             raise ValueError(
                 f"accuracy.path is {self.accuracy.path!r} with {' and '.join(wrong)}: generation needs a whole model, "
                 "or one under tensor parallelism; expected accuracy.path None"
+            )
+        if self.dist.use_torch_fsdp2:
+            raise ValueError(
+                f"accuracy.path is {self.accuracy.path!r} with dist.use_torch_fsdp2: generation calls parts of the "
+                "model, whose parameters torch's FSDP gathers for the whole of it alone; expected accuracy.path None, "
+                "or ddp.use_megatron_fsdp"
             )
         if not isinstance(self.dataset, ConversationRows):
             raise ValueError(

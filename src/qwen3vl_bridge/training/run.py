@@ -20,6 +20,7 @@ from qwen3vl_bridge.parallel_settings import check_microbatches
 from qwen3vl_bridge.peft import Qwen3VLParts
 from qwen3vl_bridge.training.checkpoint_manager import leave_checkpoints
 from qwen3vl_bridge.training.config import check_lengths
+from qwen3vl_bridge.training.exit_signal import leave_exit_signal_to_run
 from qwen3vl_bridge.training.first_weights import leave_first_weights
 from qwen3vl_bridge.training.followed import check_checkpoint_settings
 from qwen3vl_bridge.training.global_batch import check_share
@@ -92,6 +93,7 @@ def assemble(cfg: ConfigContainer, pretrained: Pretrained | None = None) -> Run:
     if cfg.peft is not None:
         _check_adapters(cfg, pretrained)
     runtime_config_update(cfg)
+    leave_exit_signal_to_run(cfg)
     leave_checkpoints(cfg)
     leave_first_weights(cfg)
     config_yaml = dump_dataclass_to_yaml(cfg.to_dict())

@@ -15,6 +15,8 @@ from typing import Any, Protocol
 
 from qwen3vl_bridge.data.fingerprints import check_position
 from qwen3vl_bridge.data.row_settings import ConversationRows
+from qwen3vl_bridge.data.workers import ignoring
+from qwen3vl_bridge.training.exit_signal import ignored_signal
 
 import torch
 from megatron.bridge.data.base import DatasetProvider
@@ -226,6 +228,7 @@ def _loader(
             data,
             batch_sampler=_microbatches(sampler, micro_batch_size, endless=dataset.dataloader_type != "single"),
             num_workers=dataset.num_workers,
+            worker_init_fn=ignoring(ignored_signal(cfg)),
             collate_fn=getattr(data, "collate_fn", None),
             pin_memory=dataset.pin_memory and torch.cuda.is_available(),
             # Otherwise it draws from the global generator here, and a resumed run differs from an unbroken one.

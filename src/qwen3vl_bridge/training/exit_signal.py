@@ -1,0 +1,54 @@
+"""The signal that asks a run to save and leave: which processes of a rank leave it to the run.
+
+What lives here: what the configuration says about them. What may not: the handler, which is Megatron-Bridge's; how
+workers begin (`data/workers.py`), the process that saving starts (`saving_process.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+
+from qwen3vl_bridge.data.row_settings import ConversationRows
+from qwen3vl_bridge.data.workers import end_workers_at_exit
+
+from megatron.bridge.data.builders.energon import EnergonDatasetConfig
+from megatron.bridge.training.config import ConfigContainer
+
+logger = logging.getLogger(__name__)
+
+
+def ignored_signal(cfg: ConfigContainer) -> int | None:
+    """Number of the signal that processes which read ahead ignore; None for none.
+
+    Args:
+        cfg: a run's.
+    """
+    return int(cfg.train.exit_signal) if cfg.train.exit_signal_handler_for_dataloader else None
+
+
+def leave_exit_signal_to_run(cfg: ConfigContainer) -> None:
+    """Let workers of our data sets ignore it in either loop, and say where a run could not save for its workers.
+
+    Args:
+        cfg: changed in place; a second call changes nothing more.
+    """
+    number = ignored_signal(cfg)
+    if isinstance(cfg.dataset, ConversationRows):
+        cfg.dataset.ignored_signal = number
+    if number is not None:
+        end_workers_at_exit()  # those of Megatron-Bridge's own loaders too
+    if not cfg.train.exit_signal_handler or not getattr(cfg.dataset, "num_workers", 0):
+        return
+    ends = "launchers send the signal to them too, they end by it, and the run ends with them before it can save"
+    if not cfg.train.exit_signal_handler_for_dataloader:
+        logger.warning(
+            "train.exit_signal_handler is on, but not for the %d processes that read ahead: %s; set "
+            "train.exit_signal_handler_for_dataloader=true, or dataset.num_workers=0",
+            *(cfg.dataset.num_workers, ends),
+        )
+    elif isinstance(cfg.dataset, EnergonDatasetConfig):
+        logger.warning(
+            "train.exit_signal_handler_for_dataloader does not reach the loaders of EnergonDatasetConfig: %s; set "
+            "dataset.num_workers=0, or take Qwen3VLEnergonProvider",
+            ends,
+        )

@@ -1,0 +1,83 @@
+"""Processes that read ahead outlive the signal that asks a run to save and leave: torchrun sends it to them too."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from itertools import islice
+
+from qwen3vl_bridge.data import BatchStream
+
+import pytest
+
+from .conftest import picture
+from .test_energon import asked
+from .webdatasets import provider_of, write_checkpoint, write_folder
+
+AHEAD = 8  # more batches than workers have read ahead
+
+
+def signalled(batches: Iterator) -> int:
+    """Send the signal to all processes that read ahead, and ask for more; returns how many are still there."""
+    others = multiprocessing.active_children()
+    next(batches)
+    workers = [process for process in multiprocessing.active_children() if process not in others]
+    for worker in workers:
+        os.kill(worker.pid, signal.SIGTERM)
+    time.sleep(0.2)
+    assert len(list(islice(batches, AHEAD))) == AHEAD
+    return sum(worker.is_alive() for worker in workers)
+
+
+@pytest.fixture(scope="module")
+def energon(processor, tmp_path_factory):
+    """A provider of conversations about a picture each."""
+    gc.freeze()  # energon collects garbage as a stream begins, in workers too
+    folder = tmp_path_factory.mktemp("workers")
+    content = picture(folder / "picture.png", 32, 32).read_bytes()
+    parts = asked({"type": "image", "image": "png"}, {"type": "text", "text": "which"})
+    samples = [(f"s{n}", {"json": {"messages": parts}, "png": content}) for n in range(8)]
+    data = write_folder(folder / "wds", train=[samples[:4], samples[4:6]], val=[samples[6:7]], test=[samples[7:]])
+    hf = write_checkpoint(tmp_path_factory.mktemp("hf"), processor)
+    return lambda **settings: provider_of(hf, data, pack=False, num_workers=1, **settings)
+
+
+def test_rows_by_number(make_rows):
+    assert signalled(BatchStream(make_rows()(), num_workers=2, ignored_signal=signal.SIGTERM)) == 2
+
+
+def test_webdatasets(energon):
+    assert signalled(energon(ignored_signal=signal.SIGTERM).stream("train")) == 1
+
+
+def test_they_end_where_nothing_is_said(make_rows):
+    with pytest.raises(RuntimeError, match="DataLoader worker"):
+        signalled(BatchStream(make_rows()(), num_workers=1))
+
+
+# Megatron-Bridge's loaders have a handler of Python's, ours ignore the signal.
+FAILS = """
+import signal, sys
+from qwen3vl_bridge.data.workers import end_workers_at_exit, ignoring
+from torch.utils.data import DataLoader
+
+end_workers_at_exit()
+begin = ignoring(signal.SIGTERM)
+if sys.argv[1:]:
+    begin = lambda _: signal.signal(signal.SIGTERM, lambda *_: None)
+batches = iter(DataLoader(range(99), num_workers=2, worker_init_fn=begin))
+next(batches)
+raise ValueError("as in a step")
+"""
+
+
+@pytest.mark.parametrize("whose", [[], ["theirs"]], ids=["ours", "theirs"])
+def test_a_run_that_fails_does_not_wait_for_them(whose):
+    done = subprocess.run([sys.executable, "-c", FAILS, *whose], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "as in a step" in done.stderr and "killed" not in done.stderr

@@ -1,0 +1,146 @@
+"""Lines that people start runs with, as they stand in the documentation and in docstrings."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from qwen3vl_recipes.dry_run import finalised
+from qwen3vl_recipes.registry import recipes
+
+ROOT = Path(__file__).parents[2]
+DOCS = (ROOT / "docs" / "recipes.md").read_text()
+# Starts what it is given on each node, as srun does with one task a node.
+SRUN = """#!/bin/bash
+for node in $(seq "$SLURM_NNODES"); do "$@" & tasks="$tasks $!"; done
+for task in $tasks; do wait "$task" || exit 1; done
+"""
+SHORT = (
+    "train.train_iters=2 scheduler.lr_warmup_iters=0 train.global_batch_size=2 validation.eval_iters=0 "
+    "model.seq_length=128 dataset.seq_length=128 dataset.num_workers=0"
+)
+
+
+def block(language: str) -> str:
+    """The only block of a language about several nodes."""
+    section = DOCS.split("\n## On several nodes\n", 1)[1].split("\n## ", 1)[0]
+    (only,) = re.findall(rf"```{language}\n(.*?)```", section, re.DOTALL)
+    return only
+
+
+def words(text: str) -> list[str]:
+    """Of a command over several lines."""
+    return shlex.split(text.replace("\\\n", " "))
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("", 0))
+        return found.getsockname()[1]
+
+
+def test_two_nodes_are_one_run(tmp_path, untied_folder):
+    """The script for Slurm with its commands' namesakes: two agents of torchrun that meet, and a run of two ranks."""
+    from examples.digits.dataset import make_dataset
+
+    make_dataset(tmp_path / "data")
+    commands = {"srun": SRUN, "scontrol": "#!/bin/bash\necho 127.0.0.1\n"}
+    for name, text in commands.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    settings = f"--hf-path {untied_folder} {SHORT}"
+    script = block("bash")
+    for text, other in {
+        "--nproc_per_node 8": "--nproc_per_node 1",
+        ":29500": f":{free_port()}",
+        "qwen3_vl_8b_pretrain_config": f"qwen3_vl_digits_sft_config {settings}",
+        "--data-path DATA": f"--data-path {tmp_path / 'data'}",
+        "--save RUN": f"--save {tmp_path / 'run'}",
+    }.items():
+        assert text in script
+        script = script.replace(text, other)
+    (tmp_path / "job").write_text(script)
+    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    slurm = dict(SLURM_JOB_NODELIST="node[1-2]", SLURM_NNODES="2", SLURM_JOB_ID="77", OMP_NUM_THREADS="1", PATH=path)
+    done = subprocess.run(
+        ["bash", tmp_path / "job"], cwd=ROOT, env=os.environ | slurm, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+    ranks = {path.name.split("_")[2] for path in (tmp_path / "run" / "iter_0000002").glob("*.distcp")}
+    assert ranks == {"0", "1"}
+
+
+def test_lines_for_several_nodes_are_one():
+    """By hand, under Slurm, and in the docstring of the script."""
+    by_hand = words(block("console"))
+    (by_slurm,) = (line for line in block("bash").replace("\\\n", " ").splitlines() if line.startswith("srun "))
+    under_slurm = {"srun": None, "$SLURM_NNODES": "8", "$host:29500": "HOST:29500", "$SLURM_JOB_ID": "RUN_ID"}
+    assert by_hand == [there for word in words(by_slurm) if (there := under_slurm.get(word, word))]
+    docstring = ast.get_docstring(ast.parse((ROOT / "recipes" / "pretrain.py").read_text()))
+    assert by_hand == words(docstring[docstring.index("torchrun") :])
+    assert recipes()["qwen3_vl_8b_pretrain_config"].gpus == 8 * 8
+
+
+def test_names_that_megatron_bridge_has_too():
+    folder = Path(importlib.util.find_spec("megatron.bridge").origin).parent
+    file = folder / "recipes" / "qwen_vl" / "qwen3_vl.py"
+    if not file.exists():
+        pytest.skip("this release of Megatron-Bridge has its recipes elsewhere")
+    theirs = {alias.asname for node in ast.walk(ast.parse(file.read_text())) for alias in getattr(node, "names", ())}
+    section = DOCS.split("\n## Names that Megatron-Bridge has too\n", 1)[1].split("\n## ", 1)[0]
+    sizes, kinds = re.search(r"`qwen3_vl_{(.*?)}_{(.*?)}_config`", section).groups()
+    said = {f"qwen3_vl_{size}_{kind}_config" for size in sizes.split(",") for kind in kinds.split(",")}
+    assert theirs & recipes().keys() == said and len(said) == 6
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["qwen3vl_recipes.cli", *(f"qwen3vl_bridge.{name}" for name in ("data.cli", "planning.cli", "checkpoint.cli",
+    "checkpoint.adapters_cli"))],
+)  # fmt: skip
+def test_a_module_of_commands_answers(module):
+    """As `python -m` and `torchrun -m` start it; one that only defined functions would end with 0."""
+    done = subprocess.run([sys.executable, "-m", module], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2 and "usage:" in done.stderr and "Error" not in done.stderr
+
+
+def test_either_command_of_the_recipes_module(capsys):
+    from qwen3vl_recipes import cli
+
+    cli.main(["pretrain", "--list"])
+    said = capsys.readouterr()
+    assert "qwen3_vl_8b_sft_config" in said.out and "Megatron-Bridge's as well" in said.err
+    with pytest.raises(SystemExit):
+        cli.main(["evaluate"])
+    assert "invalid choice: 'evaluate'" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("alone")
+@mock.patch.dict(os.environ)
+def test_recipes_let_the_allocator_grow_its_segments():
+    """As Megatron-Bridge's do, whose set-up puts it where it is not said otherwise; a dry run leaves nothing behind."""
+    from megatron.bridge.training.config import apply_environment_variables
+
+    old, new = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
+    for name in (old, new):
+        os.environ.pop(name, None)
+    cfg = recipes()["qwen3_vl_2b_sft_fsdp_config"].function()
+    finalised(cfg, 8)
+    assert old not in os.environ
+    apply_environment_variables(cfg)
+    assert os.environ[old] == "expandable_segments:True"
+    os.environ[old] = "max_split_size_mb:64"
+    apply_environment_variables(cfg)
+    assert os.environ[old] == "max_split_size_mb:64"
+    os.environ[new] = "max_split_size_mb:64"  # which the older name would put out of force
+    assert old not in recipes()["qwen3_vl_2b_sft_config"].function().env_vars
