@@ -4,7 +4,7 @@ import importlib.util
 import subprocess
 import sys
 
-from qwen3vl_bridge import hooks
+from qwen3vl_bridge import patches
 
 import pytest
 
@@ -73,7 +73,7 @@ def test_megatron_bridges_loop_starts_without_the_package_for_restarts_or_a_make
 def test_data_helpers_are_compiled_where_there_is_something_to_compile(tmp_path, monkeypatch):
     """From megatron-core's sources in place, as in NVIDIA's containers, a Makefile lies beside what it makes."""
     made, done = tmp_path / "helpers_cpp.so", []
-    compile_helpers = hooks._unless_compiled(lambda: done.append(made))
+    compile_helpers = patches._unless_compiled(lambda: done.append(made))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: importlib.util.spec_from_file_location(name, made))
     compile_helpers()
     assert not done

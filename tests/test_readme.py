@@ -129,7 +129,6 @@ def test_a_script_of_ones_own(own_script):
     assert forward_step is qwen3vl_bridge.forward_step and len(callbacks) == 2
 
 
-@pytest.mark.xfail(reason="the README's script has no guard yet", strict=True)
 def test_a_script_of_ones_own_does_nothing_in_the_process_that_saving_starts(own_script):
     """Which imports it under this name."""
     assert own_script("__mp_main__") == []

@@ -1,7 +1,8 @@
 """What happens when Megatron is imported: our bridges register, and what this machine lacks is seen to.
 
 What lives here: one import hook and the things it does. What may not: anything that imports torch or Megatron
-when this module is loaded, and the redirections for a machine without CUDA themselves (`cpu.py`).
+when this module is loaded, the redirections for a machine without CUDA (`cpu.py`), functions of Megatron's that are
+replaced (`patches.py`).
 
 A hook instead of an import, for two reasons. Megatron-Bridge takes about ten seconds to import, which commands that
 don't need it should not pay. And two of its modules cannot be imported at all without packages that an ordinary host
@@ -11,19 +12,18 @@ may lack, so something has to be in place before `import megatron.bridge` runs.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
-from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import ClassVar
+
+from qwen3vl_bridge import patches
 
 _BRIDGE_MODELS = "megatron.bridge.models"
-_AUTO_BRIDGE = "megatron.bridge.models.conversion.auto_bridge"
 # The modules of Megatron-Bridge that cannot be imported without a package of which they need no more than names, and
 # the modules of that package which they import. `lora_layers` names classes that it uses only where layers of
 # Transformer Engine are there. `pretrain`, which all training goes through, annotates an argument with a class of the
@@ -35,11 +35,6 @@ _NEEDED_FOR_NAMES = {
 }
 # And two that ask megatron-core for Transformer Engine's layers and take the empty names they get for classes.
 _MISTAKE_NAMES_FOR_CLASSES = ("megatron.bridge.peft.utils", "megatron.bridge.peft.module_matcher")
-_DATASETS = "megatron.core.datasets"
-# Where Megatron-Bridge finds the class that a saved configuration names. It has no registry to enter another one in.
-_FINDS_SAVED_CLASSES = "megatron.bridge.utils.instantiate_utils"
-# And where it reads the one format of checkpoint whose names depend on what a model is made of.
-_READS_CHECKPOINTS = "megatron.bridge.training.checkpointing"
 
 
 def install() -> None:
@@ -111,15 +106,7 @@ class _Imports(MetaPathFinder):
             cpu.adopt(module)
         if module.__name__ in _MISTAKE_NAMES_FOR_CLASSES and not _is_installed("transformer_engine"):
             vars(module).update({name: False for name in vars(module) if name.startswith("HAVE_TE")})
-        # As whoever imports it has it too, wherever the hook was installed.
-        if getattr(vars(module).get("compile_helpers"), "__module__", None) == f"{_DATASETS}.utils":
-            module.compile_helpers = _unless_compiled(module.compile_helpers)  # type: ignore[attr-defined]
-        if module.__name__ == _FINDS_SAVED_CLASSES:
-            _give_ours(module)
-        if module.__name__ == _READS_CHECKPOINTS:
-            _read_every_weight(module)
-        if module.__name__ == _AUTO_BRIDGE:
-            _save_adapters_of_ours(module.AutoBridge)
+        patches.apply(module)
         # When its models are there, Megatron-Bridge has registered its own Qwen3-VL; the later registration wins.
         self.register_later |= module.__name__ == _BRIDGE_MODELS
         if self.register_later and not self.ours_running:
@@ -127,78 +114,8 @@ class _Imports(MetaPathFinder):
             importlib.import_module("qwen3vl_bridge.bridge")
 
 
-def _save_adapters_of_ours(auto_bridge: Any) -> None:
-    """Have `AutoBridge.save_hf_adapter` write our models' adapters by our function.
-
-    Its own knows neither DoRA's magnitudes nor how `peft` packs experts', nor alphas that differ, and asks no bridge;
-    Megatron-Bridge's training and RL frameworks call it at every checkpoint. `export_adapter_ckpt` takes any run's
-    adapters for LoRA.
-    """
-    save, export = auto_bridge.save_hf_adapter, auto_bridge.export_adapter_ckpt
-
-    @functools.wraps(save)
-    def save_hf_adapter(self: Any, *args: Any, **kwargs: Any) -> None:
-        from qwen3vl_bridge import peft_export
-
-        ours = isinstance(self._model_bridge, peft_export.AdapterConversion)
-        (peft_export.save_hf_adapter if ours else save)(self, *args, **kwargs)
-
-    @functools.wraps(export)
-    def export_adapter_ckpt(self: Any, peft_checkpoint: str | Path, *args: Any, **kwargs: Any) -> None:
-        from qwen3vl_bridge import peft_export
-
-        if isinstance(self._model_bridge, peft_export.AdapterConversion):
-            peft_export.refuse_run_of_dora(peft_checkpoint)
-        export(self, peft_checkpoint, *args, **kwargs)
-
-    auto_bridge.save_hf_adapter, auto_bridge.export_adapter_ckpt = save_hf_adapter, export_adapter_ckpt
-
-
 def _is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
-
-
-def _unless_compiled(compile_helpers: Callable[[], None]) -> Callable[[], None]:
-    """megatron-core's function that compiles the indices of its GPT data sets, which Megatron-Bridge's set-up calls.
-
-    A wheel has them compiled, and no Makefile, for want of which that function would end the process.
-    """
-
-    def compile_where_possible() -> None:
-        compiled = importlib.util.find_spec(f"{_DATASETS}.helpers_cpp")
-        if compiled is None or Path(str(compiled.origin)).with_name("Makefile").exists():
-            compile_helpers()
-
-    return compile_where_possible
-
-
-def _give_ours(module: Any) -> None:
-    """A saved configuration that names Megatron-Bridge's Qwen3-VL gives ours. The classes themselves stay its own."""
-    theirs = module._resolve_target
-
-    @functools.wraps(theirs)
-    def resolve(target: Any, full_key: Any, check_callable: bool = True) -> Any:
-        found = theirs(target, full_key, check_callable)
-        if not check_callable:  # named to be referred to, not to be built
-            return found
-        from qwen3vl_bridge.saved_providers import ours_for
-
-        return ours_for(found)
-
-    module._resolve_target = module._mcore_instantiate_utils._resolve_target = resolve
-
-
-def _read_every_weight(module: Any) -> None:
-    """Megatron-Bridge passes over weights that it does not find; of our models it has to find all."""
-    theirs = module.load_fsdp_dtensor_checkpoint
-
-    @functools.wraps(theirs)
-    def load(*args: Any, **kwargs: Any) -> Any:
-        from qwen3vl_bridge.training.fsdp_loader import load_every_weight
-
-        return load_every_weight(theirs, *args, **kwargs)
-
-    module.load_fsdp_dtensor_checkpoint = load
 
 
 class _StandIn(ModuleType):
