@@ -1,7 +1,7 @@
 """Settings of experts that contradict each other, or would change what real tokens are trained to.
 
-What lives here: their check. What may not: fields (`provider.py`), what has one value (`fixed_settings.py`), how experts
-are split (`parallel_settings.py`), the router (`model/router.py`).
+What lives here: their check. What may not: fields (`provider.py`), what has one value (`fixed_settings.py`), how
+experts are split (`parallel_settings.py`), the router (`model/router.py`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def check_experts(provider: Qwen3VLMoEModelProvider) -> None:
     """
     if not provider.num_moe_experts or not provider.moe_layers:
         raise ValueError(
-            f"num_moe_experts is {provider.num_moe_experts}, moe_layer_freq {provider.moe_layer_freq}: expected experts "
-            "in one layer or more. A model without is Qwen3VLModelProvider's"
+            f"num_moe_experts is {provider.num_moe_experts}, moe_layer_freq {provider.moe_layer_freq}: expected "
+            "experts in one layer or more. A model without is Qwen3VLModelProvider's"
         )
     if not 0 < provider.moe_router_topk <= provider.num_moe_experts:
         raise ValueError(f"moe_router_topk is {provider.moe_router_topk}, expected 1 to {provider.num_moe_experts}")

@@ -1,6 +1,7 @@
 """The vision tower's transformer configuration and what its work costs, derived from the provider.
 
-What lives here: the derivation, and whether the tower fits the text model. What may not: fields (`provider.py`), modules (`model/vision.py`).
+What lives here: the derivation, and whether the tower fits the text model. What may not: fields (`provider.py`),
+modules (`model/vision.py`).
 """
 
 from __future__ import annotations
