@@ -189,6 +189,12 @@ def test_megatron_bridges_example_of_overrides():
     set_on(provider, OVERRIDES)
 
 
+def test_sharing_pictures_is_no_choice():
+    """With `vision_dp_when_cp` Megatron-Bridge's model does what ours always does."""
+    for shared in (True, False):
+        set_on(provider_of(DENSE, {}), dict(context_parallel_size=2, vision_dp_when_cp=shared))
+
+
 def test_a_performance_recipe_is_told_what_to_set():
     """Megatron-Bridge's capture layers in CUDA graphs."""
     with pytest.raises(ValueError, match="cuda_graph_impl is 'transformer_engine', expected 'none': rows, pictures"):
