@@ -78,6 +78,3 @@ FIXED_WITH_EXPERTS: Mapping[str, Any] = {
     "expert_tensor_parallel_num_weight_shards": None,
     "expert_gtp_weight_remat_size": 1,
 }
-
-# Kinds of load balancing that see tokens alone: not their order, and not which of them share a row.
-ROUTING = frozenset({"aux_loss", "global_aux_loss", "none"})

@@ -22,6 +22,8 @@ from megatron.core.utils import get_te_version, is_te_min_version
 if TYPE_CHECKING:
     from qwen3vl_bridge.provider import Qwen3VLModelProvider
 
+    from megatron.core.distributed import DistributedDataParallelConfig
+
 logger = logging.getLogger(__name__)
 
 _LOCAL_CONTEXT = {None, "all_gather"}
@@ -66,6 +68,16 @@ def complete_parallel(provider: Qwen3VLModelProvider) -> None:
             "and what to report, as this package's step does; or calculate_per_token_loss=True",
             context,
         )
+
+
+def complete_ddp(provider: Qwen3VLModelProvider, ddp: DistributedDataParallelConfig | None) -> None:
+    """Have gradients added up where losses are divided by tokens; Megatron-Bridge's recipes have them averaged."""
+    if ddp is not None and ddp.average_in_collective and provider.calculate_per_token_loss:
+        logger.info(
+            "ddp.average_in_collective is set to False: with calculate_per_token_loss gradients of ranks are added up, "
+            "and divided by the tokens of the global batch"
+        )
+        ddp.average_in_collective = False
 
 
 def check_parallel(provider: Qwen3VLModelProvider) -> None:

@@ -12,23 +12,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from qwen3vl_bridge.activations import name_of, vision_activation
+from qwen3vl_bridge import kernel_settings, parallel_settings
+from qwen3vl_bridge.activations import name_of
 from qwen3vl_bridge.dimensions import Dimensions, indices_of
 from qwen3vl_bridge.dist_train import DistTrainConfig, check_dist_train, complete_dist_train, complete_groups
-from qwen3vl_bridge.fixed_settings import FIXED, FIXED_WITH_EXPERTS, ROUTING
-from qwen3vl_bridge.kernel_settings import (
-    can_fuse_weight_gradients,
-    check_float32,
-    check_kernels,
-    complete_kernels,
-    complete_precision,
-    default_transformer_impl,
-    has_transformer_engine,
-)
-from qwen3vl_bridge.parallel_settings import check_parallel, check_sizes, check_training, complete_parallel
+from qwen3vl_bridge.expert_settings import check_experts
+from qwen3vl_bridge.fixed_settings import FIXED, FIXED_WITH_EXPERTS
 from qwen3vl_bridge.provider_cost import operations_of_a_step, provider_sizes
 from qwen3vl_bridge.recompute import check_recompute
 from qwen3vl_bridge.upstream_names import UpstreamExpertNames, UpstreamNames, check_names
+from qwen3vl_bridge.vision_config import check_vision
 
 import torch
 import torch.nn.functional as F
@@ -98,8 +91,8 @@ class Qwen3VLModelProvider(UpstreamNames, GPTModelProvider):
     scatter_embedding_sequence_parallel: bool = False
     share_embeddings_and_output_weights: bool = False
 
-    transformer_impl: str = field(default_factory=default_transformer_impl)
-    gradient_accumulation_fusion: bool = field(default_factory=can_fuse_weight_gradients)
+    transformer_impl: str = field(default_factory=kernel_settings.default_transformer_impl)
+    gradient_accumulation_fusion: bool = field(default_factory=kernel_settings.can_fuse_weight_gradients)
     bias_activation_fusion: bool = True
     cross_entropy_loss_fusion: bool = True  # but where it would round: finalize() says so
     apply_rotary_pos_emb_in_fp32: bool = False
@@ -137,28 +130,20 @@ class Qwen3VLModelProvider(UpstreamNames, GPTModelProvider):
         Raises:
             ValueError: fields that contradict each other, or that this model would ignore.
         """
-        complete_kernels(self)
-        complete_parallel(self)
-        text_width, vision_width = self.hidden_size, self.vision_config.out_hidden_size
-        taps, layers = self.vision_config.deepstack_visual_indexes, self.vision_config.depth
-        if text_width != vision_width:
-            raise ValueError(f"vision_config.out_hidden_size is {vision_width}, expected hidden_size {text_width}")
-        if list(taps) != sorted(set(taps)) or (taps and not 0 <= taps[0] <= taps[-1] < layers):
-            raise ValueError(f"deepstack_visual_indexes is {taps}, expected ascending layers below {layers}")
-        if len(taps) > self.num_layers:
-            raise ValueError(f"{len(taps)} DeepStack taps need as many text layers, num_layers is {self.num_layers}")
+        kernel_settings.complete_kernels(self)
+        parallel_settings.complete_parallel(self)
+        check_vision(self)
         for name, only in self.fixed.items():
             if getattr(self, name) != only:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, expected {only!r}: this model has nothing else")
         name_of(self.activation_func)
-        vision_activation(self.vision_config.hidden_act)
         check_names(self)
         check_recompute(self)
-        check_sizes(self)
-        check_kernels(self)
+        parallel_settings.check_sizes(self)
+        kernel_settings.check_kernels(self)
         super().finalize()
-        complete_precision(self)
-        check_parallel(self)
+        kernel_settings.complete_precision(self)
+        parallel_settings.check_parallel(self)
         check_dist_train(self)
         complete_dist_train(self)
         if 2 * sum(self.mrope_section) != self.kv_channels:
@@ -258,8 +243,9 @@ class Qwen3VLModelProvider(UpstreamNames, GPTModelProvider):
 
         given = inspect.signature(super().provide_distributed_model).bind(*args, **kwargs).arguments
         if training := given.get("wrap_with_ddp", True):
-            check_training(self)
-            check_float32(self)
+            parallel_settings.check_training(self)
+            kernel_settings.check_float32(self)
+            parallel_settings.complete_ddp(self, given.get("ddp_config"))
         complete_groups(self, given.get("pg_collection"), training=training)
         model = super().provide_distributed_model(*args, **kwargs)
         log_trained_parameters(model)
@@ -283,8 +269,8 @@ class Qwen3VLMoEModelProvider(UpstreamExpertNames, Qwen3VLModelProvider):
     moe_router_dtype: str | None = "fp32"
     moe_router_load_balancing_type: str | list[str] = "aux_loss"
     moe_aux_loss_coeff: float | list[float] = 1e-3
-    moe_grouped_gemm: bool = field(default_factory=has_transformer_engine)
-    moe_permute_fusion: bool = field(default_factory=has_transformer_engine)
+    moe_grouped_gemm: bool = field(default_factory=kernel_settings.has_transformer_engine)
+    moe_permute_fusion: bool = field(default_factory=kernel_settings.has_transformer_engine)
     allow_random_routing: bool = False
 
     fixed: ClassVar[Mapping[str, Any]] = FIXED_WITH_EXPERTS
@@ -295,36 +281,7 @@ class Qwen3VLMoEModelProvider(UpstreamExpertNames, Qwen3VLModelProvider):
         Raises:
             ValueError: fields that contradict each other, or that this model would ignore.
         """
-        if not self.num_moe_experts or not self.moe_layers:
-            raise ValueError(
-                f"num_moe_experts is {self.num_moe_experts}, moe_layer_freq {self.moe_layer_freq}: expected experts "
-                "in one layer or more. A model without is Qwen3VLModelProvider's"
-            )
-        if not 0 < self.moe_router_topk <= self.num_moe_experts:
-            raise ValueError(f"moe_router_topk is {self.moe_router_topk}, expected 1 to {self.num_moe_experts}")
-        if self.num_moe_experts % self.expert_model_parallel_size:
-            raise ValueError(
-                f"num_moe_experts is {self.num_moe_experts}, expected a multiple of expert_model_parallel_size, "
-                f"{self.expert_model_parallel_size}"
-            )
-        kinds = self.moe_router_load_balancing_type
-        if unknown := set([kinds] if isinstance(kinds, str) else kinds) - ROUTING:
-            raise ValueError(
-                f"moe_router_load_balancing_type is {kinds!r}, expected some of {sorted(ROUTING)}: under "
-                f"{sorted(unknown)} padding or packing would change what real tokens are trained to"
-            )
-        if self.moe_router_force_load_balancing and not self.allow_random_routing:
-            raise ValueError(
-                "moe_router_force_load_balancing is True, expected False: tokens would go to experts at random, and "
-                "training would spoil the weights. To measure speed alone, set allow_random_routing too"
-            )
-        for name in ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion"):
-            if self.transformer_impl == "local" and getattr(self, name):
-                raise ValueError(
-                    f"{name} is True, expected False: it is Transformer Engine's, and transformer_impl is 'local'"
-                )
-        if self.moe_router_fusion and self.moe_router_dtype == "fp64":
-            raise ValueError("moe_router_fusion is True with moe_router_dtype 'fp64', expected 'fp32': it has no other")
+        check_experts(self)
         super().finalize()
 
     @property

@@ -17,7 +17,8 @@ from typing import Any
 
 from qwen3vl_bridge.dist_train import DistTrainConfig
 from qwen3vl_bridge.hf_settings import rope_parameters
-from qwen3vl_bridge.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider, default_transformer_impl
+from qwen3vl_bridge.kernel_settings import default_transformer_impl
+from qwen3vl_bridge.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
 
 from megatron.bridge.models.qwen_vl import qwen3_vl_provider as stock
 

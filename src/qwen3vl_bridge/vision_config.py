@@ -1,6 +1,7 @@
 """The vision tower's transformer configuration and what its work costs, derived from the provider.
 
-What lives here: the derivation. What may not: fields (`provider.py`), modules (`model/vision.py`).
+What lives here: the derivation, and whether the tower fits the text model. What may not: fields (`provider.py`),
+modules (`model/vision.py`).
 """
 
 from __future__ import annotations
@@ -63,6 +64,25 @@ def vision_transformer_config(provider: Qwen3VLModelProvider) -> TransformerConf
     )
     config.finalize()
     return config
+
+
+def check_vision(provider: Qwen3VLModelProvider) -> None:
+    """Check that the tower is one that the text model can take features of.
+
+    Raises:
+        ValueError: widths or DeepStack taps that do not fit, or an activation that is not known.
+    """
+    vision, text_width = provider.vision_config, provider.hidden_size
+    taps, layers = vision.deepstack_visual_indexes, vision.depth
+    if text_width != vision.out_hidden_size:
+        raise ValueError(
+            f"vision_config.out_hidden_size is {vision.out_hidden_size}, expected hidden_size {text_width}"
+        )
+    if list(taps) != sorted(set(taps)) or (taps and not 0 <= taps[0] <= taps[-1] < layers):
+        raise ValueError(f"deepstack_visual_indexes is {taps}, expected ascending layers below {layers}")
+    if len(taps) > provider.num_layers:
+        raise ValueError(f"{len(taps)} DeepStack taps need as many text layers, num_layers is {provider.num_layers}")
+    vision_activation(vision.hidden_act)
 
 
 def vision_work(provider: Qwen3VLModelProvider) -> VisionWork:

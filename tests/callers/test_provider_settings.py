@@ -10,6 +10,7 @@ from qwen3vl_bridge.training.process_group import initialize
 import pytest
 import torch
 from megatron.bridge import AutoBridge
+from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnBackend
 
@@ -167,11 +168,31 @@ def test_megatron_bridges_recipes(size, more):
     assert provider.cross_entropy_loss_fusion and provider.attention_backend is AttnBackend.auto
 
 
+@pytest.mark.parametrize("per_token", [True, False])
+def test_megatron_bridges_recipes_average_in_the_collective(per_token, untied_folder, caplog):
+    """Where gradients are added up, megatron-core's wrapper would not be built."""
+    caplog.set_level(logging.INFO)
+    provider = AutoBridge.from_hf_pretrained(str(untied_folder)).to_megatron_provider(load_weights=False)
+    provider.calculate_per_token_loss = per_token
+    provider.finalize()
+    initialize(provider, seed=0)
+    ddp = DistributedDataParallelConfig(average_in_collective=True)
+    (model,) = provider.provide_distributed_model(ddp_config=ddp, mixed_precision_wrapper=None)
+    assert model.ddp_config.average_in_collective is not per_token
+    assert ("average_in_collective is set to False" in caplog.text) is per_token
+
+
 def test_megatron_bridges_example_of_overrides():
     """Its YAML file can only name fields."""
     provider = provider_of(DENSE, {})
     assert OVERRIDES.keys() <= provider.__dataclass_fields__.keys()
     set_on(provider, OVERRIDES)
+
+
+def test_sharing_pictures_is_no_choice():
+    """With `vision_dp_when_cp` Megatron-Bridge's model does what ours always does."""
+    for shared in (True, False):
+        set_on(provider_of(DENSE, {}), dict(context_parallel_size=2, vision_dp_when_cp=shared))
 
 
 def test_a_performance_recipe_is_told_what_to_set():
