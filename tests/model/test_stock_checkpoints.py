@@ -7,12 +7,14 @@ Their `run_config.yaml` names Megatron-Bridge's classes. Everything that rebuild
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.checkpoint import export_checkpoint
 from qwen3vl_bridge.dist_train import DistTrainConfig
+from qwen3vl_bridge.loading import load_model
 from qwen3vl_bridge.mappings import ExpertLayout
 from qwen3vl_bridge.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider, default_transformer_impl
 
@@ -94,6 +96,15 @@ def test_auto_bridge_loads_and_exports_every_weight(kind, sources, checkpoints, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_our_loader_reads_them(kind, checkpoints, folders):
+    """First weights of a run, and what `generate.py` asks."""
+    (model,) = unwrap_model(load_model(folders[kind], checkpoints[kind]))
+    (other,) = unwrap_model(load_model(folders[kind]))
+    expected = other.state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.named_parameters())
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_our_exporter_reads_them(kind, sources, checkpoints, tmp_path):
     export_checkpoint(checkpoints[kind], tmp_path / "hf", hf_model=sources[kind])
     found, source = (load_file(folder / "model.safetensors") for folder in (tmp_path / "hf", sources[kind]))
@@ -103,7 +114,7 @@ def test_our_exporter_reads_them(kind, sources, checkpoints, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_the_run_set_travels(kind, sources, checkpoints):
-    """NeMo-RL builds its policy from `load_model_config`."""
+    """NeMo-RL builds its policy from `load_model_config`, and makes another of it where it overrides fields."""
     provider, _ = load_model_config(str(checkpoints[kind] / "iter_0000000"))
     saved = yaml.safe_load((checkpoints[kind] / "iter_0000000/run_config.yaml").read_text())["model"]
     fresh = AutoBridge.from_hf_pretrained(str(sources[kind])).to_megatron_provider(load_weights=False)
@@ -111,6 +122,9 @@ def test_what_the_run_set_travels(kind, sources, checkpoints):
     # Megatron-Bridge's model with experts trains its mergers alone unless it is told to do more.
     assert provider.freeze_language_model == saved["freeze_language_model"] == (kind == "experts")
     assert isinstance(provider.dist_train, DistTrainConfig)
+    another = dataclasses.replace(provider, seq_length=80)
+    another.__post_init__()
+    assert (type(another), another.seq_length, another.vocab_size) == (KINDS[kind], 80, provider.vocab_size)
     for name in ("vision_config", "freeze_language_model", "freeze_vision_model", "dist_train"):
         setattr(fresh, name, getattr(provider, name))
     fresh.finalize(), provider.finalize()
