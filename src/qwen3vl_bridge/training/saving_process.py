@@ -22,6 +22,7 @@ from multiprocessing import resource_tracker
 logger = logging.getLogger(__name__)
 
 _PATIENCE = 120.0  # seconds, of which the script's imports may take some
+_LATE = "the process that saving needs has not answered for %.0f s; it runs what the script imports, and %s"
 _GUARD = 'expected what the script does to stand under `if __name__ == "__main__":`'
 
 
@@ -43,9 +44,7 @@ def start_saving_process() -> None:
     """
     from megatron.core.dist_checkpointing.strategies.filesystem_async import get_write_results_queue
 
-    late = threading.Timer(_PATIENCE, logger.warning, args=(
-        "the process that saving needs has not answered for %.0f s; it runs the script's imports: %s", _PATIENCE, _GUARD
-    ))  # fmt: skip
+    late = threading.Timer(_PATIENCE, logger.warning, [_LATE, _PATIENCE, _GUARD])
     late.daemon = True
     late.start()
     try:
