@@ -14,9 +14,10 @@ from typing import Any
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.checkpoint import export_checkpoint
 from qwen3vl_bridge.dist_train import DistTrainConfig
+from qwen3vl_bridge.kernel_settings import default_transformer_impl
 from qwen3vl_bridge.loading import load_model
 from qwen3vl_bridge.mappings import ExpertLayout
-from qwen3vl_bridge.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider, default_transformer_impl
+from qwen3vl_bridge.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
 
 import pytest
 import torch
