@@ -2,8 +2,8 @@
 
 What lives here: the work. What may not: the files' format (`packed.py`), the command line (`cli.py`).
 
-While training packs as it reads, each data-loading process measures every sample of every rank. That is nothing for
-thousands of samples, and too much for millions.
+While training packs as it reads, each machine measures every sample, and every process packs all of them. That is
+nothing for thousands of samples, and too much for millions.
 """
 
 from __future__ import annotations

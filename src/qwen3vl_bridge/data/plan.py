@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -68,6 +68,7 @@ class RowPlan:
         begin: Window | None = None,
         most_patches: int | None = None,
         report: bool = True,
+        measure: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
         """Plan rows of samples.
 
@@ -80,11 +81,12 @@ class RowPlan:
             begin: the window to go on from; the first one if None.
             most_patches: patches a row holds; any number if None.
             report: say how full the first epoch's rows were.
+            measure: told of which samples the sizes are asked for next.
         """
         if window_size < 1:
             raise ValueError(f"found windows of {window_size} samples, expected at least 1")
         self._size, self._order, self._capacity, self._most_patches = size, order, capacity, most_patches
-        self._pack, self._window_size, self._reports = pack, window_size, report
+        self._pack, self._window_size, self._reports, self._measure = pack, window_size, report, measure
         self._windows = [begin or Window()]
         self._tokens = self._count = 0  # in the epoch's rows so far
         self._packed: _PackedWindow | None = None
@@ -147,6 +149,8 @@ class RowPlan:
             return self._packed
         new = self._order.numbers(window.epoch, window.start, self._window_size)
         is_last = len(new) < self._window_size
+        if self._measure is not None:
+            self._measure(new)
         sizes = {sample: size for sample in (*window.carried, *new) if (size := self._size(sample)).tokens}
         kept, carried = list(sizes), ()
         if not self._pack:

@@ -6,6 +6,7 @@ reading, encoding, packing.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from .packed import PackedRows
 from .row_settings import SPLITS, ConversationRows
 from .rows import Balance, RowDataset, RowSettings
 from .samples import Samples
+from .shared_sizes import sizes_of_job
 from .sources import ConversationSource, open_source
 from .splits import splits_in
 from .stream import BatchStream, one_pass
@@ -45,7 +47,8 @@ class Qwen3VLConversationProvider(ConversationRows):
         streaming: read data sets of the hub as they are downloaded, instead of all of them first. Every data-loading
             process of every rank reads the whole stream, and a resumed run reads what it had read once more.
         train_packing: folder with rows of the training split that `qwen3vl-data pack` made, by these settings. Without
-            it every data-loading process measures every conversation, which is too much for millions of them.
+            it every machine measures every conversation while training begins and goes on, which is too much for
+            millions of them.
         balance_over: rows of a global batch, so that they are dealt out to data-parallel ranks by what they cost both
             towers; None to read them as they come. A multiple of the ranks.
         seed: of the order of the training split.
@@ -192,8 +195,12 @@ class Qwen3VLConversationProvider(ConversationRows):
             packed,
             Balance(dealt, self.checkpoint().costs) if dealt else None,
         )
-        samples = Samples(self._source(path, seed), self.admission(), None if packed is None else packed.sizes())
-        return RowDataset(samples, settings, length=length, ranks=ranks)
+        source, admission = self._source(path, seed), self.admission()
+        sizes = None if packed is None else packed.sizes()
+        if sizes is None and not isinstance(source, StreamedDataset):
+            place = {"path": os.path.abspath(path), "media_root": self.media_root}
+            sizes = sizes_of_job(len(source), {**place, "data": source.fingerprint(), **admission.fingerprint()})
+        return RowDataset(Samples(source, admission, sizes), settings, length=length, ranks=ranks)
 
     def _source(self, path: str, seed: int | None) -> ConversationSource | StreamedDataset:
         if not self.streaming:

@@ -133,6 +133,7 @@ class RowDataset(Dataset[Row]):
             begin=begin,
             most_patches=self.samples.admission.most_patches,
             report=settings.seed is not None,
+            measure=self.samples.measure,
         )
 
     def _order(self) -> Order:

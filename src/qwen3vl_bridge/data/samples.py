@@ -6,7 +6,7 @@ What lives here: samples by number. What may not: which are admitted (`admission
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Iterable, Sized
 
 from .admission import Admission, Admitted
 from .encode import EncodedSample
@@ -37,10 +37,31 @@ class Samples:
         """
         size = self._sizes.get(index)
         if size is None:
-            admitted = self.admission.measure(lambda: self.file[index], self.file.sample_id(index))
-            size = NOTHING if admitted is None else admitted.size
-            self._sizes.keep(index, size)
+            size = self._measured(index, wait=True)
+        assert size is not None  # whoever was measuring it was waited for
         return size
+
+    def measure(self, indices: Iterable[int]) -> None:
+        """Measure those of several samples that no process has measured, or is measuring.
+
+        Raises:
+            DataError: as `size`.
+        """
+        for index in indices:
+            if self._sizes.get(index) is None:
+                self._measured(index, wait=False)
+
+    def _measured(self, index: int, *, wait: bool) -> Size | None:
+        """A sample's size; None while another process measures it, unless that is waited for."""
+        with self._sizes.claim(index, wait=wait) as is_mine:
+            if not is_mine:
+                return None
+            size = self._sizes.get(index)  # by the process that held it before
+            if size is None:
+                admitted = self.admission.measure(lambda: self.file[index], self.file.sample_id(index))
+                size = NOTHING if admitted is None else admitted.size
+                self._sizes.keep(index, size)
+            return size
 
     def encode(self, index: int) -> EncodedSample:
         """The sample's tokens and pixels.

@@ -1,13 +1,14 @@
 """How large samples are, as far as it is known.
 
 What lives here: what a size is, and keeping sizes that were measured. What may not: measuring (`encode.py`), sizes on
-disk (`packed.py`).
+disk (`packed.py`), and those of other processes (`shared_sizes.py`).
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
 _UNKNOWN = -1
@@ -44,6 +45,18 @@ class Sizes(Protocol):
     def keep(self, sample: int, size: Size) -> None:
         """Remember a measured size."""
         ...
+
+    def claim(self, sample: int, *, wait: bool) -> AbstractContextManager[bool]:
+        """Hold a sample while it is measured, so that no other process measures it too.
+
+        Args:
+            sample: it.
+            wait: for another process that holds it, which then has measured it, or has died.
+
+        Returns:
+            A context: whether this process holds it.
+        """
+        return nullcontext(True)
 
 
 class AllSizes(Sizes):

@@ -1,0 +1,169 @@
+"""Processes of one machine measure each sample once, whoever of them needs it, and plan the same rows."""
+
+import multiprocessing
+import os
+import time
+from itertools import count, takewhile
+
+from qwen3vl_bridge import Qwen3VLConversationProvider
+from qwen3vl_bridge.data import shared_sizes
+from qwen3vl_bridge.data.admission import Admission
+from qwen3vl_bridge.data.samples import Samples
+from qwen3vl_bridge.data.shared_sizes import SharedSizes, sizes_of_job
+from qwen3vl_bridge.data.sizes import NOTHING, AllSizes, Size
+from qwen3vl_bridge.data.sources import JsonLines
+
+import pytest
+import torch.distributed as dist
+
+FORK = multiprocessing.get_context("fork")  # as data-loading processes are started
+
+
+@pytest.fixture
+def measured(monkeypatch, tmp_path):
+    """Which conversations have been measured, by all processes that are started from here on."""
+    path, measure = tmp_path / "measured", Admission.measure
+
+    def noted(self, read, place):
+        time.sleep(0.002)  # long enough for others to come by
+        with path.open("a") as file:
+            file.write(f"{place}\n")
+        return measure(self, read, place)
+
+    monkeypatch.setattr(Admission, "measure", noted)
+    return lambda: path.read_text().splitlines()
+
+
+def run(*functions):
+    """Each in a process of its own; what they return."""
+    queue = FORK.Queue()
+
+    def answer(number, function):
+        queue.put((number, function()))
+
+    processes = [FORK.Process(target=answer, args=item) for item in enumerate(functions)]
+    for process in processes:
+        process.start()
+    found = dict(queue.get(timeout=300) for _ in processes)
+    for process in processes:
+        process.join()
+    return [found[number] for number in range(len(functions))]
+
+
+def test_ranks_of_one_machine_and_their_workers_measure_each_conversation_once(
+    train_file, checkpoint, measured, tmp_path
+):
+    """Four ranks that read the same rows, as tensor-parallel ones do in both loops, with two workers each."""
+
+    def rows_of(rank: int) -> list:
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=4)
+        provider = Qwen3VLConversationProvider(
+            train_path=str(train_file), hf_processor_path=str(checkpoint), seq_length=256, window_size=8, num_workers=2
+        )
+        stream = provider.stream("train")
+        return [next(stream).sample_ids for _ in range(6)]
+
+    shared_sizes._job.cache_clear()
+    found = run(*(lambda rank=rank: rows_of(rank) for rank in range(4)))
+    assert found.count(found[0]) == 4
+    names = measured()
+    total = len(train_file.read_text().splitlines())
+    print(f"{len(names)} measurements of {total} conversations")
+    assert len(names) == len(set(names)) <= total
+
+
+def test_every_process_plans_the_rows_of_one_by_itself(make_rows, measured, tmp_path):
+    def planned(rows):
+        return [rows.plan.row(n) for n in takewhile(lambda n: rows.plan.window(n).epoch == 0, count())]
+
+    def shared():
+        rows = make_rows()()
+        rows.samples._sizes = SharedSizes(tmp_path / "sizes")
+        return planned(rows)
+
+    expected = planned(make_rows()())
+    alone = len(measured())
+    assert run(shared, shared, shared) == [expected] * 3
+    assert len(measured()) == 2 * alone
+
+
+@pytest.fixture
+def sizes(tmp_path):
+    return SharedSizes(tmp_path / "sizes")
+
+
+def test_what_one_process_measures_another_waits_for(sizes, train_file, encoder, tmp_path):
+    def hold():
+        with sizes.claim(3, wait=True) as is_mine:
+            (tmp_path / "held").touch()
+            time.sleep(0.5)
+            sizes.keep(3, Size(5, 0, 0))
+        return is_mine
+
+    process = FORK.Process(target=hold)
+    process.start()
+    while not (tmp_path / "held").exists():
+        time.sleep(0.01)
+    with sizes.claim(3, wait=False) as is_mine:
+        assert not is_mine
+    with sizes.claim(4, wait=False) as is_mine:
+        assert is_mine
+    assert Samples(JsonLines(train_file), Admission(encoder, limit=256), sizes).size(3) == Size(5, 0, 0)
+    process.join()
+
+
+def test_a_process_that_dies_while_it_measures_keeps_nobody_waiting(sizes):
+    def die():
+        with sizes.claim(3, wait=True):
+            os._exit(1)
+
+    process = FORK.Process(target=die)
+    process.start()
+    process.join()
+    with sizes.claim(3, wait=True) as is_mine:
+        assert is_mine and sizes.get(3) is None
+
+
+def test_records(sizes, tmp_path):
+    """Unknown, dropped, large, and half written."""
+    large = Size(1 << 40, 7, 1 << 60)
+    sizes.keep(5, large)
+    sizes.keep(2, NOTHING)
+    assert [sizes.get(n) for n in (0, 2, 4, 5, 6)] == [None, NOTHING, None, large, None]
+    with (tmp_path / "sizes").open("r+b") as file:
+        file.seek(5 * 32 + 8)
+        file.write(b"\x08")
+    assert sizes.get(5) is None
+
+
+def test_a_job_leaves_nothing_behind_and_takes_away_what_others_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(shared_sizes.tempfile, "gettempdir", lambda: str(tmp_path))
+    name = f"qwen3vl_sizes_{os.getuid()}_"
+    left, used, done = tmp_path / f"{name}left", tmp_path / f"{name}used", tmp_path / "done"
+
+    def uses():
+        shared_sizes._opened(used)
+        os.utime(used, (0, 0))
+        (tmp_path / "ready").touch()
+        while not done.exists():
+            time.sleep(0.01)
+
+    def begins():
+        while not (tmp_path / "ready").exists():
+            time.sleep(0.01)
+        left.touch()
+        os.utime(left, (0, 0))
+        sizes_of_job(3, {"data": "x"}).keep(0, NOTHING)
+        files = set(tmp_path.glob(f"{name}*"))
+        done.touch()
+        return files
+
+    _, files = run(uses, begins)
+    assert len(files) == 2 and used in files and left not in files
+    assert not list(tmp_path.glob(f"{name}*"))
+
+
+def test_without_a_place_for_the_file_each_measures_by_itself(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(shared_sizes.tempfile, "gettempdir", lambda: str(tmp_path / "nowhere"))
+    assert isinstance(sizes_of_job(3, {}), AllSizes)
+    assert "each process measures every sample by itself" in caplog.text
