@@ -153,6 +153,7 @@ def test_nemo_rl_leaves_packing_to_the_model(pair, samples):
         attention_mask=mask,
         position_ids=None,
         packed_seq_params=packed_params(offsets(padded), offsets(padded)),
+        mm_token_type_ids=rows.types(pair.config)[:, : max(lengths) // 2],  # of the question alone, as it comes there
         **rows.pixels,
     )
     expected = rows.real(reference_logits(pair, rows))

@@ -35,7 +35,7 @@ CALLS = {
     "labels": ["labels"],
     "labels with a mask": ["labels", "loss_mask"],
     "positions": ["labels", "loss_mask", "position_ids"],
-    "all": ["labels", "loss_mask", "position_ids", "attention_mask", "mm_token_type_ids"],
+    "all": ["labels", "loss_mask", "position_ids", "attention_mask"],
 }
 
 
@@ -66,16 +66,14 @@ class Case:
 
     def arguments(self, names: list[str], *, whole: bool = False) -> dict[str, Any]:
         """Of the model: those named beside the token ids, of this rank's share or of the whole row."""
-        batch, config, layout = self.batch, self.pair.config, self.batch.layout
+        batch, layout = self.batch, self.batch.layout
         mask = (~layout.padding_mask())[None]
-        kinds = [batch.input_ids == token for token in (config.image_token_id, config.video_token_id)]
         given = dict(
             input_ids=batch.input_ids,
             labels=batch.labels.masked_fill(batch.loss_mask == 0, -100) if "loss_mask" in names else batch.labels,
             loss_mask=batch.loss_mask,
             position_ids=batch.position_ids,
             attention_mask=mask,
-            mm_token_type_ids=kinds[0].int() + 2 * kinds[1].int(),
         )
         offsets = (layout.cu_seqlens_padded.tolist(),)
         if "attention_mask" not in names:

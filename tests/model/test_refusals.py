@@ -57,8 +57,6 @@ ONE_PICTURE = dict(pixel_values=torch.zeros(4, 1536), image_grid_thw=torch.tenso
         (dict(pixel_values=torch.zeros(4, 1536).byte()), "torch.uint8, expected .* floating point"),
         (dict(ONE_PICTURE, image_grid_thw=torch.tensor([1, 2, 2])), r"image grids: found \[3\]"),
         (dict(ONE_PICTURE, image_grid_thw=torch.tensor([[1, 2, 3]])), "divisible by 2"),
-        (dict(mm_token_type_ids=ids(2, 5)), r"mm_token_type_ids has shape \[2, 5\], expected \[2, 6\]"),
-        (dict(mm_token_type_ids=ids(2, 6)), "mm_token_type_ids has 1 for a token of id 1, expected 0"),
         *[(dict.fromkeys([name], object()), f"{name} is given, expected None: ") for name in REFUSED],
     ],
 )

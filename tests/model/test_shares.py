@@ -95,7 +95,6 @@ def test_shares_give_the_inputs_of_the_whole_row(provider, config, monkeypatch, 
     samples = make_samples(content, config, seed=0)
     batch = make_batch(samples, config, layout=layout_of(samples, cp))
     layout, ranks = batch.layout, Ranks(cp, monkeypatch)
-    is_picture = [batch.input_ids == token for token in (config.image_token_id, config.video_token_id)]
     whole = dict(
         input_ids=batch.input_ids,
         labels=batch.labels.masked_fill(batch.loss_mask == 0, -100),
@@ -103,7 +102,6 @@ def test_shares_give_the_inputs_of_the_whole_row(provider, config, monkeypatch, 
         position_ids=torch.cat((torch.arange(layout.total)[None, None], batch.position_ids)),
         attention_mask=~layout.padding_mask()[None],
         padding_mask=layout.padding_mask()[None],
-        mm_token_type_ids=(is_picture[0] + 2 * is_picture[1]).to(torch.uint8),
     )
     more = dict(packed_seq_params=params_of(layout), **pictures(samples))
 
@@ -198,7 +196,6 @@ IDS = torch.arange(1, 9)[None]
         (dict(loss_mask=IDS[0] * 1.0), None, r"loss_mask has shape \[8\], expected \[1, 8\]"),
         (dict(position_ids=IDS.expand(3, 2, 8)), None, r"position_ids has shape \[3, 2, 8\], expected \[3, 1, 8\]"),
         (dict(attention_mask=IDS[:, None, None].expand(1, 1, 8, 8)), None, r"\[1, 1, 8, 8\], expected \[1, 8\]"),
-        (dict(mm_token_type_ids=IDS[:, :4]), None, r"mm_token_type_ids has shape \[1, 4\], expected \[1, 8\]"),
         (dict(), dict(labels=IDS), r"labels is \[1, 8\] integers on .* rank 1 and None on rank 0; expected the same"),
         (dict(labels=IDS), dict(labels=None), r"labels is None on .* rank 1 and \[1, 8\] integers on rank 0"),
         (dict(loss_mask=IDS), dict(loss_mask=IDS * 1.0), r"\[1, 8\] floating point on .* rank 1 and \[1, 8\] integers"),
@@ -213,7 +210,6 @@ IDS = torch.arange(1, 9)[None]
             dict(attention_mask=torch.tensor([[0] + [1] * 7])),
             "attention_mask has padding before real tokens in segment 0",
         ),
-        (dict(mm_token_type_ids=IDS * 0), dict(mm_token_type_ids=IDS), "mm_token_type_ids has 1 for a token of id 11"),
         (dict(padding_mask=IDS * 0), dict(padding_mask=IDS), "padding_mask has an entry 2, expected 1 for padding"),
         (dict(input_ids=IDS * 1.0), dict(input_ids=IDS * 2.0), r"input_ids has shape \[1, 16\] torch.float32"),
     ],

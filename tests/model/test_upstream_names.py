@@ -12,6 +12,10 @@ import torch
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 
+from tests.parity.conftest import make_pair
+
+from .support import no_grad
+
 PARTS = ["freeze_language_model", "freeze_vision_model", "freeze_vision_projection"]
 
 
@@ -51,8 +55,6 @@ def test_it_packs_by_itself(pair):
 
 @pytest.mark.parametrize("part", range(3))
 def test_parts_are_frozen_by_place(untied_folder, part):
-    from tests.parity.conftest import make_pair
-
     by_place, by_name = (make_pair(untied_folder).megatron for _ in range(2))
     by_place.freeze(*[place == part for place in range(3)])
     by_name.freeze(**{PARTS[part]: True})
@@ -69,7 +71,19 @@ def test_the_first_arguments_by_place(pair):
     assert "fp32_output" in wrapped  # which NeMo-RL gives, and never reaches this model
 
 
-def test_a_head_beside_the_text_model_is_refused(pair):
-    """Value-model hooks of verl and Megatron-Bridge set one on the outermost model, where nothing would use it."""
-    with pytest.raises(AttributeError, match="expected a head, such as a value model's, on its language_model"):
-        pair.megatron.output_layer = torch.nn.Linear(1, 1)
+@pytest.mark.parametrize("folder", ["untied_folder", "tied_folder"])
+def test_a_value_models_head(folder, request):
+    """The hook that verl has from Megatron-Bridge sets it on the outermost model, and the text model uses it."""
+    from megatron.bridge.training.utils.train_utils import make_value_model
+
+    pair = make_pair(request.getfixturevalue(folder))
+    hidden = {}
+    pair.megatron.decoder.register_forward_hook(lambda _, given, found: hidden.update(last=found))
+    (model,) = make_value_model(pair.provider.hidden_size, sequence_parallel=False)([pair.megatron])
+    ids = torch.arange(1, 13).view(2, 6)
+    values = no_grad(model, ids)
+    head = model.language_model.output_layer
+    assert values.shape == (2, 6, 1) and head.out_features == 1
+    assert torch.equal(values, head(hidden["last"])[0].transpose(0, 1))
+    assert "language_model.output_layer.weight" in dict(model.named_parameters())
+    assert {name for name, _ in model.named_children()} == {"vision_model", "language_model"}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from qwen3vl_bridge.model.conventions import Arrangement
 from qwen3vl_bridge.provider import Qwen3VLModelProvider
 
 from torch import Tensor
@@ -30,23 +29,8 @@ REFUSED = {
     "images_padded": _FROM_IDS,
 }
 
-
-def check_types(config: Qwen3VLModelProvider, ids: Tensor, types: Tensor | None, arranged: Arrangement) -> None:
-    """Refuses token types that contradict the token ids where tokens are real."""
-    if types is None:
-        return
-    if types.shape != ids.shape:
-        raise ValueError(f"mm_token_type_ids has shape {list(types.shape)}, expected {list(ids.shape)}")
-    expected = (ids == config.image_token_id).long() + 2 * (ids == config.video_token_id).long()
-    real = ~arranged.layout.padding_mask()
-    wrong = (arranged.take(types.cpu() != expected).flatten() & real).nonzero()
-    if len(wrong):
-        slot = int(wrong[0])
-        found, wanted, token = (int(arranged.take(x).flatten()[slot]) for x in (types.cpu(), expected, ids))
-        raise ValueError(
-            f"mm_token_type_ids has {found} for a token of id {token}, expected {wanted} (1 for image tokens, "
-            f"{config.image_token_id}; 2 for video tokens, {config.video_token_id}; 0 for text)"
-        )
+# What processors give along, and NeMo-RL in rows of another length: the token ids say the same.
+_NOT_NEEDED = {"mm_token_type_ids"}
 
 
 def check_pixels(config: Qwen3VLModelProvider, **pixels: Tensor | None) -> None:
@@ -82,7 +66,8 @@ def check_others(others: dict[str, Any]) -> None:
         ValueError: one of `REFUSED` is given.
         TypeError: an argument that is not known.
     """
-    for name, value in others.items():
+    for name in others.keys() - _NOT_NEEDED:
+        value = others[name]
         if name not in REFUSED:
             raise TypeError(f"unexpected argument {name!r}; expected those of as_model_inputs")
         if value is not None:

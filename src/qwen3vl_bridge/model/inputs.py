@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from qwen3vl_bridge.model.arguments import check_others, check_pixels, check_types
+from qwen3vl_bridge.model.arguments import check_others, check_pixels
 from qwen3vl_bridge.model.conventions import Arrangement, arrange
 from qwen3vl_bridge.model.labels import are_cut, with_labels, with_own_labels, without_ignored
 from qwen3vl_bridge.model.masks import real_tokens
@@ -116,9 +116,9 @@ def as_packed_batch(
             together.
         padding_mask: [B, S], 1 for padding: the same the other way round, as megatron-core names it.
         packed_seq_params: the segments of a packed row.
-        mm_token_type_ids: [B, S], 1 for image and 2 for video tokens, as the processor gives them; checked only.
         pixel_values, image_grid_thw: patches and grids of the images, as the processor gives them.
         pixel_values_videos, video_grid_thw: the same of videos.
+        mm_token_type_ids: what the processor says of tokens; not needed, so of any shape.
         others: what other models take, see `arguments.REFUSED`; None alone is accepted.
 
     Returns:
@@ -143,7 +143,6 @@ def _unlabelled(
     attention_mask: Tensor | None = None,
     padding_mask: Tensor | None = None,
     packed_seq_params: PackedSeqParams | None = None,
-    mm_token_type_ids: Tensor | None = None,
     pixel_values: Tensor | None = None,
     image_grid_thw: Tensor | None = None,
     pixel_values_videos: Tensor | None = None,
@@ -161,7 +160,6 @@ def _unlabelled(
     if config.moe_layers and real is None and packed_seq_params is None and (ids[:, -1] == 0).any():
         _warn_of_zeros()
     arranged = arrange(ids, real, packed_seq_params, config.pad_token_id)
-    check_types(config, ids, mm_token_type_ids, arranged)
     # The padding that a layout adds is told by its mask, so any id serves.
     ids = arranged.take(ids, fill=config.pad_token_id or 0)
     axes = None

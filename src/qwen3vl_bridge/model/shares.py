@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-_OF_TOKENS = ("input_ids", "position_ids", "attention_mask", "padding_mask", "mm_token_type_ids")
+_OF_TOKENS = ("input_ids", "position_ids", "attention_mask", "padding_mask")
 _PER_TOKEN = (*_OF_TOKENS, "labels", "loss_mask")
 _PICTURES = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 _NUMBERS = 6  # that describe one argument, to compare it over ranks
@@ -32,7 +32,7 @@ def with_whole_row(arguments: dict[str, Any], group: ProcessGroup) -> dict[str, 
 
     A share is told by lengths: one row [1, n] with `packed_seq_params`, whose physical lengths add up to cp * n. A row
     that every rank gives whole can have such lengths too, if padding rounds its one segment up so far; then every rank
-    has the same tokens, and the same masks, types and positions, if any. Where all tokens are one and the same, that
+    has the same tokens, and the same masks and positions, if any. Where all tokens are one and the same, that
     tells nothing: a row with a mask is whole then, and one without is a share.
 
     What is assumed: all ranks of the group call together, each with its share of the same row, and give the same
@@ -43,8 +43,7 @@ def with_whole_row(arguments: dict[str, Any], group: ProcessGroup) -> dict[str, 
 
     Args:
         arguments: as for `inputs.as_model_inputs`, by name. Of a share [1, n]: input_ids and, where they are given,
-            labels, loss_mask, attention_mask, padding_mask and mm_token_type_ids; position_ids [3, 1, n], [4, 1, n] or
-            [1, n].
+            labels, loss_mask, attention_mask and padding_mask; position_ids [3, 1, n], [4, 1, n] or [1, n].
             input_ids has to be on the device that the group talks over, as the model is.
         group: context-parallel ranks.
 

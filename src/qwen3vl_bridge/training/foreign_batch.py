@@ -32,11 +32,11 @@ logger = logging.getLogger(__name__)
 
 _OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 _READ = {
-    *("input_ids", "tokens", "labels", "loss_mask", "position_ids", "attention_mask", "mm_token_type_ids"),
+    *("input_ids", "tokens", "labels", "loss_mask", "position_ids", "attention_mask"),
     *("visual_inputs", *_OFFSETS),
 }
 # Follow from the others, or are for people.
-_NOT_NEEDED = {"max_seqlen_q", "max_seqlen_kv", "total_tokens", "metadata", "token_count"}
+_NOT_NEEDED = {"max_seqlen_q", "max_seqlen_kv", "total_tokens", "metadata", "token_count", "mm_token_type_ids"}
 _OURS = "qwen3vl_bridge.Qwen3VLConversationProvider"
 _WARNINGS = {
     "image_grid_thw": "images from Megatron-Bridge's collators are resized twice, which can change their proportions, "
@@ -145,7 +145,6 @@ def _arranged(
         position_ids=positions if positions is not None and positions.dim() == 3 else None,
         attention_mask=mask,
         packed_seq_params=packed,
-        mm_token_type_ids=given.get("mm_token_type_ids"),
         **pictures,
     )
 
