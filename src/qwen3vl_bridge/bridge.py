@@ -117,6 +117,25 @@ class Qwen3VLBridge(AdapterConversion, MegatronModelBridge):
             raise ValueError(f"{hf_pretrained.model_name_or_path} lacks {len(missing)} tensors: {shown}")
         return super().load_weights_hf_to_megatron(hf_pretrained, *args, **kwargs)
 
+    @classmethod
+    def megatron_to_hf_config(cls, provider: Qwen3VLModelProvider) -> dict[str, Any]:
+        """A provider's model as transformers describes it, for `AutoBridge.from_auto_config`.
+
+        Megatron-Bridge's own finds no place for a text model's sizes, and would leave them as its reference has them.
+        What is left out here is the reference's: the longest row, of which a provider knows a run's.
+        """
+        text, vision = provider.hf_text_config.to_dict(), provider.vision_config.to_dict()
+        del text["max_position_embeddings"]
+        ids = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+        return dict(
+            architectures=[cls.SOURCE_NAME],
+            model_type=cls.MODEL_TYPE,
+            text_config={name: value for name, value in text.items() if value is not None},
+            vision_config={name: value for name, value in vision.items() if value is not None},
+            tie_word_embeddings=provider.share_embeddings_and_output_weights,
+            **{name: getattr(provider, name) for name in ids},
+        )
+
     def mapping_registry(self) -> MegatronMappingRegistry:
         """The weight table as Megatron-Bridge's mappings."""
         return MegatronMappingRegistry(*param_mappings(mappings.table(self.expert_layout())))

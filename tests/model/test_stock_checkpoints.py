@@ -30,7 +30,7 @@ from megatron.bridge.utils.instantiate_utils import instantiate
 from megatron.bridge.utils.yaml_utils import safe_yaml_representers
 from megatron.core.utils import unwrap_model
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from tests.expert_layouts import rewrite
 from tests.model.stock_models import SAVED_WITH_EXPERTS, SAVED_WITH_TE, save_stock, stock_provider
@@ -111,6 +111,19 @@ def test_our_exporter_reads_them(kind, sources, checkpoints, tmp_path):
     found, source = (load_file(folder / "model.safetensors") for folder in (tmp_path / "hf", sources[kind]))
     assert found.keys() == source.keys()
     assert all(torch.equal(found[name], source[name]) for name in source)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bridge_of_a_checkpoint_that_has_sizes_of_its_own(kind, sources, checkpoints, tmp_path):
+    """`AutoBridge.from_auto_config` (Megatron-Bridge's `convert.sh`), of fewer layers than the reference."""
+    saved = yaml.safe_load((checkpoints[kind] / "iter_0000000/run_config.yaml").read_text())
+    saved["model"] |= dict(num_layers=3, vocab_size=256, seq_length=64)
+    (tmp_path / "run_config.yaml").write_text(yaml.safe_dump(saved))
+    bridge = AutoBridge.from_auto_config(str(tmp_path), str(sources[kind]))
+    found, reference = bridge.hf_pretrained.to_dict(), AutoConfig.from_pretrained(sources[kind]).to_dict()
+    reference["text_config"] |= dict(num_hidden_layers=3, vocab_size=256)
+    assert {k: v for k, v in found.items() if v != reference[k]} == {}
+    assert bridge.to_megatron_provider(load_weights=False).num_layers == 3
 
 
 @pytest.mark.parametrize("kind", KINDS)
