@@ -59,6 +59,10 @@ def replaced(**fields) -> Training:
 
 
 CHANGES = {
+    "made on the host": (dict(model__init_model_with_meta_device=True), Split(4), dict(made_on_host=True)),
+    "saved by numbers": (
+        dict(checkpoint__dist_ckpt_optim_fully_reshardable=False), Split(4), dict(saved_by_parameters=False),
+    ),
     "sizes": (
         dict(model__tensor_model_parallel_size=2, model__sequence_parallel=True, model__context_parallel_size=2),
         Split(4, tp=2, cp=2, sequence_parallel=True), {},

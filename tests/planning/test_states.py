@@ -117,6 +117,10 @@ def test_sharding_in_the_order_of_zero():
     assert found[Sharding.GRADIENTS].total == pytest.approx((2 + 14 / 8) * whole)
     sharded = found[Sharding.ALL]
     assert sharded.total - sharded.gathered == pytest.approx(16 / 8 * whole)
+    assert {kind.name: states.unsharded / whole for kind, states in found.items()} == {
+        "NONE": 0, "OPTIMIZER": 0, "GRADIENTS": 2, "ALL": 2,
+    }  # fmt: skip
+    assert stage_states(n, Split(8), chunks, Training(sharding=Sharding.ALL, made_on_host=True)).unsharded == 0
     in_float32 = Training(sharding=Sharding.ALL, precision=replace(BF16, fsdp_gradient=4))
     assert stage_states(n, Split(8), chunks, in_float32).gradients == pytest.approx(4 / 8 * whole)
     with pytest.raises(ValueError, match="Megatron-FSDP has no stages"):

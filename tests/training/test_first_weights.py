@@ -7,6 +7,7 @@ import shutil
 from dataclasses import asdict
 
 from qwen3vl_bridge.checkpoint import CheckpointError, import_checkpoint
+from qwen3vl_bridge.training.first_weights import _give_host_memory
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ KINDS = ("Hugging Face", "fsdp_dtensor", "torch_dist")
 TP2, EP2 = dict(model__tensor_model_parallel_size=2), dict(model__expert_model_parallel_size=2)
 # megatron-core 0.19 waits forever in saving moments of a model so small that a rank has nothing of some parameters.
 NO_MOMENTS = dict(checkpoint__save_optim=False, checkpoint__load_optim=False)
+ON_HOST = dict(model__init_model_with_meta_device=True)
 LORA = dict(dim=4, alpha=8)
 MEANS = dict(model__calculate_per_token_loss=False)
 # Relative, of losses and of gradients' norms, beside the small loop in one process in float32. Measured 1.1e-7 and
@@ -66,15 +68,15 @@ def found(weights, inputs, tied_folder, tmp_path_factory):
         *(start(f"experts, {n} steps", hf, n, model="MoE", settings=sizes, save="EP") for n, sizes in chain),
         start("experts, unsplit", hf, 3, model="MoE", settings={}),
         start("sharded, exact", hf, 4, fsdp=True, settings={}),
+        start("sharded, made on the host", hf, 2, fsdp=True, settings=ON_HOST),
         start("sharded", dist, 2, **sharded),
-        start("sharded, goes on", None, 4, first=tied_folder, **sharded),
+        start("sharded, goes on", None, 4, first=tied_folder, **sharded | dict(settings=NO_MOMENTS | ON_HOST)),
         start("adapters, whole", hf, 4, peft=LORA),
         start("adapters", fsdp, 2, peft=LORA, save="adapters"),
         start("adapters, go on", dist, 4, peft=LORA, save="adapters"),
         start("of another model", None, 1, first=tied_folder),
         start("adapters alone", None, 1, first=saved / "adapters"),
         start("per microbatch", hf, 2, settings=MEANS),
-        start("no memory", hf, 1, fsdp=True, settings=dict(model__init_model_with_meta_device=True)),
     ]
     output = saved / "found.pt"
     cases = json.dumps([asdict(start) for start in starts])
@@ -155,6 +157,12 @@ def test_megatron_fsdp_starts_from_hugging_face(found, expected):
     assert run["first_step"] == 0 and close(run["log"], expected)
 
 
+def test_a_model_without_memory_is_filled_on_the_host_and_sharded_from_there(found):
+    """`cfg.model.init_model_with_meta_device`, as Megatron-Bridge's recipes for Megatron-FSDP set it."""
+    run = found["sharded, made on the host"]
+    assert run["first_step"] == 0 and run["log"] == found["sharded, exact"]["log"][:2]
+
+
 def test_megatron_fsdp_starts_from_the_other_format_and_goes_on(found, expected):
     first, second = found["sharded"], found["sharded, goes on"]
     log = first["log"] + second["log"][:1]  # moments are not there for the step after
@@ -174,7 +182,6 @@ def test_adapters_start_from_any_kind_and_go_on(found, expected, inputs):
     [
         ("of another model", "is another model than the run's"),
         ("adapters alone", "holds adapters and what else their run trained"),
-        ("no memory", "init_model_with_meta_device is True, expected False"),
     ],
 )
 def test_what_cannot_be_read_is_refused(found, name, message):
@@ -270,6 +277,36 @@ class TestTheConfiguration:
         complete(save=None, load=None)
         for fsdp in (False, True):
             complete(fsdp, save_optim=False, load_optim=False)
+
+    @pytest.mark.parametrize(
+        ("settings", "message"),
+        [
+            ({}, "ddp.use_megatron_fsdp is False, expected True"),
+            (dict(model__tensor_model_parallel_size=2), "model.tensor_model_parallel_size is 2, expected 1"),
+            (dict(checkpoint__pretrained_checkpoint=None), "pretrained_checkpoint is None, expected 'first weights'"),
+        ],
+    )
+    def test_what_could_give_parameters_no_memory_is_refused(self, cfg, settings, message):
+        for name, value in (ON_HOST | settings).items():
+            section, _, field = name.partition("__")
+            setattr(getattr(cfg, section), field, value)
+        with pytest.raises(ValueError, match=f"init_model_with_meta_device is True, expected False, or: .*{message}"):
+            cfg._check_meta_device()
+
+    def test_a_buffer_without_memory_is_refused(self):
+        module = torch.nn.BatchNorm1d(3, device="meta")
+        with pytest.raises(CheckpointError, match=r"running_mean, running_var, .* would have no values"):
+            _give_host_memory(module)
+
+    def test_parameters_keep_what_is_noted_on_them(self):
+        with torch.device("meta"):
+            one, two = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+        two.weight = one.weight
+        one.weight.allreduce = False
+        one.bias.requires_grad_(False)
+        _give_host_memory(model := torch.nn.Sequential(one, two))
+        assert one.weight is two.weight and one.weight.allreduce is False and not one.bias.requires_grad
+        assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
 
     def test_the_small_loop_reads_them_itself(self, inputs, tmp_path):
         from qwen3vl_bridge.training.loop import set_up

@@ -48,8 +48,9 @@ class StageEstimate:
 
     @property
     def total(self) -> float:
-        """All of it."""
-        return self.states.total + sum(self.activations.values()) + self.passing + self.reserve
+        """All of it in a step, or what there is before the model is sharded, whichever is more."""
+        step = self.states.total + sum(self.activations.values()) + self.passing + self.reserve
+        return max(step, self.states.unsharded + FIXED_RESERVE)
 
     def as_dict(self) -> dict[str, object]:
         """For JSON, in bytes."""
@@ -60,6 +61,7 @@ class StageEstimate:
             "gradients": self.states.gradients,
             "optimizer": self.states.optimizer,
             "gathered": self.states.gathered,
+            "unsharded": self.states.unsharded,
             "activations": {name: round(value) for name, value in self.activations.items()},
             "microbatches_in_flight": list(self.in_flight),
             "passing": round(self.passing),

@@ -144,6 +144,7 @@ class Training:
         packed: rows are packed, not padded.
         expert_load: tokens that the fullest rank's experts get, over the mean of all ranks.
         balancing_loss: whether routers have one.
+        made_on_host: `init_model_with_meta_device`, for Megatron-FSDP.
         saved_by_parameters: `dist_ckpt_optim_fully_reshardable`, of a distributed optimizer's state in checkpoints.
     """
 
@@ -163,6 +164,7 @@ class Training:
     packed: bool = True
     expert_load: float = 1.0
     balancing_loss: bool = True
+    made_on_host: bool = False
     saved_by_parameters: bool = True
 
     def __post_init__(self) -> None:

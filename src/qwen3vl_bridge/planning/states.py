@@ -33,6 +33,7 @@ class States:
         gradients: of what is trained.
         optimizer: its copy of the weights, and the moments.
         gathered: under ZeRO-3, weights and gradients that lie whole for a while.
+        unsharded: under Megatron-FSDP, before it begins: weights, which are made whole on each rank.
         written: on the host, while a checkpoint is saved: the rank's share of it.
         whole: on the host too, where the optimizer's state is saved by parameters (`Training.saved_by_parameters`):
             that of all parameters of the rank, which every data-parallel rank gathers. Source: megatron-core 0.19,
@@ -43,12 +44,13 @@ class States:
     gradients: int
     optimizer: int
     gathered: int
+    unsharded: int
     written: int
     whole: int
 
     @property
     def total(self) -> int:
-        """All that lies on the GPU."""
+        """All that lies on the GPU in a step."""
         return self.parameters + self.gradients + self.optimizer + self.gathered
 
 
@@ -81,11 +83,13 @@ def stage_states(n: Dimensions, split: Split, chunks: tuple[Chunk, ...], trainin
 
     divided = trained.shared / split.replicas + trained.experts / split.expert_replicas
     by_parameters = sharding is Sharding.OPTIMIZER and training.saved_by_parameters
+    made_whole = sharding in (Sharding.GRADIENTS, Sharding.ALL) and not training.made_on_host
     return States(
         parameters=round(precision.weight * share(held, Sharding.ALL)),
         gradients=round(gradient * share(trained, Sharding.GRADIENTS)),
         optimizer=round((main + precision.moments) * share(trained, Sharding.OPTIMIZER)),
         gathered=_gathered(n, split, chunks, training, held) if sharding is Sharding.ALL else 0,
+        unsharded=precision.weight * held.total * made_whole,
         written=round((precision.weight + STORED) * divided),
         whole=STORED * trained.total * by_parameters,
     )

@@ -164,6 +164,7 @@ class Qwen3VLConfigContainer(ConfigContainer):
         leave_exit_signal_to_run(self)
         manage_checkpoints(self)
         read_first_weights(self)
+        self._check_meta_device()
         if self.model.dist_train.use_dist_train:
             evaluate_modules_together()
 
@@ -205,6 +206,21 @@ class Qwen3VLConfigContainer(ConfigContainer):
             unmanaged = "it would save random states of both modules by the same names"
             settings["checkpoint.custom_manager_class"] = (other if other != MANAGER else None, None, unmanaged)
         expect(settings)
+
+    def _check_meta_device(self) -> None:
+        """Parameters get memory from the hook that reads first weights, and Megatron-FSDP alone moves them to GPUs."""
+        if not self.model.init_model_with_meta_device:
+            return
+        weights = self.checkpoint.pretrained_checkpoint
+        settings = {
+            "ddp.use_megatron_fsdp": (self.ddp.use_megatron_fsdp, True),
+            "model.tensor_model_parallel_size": (self.model.tensor_model_parallel_size, 1),
+            "checkpoint.pretrained_checkpoint": (weights, weights or "first weights"),
+            "checkpoint.custom_manager_class": (self.checkpoint.custom_manager_class, MANAGER),
+        }
+        wrong = [f"{name} is {found!r}, expected {need!r}" for name, (found, need) in settings.items() if found != need]
+        if wrong:
+            raise ValueError(f"model.init_model_with_meta_device is True, expected False, or: {'; '.join(wrong)}")
 
     def _check_shards_are_saved(self) -> None:
         """megatron-core looks for what it saves of Megatron-FSDP one wrapper deeper than a float32 model lies."""

@@ -5,7 +5,8 @@ keeps it from reading them again (`checkpoint_manager.py`).
 
 Megatron-Bridge reads them into the model that is wrapped already, in the format that the run saves in; Hugging Face
 weights do not get into Megatron-FSDP's shards so. Here they are read before the model is wrapped, in any format, by the
-provider's hooks.
+provider's hooks. The model is whole on each rank then: on the GPU, or with `model.init_model_with_meta_device` on the
+host, from where Megatron-FSDP takes one group of parameters after the other.
 """
 
 from __future__ import annotations
@@ -52,10 +53,12 @@ class FirstWeights:
         """
         cfg = self.cfg
         peft = cfg.peft or self.peft  # ours already where a set-up that failed is repeated
+        with together():
+            for chunk in chunks:
+                _give_host_memory(chunk)
         if peft is None and has_checkpoint(cfg.checkpoint):
             return chunks
         with together():
-            _refuse_meta_device(chunks)
             pretrained = Pretrained.find(cfg.checkpoint.pretrained_checkpoint)
             pretrained.check(cfg.model)
         pretrained.load(chunks, cfg.model._pg_collection)
@@ -105,9 +108,22 @@ def leave_first_weights(cfg: ConfigContainer) -> None:
         hook.give_back()
 
 
-def _refuse_meta_device(chunks: Chunks) -> None:
-    if any(parameter.is_meta for chunk in chunks for parameter in chunk.parameters()):
+def _give_host_memory(chunk: torch.nn.Module) -> None:
+    """Let parameters without memory have some on the host, with what megatron-core has noted on them.
+
+    Raises:
+        CheckpointError: a buffer without memory, whose values nobody knows.
+    """
+    if lost := [name for name, buffer in chunk.named_buffers() if buffer.is_meta]:
         raise CheckpointError(
-            "model.init_model_with_meta_device is True, expected False: parameters have no memory then that "
-            "checkpoint.pretrained_checkpoint could be read into before they are sharded"
+            f"model.init_model_with_meta_device is True, expected False: {', '.join(lost)} would have no values"
         )
+    made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    for module in chunk.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.is_meta:
+                if parameter not in made:  # or tied to one that was
+                    data = torch.empty_like(parameter, device="cpu")
+                    made[parameter] = torch.nn.Parameter(data, requires_grad=parameter.requires_grad)
+                    vars(made[parameter]).update(vars(parameter))
+                setattr(module, name, made[parameter])

@@ -129,6 +129,7 @@ def assemble(cfg: ConfigContainer, pretrained: Pretrained | None = None) -> Run:
 def _refuse_what_would_be_ignored(cfg: ConfigContainer) -> None:
     wrong = {
         "model.fp16": cfg.model.fp16,
+        "model.init_model_with_meta_device": cfg.model.init_model_with_meta_device,
         "train.train_samples": cfg.train.train_samples is not None,
         "train.rampup_batch_size": cfg.train.rampup_batch_size is not None,
         "validation.eval_micro_batch_size (other than train.micro_batch_size)": (
