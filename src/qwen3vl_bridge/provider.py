@@ -33,6 +33,7 @@ from megatron.core.pipeline_parallel.utils import (
     is_vp_first_stage,
     is_vp_last_stage,
 )
+from megatron.core.process_groups_config import ProcessGroupCollection
 from transformers import Qwen3VLVisionConfig
 
 if TYPE_CHECKING:
@@ -194,7 +195,7 @@ class Qwen3VLModelProvider(UpstreamNames, GPTModelProvider):
         from qwen3vl_bridge.model.modules import Qwen3VLDecoder, Qwen3VLEncoder
         from qwen3vl_bridge.model.qwen3vl import Qwen3VLModel
 
-        groups = self._pg_collection
+        groups = self._groups()
         pre_process, post_process = self._ends(pre_process, post_process, vp_stage)
         with self._device():
             if not self.add_decoder:
@@ -218,12 +219,18 @@ class Qwen3VLModelProvider(UpstreamNames, GPTModelProvider):
         pre_process, post_process = self._ends(pre_process, post_process, vp_stage)
         with self._device():
             return Qwen3VLGPTModel(
-                self, self._pg_collection, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage
+                self, self._groups(), pre_process=pre_process, post_process=post_process, vp_stage=vp_stage
             )
+
+    def _groups(self) -> ProcessGroupCollection:
+        """Those that were set, or megatron-core's own: a caller of `provide` alone has set none."""
+        if self._pg_collection is None:
+            self._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+        return self._pg_collection
 
     def _ends(self, pre_process: bool | None, post_process: bool | None, vp_stage: int | None) -> tuple[bool, bool]:
         """Whether a stage embeds, and whether it puts out; of the rank where that is not given."""
-        groups, vp_size = self._pg_collection, self.virtual_pipeline_model_parallel_size
+        groups, vp_size = self._groups(), self.virtual_pipeline_model_parallel_size
         if pre_process is None:
             pre_process = is_vp_first_stage(vp_stage=vp_stage, vp_size=vp_size) and is_pp_first_stage(groups.pp)
         if post_process is None:

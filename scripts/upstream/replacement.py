@@ -1,0 +1,142 @@
+"""A plugin of pytest for Megatron-Bridge's own tests: the names they import from it are this project's classes.
+
+What lives here: what is replaced, and a report of every test. What may not: which failures are expected
+(`failures.toml`), starting pytest (`../upstream_tests.py`).
+
+The package is imported in either case: without it Megatron-Bridge cannot be imported where Transformer Engine is
+missing. With `--stock` nothing is replaced, and `sitecustomize.py` has seen to it that the package registers nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import qwen3vl_bridge
+from qwen3vl_bridge import cpu
+
+import pytest
+import torch
+from megatron.core import parallel_state
+
+_QWEN_VL = "megatron.bridge.models.qwen_vl"
+_CLASSES = ("Qwen3VLModelProvider", "Qwen3VLMoEModelProvider", "Qwen3VLBridge", "Qwen3VLMoEBridge", "Qwen3VLModel")
+# Where tests and Megatron-Bridge's own code take these names from. Qwen3.5's modules are left out: they build
+# upstream's model with arguments of their own.
+_MODULES = (
+    "megatron.bridge.models",
+    _QWEN_VL,
+    f"{_QWEN_VL}.qwen3_vl_bridge",
+    f"{_QWEN_VL}.qwen3_vl_provider",
+    f"{_QWEN_VL}.modelling_qwen3_vl",
+    f"{_QWEN_VL}.modelling_qwen3_vl.model",
+    "megatron.bridge.inference.vlm.base",
+)
+_CONFIG_LOADER = "megatron.bridge.models.hf_pretrained.safe_config_loader"
+# The directory whose tests ask torch for CUDA and NCCL by themselves, though they need neither.
+_ON_CPU = "modelling_qwen3_vl"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of the runner."""
+    parser.addoption("--stock", action="store_true", help="replace nothing")
+    parser.addoption("--report", type=Path, help="where to write outcomes, as JSON")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Replace, before any test is imported."""
+    importlib.import_module("megatron.bridge.models")
+    if not config.getoption("--stock"):
+        _replace()
+    # It waits longer and longer for a hub that is switched off.
+    vars(sys.modules[_CONFIG_LOADER])["time"] = types.SimpleNamespace(time=time.time, sleep=lambda _: None)
+    config.pluginmanager.register(_Report(config.getoption("--report")))
+
+
+def _replace() -> None:
+    for name in _MODULES:
+        module = vars(importlib.import_module(name))
+        module.update({cls: getattr(qwen3vl_bridge, cls) for cls in _CLASSES if cls in module})
+    importlib.import_module(f"{_QWEN_VL}.modelling_qwen3_vl.rope").get_rope_index = _get_rope_index
+
+
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    """Let tests that only name CUDA run on the CPU, as the package does for Megatron's modules."""
+    for module in {item.module for item in items if _ON_CPU in item.nodeid}:
+        cpu.adopt(module)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: Any, nextitem: Any) -> None:
+    """A file's tests may leave groups behind, above all those that fail half way; the next file begins without."""
+    if nextitem is None or nextitem.path != item.path:
+        parallel_state.destroy_model_parallel()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def _get_rope_index(
+    spatial_merge_size: int,
+    image_token_id: int,
+    video_token_id: int,
+    vision_start_token_id: int,
+    input_ids: Any,
+    image_grid_thw: Any = None,
+    video_grid_thw: Any = None,
+    attention_mask: Any = None,
+    packed_seq_params: Any = None,
+) -> tuple[Any, Any]:
+    """Upstream's function by the model's door: positions [3, B, S], and how far each segment's go beyond its tokens."""
+    from qwen3vl_bridge.model.conventions import arrange
+    from qwen3vl_bridge.model.masks import real_tokens
+    from qwen3vl_bridge.sequence import mrope_positions
+
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    if packed_seq_params is not None:  # of which tests give what upstream's function reads
+        tables = [getattr(packed_seq_params, name, None) for name in ("cu_seqlens_q", "cu_seqlens_q_padded")]
+        packed_seq_params = PackedSeqParams("thd", tables[0], tables[0], tables[1], tables[1])
+    ids = input_ids.cpu()
+    arranged = arrange(ids, real_tokens(attention_mask, None, ids), packed_seq_params, None)
+    tokens = dict(image_token_id=image_token_id, video_token_id=video_token_id, spatial_merge_size=spatial_merge_size)
+    layout = arranged.layout
+    positions = mrope_positions(arranged.take(ids), layout, image_grid_thw, video_grid_thw, **tokens)
+    segments = positions.flatten(1).split(layout.padded_lengths, -1)
+    deltas = [int(one.max()) + 1 - length for one, length in zip(segments, layout.lengths, strict=True)]
+    order = arranged.way_back(ids)
+    if order is not None:
+        positions = order.restore(positions.permute(1, 2, 0)).permute(2, 0, 1)
+    return positions.to(input_ids.device), input_ids.new_tensor(deltas)[:, None]
+
+
+class _Report:
+    """What became of each test: passed, failed or skipped, and why."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path, self.tests = path, {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """A phase of a test; its first failure is what counts."""
+        known = self.tests.get(report.nodeid, {}).get("outcome")
+        if known != "failed" and (report.when == "call" or not report.passed):
+            self._add(report)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """A file that could not be imported, or that skips itself."""
+        if not report.passed:
+            self._add(report)
+
+    def _add(self, report: Any) -> None:
+        crash = getattr(report.longrepr, "reprcrash", None)
+        why = "" if report.passed else str(getattr(crash, "message", report.longrepr))
+        self.tests[report.nodeid] = {"outcome": report.outcome, "why": why[-2000:]}
+
+    def pytest_sessionfinish(self) -> None:
+        """Write them."""
+        if self.path is not None:
+            self.path.write_text(json.dumps(self.tests, indent=1))

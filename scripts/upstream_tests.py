@@ -1,0 +1,172 @@
+"""Run Megatron-Bridge's own unit tests against this project's classes, and compare what fails with what is known to.
+
+    python scripts/upstream_tests.py --source CHECKOUT
+
+CHECKOUT is a clone of Megatron-Bridge at the release that is installed; its tests are run where they lie, and nothing
+of them is kept. Names that they import from `megatron.bridge.models.qwen_vl` are replaced by ours
+(`upstream/replacement.py`). GPUs and the hub are switched off. What is known to fail is in `upstream/failures.toml`,
+each with its reason; `--write` makes the table of docs/callers.md from it.
+
+Exit status: 0 if exactly that fails, 1 if something else does, or something listed no longer does. What is listed
+because a machine lacks something may pass on another: that is only said. With `--stock` nothing is replaced, and
+nothing else may fail.
+
+Needed beside the project's environment: the package diffusers, without which upstream's recipes cannot be imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+HERE = Path(__file__).resolve().parent / "upstream"
+FAILURES = HERE / "failures.toml"
+PAGE = ROOT / "docs" / "callers.md"
+BEGIN, END = "<!-- upstream: begin -->", "<!-- upstream: end -->"
+UNIT = "tests/unit_tests"
+# What has to do with Qwen3-VL, conversion or recipes and can be run without a GPU.
+TESTS = (
+    "models/qwen_vl",
+    "data",
+    "conversion",
+    "recipes",
+    "inference/vlm",
+    "scripts/training",
+    "models/test_auto_bridge.py",
+    "models/test_autobridge_registration_matrix.py",
+    "models/test_model_bridge.py",
+    "models/test_model_bridge_lora.py",
+    "models/test_adapter_export.py",
+)
+KINDS = {
+    "machine": "fails without the plugin too: this machine lacks something",
+    "private": "asks for the inside of Megatron-Bridge's own class",
+    "meant": "a difference that is meant",
+    "defect": "a defect of ours",
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run and compare."""
+    args = _parser().parse_args(arguments)
+    entries = read_failures()
+    if args.write:
+        PAGE.write_text(with_table(PAGE.read_text(), entries))
+        return 0
+    if not (args.source / UNIT).is_dir():
+        raise SystemExit(f"{args.source} has no {UNIT}, expected a checkout of Megatron-Bridge")
+    if importlib.util.find_spec("diffusers") is None and not args.tests:
+        print("diffusers is not installed: upstream's recipes cannot be imported, and their tests will fail")
+    outcomes = run(args.source.resolve(), [f"{UNIT}/{test}" for test in args.tests or TESTS], args.stock, args.workers)
+    wrong = compare(outcomes, entries, stock=args.stock, whole=not args.tests)
+    counts = {
+        kind: sum(test["outcome"] == kind for test in outcomes.values()) for kind in ("passed", "failed", "skipped")
+    }
+    print(", ".join(f"{count} {kind}" for kind, count in counts.items()))
+    print("\n".join(wrong) or "as listed")
+    return int(bool(wrong))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--source", type=Path, help="a checkout of Megatron-Bridge")
+    parser.add_argument("--stock", action="store_true", help="without replacement: what fails on this machine anyway")
+    parser.add_argument("--workers", type=int, default=0, help="processes that run tests (pytest-xdist)")
+    parser.add_argument(
+        "--write", action="store_true", help=f"write the list into {PAGE.relative_to(ROOT)}, and run nothing"
+    )
+    parser.add_argument("tests", nargs="*", help=f"paths below {UNIT} instead of all")
+    return parser
+
+
+def read_failures() -> list[dict]:
+    """The entries of `failures.toml`: kind, why, and tests, which are files, classes, tests or single cases."""
+    entries = tomllib.loads(FAILURES.read_text())["failure"]
+    for entry in entries:
+        if entry["kind"] not in KINDS or not entry["why"] or not entry["tests"]:
+            raise ValueError(f"{entry} in {FAILURES.name}, expected kind (one of {', '.join(KINDS)}), why and tests")
+    return entries
+
+
+def run(source: Path, tests: list[str], stock: bool, workers: int) -> dict[str, dict[str, str]]:
+    """What became of each test, by its name."""
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(HERE), *_without_root(os.environ.get("PYTHONPATH", ""))]),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+    }
+    if stock:
+        environment["UPSTREAM_TESTS_STOCK"] = "1"
+    with tempfile.TemporaryDirectory() as folder:
+        report, settings = Path(folder) / "report.json", Path(folder) / "pytest.ini"
+        settings.write_text("[pytest]\n")  # neither our settings nor theirs
+        command = [sys.executable, "-m", "pytest", "-p", "replacement", "-p", "no:cacheprovider", "-q", "--tb=line"]
+        command += ["-c", str(settings), "--rootdir", str(source), "--continue-on-collection-errors", "-W", "ignore"]
+        command += ["--report", str(report), *(["--stock"] if stock else []), "-n", str(workers), *tests]
+        status = subprocess.run(command, cwd=source, env=environment).returncode
+        if not report.exists():
+            raise SystemExit(f"pytest ended with {status} before it had run the tests")
+        return json.loads(report.read_text())
+
+
+def _without_root(paths: str) -> list[str]:
+    """Folders to import from, without one whose `tests` would be taken for the checkout's."""
+    return [path for path in paths.split(os.pathsep) if path and not (Path(path) / "tests").is_dir()]
+
+
+def compare(outcomes: dict[str, dict[str, str]], entries: list[dict], *, stock: bool, whole: bool) -> list[str]:
+    """What fails and is not listed, and what is listed and does not fail.
+
+    An entry of kind `machine` names what may have failures in it; any other names what fails as a whole.
+
+    Args:
+        outcomes: of each test.
+        entries: of the list.
+        stock: whether nothing was replaced. Then entries of kind `machine` alone count.
+        whole: whether all tests were run, so that each entry has to be found.
+    """
+    wrong, listed = [], set()
+    for entry in (entry for entry in entries if not stock or entry["kind"] == "machine"):
+        for name in entry["tests"]:
+            covered = {test: found["outcome"] for test, found in outcomes.items() if covers(name, test)}
+            listed |= covered.keys()
+            if entry["kind"] == "machine":
+                if covered and "failed" not in covered.values():
+                    print(f"passes on this machine: {name}")
+            elif "passed" in covered.values() or ("failed" not in covered.values() and (whole or covered)):
+                wrong.append(f"listed, and no longer fails: {name}")
+    for test, found in outcomes.items():
+        if found["outcome"] == "failed" and test not in listed:
+            wrong.append(f"not listed, and fails: {test.removeprefix(UNIT + '/')}: {found['why'].strip()[:300]}")
+    return wrong
+
+
+def covers(name: str, test: str) -> bool:
+    """Whether an entry's name is a test's, or that of what it is in."""
+    test = test.removeprefix(UNIT + "/")
+    return test == name or any(test.startswith(name + mark) for mark in ("/", "::", "["))
+
+
+def with_table(page: str, entries: list[dict]) -> str:
+    """The page with the list between its marks."""
+    head, rest = page.split(BEGIN)
+    tail = rest.split(END)[1]
+    lines = ["| test of Megatron-Bridge | kind | why |", "|---|---|---|"]
+    for kind in ("defect", "meant", "private", "machine"):
+        for entry in (entry for entry in entries if entry["kind"] == kind):
+            tests = "<br>".join(f"`{name}`" for name in entry["tests"])
+            lines.append(f"| {tests} | {kind} | {entry['why']} |")
+    return "\n".join([head + BEGIN, *lines, END + tail])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

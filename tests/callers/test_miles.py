@@ -1,0 +1,237 @@
+"""miles: arguments copied onto the provider, one packed row with a loss mask and no labels, its division of the loss.
+
+Sources: miles/backends/megatron_utils/{model_provider,model,checkpoint}.py, miles/backends/
+megatron_utils/update_weight/hf_weight_iterator_bridge.py, miles/backends/training_utils/{data,loss}.py. Arguments are
+those of examples/geo3k_vlm/run_geo3k_vlm.sh and Megatron-LM's defaults.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from argparse import Namespace
+from dataclasses import dataclass
+from typing import Any
+
+import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.bridge import AutoBridge
+from megatron.bridge.training.config import DistributedDataParallelConfig
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.utils import get_model_config, unwrap_model
+from safetensors.torch import load_file
+
+from tests.model.support import offsets
+
+from .support import GRADIENT, LOG_PROBS, Truth, gradient_error, log_probs_of, padded_rows, worst
+
+ARGS = Namespace(
+    tensor_model_parallel_size=1,
+    pipeline_model_parallel_size=1,
+    expert_model_parallel_size=1,
+    expert_tensor_parallel_size=1,
+    sequence_parallel=False,
+    context_parallel_size=1,
+    calculate_per_token_loss=False,
+    variable_seq_lengths=True,
+    attention_softmax_in_fp32=True,
+    fp32_residual_connection=False,
+    deterministic_mode=False,
+    recompute_granularity="full",
+    recompute_method="uniform",
+    recompute_num_layers=1,
+    recompute_modules=None,
+    cpu_offloading_num_layers=0,
+    distribute_saved_activations=False,
+    tp_comm_overlap=False,
+    fp8=None,
+    fp8_recipe="delayed",
+    attention_backend=AttnBackend.flash,
+    moe_token_dispatcher_type="alltoall",
+    moe_router_bias_update_rate=1e-3,
+    moe_aux_loss_coeff=0.0,
+)
+
+
+@dataclass
+class Actor:
+    """What miles' actor holds."""
+
+    bridge: Any
+    provider: Any
+    model: list[Any]
+
+
+def make_actor(folder, *, given_groups: bool = True, ddp: bool = False, **changes: Any) -> Actor:
+    """As get_model_provider_func of megatron_to_hf_mode=bridge, Megatron-LM's get_model and _load_checkpoint_hf."""
+    bridge = AutoBridge.from_hf_pretrained(str(folder), trust_remote_code=True)
+    provider = bridge.to_megatron_provider(load_weights=False)
+    for name, value in (vars(ARGS) | changes).items():  # _apply_bridge_runtime_config
+        setattr(provider, name, value)
+    provider.finalize()
+    if given_groups:
+        provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+    model = provider.provide(pre_process=True, post_process=True, vp_stage=None)
+    forward = model.forward
+
+    def logits_only(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        return output[0] if isinstance(output, tuple) else output
+
+    model.forward = logits_only
+    chunks = [model]
+    if ddp:
+        config = DistributedDataParallelConfig(use_distributed_optimizer=False, grad_reduce_in_fp32=True)
+        chunks = [DistributedDataParallel(config=get_model_config(model), ddp_config=config, module=model)]
+    bridge.load_hf_weights(chunks)
+    return Actor(bridge, provider, chunks)
+
+
+@pytest.fixture(scope="module")
+def actor(folder) -> Actor:
+    return make_actor(folder)
+
+
+def get_batch(truth: Truth, multiplier: int = 16) -> dict[str, Any]:
+    """qkv_format thd: samples one after the other, and padding of token 0 as a segment of its own.
+
+    The mask is of the logits that count, one place before their tokens; the response is each sample's second half.
+    """
+    ids = [sample.ids for sample in truth.samples]
+    table, pad = offsets(truth.lengths), -sum(truth.lengths) % multiplier
+    if pad:
+        table = [*table, table[-1] + pad]
+    responses = [length // 2 for length in truth.lengths]
+    masks = [
+        F.pad(torch.ones(response, dtype=torch.int), (length - response - 1, 1))
+        for length, response in zip(truth.lengths, responses, strict=True)
+    ]
+    offset = torch.tensor(table, dtype=torch.int)
+    longest = int(offset.diff().max())
+    return dict(
+        input_ids=F.pad(torch.cat(ids), (0, pad))[None],
+        position_ids=None,
+        attention_mask=None,
+        labels=None,
+        packed_seq_params=PackedSeqParams(
+            cu_seqlens_q=offset, cu_seqlens_kv=offset, max_seqlen_q=longest, max_seqlen_kv=longest, qkv_format="thd"
+        ),
+        loss_mask=F.pad(torch.cat(masks), (0, pad))[None],
+        **truth.pictures,
+    )
+
+
+def responses(logits: torch.Tensor, truth: Truth) -> list[torch.Tensor]:
+    """As get_log_probs_and_entropy: log probabilities of each sample's response."""
+    found = []
+    for own, sample in zip(logits[0, : sum(truth.lengths)].split(truth.lengths), truth.samples, strict=True):
+        response = len(sample.ids) // 2
+        found.append(log_probs_of(own[-response - 1 : -1], sample.ids[-response:]))
+    return found
+
+
+def expected_responses(truth: Truth) -> list[torch.Tensor]:
+    return [one[len(one) - len(one) // 2 - 1 : -1] for one in truth.log_probs]
+
+
+@pytest.mark.parametrize("given_groups", [True, False])
+def test_log_probs(folder, truth, given_groups):
+    """forward_only, of a provider whose groups Megatron-LM's get_model hands on, and of one that finds them."""
+    actor = make_actor(folder, given_groups=given_groups)
+    with torch.no_grad():
+        logits = actor.model[0](**get_batch(truth))
+    assert worst(responses(logits, truth), expected_responses(truth)) <= LOG_PROBS
+
+
+def test_log_probs_of_rows(actor, truth):
+    """qkv_format bshd: rows padded with token 0, and nothing that says so."""
+    batch = get_batch(truth) | dict(
+        input_ids=padded_rows([sample.ids for sample in truth.samples], max(truth.lengths) + 3), packed_seq_params=None
+    )
+    batch["loss_mask"] = torch.ones_like(batch["input_ids"], dtype=torch.int)
+    with torch.no_grad():
+        logits = actor.model[0](**batch)
+    found = [log_probs_of(one[: len(s.ids)], s.labels) for one, s in zip(logits, truth.samples, strict=True)]
+    assert worst(found, truth.log_probs) <= LOG_PROBS
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_gradients(folder, truth, per_token):
+    """train_one_step: GRPO's scripts leave --calculate-per-token-loss out, those of supervised training set it.
+
+    Two microbatches of two samples each, whose loss is summed up and divided as loss_function does.
+    """
+    actor = make_actor(folder, ddp=True, calculate_per_token_loss=per_token)
+    halves = [Truth(truth.reference, truth.samples[:2]), Truth(truth.reference, truth.samples[2:])]
+    config = get_model_config(actor.model[0])
+    config.finalize_model_grads_func = finalize_model_grads
+
+    def forward_step(iterator, model):
+        half = next(iterator)
+
+        def loss_function(logits):
+            parts = responses(logits, half)
+            if per_token:
+                tokens = sum(map(len, parts))
+                return -torch.cat(parts).sum(), torch.tensor(tokens), {}
+            loss = -sum(part.mean() for part in parts)
+            return loss * len(halves) / len(truth.samples), torch.tensor(1), {}
+
+        return model(**get_batch(half)), loss_function
+
+    actor.model[0].train()
+    actor.model[0].zero_grad_buffer()
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[iter(halves)],
+        model=actor.model,
+        num_microbatches=len(halves),
+        seq_length=64,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+
+    def loss(log_probs):
+        parts = [one[len(one) - len(one) // 2 - 1 : -1] for one in log_probs]
+        return -torch.cat(parts).mean() if per_token else -torch.stack([part.mean() for part in parts]).mean()
+
+    expected = truth.gradients(loss)
+    assert gradient_error(actor.bridge, unwrap_model(actor.model[0]), expected) <= GRADIENT
+
+
+def test_weights_go_to_the_rollout(actor, folder):
+    """HfWeightIteratorBridge: an export whose tasks have other weights, as they are on the host.
+
+    Of its own Megatron-Bridge miles takes a third entry with each weight, Megatron's name.
+    """
+    tasks = actor.bridge.get_conversion_tasks(actor.model)
+    replaced = [
+        task
+        if task is None or task.param_weight is None
+        else dataclasses.replace(task, param_weight=2 * task.param_weight)
+        for task in tasks
+    ]
+    named = actor.bridge.export_hf_weights(
+        actor.model, cpu=False, conversion_tasks=replaced, merge_adapter_weights=False
+    )
+    exported = dict(named)
+    stored = load_file(folder / "model.safetensors")
+    assert exported.keys() == stored.keys()
+    assert all(torch.equal(exported[name], 2 * stored[name]) for name in stored)
+
+
+def test_what_miles_reads_off_the_model(actor):
+    """patch_megatron_model and finalize."""
+    model = unwrap_model(actor.model)[0]
+    assert isinstance(model.share_embeddings_and_output_weights, bool)
+    assert model.config.share_embeddings_and_output_weights == model.share_embeddings_and_output_weights
+    for name in ("no_sync_func", "grad_sync_func", "param_sync_func", "grad_scale_func", "timers"):
+        setattr(model.config, name, None)
+    assert parallel_state.is_pipeline_last_stage()

@@ -1,0 +1,294 @@
+"""NeMo-RL's Megatron worker: settings on a converted checkpoint's configuration, rows with and without packing, refit.
+
+Sources: nemo_rl/models/megatron/{community_import,setup,data,train}.py and
+nemo_rl/models/policy/workers/megatron_policy_worker.py; settings are those of examples/configs/grpo_math_1B.yaml, which
+its configurations of vision-language models begin with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import qwen3vl_bridge
+from qwen3vl_bridge import import_checkpoint
+
+import pytest
+import torch
+from megatron.bridge import AutoBridge
+from megatron.bridge.models.model_provider import get_model
+from megatron.bridge.training.config import (
+    CheckpointConfig,
+    ConfigContainer,
+    DistributedDataParallelConfig,
+    DistributedInitConfig,
+    LoggerConfig,
+    OptimizerConfig,
+    SchedulerConfig,
+    TokenizerConfig,
+    TrainingConfig,
+)
+from megatron.bridge.training.model_load_save import load_model_config
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import Float16Module
+from megatron.core.utils import unwrap_model
+from megatron.training.utils import get_ltor_masks_and_position_ids
+from safetensors.torch import load_file
+
+from tests.model.support import offsets
+
+from .support import LOG_PROBS, Truth, log_probs_of, packed_row, padded_lengths, padded_rows, thd, worst
+
+# Of examples/configs/grpo_math_1B.yaml, but for the fused permutation of experts' tokens: Transformer Engine has that.
+MEGATRON_CFG = dict(
+    tensor_model_parallel_size=1,
+    pipeline_model_parallel_size=1,
+    num_layers_in_first_pipeline_stage=None,
+    num_layers_in_last_pipeline_stage=None,
+    sequence_parallel=False,
+    context_parallel_size=1,
+    expert_tensor_parallel_size=1,
+    expert_model_parallel_size=1,
+    moe_router_dtype="fp64",
+    moe_router_load_balancing_type="none",
+    moe_router_bias_update_rate=0.0,
+    moe_enable_deepep=False,
+    moe_token_dispatcher_type="alltoall",
+    moe_shared_expert_overlap=False,
+    moe_permute_fusion=False,
+    moe_enable_routing_replay=False,
+    mtp_num_layers=0,
+    mtp_loss_scaling_factor=0.0,
+    mtp_use_repeated_layer=False,
+    mtp_detach_heads=True,
+    bf16=False,
+    fp16=False,
+    params_dtype=torch.float32,
+    pipeline_dtype=torch.float32,
+    parallel_output=True,
+    apply_rope_fusion=True,
+    bias_activation_fusion=True,
+    gradient_accumulation_fusion=False,
+    use_fused_weighted_squared_relu=False,
+    cuda_graph_impl="none",
+    cuda_graph_warmup_steps=3,
+    fine_grained_activation_offloading=False,
+    offload_modules=[],
+    calculate_per_token_loss=True,
+    perform_initialization=True,
+)
+
+
+@dataclass
+class Worker:
+    """What a policy worker holds."""
+
+    bridge: Any
+    cfg: ConfigContainer
+    model: Any
+
+
+@pytest.fixture(scope="module")
+def converted(folder, tmp_path_factory):
+    """The checkpoint that the worker starts from (policy.pretrained_checkpoint), with its run_config.yaml."""
+    path = tmp_path_factory.mktemp("converted")
+    import_checkpoint(folder, path / "megatron", ckpt_format="torch_dist", progress=False)
+    (run_config,) = path.glob("megatron/iter_*/run_config.yaml")
+    return run_config.parent
+
+
+def make_config(converted, folder) -> ConfigContainer:
+    """As setup_model_config and _create_megatron_config."""
+    model_cfg, _ = load_model_config(str(converted))
+    for name, value in MEGATRON_CFG.items():
+        assert hasattr(model_cfg, name), name
+        setattr(model_cfg, name, value)
+    model_cfg.__post_init__()
+    return ConfigContainer(
+        model=model_cfg,
+        checkpoint=CheckpointConfig(pretrained_checkpoint=str(converted), save=None, load=None, load_rng=False),
+        logger=LoggerConfig(logging_level=0),
+        dist=DistributedInitConfig(),
+        train=TrainingConfig(micro_batch_size=1, global_batch_size=1, train_iters=10),
+        optimizer=OptimizerConfig(optimizer="adam", lr=1e-5, use_distributed_optimizer=False, bf16=False),
+        ddp=DistributedDataParallelConfig(
+            check_for_nan_in_grad=True,
+            grad_reduce_in_fp32=False,
+            overlap_grad_reduce=False,
+            overlap_param_gather=False,
+            average_in_collective=False,
+            use_distributed_optimizer=False,
+        ),
+        scheduler=SchedulerConfig(lr_decay_style="constant"),
+        dataset=None,
+        tokenizer=TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder)),
+    )
+
+
+def make_worker(converted, folder, *, hooks=(), ddp=True) -> Worker:
+    """As setup_model_and_optimizer; weights come from the Hugging Face folder, as they do into its checkpoint."""
+    cfg = make_config(converted, folder)
+    cfg.validate()
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    cfg.model._pg_collection = groups
+    (model,) = get_model(
+        cfg.model,
+        cfg.ddp,
+        pre_wrap_hook=list(hooks),
+        mixed_precision_wrapper=Float16Module,
+        pg_collection=groups,
+        wrap_with_ddp=ddp,
+    )
+    bridge = AutoBridge.from_hf_pretrained(str(folder), trust_remote_code=True)
+    bridge.load_hf_weights([model])
+    return Worker(bridge, cfg, model)
+
+
+@pytest.fixture(scope="module")
+def worker(converted, folder) -> Worker:
+    return make_worker(converted, folder, ddp=False)
+
+
+def model_forward(worker: Worker, **call: Any) -> torch.Tensor:
+    """As nemo_rl.models.megatron.train.model_forward: a tuple's first entry is the output."""
+    with torch.no_grad():
+        output = worker.model(**call)
+    return output[0] if isinstance(output, tuple) else output
+
+
+def found_in_rows(logits: torch.Tensor, truth: Truth) -> list[torch.Tensor]:
+    """Log probabilities of each sample's tokens, of rows padded on the right."""
+    rows = zip(logits, truth.samples, strict=True)
+    return [log_probs_of(one[: len(sample.ids)], sample.labels) for one, sample in rows]
+
+
+def test_without_packing(worker, truth):
+    """sequence_packing.enabled=false: a causal [1, 1, S, S] mask, which says nothing of padding; positions of text."""
+    ids = padded_rows([sample.ids for sample in truth.samples])
+    mask, _, positions = get_ltor_masks_and_position_ids(
+        data=ids,
+        eod_token=0,
+        pad_token=0,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        pad_mask_loss=False,
+    )
+    assert mask.dtype == torch.bool and mask.shape == (1, 1, ids.shape[1], ids.shape[1])
+    logits = model_forward(worker, input_ids=ids, position_ids=None, attention_mask=mask, **truth.pictures)
+    assert worst(found_in_rows(logits, truth), truth.log_probs) <= LOG_PROBS
+
+    texts = Truth(truth.reference, [sample for sample in truth.samples if not sample.pixels])
+    rows = padded_rows([sample.ids for sample in texts.samples])
+    mask, _, positions = get_ltor_masks_and_position_ids(rows, 0, 0, False, False, False, False)
+    logits = model_forward(worker, input_ids=rows, position_ids=positions, attention_mask=mask)
+    assert worst(found_in_rows(logits, texts), texts.log_probs) <= LOG_PROBS
+
+
+def test_the_model_says_that_it_packs_by_itself(worker):
+    """_model_self_packs_for_cp: one that does not is given packed rows that are cut already, which is right as well."""
+    from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model import Qwen3VLModel
+
+    model = unwrap_model(worker.model)
+    assert bool(getattr(model, "model_owns_packing", False)) or isinstance(model, Qwen3VLModel)
+    assert not getattr(model, "model_slices_context_parallel_inputs", False)
+    assert not getattr(model, "model_owns_mtp_loss_mask_packing", False)
+
+
+@pytest.mark.parametrize(("multiple", "total"), [(1, None), (8, None), (8, 160)])
+def test_packing_by_the_model(worker, truth, multiple, total):
+    """_prepare_vlm_batch_for_megatron: rows, and a mask and offsets that count each row's padding as tokens.
+
+    `total` is pad_full_seq_to, of pipeline stages: the last row's length in the packed row takes what is missing.
+    """
+    lengths = padded_lengths(truth.lengths, multiple)
+    if total is not None:
+        lengths[-1] += total - sum(lengths)
+    longest = max(lengths)
+    ids = padded_rows([sample.ids for sample in truth.samples], longest)
+    mask = torch.arange(longest) < torch.tensor(lengths)[:, None]
+    params = thd(lengths)
+    logits = model_forward(
+        worker, input_ids=ids, position_ids=None, attention_mask=mask, packed_seq_params=params, **truth.pictures
+    )
+    assert logits.shape[:2] == (1, sum(lengths))
+    targets = packed_row([sample.labels for sample in truth.samples], lengths)
+    found = [one[:n] for one, n in zip(log_probs_of(logits, targets)[0].split(lengths), truth.lengths, strict=True)]
+    assert worst(found, truth.log_probs) <= LOG_PROBS
+
+
+@pytest.mark.parametrize("multiple", [1, 8])
+def test_packing_by_the_worker(worker, truth, multiple):
+    """_pack_sequences_for_megatron, which a model without packing of its own gets: one flat row, no mask."""
+    lengths = padded_lengths(truth.lengths, multiple)
+    params = thd(lengths)
+    if multiple > 1:
+        logical = torch.tensor(offsets(truth.lengths), dtype=torch.int32)
+        params.cu_seqlens_q = params.cu_seqlens_kv = logical
+    row = packed_row([sample.ids for sample in truth.samples], lengths)
+    logits = model_forward(
+        worker, input_ids=row, position_ids=None, attention_mask=None, packed_seq_params=params, **truth.pictures
+    )
+    targets = packed_row([sample.labels for sample in truth.samples], lengths)
+    found = [one[:n] for one, n in zip(log_probs_of(logits, targets)[0].split(lengths), truth.lengths, strict=True)]
+    assert worst(found, truth.log_probs) <= LOG_PROBS
+
+
+def freeze_router(chunks):
+    """setup_model_and_optimizer's own hook, for megatron_cfg.freeze_moe_router."""
+    for chunk in chunks if isinstance(chunks, list) else [chunks]:
+        for layer in chunk.language_model.decoder.layers:
+            if hasattr(layer, "mlp") and hasattr(layer.mlp, "router"):
+                layer.mlp.router.weight.requires_grad = False
+
+
+@pytest.mark.parametrize(
+    ("freeze", "trained"),
+    [
+        (dict(freeze_vision_model=True, freeze_vision_projection=True, freeze_language_model=False), "language_model."),
+        (dict(freeze_vision_model=False, freeze_vision_projection=False, freeze_language_model=True), "vision_model."),
+    ],
+)
+def test_frozen_parts(converted, folder, freeze, trained):
+    """freeze_config goes to the model's own freeze(), before DDP, and freeze_moe_router beside it."""
+
+    def apply_freeze(chunks):
+        for chunk in chunks if isinstance(chunks, list) else [chunks]:
+            chunk.freeze(**freeze)
+        return chunks
+
+    worker = make_worker(converted, folder, hooks=[freeze_router, apply_freeze])
+    names = {name for name, p in unwrap_model(worker.model).named_parameters() if p.requires_grad}
+    assert names and all(name.startswith(trained) for name in names)
+    assert not any(".router." in name for name in names)
+
+
+def test_refit(worker, folder):
+    """prepare_refit_info and the export that follows it: tasks, their sizes, and every weight under its name."""
+    tasks = [task for task in worker.bridge.get_conversion_tasks([worker.model]) if task is not None]
+    sizes = [(task.param_name, task.param_weight.numel(), task.mapping.tp_size) for task in tasks]
+    assert len(sizes) == len(tasks) and all(size > 0 for _, size, _ in sizes)
+    assert all(task.mapping.ep_size == 1 for task in tasks if task.mapping.is_expert)
+    assert worker.bridge.transformer_config.num_layers == worker.cfg.model.num_layers
+    stored = load_file(folder / "model.safetensors")
+    exported = dict(worker.bridge.export_hf_weights([worker.model], show_progress=False, conversion_tasks=tasks))
+    assert exported.keys() == stored.keys() and all(torch.equal(exported[name], stored[name]) for name in stored)
+
+
+def test_an_import_sets_sizes_and_sets_them_back(folder):
+    """community_import.import_model_from_hf_name, up to the save."""
+    bridge = AutoBridge.from_hf_pretrained(str(folder), trust_remote_code=True)
+    provider = bridge.to_megatron_provider(load_weights=True)
+    for key in ("freeze_vision_model", "freeze_vision_projection"):
+        assert hasattr(provider, key)
+    before = (provider.tensor_model_parallel_size, provider.expert_tensor_parallel_size, provider.pipeline_dtype)
+    for name in ("tensor_model_parallel_size", "expert_tensor_parallel_size", "pipeline_dtype"):
+        setattr(provider, name, MEGATRON_CFG[name])
+    provider.gradient_accumulation_fusion = False
+    provider.finalize()
+    assert parallel_state.model_parallel_is_initialized()
+    (model,) = provider.provide_distributed_model(wrap_with_ddp=False, post_wrap_hook=None)
+    config = unwrap_model(model).config
+    config.tensor_model_parallel_size, config.expert_tensor_parallel_size, config.pipeline_dtype = before
+    assert type(config) in (qwen3vl_bridge.Qwen3VLModelProvider, qwen3vl_bridge.Qwen3VLMoEModelProvider)

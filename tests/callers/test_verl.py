@@ -1,0 +1,310 @@
+"""verl's Megatron engine: its settings, its forward passes with and without padding, its losses and weights.
+
+Sources: verl/workers/engine/megatron/transformer_impl.py, verl/models/mcore/{model_forward,model_forward_fused,
+util}.py, verl/utils/megatron_utils.py, verl/utils/checkpoint/megatron_checkpoint_manager.py. What stands here is what
+verl does with tensors and the provider; the rest of it is not needed. Its adapters are in `test_adapters.py`, its hooks
+in `test_freezing.py`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from dataclasses import dataclass, fields
+from types import SimpleNamespace
+from typing import Any
+
+import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
+
+import pytest
+import torch
+from megatron.bridge import AutoBridge
+from megatron.bridge.training.utils.config_utils import create_ddp_config
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.router_replay import RouterReplayAction
+from megatron.core.utils import get_model_config, unwrap_model
+from safetensors.torch import load_file
+from transformers import AutoConfig
+
+from .support import (
+    GRADIENT,
+    LOG_PROBS,
+    Truth,
+    gradient_error,
+    log_probs_of,
+    packed_row,
+    padded_lengths,
+    padded_rows,
+    thd,
+    worst,
+)
+
+PAD = 0  # the tokenizer's
+
+
+@dataclass
+class Engine:
+    """What verl's engine holds: its bridge, provider and model chunks."""
+
+    bridge: Any
+    provider: Any
+    module: list[Any]
+
+    @property
+    def model(self) -> Any:
+        """The only chunk."""
+        return self.module[0]
+
+
+def make_engine(folder, *, overrides=None, ddp=False) -> Engine:
+    """As MegatronEngine._build_tf_config, make_megatron_module and _build_megatron_module."""
+    bridge = AutoBridge.from_hf_pretrained(str(folder), trust_remote_code=False)
+    provider = bridge.to_megatron_provider(load_weights=False)
+    provider.apply_overrides_and_finalize(
+        dtype=torch.float32,
+        overrides={
+            "tensor_model_parallel_size": 1,
+            "pipeline_model_parallel_size": 1,
+            "expert_model_parallel_size": 1,
+            "expert_tensor_parallel_size": 1,
+            "virtual_pipeline_model_parallel_size": None,
+            "context_parallel_size": 1,
+            "sequence_parallel": False,
+            "overlap_p2p_comm": False,
+            "batch_p2p_comm": False,
+            "variable_seq_lengths": True,
+            "attention_backend": AttnBackend.flash,
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_router_load_balancing_type": "none",
+            **(overrides or {}),
+        },
+    )
+    ddp_config = create_ddp_config(
+        wrap_with_ddp=ddp,
+        use_distributed_optimizer=False,
+        use_megatron_fsdp=False,
+        overrides={"grad_reduce_in_fp32": True},
+    )
+    module = provider.provide_distributed_model(
+        wrap_with_ddp=ddp, ddp_config=ddp_config, fp16=provider.fp16, bf16=provider.bf16, use_megatron_fsdp=False
+    )
+    bridge.load_hf_weights(module, str(folder), allowed_mismatched_params=[])
+    return Engine(bridge, provider, module)
+
+
+@pytest.fixture(scope="module")
+def engine(folder) -> Engine:
+    return make_engine(folder)
+
+
+def call_without_padding(truth: Truth, bucket: int | None = None) -> tuple[dict[str, Any], list[int]]:
+    """As gptmodel_forward_model_engine: rows and their mask, and the offsets of the row they are packed into.
+
+    Offsets count the padding of each sample in; the mask alone tells it.
+    """
+    lengths = padded_lengths(truth.lengths, 1)
+    if bucket is not None:
+        lengths[-1] += -sum(lengths) % bucket  # pad_to_length
+    ids = [sample.ids for sample in truth.samples]
+    call = dict(
+        input_ids=padded_rows(ids, fill=PAD),
+        attention_mask=padded_rows([torch.ones_like(one, dtype=torch.bool) for one in ids]),
+        position_ids=None,
+        packed_seq_params=thd(lengths),
+        **truth.pictures,
+    )
+    return call, lengths
+
+
+def rolled(truth: Truth, lengths: list[int]) -> torch.Tensor:
+    """[1, T] labels as preprocess_thd_engine(need_roll=True) makes them."""
+    return packed_row([sample.ids.roll(-1) for sample in truth.samples], lengths)
+
+
+def unpacked(packed: torch.Tensor, truth: Truth, lengths: list[int]) -> list[torch.Tensor]:
+    """As postprocess_thd_engine: the real tokens of each sample."""
+    return [one[:n] for one, n in zip(packed[0].split(lengths), truth.lengths, strict=True)]
+
+
+@pytest.mark.parametrize("bucket", [None, 64])
+def test_log_probs_without_padding(engine, truth, bucket):
+    """use_remove_padding, with and without pad_to_length."""
+    call, lengths = call_without_padding(truth, bucket)
+    with torch.no_grad():
+        logits = engine.model(**call)
+    assert logits.shape[:2] == (1, sum(lengths))
+    assert worst(unpacked(log_probs_of(logits, rolled(truth, lengths)), truth, lengths), truth.log_probs) <= LOG_PROBS
+
+
+def test_log_probs_of_rows(engine, truth):
+    """use_remove_padding=False."""
+    ids = [sample.ids for sample in truth.samples]
+    mask = padded_rows([torch.ones_like(one, dtype=torch.bool) for one in ids], max(truth.lengths) + 3)
+    rows = padded_rows(ids, max(truth.lengths) + 3, fill=PAD)
+    with torch.no_grad():
+        logits = engine.model(input_ids=rows, attention_mask=mask, position_ids=None, **truth.pictures)
+    log_probs = log_probs_of(logits, padded_rows([one.roll(-1) for one in ids], rows.shape[1]))
+    found = [one[real] for one, real in zip(log_probs, mask, strict=True)]
+    assert worst(found, truth.log_probs) <= LOG_PROBS
+
+
+def test_a_model_of_one_sample(engine, truth):
+    """A microbatch may have one sample alone: one row, which is no packed row, and one segment."""
+    for number, sample in enumerate(truth.samples):
+        one = Truth(truth.reference, [sample])
+        for bucket in (None, 2 * len(sample.ids)):
+            call, lengths = call_without_padding(one, bucket)
+            with torch.no_grad():
+                logits = engine.model(**call)
+            found = unpacked(log_probs_of(logits, rolled(one, lengths)), one, lengths)
+            assert worst(found, truth.log_probs[number : number + 1]) <= LOG_PROBS
+
+
+def step(engine: Engine, loss) -> None:
+    """A microbatch through megatron-core's schedule, as MegatronEngine.forward_backward_batch; gradients are made."""
+    config = get_model_config(engine.model)
+    config.finalize_model_grads_func = finalize_model_grads
+    for chunk in engine.module:
+        chunk.train()
+        chunk.zero_grad_buffer()
+    get_forward_backward_func()(
+        forward_step_func=loss,
+        data_iterator=iter([None]),
+        model=engine.module,
+        num_microbatches=1,
+        seq_length=64,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+
+
+def sequence_means(log_probs: list[torch.Tensor]) -> torch.Tensor:
+    """loss_agg_mode=seq-mean-token-mean."""
+    return -torch.stack([one.mean() for one in log_probs]).mean()
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_gradients_of_a_loss_of_verls(folder, truth, per_token):
+    """calculate_per_token_loss is True at CP > 1 alone: there a loss comes with the number of its tokens."""
+    engine = make_engine(folder, overrides={"calculate_per_token_loss": per_token}, ddp=True)
+    call, lengths = call_without_padding(truth)
+
+    def forward_step(_, model):
+        def loss_function(output):
+            loss = sequence_means(unpacked(log_probs_of(output, rolled(truth, lengths)), truth, lengths))
+            if per_token:
+                tokens = torch.tensor(sum(truth.lengths), dtype=torch.int)
+                return loss * tokens, tokens, {}
+            return loss, {}
+
+        return model(**call), loss_function
+
+    step(engine, forward_step)
+    model = unwrap_model(engine.model)
+    assert gradient_error(engine.bridge, model, truth.gradients(sequence_means)) <= GRADIENT
+
+
+@pytest.mark.parametrize("bucket", [None, 64])
+def test_fused_kernels(engine, truth, bucket):
+    """use_fused_kernels: what would be logits goes through verl's function, in the packed row's order."""
+    language_model = unwrap_model(engine.model).language_model
+    assert isinstance(language_model, GPTModel)
+    taken = inspect.signature(language_model.forward).parameters
+    assert {"output_processor", "output_processor_context"} <= taken.keys()  # as patch_fused_forward asks
+    call, lengths = call_without_padding(truth, bucket)
+    context = SimpleNamespace(temperature=2.0)
+
+    def fused(*, hidden_states, output_layer, output_weight, labels, context, config, **_):
+        # linear_cross_entropy is a kernel of Triton's; its arguments and results are the same.
+        weight = output_weight if output_weight is not None else output_layer.weight
+        assert not config.sequence_parallel and labels.shape == (1, sum(lengths))
+        logits = (hidden_states.transpose(0, 1).float() @ weight.float().T) / context.temperature
+        assert logits.shape[:2] == labels.shape
+        log_probs = log_probs_of(logits, labels)
+        return SimpleNamespace(log_probs=log_probs, entropy=logits.log_softmax(-1).exp().square().sum(-1))
+
+    with torch.no_grad():
+        output = engine.model(
+            **call, labels=rolled(truth, lengths), output_processor=fused, output_processor_context=context
+        )
+    expected = [log_probs_of(one / 2.0, s.labels) for one, s in zip(truth.logits, truth.samples, strict=True)]
+    assert output.entropy.shape == output.log_probs.shape == (1, sum(lengths))
+    assert worst(unpacked(output.log_probs, truth, lengths), expected) <= LOG_PROBS
+
+
+def test_what_verl_reads_off_the_model(engine):
+    """gptmodel_forward_model_engine, _get_context_parallel_layout, router replay and _save_transformer_config."""
+    model = unwrap_model(engine.model)
+    assert model.pre_process and model.post_process and model.vp_stage is None
+    config = model.config
+    assert config.fp8 is None and not config.sequence_parallel
+    assert getattr(config, "experimental_attention_variant", None) is None
+    assert list(getattr(model, "decoder", model).modules())
+    saved = {field.name: getattr(config, field.name) for field in fields(config) if hasattr(config, field.name)}
+    assert {"num_layers", "hidden_size", "calculate_per_token_loss", "image_token_id"} <= saved.keys()
+    plain = {name: value for name, value in saved.items() if isinstance(value, int | float | str | None | list)}
+    json.dumps(plain, default=str)
+
+
+def test_router_replay(moe_folder, truth):
+    """router_replay.mode R2 and R3: chosen experts are recorded, and taken by a model that would choose others."""
+    engine = make_engine(moe_folder, overrides={"moe_enable_routing_replay": True})
+    model = unwrap_model(engine.model)
+    routers = [module for module in model.decoder.modules() if isinstance(module, TopKRouter)]  # iter_model_routers
+    replays = [router.router_replay for router in routers]
+    assert len(replays) == 3 and all(router.layer_number for router in routers)
+    call, _ = call_without_padding(Truth(truth.reference, truth.samples))
+
+    def forward(action: RouterReplayAction) -> torch.Tensor:
+        for replay in replays:
+            replay.set_router_replay_action(action)
+        with torch.no_grad():
+            return engine.model(**call)
+
+    recorded = forward(RouterReplayAction.RECORD)
+    chosen = [replay.get_recorded_indices() for replay in replays]
+    tokens = call["packed_seq_params"].cu_seqlens_q_padded[-1]
+    assert all(indices.shape == (tokens, engine.provider.moe_router_topk) for indices in chosen)
+    for replay, indices in zip(replays, chosen, strict=True):
+        replay.set_target_indices(indices)
+    assert torch.equal(forward(RouterReplayAction.REPLAY_FORWARD), recorded)
+    routers[-1].weight.data.neg_()
+    assert not torch.equal(forward(RouterReplayAction.RECORD), recorded)
+    others = [replay.get_recorded_indices() for replay in replays]
+    assert not torch.equal(others[-1].sort().values, chosen[-1].sort().values)
+    own = forward(RouterReplayAction.REPLAY_FORWARD)  # the same experts, in shares that the router has now
+    assert torch.isfinite(own).all() and not torch.equal(own, recorded)
+
+
+def test_weights_go_to_the_rollout(engine, folder):
+    """get_per_tensor_param: tasks are made once and used for each export."""
+    tasks = engine.bridge.get_conversion_tasks(engine.module)
+    stored = load_file(folder / "model.safetensors")
+    for _ in range(2):
+        exported = dict(engine.bridge.export_hf_weights(engine.module, conversion_tasks=tasks))
+        assert exported.keys() == stored.keys()
+        assert all(torch.equal(exported[name], tensor) for name, tensor in stored.items())
+
+
+def test_a_checkpoint_in_hugging_faces_format(engine, folder, tmp_path):
+    """MegatronCheckpointManager saves and loads with the bridge where use_dist_checkpointing is off."""
+    engine.bridge.save_hf_weights(engine.module, str(tmp_path), strict=True)
+    AutoConfig.from_pretrained(folder).save_pretrained(tmp_path)
+    stored = load_file(folder / "model.safetensors")
+    saved = {name: tensor for path in tmp_path.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    assert saved.keys() == stored.keys() and all(torch.equal(saved[name], stored[name]) for name in stored)
+    engine.bridge.load_hf_weights(engine.module, str(tmp_path))
+
+
+def test_a_checkpoint_of_megatron_cores(engine):
+    """use_dist_checkpointing: every weight is in the sharded state under the metadata that verl gives."""
+    metadata = dict(distrib_optim_sharding_type="fully_reshardable", dp_cp_group=engine.provider._pg_collection.dp_cp)
+    model = unwrap_model(engine.model)
+    state = model.sharded_state_dict(metadata=metadata)
+    names = {name for name, _ in model.named_parameters()}
+    keys = {key.replace(".weight0", ".weight") for key in state}
+    assert len(keys) >= len({name for name in names if ".local_experts." not in name})

@@ -1,0 +1,66 @@
+"""docs/callers.md says what is so: the tests that it names are there, and its generated part is that of the list."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "callers.md"
+
+
+@pytest.fixture(scope="module")
+def script():
+    """The script, which is no module of a package."""
+    spec = importlib.util.spec_from_file_location("upstream_tests", ROOT / "scripts" / "upstream_tests.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_named_tests_are_there():
+    for name in sorted(set(re.findall(r"`((?:tests|docs)/[\w./]+(?:::\w+)?)`", PAGE.read_text()))):
+        path, _, test = name.partition("::")
+        assert (ROOT / path).exists(), name
+        if test:
+            body = ast.parse((ROOT / path).read_text()).body
+            assert test in {node.name for node in body if isinstance(node, ast.FunctionDef)}, name
+
+
+def test_every_call_of_a_framework_is_on_the_page():
+    modules = {path.name for path in (ROOT / "tests" / "callers").glob("test_*.py")}
+    assert {name for name in modules if name not in PAGE.read_text()} == set()
+
+
+def test_the_table_is_that_of_the_list(script):
+    page = PAGE.read_text()
+    assert script.with_table(page, script.read_failures()) == page
+
+
+def test_there_is_no_known_defect(script):
+    assert [entry for entry in script.read_failures() if entry["kind"] == "defect"] == []
+
+
+def test_what_is_unexpected_is_said(script):
+    entries = [
+        {"kind": "meant", "why": "so", "tests": ["a.py::T", "b.py::test_one[x]"]},
+        {"kind": "machine", "why": "no GPU", "tests": ["c.py"]},
+    ]
+
+    def compare(outcomes, *, whole=True, stock=False):
+        found = {f"tests/unit_tests/{name}": {"outcome": outcome, "why": "E"} for name, outcome in outcomes.items()}
+        return script.compare(found, entries, whole=whole, stock=stock)
+
+    listed = {"a.py::T::test_one": "failed", "a.py::T::test_two[1]": "failed", "b.py::test_one[x]": "failed"}
+    others = {"b.py::test_one[y]": "passed", "c.py::test_one": "failed", "c.py::test_two": "passed"}
+    assert compare(listed | others) == []
+    assert compare(listed | others | {"a.py::T::test_two[1]": "passed"}) == ["listed, and no longer fails: a.py::T"]
+    (message,) = compare(listed | others | {"b.py::test_one[y]": "failed"})
+    assert message.startswith("not listed, and fails: b.py::test_one[y]")
+    assert compare({"c.py::test_one": "passed"}, whole=False) == []
+    assert len(compare({"c.py::test_one": "passed"})) == 2
+    assert compare(others, stock=True) == [] and len(compare(listed | others, stock=True)) == 3
