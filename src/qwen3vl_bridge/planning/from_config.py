@@ -180,6 +180,8 @@ def training_of(cfg: Any) -> Training:
         fused_loss=model.cross_entropy_loss_fusion and model.cross_entropy_fusion_impl == "te",
         balancing_loss=bool(getattr(model, "moe_aux_loss_coeff", 0)),
         saved_by_parameters=cfg.checkpoint.dist_ckpt_optim_fully_reshardable,
+        overlap_grad_reduce=cfg.ddp.overlap_grad_reduce,
+        overlap_param_gather=cfg.ddp.overlap_param_gather,
     )
 
 

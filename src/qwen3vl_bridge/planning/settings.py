@@ -55,7 +55,9 @@ class Precision:
         return self.fsdp_gradient or self.weight, self.fsdp_main
 
 
-BF16 = Precision(weight=2, gradient=4, main=4)  # Megatron-Bridge's "bf16_mixed", grad_reduce_in_fp32
+# Megatron-Bridge's "bf16_mixed", which sets grad_reduce_in_fp32; and under Megatron-FSDP the same gradients, as our
+# recipes have them.
+BF16 = Precision(weight=2, gradient=4, main=4, fsdp_gradient=4)
 FP32 = Precision(weight=4, gradient=4, main=0)
 PRECISIONS = {"bf16": BF16, "fp32": FP32}
 
@@ -145,6 +147,7 @@ class Training:
         expert_load: tokens that the fullest rank's experts get, over the mean of all ranks.
         balancing_loss: whether routers have one.
         saved_by_parameters: `dist_ckpt_optim_fully_reshardable`, of a distributed optimizer's state in checkpoints.
+        overlap_grad_reduce, overlap_param_gather: whether replicas exchange gradients and weights while they work.
     """
 
     seq_length: int = 4096
@@ -164,6 +167,8 @@ class Training:
     expert_load: float = 1.0
     balancing_loss: bool = True
     saved_by_parameters: bool = True
+    overlap_grad_reduce: bool = True
+    overlap_param_gather: bool = True
 
     def __post_init__(self) -> None:
         self.recompute.check("", TEXT_MODULES)
