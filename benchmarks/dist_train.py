@@ -4,11 +4,12 @@
     OMP_NUM_THREADS=1 python benchmarks/dist_train.py --models 8B --mixes published --csv /tmp/dist_train.csv
 
 Times of passes are the planner's (`planning/stage_times.py`): operations at 45 % of an H100's peak, links at half
-their rate, nothing overlapping. The steps are played through megatron-core's schedule (`one_f_one_b.py`), each row
-with its own pictures, in rows that training makes of the mix of `packing.py` (best fit, `max_patches` 1.15 times the
-mean), dealt out to replicas by cost. A step is over when the slowest replica is, and has exchanged gradients and
-weights. Both ways have the same GPUs, the same global batch, the distributed optimizer, and the best of the splits and
-recomputations that the planner says fit: of the eight that it finds fastest, the one that is in the simulation.
+their rate, nothing overlapping within a replica. The steps are played through megatron-core's schedule
+(`one_f_one_b.py`), each row with its own pictures, in rows that training makes of the mix of `packing.py` (best fit,
+`max_patches` 1.15 times the mean), dealt out to replicas by cost. A step is over when the slowest replica is, and has
+gradients and weights, as far as work does not hide these (`planning/data_parallel.py`). Both ways have the same GPUs,
+the same global batch, the distributed optimizer, and the best of the splits and recomputations that the planner says
+fit: of the eight that it finds fastest, the one that is in the simulation.
 Megatron-FSDP and interleaved stages are in neither. Co-located there are three kinds, each with those before it:
 
 - "even": no context parallelism, as many layers on each stage (the embedding and the loss may count as one each);
@@ -36,7 +37,7 @@ from pathlib import Path
 
 from qwen3vl_bridge.dimensions import Dimensions, dimensions_of
 from qwen3vl_bridge.parts import Part
-from qwen3vl_bridge.planning.costs import data_seconds
+from qwen3vl_bridge.planning.data_parallel import data_seconds
 from qwen3vl_bridge.planning.dist_train import DistSplit
 from qwen3vl_bridge.planning.estimate import check, estimate_of
 from qwen3vl_bridge.planning.operations import Costs
@@ -45,7 +46,7 @@ from qwen3vl_bridge.planning.propose import MARGIN, splits, ways
 from qwen3vl_bridge.planning.settings import Sharding, Training
 from qwen3vl_bridge.planning.sizing import DistProposal, size
 from qwen3vl_bridge.planning.split import Split
-from qwen3vl_bridge.planning.stage_times import Contents, Mix, language_paces, tower_pace
+from qwen3vl_bridge.planning.stage_times import Contents, Mix, language_paces, mean_passes, tower_pace
 from qwen3vl_bridge.presets import config_dict
 
 import numpy as np
@@ -103,12 +104,13 @@ def colocated_ways(model: Model, gpus: int, mix: Mix, kind: str) -> Iterator[tup
             continue  # not a way to split this model, or these rows
         for way in ways(n, split, model.training):
             if way.sharding is Sharding.OPTIMIZER:
-                stages = [pace.both.of(contents.tokens, contents.token_pairs)
-                          for pace in language_paces(model.costs, n, split, way, GPU)]  # fmt: skip
+                paces = language_paces(model.costs, n, split, way, GPU)
+                stages = [pace.both.of(contents.tokens, contents.token_pairs) for pace in paces]
                 tower = tower_pace(model.costs, n, split, way, GPU).both
                 stages[0] += tower.of(contents.patches, contents.patch_pairs) / split.cp
                 turns = split.microbatches(way.global_batch_size, 1)
-                seconds = (turns - 1) * max(stages) + sum(stages) + data_seconds(n, split, way, 1, GPU)
+                waited = data_seconds(n, split, way, 1, GPU, mean_passes(paces, contents))
+                seconds = (turns - 1) * max(stages) + sum(stages) + waited
                 timed.append((seconds, len(timed), split, way))
     seen = set()
     for _, _, split, way in sorted(timed, key=lambda one: one[:2]):

@@ -14,8 +14,8 @@ from typing import NamedTuple
 from qwen3vl_bridge.cost import TowerCosts, tower_costs
 from qwen3vl_bridge.data.balance import deal
 from qwen3vl_bridge.dimensions import Dimensions
-from qwen3vl_bridge.planning.communication import boundary_seconds, payload_seconds
-from qwen3vl_bridge.planning.costs import data_seconds
+from qwen3vl_bridge.planning.communication import Passes, boundary_seconds, payload_seconds
+from qwen3vl_bridge.planning.data_parallel import data_seconds
 from qwen3vl_bridge.planning.dist_train import DistSplit
 from qwen3vl_bridge.planning.hardware import GPUS
 from qwen3vl_bridge.planning.operations import Costs
@@ -117,9 +117,15 @@ def colocated(model: Model, split: Split, rows: Sequence[Row]) -> Simulated:
             alone = [tuple(max(map(line, share)) for line in (forward, backward)) for share in shares]
             stages[place] = replace(stage, alone=alone)
     seconds = step_seconds(stages, len(batches[0]), _hops(model, split, batches))
-    seconds += data_seconds(model.n, split, model.training, 1, GPU)
+    seconds += data_seconds(model.n, split, model.training, 1, GPU, _mean_passes(stages))
     busiest = max(sum(s.forward) + sum(s.backward) + sum(map(sum, s.alone)) for s in stages)
     return Simulated(split, model.training, seconds, 0.0, busiest / seconds)
+
+
+def _mean_passes(stages: Sequence[Stage]) -> Passes:
+    """Of a microbatch in the mean of stages."""
+    return Passes(*(float(np.mean([np.mean(way(stage)) for stage in stages]))
+                    for way in (lambda stage: stage.forward, lambda stage: stage.backward)))  # fmt: skip
 
 
 def dist_train(model: Model, split: DistSplit, data: float, rows: Sequence[Row]) -> Simulated:

@@ -314,7 +314,7 @@ def save_hf_adapter(
 ) -> None:
     """Save a model's adapters as a folder that `peft.PeftModel.from_pretrained` loads.
 
-    All ranks call it; rank 0 writes. `AutoBridge.save_hf_adapter` is this function for models of ours (`hooks.py`).
+    All ranks call it; rank 0 writes. `AutoBridge.save_hf_adapter` is this function for models of ours (`patches.py`).
 
     Args:
         bridge: of the model.

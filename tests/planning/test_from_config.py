@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 from qwen3vl_bridge import Qwen3VLDoRA, Qwen3VLLoRA, presets
@@ -24,9 +25,11 @@ from megatron.bridge.training.mixed_precision import bf16_mixed
 from qwen3vl_recipes.digits import qwen3_vl_digits_sft_config
 from qwen3vl_recipes.paths import set_paths
 
+# Megatron-FSDP's gradients follow the parameters where nobody says otherwise.
+BRIDGES = dataclasses.replace(BF16, fsdp_gradient=None)
 RUN = Training(
     seq_length=512, global_batch_size=2, precision=FP32, sharding=Sharding.ALL, transformer_engine=False,
-    balancing_loss=False,
+    balancing_loss=False, overlap_grad_reduce=False, overlap_param_gather=False,
 )  # fmt: skip
 
 
@@ -34,6 +37,7 @@ RUN = Training(
 def cfg(untied_folder):
     cfg = set_paths(qwen3_vl_digits_sft_config(), hf_path=untied_folder, data_path="x", save="x")
     cfg.ddp.megatron_fsdp_main_grads_dtype = None  # the parameters', until a test says otherwise
+    cfg.ddp.overlap_grad_reduce = cfg.ddp.overlap_param_gather = False
     return cfg
 
 
@@ -77,8 +81,8 @@ CHANGES = {
              optimizer__use_distributed_optimizer=False),
         Split(4), dict(sharding=Sharding.NONE),
     ),
-    "mixed precision by name": (dict(mixed_precision="bf16_mixed"), Split(4), dict(precision=BF16)),
-    "mixed precision": (dict(mixed_precision=bf16_mixed()), Split(4), dict(precision=BF16)),
+    "mixed precision by name": (dict(mixed_precision="bf16_mixed"), Split(4), dict(precision=BRIDGES)),
+    "mixed precision": (dict(mixed_precision=bf16_mixed()), Split(4), dict(precision=BRIDGES)),
     "bfloat16": (
         dict(model__params_dtype=torch.bfloat16, ddp__grad_reduce_in_fp32=False),
         Split(4), dict(precision=Precision(2, 2, 4)),
@@ -110,6 +114,10 @@ CHANGES = {
     "adapters": (
         dict(peft=Qwen3VLLoRA(dim=4, target_modules=["linear_qkv"])), Split(4), dict(lora=Lora(4, LINEAR_LAYERS[:1])),
     ),
+    "overlap": (
+        dict(ddp__overlap_grad_reduce=True, ddp__overlap_param_gather=True), Split(4),
+        dict(overlap_grad_reduce=True, overlap_param_gather=True),
+    ),
     "rows": (
         dict(dataset__max_patches=64, train__micro_batch_size=2, train__global_batch_size=8, dataset__seq_length=256),
         Split(4), dict(max_patches=64, micro_batch_size=2, global_batch_size=8, seq_length=256),
@@ -136,7 +144,7 @@ def test_a_model_with_experts(cfg):
     cfg.model = AutoBridge.from_hf_config(presets.hf_config("30B-A3B")).to_megatron_provider(load_weights=False)
     change(cfg, model__expert_model_parallel_size=8, model__expert_tensor_parallel_size=1,
            mixed_precision="bf16_mixed", train__global_batch_size=8)  # fmt: skip
-    training = replaced(global_batch_size=8, precision=BF16, balancing_loss=True)
+    training = replaced(global_batch_size=8, precision=BRIDGES, balancing_loss=True)
     assert plan_of(cfg, 8) == estimate(presets.config_dict("30B-A3B"), Split(8, ep=8, etp=1), training)
 
 

@@ -113,15 +113,15 @@ def test_sharding_in_the_order_of_zero():
     whole = 8_767_123_696
     assert found[Sharding.NONE].total == 18 * whole
     assert found[Sharding.OPTIMIZER].total == pytest.approx((6 + 12 / 8) * whole)
-    # Megatron-FSDP's gradients are of the parameters' precision, unless it is told another.
-    assert found[Sharding.GRADIENTS].total == pytest.approx((2 + 14 / 8) * whole)
+    # Megatron-FSDP's gradients are of the parameters' precision, unless it is told another, as by our recipes.
+    assert found[Sharding.GRADIENTS].total == pytest.approx((2 + 16 / 8) * whole)
     sharded = found[Sharding.ALL]
-    assert sharded.total - sharded.gathered == pytest.approx(16 / 8 * whole)
+    assert sharded.total - sharded.gathered == pytest.approx(18 / 8 * whole)
     assert {kind.name: states.unsharded / whole for kind, states in found.items()} == {
         "NONE": 0, "OPTIMIZER": 0, "GRADIENTS": 2, "ALL": 2,
     }  # fmt: skip
     assert stage_states(n, Split(8), chunks, Training(sharding=Sharding.ALL, made_on_host=True)).unsharded == 0
-    in_float32 = Training(sharding=Sharding.ALL, precision=replace(BF16, fsdp_gradient=4))
-    assert stage_states(n, Split(8), chunks, in_float32).gradients == pytest.approx(4 / 8 * whole)
+    untold = Training(sharding=Sharding.ALL, precision=replace(BF16, fsdp_gradient=None))
+    assert stage_states(n, Split(8), chunks, untold).gradients == pytest.approx(2 / 8 * whole)
     with pytest.raises(ValueError, match="Megatron-FSDP has no stages"):
         stage_states(n, Split(8, pp=2), Split(8, pp=2).chunks(36)[0], Training(sharding=Sharding.ALL))

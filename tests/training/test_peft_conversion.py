@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import warnings
@@ -13,11 +14,17 @@ from qwen3vl_bridge.checkpoint.adapter_exporting import export_adapters
 from qwen3vl_bridge.checkpoint.hf_config import ModelConfig
 from qwen3vl_bridge.checkpoint.merging import merge_adapters
 from qwen3vl_bridge.mappings import ExpertLayout
+from qwen3vl_bridge.peft import Qwen3VLDoRA
 from qwen3vl_bridge.training.checkpoint import latest
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import yaml
+from megatron.bridge import AutoBridge
+from megatron.bridge.peft.dora import DoRA
+from megatron.bridge.peft.lora import LoRA
+from megatron.bridge.peft.utils import load_peft_adapter_checkpoint
 from megatron.core.utils import unwrap_model
 from peft import PeftModel
 from safetensors.torch import load_file
@@ -176,8 +183,6 @@ def test_a_lost_and_a_foreign_adapter_are_listed(run, tmp_path):
 
 def test_megatron_bridge_loads_it(run):
     """Its own loader of adapters, onto a model that has fresh ones."""
-    from megatron.bridge.peft.utils import load_peft_adapter_checkpoint
-
     inputs, adapted, logits, folder = run
     fresh = adapt(inputs.hf, adapted.peft)
     assert worst_difference(logits, fresh.logits()) > 0.1
@@ -189,3 +194,56 @@ def test_megatron_bridge_loads_it(run):
         fully_parallel_load=False,
     )
     assert worst_difference(logits, fresh.logits()) <= TOLERANCE
+
+
+def bridges_own(run) -> LoRA | DoRA | None:
+    """Megatron-Bridge's configuration of the same adapters: of its own, all parts have some, and experts too."""
+    inputs, adapted, _, _ = run
+    its, experts = adapted.peft, "moe" in json.loads((inputs.hf / "config.json").read_text())["model_type"]
+    if its.layers_differ or not its.adapt_vision_projection or its.adapt_experts != experts:
+        return None
+    return (DoRA if isinstance(its, Qwen3VLDoRA) else LoRA)(dim=its.dim, alpha=its.alpha)
+
+
+def test_verl_goes_on_from_it(run):
+    """`lora.adapter_path`: Megatron-Bridge's loader, with its defaults, onto adapters of its own class."""
+    if (peft := bridges_own(run)) is None:
+        return
+    inputs, _, logits, folder = run
+    fresh = adapt(inputs.hf, peft)
+    load_peft_adapter_checkpoint([fresh.model], str(latest(folder / "torch_dist")), peft=peft, strict=False)
+    assert worst_difference(logits, fresh.logits()) <= TOLERANCE
+
+
+def test_megatron_bridge_exports_it(run, tmp_path):
+    """`AutoBridge.export_adapter_ckpt`, which its script of that name calls. It takes all adapters for LoRA."""
+    if (peft := bridges_own(run)) is None:
+        return
+    inputs, adapted, logits, folder = run
+    bridge = AutoBridge.from_hf_pretrained(str(inputs.hf))
+    checkpoint, out = latest(folder / "torch_dist"), tmp_path / "adapter"
+    if isinstance(peft, DoRA):
+        with pytest.raises(ValueError, match=r"would leave its magnitudes out; expected .*conversion/adapters\.py"):
+            bridge.export_adapter_ckpt(checkpoint, out)
+        return
+    bridge.export_adapter_ckpt(checkpoint, out, show_progress=False)
+    loaded = PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(inputs.hf), out)
+    assert worst_difference(logits, reference_logits(loaded, adapted.samples)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("ckpt_format", FORMATS)
+def test_a_run_with_megatron_bridges_own_class(run, ckpt_format, tmp_path):
+    """What it saves has the same tensors, and another name in its configuration."""
+    if (peft := bridges_own(run)) is None:
+        return
+    _, _, _, folder = run
+    export_adapters(folder / ckpt_format, tmp_path / "expected")
+    its = tmp_path / "run"
+    shutil.copytree(latest(folder / ckpt_format), its)
+    config = yaml.safe_load((its / "run_config.yaml").read_text())
+    fields = {field.name: getattr(peft, field.name) for field in dataclasses.fields(peft) if field.init}
+    target = {"_target_": f"{type(peft).__module__}.{type(peft).__qualname__}", "canonical_mapping": {}}
+    (its / "run_config.yaml").write_text(yaml.safe_dump(config | {"peft": fields | target}))
+    export_adapters(its, tmp_path / "found")
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (tmp_path / "found" / name).read_bytes() == (tmp_path / "expected" / name).read_bytes()

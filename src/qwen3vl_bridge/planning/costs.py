@@ -1,15 +1,15 @@
 """A rough time of a step: what orders the splits that fit.
 
 What lives here: the model, stated below. Standard library only. What may not: memory, which splits there are
-(`propose.py`), operations and bytes (`operations.py`, `communication.py`). It orders; it does not predict: nothing
-overlaps in it, kernels all reach one share of the peak, and links half of theirs.
+(`propose.py`), operations and bytes (`operations.py`, `communication.py`). It orders; it does not predict: within a
+replica nothing overlaps in it, kernels all reach one share of the peak, and links half of theirs.
 
 - Work: operations of `cost.py`, three times a forward pass, and once more those of what is recomputed. It is that of
   the mean stage.
 - Sending: `communication.py`.
 - Pipeline: a microbatch takes as long as the slowest stage, and the others wait; the tower and the output layer weigh
   on theirs. The first microbatch passes through all (Narayanan et al., arXiv 2104.04473, section 2.2).
-- Data: gradients and weights once a step; under ZeRO-3 weights twice and gradients once a microbatch.
+- Data: what replicas send each other and work does not hide, `data_parallel.py`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from dataclasses import dataclass, fields
 
 from qwen3vl_bridge.dimensions import Dimensions
 from qwen3vl_bridge.planning.activations import Work
-from qwen3vl_bridge.planning.communication import layer_seconds, link, tower_seconds
+from qwen3vl_bridge.planning.communication import Passes, layer_seconds, tower_seconds
+from qwen3vl_bridge.planning.data_parallel import data_seconds
 from qwen3vl_bridge.planning.hardware import Gpu
 from qwen3vl_bridge.planning.operations import Costs, language_operations, tower_operations
-from qwen3vl_bridge.planning.parameters import chunk_count
-from qwen3vl_bridge.planning.settings import Sharding, Training
+from qwen3vl_bridge.planning.settings import Training
 from qwen3vl_bridge.planning.split import Split
 
 REACHED = 0.45  # of the peak, by kernels
@@ -81,7 +81,7 @@ def step_time(costs: Costs, n: Dimensions, split: Split, training: Training, gpu
         tensor=microbatches * (of_layers["tensor"] + of_tower),
         context=microbatches * of_layers["context"],
         experts=microbatches * of_layers["experts"],
-        data=data_seconds(n, split, training, microbatches, gpu),
+        data=data_seconds(n, split, training, microbatches, gpu, Passes(mean, 2 * mean + sum(again) / split.pp)),
         waiting=microbatches * (slowest - busy) + passes * busy,
     )
 
@@ -99,18 +99,3 @@ def _operations(
         stages.append(one.forward.of(work.tokens, pairs) + first * of_tower.forward.of(work.patches, 0))
         again.append(one.again.of(work.tokens, pairs) + first * of_tower.again.of(work.patches, 0))
     return stages, again
-
-
-def data_seconds(n: Dimensions, split: Split, training: Training, microbatches: int, gpu: Gpu) -> float:
-    """What data-parallel ranks send each other in a step: gradients and weights of the fullest stage."""
-    if split.replicas == 1:
-        return 0.0
-    stages = split.chunks(len(n.indices["text_layers"]))
-    # Stages between the second and the last have as many.
-    ends = {stage: stages[stage] for stage in (0, min(1, split.pp - 1), split.pp - 1)}.values()
-    counts = [sum(chunk_count(n, split, chunk).total for chunk in chunks) for chunks in ends]
-    gradient, _ = training.precision.under(training.sharding)
-    trained = gradient if training.lora is None else 0
-    if training.sharding is Sharding.ALL:
-        return microbatches * max(counts) * (2 * training.precision.weight + trained) / link(gpu, split.world)
-    return max(counts) * (trained + training.precision.weight * bool(trained)) / link(gpu, split.world)

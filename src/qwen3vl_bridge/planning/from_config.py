@@ -181,6 +181,8 @@ def training_of(cfg: Any) -> Training:
         balancing_loss=bool(getattr(model, "moe_aux_loss_coeff", 0)),
         made_on_host=model.init_model_with_meta_device,
         saved_by_parameters=cfg.checkpoint.dist_ckpt_optim_fully_reshardable,
+        overlap_grad_reduce=cfg.ddp.overlap_grad_reduce,
+        overlap_param_gather=cfg.ddp.overlap_param_gather,
     )
 
 

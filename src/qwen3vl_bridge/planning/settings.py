@@ -55,7 +55,9 @@ class Precision:
         return self.fsdp_gradient or self.weight, self.fsdp_main
 
 
-BF16 = Precision(weight=2, gradient=4, main=4)  # Megatron-Bridge's "bf16_mixed", grad_reduce_in_fp32
+# Megatron-Bridge's "bf16_mixed", which sets grad_reduce_in_fp32; and under Megatron-FSDP the same gradients, as our
+# recipes have them.
+BF16 = Precision(weight=2, gradient=4, main=4, fsdp_gradient=4)
 FP32 = Precision(weight=4, gradient=4, main=0)
 PRECISIONS = {"bf16": BF16, "fp32": FP32}
 
@@ -146,6 +148,7 @@ class Training:
         balancing_loss: whether routers have one.
         made_on_host: `init_model_with_meta_device`, for Megatron-FSDP.
         saved_by_parameters: `dist_ckpt_optim_fully_reshardable`, of a distributed optimizer's state in checkpoints.
+        overlap_grad_reduce, overlap_param_gather: whether replicas exchange gradients and weights while they work.
     """
 
     seq_length: int = 4096
@@ -166,6 +169,8 @@ class Training:
     balancing_loss: bool = True
     made_on_host: bool = False
     saved_by_parameters: bool = True
+    overlap_grad_reduce: bool = True
+    overlap_param_gather: bool = True
 
     def __post_init__(self) -> None:
         self.recompute.check("", TEXT_MODULES)

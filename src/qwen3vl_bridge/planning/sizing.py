@@ -17,7 +17,7 @@ among them, whose seconds are t,
 
     (m - 1) * max(t) + sum(t)
 
-and the time of the slower one's gradients and weights between replicas.
+and what the slower one waits for gradients and weights of its replicas.
 """
 
 from __future__ import annotations
@@ -26,17 +26,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from qwen3vl_bridge.dimensions import Dimensions, dimensions_of
-from qwen3vl_bridge.planning.communication import boundary_seconds, link, payload_seconds
-from qwen3vl_bridge.planning.costs import data_seconds
+from qwen3vl_bridge.planning.communication import Passes, boundary_seconds, payload_seconds
+from qwen3vl_bridge.planning.data_parallel import data_seconds, stage_data_seconds
 from qwen3vl_bridge.planning.dist_train import TOWER, DistSplit, dist_estimate, dist_microbatches
 from qwen3vl_bridge.planning.estimate import Estimate
 from qwen3vl_bridge.planning.hardware import Gpu
 from qwen3vl_bridge.planning.operations import Costs
-from qwen3vl_bridge.planning.parameters import chunk_count
 from qwen3vl_bridge.planning.propose import MARGIN, splits, ways
 from qwen3vl_bridge.planning.settings import Sharding, Training
 from qwen3vl_bridge.planning.split import Split
-from qwen3vl_bridge.planning.stage_times import PUBLISHED, Contents, Mix, language_paces, tower_pace
+from qwen3vl_bridge.planning.stage_times import PUBLISHED, Contents, Mix, language_paces, mean_passes, tower_pace
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Sized:
         needed: vision ranks that the rule asks for, at the same tensor parallelism.
         vision: seconds of a microbatch on the vision ranks.
         language: of each stage of the language model.
-        data: seconds of a step between replicas.
+        data: seconds of a step that wait for gradients and weights of replicas.
     """
 
     split: DistSplit
@@ -98,11 +97,11 @@ def measure(costs: Costs, n: Dimensions, split: DistSplit, training: Training, g
     row, joined = Contents.of(training, mix), n["v_merged"] // n["v_hidden"]
     sent = payload_seconds(n, split.language, training, gpu, row.patches / joined)
     back = sent.backward * bool(costs.step.patch - costs.forward.patch)
-    pace = tower_pace(costs, n, split.vision, training, gpu).both
-    tower = pace.of(row.patches, row.patch_pairs)
+    pace = tower_pace(costs, n, split.vision, training, gpu)
+    tower = pace.both.of(row.patches, row.patch_pairs)
     share = tower / split.replicas.encoders
     if split.replicas.encoders > 1:
-        share = max(share, min(pace.of(mix.largest, mix.largest**2), tower))
+        share = max(share, min(pace.both.of(mix.largest, mix.largest**2), tower))
     paces = language_paces(costs, n, split.language, training, gpu)
     # In each direction a stage sends to one neighbour while it receives from the other.
     hop = boundary_seconds(n, split.language, training, gpu, len(n.indices["deepstack_taps"]), row.tokens, 0)
@@ -112,7 +111,12 @@ def measure(costs: Costs, n: Dimensions, split: DistSplit, training: Training, g
     language[0] += sent.forward + back
     vision = split.replicas.served * (share + sent.forward + back)
     needed = split.vision.tp * split.language.dp * tower / max(language)
-    data = max(data_seconds(n, split.language, training, 1, gpu), _tower_data(n, split.vision, training, gpu))
+    served = split.replicas.served * share / tower if tower else 0.0
+    of_tower = Passes(*(served * way.of(row.patches, row.patch_pairs) for way in (pace.forward, pace.backward)))
+    data = max(
+        data_seconds(n, split.language, training, 1, gpu, mean_passes(paces, row)),
+        stage_data_seconds(n, split.vision, (TOWER,), training, 1, gpu, of_tower),
+    )
     return Sized(split, training, needed, vision, tuple(language), data)
 
 
@@ -189,11 +193,3 @@ def _candidates(
 
 def _ways(n: Dimensions, split: DistSplit, training: Training) -> list[Training]:
     return [one for one in ways(n, split.language, training) if one.sharding is Sharding.OPTIMIZER]
-
-
-def _tower_data(n: Dimensions, vision: Split, training: Training, gpu: Gpu) -> float:
-    if vision.dp == 1:
-        return 0.0
-    trained = chunk_count(n, vision, TOWER).without(training.resting).total
-    gradient, _ = training.precision.under(training.sharding)
-    return trained * (gradient + training.precision.weight) / link(gpu, vision.world)

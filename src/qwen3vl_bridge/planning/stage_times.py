@@ -3,15 +3,17 @@
 What lives here: operations at one share of the peak, and what is sent within a stage, added up. Standard library only.
 What may not: what goes from stage to stage (`communication.py`), in which order (`sizing.py`), who holds what.
 
-As in `costs.py` nothing overlaps and kernels all reach the same rate. They order ways to train; they don't predict.
+As in `costs.py` nothing overlaps here, and kernels all reach the same rate. They order ways to train; they don't
+predict.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from qwen3vl_bridge.dimensions import Dimensions
-from qwen3vl_bridge.planning.communication import layer_seconds, tower_seconds
+from qwen3vl_bridge.planning.communication import Passes, layer_seconds, tower_seconds
 from qwen3vl_bridge.planning.costs import REACHED
 from qwen3vl_bridge.planning.hardware import Gpu
 from qwen3vl_bridge.planning.operations import Costs, Line, Operations, language_operations, tower_operations
@@ -107,6 +109,12 @@ def language_paces(costs: Costs, n: Dimensions, split: Split, training: Training
         layers = sum(len(chunk.layers) for chunk in chunks)
         found.append(_pace(one, ranks, gpu, forward * layers, backward * layers))
     return found
+
+
+def mean_passes(paces: Sequence[Pace], row: Contents) -> Passes:
+    """Seconds of a microbatch in the mean of stages."""
+    ways = ([getattr(one, way).of(row.tokens, row.token_pairs) for one in paces] for way in ("forward", "backward"))
+    return Passes(*(sum(way) / len(paces) for way in ways))
 
 
 def tower_pace(costs: Costs, n: Dimensions, split: Split, training: Training, gpu: Gpu) -> Pace:
