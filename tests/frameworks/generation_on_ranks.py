@@ -1,6 +1,6 @@
 """Run on ranks: greedy generation without a cache over pipeline stages, as Megatron-Bridge's generate scripts do it.
 
-    torchrun --nproc_per_node 2 -m tests.callers.generation_on_ranks FOLDER ASKED TOKENS OUTPUT
+    torchrun --nproc_per_node 2 -m tests.frameworks.generation_on_ranks FOLDER ASKED TOKENS OUTPUT
 
 Once with tensors of fixed sizes between stages, and once with any.
 """

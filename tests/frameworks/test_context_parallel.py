@@ -22,7 +22,7 @@ CALLS = [
 @pytest.fixture(scope="module")
 def found(untied_folder, moe_folder, tmp_path_factory):
     output = tmp_path_factory.mktemp("calls") / "found.pt"
-    run_ranks("tests.callers.calls_on_ranks", 2, output, untied_folder, moe_folder, timeout=500)
+    run_ranks("tests.frameworks.calls_on_ranks", 2, output, untied_folder, moe_folder, timeout=500)
     return torch.load(output)
 
 

@@ -34,7 +34,7 @@ def found(untied_folder, moe_folder, tmp_path_factory):
     for folder in (untied_folder, moe_folder):
         torch.save(train_reference(folder, CONTENT), folder / f"reference_{CONTENT}.pt")
     output = tmp_path_factory.mktemp("steps") / "found.pt"
-    run_ranks("tests.callers.upstream_steps_on_ranks", 2, output, json.dumps(CASES), json.dumps(folders), timeout=500)
+    run_ranks("tests.frameworks.upstream_steps_on_ranks", 2, output, json.dumps(CASES), json.dumps(folders), timeout=500)
     return torch.load(output)
 
 

@@ -1,6 +1,6 @@
 """Run on ranks: how frameworks call a context-parallel model, each in its own way, beside transformers.
 
-    torchrun --nproc_per_node 2 -m tests.callers.calls_on_ranks OUTPUT DENSE_FOLDER MOE_FOLDER
+    torchrun --nproc_per_node 2 -m tests.frameworks.calls_on_ranks OUTPUT DENSE_FOLDER MOE_FOLDER
 
 Rank 0 writes the error of each, or what was refused; all ranks make the same calls, so all are refused or none.
 """

@@ -1,6 +1,6 @@
 """Run on ranks: other people's forward steps with this model, beside transformers in one process.
 
-torchrun --nproc_per_node N -m tests.callers.upstream_steps_on_ranks OUTPUT CASES FOLDERS
+torchrun --nproc_per_node N -m tests.frameworks.upstream_steps_on_ranks OUTPUT CASES FOLDERS
 
 Megatron-Bridge's two are its own; verl's with fused kernels is re-enacted, with torch for its kernel.
 
