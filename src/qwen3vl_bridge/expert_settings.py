@@ -1,7 +1,7 @@
 """Settings of experts: which layers have some, and what would contradict itself or change real tokens' training.
 
-What lives here: reading and checking them. What may not: fields (`provider.py`), what has one value (`fixed_settings.py`), how
-experts are split (`parallel_settings.py`), the router (`model/router.py`).
+What lives here: reading and checking them. What may not: fields (`provider.py`), what has one value
+(`fixed_settings.py`), how experts are split (`parallel_settings.py`), the router (`model/router.py`).
 """
 
 from __future__ import annotations
