@@ -1,7 +1,7 @@
-"""Settings of experts that contradict each other, or would change what real tokens are trained to.
+"""Settings of experts: which layers have some, and what would contradict itself or change real tokens' training.
 
-What lives here: their check. What may not: fields (`provider.py`), what has one value (`fixed_settings.py`), how
-experts are split (`parallel_settings.py`), the router (`model/router.py`).
+What lives here: reading and checking them. What may not: fields (`provider.py`), what has one value
+(`fixed_settings.py`), how experts are split (`parallel_settings.py`), the router (`model/router.py`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,22 @@ if TYPE_CHECKING:
 # Kinds of load balancing that see tokens alone: not their order, and not which of them share a row.
 ROUTING = frozenset({"aux_loss", "global_aux_loss", "none"})
 _OF_TRANSFORMER_ENGINE = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion")
+
+
+def layers_with_experts(provider: Qwen3VLMoEModelProvider) -> tuple[int, ...]:
+    """Layers with experts, as megatron-core reads `moe_layer_freq`.
+
+    Raises:
+        ValueError: a spelling that megatron-core does not read, or a list of another length than the layers.
+    """
+    frequency, layers = provider.moe_layer_freq, provider.num_layers
+    if isinstance(frequency, int):
+        return tuple(range(0, layers, frequency))
+    if isinstance(frequency, str):
+        raise ValueError(f"moe_layer_freq is the text {frequency!r}, expected a number or a list")
+    if len(frequency) != layers:
+        raise ValueError(f"moe_layer_freq has {len(frequency)} entries, expected {layers}, one per layer")
+    return tuple(layer for layer, has_experts in enumerate(frequency) if has_experts)
 
 
 def check_experts(provider: Qwen3VLMoEModelProvider) -> None:

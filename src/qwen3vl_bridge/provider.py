@@ -16,7 +16,7 @@ from qwen3vl_bridge import kernel_settings, parallel_settings
 from qwen3vl_bridge.activations import name_of
 from qwen3vl_bridge.dimensions import Dimensions, indices_of
 from qwen3vl_bridge.dist_train import DistTrainConfig, check_dist_train, complete_dist_train, complete_groups
-from qwen3vl_bridge.expert_settings import check_experts
+from qwen3vl_bridge.expert_settings import check_experts, layers_with_experts
 from qwen3vl_bridge.fixed_settings import FIXED, FIXED_WITH_EXPERTS
 from qwen3vl_bridge.provider_cost import operations_of_a_step, provider_sizes
 from qwen3vl_bridge.recompute import check_recompute
@@ -294,11 +294,4 @@ class Qwen3VLMoEModelProvider(UpstreamExpertNames, Qwen3VLModelProvider):
     @property
     def moe_layers(self) -> tuple[int, ...]:
         """Layers with experts, as megatron-core reads `moe_layer_freq`."""
-        frequency = self.moe_layer_freq
-        if isinstance(frequency, int):
-            return tuple(range(0, self.num_layers, frequency))
-        if isinstance(frequency, str):
-            raise ValueError(f"moe_layer_freq is the text {frequency!r}, expected a number or a list")
-        if len(frequency) != self.num_layers:
-            raise ValueError(f"moe_layer_freq has {len(frequency)} entries, expected {self.num_layers}, one per layer")
-        return tuple(layer for layer, has_experts in enumerate(frequency) if has_experts)
+        return layers_with_experts(self)
