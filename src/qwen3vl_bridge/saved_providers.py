@@ -22,7 +22,7 @@ from qwen3vl_bridge.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvide
 
 from megatron.bridge.models.qwen_vl import qwen3_vl_provider as stock
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 # Which kernels compute: the choice of the machine that saved. It changes no result but by rounding.
 _KERNELS = frozenset(
@@ -115,7 +115,7 @@ def _of_stock(kind: type[Qwen3VLModelProvider], saved: Mapping[str, Any]) -> Qwe
         rope = rope_parameters(text.to_dict())
         fields["rope_parameters"] = None if rope["rope_type"] == "default" else rope
     saved_with = {"transformer_impl": "transformer_engine"}
-    log.info("a configuration of Megatron-Bridge's %s gives qwen3vl_bridge's %s", kind.__name__, kind.__name__)
+    logger.info("a configuration of Megatron-Bridge's %s gives qwen3vl_bridge's %s", kind.__name__, kind.__name__)
     return _on_this_machine(kind, saved_with | fields)
 
 
@@ -123,11 +123,11 @@ def _on_this_machine(kind: type[Qwen3VLModelProvider], saved: Mapping[str, Any])
     """A provider of saved fields; without Transformer Engine here, its kernels are not asked for."""
     fields = dict(saved)
     if saved.get("transformer_impl") == "transformer_engine" != default_transformer_impl():
-        log.info("saved with Transformer Engine's layers, which cannot run here: the local ones take their place")
+        logger.info("saved with Transformer Engine's layers, which cannot run here: the local ones take their place")
         fields = {name: value for name, value in saved.items() if name not in _KERNELS}
     known, of_stock = _names(kind), _names(stock.Qwen3VLModelProvider) | _names(stock.Qwen3VLMoEModelProvider)
     if unknown := sorted(fields.keys() - known - of_stock):
-        log.warning("%s has no %s: dropped from the saved configuration", kind.__name__, ", ".join(unknown))
+        logger.warning("%s has no %s: dropped from the saved configuration", kind.__name__, ", ".join(unknown))
     return kind(**{name: value for name, value in fields.items() if name in known})
 
 
