@@ -1,5 +1,6 @@
 """Processes of one machine measure each sample once, whoever of them needs it, and plan the same rows."""
 
+import errno
 import multiprocessing
 import os
 import time
@@ -161,6 +162,17 @@ def test_a_job_leaves_nothing_behind_and_takes_away_what_others_left(tmp_path, m
     _, files = run(uses, begins)
     assert len(files) == 2 and used in files and left not in files
     assert not list(tmp_path.glob(f"{name}*"))
+
+
+def test_what_cannot_be_written_a_process_keeps_to_itself(sizes, monkeypatch, caplog):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    for sample in (1, 2):
+        sizes.keep(sample, Size(sample, 0, 0))
+    assert [sizes.get(n) for n in (0, 1, 2)] == [None, Size(1, 0, 0), Size(2, 0, 0)]
+    assert caplog.text.count("No space left on device; this process keeps what it measures to itself") == 1
 
 
 def test_without_a_place_for_the_file_each_measures_by_itself(tmp_path, monkeypatch, caplog):

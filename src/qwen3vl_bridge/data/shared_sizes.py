@@ -67,9 +67,12 @@ class SharedSizes(Sizes):
     def __init__(self, path: Path) -> None:
         """Share a file with whoever opens the same one."""
         self._path = path
+        self._own: dict[int, Size] = {}  # what could not be written
 
     def get(self, sample: int) -> Size | None:
         """As `Sizes` has it."""
+        if sample in self._own:
+            return self._own[sample]
         record = os.pread(_opened(self._path), _RECORD.size, sample * _RECORD.size)
         if len(record) < _RECORD.size:
             return None
@@ -79,7 +82,12 @@ class SharedSizes(Sizes):
     def keep(self, sample: int, size: Size) -> None:
         """As `Sizes` has it."""
         record = _RECORD.pack(*size, zlib.crc32(_FIELDS.pack(*size)))
-        os.pwrite(_opened(self._path), record, sample * _RECORD.size)
+        try:
+            os.pwrite(_opened(self._path), record, sample * _RECORD.size)
+        except OSError as error:  # such as a full disk
+            if not self._own:
+                logger.warning("%s: %s; this process keeps what it measures to itself", self._path, error)
+            self._own[sample] = size
 
     @contextlib.contextmanager
     def claim(self, sample: int, *, wait: bool) -> Iterator[bool]:
@@ -115,9 +123,8 @@ def _opened(path: Path) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             _files[path] = os.open(path, flags | os.O_EXCL, 0o600)
-            Finalize(
-                None, path.unlink, kwargs={"missing_ok": True}, exitpriority=0
-            )  # also where that is no main process
+            # At the end of this process alone, also where it is no main process.
+            Finalize(None, path.unlink, kwargs={"missing_ok": True}, exitpriority=0)
         except FileExistsError:
             _files[path] = os.open(path, flags, 0o600)
         fcntl.lockf(_files[path], fcntl.LOCK_SH, 1, _IN_USE)
