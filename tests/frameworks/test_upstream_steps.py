@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -30,9 +31,11 @@ GRADIENT = 2e-5  # relative to the largest entry of each gradient, measured 3.2e
 
 @pytest.fixture(scope="module")
 def found(untied_folder, moe_folder, tmp_path_factory):
-    folders = {"dense": str(untied_folder), "MoE": str(moe_folder)}
-    for folder in (untied_folder, moe_folder):
-        torch.save(train_reference(folder, CONTENT), folder / f"reference_{CONTENT}.pt")
+    folders = {}
+    for family, folder in (("dense", untied_folder), ("MoE", moe_folder)):  # which are other tests' too
+        copy = shutil.copytree(folder, tmp_path_factory.mktemp(family) / "hf")
+        torch.save(train_reference(folder, CONTENT), copy / f"reference_{CONTENT}.pt")
+        folders[family] = str(copy)
     output = tmp_path_factory.mktemp("steps") / "found.pt"
     run_ranks("tests.frameworks.upstream_steps_on_ranks", 2, output, json.dumps(CASES), json.dumps(folders), timeout=500)
     return torch.load(output)
