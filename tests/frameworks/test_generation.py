@@ -68,7 +68,9 @@ def test_rows_that_grow_pass_pipeline_stages(untied_folder, tmp_path):
     image = picture(64, 64)
     text = "<|vision_start|><|image_pad|><|vision_end|>which digit"
     torch.save((text, image), tmp_path / "asked.pt")
-    run_ranks("tests.frameworks.generation_on_ranks", 2, untied_folder, tmp_path / "asked.pt", TOKENS, tmp_path / "found")
+    run_ranks(
+        "tests.frameworks.generation_on_ranks", 2, untied_folder, tmp_path / "asked.pt", TOKENS, tmp_path / "found"
+    )
     found = json.loads((tmp_path / "found").read_text())
     expected = answers(untied_folder, text, image)
     assert found == {"fixed": expected, "variable": expected}

@@ -37,7 +37,9 @@ def found(untied_folder, moe_folder, tmp_path_factory):
         torch.save(train_reference(folder, CONTENT), copy / f"reference_{CONTENT}.pt")
         folders[family] = str(copy)
     output = tmp_path_factory.mktemp("steps") / "found.pt"
-    run_ranks("tests.frameworks.upstream_steps_on_ranks", 2, output, json.dumps(CASES), json.dumps(folders), timeout=500)
+    run_ranks(
+        "tests.frameworks.upstream_steps_on_ranks", 2, output, json.dumps(CASES), json.dumps(folders), timeout=500
+    )
     return torch.load(output)
 
 

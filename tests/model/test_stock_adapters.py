@@ -1,6 +1,6 @@
 """Megatron-Bridge's own adapter classes on our model: right, put right, or refused before training.
 
-Its recipes, verl, NeMo-RL and miles make these classes themselves (`tests/frameworks/test_adapters.py` has their calls).
+Its recipes, verl, NeMo-RL and miles make these classes themselves: `tests/frameworks/test_adapters.py` has their calls.
 """
 
 from __future__ import annotations
