@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megatron.core.inference.contexts import StaticInferenceContext
 
 from tests.parity.batches import make_batch, make_samples
 
@@ -220,3 +221,15 @@ def test_text_alone_in_every_convention(pair, given):
     assert len(features) == len(layers) and all(f.shape[1] == 0 for f in features)
     assert all(p.grad is not None for p in pair.megatron.parameters())
     assert not any(p.grad.any() for p in pair.megatron.vision_model.parameters())
+
+
+def test_inference_of_whole_prompts(pair):
+    """As Megatron-Bridge's inference wrapper calls, which gives all tokens anew for each answer's next one."""
+    context = StaticInferenceContext(1, 8)
+    more = dict(inference_context=context, runtime_gather_output=True, position_ids=torch.arange(6).expand(2, 6))
+    assert torch.equal(no_grad(pair.megatron, TEXT, **more), no_grad(pair.megatron, TEXT))
+    with pytest.raises(ValueError, match="runtime_gather_output is True with labels"):
+        pair.megatron(TEXT, labels=TEXT, runtime_gather_output=True)
+    context.sequence_len_offset = 6
+    with pytest.raises(ValueError, match="inference_context holds tokens already"):
+        pair.megatron(TEXT[:, :1], inference_context=context)
