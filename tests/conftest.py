@@ -21,6 +21,18 @@ def _two_cores():
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def _attention_backend_of_one_test():
+    """A test's models choose Transformer Engine's attention for themselves, not for the tests after it.
+
+    megatron-core writes a model's `attention_backend` into NVTE_* variables of the process, and refuses to build a
+    model that wants another in the same process.
+    """
+    yield
+    for name in [name for name in os.environ if name.startswith("NVTE_")]:
+        del os.environ[name]
+
+
 @pytest.fixture(scope="session")
 def untied_folder(tmp_path_factory):
     from examples.digits.checkpoint import make_checkpoint

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 
 import pytest
@@ -19,12 +17,7 @@ from .support import Truth
 
 @pytest.fixture(scope="module", autouse=True)
 def _groups():
-    """Callers set up torch.distributed and megatron-core's state themselves, before there is a provider.
-
-    megatron-core remembers a model's attention backend for the whole process; each caller has a process of its own.
-    """
-    for name in [name for name in os.environ if name.startswith("NVTE_")]:
-        del os.environ[name]
+    """Callers set up torch.distributed and megatron-core's state themselves, before there is a provider."""
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     if not parallel_state.model_parallel_is_initialized():
