@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from qwen3vl_bridge.planning.estimate import Estimate
+    from qwen3vl_bridge.planning.propose import Proposal
 
     from megatron.bridge.training.config import ConfigContainer
 
@@ -79,21 +80,39 @@ def memory_plan(cfg: ConfigContainer, world_size: int) -> Estimate:
     return plan_of(complete, world_size)
 
 
+def beside_proposals(cfg: ConfigContainer, world_size: int, gpu: str) -> tuple[Proposal, list[Proposal]]:
+    """A recipe as it is split, and what the planner would propose for its rows and GPUs, best first.
+
+    Args:
+        cfg: a recipe's, with vision on the language model's ranks; it stays as it is.
+        world_size: ranks.
+        gpu: a key of `GPUS`.
+    """
+    from qwen3vl_bridge.planning.from_config import proposals_beside
+    from qwen3vl_bridge.planning.hardware import gpu_of
+
+    complete = finalised(cfg, world_size)
+    _take_to_gpus(complete)
+    return proposals_beside(complete, world_size, gpu_of(gpu))
+
+
 def _take_to_gpus(complete: ConfigContainer) -> None:
     complete.model.transformer_impl = "transformer_engine"
 
 
 def show(cfg: ConfigContainer, *, gpus: int, gpu: str) -> None:
-    """Print the settings as YAML, then the plan; where vision has ranks of its own, also whether they are enough.
+    """Print the settings as YAML, then the plan: of memory, and what else the planner would do.
+
+    Where vision has ranks of its own, that is whether they are enough; else how it would split the model.
 
     Args:
         cfg: as the run would get it.
         gpus: how many.
         gpu: their kind.
     """
-    from qwen3vl_bridge.planning.from_config import plan_of, sized_of
+    from qwen3vl_bridge.planning.from_config import plan_of, proposals_beside, sized_of
     from qwen3vl_bridge.planning.hardware import gpu_of
-    from qwen3vl_bridge.planning.printing import print_estimate, words_of_pace
+    from qwen3vl_bridge.planning.printing import print_estimate, words_beside, words_of_pace
 
     from megatron.bridge.utils.yaml_utils import dump_dataclass_to_yaml
 
@@ -108,3 +127,5 @@ def show(cfg: ConfigContainer, *, gpus: int, gpu: str) -> None:
         print_estimate(plan, kind.memory_bytes)
         if plan.dist is not None:
             print(words_of_pace(sized_of(complete, gpus, kind)))
+        else:
+            print(words_beside(*proposals_beside(complete, gpus, kind)))

@@ -3,18 +3,7 @@
 What lives here: how it is split, and for what machines. What may not: the rest (`base.py`).
 """
 
-from qwen3vl_recipes.base import (
-    K,
-    dist_train,
-    fsdp,
-    keep_tower,
-    peft,
-    pretrain,
-    recompute_all,
-    recompute_layers,
-    sft,
-    split,
-)
+from qwen3vl_recipes.base import K, fsdp, peft, pretrain, recompute_all, recompute_layers, sft, split
 from qwen3vl_recipes.registry import recipe
 
 
@@ -46,13 +35,6 @@ def qwen3_vl_8b_sft_128k_config():
 def qwen3_vl_8b_sft_256k_config():
     """Full fine-tuning, rows of 256K tokens, 16 H100: all to a row, activations recomputed."""
     return recompute_all(split(sft("8B", seq_length=256 * K, global_batch_size=4), tp=2, cp=8))
-
-
-@recipe(gpus=16)
-def qwen3_vl_8b_sft_dist_train_config():
-    """Full fine-tuning, rows of 8K tokens, 16 H100: four for vision, two to each of three stages of the rest."""
-    cfg = split(sft("8B", global_batch_size=96), tp=2, pp=3)
-    return dist_train(keep_tower(cfg), vision=4, language=12)
 
 
 @recipe(gpus=1)

@@ -1,8 +1,8 @@
-"""The table of recipes in docs/recipes.md: on which GPUs each fits, by the planner.
+"""The tables of recipes in docs/recipes.md: on which GPUs each fits, and how else the planner would split it.
 
     python -m qwen3vl_recipes.table --write docs/recipes.md
 
-What lives here: which numbers of GPUs are tried, and the table. What may not: estimates (`qwen3vl_bridge.planning`).
+What lives here: which numbers of GPUs are tried, and the tables. What may not: estimates (`qwen3vl_bridge.planning`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qwen3vl_recipes.dry_run import memory_plan
+from qwen3vl_recipes.dry_run import beside_proposals, memory_plan
 from qwen3vl_recipes.registry import Recipe, recipes
 
 if TYPE_CHECKING:
@@ -19,8 +19,11 @@ if TYPE_CHECKING:
 
 KINDS = ("H100", "H200", "B200")
 BEGIN, END = "<!-- recipes: begin -->\n", "<!-- recipes: end -->\n"
+BEGIN_PROPOSALS, END_PROPOSALS = "<!-- proposals: begin -->\n", "<!-- proposals: end -->\n"
 # What is left free of a GPU: an estimate is none of a measurement's precision.
 FREE = 0.05
+# Times that are as good as one: the planner's are rough.
+SAME = 1.02
 _MOST_NODES = 128
 
 
@@ -67,20 +70,46 @@ def table() -> str:
     return "".join(lines)
 
 
+def proposal_line(name: str, recipe: Recipe) -> str:
+    """How else the planner would split a recipe, and how its time compares, as a line of Markdown."""
+    from qwen3vl_bridge.planning.hardware import GIB
+    from qwen3vl_bridge.planning.printing import words_of, words_of_training
+
+    own, (first, *_) = beside_proposals(recipe.function(), recipe.gpus, recipe.gpu)
+    times, held = own.seconds_per_row / first.seconds_per_row, first.estimate
+    words = f"{words_of(held.split)}; {words_of_training(held.training)}", f"{held.worst.total / GIB:.0f} GiB"
+    cells = [f"`{name}`", words_of(own.estimate.split), *(words if times >= SAME else ("the same", "")), f"{times:.2f}"]
+    return f"| {' | '.join(cells)} |\n"
+
+
+def proposals() -> str:
+    """In Markdown: recipes whose time and first proposal the planner can tell."""
+    lines = ["| recipe | its split | the planner's first | holds | times as long |\n", "|---" * 5 + "|\n"]
+    for name, recipe in recipes().items():
+        if recipe.gpus and not any(kind in name for kind in ("_dora_", "_dist_train_")):
+            lines.append(proposal_line(name, recipe))
+    return "".join(lines)
+
+
 def main() -> None:
-    """Print the table, or put it into a file between its marks."""
-    parser = argparse.ArgumentParser(description="The table of recipes: on which GPUs each fits.")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="put it into this file, between the marks")
+    """Print the tables, or put them into a file between their marks."""
+    parser = argparse.ArgumentParser(
+        description="The tables of recipes: where each fits, and how else it could be split."
+    )
+    parser.add_argument("--write", type=Path, metavar="FILE", help="put them into this file, between the marks")
     file = parser.parse_args().write
     from qwen3vl_bridge.logs import quiet
 
     quiet()
-    made = table()
+    made = {(BEGIN, END): table(), (BEGIN_PROPOSALS, END_PROPOSALS): proposals()}
     if file is None:
-        print(made)
+        print(*made.values(), sep="\n")
         return
-    before, rest = file.read_text().split(BEGIN)
-    file.write_text(before + BEGIN + made + END + rest.split(END)[1])
+    text = file.read_text()
+    for (begin, end), one in made.items():
+        before, rest = text.split(begin)
+        text = before + begin + one + end + rest.split(end)[1]
+    file.write_text(text)
 
 
 if __name__ == "__main__":

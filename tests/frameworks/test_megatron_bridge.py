@@ -1,14 +1,13 @@
-"""Megatron-Bridge itself: its two forward steps, its generation script, its recipes, its comparison and round trip.
+"""Megatron-Bridge itself: its two forward steps, its generation script, its comparison and round trip.
 
-Sources: megatron/bridge/models/qwen_vl/qwen3_vl_step.py, training/vlm_step.py, recipes/qwen_vl/, and in
-its repository scripts/inference/vlm_generation.py, examples/conversion/{hf_megatron_roundtrip,compare_hf_and_megatron}.
+Its recipes: `tests/recipes/test_megatron_bridge_recipes.py`. Sources: megatron/bridge/models/qwen_vl/qwen3_vl_step.py,
+training/vlm_step.py, and in its repository scripts/inference/vlm_generation.py,
+examples/conversion/{hf_megatron_roundtrip,compare_hf_and_megatron}.
 """
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -183,72 +182,6 @@ def test_its_generation_script(folder):
     expected = pair.reference.eval().generate(**inputs, max_new_tokens=4, do_sample=False)
     found = generate_by_script(model, inputs, 4)
     assert torch.equal(found[:, : expected.shape[1]], expected)
-
-
-@contextlib.contextmanager
-def _importable_recipes():
-    """Megatron-Bridge's recipes import those of image generation, which need the package diffusers."""
-    missing = {}
-    with contextlib.suppress(ModuleNotFoundError):
-        import diffusers  # noqa: F401
-
-        yield
-        return
-
-    class Anything(ModuleType):
-        __path__ = ()
-
-        def __getattr__(self, name: str) -> type:
-            if name.startswith("__"):
-                raise AttributeError(name)
-            return type(name, (), {})
-
-    class Finder:
-        @staticmethod
-        def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
-            if name.split(".")[0] != "diffusers":
-                return None
-            from importlib.machinery import ModuleSpec
-
-            return ModuleSpec(name, Finder, is_package=True)
-
-        @staticmethod
-        def create_module(spec: Any) -> ModuleType:
-            missing[spec.name] = Anything(spec.name)
-            return missing[spec.name]
-
-        @staticmethod
-        def exec_module(module: ModuleType) -> None:
-            pass
-
-    sys.meta_path.insert(0, Finder)  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        sys.meta_path.remove(Finder)  # type: ignore[arg-type]
-        for name in missing:
-            sys.modules.pop(name, None)
-
-
-RECIPES = (
-    "qwen3_vl_8b_pretrain_mock_config",
-    "qwen3_vl_8b_sft_config",
-    "qwen3_vl_8b_peft_config",
-    "qwen3_vl_30b_a3b_pretrain_mock_config",
-    "qwen3_vl_30b_a3b_sft_config",
-    "qwen3_vl_30b_a3b_peft_config",
-    "qwen3_vl_235b_a22b_pretrain_mock_config",
-    "qwen3_vl_235b_a22b_sft_config",
-    "qwen3_vl_235b_a22b_peft_config",
-)
-
-
-@pytest.fixture(scope="module")
-def recipes():
-    with _importable_recipes():
-        from megatron.bridge.recipes.qwen_vl import qwen3_vl as names
-        from megatron.bridge.recipes.qwen_vl.h100 import qwen3_vl
-    return qwen3_vl, names
 
 
 def test_its_round_trip(folder):

@@ -14,14 +14,15 @@ from qwen3vl_bridge.planning.hardware import GPUS, HOST_BYTES, HOST_RESERVE
 
 import pytest
 import qwen3vl_recipes
-from qwen3vl_recipes.base import DIST_TRAIN_PATCHES, dist_train
+from qwen3vl_recipes.base import DIST_TRAIN_PATCHES, dist_train, sft, split
 from qwen3vl_recipes.dry_run import finalised, memory_plan
 from qwen3vl_recipes.registry import find, recipes
 
 NAMES = [name for name, recipe in recipes().items() if recipe.gpus]
 SIZES = [size.lower().replace("-", "_") for size in presets.PRESETS]
 KINDS = ("sft", "sft_fsdp", "sft_32k", "sft_128k", "sft_256k", "peft", "pretrain")
-DIST_TRAIN = {f"qwen3_vl_{size}_sft_dist_train_config" for size in ("8b", "30b_a3b", "235b_a22b")}
+# Not for the 8B: it does not pay there (docs/dist_train.md).
+DIST_TRAIN = {f"qwen3_vl_{size}_sft_dist_train_config" for size in ("30b_a3b", "235b_a22b")}
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +48,7 @@ def test_the_optimizers_state_is_saved_by_parameters_where_the_host_has_room(nam
 def test_every_size_has_every_kind():
     expected = {f"qwen3_vl_{size}_{kind}_config" for size in SIZES for kind in KINDS}
     assert expected | DIST_TRAIN <= set(NAMES)
+    assert {name for name in NAMES if "_dist_train_" in name} == DIST_TRAIN
     for name in NAMES:
         assert getattr(qwen3vl_recipes, name) is recipes()[name].function
         assert recipes()[name].summary.endswith(".") and len(recipes()[name].summary) < 115
@@ -108,7 +110,7 @@ def test_vision_and_language_have_their_gpus(name):
     ],
 )
 def test_sizes_that_do_not_divide(settings, message):
-    cfg = dist_train(qwen3vl_recipes.qwen3_vl_8b_sft_dist_train_config(), **settings)
+    cfg = dist_train(split(sft("8B", global_batch_size=96), tp=2, pp=3), **settings)
     with pytest.raises(ValueError, match=message):
         finalised(cfg, settings["vision"] + (settings["language"] or 0))
 

@@ -72,7 +72,7 @@ def test_the_patterns_are_those_of_the_recipes():
     assert patterns["qwen3_vl_8b_sft_config"].tensor == 2 and patterns["qwen3_vl_8b_sft_config"].data == 2
     assert max(one.pipeline for one in patterns.values()) == max(one.context for one in patterns.values()) == 2
     apart = [one for name, one in patterns.items() if "_dist_train_" in name]
-    assert len(apart) == 3 and all(one.vision and one.vision % one.vision_tensor == 0 for one in apart)
+    assert len(apart) == 2 and all(one.vision and one.vision % one.vision_tensor == 0 for one in apart)
     for way in ("tensor", "pipeline", "expert", "vision_tensor"):
         assert {getattr(one, way) for one in apart} == {1, 2}, way
     assert not any(one.vision for name, one in patterns.items() if "_dist_train_" not in name)

@@ -45,7 +45,6 @@ class Pattern:
 
 # On four ranks no twin has vision on its own ones and all the rest of its recipe's ways; together they have each.
 _OF_MODULES = {
-    "qwen3_vl_8b_sft_dist_train_config": Pattern(pipeline=2, vision=2),
     "qwen3_vl_30b_a3b_sft_dist_train_config": Pattern(tensor=2, expert=2, vision=2),
     "qwen3_vl_235b_a22b_sft_dist_train_config": Pattern(pipeline=2, vision=2, vision_tensor=2),
 }

@@ -7,6 +7,7 @@ only: the objects bring their own modules. What may not: formulas.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from qwen3vl_bridge.dimensions import Dimensions
@@ -15,6 +16,7 @@ from qwen3vl_bridge.planning.dist_train import DistSplit, dist_estimate
 from qwen3vl_bridge.planning.estimate import Estimate, check, estimate_of
 from qwen3vl_bridge.planning.hardware import Gpu
 from qwen3vl_bridge.planning.operations import Costs
+from qwen3vl_bridge.planning.propose import Proposal, proposal, propose_of
 from qwen3vl_bridge.planning.settings import LINEAR_LAYERS, Lora, Precision, Recompute, Sharding, Training
 from qwen3vl_bridge.planning.sizing import Sized, measure
 from qwen3vl_bridge.planning.split import Split
@@ -91,8 +93,33 @@ def sized_of(cfg: Any, world_size: int, gpu: Gpu) -> Sized:
         ValueError: sizes that don't divide or add up.
     """
     model, training = cfg.model, training_of(cfg)
-    costs = Costs(provider_costs(model, None), provider_costs(model, trained_parts(model)), _chosen(model))
-    return measure(costs, _dimensions(model), dist_split_of(model, world_size), training, gpu)
+    return measure(_costs(model), _dimensions(model), dist_split_of(model, world_size), training, gpu)
+
+
+def proposals_beside(cfg: Any, world_size: int, gpu: Gpu) -> tuple[Proposal, list[Proposal]]:
+    """A run as it is split, and what the planner would propose for its rows and GPUs, best first.
+
+    Args:
+        cfg: as for `plan_of`, with vision on the language model's ranks.
+        world_size: ranks.
+        gpu: of which kind.
+
+    Raises:
+        ValueError: as `plan_of`.
+    """
+    own = plan_of(cfg, world_size)
+    model, training = cfg.model, own.training
+    n, costs = _dimensions(model), _costs(model)
+    # Megatron-FSDP is proposed as recipes have it, with gradients as exact as those that the run has.
+    precision = replace(
+        training.precision, fsdp_gradient=training.precision.fsdp_gradient or training.precision.gradient
+    )
+    found = propose_of(n, costs, world_size, gpu, replace(training, precision=precision))
+    return proposal(costs, n, own, gpu), found
+
+
+def _costs(model: Any) -> Costs:
+    return Costs(provider_costs(model, None), provider_costs(model, trained_parts(model)), _chosen(model))
 
 
 def _dimensions(model: Any) -> Dimensions:

@@ -118,6 +118,24 @@ def print_proposals(found: Sequence[Proposal], memory: int) -> None:
             one.reason,
         )
     console.print(table)
+    console.print(
+        "Times are rough, and none was measured. Recipes differ in places; docs/recipes.md says where and why."
+    )
+
+
+def words_beside(own: Proposal, found: Sequence[Proposal]) -> str:
+    """How a split's rough time compares with that of the planner's first proposal."""
+    if not found:
+        return "the planner proposes nothing that fits with 5 % to spare"
+    (first, *_), times = found, own.seconds_per_row / found[0].seconds_per_row
+    if times < 1.02:
+        return "the planner finds nothing faster for these GPUs and rows"
+    held = f"{first.estimate.worst.total / GIB:.0f} GiB"
+    return (
+        f"by its rough times the planner would take {words_of(first.estimate.split)} "
+        f"({words_of_training(first.estimate.training)}; {held}), and this split {times:.2f} times as long; "
+        "docs/recipes.md says why recipes are split otherwise"
+    )
 
 
 def words_of(split: Split) -> str:

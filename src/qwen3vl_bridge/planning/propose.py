@@ -67,8 +67,20 @@ def propose(
     Raises:
         ValueError: settings that no split could have.
     """
-    n = dimensions_of(config)
-    costs = Costs.of(config, training)
+    return propose_of(dimensions_of(config), Costs.of(config, training), world, gpu, training, best=best, fixed=fixed)
+
+
+def propose_of(
+    n: Dimensions,
+    costs: Costs,
+    world: int,
+    gpu: Gpu,
+    training: Training,
+    *,
+    best: int = 5,
+    fixed: Mapping[str, int] | None = None,
+) -> list[Proposal]:
+    """As `propose`, of a model's numbers and costs."""
     limit = gpu.memory_bytes * (1 - MARGIN)
     found: list[Proposal] = []
     for split in splits(n, world, gpu, training.seq_length, fixed or {}):
@@ -76,19 +88,24 @@ def propose(
             check(n, split, training)
         except ValueError:
             continue  # not a way to split this model, or these rows
-        rows = split.dp * split.microbatches(training.global_batch_size, training.micro_batch_size)
         fitting = []
         for one in ways(n, split, training):
             # Stages in between hold fewer microbatches of as many layers.
             held = estimate_of(n, split, one, costs.chosen, stages={0, 1, split.pp - 1})
             if held.worst.total <= limit:
-                time = step_time(costs, n, split, one, gpu)
-                free = gpu.memory_bytes - held.worst.total
-                fitting.append(Proposal(held, time, rows * training.micro_batch_size, free))
+                fitting.append(proposal(costs, n, held, gpu))
         if fitting:
             found.append(min(fitting, key=lambda way: way.seconds_per_row))
     # Of equals, the simplest.
     return sorted(found, key=lambda one: (round(one.seconds_per_row, 9), _sizes(one.estimate.split)))[:best]
+
+
+def proposal(costs: Costs, n: Dimensions, held: Estimate, gpu: Gpu) -> Proposal:
+    """A way to train with its time, whether it fits or not."""
+    split, training = held.split, held.training
+    rows = split.dp * split.microbatches(training.global_batch_size, training.micro_batch_size)
+    time = step_time(costs, n, split, training, gpu)
+    return Proposal(held, time, rows * training.micro_batch_size, gpu.memory_bytes - held.worst.total)
 
 
 def splits(n: Dimensions, world: int, gpu: Gpu, seq_length: int, fixed: Mapping[str, int]) -> Iterator[Split]:

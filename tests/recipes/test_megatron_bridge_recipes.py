@@ -1,0 +1,117 @@
+"""Megatron-Bridge's own recipes of Qwen3-VL, with our provider in the place of its own.
+
+Source: megatron/bridge/recipes/qwen_vl/h100/qwen3_vl.py. Nothing is started: each is completed and checked as its
+training loop does first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from qwen3vl_bridge import Qwen3VLModelProvider, Qwen3VLMoEModelProvider, presets
+
+import pytest
+import torch
+from megatron.bridge import AutoBridge
+from megatron.core.utils import is_te_min_version
+from qwen3vl_recipes.dry_run import finalised
+
+
+@contextlib.contextmanager
+def _importable_recipes():
+    """Megatron-Bridge's recipes import those of image generation, which need the package diffusers."""
+    missing = {}
+    with contextlib.suppress(ModuleNotFoundError):
+        import diffusers  # noqa: F401
+
+        yield
+        return
+
+    class Anything(ModuleType):
+        __path__ = ()
+
+        def __getattr__(self, name: str) -> type:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return type(name, (), {})
+
+    class Finder:
+        @staticmethod
+        def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
+            if name.split(".")[0] != "diffusers":
+                return None
+            from importlib.machinery import ModuleSpec
+
+            return ModuleSpec(name, Finder, is_package=True)
+
+        @staticmethod
+        def create_module(spec: Any) -> ModuleType:
+            missing[spec.name] = Anything(spec.name)
+            return missing[spec.name]
+
+        @staticmethod
+        def exec_module(module: ModuleType) -> None:
+            pass
+
+    sys.meta_path.insert(0, Finder)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(Finder)  # type: ignore[arg-type]
+        for name in missing:
+            sys.modules.pop(name, None)
+
+
+RECIPES = (
+    "qwen3_vl_8b_pretrain_mock_config",
+    "qwen3_vl_8b_sft_config",
+    "qwen3_vl_8b_peft_config",
+    "qwen3_vl_30b_a3b_pretrain_mock_config",
+    "qwen3_vl_30b_a3b_sft_config",
+    "qwen3_vl_30b_a3b_peft_config",
+    "qwen3_vl_235b_a22b_pretrain_mock_config",
+    "qwen3_vl_235b_a22b_sft_config",
+    "qwen3_vl_235b_a22b_peft_config",
+)
+
+
+@pytest.fixture(scope="module")
+def recipes():
+    with _importable_recipes():
+        from megatron.bridge.recipes.qwen_vl import qwen3_vl as names
+        from megatron.bridge.recipes.qwen_vl.h100 import qwen3_vl
+    return qwen3_vl, names
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("name", RECIPES)
+def test_is_completed_for_its_gpus(recipes, name, monkeypatch):
+    """For as few GPUs as it is split over."""
+    module, names = recipes
+    bridges = SimpleNamespace(
+        from_hf_pretrained=lambda path, **_: AutoBridge.from_hf_config(
+            presets.hf_config(path.removeprefix("Qwen/Qwen3-VL-").removesuffix("-Instruct"))
+        )
+    )
+    monkeypatch.setattr(module, "AutoBridge", bridges)
+    # Those of models with experts ask which GPU there is; they are written for this one.
+    h100 = SimpleNamespace(major=9, minor=0, name="NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: h100)
+    cfg = getattr(names, name)()
+    model = cfg.model
+    assert type(model) is (Qwen3VLMoEModelProvider if "_a" in name else Qwen3VLModelProvider)
+    if not is_te_min_version("2.1.0"):
+        model.moe_permute_fusion = False  # Transformer Engine's, which megatron-core asks for
+    ranks = model.tensor_model_parallel_size * model.pipeline_model_parallel_size * model.context_parallel_size
+    experts = (model.expert_model_parallel_size or 1) * (model.expert_tensor_parallel_size or 1)
+    world = max(ranks, experts * model.pipeline_model_parallel_size)
+    if name == "qwen3_vl_235b_a22b_pretrain_mock_config":
+        with pytest.raises(ValueError, match=r"num_layers is 94, expected a multiple of .*, 16; .*account_for_embedd"):
+            finalised(cfg, world)
+        model.account_for_embedding_in_pipeline_split = model.account_for_loss_in_pipeline_split = True
+    complete = finalised(cfg, world)
+    assert complete.model.seq_length == complete.dataset.seq_length
+    assert complete.model.sequence_parallel or model.tensor_model_parallel_size == 1 or not model.num_moe_experts
