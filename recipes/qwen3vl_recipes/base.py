@@ -37,6 +37,8 @@ def sft(size: str, *, seq_length: int = 8 * K, global_batch_size: int = 32) -> Q
     hf_model, _ = presets.hub_ids(size)
     model = AutoBridge.from_hf_config(presets.hf_config(size)).to_megatron_provider(load_weights=False)
     model.hf_model_id, model.seq_length = hf_model, seq_length
+    # Losses are divided once, by the tokens of the global batch, however these are packed.
+    model.calculate_per_token_loss = True
     cfg = Qwen3VLConfigContainer(
         model=model,
         dataset=qwen3vl_bridge.Qwen3VLConversationProvider(

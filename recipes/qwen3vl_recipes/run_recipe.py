@@ -1,7 +1,7 @@
 r"""Megatron-Bridge's own launcher, `scripts/training/run_recipe.py`, with our recipes.
 
     torchrun --nproc_per_node 8 -m qwen3vl_recipes.run_recipe Megatron-Bridge/scripts/training/run_recipe.py \
-        --recipe qwen3_vl_8b_sft_config --pretrained_checkpoint HF_FOLDER --save_dir RUN dataset.path=DATA
+        --recipe qwen3_vl_8b_sft_config --pretrained_checkpoint /HF_FOLDER --save_dir /RUN dataset.path=/DATA
 
 What lives here: how that script is told of them. What may not: settings, options of our own command line (`cli.py`),
 which asks for more before it starts.
@@ -51,10 +51,23 @@ def offer_recipes(runner: ModuleType) -> None:
 
     theirs = importlib.import_module("megatron.bridge.recipes")
     for name, ours in recipes().items():
-        setattr(theirs, name, ours.function)
+        setattr(theirs, name, _of_dora(ours.function) if "_dora_" in name else ours.function)
     runner.STEP_FUNCTIONS[_STEP] = qwen3vl_bridge.forward_step
     for mode, found in runner.TRAIN_FUNCTIONS.items():
         runner.TRAIN_FUNCTIONS[mode] = functools.partial(_train, found)
+
+
+def _of_dora(function: Callable[[], Any]) -> Callable[..., Any]:
+    """A recipe as the script calls those with "dora" in their names: with the method, which ours have no other of."""
+
+    @functools.wraps(function)
+    def recipe(*, peft_scheme: str = "dora") -> Any:
+        if peft_scheme != "dora":
+            raise ValueError(f"--mode is {peft_scheme}, expected dora, or {function.__name__.replace('_dora', '')}")
+        return function()
+
+    del recipe.__wrapped__  # the script looks at the parameters
+    return recipe
 
 
 def _train(found: Callable | tuple[str, str], config: Any, forward_step_func: Callable) -> None:

@@ -12,6 +12,7 @@ from megatron.bridge.models.gpt_provider import default_layer_spec
 
 _SHARED: Mapping[str, Any] = {
     "transformer_layer_spec": default_layer_spec,
+    "use_transformer_engine_full_layer_spec": False,
     # Rotary embedding: `rotary_base`, `mrope_section` and `rope_parameters` say all.
     "position_embedding_type": "mrope",
     "rotary_percent": 1.0,

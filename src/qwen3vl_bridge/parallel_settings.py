@@ -52,7 +52,7 @@ def check_sizes(provider: Qwen3VLModelProvider) -> None:
 
 
 def complete_parallel(provider: Qwen3VLModelProvider) -> None:
-    """Turn on what experts need, as Megatron-Bridge does, and say so; warn of losses that depend on the split."""
+    """Turn on what experts and split rows need, as Megatron-Bridge does, and say so; warn of what depends on it."""
     tensor, context = provider.tensor_model_parallel_size, provider.context_parallel_size
     if provider.moe_layers and tensor > 1 and not provider.sequence_parallel:
         logger.info(
@@ -61,6 +61,13 @@ def complete_parallel(provider: Qwen3VLModelProvider) -> None:
             tensor,
         )
         provider.sequence_parallel = True
+    if provider.calculate_per_token_loss is None:
+        provider.calculate_per_token_loss = context > 1 or bool(provider.dist_train.use_dist_train)
+        logger.info(
+            "calculate_per_token_loss is set to %s, as Megatron-Bridge's provider has it; True weighs all tokens of a "
+            "global batch alike, False all microbatches",
+            provider.calculate_per_token_loss,
+        )
     if context > 1 and not provider.calculate_per_token_loss:
         logger.warning(
             "calculate_per_token_loss is False on %d context-parallel ranks: the loss of a step that returns three "

@@ -59,6 +59,9 @@ class Qwen3VLModelProvider(UpstreamNames, GPTModelProvider):
             activation recomputation of the vision tower, as the fields without `vision_` are of the text model.
         apply_rotary_pos_emb_in_fp32: rotate queries and keys of the text model in float32; those of the tower always
             are.
+        calculate_per_token_loss: whether losses are summed over tokens and divided once by those of the global batch,
+            however they are packed, as this package's recipes have it. None: as Megatron-Bridge, under context
+            parallelism alone (and with `dist_train`); else each microbatch's mean counts alike.
         vision_dp_when_cp: whether context-parallel ranks share the pictures' work. They always do here.
         use_hf_vision_model, vision_cuda_graph_impl, vision_cuda_graph_scope, max_vision_cuda_graph_seq_length: settings
             of Megatron-Bridge's own model that have one value here.
@@ -99,8 +102,7 @@ class Qwen3VLModelProvider(UpstreamNames, GPTModelProvider):
     apply_rotary_pos_emb_in_fp32: bool = False
     # megatron-core refuses rows of several lengths between pipeline stages with its own default, experts or not.
     moe_token_dispatcher_type: str = "alltoall"
-    # Losses are summed over tokens and divided once by the tokens of the global batch, however they are packed.
-    calculate_per_token_loss: bool = True
+    calculate_per_token_loss: bool | None = None
 
     freeze_language_model: bool = False
     freeze_vision_model: bool = False

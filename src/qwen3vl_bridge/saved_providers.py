@@ -39,12 +39,11 @@ _KERNELS = frozenset(
         "cp_comm_type",
     ]
 )
-# What Megatron-Bridge's provider decides otherwise, and no weight depends on: how a loss is divided and computed, what
+# What Megatron-Bridge's provider decides otherwise, and no weight depends on: how a loss is computed, what
 # a graph replays. Its layers are Transformer Engine's whatever `transformer_impl` says.
 _DECIDED_ANEW = frozenset(
     [
         "transformer_impl",
-        "calculate_per_token_loss",
         "cross_entropy_loss_fusion",
         "cross_entropy_fusion_impl",
         "cuda_graph_impl",

@@ -23,6 +23,10 @@ logger = logging.getLogger(__name__)
 
 # Names beside those of fields that others keep on a provider for themselves.
 _NOTES = frozenset({"pretrained_model_name", "swiglu", "bridge", "grid", "world_size", "rank_offset"})
+# What a configuration says that no layer of the model depends on.
+_NOT_THE_MODELS = frozenset(
+    {"dtype", "max_position_embeddings", "use_cache", "_name_or_path", "router_aux_loss_coef", "tie_word_embeddings"}
+)
 # From here on a name counts as a field's, misspelt; Megatron-Bridge's recipes set some that are none at all.
 _LIKE = 0.85
 
@@ -79,6 +83,18 @@ class UpstreamNames:
         """The text model as transformers describes it, made from the fields; changing it changes nothing here."""
         return hf_text_config(self)
 
+    @hf_text_config.setter
+    def hf_text_config(self: Any, config: Any) -> None:
+        found, expected = config.to_dict(), hf_text_config(self).to_dict()
+        differ = [name for name in expected if name in found and found[name] != expected[name]]
+        differ = [name for name in differ if name not in _NOT_THE_MODELS]
+        if differ:
+            raise ValueError(
+                f"hf_text_config has {', '.join(f'{name} {found[name]!r}' for name in differ)}, which the provider's "
+                "fields say otherwise: expected these to be set, or the provider that AutoBridge makes of the whole "
+                "configuration"
+            )
+
 
 class UpstreamExpertNames:
     """Views of what models with experts have beside. Which layers have experts is `moe_layer_freq`'s to say."""
@@ -130,6 +146,7 @@ def hf_text_config(provider: Qwen3VLModelProvider) -> Qwen3VLTextConfig | Qwen3V
         bos_token_id=provider.bos_token_id,
         eos_token_id=provider.eos_token_id,
         pad_token_id=provider.pad_token_id,
+        tie_word_embeddings=provider.share_embeddings_and_output_weights,
     )
     if not provider.moe_layers:
         return Qwen3VLTextConfig(**shared)

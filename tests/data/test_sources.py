@@ -4,6 +4,7 @@ import json
 import pickle
 
 from qwen3vl_bridge.data import DataError, JsonLines, JsonList, open_source
+from qwen3vl_bridge.data.workers import ignoring
 
 import datasets
 import numpy as np
@@ -59,7 +60,9 @@ def test_any_order_gives_the_same_also_from_a_copy(folder, shape, order, spent):
 def test_workers_read_the_same(folder, shape):
     source, order = open_source(folder / shape, folder), np.random.default_rng(0).permutation(20).tolist()
     expected = [source[index] for index in order]
-    loader = DataLoader(source, sampler=order, num_workers=2, batch_size=5, collate_fn=list)
+    loader = DataLoader(
+        source, sampler=order, num_workers=2, batch_size=5, collate_fn=list, worker_init_fn=ignoring(None)
+    )
     assert [conversation for batch in loader for conversation in batch] == expected
 
 

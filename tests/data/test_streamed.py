@@ -10,6 +10,7 @@ import sys
 from qwen3vl_bridge.data import DataError, HubDataset, JsonLines
 from qwen3vl_bridge.data.errors import Unreachable
 from qwen3vl_bridge.data.streamed import EPOCH, StreamedDataset
+from qwen3vl_bridge.data.workers import ignoring
 
 import datasets
 import pyarrow as pa
@@ -141,7 +142,9 @@ def test_each_worker_sees_the_whole_stream(stream, kind):
     expected = [(asked(source, epoch * EPOCH + place), ROWS) for place in range(30) for epoch in range(2)]
     assert source._reading is not None
     numbers = [epoch * EPOCH + place for place in range(30) for epoch in range(2)]
-    loader = DataLoader(Asked(source), sampler=numbers, num_workers=2, batch_size=1, timeout=120)
+    loader = DataLoader(
+        Asked(source), sampler=numbers, num_workers=2, batch_size=1, timeout=120, worker_init_fn=ignoring(None)
+    )
     assert [(int(number), int(length)) for number, length in loader] == expected
     assert epoch_of(source, 0)[:30] == [number for number, _ in expected[::2]]  # the parent's own goes on
 
@@ -218,7 +221,7 @@ def test_a_stream_that_breaks_off_is_said_and_can_go_on():
         with pytest.raises(Unreachable, match=r"^owner/name#train\[7\]: .* \(ConnectionError: no route to host\), exp"):
             read()
     with pytest.raises(Unreachable) as caught:
-        list(DataLoader(Asked(source), sampler=[12], num_workers=1))
+        list(DataLoader(Asked(source), sampler=[12], num_workers=1, worker_init_fn=ignoring(None)))
     plain = caught.value.without_traceback()
     assert isinstance(plain, Unreachable) and str(plain).startswith("owner/name#train[7]: found the stream broken off")
     assert asked(source, 3) == 3

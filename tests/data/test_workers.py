@@ -11,10 +11,13 @@ import sys
 import time
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
 
 from qwen3vl_bridge.data import BatchStream
+from qwen3vl_bridge.data.workers import ignoring
 
 import pytest
+from torch.utils.data import DataLoader, Dataset
 
 from .conftest import picture
 from .test_energon import asked
@@ -38,7 +41,6 @@ def signalled(batches: Iterator) -> int:
 @pytest.fixture(scope="module")
 def energon(processor, tmp_path_factory):
     """A provider of conversations about a picture each."""
-    gc.freeze()  # energon collects garbage as a stream begins, in workers too
     folder = tmp_path_factory.mktemp("workers")
     content = picture(folder / "picture.png", 32, 32).read_bytes()
     parts = asked({"type": "image", "image": "png"}, {"type": "text", "text": "which"})
@@ -59,6 +61,40 @@ def test_webdatasets(energon):
 def test_they_end_where_nothing_is_said(make_rows):
     with pytest.raises(RuntimeError, match="DataLoader worker"):
         signalled(BatchStream(make_rows()(), num_workers=1))
+
+
+class Collects(Dataset):
+    """Collects garbage, as may happen anywhere."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, number: int) -> int:
+        gc.collect()
+        return number
+
+
+class Owner:
+    """Says by whom it is collected, such as a video decoder that waits for its threads, which a fork has not."""
+
+    def __init__(self, said: Path) -> None:
+        self.said, self.circle = said, self
+
+    def __del__(self) -> None:
+        self.said.write_text(f"{os.getpid()}")
+
+
+def test_they_leave_the_other_processs_garbage_alone(tmp_path):
+    said = tmp_path / "said"
+    gc.disable()
+    try:
+        Owner(said)
+        loader = DataLoader(Collects(), num_workers=1, worker_init_fn=ignoring(None))
+        assert [int(number) for number in loader] == [0] and not said.exists()
+    finally:
+        gc.enable()
+    gc.collect()
+    assert said.read_text() == f"{os.getpid()}"
 
 
 # Megatron-Bridge's loaders have a handler of Python's, ours ignore the signal.

@@ -270,6 +270,11 @@ def test_the_text_configuration_is_made_from_the_fields(kind, request):
     differing = {name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name)}
     assert differing <= {"dtype", "router_aux_loss_coef", "tie_word_embeddings", "pad_token_id", "_name_or_path"}
     assert type(provider.hf_text_config) is type(bridge.hf_pretrained.config.text_config)
+    provider.hf_text_config = bridge.hf_pretrained.config.text_config  # as upstream's bridge sets it
+    with pytest.raises(
+        ValueError, match="hf_text_config has num_hidden_layers 7, which the provider's fields say other"
+    ):
+        provider.hf_text_config = type(provider.hf_text_config)(**theirs | dict(num_hidden_layers=7))
 
 
 def test_the_language_model_alone(untied_folder):

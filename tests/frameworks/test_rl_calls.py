@@ -105,11 +105,16 @@ def test_a_hook_sees_tokens_in_the_callers_order_or_none(pair, samples):
     assert (rows.real(found) + rows.real(no_grad(pair.megatron, rows.input_ids, **call))).abs().max() <= LOGITS
 
 
-@pytest.mark.parametrize("temperature", [None, 1.0])
-def test_verls_older_way_is_not_taken(pair, samples, temperature):
-    """It patches the text model's forward and gives a temperature; with the hook it does neither."""
-    with pytest.raises(TypeError, match="unexpected argument 'temperature'"):
-        pair.megatron(samples[1].ids[None], temperature=temperature)
+@pytest.mark.parametrize(
+    ("argument", "advice"),
+    [
+        (dict(temperature=1.0), "give output_processor, which divides logits by itself"),  # verl's patch of forward
+        (dict(return_logprobs_for_linear_ce_fusion=True), "NeMo-RL: use_fused_linear_logprobs=false"),
+    ],
+)
+def test_what_other_models_compute_themselves_is_refused_with_what_to_set(pair, samples, argument, advice):
+    with pytest.raises(ValueError, match=f"is given, expected None: .*{advice}"):
+        pair.megatron(samples[1].ids[None], **argument)
 
 
 def test_verls_rows_by_sequence(pair, samples):

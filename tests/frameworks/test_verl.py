@@ -20,6 +20,15 @@ import pytest
 import torch
 from megatron.bridge import AutoBridge
 from megatron.bridge.training.utils.config_utils import create_ddp_config
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.dist_checkpointing.strategies.torch import (
+    TorchDistLoadShardedStrategy,
+    TorchDistSaveShardedStrategy,
+)
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -208,6 +217,17 @@ def test_gradients_of_a_loss_of_verls(folder, truth, per_token):
     assert gradient_error(engine.bridge, model, truth.gradients(sequence_means)) <= GRADIENT
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_division_of_losses_that_verl_leaves_to_the_provider(folder, ranks):
+    """postprocess_micro_batch_func refuses rows with padding, and means of sequences, where it is by tokens.
+
+    It says that Megatron-Bridge has it so under context parallelism alone.
+    """
+    provider = AutoBridge.from_hf_pretrained(str(folder)).to_megatron_provider(load_weights=False)
+    provider.apply_overrides_and_finalize(dtype=torch.float32, overrides={"context_parallel_size": ranks})
+    assert provider.calculate_per_token_loss is (ranks > 1)
+
+
 @pytest.mark.parametrize("bucket", [None, 64])
 def test_fused_kernels(engine, truth, bucket):
     """use_fused_kernels: what would be logits goes through verl's function, in the packed row's order."""
@@ -300,11 +320,35 @@ def test_a_checkpoint_in_hugging_faces_format(engine, folder, tmp_path):
     engine.bridge.load_hf_weights(engine.module, str(tmp_path))
 
 
-def test_a_checkpoint_of_megatron_cores(engine):
-    """use_dist_checkpointing: every weight is in the sharded state under the metadata that verl gives."""
-    metadata = dict(distrib_optim_sharding_type="fully_reshardable", dp_cp_group=engine.provider._pg_collection.dp_cp)
-    model = unwrap_model(engine.model)
-    state = model.sharded_state_dict(metadata=metadata)
-    names = {name for name, _ in model.named_parameters()}
-    keys = {key.replace(".weight0", ".weight") for key in state}
-    assert len(keys) >= len({name for name in names if ".local_experts." not in name})
+def test_a_checkpoint_of_megatron_cores(folder, truth, tmp_path):
+    """use_dist_checkpointing, as save_dist_checkpointing and load_dist_checkpointing: another model's logits are equal.
+
+    Weights alone: the optimizer's state is megatron-core's, by the same names.
+    """
+
+    def state(engine):
+        groups = engine.provider._pg_collection
+        metadata = dict(distrib_optim_sharding_type="fully_reshardable", dp_cp_group=groups.dp_cp)
+        return unwrap_model(engine.model).sharded_state_dict(metadata=metadata), metadata, groups.dp_cp
+
+    def logits(engine):
+        with torch.no_grad():
+            return engine.model(**call)
+
+    call, _ = call_without_padding(truth)
+    engine = make_engine(folder)
+    expected = logits(engine)
+    sharded, metadata, group = state(engine)
+    strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy(backend="torch_dist", version=1), group)
+    dist_checkpointing.save(
+        {"model": sharded}, tmp_path, sharded_strategy=strategy, async_sharded_save=False,
+        validate_access_integrity=True, content_metadata=metadata,
+    )  # fmt: skip
+    for parameter in engine.model.parameters():
+        parameter.data.zero_()
+    assert not torch.equal(logits(engine), expected)
+    sharded, _, group = state(engine)
+    strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), group)
+    found = dist_checkpointing.load({"model": sharded}, tmp_path, sharded_strategy=strategy)
+    unwrap_model(engine.model).load_state_dict(found["model"])
+    assert torch.equal(logits(engine), expected)

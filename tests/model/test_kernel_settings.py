@@ -138,6 +138,12 @@ def test_context_parallelism_by_release(kind, release, refused, installed):
         check_parallel(provider)
 
 
+def test_fused_permutation():
+    """As NeMo-RL's base configuration and Megatron-Bridge's recipes ask for it."""
+    with pytest.raises(ValueError, match="moe_permute_fusion is True, expected False: it is Transformer Engine's"):
+        finalized(EXPERTS, dict(moe_permute_fusion=True))
+
+
 def test_the_fused_router(installed):
     """It is Transformer Engine's, in 32 bits."""
     with pytest.raises(ValueError, match="moe_router_fusion is True, expected False: it is Transformer Engine's"):

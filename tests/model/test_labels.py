@@ -78,6 +78,19 @@ def test_labels_may_be_cut_over_ranks_beside_whole_tokens(provider, given):
     assert torch.equal(whole.input_ids, inputs.input_ids)
 
 
+@pytest.mark.parametrize("given", ["labels", "loss_mask"])
+def test_labels_cut_beside_rows_with_padding_on_the_left_are_refused(provider, given):
+    """Tokens are rolled to the front of their rows on the way in; what was cut from the rows was not."""
+    mask = torch.ones_like(IDS)
+    mask[0, :2] = 0
+    own = LABELS.view(2, 4, 2)[:, 1:3].reshape(2, -1)
+    with pytest.raises(ValueError, match=r"context parallelism over 2 ranks .* expected rows padded on the right"):
+        as_model_inputs(provider, SECOND_OF_TWO, IDS, attention_mask=mask, **{given: own})
+    right = mask.flip(1)
+    inputs, _ = as_model_inputs(provider, SECOND_OF_TWO, IDS, attention_mask=right, **{given: own})
+    assert torch.equal(getattr(inputs, given).long(), own)
+
+
 def test_ignored_labels_of_a_ranks_own(provider):
     own = torch.tensor([[3, -100, 5, 6], [11, 12, -100, 14]])
     inputs, answer = as_model_inputs(provider, SECOND_OF_TWO, IDS, labels=own)

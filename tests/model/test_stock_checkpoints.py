@@ -165,7 +165,7 @@ def test_what_no_weight_depends_on_stays_behind(sources):
     provider.vision_cuda_graph_impl = "transformer_engine"
     found = instantiate(as_saved(provider))
     found.finalize()
-    assert found.cuda_graph_impl == "none" and found.calculate_per_token_loss
+    assert found.cuda_graph_impl == "none" and found.calculate_per_token_loss is False
 
 
 def test_a_scaled_rotary_embedding_travels(sources):

@@ -6,6 +6,7 @@ both are stood in for by files with the same tables.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import types
 
@@ -72,8 +73,20 @@ def test_all_of_ours_are_there_and_other_models_stay_theirs(script, monkeypatch)
     theirs = sys.modules["megatron.bridge.recipes"]
     names = [name for name in dir(qwen3vl_recipes) if name.endswith("_config")]
     assert "qwen3_vl_8b_sft_config" in names
+    names = [name for name in names if "_dora_" not in name]
     assert all(getattr(theirs, name) is getattr(qwen3vl_recipes, name) for name in names)
     assert theirs.llama_config() == "theirs" and sys.modules["recipe_runner"].STEP_FUNCTIONS["gpt_step"] is None
+
+
+def test_recipes_of_dora_take_the_method_that_their_name_says(script, monkeypatch):
+    """The script gives it to them; it refuses a recipe with that name and without the parameter."""
+    monkeypatch.setattr(sys, "argv", ["-m", str(script), "--recipe", "qwen3_vl_digits_sft_config"])
+    run_recipe.main()
+    recipe = sys.modules["megatron.bridge.recipes"].qwen3_vl_2b_peft_dora_config
+    assert "peft_scheme" in inspect.signature(recipe).parameters
+    assert type(recipe(peft_scheme="dora").peft).__name__ == "Qwen3VLDoRA"
+    with pytest.raises(ValueError, match="--mode is lora, expected dora, or qwen3_vl_2b_peft_config"):
+        recipe(peft_scheme="lora")
 
 
 def test_nothing_to_run_is_said(monkeypatch):

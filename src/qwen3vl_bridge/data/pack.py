@@ -25,6 +25,7 @@ from .plan import RowPlan
 from .rows import RowDataset
 from .samples import Samples
 from .sizes import Size
+from .workers import ignoring
 
 _CHUNK = 64  # samples that a process measures at a time
 # Rows are packed from so many samples at a time: more would not fill them better, and best-fit slows down.
@@ -137,7 +138,8 @@ def _measured(
     def steps() -> Iterator[int]:
         nonlocal dropped, truncated
         first = 0
-        for part, fewer, shorter in DataLoader(chunks, batch_size=None, num_workers=workers):
+        loader = DataLoader(chunks, batch_size=None, num_workers=workers, worker_init_fn=ignoring(None))
+        for part, fewer, shorter in loader:
             part = np.asarray(part)
             sizes[first : first + len(part)] = part
             first, dropped, truncated = first + len(part), dropped + fewer, truncated + shorter

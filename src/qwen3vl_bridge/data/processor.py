@@ -16,7 +16,7 @@ from transformers import AutoProcessor
 from .errors import DataError
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)  # and not frozen: Megatron-Bridge's launcher sets the fields that it overrides
 class VisionLimits:
     """How much a model sees of pictures and videos. None leaves what the checkpoint says.
 

@@ -4,10 +4,15 @@ What lives here: how such a process begins, and how it ends. What may not: loade
 
 torchrun and Slurm send the signal to all processes of a rank. A worker that ends by it ends the run too, which is then
 in no state to save. So workers ignore it, and leave when the process that they read for does.
+
+A worker is a fork: it has the objects of the process that it reads for, and none of that one's threads. An object that
+owns threads, such as a video decoder that waits to be collected there, must not be collected here, which would wait for
+them for ever.
 """
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import signal
 import threading
@@ -19,23 +24,24 @@ from multiprocessing.util import Finalize
 _GRACE = 1.0  # seconds
 
 
-def ignoring(number: int | None, begin: Callable[[int], None] | None = None) -> Callable[[int], None] | None:
+def ignoring(number: int | None, begin: Callable[[int], None] | None = None) -> Callable[[int], None]:
     """What a loader is to be given as `worker_init_fn`.
 
     Args:
         number: of the signal that its workers ignore; None for none.
         begin: what workers begin with anyway.
     """
-    if number is None:
-        return begin
-    end_workers_at_exit()
+    if number is not None:
+        end_workers_at_exit()
     return partial(_begin, number, begin)
 
 
-def _begin(number: int, begin: Callable[[int], None] | None, worker: int) -> None:
+def _begin(number: int | None, begin: Callable[[int], None] | None, worker: int) -> None:
+    gc.freeze()  # what was there before the fork is not this process's to collect
     if begin is not None:
         begin(worker)
-    signal.signal(number, signal.SIG_IGN)  # in place of torch's handler, which ends the worker
+    if number is not None:
+        signal.signal(number, signal.SIG_IGN)  # in place of torch's handler, which ends the worker
 
 
 def end_workers_at_exit() -> None:

@@ -27,6 +27,8 @@ REFUSED = {
     "video_input_mask": _FROM_IDS,
     "cp_img_num": _FROM_IDS,
     "images_padded": _FROM_IDS,
+    "return_logprobs_for_linear_ce_fusion": "logits are made and then a loss; NeMo-RL: use_fused_linear_logprobs=false",
+    "temperature": "give output_processor, which divides logits by itself as verl's fused kernels do",
 }
 
 # What processors give along, and NeMo-RL in rows of another length: the token ids say the same.
