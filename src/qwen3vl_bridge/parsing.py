@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,17 +48,24 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"{path} cannot be read as JSON: {error}") from error
 
 
-def parse_json(text: bytes | str) -> Any:
+def parse_json(
+    text: bytes | str, *, max_depth: int = MAX_DEPTH, parse_int: Callable[[str], int | float] | None = None
+) -> Any:
     """What a JSON text holds: UTF-8, no key twice in an object, no number that is not finite.
+
+    Args:
+        text: the JSON.
+        max_depth: how many objects and lists may be in each other.
+        parse_int: makes a number of digits; None for Python's own.
 
     Raises:
         ValueError: it is no such text, or nested too deeply.
     """
     try:
-        value = json.loads(_decoded(text), object_pairs_hook=unique)
+        value = json.loads(_decoded(text), object_pairs_hook=_unique, parse_int=parse_int)
     except RecursionError:
-        raise _too_deep() from None
-    check_plain(value)
+        raise _too_deep(max_depth) from None
+    check_plain(value, max_depth=max_depth)
     return value
 
 
@@ -140,7 +147,7 @@ def check_plain(value: Any, name: str = "", *, finite: bool = True, max_depth: i
         level, depth = inner, depth + 1
 
 
-def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The object of some pairs, for JSON.
 
     Raises:

@@ -14,23 +14,6 @@ from qwen3vl_bridge import parsing
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
 
 
-def parse_object(text: bytes, what: str) -> dict[str, Any]:
-    """One JSON object.
-
-    Args:
-        text: the JSON.
-        what: its name, for the error.
-
-    Raises:
-        CheckpointError: it is not JSON, not an object, an object in it has a key twice, or a number is not finite.
-    """
-    try:
-        value = parsing.parse_json(text)
-    except ValueError as error:
-        raise CheckpointError(f"{what} cannot be read as JSON: {error}") from error
-    return _object(value, what)
-
-
 def read_object(path: Path) -> dict[str, Any]:
     """A file that holds one JSON object.
 
@@ -45,12 +28,8 @@ def read_object(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: {error.strerror or error}") from error
     except ValueError as error:
         raise CheckpointError(str(error)) from error
-    return _object(value, str(path))
-
-
-def _object(value: Any, what: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise CheckpointError(f"{what} is a JSON {type(value).__name__}, expected an object")
+        raise CheckpointError(f"{path} is a JSON {type(value).__name__}, expected an object")
     return value
 
 
