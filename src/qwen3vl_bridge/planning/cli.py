@@ -156,8 +156,8 @@ def load_config(model: str) -> Mapping[str, Any]:
     config = read_json(path)
     try:
         check_settings(config)
-    except KeyError as error:
-        raise ValueError(f"{path} lacks the field {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     return config
 
 
