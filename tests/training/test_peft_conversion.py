@@ -100,6 +100,16 @@ def test_merged(run, ckpt_format, tmp_path):
     assert before.keys() == after.keys() and before.keys() - same == changed
 
 
+def test_merged_with_weights_of_another_model(run, tmp_path):
+    inputs, _, _, folder = run
+    model = shutil.copytree(inputs.hf, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    config["vision_config"]["num_heads"] //= 2  # the same shapes, interleaved in another way
+    (model / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"(?s)describes another model.*vision_config\.num_heads is 2, expected 4"):
+        merge_adapters(folder / "torch_dist", tmp_path / "merged", base_model=model)
+
+
 @pytest.mark.parametrize("layout", ExpertLayout)
 def test_merged_into_every_layout_of_experts(run, moe_folder, moe_folders, layout, tmp_path):
     inputs, _, _, folder = run
