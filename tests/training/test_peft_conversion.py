@@ -106,7 +106,7 @@ def test_merged_with_weights_of_another_model(run, tmp_path):
     config = json.loads((model / "config.json").read_text())
     config["vision_config"]["num_heads"] //= 2  # the same shapes, interleaved in another way
     (model / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"(?s)describes another model.*vision_config\.num_heads is 2, expected 4"):
+    with pytest.raises(CheckpointError, match=r"vision_config\.num_heads is 2, expected 4"):
         merge_adapters(folder / "torch_dist", tmp_path / "merged", base_model=model)
 
 
