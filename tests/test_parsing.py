@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 import time
+from pathlib import Path
 
+import qwen3vl_bridge
 from qwen3vl_bridge.parsing import check_plain, parse_json, parse_record, read_json, read_yaml
 
 import pytest
@@ -13,6 +16,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+SOURCE = Path(qwen3vl_bridge.__file__).parent
 NAMES = [chr(ord("a") + i) for i in range(12)]
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in itertools.pairwise(NAMES)
@@ -105,6 +109,16 @@ def test_a_file_without_end(tmp_path):
             file.truncate(300 << 30)
         with pytest.raises(ValueError, match="bytes, expected"):
             read(tmp_path / name)
+
+
+def test_there_is_no_other_parser():
+    found = {
+        path.relative_to(SOURCE).as_posix()
+        for path in SOURCE.rglob("*.py")
+        if re.search(r"\b(json\.loads?|yaml\.\w*load\w*|OmegaConf\.load)\(", path.read_text())
+    }
+    # The other one reads what a tokenizer says of itself.
+    assert found == {"parsing.py", "data/encode.py"}
 
 
 def test_the_place_of_a_number_is_named():

@@ -1,8 +1,8 @@
 """JSON and YAML that somebody else may have written, parsed within bounds.
 
-What lives here: every call of a parser of either, and the bounds: bytes, depth, nodes that aliases expand to, keys that
-occur twice, numbers that are not finite. Standard library, and PyYAML where YAML is parsed. What may not: what a text
-means.
+What lives here: every call of a parser of either for what comes from a file, and the bounds: bytes, depth, nodes that
+aliases expand to, keys that occur twice, numbers that are not finite. Standard library, and PyYAML where YAML is
+parsed. What may not: what a text means.
 """
 
 from __future__ import annotations
