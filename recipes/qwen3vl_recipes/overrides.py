@@ -75,12 +75,15 @@ def _plain(settings: DictConfig) -> Any:
 
 
 def _merged(settings: DictConfig, words: Sequence[str], files: Sequence[str | Path]) -> DictConfig:
+    from qwen3vl_bridge.parsing import check_yaml
+
     from megatron.bridge.training.utils.omegaconf_utils import OverridesError, parse_hydra_overrides
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
     for file in files:
+        check_yaml(Path(file))
         try:
             settings = OmegaConf.merge(settings, OmegaConf.load(file))  # pyright: ignore[reportAssignmentType]
         except (OmegaConfBaseException, YAMLError) as error:

@@ -43,6 +43,13 @@ def experts_of(text: Mapping) -> int:
     return text.get("num_experts", text.get("num_local_experts")) or 0
 
 
+def head_dim_of(text: Mapping) -> int:
+    """Dimensions of a head of a text configuration."""
+    # What a file without the field means: in transformers the dense model has a default, the other has not.
+    head_dim = text.get("head_dim", None if experts_of(text) else 128)
+    return head_dim or text["hidden_size"] // text["num_attention_heads"]
+
+
 def dimensions_of(config: Mapping) -> Dimensions:
     """The numbers that the table's symbols stand for.
 
@@ -53,9 +60,7 @@ def dimensions_of(config: Mapping) -> Dimensions:
         KeyError: the mapping lacks a field; the message names it.
     """
     text, vision = config["text_config"], config["vision_config"]
-    # What a file without the field means: in transformers the dense model has a default, the other has not.
-    head_dim = text.get("head_dim", None if experts_of(text) else 128)
-    head_dim = head_dim or text["hidden_size"] // text["num_attention_heads"]
+    head_dim = head_dim_of(text)
     kv_heads = text["num_key_value_heads"] or text["num_attention_heads"]
     moe_layers = moe_layers_of(text)
     moe_ffn = text["moe_intermediate_size"] if moe_layers else 0

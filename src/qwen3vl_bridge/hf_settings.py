@@ -1,7 +1,8 @@
 """Settings of a Hugging Face configuration that would change the result: honoured, or refused here.
 
 What lives here: the check, and the rotary settings in one spelling. Standard library only, so that a converter can
-ask too. What may not: sizes (`dimensions.py`), the translation of what is honoured (`bridge.py`).
+ask too. What may not: fields by themselves (`hf_fields.py`), sizes (`dimensions.py`), the translation of what is
+honoured (`bridge.py`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from qwen3vl_bridge.dimensions import experts_of, moe_layers_of
+from qwen3vl_bridge.dimensions import experts_of, head_dim_of, moe_layers_of
+from qwen3vl_bridge.hf_fields import check_fields, check_rope_fields
 
 # Rotary embeddings whose frequencies don't depend on a batch's length.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -22,8 +24,10 @@ def check_settings(config: Mapping[str, Any]) -> None:
         config: a Qwen3-VL `config.json` as a mapping.
 
     Raises:
-        ValueError: a setting that would otherwise be ignored; the message names it.
+        ValueError: a setting that would otherwise be ignored, or a field that is not as it must be; the message names
+            it.
     """
+    check_fields(config)
     text = config["text_config"]
     wanted = {
         # transformers gives the output projection a bias too, which no released model has.
@@ -36,8 +40,17 @@ def check_settings(config: Mapping[str, Any]) -> None:
     for name, (found, expected) in wanted.items():
         if found != expected:
             raise ValueError(f"{name} is {found!r}, expected {expected!r}: this model has nothing else")
-    rope_parameters(text)
+    _check_mrope(text)
     _check_experts(text)
+
+
+def _check_mrope(text: Mapping[str, Any]) -> None:
+    section, head_dim = rope_parameters(text)["mrope_section"], head_dim_of(text)
+    if 2 * sum(section) != head_dim:
+        raise ValueError(
+            f"mrope_section is {list(section)} with the sum {sum(section)}, expected half of the {head_dim} dimensions "
+            "that text_config gives a head"
+        )
 
 
 def _check_experts(text: Mapping[str, Any]) -> None:
@@ -46,8 +59,6 @@ def _check_experts(text: Mapping[str, Any]) -> None:
         return
     if not isinstance(chosen, int) or not 0 < chosen <= experts:
         raise ValueError(f"text_config.num_experts_per_tok is {chosen!r}, expected 1 to {experts}, the experts")
-    if (step := text.get("decoder_sparse_step", 1)) < 1:
-        raise ValueError(f"text_config.decoder_sparse_step is {step}, expected 1 or more")
     if len({text[name] for name in ("num_experts", "num_local_experts") if text.get(name)}) > 1:
         raise ValueError(
             f"text_config.num_experts is {text['num_experts']}, num_local_experts {text['num_local_experts']}: "
@@ -58,6 +69,8 @@ def _check_experts(text: Mapping[str, Any]) -> None:
             f"text_config has {experts} experts and no layer that uses them: decoder_sparse_step is "
             f"{text.get('decoder_sparse_step', 1)}, mlp_only_layers {text.get('mlp_only_layers')}"
         )
+    if text.get("moe_intermediate_size") is None:
+        raise ValueError("text_config lacks moe_intermediate_size, expected the width of an expert")
 
 
 def rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,8 +80,10 @@ def rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
         `rope_type`, `rope_theta`, `mrope_section`, and the parameters of a scaled type.
 
     Raises:
-        ValueError: a kind of rotary embedding that this model does not compute, or a missing parameter.
+        ValueError: a kind of rotary embedding that this model does not compute, or a parameter that is missing or of
+            another kind.
     """
+    check_rope_fields(text)
     rope = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
     kind = rope.pop("type", None)
     kind = rope.get("rope_type") or kind or "default"

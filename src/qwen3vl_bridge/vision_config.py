@@ -12,6 +12,7 @@ from qwen3vl_bridge.activations import vision_activation
 from qwen3vl_bridge.cost import vision_costs
 from qwen3vl_bridge.dimensions import vision_sizes
 from qwen3vl_bridge.dist_train import vision_tensor_ranks
+from qwen3vl_bridge.hf_fields import check_tower
 from qwen3vl_bridge.sequence import VisionWork
 
 from megatron.bridge.models.transformer_config import TransformerConfig
@@ -72,16 +73,8 @@ def check_vision(provider: Qwen3VLModelProvider) -> None:
     Raises:
         ValueError: widths or DeepStack taps that do not fit, or an activation that is not known.
     """
-    vision, text_width = provider.vision_config, provider.hidden_size
-    taps, layers = vision.deepstack_visual_indexes, vision.depth
-    if text_width != vision.out_hidden_size:
-        raise ValueError(
-            f"vision_config.out_hidden_size is {vision.out_hidden_size}, expected hidden_size {text_width}"
-        )
-    if list(taps) != sorted(set(taps)) or (taps and not 0 <= taps[0] <= taps[-1] < layers):
-        raise ValueError(f"deepstack_visual_indexes is {taps}, expected ascending layers below {layers}")
-    if len(taps) > provider.num_layers:
-        raise ValueError(f"{len(taps)} DeepStack taps need as many text layers, num_layers is {provider.num_layers}")
+    vision = provider.vision_config
+    check_tower(vision.to_dict(), provider.hidden_size, provider.num_layers)
     vision_activation(vision.hidden_act)
 
 

@@ -61,9 +61,10 @@ def entry(dtype="F32", shape=(2, 3), offsets=(0, 24)) -> dict:
     return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
 
 
-def file_of(header: dict | list | str, payload: int = 24) -> bytes:
-    text = header if isinstance(header, str) else json.dumps(header)
-    return struct.pack("<Q", len(text.encode())) + text.encode() + bytes(payload)
+def file_of(header: dict | list | str | bytes, payload: int = 24) -> bytes:
+    text = header if isinstance(header, str | bytes) else json.dumps(header)
+    data = text.encode() if isinstance(text, str) else text
+    return struct.pack("<Q", len(data)) + data + bytes(payload)
 
 
 def model_with(folder: Path, source: Path, change) -> Path:

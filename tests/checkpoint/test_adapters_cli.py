@@ -73,3 +73,25 @@ def test_a_converted_checkpoint_has_no_adapters(untied_folder, tmp_path):
     with pytest.raises(CheckpointError, match="is of a run without adapters"):
         export_adapters(tmp_path / "megatron", tmp_path / "adapter")
     assert not (tmp_path / "adapter").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 50_000, "more than 50 deep"),
+        (LORA.replace("dim: 4", "dim: .inf"), "peft.dim is inf, expected a finite number"),
+        (LORA.replace("alpha: 8", "alpha: .nan"), "peft.alpha is nan, expected a finite number"),
+        ("model: [1]", r"model is \[1\], expected a section of settings"),
+        ("peft: x", "peft is x, expected a section of settings"),
+    ],
+)
+def test_a_runs_configuration_out_of_bounds(text, message, tmp_path):
+    (tmp_path / "run_config.yaml").write_text(text)
+    with pytest.raises(CheckpointError, match=message) as error:
+        adapter_settings(read_run_config(tmp_path), tmp_path)
+    assert str(tmp_path / "run_config.yaml") in str(error.value)
+
+
+def test_infinities_of_an_optimizer_are_none_of_ours(tmp_path):
+    (tmp_path / "run_config.yaml").write_text(LORA + "optimizer: {grad_norm_skip_threshold: .inf}\n")
+    assert adapter_settings(read_run_config(tmp_path), tmp_path).dim == 4

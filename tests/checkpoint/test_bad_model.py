@@ -64,8 +64,8 @@ def test_folders_that_hold_something_else(capsys, tmp_path, untied_folder, impor
             {"model_type": "qwen3_vl_moe", "architectures": ["Qwen3VLMoeForConditionalGeneration"]},
             ("0 layers have experts", "qwen3_vl_moe does not allow"),
         ),
-        ({"text_config": {}}, ("lacks the field",)),
-        ({"vision_config": 3}, ("wrong kind",)),
+        ({"text_config": {}}, ("lacks the field text_config.vocab_size",)),
+        ({"vision_config": 3}, ("vision_config is 3, expected an object",)),
     ],
 )
 def test_another_models_configuration(capsys, tmp_path, untied_folder, change, parts):

@@ -195,7 +195,10 @@ def test_metadata_without_end(data, saved, tmp_path):
 @pytest.mark.parametrize(
     ("change", "part"),
     [
-        ({"text_config": {"num_hidden_layers": 10**9}}, "num_hidden_layers is 1000000000, expected 10000 at most"),
+        (
+            {"text_config": {"num_hidden_layers": 10**9}},
+            "num_hidden_layers is 1000000000, expected a whole number from 1 to 10000",
+        ),
         ({"vision_config": {"depth": 10**9}}, "depth is 1000000000"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 
 from qwen3vl_bridge.checkpoint import CheckpointError
@@ -13,7 +14,10 @@ from qwen3vl_bridge.checkpoint.plan import Task
 from qwen3vl_bridge.checkpoint.tensors import TensorSpec
 
 import pytest
+import safetensors
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from .support import entry, file_of
@@ -93,3 +97,98 @@ def test_what_the_writer_writes_safetensors_reads(tmp_path):
     }
     assert all(torch.equal(tensor, torch.zeros_like(tensor)) for tensor in read.values())
     assert dict(HFWeights(tmp_path).specs) == {spec.name: spec for spec in specs}
+
+
+# What safetensors takes and this reader does not: which of two entries is meant, and dtypes that no weight has here.
+_ONLY_THEIRS = ("occurs twice", "expected one of F64", "expected dtype, shape and data_offsets")
+WHOLE = json.dumps({"a": entry()})[1:-1]
+
+
+def both_take(content: bytes, folder) -> tuple[bool, str | None]:
+    """Whether safetensors takes a file, and why this reader does not."""
+    (folder / SINGLE).write_bytes(content)
+    try:
+        safetensors.deserialize(content)
+        theirs = True
+    except safetensors.SafetensorError:
+        theirs = False
+    try:
+        HFWeights(folder)
+    except CheckpointError as error:
+        return theirs, str(error)
+    return theirs, None
+
+
+@pytest.mark.parametrize(
+    ("header", "taken"),
+    [
+        (f"{{{WHOLE}}}".encode("utf-16-le"), False),
+        (f"{{{WHOLE}}}".encode("utf-16"), False),
+        (f"{{{WHOLE}}}".encode("utf-32"), False),
+        (f"\ufeff{{{WHOLE}}}", False),
+        (f'{{"__metadata__": [], {WHOLE}}}', False),
+        (f'{{"__metadata__": [["a", "b"]], {WHOLE}}}', False),
+        (f'{{"__metadata__": "x", {WHOLE}}}', False),
+        (f'{{"__metadata__": {{"a": 1}}, {WHOLE}}}', False),
+        (f'{{"__metadata__": {{"a": null}}, {WHOLE}}}', False),
+        (f'{{"__metadata__": {{"a": "b"}}, {WHOLE}}}', True),
+        (f'{{"__metadata__": null, {WHOLE}}}', True),
+        (f'{{"__metadata__": {{"a": "\\udc00"}}, {WHOLE}}}', False),
+        (WHOLE.join("{}").replace('"a"', '"\\ud800"'), False),
+        (WHOLE.join("{}").replace('"a"', '"\\ud83d\\ude00"'), True),
+        (WHOLE.join("{}").replace("[0, 24]", "[-0, 24]"), False),
+        (WHOLE.join("{}").replace("[0, 24]", "[0, 24.0]"), False),
+        (WHOLE.join("{}").replace("[0, 24]", '[0, 24], "x": ' + "9" * 300), True),
+        (WHOLE.join("{}").replace("[0, 24]", '[0, 24], "x": ' + "9" * 400), False),
+        (WHOLE.join("{}").replace("[0, 24]", '[0, 24], "x": 1e999'), False),
+        (WHOLE.join("{}").replace("[0, 24]", '[0, 24], "x": NaN'), False),
+        (WHOLE.join("{}").replace("[0, 24]", '[0, 24], "x": ' + "[" * 125 + "]" * 125), True),
+        (WHOLE.join("{}").replace("[0, 24]", '[0, 24], "x": ' + "[" * 126 + "]" * 126), False),
+        (json.dumps({"a": entry(shape=[1] * 70 + [6])}), True),
+        (json.dumps({"a": entry(), "b": entry(shape=[2**40, 2**40, 0], offsets=(24, 24))}), False),
+        (json.dumps({"a": entry(), "b": entry(shape=[0, 2**40, 2**40], offsets=(24, 24))}), True),
+        (json.dumps({"a": entry(), "b": entry(shape=[0, 2**64 - 1], offsets=(24, 24))}), True),
+        (json.dumps({"a": entry(), "b": entry(shape=[0, 2**64], offsets=(24, 24))}), False),
+    ],
+)
+def test_a_header_is_taken_where_safetensors_takes_it(header, taken, tmp_path):
+    theirs, refused = both_take(file_of(header), tmp_path)
+    assert (theirs, refused is None) == (taken, taken), refused
+
+
+PLAIN = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=3)
+VALUES = st.recursive(PLAIN, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=3), v, max_size=3))
+
+
+@st.composite
+def headers(draw) -> tuple[str, int]:
+    """The text of a header that is right, or nearly, and the bytes behind it."""
+    header, position = {}, 0
+    for name in draw(st.lists(st.text(max_size=3), max_size=4, unique=True)):
+        shape = draw(st.lists(st.integers(0, 3), max_size=3))
+        dtype, size = draw(st.sampled_from([("F32", 4), ("BF16", 2), ("U8", 1), ("F4", 1)]))
+        end = position + math.prod(shape) * size
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [position, end]}
+        position = end
+    if draw(st.booleans()):
+        header["__metadata__"] = draw(st.dictionaries(st.text(max_size=3), st.text(max_size=3), max_size=2) | VALUES)
+    if header and draw(st.booleans()):
+        changed = header[draw(st.sampled_from(sorted(header)))]
+        if isinstance(changed, dict):
+            changed[draw(st.sampled_from(["dtype", "shape", "data_offsets", "x"]))] = draw(VALUES)
+    text = json.dumps(header, ensure_ascii=draw(st.booleans()))
+    for _ in range(draw(st.integers(0, 2))):
+        at = draw(st.integers(0, len(text)))
+        inserted = draw(st.sampled_from([*'{}[]",:0-1.e \n\t\x00\x01\ufeff\\', "\\u0000", "\\ud800", "null", "NaN"]))
+        text = text[:at] + inserted + text[at + draw(st.integers(0, 1)) :]
+    return text, position + draw(st.sampled_from([0] * 9 + [1]))
+
+
+@settings(max_examples=500, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(headers())
+def test_any_header_is_taken_where_safetensors_takes_it(tmp_path, made):
+    text, payload = made
+    data = text.encode("utf-8", "surrogatepass")
+    theirs, refused = both_take(file_of(data, payload), tmp_path)
+    assert theirs or refused is not None
+    assert not theirs or refused is None or any(reason in refused for reason in _ONLY_THEIRS), refused

@@ -100,18 +100,6 @@ def test_tensors_that_lie_transposed_in_their_archive_are_read_too(stored, untie
     assert verify_checkpoint(untied_folder, tmp_path / "run", iteration=7).same
 
 
-def test_padding_of_the_vocabulary_is_dropped(stored, untied_folder, tmp_path):
-    def pad(key, tensor):
-        padded = key.endswith(("word_embeddings.weight", "output_layer.weight"))
-        return torch.cat([tensor, torch.full((7, tensor.shape[1]), 9.0)]) if padded else tensor
-
-    resave(stored, tmp_path / "run", pad)
-    report = export_checkpoint(tmp_path / "run", tmp_path / "hf", hf_model=untied_folder)
-    assert len(report.notes) == 2 and "7 rows beyond the vocabulary" in report.notes[0]
-    before, after = hf_tensors(untied_folder), hf_tensors(tmp_path / "hf")
-    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
-
-
 def _save_sharded(rank: int, store: str, folder: str, tensors: dict[str, torch.Tensor]) -> None:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh

@@ -50,7 +50,7 @@ def user(*parts) -> dict:
     ("line", "message"),
     [
         (b"{", r"train.jsonl:2: found no valid JSON \(.*\), expected one conversation"),
-        (b"[" * 100_000, r"train.jsonl:2: found no valid JSON \(.*recursion"),
+        (b"[" * 100_000, r"train.jsonl:2: found no valid JSON \(.*more than 50 deep"),
         (b'{"messages": "\xff"}', r"train.jsonl:2: found bytes that are no UTF-8"),
         ([], "found an empty list, expected an object with a list of messages"),
         (7, "found a number, expected an object"),

@@ -148,7 +148,7 @@ def test_a_provider_can_be_finalized_again(provider, moe_provider):
         ("text_config", dict(attention_bias=True), "text_config.attention_bias is True, expected False"),
         ("text_config", dict(norm_topk_prob=False), "text_config.norm_topk_prob is False, expected True"),
         ("text_config", dict(num_experts_per_tok=9), "num_experts_per_tok is 9, expected 1 to 6"),
-        ("text_config", dict(decoder_sparse_step=0), "decoder_sparse_step is 0, expected 1 or more"),
+        ("text_config", dict(decoder_sparse_step=0), "decoder_sparse_step is 0, expected a whole number from 1 on"),
         ("text_config", dict(mlp_only_layers=[0, 1, 2, 3]), "no layer that uses them"),
         (None, dict(quantization_config={"quant_method": "fp8"}), "quantization_config is"),
     ],

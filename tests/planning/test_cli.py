@@ -174,3 +174,11 @@ def test_the_readmes_commands(capsys):
         assert name == "qwen3vl-plan"
         assert main(arguments) == 0, command
     assert "GiB" in capsys.readouterr().out
+
+
+def test_a_configuration_with_a_number_that_is_none(tmp_path, capsys):
+    config = presets.config_dict("2B")
+    config["text_config"]["rms_norm_eps"] = float("nan")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["--model", str(tmp_path), *RUN[2:]]) == 2
+    assert "text_config.rms_norm_eps is nan, expected a finite number" in capsys.readouterr().err

@@ -9,7 +9,7 @@ import warnings
 from dataclasses import replace
 
 from qwen3vl_bridge.adapter_rows import layer_of, linear_rows
-from qwen3vl_bridge.checkpoint import CheckpointError, adapters_cli
+from qwen3vl_bridge.checkpoint import CheckpointError, adapters_cli, import_checkpoint
 from qwen3vl_bridge.checkpoint.adapter_exporting import export_adapters
 from qwen3vl_bridge.checkpoint.hf_config import ModelConfig
 from qwen3vl_bridge.checkpoint.merging import merge_adapters
@@ -30,6 +30,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
+from tests.checkpoint.support import stock_load
 from tests.expert_layouts import relayout
 from tests.model.peft_models import Adapted, adapt, reference_logits, worst_difference
 from tests.parity.batches import make_samples
@@ -98,6 +99,32 @@ def test_merged(run, ckpt_format, tmp_path):
     if not adapted.peft.freeze_vision_projection:
         changed |= {name for name in before if "merger" in name}
     assert before.keys() == after.keys() and before.keys() - same == changed
+
+
+def test_merged_with_weights_of_another_model(run, tmp_path):
+    inputs, _, _, folder = run
+    model = shutil.copytree(inputs.hf, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    config["vision_config"]["num_heads"] //= 2  # the same shapes, interleaved in another way
+    (model / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"vision_config\.num_heads is 2, expected 4"):
+        merge_adapters(folder / "torch_dist", tmp_path / "merged", base_model=model)
+
+
+def test_merged_with_weights_whose_vocabulary_is_padded(run, tmp_path):
+    inputs, _, _, folder = run
+    import_checkpoint(inputs.hf, tmp_path / "m")
+    iteration = tmp_path / "m" / "iter_0000000"
+    stored = {name: value for name, value in stock_load(iteration).items() if isinstance(value, torch.Tensor)}
+    for name in [name for name in stored if name.endswith(("word_embeddings.weight", "output_layer.weight"))]:
+        stored[name] = torch.cat([stored[name], torch.ones(3, stored[name].shape[1])])
+    dcp.save(stored, checkpoint_id=tmp_path / "base", no_dist=True)
+    shutil.copytree(iteration / "hf", tmp_path / "base" / "hf")
+    how = dict(base_model=tmp_path / "base")
+    with pytest.raises(CheckpointError, match=r"3 rows beyond the vocabulary of \d+, of which 3 are not zero"):
+        merge_adapters(folder / "torch_dist", tmp_path / "merged", **how)
+    report = merge_adapters(folder / "torch_dist", tmp_path / "merged", drop_vocab_padding=True, **how)
+    assert any("3 of them not zero, left out as asked for" in note for note in report.notes)
 
 
 @pytest.mark.parametrize("layout", ExpertLayout)

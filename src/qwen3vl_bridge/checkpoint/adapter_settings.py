@@ -12,10 +12,11 @@ from typing import Any, Protocol
 from qwen3vl_bridge.adapter_rows import AdapterSettings
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
 from qwen3vl_bridge.checkpoint.megatron_folder import RUN_CONFIG
-from qwen3vl_bridge.checkpoint.paths import read_whole
+from qwen3vl_bridge.parsing import check_plain, read_yaml
 from qwen3vl_bridge.parts import Part
 
-_MAX_BYTES = 1 << 26
+# Those that are read here.
+_SECTIONS = ("model", "checkpoint", "peft")
 _METHODS = {"qwen3vl_bridge.peft.Qwen3VLLoRA": False, "qwen3vl_bridge.peft.Qwen3VLDoRA": True}
 # Megatron-Bridge's own, which adapt all parts, and experts where they are not DoRA.
 _BRIDGES = {
@@ -49,17 +50,22 @@ def read_run_config(folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: it is missing, or no YAML of plain values.
     """
-    import yaml
-
     path = folder / RUN_CONFIG
     try:
-        found = yaml.load(read_whole(path, _MAX_BYTES), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        found = read_yaml(path)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from error
-    except yaml.YAMLError as error:
-        raise CheckpointError(f"{path}: {' '.join(str(error).split())[:300]}") from error
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds a {type(found).__name__}, expected sections of settings")
+    for name in _SECTIONS:
+        if not isinstance(found.get(name) or {}, dict):
+            raise CheckpointError(f"{path}: {name} is {str(found[name])[:80]}, expected a section of settings")
+    try:
+        check_plain(found.get("peft"), "peft")
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from error
     return found
 
 

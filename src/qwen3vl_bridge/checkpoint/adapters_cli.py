@@ -39,6 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     merge = verbs.add_parser("merge", help="a whole Hugging Face model with the adapters merged in")
     _options(merge, "model to write", "weights that the run began with, a Hugging Face model or a Megatron checkpoint, "
              "where they are not where the run found them")  # fmt: skip
+    cli.vocab_padding(merge)
     merge.set_defaults(run=_run_merge)
     return parser
 
@@ -60,7 +61,8 @@ def _run_export(options: argparse.Namespace) -> int:
 def _run_merge(options: argparse.Namespace) -> int:
     from qwen3vl_bridge.checkpoint.merging import merge_adapters
 
-    return printing.conversion(merge_adapters(options.megatron_path, options.hf_path, **_asked(options)), options)
+    asked = _asked(options) | {"drop_vocab_padding": options.drop_vocab_padding}
+    return printing.conversion(merge_adapters(options.megatron_path, options.hf_path, **asked), options)
 
 
 def _asked(options: argparse.Namespace) -> dict:

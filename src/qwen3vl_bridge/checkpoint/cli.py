@@ -114,6 +114,7 @@ def _export(parser: argparse.ArgumentParser) -> None:
     layouts = [layout.name.lower() for layout in ExpertLayout]
     parser.add_argument("--expert-layout", choices=layouts,
                         help="how to hold experts (default: as the model that was imported)")  # fmt: skip
+    vocab_padding(parser)
     _lenient(parser)
     writing_options(parser)
     parser.set_defaults(run=_run_export)
@@ -134,6 +135,7 @@ def _verify(parser: argparse.ArgumentParser) -> None:
                         help="folder or hub id of the model it was imported from or exported to")  # fmt: skip
     megatron_path(parser)
     parser.add_argument("--new-path", metavar="FOLDER", help="compare the checkpoint with this one, made of it")
+    vocab_padding(parser)
     parser.add_argument("--no-progress", action="store_true", help="show no progress")
     parser.epilog = "Without --hf-model and --new-path the checkpoint is compared with the checksums in its manifest."
     parser.set_defaults(run=_run_verify)
@@ -179,6 +181,13 @@ def remote_code(parser: argparse.ArgumentParser) -> None:
     """Whether a model may bring code."""
     parser.add_argument("--trust-remote-code", action="store_true",
                         help="take along code that the model brings; it is never run here")  # fmt: skip
+
+
+def vocab_padding(parser: argparse.ArgumentParser) -> None:
+    """Whether a padded vocabulary's rows may be lost."""
+    parser.add_argument("--drop-vocab-padding", action="store_true",
+                        help="leave out rows beyond the vocabulary that are not zero, as of a model that was trained "
+                        "with a padded vocabulary, instead of failing")  # fmt: skip
 
 
 def _lenient(parser: argparse.ArgumentParser) -> None:
@@ -244,6 +253,7 @@ def _run_export(options: argparse.Namespace) -> int:
         iteration=options.iteration,
         expert_layout=options.expert_layout,
         strict=not options.not_strict,
+        drop_vocab_padding=options.drop_vocab_padding,
         trust_remote_code=options.trust_remote_code,
         **how_of(options),
     )
@@ -269,6 +279,10 @@ def _run_verify(options: argparse.Namespace) -> int:
     from qwen3vl_bridge.checkpoint import verifying
 
     how = {"iteration": options.iteration, "progress": not options.no_progress, "ranks": options.ranks}
+    if options.new_path is not None or options.hf_model is not None:
+        how["drop_vocab_padding"] = options.drop_vocab_padding
+    elif options.drop_vocab_padding:
+        raise CheckpointError("--drop-vocab-padding: checksums are of all rows, expected --hf-model or --new-path")
     if options.new_path is not None:
         report = verifying.verify_reformatted(options.megatron_path, options.new_path, hf_model=options.hf_model, **how)
     elif options.hf_model is not None:

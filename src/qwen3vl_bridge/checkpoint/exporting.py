@@ -20,6 +20,7 @@ from qwen3vl_bridge.checkpoint.plan import Plan, leave_unexpected, make_plan
 from qwen3vl_bridge.checkpoint.reports import ConversionReport
 from qwen3vl_bridge.checkpoint.sides import HuggingFace
 from qwen3vl_bridge.checkpoint.stored_model import StoredModel, open_stored
+from qwen3vl_bridge.checkpoint.vocab_padding import check_vocab_padding
 from qwen3vl_bridge.mappings import ExpertLayout
 
 
@@ -32,6 +33,7 @@ def export_checkpoint(
     iteration: int | None = None,
     expert_layout: str | None = None,
     strict: bool = True,
+    drop_vocab_padding: bool = False,
     trust_remote_code: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     **how: Unpack[How],
@@ -48,6 +50,8 @@ def export_checkpoint(
         expert_layout: "input_major" as released, "output_major" as transformers 5 saves its own, or "per_expert"; None
             for that of the model the checkpoint was imported from.
         strict: whether tensors that the model does not call for are an error; otherwise they are left aside.
+        drop_vocab_padding: whether to leave out rows beyond the vocabulary that are not zero, as of a model that was
+            trained with a padded vocabulary; otherwise they are an error.
         trust_remote_code: whether to take along code that the configuration of `hf_model` calls for. It is never run
             here.
         max_shard_bytes: how large a file of weights may be.
@@ -74,7 +78,14 @@ def export_checkpoint(
             where=str(stored.folder),
             dtype=torch_dtype,
         )
-        notes += _dropped_rows(stored)
+        notes += check_vocab_padding(
+            stored.tensors,
+            rows,
+            stored.side,
+            stored.config.dimensions["vocab"],
+            where=stored.folder,
+            drop=drop_vocab_padding,
+        )
         if max_shard_bytes < 1:
             raise CheckpointError(f"max_shard_bytes is {max_shard_bytes}, expected 1 or more")
         return Conversion(
@@ -112,15 +123,6 @@ def _settings(stored: StoredModel, experts: ExpertLayout) -> dict[str, Any]:
 def is_model(path: Path) -> bool:
     """Whether a folder looks like that of a model."""
     return (path / "config.json").is_file()
-
-
-def _dropped_rows(stored: StoredModel) -> list[str]:
-    notes, vocabulary = [], stored.config.dimensions["vocab"]
-    for row in stored.config.rows():
-        if row.shapes[0][0] == "vocab" and (rows := stored.tensors.specs[row.megatron].shape[0]) > vocabulary:
-            dropped = rows - vocabulary
-            notes.append(f"{row.megatron} has {dropped} rows beyond the vocabulary; they are padding, left out")
-    return notes
 
 
 def finish_model(work: Path, plan: Plan, config: ModelConfig, max_shard_bytes: int) -> None:

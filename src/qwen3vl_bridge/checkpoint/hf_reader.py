@@ -6,21 +6,25 @@ what the tensors mean (`plan.py`), copying (`streams.py`).
 
 from __future__ import annotations
 
+import itertools
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import mul
 from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
-from qwen3vl_bridge.checkpoint.json_files import parse_object, read_object
+from qwen3vl_bridge.checkpoint.json_files import read_object
 from qwen3vl_bridge.checkpoint.paths import file_size, inside
 from qwen3vl_bridge.checkpoint.pieces import Run
 from qwen3vl_bridge.checkpoint.tensors import DTYPE_OF_SAFETENSORS, ITEMSIZE, Extent, TensorSpec
+from qwen3vl_bridge.parsing import parse_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-# safetensors itself refuses longer headers.
-_MAX_HEADER = 100_000_000
+# safetensors itself refuses longer headers, and deeper ones. It counts in 64 bits.
+_MAX_HEADER, _MAX_DEPTH, _U64 = 100_000_000, 127, 1 << 64
 
 
 @dataclass(frozen=True)
@@ -134,12 +138,37 @@ def read_header(path: Path, named_by: str = "its folder") -> list[_Stored]:
             if size < 8 or length > min(size - 8, _MAX_HEADER):
                 found = f"a header of {length} bytes in a file of {size}"
                 raise CheckpointError(f"{path}: found {found}, expected a whole safetensors file")
-            header = parse_object(file.read(length), f"{path}: its header")
+            header = _parsed(file.read(length), f"{path}: its header")
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from error
-    header.pop("__metadata__", None)
+    _check_metadata(header.pop("__metadata__", None), path)
     data = 8 + length
     return _check_layout(path, [_entry(path, name, entry, data) for name, entry in header.items()], size, data)
+
+
+def _parsed(text: bytes, what: str) -> dict[str, Any]:
+    """A header, read as safetensors' own parser does, which is stricter in some respects than Python's."""
+    try:
+        header = parse_json(text, max_depth=_MAX_DEPTH, parse_int=_integer)
+        if b"\\u" in text:  # perhaps of half a surrogate pair, which is no text
+            json.dumps(header, ensure_ascii=False).encode()
+    except ValueError as error:
+        raise CheckpointError(f"{what} cannot be read as JSON: {error}") from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{what} is a JSON {type(header).__name__}, expected an object")
+    return header
+
+
+def _integer(digits: str) -> int | float:
+    """A number without a fraction. safetensors takes minus zero, and what is too long, for a fraction."""
+    value = int(digits)
+    return float(digits) if digits == "-0" or not -_U64 < value < _U64 else value
+
+
+def _check_metadata(metadata: Any, path: Path) -> None:
+    texts = isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
+    if metadata is not None and not texts:
+        raise CheckpointError(f"{path}: __metadata__ is {str(metadata)[:80]}, expected an object of texts")
 
 
 def _entry(path: Path, name: str, entry: Any, data: int) -> tuple[_Stored, int]:
@@ -151,10 +180,12 @@ def _entry(path: Path, name: str, entry: Any, data: int) -> tuple[_Stored, int]:
     if not isinstance(dtype, str) or dtype not in DTYPE_OF_SAFETENSORS:
         raise CheckpointError(f"{where}: dtype {str(dtype)[:80]}, expected one of {', '.join(DTYPE_OF_SAFETENSORS)}")
     for numbers in (shape, offsets):
-        if not isinstance(numbers, list) or not all(type(n) is int and 0 <= n < 1 << 63 for n in numbers):
+        if not isinstance(numbers, list) or not all(type(n) is int and n >= 0 for n in numbers):
             raise CheckpointError(f"{where}: shape {str(shape)[:80]}, offsets {str(offsets)[:80]}, expected numbers")
-    if len(offsets) != 2 or len(shape) > 32:
-        raise CheckpointError(f"{where}: {len(offsets)} offsets and {len(shape)} dimensions, expected 2 and at most 32")
+    if len(offsets) != 2:
+        raise CheckpointError(f"{where}: {len(offsets)} offsets, expected 2")
+    if any(count >= _U64 for count in itertools.accumulate(shape, mul)):
+        raise CheckpointError(f"{where}: shape {str(shape)[:80]} has more elements than can be counted")
     spec = TensorSpec(name, DTYPE_OF_SAFETENSORS[dtype], tuple(shape))
     if offsets[1] - offsets[0] != spec.nbytes:
         found = f"data_offsets {offsets} hold {offsets[1] - offsets[0]} bytes"

@@ -27,10 +27,12 @@ from qwen3vl_bridge.checkpoint.paths import place
 from qwen3vl_bridge.checkpoint.pieces import Pieces, Run
 from qwen3vl_bridge.checkpoint.plan import Plan, Task, make_plan
 from qwen3vl_bridge.checkpoint.reports import ConversionReport
+from qwen3vl_bridge.checkpoint.same_model import check_same_model
 from qwen3vl_bridge.checkpoint.sides import HuggingFace, Side
 from qwen3vl_bridge.checkpoint.stored_adapters import StoredAdapters, open_adapters
 from qwen3vl_bridge.checkpoint.stored_model import open_stored
 from qwen3vl_bridge.checkpoint.tensors import TensorSource
+from qwen3vl_bridge.checkpoint.vocab_padding import check_vocab_padding
 from qwen3vl_bridge.mappings import ExpertLayout
 from qwen3vl_bridge.weight_rows import PackedExpert, Row
 
@@ -56,6 +58,7 @@ def merge_adapters(
     base_model: str | Path | None = None,
     torch_dtype: str | None = None,
     iteration: int | None = None,
+    drop_vocab_padding: bool = False,
     trust_remote_code: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     **how: Unpack[How],
@@ -71,6 +74,8 @@ def merge_adapters(
             with. None for those it names itself.
         torch_dtype: "float32", "float16" or "bfloat16" to cast the weights; None for what those of `base_model` are.
         iteration: which iteration; None for the latest.
+        drop_vocab_padding: whether to leave out rows beyond the vocabulary that are not zero, as of a model that was
+            trained with a padded vocabulary; otherwise they are an error.
         trust_remote_code: whether `base_model` may bring code. It is never run here.
         max_shard_bytes: how large a file of weights may be.
         how: overwrite, resume, verify and more, see `How`.
@@ -86,6 +91,7 @@ def merge_adapters(
         run = open_adapters(megatron_path, iteration, base_model, trust_remote_code=trust_remote_code)
         base = _open_base(run, base_model, trust_remote_code=trust_remote_code)
         plan, source = _plan(run, base, torch_dtype)
+        padding = _padding(run, base, drop=drop_vocab_padding)
         return Conversion(
             name="merge",
             origin=str(megatron_path),
@@ -99,7 +105,7 @@ def merge_adapters(
             is_ours=is_model,
             finish=lambda root, _: finish_model(root, plan, base.config, max_shard_bytes),
             open=HFWeights,
-            notes=base.notes,
+            notes=[*base.notes, *padding],
         )
 
     return carry_out(planned, how)
@@ -120,9 +126,20 @@ def _open_base(run: StoredAdapters, base_model: str | Path | None, *, trust_remo
         if base_model is None:
             raise CheckpointError(f"the run's first weights: {error}; --base-model names others") from error
         raise
-    if base.config.dimensions != run.config.dimensions:
-        raise CheckpointError(f"{base.folder} is of other sizes than the model that {run.folder} has adapters of")
+    check_same_model(base.config, run.config)
     return base
+
+
+def _padding(run: StoredAdapters, base: _Base, *, drop: bool) -> list[str]:
+    """What is to be said of rows beyond the vocabulary, wherever the rows that are kept come from."""
+    rows, names, notes = base.config.rows(base.experts), run.trained if run.own else set(), []
+    for part, side, source, where in (
+        ([row for row in rows if row.megatron not in names], base.side, base.tensors, base.folder),
+        ([row for row in rows if row.megatron in names], None, run.tensors, run.folder),
+    ):
+        side, vocabulary = side or run.side(part), base.config.dimensions["vocab"]
+        notes += check_vocab_padding(source, part, side, vocabulary, where=where, drop=drop)
+    return notes
 
 
 def _plan(run: StoredAdapters, base: _Base, dtype: str | None) -> tuple[Plan, TensorSource]:

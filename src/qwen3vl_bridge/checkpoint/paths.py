@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path, PurePosixPath
 
+from qwen3vl_bridge import parsing
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
 
 
@@ -24,10 +25,10 @@ def read_whole(path: Path, at_most: int) -> bytes:
         CheckpointError: it is longer.
         OSError: it cannot be read.
     """
-    size = path.stat().st_size
-    if size > at_most:
-        raise CheckpointError(f"{path} has {size:,} bytes, expected {at_most:,} at most")
-    return path.read_bytes()
+    try:
+        return parsing.read_whole(path, at_most)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def inside(folder: Path, relative: object, named_by: str) -> Path:

@@ -121,8 +121,10 @@ def make_plan(
 
     Args:
         rows: the weight table, expanded for the model.
-        source: format of what is there. Its tensors of the vocabulary may have more rows, which are padding.
-        target: format of what is to be. Its tensors of the vocabulary may have more rows, which become zeros.
+        source: format of what is there. A Megatron one's tensors of the vocabulary may have more rows, which are left
+            out; what is in them, `check_vocab_padding` says.
+        target: format of what is to be. A Megatron one's tensors of the vocabulary may have more rows, which become
+            zeros.
         found: what is there.
         where: the folder, for errors.
         dtype: what to store the weights as; None to leave them as they are.
@@ -131,7 +133,8 @@ def make_plan(
         CheckpointError: tensors are missing, unexpected or misshapen; it lists them.
     """
     vocabulary = [row for row in rows if row.shapes[0][0] == "vocab"]
-    padded = {name for side in (source, target) for row in vocabulary for name in side.tensors(row)}
+    padding = (side for side in (source, target) if side.pads_vocabulary)
+    padded = {name for side in padding for row in vocabulary for name in side.tensors(row)}
     check_same(found, tensors_of(rows, source), where, may_be_longer=padded)
     shapes = tensors_of(rows, target)
     leading = {name: target.leading(row) for row in rows for name in target.tensors(row)}

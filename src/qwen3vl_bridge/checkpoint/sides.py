@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
 from qwen3vl_bridge.checkpoint.tensors import Shape
@@ -50,7 +50,13 @@ class Place(NamedTuple):
 
 
 class Side(Protocol):
-    """A format, for one model."""
+    """A format, for one model.
+
+    Attributes:
+        pads_vocabulary: whether its tensors of the vocabulary may have more rows than the model.
+    """
+
+    pads_vocabulary: ClassVar[bool]
 
     def tensors(self, row: Row) -> dict[str, Shape]:
         """Names and shapes of the tensors that hold an expanded row; they may hold others too."""
@@ -78,6 +84,7 @@ class HuggingFace:
     """safetensors, as transformers names and lays out."""
 
     dimensions: Dimensions
+    pads_vocabulary: ClassVar[bool] = False
 
     def tensors(self, row: Row) -> dict[str, Shape]:
         """As of any side."""
@@ -131,6 +138,7 @@ class FsdpDtensor:
 
     dimensions: Dimensions
     naming: str = TRANSFORMER_ENGINE
+    pads_vocabulary: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.naming not in (TRANSFORMER_ENGINE, LOCAL):
@@ -166,6 +174,7 @@ class TorchDist:
     dimensions: Dimensions
     named: frozenset[str] = frozenset()
     local: bool = False
+    pads_vocabulary: ClassVar[bool] = True
 
     @classmethod
     def of(cls, dimensions: Dimensions) -> TorchDist:

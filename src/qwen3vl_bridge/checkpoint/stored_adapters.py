@@ -20,6 +20,7 @@ from qwen3vl_bridge.checkpoint.errors import CheckpointError
 from qwen3vl_bridge.checkpoint.hf_config import ModelConfig
 from qwen3vl_bridge.checkpoint.hf_files import find_model
 from qwen3vl_bridge.checkpoint.plan import Plan, make_plan, naming_of
+from qwen3vl_bridge.checkpoint.same_model import check_same_model
 from qwen3vl_bridge.checkpoint.sides import FsdpDtensor, HuggingFace, TorchDist
 from qwen3vl_bridge.checkpoint.tensors import TensorSpec
 from qwen3vl_bridge.dimensions import Dimensions
@@ -165,9 +166,17 @@ def _text(run: dict[str, Any], section: str, name: str) -> str:
 def _config(folder: Path, base_model: str | Path | None, base: str, *, trust_remote_code: bool) -> ModelConfig:
     """That of the model named, else the checkpoint's own, else that of the run's first weights."""
     beside = folder / megatron.HF_FILES
-    if base_model is None and (beside / "config.json").is_file():
-        return ModelConfig(beside)
-    found = base_model or base
+    own = ModelConfig(beside) if (beside / "config.json").is_file() else None
+    if base_model is None and own is not None:
+        return own
+    config = _first_weights(folder, base_model or base, trust_remote_code=trust_remote_code)
+    if own is not None:
+        check_same_model(config, own)
+    return config
+
+
+def _first_weights(folder: Path, found: str | Path, *, trust_remote_code: bool) -> ModelConfig:
+    """The configuration of the weights that a run began with."""
     if not found:
         raise CheckpointError(
             f"{folder} has no {megatron.HF_FILES}/config.json, and its run names no first weights; name the model that "

@@ -19,6 +19,7 @@ from qwen3vl_bridge.checkpoint.hf_files import find_model
 from qwen3vl_bridge.checkpoint.hf_reader import HFWeights, has_weights
 from qwen3vl_bridge.checkpoint.manifest import MANIFEST, read_manifest
 from qwen3vl_bridge.checkpoint.plan import naming_of
+from qwen3vl_bridge.checkpoint.same_model import check_same_model
 from qwen3vl_bridge.checkpoint.sides import FsdpDtensor, TorchDist
 from qwen3vl_bridge.mappings import TABLE, ExpertLayout
 
@@ -66,10 +67,13 @@ class StoredModel:
         return found
 
     def with_padding(self) -> StoredModel:
-        """The same, with a configuration whose vocabulary counts all rows that are there."""
-        name = next(row.megatron for row in TABLE if row.shapes[0][0] == "vocab")
-        spec = self.tensors.specs.get(name)
-        rows = spec.shape[0] if spec is not None and spec.shape else 0
+        """The same, with a configuration whose vocabulary counts all rows that are there.
+
+        Where one of its tensors has fewer than another, planning refuses it.
+        """
+        names = [row.megatron for row in TABLE if row.shapes[0][0] == "vocab"]
+        shapes = [self.tensors.specs[name].shape for name in names if name in self.tensors.specs]
+        rows = max((shape[0] for shape in shapes if shape), default=0)
         config = self.config if rows <= self.config.dimensions["vocab"] else self.config.with_vocab(rows)
         return replace(self, config=config)
 
@@ -114,13 +118,18 @@ def stored_config(folder: Path, hf_model: str | Path | None, trust_remote_code: 
         trust_remote_code: whether that model may bring code.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is none, or the checkpoint has one of another model.
     """
+    beside = folder / megatron.HF_FILES
+    own = ModelConfig(beside) if (beside / "config.json").is_file() else None
     if hf_model is not None:
-        return ModelConfig(find_model(hf_model, weights=False, trust_remote_code=trust_remote_code))
-    if not (folder / megatron.HF_FILES / "config.json").is_file():
+        config = ModelConfig(find_model(hf_model, weights=False, trust_remote_code=trust_remote_code))
+        if own is not None:
+            check_same_model(config, own)
+        return config
+    if own is None:
         raise CheckpointError(f"{folder} has no {megatron.HF_FILES}/config.json; name the model with --hf-model")
-    return ModelConfig(folder / megatron.HF_FILES)
+    return own
 
 
 def _experts(config: ModelConfig, manifest: dict[str, Any], folder: Path) -> ExpertLayout:

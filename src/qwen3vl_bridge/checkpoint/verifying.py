@@ -11,16 +11,15 @@ from qwen3vl_bridge.checkpoint.comparing import checksums, differences
 from qwen3vl_bridge.checkpoint.conversion import tasks_of
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
 from qwen3vl_bridge.checkpoint.files import share
-from qwen3vl_bridge.checkpoint.hf_config import ModelConfig
 from qwen3vl_bridge.checkpoint.hf_model import open_model
 from qwen3vl_bridge.checkpoint.manifest import MANIFEST
-from qwen3vl_bridge.checkpoint.megatron_folder import HF_FILES
 from qwen3vl_bridge.checkpoint.plan import Plan, make_plan
 from qwen3vl_bridge.checkpoint.progress import Progress
 from qwen3vl_bridge.checkpoint.ranks import Ranks
 from qwen3vl_bridge.checkpoint.reports import Difference, VerifyReport
 from qwen3vl_bridge.checkpoint.stored_model import StoredModel, open_stored
 from qwen3vl_bridge.checkpoint.tensors import TensorSource
+from qwen3vl_bridge.checkpoint.vocab_padding import check_vocab_padding
 
 
 def verify_checkpoint(
@@ -28,6 +27,7 @@ def verify_checkpoint(
     megatron_path: str | Path,
     *,
     iteration: int | None = None,
+    drop_vocab_padding: bool = False,
     progress: bool = False,
     ranks: Ranks | None = None,
 ) -> VerifyReport:
@@ -40,6 +40,8 @@ def verify_checkpoint(
         hf_model: the model's folder, or a hub id.
         megatron_path: the checkpoint's root folder or an iteration's folder.
         iteration: which iteration; None for the latest.
+        drop_vocab_padding: whether the checkpoint's rows beyond the vocabulary may be other than zero; otherwise they
+            are an error.
         progress: whether to show progress on standard error.
         ranks: the processes that share the work; each of them makes the same call.
 
@@ -47,19 +49,17 @@ def verify_checkpoint(
         What differs.
 
     Raises:
-        CheckpointError: one of them is damaged, or they do not even have the same tensors.
+        CheckpointError: one of them is damaged, or they do not even have the same tensors, or are of two models.
     """
     model = open_model(hf_model, trust_remote_code=True)  # nothing is taken along
     stored = open_stored(megatron_path, iteration, model.folder, trust_remote_code=True)
-    own = stored.folder / HF_FILES
-    if (own / "config.json").is_file() and ModelConfig(own).dimensions != model.config.dimensions:
-        raise CheckpointError(f"{own / 'config.json'} describes another model than {model.folder / 'config.json'}")
     # Both sides must be complete before a comparison means anything.
     where = str(model.folder)
     make_plan(model.rows, model.side, stored.side, model.weights.specs, where=where, dtype="float32")
     plan = make_plan(model.rows, stored.side, model.side, stored.tensors.specs, where=str(stored.folder))
+    notes = [*model.notes, *_padding(stored, model.config.dimensions["vocab"], drop=drop_vocab_padding)]
     found = _compared(plan, stored.tensors, model.weights, progress, ranks or Ranks())
-    return VerifyReport(len(model.weights.specs), _nbytes(stored), tuple(found), tuple(model.notes))
+    return VerifyReport(len(model.weights.specs), _nbytes(stored), tuple(found), tuple(notes))
 
 
 def verify_reformatted(
@@ -68,6 +68,7 @@ def verify_reformatted(
     *,
     hf_model: str | Path | None = None,
     iteration: int | None = None,
+    drop_vocab_padding: bool = False,
     progress: bool = False,
     ranks: Ranks | None = None,
 ) -> VerifyReport:
@@ -78,6 +79,8 @@ def verify_reformatted(
         new_path: the other's.
         hf_model: folder or hub id of a model whose configuration to take; None for the one in the first.
         iteration: which iteration of the first one; None for the latest.
+        drop_vocab_padding: whether rows of the first one's vocabulary that the other lacks may be other than zero;
+            otherwise they are an error.
         progress: whether to show progress on standard error.
         ranks: the processes that share the work; each of them makes the same call.
 
@@ -93,8 +96,10 @@ def verify_reformatted(
     rows = source.config.rows()
     plan = make_plan(rows, source.side, target.side, source.tensors.specs, where=str(source.folder))
     make_plan(rows, target.side, source.side, target.tensors.specs, where=str(target.folder), dtype="float32")
+    # Where the other has more rows than the first, the plan has zeros to compare them with.
+    notes = _padding(source, target.config.dimensions["vocab"], drop=drop_vocab_padding)
     found = _compared(plan, source.tensors, target.tensors, progress, ranks or Ranks())
-    return VerifyReport(len(plan.tasks), plan.nbytes, tuple(found))
+    return VerifyReport(len(plan.tasks), plan.nbytes, tuple(found), tuple(notes))
 
 
 def verify_checksums(
@@ -138,6 +143,12 @@ def verify_checksums(
     numel = {name: spec.numel for name, spec in stored.tensors.specs.items()}
     different = (Difference(name, None, None, numel[name]) for name in names if found[name] != expected[name])
     return VerifyReport(len(names), _nbytes(stored), tuple(different))
+
+
+def _padding(stored: StoredModel, vocabulary: int, *, drop: bool) -> list[str]:
+    """What is to be said of a checkpoint's rows beyond a vocabulary."""
+    rows = stored.config.rows()
+    return check_vocab_padding(stored.tensors, rows, stored.side, vocabulary, where=stored.folder, drop=drop)
 
 
 def _compared(plan: Plan, source: TensorSource, target: TensorSource, progress: bool, ranks: Ranks) -> list[Difference]:

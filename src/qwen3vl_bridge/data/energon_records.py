@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import json
 import pickle
 import tarfile
 from bisect import bisect_right
 from collections.abc import Mapping
 from typing import Any
+
+from qwen3vl_bridge.parsing import parse_record
 
 from megatron.energon import (
     Cooker,
@@ -250,13 +251,13 @@ def _decoded(value: Any, place: str) -> Any:
     if not isinstance(value, (str, bytes)):
         return value
     try:
-        return json.loads(value)
-    except (ValueError, RecursionError) as error:
+        return parse_record(value)
+    except ValueError as error:
         raise DataError(place, f"found what is no JSON ({error})") from error
 
 
 def _json_or_bytes(value: Any) -> Any:
     try:
-        return json.loads(value)
-    except (ValueError, RecursionError, TypeError):
+        return parse_record(value)
+    except (ValueError, TypeError):
         return value  # named as bad where it can be dropped

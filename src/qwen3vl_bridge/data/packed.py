@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from qwen3vl_bridge.parsing import read_json
+
 import numpy as np
 
 from .errors import DataError
@@ -42,7 +44,7 @@ class PackedRows:
         """
         self.folder = Path(folder)
         try:
-            manifest = json.loads((self.folder / MANIFEST).read_text(encoding="utf-8"))
+            manifest = read_json(self.folder / MANIFEST)
             self._sizes, self._rows, self._starts = (
                 np.load(self.folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS
             )

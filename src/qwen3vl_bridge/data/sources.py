@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import codecs
 import hashlib
-import json
 import mmap
 import re
 from abc import ABC, abstractmethod
@@ -16,6 +15,8 @@ from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO, Protocol
+
+from qwen3vl_bridge.parsing import parse_record
 
 from .conversations import Conversation, conversation_of
 from .errors import DataError
@@ -83,10 +84,10 @@ class _JsonFile(ABC):
         with self.path.open("rb") as file:
             text = self._read(file, index)
         try:
-            record = json.loads(text.decode("utf-8-sig"))
+            record = parse_record(text.decode("utf-8-sig"))
         except UnicodeDecodeError as error:
             raise DataError(place, f"found bytes that are no UTF-8 ({error})") from error
-        except (ValueError, RecursionError) as error:  # also a number of too many digits
+        except ValueError as error:  # also a number of too many digits
             raise DataError(place, f"found no valid JSON ({error}), expected one conversation") from error
         return conversation_of(messages_of(record, place), place, self.media)
 

@@ -16,10 +16,11 @@ Others are
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from typing import Any
+
+from qwen3vl_bridge.parsing import parse_record
 
 from .errors import DataError
 
@@ -177,8 +178,8 @@ def _next(kind: str, rest: dict[str, Iterator[Any]]) -> dict[str, Any]:
 def _decoded(text: str, place: str) -> Any:
     """What a text says that holds JSON; None for an empty one."""
     try:
-        return json.loads(text) if text.strip() else None
-    except (ValueError, RecursionError) as error:
+        return parse_record(text) if text.strip() else None
+    except ValueError as error:
         raise DataError(place, f"found a string that is no JSON ({error}), expected a list") from error
 
 

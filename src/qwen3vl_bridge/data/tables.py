@@ -13,8 +13,9 @@ the string that it was. One in quotation marks of its own comes back without the
 from __future__ import annotations
 
 import importlib
-import json
 from typing import Any
+
+from qwen3vl_bridge.parsing import parse_record
 
 from .conversations import PARTS, Conversation, conversation_of
 from .errors import DataError
@@ -43,12 +44,12 @@ def conversation_in(table: Any, row: int, place: str, media: MediaAccess) -> Con
         for field in table.schema:
             value = _plain(table.column(field.name)[row].as_py(), field)
             if isinstance(value, str) and field.name in _JSON_COLUMNS and value.strip():
-                value = json.loads(value)
+                value = parse_record(value)
             if value is not None:
                 record[field.name] = value
     except UnicodeDecodeError as error:
         raise DataError(place, f"found bytes that are no UTF-8 ({error})") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise DataError(place, f"found a value that does not decode ({error}), expected JSON") from error
     return conversation_of(messages_of(record, place), place, media)
 
@@ -59,7 +60,7 @@ def _plain(value: Any, field: Any) -> Any:
         return None
     kind = field.type
     if getattr(kind, "extension_name", "") == "arrow.json":
-        decoded = json.loads(value)
+        decoded = parse_record(value)
         return value if field.name in _TEXTS and not _is_content(decoded) else decoded
     kind = getattr(kind, "storage_type", kind)
     if isinstance(value, dict):

@@ -6,7 +6,6 @@ What lives here: options and their meaning. What may not: formulas, words of a r
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,6 +14,7 @@ from typing import Any
 
 from qwen3vl_bridge import presets
 from qwen3vl_bridge.hf_settings import check_settings
+from qwen3vl_bridge.parsing import read_json
 from qwen3vl_bridge.parts import Part
 from qwen3vl_bridge.planning import dist_cli, printing
 from qwen3vl_bridge.planning.estimate import estimate
@@ -153,11 +153,11 @@ def load_config(model: str) -> Mapping[str, Any]:
     path = Path(model) / "config.json"
     if not path.is_file():
         return presets.config_dict(model)
-    config = json.loads(path.read_text())
+    config = read_json(path)
     try:
         check_settings(config)
-    except KeyError as error:
-        raise ValueError(f"{path} lacks the field {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     return config
 
 

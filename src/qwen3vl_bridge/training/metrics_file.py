@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from qwen3vl_bridge.parsing import parse_record
+
 METRICS = "metrics.jsonl"
 
 
@@ -28,7 +30,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     path, entries = folder / METRICS, []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
-            entries.append(json.loads(line))
+            entries.append(parse_record(line))
         except ValueError:
             continue
     return entries

@@ -1,0 +1,217 @@
+"""JSON and YAML that somebody else may have written, parsed within bounds.
+
+What lives here: every call of a parser of either for what comes from a file, and the bounds: bytes, depth, nodes that
+aliases expand to, keys that occur twice, numbers that are not finite. Standard library, and PyYAML where YAML is
+parsed. What may not: what a text means.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+# Deeper than any configuration goes. Parsers and whoever walks through a value call themselves once a level.
+MAX_DEPTH = 50
+# Larger than any index of tensors, and than any configuration of a run.
+_JSON_BYTES, _YAML_BYTES = 1 << 28, 1 << 24
+# Of a YAML text with every alias written out.
+_YAML_NODES = 200_000
+
+
+def read_whole(path: Path, at_most: int) -> bytes:
+    """The contents of a file that may not be longer than it could rightly be.
+
+    Raises:
+        ValueError: it is longer.
+        OSError: it cannot be read.
+    """
+    size = path.stat().st_size
+    if size > at_most:
+        raise ValueError(f"{path} has {size:,} bytes, expected {at_most:,} at most")
+    return path.read_bytes()
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file of somebody's configuration holds; as `parse_json`.
+
+    Raises:
+        ValueError: it is no JSON within bounds; the message names the file.
+        OSError: it cannot be read.
+    """
+    text = read_whole(path, _JSON_BYTES)
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read as JSON: {error}") from error
+
+
+def parse_json(
+    text: bytes | str, *, max_depth: int = MAX_DEPTH, parse_int: Callable[[str], int | float] | None = None
+) -> Any:
+    """What a JSON text holds: UTF-8, no key twice in an object, no number that is not finite.
+
+    Args:
+        text: the JSON.
+        max_depth: how many objects and lists may be in each other.
+        parse_int: makes a number of digits; None for Python's own.
+
+    Raises:
+        ValueError: it is no such text, or nested too deeply.
+    """
+    try:
+        value = json.loads(_decoded(text), object_pairs_hook=_unique, parse_int=parse_int)
+    except RecursionError:
+        raise _too_deep(max_depth) from None
+    check_plain(value, max_depth=max_depth)
+    return value
+
+
+def parse_record(text: bytes | str) -> Any:
+    """What a JSON text among many holds, such as a line of a data set.
+
+    Unlike in a configuration, a key may occur twice, the last one counts, and numbers need not be finite: other columns
+    than those that are used may hold anything.
+
+    Raises:
+        ValueError: it is no JSON in UTF-8, or nested too deeply.
+    """
+    try:
+        value = json.loads(text if isinstance(text, str) else text.decode("utf-8-sig"))
+    except RecursionError:
+        raise _too_deep() from None
+    check_plain(value, finite=False)
+    return value
+
+
+def read_yaml(path: Path) -> Any:
+    """What a YAML file of plain values holds. What is not finite in it is up to `check_plain`.
+
+    Megatron-Bridge's own settings of an optimizer have an infinity among them.
+
+    Raises:
+        ValueError: it is no such YAML, too large or nested too deeply; the message names the file.
+        OSError: it cannot be read.
+    """
+    import yaml
+
+    text = check_yaml(path)
+    try:
+        return yaml.load(text, Loader=_loader())
+    except Exception as error:  # PyYAML's constructors raise whatever a value's conversion does
+        raise ValueError(f"{path}: {_one_line(error)}") from error
+
+
+def check_yaml(path: Path) -> str:
+    """Check that a YAML file can be parsed within bounds, by whichever parser; returns its text.
+
+    Raises:
+        ValueError: it is no YAML, too large or nested too deeply; the message names the file.
+        OSError: it cannot be read.
+    """
+    import yaml
+
+    data = read_whole(path, _YAML_BYTES)
+    try:
+        text = _decoded(data)
+        _check_events(text)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"{path}: {_one_line(error)}") from error
+    return text
+
+
+def check_plain(value: Any, name: str = "", *, finite: bool = True, max_depth: int = MAX_DEPTH) -> None:
+    """Check that objects and lists are not nested too deeply, and that numbers in them are finite.
+
+    Args:
+        value: of objects and lists.
+        name: what messages call it.
+        finite: whether numbers have to be.
+        max_depth: how many objects and lists may be in each other.
+
+    Raises:
+        ValueError: they are not.
+    """
+    level, depth = [(name, value)], 0
+    while level:
+        inner: list[tuple[str, Any]] = []
+        for place, entry in level:
+            if isinstance(entry, dict | list):
+                if depth == max_depth:
+                    raise _too_deep(max_depth)
+                inner += _named_entries(place, entry)
+            elif finite and isinstance(entry, float) and not math.isfinite(entry):
+                raise ValueError(f"{place or 'the value'} is {entry}, expected a finite number")
+        level, depth = inner, depth + 1
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of some pairs, for JSON.
+
+    Raises:
+        ValueError: a key occurs twice.
+    """
+    names = dict(pairs)
+    if len(names) != len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+        raise ValueError(f"{twice!r} occurs twice")
+    return names
+
+
+def _named_entries(place: str, holder: dict[Any, Any] | list[Any]) -> Iterator[tuple[str, Any]]:
+    if isinstance(holder, list):
+        return ((place, entry) for entry in holder)
+    return ((f"{place}.{key}" if place else str(key), entry) for key, entry in holder.items())
+
+
+def _decoded(text: bytes | str) -> str:
+    return text if isinstance(text, str) else text.decode("utf-8")
+
+
+def _too_deep(max_depth: int = MAX_DEPTH) -> ValueError:
+    return ValueError(f"has objects or lists in each other more than {max_depth} deep")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def _loader() -> Any:
+    import yaml
+
+    return getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def _check_events(text: str) -> None:
+    """Follow a YAML text without making anything of it.
+
+    PyYAML's constructor calls itself once a level, in C too, where that ends the process. Its parser does not, and goes
+    no further than it is asked. An alias costs nothing to construct, and whatever it stands for to whoever walks.
+    """
+    import yaml
+
+    nodes, sizes = 0, dict[str, int]()
+    open_nodes: list[tuple[str | None, int]] = []
+    for event in yaml.parse(text, Loader=_loader()):
+        if isinstance(event, yaml.CollectionStartEvent):
+            open_nodes.append((event.anchor, nodes))
+            nodes += 1
+            if len(open_nodes) > MAX_DEPTH:
+                raise _too_deep()
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, before = open_nodes.pop()
+            if anchor:
+                sizes[anchor] = nodes - before
+        elif isinstance(event, yaml.AliasEvent):
+            if event.anchor not in sizes:
+                raise ValueError(f"the alias *{event.anchor} stands for what it is in, or for nothing")
+            nodes += sizes[event.anchor]
+        elif isinstance(event, yaml.ScalarEvent):
+            nodes += 1
+            if event.anchor:
+                sizes[event.anchor] = 1
+        if nodes > _YAML_NODES:
+            raise ValueError(f"found more than {_YAML_NODES:,} values with all aliases written out")

@@ -1,0 +1,135 @@
+"""A configuration that is named beside a checkpoint's own has to be of the same model."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+
+from qwen3vl_bridge import presets
+from qwen3vl_bridge.checkpoint import (
+    CheckpointError,
+    export_checkpoint,
+    reformat_checkpoint,
+    verify_checkpoint,
+    verify_reformatted,
+)
+from qwen3vl_bridge.checkpoint.hf_config import ModelConfig
+from qwen3vl_bridge.checkpoint.json_files import read_object, write_object
+from qwen3vl_bridge.checkpoint.same_model import check_same_model
+
+import pytest
+
+from .support import expect_error
+
+
+def written(folder, config: dict) -> ModelConfig:
+    folder.mkdir(exist_ok=True)
+    write_object(folder / "config.json", config)
+    return ModelConfig(folder)
+
+
+def changed(config: dict, **fields) -> dict:
+    """A configuration with fields changed; a section's name and a field's are joined by two underscores."""
+    config = copy.deepcopy(config)
+    for name, value in fields.items():
+        *sections, field = name.split("__")
+        holder = config
+        for section in sections:
+            holder = holder[section]
+        holder[field] = value
+    return config
+
+
+DENSE = [
+    {"text_config__num_attention_heads": 8},
+    {"text_config__num_key_value_heads": 4},
+    {"text_config__rms_norm_eps": 1e-5},
+    {"text_config__hidden_act": "gelu"},
+    {"text_config__vocab_size": 151_935},
+    {"text_config__intermediate_size": 6_000},
+    {"text_config__rope_parameters__rope_theta": 10_000},
+    {"text_config__rope_parameters__mrope_section": [22, 21, 21]},
+    {"vision_config__num_heads": 8},
+    {"vision_config__deepstack_visual_indexes": [5, 11, 18]},
+    {"vision_config__spatial_merge_size": 4},
+    {"vision_config__hidden_act": "gelu"},
+    {"tie_word_embeddings": False},
+    {"image_token_id": 151_654},
+]
+
+
+@pytest.mark.parametrize("fields", DENSE)
+def test_fields_that_differ_are_named(fields, tmp_path):
+    config = presets.config_dict("2B")
+    one, other = written(tmp_path / "one", changed(config, **fields)), written(tmp_path / "other", config)
+    with pytest.raises(CheckpointError) as error:
+        check_same_model(one, other)
+    first, *lines = str(error.value).splitlines()
+    assert first == f"{tmp_path}/one/config.json describes another model than {tmp_path}/other/config.json:"
+    assert {line.split()[0] for line in lines} == {name.replace("__", ".") for name in fields}
+    assert all(repr(value) in str(error.value) for value in fields.values())
+
+
+@pytest.mark.parametrize("fields", [{"num_experts_per_tok": 4}, {"moe_intermediate_size": 512},
+                                    {"decoder_sparse_step": 2}, {"mlp_only_layers": [3]}])  # fmt: skip
+def test_fields_of_experts_that_differ(fields, tmp_path):
+    config = presets.config_dict("30B-A3B")
+    changes = {f"text_config__{name}": value for name, value in fields.items()}
+    one, other = written(tmp_path / "one", changed(config, **changes)), written(tmp_path / "other", config)
+    with pytest.raises(CheckpointError, match=next(iter(fields))):
+        check_same_model(one, other)
+
+
+@pytest.mark.parametrize("size", ["2B", "30B-A3B"])
+def test_other_spellings_are_of_the_same_model(size, tmp_path):
+    config = presets.config_dict(size)
+    again = changed(config, text_config__attention_dropout=0.1, text_config__max_position_embeddings=9, dtype="float32")
+    text = again["text_config"]
+    rope = text.pop("rope_parameters")
+    text |= {"rope_theta": float(rope["rope_theta"]), "rope_scaling": {"type": "mrope", **rope}}
+    del text["rope_scaling"]["rope_theta"], text["rope_scaling"]["rope_type"], text["rms_norm_eps"]
+    if "num_experts" in text:
+        text["num_local_experts"] = text.pop("num_experts")
+        text["intermediate_size"] += 1  # which no layer has
+    del again["image_token_id"], again["vision_config"]["in_channels"]
+    full = presets.hf_config(size).to_dict() | {"architectures": None}
+    one, *others = (written(tmp_path / str(i), entry) for i, entry in enumerate((config, again, full)))
+    for other in others:
+        check_same_model(one, other)
+
+
+@pytest.mark.parametrize(
+    ("section", "fields"),
+    [
+        ("vision_config", {"num_heads": 2}),  # the same shapes, interleaved in another way
+        ("text_config", {"vocab_size": 500}),
+        ("text_config", {"rms_norm_eps": 1e-5}),
+    ],
+)
+def test_nothing_is_converted_by_another_models_configuration(
+    section, fields, capsys, tmp_path, untied_folder, imported
+):
+    model = shutil.copytree(untied_folder, tmp_path / "model")
+    config = read_object(model / "config.json")
+    before = dict(config[section])
+    config[section] |= fields
+    write_object(model / "config.json", config)
+    parts = ["describes another model than", *(f"{section}.{n} is {v!r}, expected {before[n]!r}"
+                                               for n, v in fields.items())]  # fmt: skip
+    arguments = ["--hf-model", str(model), "--megatron-path", str(imported)]
+    expect_error(capsys, ["export", *arguments, "--hf-path", str(tmp_path / "new" / "hf")], *parts)
+    arguments += ["--ckpt-format", "torch_dist"]
+    expect_error(capsys, ["reformat", *arguments, "--new-path", str(tmp_path / "new" / "m")], *parts)
+    for verify in (
+        lambda: verify_checkpoint(model, imported),
+        lambda: verify_reformatted(imported, imported, hf_model=model),
+    ):
+        with pytest.raises(CheckpointError) as error:
+            verify()
+        assert all(part in str(error.value) for part in parts)
+
+
+def test_a_configuration_that_is_the_same_is_taken(tmp_path, untied_folder, imported):
+    export_checkpoint(imported, tmp_path / "hf", hf_model=untied_folder)
+    reformat_checkpoint(imported, tmp_path / "m", hf_model=untied_folder, ckpt_format="torch_dist")
+    assert verify_checkpoint(tmp_path / "hf", tmp_path / "m").same

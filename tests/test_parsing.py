@@ -1,0 +1,127 @@
+"""Texts that would end a process, or cost minutes or gigabytes, are refused in a moment; others are parsed."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+import time
+from pathlib import Path
+
+import qwen3vl_bridge
+from qwen3vl_bridge.parsing import check_plain, parse_json, parse_record, read_json, read_yaml
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+SOURCE = Path(qwen3vl_bridge.__file__).parent
+NAMES = [chr(ord("a") + i) for i in range(12)]
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in itertools.pairwise(NAMES)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 50_000, "more than 50 deep"),
+        ("{a: " * 50_000, "more than 50 deep"),
+        ("- " * 50_000, "more than 50 deep"),
+        ("? " * 50_000, "more than 50 deep"),
+        ("\n".join(" " * i + "a:" for i in range(2_000)), "more than 50 deep"),
+        ("a: [" + "x, " * 300_000 + "]", "more than 200,000 values"),
+        (BOMB, "more than 200,000 values"),
+        ("a: &a [*a]", r"\*a stands for what it is in"),
+        ("a: *b", r"\*b stands for what it is in, or for nothing"),
+        ("a: [", "expected"),
+        ("a: 2001-99-99", "month"),
+        ("a: !!bool x", "x"),
+        ("a: !!timestamp x", "."),
+        ("a: !!int ''", "."),
+        ("a: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
+        ("a: " + "9" * 6_000, "limit"),
+        ("{[a]: b}", "unhashable"),
+        ("\udcff", "."),
+    ],
+)
+def test_yaml_out_of_bounds(text, message, tmp_path):
+    (tmp_path / "x.yaml").write_bytes(text.encode("utf-8", "surrogateescape"))
+    begun = time.monotonic()
+    with pytest.raises(ValueError, match=message) as error:
+        read_yaml(tmp_path / "x.yaml")
+    assert str(tmp_path / "x.yaml") in str(error.value) and "\n" not in str(error.value)
+    assert time.monotonic() - begun < 10  # the longest is 1 s here
+
+
+def test_yaml_of_an_ordinary_run(tmp_path):
+    betas = [0.9, 0.95]
+    value = {"optimizer": {"betas": betas, "again": betas, "threshold": float("inf")}, "a": {"b": None, "c": {1, 2}}}
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump(value))
+    assert "*id001" in (tmp_path / "x.yaml").read_text()
+    assert read_yaml(tmp_path / "x.yaml") == value
+
+
+@given(st.text("[]{}:,-?&*!|>'\"#%@` ab\n\t<1.", max_size=60))
+def test_any_yaml(tmp_path_factory, text):
+    path = tmp_path_factory.getbasetemp() / "any.yaml"
+    path.write_text(text)
+    with contextlib.suppress(ValueError):
+        read_yaml(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 1_000_000, "more than 50 deep"),
+        ('{"a":' * 51 + "1" + "}" * 51, "more than 50 deep"),
+        ('{"a": 1, "a": 2}', "'a' occurs twice"),
+        ('{"text_config": {"rms_norm_eps": NaN}}', "text_config.rms_norm_eps is nan, expected a finite number"),
+        ('{"a": [1, {"b": -Infinity}]}', "a.b is -inf"),
+        ('{"a": 1e999}', "a is inf"),
+        ('{"a": ' + "9" * 5_000 + "}", "limit"),
+        ('{"a": 1}'.encode("utf-16"), "utf-8"),
+        (b"\xef\xbb\xbf{}", "BOM"),
+        (b'{"a": "\xff"}', "utf-8"),
+    ],
+)
+def test_json_out_of_bounds(text, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        parse_json(text)
+    path = tmp_path / "x.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError, match=message) as error:
+        read_json(path)
+    assert str(path) in str(error.value)
+
+
+def test_a_record_may_hold_what_nobody_reads():
+    assert parse_record('{"a": NaN, "a": 1, "b": Infinity}') == {"a": 1, "b": float("inf")}
+    for text in ("[" * 1_000_000, "[" * 51 + "]" * 51):
+        with pytest.raises(ValueError, match="more than 50 deep"):
+            parse_record(text)
+
+
+def test_a_file_without_end(tmp_path):
+    for name, read in (("x.json", read_json), ("x.yaml", read_yaml)):
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(300 << 30)
+        with pytest.raises(ValueError, match="bytes, expected"):
+            read(tmp_path / name)
+
+
+def test_there_is_no_other_parser():
+    found = {
+        path.relative_to(SOURCE).as_posix()
+        for path in SOURCE.rglob("*.py")
+        if re.search(r"\b(json\.loads?|yaml\.\w*load\w*|OmegaConf\.load)\(", path.read_text())
+    }
+    # The other one reads what a tokenizer says of itself.
+    assert found == {"parsing.py", "data/encode.py"}
+
+
+def test_the_place_of_a_number_is_named():
+    check_plain({"a": 1.0, "b": [2.0]})
+    with pytest.raises(ValueError, match=r"peft\.alpha is nan, expected a finite number"):
+        check_plain({"alpha": float("nan")}, "peft")
