@@ -12,12 +12,12 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.checkpoint import printing
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
 from qwen3vl_bridge.checkpoint.megatron_folder import FORMATS
+from qwen3vl_bridge.checkpoint.paths import expanded
 from qwen3vl_bridge.checkpoint.ranks import Ranks
 from qwen3vl_bridge.checkpoint.sides import LOCAL, TRANSFORMER_ENGINE
 from qwen3vl_bridge.checkpoint.tensors import WEIGHT_DTYPES
@@ -48,12 +48,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_command(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int:
-    """Run the command that a parser finds in `run`; as `main`, for any parser."""
+    """Run the command that a parser finds in `run`; as `main`, for any parser.
+
+    Args:
+        parser: a command's `shared` is False where processes have nothing to share.
+        arguments: as typed; None for those of the process.
+
+    Returns:
+        Exit status, as `main`.
+    """
+    parser.set_defaults(shared=True)
     options = parser.parse_args(arguments)
     show_anything()
     first = True
     try:
-        with Ranks.of_torchrun() as options.ranks, _stoppable():
+        with Ranks.of_torchrun() if options.shared else Ranks() as options.ranks, _stoppable():
             first = options.ranks.first
             return options.run(options)
     except (CheckpointError, OSError) as error:
@@ -145,7 +154,7 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
     which.add_argument("--hf-model", metavar="FOLDER", help="folder of a model")
     parser.add_argument("--iteration", type=int, metavar="N", help="which iteration (default: the latest)")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=_run_inspect)
+    parser.set_defaults(run=_run_inspect, shared=False)
 
 
 def megatron_path(parser: argparse.ArgumentParser) -> None:
@@ -281,7 +290,7 @@ def _run_verify(options: argparse.Namespace) -> int:
 def _run_inspect(options: argparse.Namespace) -> int:
     from qwen3vl_bridge.checkpoint.inspection import inspect_checkpoint
 
-    if options.hf_model is not None and not (Path(options.hf_model).expanduser() / "config.json").is_file():
+    if options.hf_model is not None and not (expanded(options.hf_model) / "config.json").is_file():
         raise CheckpointError(f"{options.hf_model}: found no config.json, expected the folder of a Hugging Face model")
     found = inspect_checkpoint(str(options.megatron_path or options.hf_model), iteration=options.iteration)
     return printing.contents(found, options)
