@@ -22,10 +22,18 @@ def show_anything() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def show(text: str) -> None:
-    """Print a line to standard output. When its reader has gone, such as `head`, what was to be done is still done."""
+def show(text: str, *, error: bool = False) -> None:
+    """Print a line. When its reader has gone, such as `head`, what was to be done is still done.
+
+    Args:
+        text: the line.
+        error: whether it goes to standard error.
+    """
+    stream = sys.stderr if error else sys.stdout
+    if stream is None:  # closed from the beginning
+        return
     try:
-        print(text, flush=True)
+        print(text, file=stream, flush=True)
     except BrokenPipeError:
         with contextlib.suppress(OSError, ValueError):  # else Python complains when it flushes at the end
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

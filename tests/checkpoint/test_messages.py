@@ -135,6 +135,7 @@ def test_a_reader_that_has_gone_takes_nothing_from_what_is_done(untied_folder, t
     assert (found.returncode, found.stderr) == (0, "")
     found = piped([*arguments, "--overwrite"], "stderr")
     assert found.returncode == 0 and "parameters in float32" in found.stdout
+    assert piped([*arguments, "--no-progress"], "stderr").returncode == 2  # it is there already
 
 
 @pytest.mark.parametrize("variables", [{}, {"RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}])

@@ -23,7 +23,7 @@ from qwen3vl_bridge.checkpoint.sides import LOCAL, TRANSFORMER_ENGINE
 from qwen3vl_bridge.checkpoint.tensors import WEIGHT_DTYPES
 from qwen3vl_bridge.checkpoint.topology import Topology
 from qwen3vl_bridge.mappings import ExpertLayout
-from qwen3vl_bridge.terminal import BAD_INPUT, INTERRUPTED, show_anything
+from qwen3vl_bridge.terminal import BAD_INPUT, INTERRUPTED, show, show_anything
 
 _SIZES = {
     "tp": "tensor-parallel size",
@@ -67,11 +67,11 @@ def run_command(parser: argparse.ArgumentParser, arguments: Sequence[str] | None
             return options.run(options)
     except (CheckpointError, OSError) as error:
         if first:
-            print(f"error: {error}", file=sys.stderr)
+            show(f"error: {error}", error=True)
         return BAD_INPUT
     except KeyboardInterrupt:
         if first:
-            print("interrupted", file=sys.stderr)
+            show("interrupted", error=True)
         return INTERRUPTED
 
 
@@ -203,10 +203,13 @@ def writing_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--verify", action="store_true", help="compare with the source before putting it into place")
     parser.add_argument("--checksums", action="store_true", help="put a SHA-256 of every tensor into the manifest")
-    parser.add_argument("--overwrite", action="store_true", help="replace an earlier result at that place")
-    parser.add_argument("--resume", action="store_true", help="continue what an earlier run left when it was "
-                        "interrupted; if this one fails, leave what is written for the next")  # fmt: skip
-    parser.add_argument("--dry-run", action="store_true", help="check everything and print the plan; write nothing")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier result at that place, if nothing "
+                        "else lies in it")  # fmt: skip
+    parser.add_argument("--resume", action="store_true", help="continue what an earlier run with the same "
+                        "options left when it was interrupted; if this one fails, leave what is written for the next. "
+                        "Without it a conversion starts anew and removes what was left")  # fmt: skip
+    parser.add_argument("--dry-run", action="store_true", help="check everything, time samples, print the plan; "
+                        "nothing is left on the disk")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the plan or the report as JSON")
     parser.add_argument("--no-progress", action="store_true", help="show no progress")
 

@@ -36,12 +36,12 @@ class How(TypedDict, total=False):
     """How a conversion is carried out; every entry may be left out.
 
     Attributes:
-        overwrite: whether to replace an earlier result at that place.
+        overwrite: whether to replace an earlier result at that place. Anything else there is an error.
         resume: whether to continue what an earlier run with the same source and options left, and to leave what is
-            written so far if this one fails.
+            written so far if this one fails. What a run with others left is an error; otherwise it is removed.
         verify: whether to compare what was written with the source, bit for bit, before it is put into place.
         checksums: whether to put a checksum of every tensor into the manifest.
-        dry_run: whether to stop before anything is written.
+        dry_run: whether to stop before anything is written but a sample without a name, to measure the disk.
         progress: whether to show progress on standard error.
         sync: whether to wait until everything is on disk.
         ranks: the processes that share the work; each of them makes the same call.
@@ -166,7 +166,8 @@ def carry_out(planned: Callable[[], Conversion], how: How) -> ConversionReport:
     with contextlib.ExitStack() as stack:
         work = ranks.once(lambda: stack.enter_context(_begun(conversion, conduct, digests[0], needed)))
         seconds, resumed, written = _write(conversion, conduct, work)
-        _finish_and_prove(conversion, conduct, work, digests[0])
+        with _advice(work, conduct):
+            _finish_and_prove(conversion, conduct, work, digests[0])
         if ranks.once(lambda: conversion.digest(sync=conduct.sync)) != digests[0]:
             raise CheckpointError(f"{conversion.origin} changed while it was read; {work} is of no use")
         into_place = stack.pop_all()
@@ -273,6 +274,17 @@ def _there(conversion: Conversion, conduct: _Conduct, work: Path, everything: li
     return there
 
 
+@contextlib.contextmanager
+def _advice(work: Path, conduct: _Conduct) -> Iterator[None]:
+    """What is wrong with files that stay for the next run would be wrong in that one too."""
+    try:
+        yield
+    except CheckpointError as error:
+        if conduct.resume:
+            raise CheckpointError(f"{error}; {work} is of no use: run without --resume, which starts anew") from error
+        raise
+
+
 def _finish_and_prove(conversion: Conversion, conduct: _Conduct, work: Path, digest: str) -> None:
     """Write everything else, read back what was written, and compare if asked to."""
     ranks = conduct.ranks
@@ -290,8 +302,7 @@ def _finish_and_prove(conversion: Conversion, conduct: _Conduct, work: Path, dig
         if conduct.verify:
             with _meter("verify", nbytes, conduct) as meter:
                 for found in differences(tasks, conversion.source, written, meter):
-                    anew = f"; run without --resume, which starts anew: {work} is of no use" if conduct.resume else ""
-                    raise CheckpointError(f"{work}: was not written as it should be: {found}{anew}")
+                    raise CheckpointError(f"{work}: was not written as it should be: {found}")
         if not conduct.checksums:
             return {}
         with _meter("checksums", nbytes, conduct) as meter:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -73,9 +72,9 @@ def comparison(report: VerifyReport, options: argparse.Namespace) -> int:
     if report.same:
         show(f"same: {report.tensors} tensors, {report.nbytes:,} bytes compared")
         return status
-    print(f"different: {len(report.differences)} of {report.tensors} tensors", file=sys.stderr)
+    show(f"different: {len(report.differences)} of {report.tensors} tensors", error=True)
     for entry in report.differences:
-        print(f"  {entry}", file=sys.stderr)
+        show(f"  {entry}", error=True)
     return status
 
 
