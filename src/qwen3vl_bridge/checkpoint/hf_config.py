@@ -11,7 +11,6 @@ from copy import copy
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.checkpoint.config_fields import check_fields
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
 from qwen3vl_bridge.checkpoint.json_files import read_object
 from qwen3vl_bridge.checkpoint.tensors import Shape
@@ -25,11 +24,9 @@ _MODELS: dict[str, tuple[str, bool]] = {
     "qwen3_vl": ("Qwen3VLForConditionalGeneration", False),
     "qwen3_vl_moe": ("Qwen3VLMoeForConditionalGeneration", True),
 }
-# A size, what it is a multiple of, and what the fields are called that say them.
-_MULTIPLES = (
-    ("heads", "kv_heads", ("text_config.num_attention_heads", "num_key_value_heads")),
-    ("v_hidden", "v_heads", ("vision_config.hidden_size", "num_heads")),
-)
+# What is counted out one by one, and how far at most.
+_COUNTS = {"text_config": ("num_hidden_layers", "num_experts", "num_local_experts"), "vision_config": ("depth",)}
+_MAX_COUNT = 10_000
 # What a dense or a tied model has none of.
 _MAY_BE_ZERO = ("untied", "experts", "moe_ffn", "moe_gate_up")
 
@@ -94,7 +91,11 @@ def _has_experts(raw: dict[str, Any], path: Path) -> bool:
 
 def _dimensions(raw: dict[str, Any], path: Path, *, with_experts: bool) -> Dimensions:
     try:
-        check_fields(raw)
+        for section, names in _COUNTS.items():
+            for name in names:
+                value = raw[section].get(name) or 0
+                if value > _MAX_COUNT:
+                    raise ValueError(f"{section}.{name} is {value}, expected {_MAX_COUNT} at most")
         dimensions = dimensions_of(raw)
         check_settings(raw)
     except KeyError as error:
@@ -111,10 +112,9 @@ def _dimensions(raw: dict[str, Any], path: Path, *, with_experts: bool) -> Dimen
         raise CheckpointError(
             f"{path}: {found} layers have experts, which model_type {raw['model_type']} does not allow"
         )
-    for whole, part, names in _MULTIPLES:
+    for whole, part in (("heads", "kv_heads"), ("v_hidden", "v_heads")):
         if dimensions[whole] % dimensions[part]:
-            found = f"{names[0]} is {dimensions[whole]}, no multiple of {names[1]} {dimensions[part]}"
-            raise CheckpointError(f"{path}: {found}")
+            raise CheckpointError(f"{path}: {whole} is {dimensions[whole]}, no multiple of {part} {dimensions[part]}")
     return dimensions
 
 

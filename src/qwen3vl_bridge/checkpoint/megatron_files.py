@@ -63,7 +63,7 @@ def megatron_files(root: Path, iteration: int) -> Iterator[str]:
     for name in (megatron.METADATA, megatron.TRAIN_STATE, megatron.RUN_CONFIG, megatron.FORMAT_FILE):
         yield (folder / name).relative_to(root).as_posix()
     paths = (
-        *folder.glob("__0_*.distcp"),
+        *folder.glob("__[0-9]*_[0-9]*.distcp"),
         *(folder / megatron.HF_FILES / path for path in side_files(folder / megatron.HF_FILES)),
     )
     yield from (path.relative_to(root).as_posix() for path in paths)
