@@ -73,15 +73,23 @@ def test_a_user_that_there_is_not(capsys, tmp_path, untied_folder, imported):
         assert capsys.readouterr().err == f"error: {part} here\n"
 
 
-@pytest.mark.parametrize("endpoint", ["nonsense", "ftp://hub", "http://", "http://["])
+@pytest.mark.parametrize("endpoint", ["nonsense", "ftp://hub", "http://"])
 def test_an_address_of_a_hub_that_is_none(endpoint, capsys, tmp_path, monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", endpoint)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    error = expect_error(capsys, importing("Qwen/No-Such", tmp_path), "Qwen/No-Such")
-    assert endpoint == "http://[" or "HF_ENDPOINT is " in error
+    expect_error(
+        capsys, importing("Qwen/No-Such", tmp_path), f"Qwen/No-Such is no folder, and HF_ENDPOINT is {endpoint!r}"
+    )
+
+
+def test_an_address_that_the_hubs_own_library_does_not_survive(tmp_path):
+    command = [sys.executable, CONVERT, *importing("Qwen/No-Such", tmp_path)]
+    environment = {**os.environ, "HF_ENDPOINT": "http://["}
+    found = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert found.returncode == 2 and "HF_ENDPOINT is 'http://['" in found.stderr and "Traceback" not in found.stderr
 
 
 def piped(arguments: list[str], closed: str) -> subprocess.CompletedProcess:

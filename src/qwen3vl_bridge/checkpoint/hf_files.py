@@ -6,6 +6,7 @@ What may not: reading weights (`hf_reader.py`) or judging the configuration (`hf
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from fnmatch import fnmatch
@@ -76,17 +77,24 @@ def _downloaded(hf_model: str | Path, patterns: list[str]) -> Path:
     if isinstance(hf_model, Path) or not _HUB_ID.fullmatch(hf_model):
         raise CheckpointError(f"{hf_model} does not exist, expected a folder with config.json and *.safetensors")
     import httpx
-    from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
 
+    try:
+        from huggingface_hub import constants, snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError
+    except ValueError as error:  # it takes its address apart when it is imported
+        raise _no_address(hf_model, os.environ.get("HF_ENDPOINT"), error) from error
     try:
         return Path(snapshot_download(hf_model, allow_patterns=patterns))
     except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
-        found = f"HF_ENDPOINT is {constants.ENDPOINT!r}, expected the address of a hub"
-        raise CheckpointError(f"{hf_model} is no folder, and {found}: {error}") from error
+        raise _no_address(hf_model, constants.ENDPOINT, error) from error
     except (HfHubHTTPError, httpx.HTTPError, OSError, ValueError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{hf_model} is neither a folder nor a model the hub can give: {reason}") from error
+
+
+def _no_address(hf_model: str, found: str | None, error: Exception) -> CheckpointError:
+    expected = "expected the address of a hub"
+    return CheckpointError(f"{hf_model} is no folder, and HF_ENDPOINT is {found!r}, {expected}: {error}")
 
 
 def side_files(folder: Path) -> list[Path]:

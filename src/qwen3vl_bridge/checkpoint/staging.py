@@ -189,9 +189,10 @@ def _take_after(target: Path, folder: Path, at_least: int = 0) -> None:
     if not target.is_dir():
         return
     found = target.stat()
-    with contextlib.suppress(PermissionError):  # a group that this process is not in
+    with contextlib.suppress(OSError):  # a group that this process is not in
         os.chown(folder, -1, found.st_gid)
-    os.chmod(folder, stat.S_IMODE(found.st_mode) | at_least)
+    with contextlib.suppress(OSError):  # a file system that has modes of its own
+        os.chmod(folder, stat.S_IMODE(found.st_mode) | at_least)
 
 
 def _settle(target: Path, replaced: Path | None, say: Callable[[str], None], *, sync: bool) -> None:
