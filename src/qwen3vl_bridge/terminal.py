@@ -1,12 +1,14 @@
 """What our commands have in common with other commands of a terminal.
 
-What lives here: exit statuses, and output that no text can break. What may not: options and what commands do. Standard
-library only, so that `--help` answers at once.
+What lives here: exit statuses, and output that no text and no reader can break. What may not: options and what commands
+do. Standard library only, so that `--help` answers at once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
 import sys
 
 # As a shell reports a command that was ended by the signal of Ctrl-C.
@@ -18,3 +20,20 @@ def show_anything() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+def show(text: str, *, error: bool = False) -> None:
+    """Print a line. When its reader has gone, such as `head`, what was to be done is still done.
+
+    Args:
+        text: the line.
+        error: whether it goes to standard error.
+    """
+    stream = sys.stderr if error else sys.stdout
+    if stream is None:  # closed from the beginning
+        return
+    try:
+        print(text, file=stream, flush=True)
+    except BrokenPipeError:
+        with contextlib.suppress(OSError, ValueError):  # else Python complains when it flushes at the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

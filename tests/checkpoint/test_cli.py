@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from qwen3vl_bridge.checkpoint import estimating, import_checkpoint, streams
 from qwen3vl_bridge.checkpoint.cli import main
 
 import pytest
@@ -55,6 +56,22 @@ def test_a_dry_run_writes_nothing(untied_folder, tmp_path, capsys):
     out = capsys.readouterr().out
     assert f"{plan['parameters']:,} parameters in bfloat16" in out and f"{plan['cast']} tensors cast" in out
     assert not list(tmp_path.iterdir())
+
+
+def test_an_estimate_does_not_count_what_is_done_once(untied_folder, tmp_path, monkeypatch):
+    """The first cast imports torch, which takes seconds."""
+    original, casts = streams.cast, []
+
+    def slow_at_first(*arguments):
+        casts.append(1)
+        if len(casts) == 1:
+            time.sleep(1)
+        return original(*arguments)
+
+    monkeypatch.setattr(streams, "cast", slow_at_first)
+    monkeypatch.setattr(estimating, "cast", slow_at_first, raising=False)
+    report = import_checkpoint(untied_folder, tmp_path / "m", torch_dtype="bfloat16", dry_run=True)
+    assert 0 < report.estimate < 1 and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("option", ["--megatron-path", "--hf-model"])

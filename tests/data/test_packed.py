@@ -235,6 +235,9 @@ def test_the_command_writes_what_training_reads(command, checkpoint, tmp_path, c
     assert "exists already" in capsys.readouterr().err
     assert main([*command, "--output", str(output), "--overwrite", "--json", "--seed", "1"]) == 0
     assert json.loads(capsys.readouterr().out)["rows"] == len(PackedRows(output))
+    (output / "diary.txt").write_text("mine")
+    assert main([*command, "--output", str(output), "--overwrite"]) == 2
+    assert "holds 1 files beside a packing of ours, which would be lost: diary.txt;" in capsys.readouterr().err
     for wrong in (
         replace(provider, seq_length=512),
         replace(provider, answers="last"),

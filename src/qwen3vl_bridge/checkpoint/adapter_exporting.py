@@ -73,7 +73,7 @@ def export_adapters(
             settings={"format": "peft", "from": stored.ckpt_format},
             files=[one_file(WEIGHTS, plan.tasks)],
             inner=".",
-            is_ours=lambda folder: (folder / CONFIG).is_file(),
+            known=lambda _: (WEIGHTS, CONFIG),
             finish=lambda root, _: write_object(root / CONFIG, _config(stored, name)),
             open=lambda root: HFWeights(root, WEIGHTS),
             notes=[],

@@ -12,18 +12,18 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.checkpoint import printing
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
 from qwen3vl_bridge.checkpoint.megatron_folder import FORMATS
+from qwen3vl_bridge.checkpoint.paths import expanded
 from qwen3vl_bridge.checkpoint.ranks import Ranks
 from qwen3vl_bridge.checkpoint.sides import LOCAL, TRANSFORMER_ENGINE
 from qwen3vl_bridge.checkpoint.tensors import WEIGHT_DTYPES
 from qwen3vl_bridge.checkpoint.topology import Topology
 from qwen3vl_bridge.mappings import ExpertLayout
-from qwen3vl_bridge.terminal import BAD_INPUT, INTERRUPTED, show_anything
+from qwen3vl_bridge.terminal import BAD_INPUT, INTERRUPTED, show, show_anything
 
 _SIZES = {
     "tp": "tensor-parallel size",
@@ -48,21 +48,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_command(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int:
-    """Run the command that a parser finds in `run`; as `main`, for any parser."""
+    """Run the command that a parser finds in `run`; as `main`, for any parser.
+
+    Args:
+        parser: a command's `shared` is False where processes have nothing to share.
+        arguments: as typed; None for those of the process.
+
+    Returns:
+        Exit status, as `main`.
+    """
+    parser.set_defaults(shared=True)
     options = parser.parse_args(arguments)
     show_anything()
     first = True
     try:
-        with Ranks.of_torchrun() as options.ranks, _stoppable():
+        with Ranks.of_torchrun() if options.shared else Ranks() as options.ranks, _stoppable():
             first = options.ranks.first
             return options.run(options)
     except (CheckpointError, OSError) as error:
         if first:
-            print(f"error: {error}", file=sys.stderr)
+            show(f"error: {error}", error=True)
         return BAD_INPUT
     except KeyboardInterrupt:
         if first:
-            print("interrupted", file=sys.stderr)
+            show("interrupted", error=True)
         return INTERRUPTED
 
 
@@ -147,7 +156,7 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
     which.add_argument("--hf-model", metavar="FOLDER", help="folder of a model")
     parser.add_argument("--iteration", type=int, metavar="N", help="which iteration (default: the latest)")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=_run_inspect)
+    parser.set_defaults(run=_run_inspect, shared=False)
 
 
 def megatron_path(parser: argparse.ArgumentParser) -> None:
@@ -203,10 +212,13 @@ def writing_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--verify", action="store_true", help="compare with the source before putting it into place")
     parser.add_argument("--checksums", action="store_true", help="put a SHA-256 of every tensor into the manifest")
-    parser.add_argument("--overwrite", action="store_true", help="replace an earlier result at that place")
-    parser.add_argument("--resume", action="store_true", help="continue what an earlier run left when it was "
-                        "interrupted; if this one fails, leave what is written for the next")  # fmt: skip
-    parser.add_argument("--dry-run", action="store_true", help="check everything and print the plan; write nothing")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier result at that place, if nothing "
+                        "else lies in it")  # fmt: skip
+    parser.add_argument("--resume", action="store_true", help="continue what an earlier run with the same "
+                        "options left when it was interrupted; if this one fails, leave what is written for the next. "
+                        "Without it a conversion starts anew and removes what was left")  # fmt: skip
+    parser.add_argument("--dry-run", action="store_true", help="check everything, time samples, print the plan; "
+                        "nothing is left on the disk")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the plan or the report as JSON")
     parser.add_argument("--no-progress", action="store_true", help="show no progress")
 
@@ -295,7 +307,7 @@ def _run_verify(options: argparse.Namespace) -> int:
 def _run_inspect(options: argparse.Namespace) -> int:
     from qwen3vl_bridge.checkpoint.inspection import inspect_checkpoint
 
-    if options.hf_model is not None and not (Path(options.hf_model).expanduser() / "config.json").is_file():
+    if options.hf_model is not None and not (expanded(options.hf_model) / "config.json").is_file():
         raise CheckpointError(f"{options.hf_model}: found no config.json, expected the folder of a Hugging Face model")
     found = inspect_checkpoint(str(options.megatron_path or options.hf_model), iteration=options.iteration)
     return printing.contents(found, options)

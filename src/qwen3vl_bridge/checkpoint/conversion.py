@@ -9,8 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypedDict
@@ -19,32 +18,30 @@ from qwen3vl_bridge.checkpoint import journal, staging
 from qwen3vl_bridge.checkpoint.comparing import checksums, differences
 from qwen3vl_bridge.checkpoint.copying import check_sizes, write_units
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
-from qwen3vl_bridge.checkpoint.files import OutputFile, share, units
+from qwen3vl_bridge.checkpoint.estimating import estimate
+from qwen3vl_bridge.checkpoint.files import OutputFile, Unit, share, units
 from qwen3vl_bridge.checkpoint.json_files import write_object
-from qwen3vl_bridge.checkpoint.manifest import MANIFEST, tool
+from qwen3vl_bridge.checkpoint.manifest import MANIFEST, check_replaceable, files_of, tool
 from qwen3vl_bridge.checkpoint.plan import Plan, Task
 from qwen3vl_bridge.checkpoint.progress import Progress
 from qwen3vl_bridge.checkpoint.ranks import Ranks
 from qwen3vl_bridge.checkpoint.reports import ConversionReport
-from qwen3vl_bridge.checkpoint.streams import PieceReader
 from qwen3vl_bridge.checkpoint.tensors import TensorSource
 
 # For the files beside the tensors.
 _OVERHEAD = 64 << 20
-# How much of the source is read to estimate how long it takes.
-_SAMPLES, _SAMPLE_ELEMENTS = 32, 4 << 20
 
 
 class How(TypedDict, total=False):
     """How a conversion is carried out; every entry may be left out.
 
     Attributes:
-        overwrite: whether to replace an earlier result at that place.
+        overwrite: whether to replace an earlier result at that place. Anything else there is an error.
         resume: whether to continue what an earlier run with the same source and options left, and to leave what is
-            written so far if this one fails.
+            written so far if this one fails. What a run with others left is an error; otherwise it is removed.
         verify: whether to compare what was written with the source, bit for bit, before it is put into place.
         checksums: whether to put a checksum of every tensor into the manifest.
-        dry_run: whether to stop before anything is written.
+        dry_run: whether to stop before anything is written but a sample without a name, to measure the disk.
         progress: whether to show progress on standard error.
         sync: whether to wait until everything is on disk.
         ranks: the processes that share the work; each of them makes the same call.
@@ -88,7 +85,7 @@ class Conversion:
         settings: whatever else the result depends on, fit for JSON; the manifest has it.
         files: the files with tensors.
         inner: the folder in the result that they are in.
-        is_ours: whether a folder looks like an earlier result.
+        known: the files that an earlier result in a folder may have, relative to it.
         finish: writes all other files, the manifest aside, given the result's folder and a digest of the plan.
         open: opens a result's tensors and checks that all its files are as they should be.
         notes: what the user should know.
@@ -103,7 +100,7 @@ class Conversion:
     settings: dict[str, Any]
     files: list[OutputFile]
     inner: str
-    is_ours: Callable[[Path], bool]
+    known: Callable[[Path], Iterable[str]]
     finish: Callable[[Path, str], None]
     open: Callable[[Path], TensorSource]
     notes: list[str]
@@ -129,8 +126,17 @@ class Conversion:
         plan = self.plan
         made = {"tensors": len(plan.tasks), "parameters": plan.numel, "bytes": plan.nbytes, "dtypes": plan.dtypes}
         made |= {"cast": len(plan.cast), "transposed": len(plan.transposed), "digest": digest}
+        made["files"] = files_of(result, self.inner)
         manifest = tool() | {"source": self.origin} | self.settings | made
         write_object(result / self.inner / MANIFEST, manifest | ({"sha256": sums} if sums else {}))
+
+    def check_replaceable(self, folder: Path) -> None:
+        """Check that a folder is an earlier result, and nothing besides.
+
+        Raises:
+            CheckpointError: it is not.
+        """
+        check_replaceable(folder, self.inner, self.known)
 
 
 def carry_out(planned: Callable[[], Conversion], how: How) -> ConversionReport:
@@ -153,19 +159,20 @@ def carry_out(planned: Callable[[], Conversion], how: How) -> ConversionReport:
     ranks.once(lambda: _check_target(conversion, conduct))
     report = ConversionReport.of(conversion, needed, staging.free_space(target), ranks.size)
     if conduct.dry_run:
-        return replace(report, estimate=ranks.once(lambda: _estimate(conversion, ranks.size)))
+        return replace(report, estimate=ranks.once(lambda: _estimate(conversion, conduct)))
     digests = ranks.each(lambda: conversion.digest(sync=conduct.sync))
     if len(set(digests)) > 1:
         raise CheckpointError(f"{conversion.origin} is not the same for all {ranks.size} processes; do they share it?")
     with contextlib.ExitStack() as stack:
         work = ranks.once(lambda: stack.enter_context(_begun(conversion, conduct, digests[0], needed)))
-        seconds, skipped = _write(conversion, conduct, work)
-        _finish_and_prove(conversion, conduct, work, digests[0])
+        seconds, resumed, written = _write(conversion, conduct, work)
+        with _advice(work, conduct):
+            _finish_and_prove(conversion, conduct, work, digests[0])
         if ranks.once(lambda: conversion.digest(sync=conduct.sync)) != digests[0]:
             raise CheckpointError(f"{conversion.origin} changed while it was read; {work} is of no use")
         into_place = stack.pop_all()
     ranks.once(into_place.close)
-    return report.done(ranks.once(lambda: conversion.notes), seconds, skipped)
+    return report.done(ranks.once(lambda: conversion.notes), seconds, resumed, written)
 
 
 @contextlib.contextmanager
@@ -180,20 +187,23 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _estimate(conversion: Conversion, processes: int) -> float:
-    """Seconds a conversion may take, if the disk writes as fast as a sample of the source is read."""
-    tasks, sampled, begun = conversion.plan.tasks, 0, time.monotonic()
-    with PieceReader(conversion.source) as reader:
-        for task in tasks[:: max(1, len(tasks) // _SAMPLES)]:
-            length = min(task.pieces.length, _SAMPLE_ELEMENTS)
-            sampled += sum(map(len, reader.blocks(task.pieces.cut(0, length), task.target.dtype)))
-    reading = (time.monotonic() - begun) / max(sampled, 1) * conversion.plan.nbytes
-    return 2 * reading / processes
+def _estimate(conversion: Conversion, conduct: _Conduct) -> float:
+    """Seconds all of it may take."""
+    return estimate(
+        conversion.plan,
+        conversion.source,
+        staging.disk_of(conversion.target),
+        processes=conduct.ranks.size,
+        passes=2 * conduct.verify + conduct.checksums,
+    )
 
 
 def _check_target(conversion: Conversion, conduct: _Conduct) -> None:
     staging.check_target(
-        conversion.target, overwrite=conduct.overwrite, is_ours=conversion.is_ours, sources=conversion.folders
+        conversion.target,
+        overwrite=conduct.overwrite,
+        replaceable=conversion.check_replaceable,
+        sources=conversion.folders,
     )
 
 
@@ -202,18 +212,19 @@ def _begun(conversion: Conversion, conduct: _Conduct, digest: str, needed: int) 
     """The folder in which the result grows, with a journal."""
 
     def claim(folder: Path) -> bool:
-        if not conduct.resume:
-            return False
-        if not journal.follows(folder, digest):
-            conversion.notes.append("an unfinished result has another source, other options or another version")
-            return False
-        return True
+        begun = journal.plan_of(folder) if conduct.resume else ""
+        if len(begun) == len(digest) and begun != digest:
+            raise CheckpointError(
+                f"{folder} is the unfinished result of another source, other options or another version, so --resume "
+                "does not go on from it; run as that was run, or without --resume, which removes it and starts anew"
+            )
+        return begun == digest
 
     target = conversion.target
     with staging.staged(
         target,
         conversion.notes.append,
-        replace=conversion.is_ours if conduct.overwrite else None,
+        replace=conversion.check_replaceable if conduct.overwrite else None,
         sync=conduct.sync,
         claim=claim,
         keep=conduct.resume,
@@ -224,11 +235,10 @@ def _begun(conversion: Conversion, conduct: _Conduct, digest: str, needed: int) 
         yield work
 
 
-def _write(conversion: Conversion, conduct: _Conduct, work: Path) -> tuple[float, int]:
-    """Write all files with tensors; returns how long it took, and the bytes that were there already."""
+def _write(conversion: Conversion, conduct: _Conduct, work: Path) -> tuple[float, int, int]:
+    """Write all files with tensors; returns how long it took, the bytes that were there already, and the others."""
     ranks, folder, everything = conduct.ranks, work / conversion.inner, units(conversion.files)
-    # Asked once: while one process looks, another must not have begun to write.
-    there = ranks.once(lambda: journal.written(work, folder, conversion.files, everything))
+    there = _there(conversion, conduct, work, everything)
     left = [unit for unit in everything if unit not in there]
     mine = share(left, [unit.nbytes for unit in left], ranks.rank, ranks.size)
 
@@ -240,7 +250,39 @@ def _write(conversion: Conversion, conduct: _Conduct, work: Path) -> tuple[float
             write_units(folder, conversion.files, mine, conversion.source, lines, meter, sync=conduct.sync)
             return meter.seconds
 
-    return max(ranks.each(write)), sum(unit.nbytes for unit in there)
+    return max(ranks.each(write)), sum(unit.nbytes for unit in there), sum(unit.nbytes for unit in left)
+
+
+def _there(conversion: Conversion, conduct: _Conduct, work: Path, everything: list[Unit]) -> set[Unit]:
+    """The units that an earlier run has written, read again to see that they still are what it wrote."""
+    ranks, folder = conduct.ranks, work / conversion.inner
+    # Asked once, and all have read before one of them writes.
+    noted = list(ranks.once(lambda: journal.noted(work, conversion.files, everything)).items())
+    mine = share(noted, [unit.nbytes for unit, _ in noted], ranks.rank, ranks.size)
+    if not noted:
+        return set()
+
+    def check() -> list[Unit]:
+        with _meter("resume", sum(unit.nbytes for unit, _ in mine), conduct) as meter:
+            return journal.intact(folder, conversion.files, mine, meter)
+
+    there = {unit for part in ranks.each(check) for unit in part}
+    if spoilt := len(noted) - len(there):
+        conversion.notes.append(
+            f"{spoilt} of {len(noted)} parts that an earlier run had written are not as it left them; written once more"
+        )
+    return there
+
+
+@contextlib.contextmanager
+def _advice(work: Path, conduct: _Conduct) -> Iterator[None]:
+    """What is wrong with files that stay for the next run would be wrong in that one too."""
+    try:
+        yield
+    except CheckpointError as error:
+        if conduct.resume:
+            raise CheckpointError(f"{error}; {work} is of no use: run without --resume, which starts anew") from error
+        raise
 
 
 def _finish_and_prove(conversion: Conversion, conduct: _Conduct, work: Path, digest: str) -> None:

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import errno
 import os
+from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -16,11 +17,13 @@ from typing import BinaryIO
 
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
 from qwen3vl_bridge.checkpoint.files import OutputFile, Unit
-from qwen3vl_bridge.checkpoint.journal import Journal
+from qwen3vl_bridge.checkpoint.journal import Journal, new_digest
 from qwen3vl_bridge.checkpoint.progress import Progress
 from qwen3vl_bridge.checkpoint.streams import PieceReader
 from qwen3vl_bridge.checkpoint.tensors import TensorSource
 
+# Files that wait for the disk while the next one is written. More would help no disk, and each of them stays open.
+_WAITING = 2
 # Smaller than the blocks that come in, so that those go to the file without another copy.
 _BUFFER = 1 << 16
 
@@ -51,41 +54,47 @@ def write_units(
         OSError: the disk is full, or refuses otherwise.
     """
     with PieceReader(source) as reader, ThreadPoolExecutor(1, "sync") as thread:
-        pending: list[Future[None]] = []
+        pending: deque[Future[None]] = deque()
         for unit in work:
             file = _open_at(folder / files[unit.file].name, unit)
             try:
-                _write(file, files[unit.file], unit, reader, meter)
+                digest = _write(file, files[unit.file], unit, reader, meter)
                 file.flush()
             except BaseException:
                 with contextlib.suppress(OSError):  # such as a full disk, which is the exception already
                     file.close()
                 raise
             # The disk is waited for in a thread, while the next unit is read and written.
-            pending.append(thread.submit(_commit, file, files[unit.file], unit, journal, sync))
-            while pending and pending[0].done():
-                pending.pop(0).result()
+            pending.append(thread.submit(_commit, file, files[unit.file], unit, digest, journal, sync))
+            while len(pending) > _WAITING or (pending and pending[0].done()):
+                pending.popleft().result()
         for future in pending:
             future.result()
 
 
-def _write(file: BinaryIO, output: OutputFile, unit: Unit, reader: PieceReader, meter: Progress) -> None:
+def _write(file: BinaryIO, output: OutputFile, unit: Unit, reader: PieceReader, meter: Progress) -> str:
+    """Write a unit; returns the digest of its bytes."""
+    digest = new_digest()
     for segment in output.segments_of(unit):
         if isinstance(segment, bytes):
             file.write(segment)
+            digest.update(segment)
             meter.advance(len(segment))
             continue
-        pieces = segment.pieces.cut(segment.start, segment.length)
-        written = sum(file.write(block) for block in meter.counted(reader.blocks(pieces, segment.dtype)))
+        pieces, written = segment.pieces.cut(segment.start, segment.length), 0
+        for block in meter.counted(reader.blocks(pieces, segment.dtype)):
+            written += file.write(block)
+            digest.update(block)
         if written != len(segment):
             raise AssertionError(f"{output.name}: {written} bytes written of {len(segment)}")
+    return digest.hexdigest()
 
 
-def _commit(file: BinaryIO, output: OutputFile, unit: Unit, journal: Journal, sync: bool) -> None:
+def _commit(file: BinaryIO, output: OutputFile, unit: Unit, digest: str, journal: Journal, sync: bool) -> None:
     with file:
         if sync:
             os.fdatasync(file.fileno())
-        journal.note(output, unit, sync=sync)
+        journal.note(output, unit, digest, sync=sync)
 
 
 def _open_at(path: Path, unit: Unit) -> BinaryIO:

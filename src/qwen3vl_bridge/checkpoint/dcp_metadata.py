@@ -56,6 +56,8 @@ def read_metadata(folder: Path) -> DcpMetadata:
         data = read_whole(path, _MAX_BYTES)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from error
+    if not data:
+        raise CheckpointError(f"{path} is empty, expected torch.distributed.checkpoint Metadata")
     top = restricted_loads(data, str(path))
     if not isinstance(top, Record) or top.kind != "Metadata":
         raise CheckpointError(f"{path} holds a {_kind(top)}, expected torch.distributed.checkpoint Metadata")

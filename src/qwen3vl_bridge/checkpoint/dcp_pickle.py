@@ -171,6 +171,12 @@ class _Unpickler(_Base):
         dispatch[_code[0]] = _refuse
 
 
+def _reason(error: Exception) -> str:
+    if isinstance(error, EOFError):  # often without a word
+        return "it ends too soon, expected a whole pickle"
+    return str(error) or type(error).__name__
+
+
 def restricted_loads(
     data: bytes,
     what: str,
@@ -193,4 +199,4 @@ def restricted_loads(
     except CheckpointError:
         raise
     except Exception as error:  # a damaged pickle fails in any way at all
-        raise CheckpointError(f"{what} cannot be read: {error or type(error).__name__}") from error
+        raise CheckpointError(f"{what} cannot be read: {_reason(error)}") from error

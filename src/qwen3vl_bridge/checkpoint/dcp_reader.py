@@ -6,6 +6,8 @@ and loading tensors, except where an item cannot be read in place.
 
 from __future__ import annotations
 
+import os
+import pickle
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -43,7 +45,7 @@ class DcpTensors:
             spec, self._chunks[name] = metadata.tensors[key]
             specs[name] = TensorSpec(name, spec.dtype, spec.shape)
         self.specs: Mapping[str, TensorSpec] = specs
-        self._spilled: list[IO[bytes]] = []
+        self._spilled: IO[bytes] | None = None
         self._payloads: dict[Extent, Extent] = {}
         self._tilings = {name: self._tiling(name) for name in specs}
         self._check_items()
@@ -109,13 +111,29 @@ class DcpTensors:
         try:
             return find_payload(chunk.item, dtype, chunk.sizes, name)
         except NotPlain:
-            file = load_item(chunk.item, dtype, chunk.sizes, name)
+            return self._spill(load_item(chunk.item, dtype, chunk.sizes, name), f"{chunk.item.path}, {name}")
+
+    def _spill(self, data: memoryview, what: str) -> Extent:
+        """Keep the bytes of an item that cannot be read in place. One file has them all, however many there are.
+
+        Raises:
+            CheckpointError: there is no room.
+        """
+        try:
+            if self._spilled is None:
+                self._spilled = tempfile.TemporaryFile()  # noqa: SIM115, it lives as long as this
+            start = self._spilled.seek(0, os.SEEK_END)
+            self._spilled.write(data)
+            self._spilled.flush()
+        except OSError as error:
+            raise CheckpointError(
+                f"{what}: an old archive, which is unpacked to {tempfile.gettempdir()}: {error.strerror or error}"
+            ) from error
         # The file has no name; it lives as long as it is open, and Linux gives it a path for that time.
-        self._spilled.append(file)
-        return Extent(Path(f"/proc/self/fd/{file.fileno()}"), 0, file.tell())
+        return Extent(Path(f"/proc/self/fd/{self._spilled.fileno()}"), start, len(data))
 
 
-def load_item(item: Extent, dtype: str, sizes: tuple[int, ...], name: str) -> IO[bytes]:
+def load_item(item: Extent, dtype: str, sizes: tuple[int, ...], name: str) -> memoryview:
     """Load an item that cannot be read in place, with torch's own restricted loader.
 
     Args:
@@ -125,7 +143,7 @@ def load_item(item: Extent, dtype: str, sizes: tuple[int, ...], name: str) -> IO
         name: the tensor's name, for errors.
 
     Returns:
-        A nameless file with the tensor's bytes, positioned at its end.
+        The tensor's bytes.
 
     Raises:
         CheckpointError: it cannot be loaded, or is another tensor than the metadata says.
@@ -139,12 +157,11 @@ def load_item(item: Extent, dtype: str, sizes: tuple[int, ...], name: str) -> IO
         raise
     except Exception as error:  # a damaged archive fails in any way at all
         reason = (str(error) or type(error).__name__).splitlines()[0]
+        if isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error):
+            reason = "it is damaged, or calls for code"  # torch's own words advise to let that run
         where = f"{item.path}, {name}: the item at byte {item.offset}"
         raise CheckpointError(f"{where} cannot be read: {reason}") from error
     found = (str(tensor.dtype), tuple(tensor.shape)) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
     if found != (f"torch.{dtype}", sizes):
         raise CheckpointError(f"{item.path}, {name}: found {found} at byte {item.offset}, expected {dtype} {sizes}")
-    spilled = tempfile.TemporaryFile()  # noqa: SIM115, whoever asked keeps it open
-    spilled.write(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    spilled.flush()
-    return spilled
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -11,7 +11,7 @@ from typing import Any, Unpack
 from qwen3vl_bridge.checkpoint.conversion import Conversion, How, carry_out
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
 from qwen3vl_bridge.checkpoint.hf_config import ModelConfig, with_dtype
-from qwen3vl_bridge.checkpoint.hf_files import copy_side_files
+from qwen3vl_bridge.checkpoint.hf_files import copy_side_files, model_files
 from qwen3vl_bridge.checkpoint.hf_reader import HFWeights
 from qwen3vl_bridge.checkpoint.hf_writer import MAX_SHARD_BYTES, layout, write_index
 from qwen3vl_bridge.checkpoint.json_files import write_object
@@ -98,7 +98,7 @@ def export_checkpoint(
             settings=_settings(stored, experts),
             files=layout(plan.tasks, max_shard_bytes),
             inner=".",
-            is_ours=is_model,
+            known=model_files,
             finish=lambda root, _: finish_model(root, plan, stored.config, max_shard_bytes),
             open=HFWeights,
             notes=notes,
@@ -118,11 +118,6 @@ def _layout_named(name: str) -> ExpertLayout:
 def _settings(stored: StoredModel, experts: ExpertLayout) -> dict[str, Any]:
     moe = bool(stored.config.dimensions.indices["moe_layers"])
     return {"format": "huggingface", "from": stored.ckpt_format, "expert_layout": experts.name if moe else None}
-
-
-def is_model(path: Path) -> bool:
-    """Whether a folder looks like that of a model."""
-    return (path / "config.json").is_file()
 
 
 def finish_model(work: Path, plan: Plan, config: ModelConfig, max_shard_bytes: int) -> None:

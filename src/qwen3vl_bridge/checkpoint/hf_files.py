@@ -6,6 +6,7 @@ What may not: reading weights (`hf_reader.py`) or judging the configuration (`hf
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from fnmatch import fnmatch
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
 from qwen3vl_bridge.checkpoint.json_files import read_object
+from qwen3vl_bridge.checkpoint.paths import expanded
 
 # Everything from_pretrained of a model, a tokenizer or a processor may look for, weights aside.
 _SIDE_FILES = (
@@ -32,6 +34,8 @@ _SIDE_FILES = (
 # Code that a model brings along; its JSON files then have an `auto_map`, which names it.
 _CODE = "*.py"
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
+# As an export names them.
+_WRITTEN_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "model-?????-of-?????.safetensors")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -46,7 +50,7 @@ def find_model(hf_model: str | Path, *, weights: bool = True, trust_remote_code:
     Raises:
         CheckpointError: it is neither, or brings code that is not trusted.
     """
-    path = Path(hf_model).expanduser()
+    path = expanded(hf_model)
     if path.is_dir():
         folder = path
     else:
@@ -67,19 +71,30 @@ def _calls_for_code(folder: Path) -> str | None:
 
 
 def _downloaded(hf_model: str | Path, patterns: list[str]) -> Path:
-    path = Path(hf_model).expanduser()
+    path = expanded(hf_model)
     if path.exists():
         raise CheckpointError(f"{hf_model} is a file, expected a folder with config.json and *.safetensors")
     if isinstance(hf_model, Path) or not _HUB_ID.fullmatch(hf_model):
         raise CheckpointError(f"{hf_model} does not exist, expected a folder with config.json and *.safetensors")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
+    import httpx
 
     try:
+        from huggingface_hub import constants, snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError
+    except ValueError as error:  # it takes its address apart when it is imported
+        raise _no_address(hf_model, os.environ.get("HF_ENDPOINT"), error) from error
+    try:
         return Path(snapshot_download(hf_model, allow_patterns=patterns))
-    except (HfHubHTTPError, OSError, ValueError) as error:
+    except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
+        raise _no_address(hf_model, constants.ENDPOINT, error) from error
+    except (HfHubHTTPError, httpx.HTTPError, OSError, ValueError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{hf_model} is neither a folder nor a model the hub can give: {reason}") from error
+
+
+def _no_address(hf_model: str, found: str | None, error: Exception) -> CheckpointError:
+    expected = "expected the address of a hub"
+    return CheckpointError(f"{hf_model} is no folder, and HF_ENDPOINT is {found!r}, {expected}: {error}")
 
 
 def side_files(folder: Path) -> list[Path]:
@@ -87,6 +102,12 @@ def side_files(folder: Path) -> list[Path]:
     found = (path.relative_to(folder) for pattern in ("*", "*/*") for path in folder.glob(pattern) if path.is_file())
     patterns = (*_SIDE_FILES, _CODE) if _calls_for_code(folder) else _SIDE_FILES
     return sorted(path for path in found if any(fnmatch(path.as_posix(), pattern) for pattern in patterns))
+
+
+def model_files(folder: Path) -> list[str]:
+    """The files of a model's folder that belong to a model, weights and all, relative to it."""
+    weights = (path.relative_to(folder) for pattern in _WRITTEN_WEIGHTS for path in folder.glob(pattern))
+    return [path.as_posix() for path in (*side_files(folder), *weights)]
 
 
 def copy_side_files(source: Path, destination: Path) -> list[Path]:

@@ -15,6 +15,7 @@ from qwen3vl_bridge.checkpoint.dcp_metadata import read_metadata
 from qwen3vl_bridge.checkpoint.hf_config import ModelConfig
 from qwen3vl_bridge.checkpoint.hf_reader import HFWeights, has_weights
 from qwen3vl_bridge.checkpoint.manifest import read_manifest
+from qwen3vl_bridge.checkpoint.paths import expanded
 from qwen3vl_bridge.checkpoint.plan import naming_of
 from qwen3vl_bridge.checkpoint.tensors import TensorSpec
 
@@ -32,7 +33,7 @@ def inspect_checkpoint(path: str | Path, *, iteration: int | None = None) -> dic
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
     """
-    folder = Path(path).expanduser()
+    folder = expanded(path)
     if has_weights(folder):
         return _inspect_hf(folder)
     folder = megatron.find_iteration(folder, iteration)

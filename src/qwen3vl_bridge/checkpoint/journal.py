@@ -3,21 +3,31 @@
 What lives here: the folder beside the unfinished files that says which plan they follow and which parts of them are
 proven written. What may not: writing those files (`copying.py`), whether to continue (`staging.py`).
 
-A line names a unit whose bytes have reached the disk. It is written after them, so a process may be killed between the
-two, never before. A line without its end counts for nothing.
+A line names a unit whose bytes have reached the disk, with a digest of them. It is written after them, so a process may
+be killed between the two, never before. A line without its end counts for nothing, nor does one whose bytes are not
+those that were written any more.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from qwen3vl_bridge.checkpoint.files import OutputFile, Unit
+from qwen3vl_bridge.checkpoint.progress import Progress
+
+import xxhash
 
 FOLDER = ".journal"
 _PLAN = "plan"
 _LINES = "rank-*"
+_BLOCK = 1 << 20
+
+# Of a unit's bytes: as fast as memory, so that it costs nothing beside writing them.
+new_digest = xxhash.xxh3_64
 
 
 class Journal:
@@ -43,25 +53,44 @@ class Journal:
     def __exit__(self, *_: object) -> None:
         os.close(self._file)
 
-    def note(self, file: OutputFile, unit: Unit, *, sync: bool) -> None:
-        """Say that a unit's bytes are on disk."""
-        os.write(self._file, _line(file, unit).encode() + b"\n")
+    def note(self, file: OutputFile, unit: Unit, digest: str, *, sync: bool) -> None:
+        """Say that a unit's bytes, which have a digest, are on disk."""
+        os.write(self._file, f"{_name(file, unit)} {digest}\n".encode())
         if sync:
             os.fdatasync(self._file)
 
 
 def begin(result: Path, digest: str) -> None:
     """Start a journal for a plan, or keep the one that follows it already."""
+    if plan_of(result) == digest:
+        return
     (result / FOLDER).mkdir(exist_ok=True)
-    (result / FOLDER / _PLAN).write_text(digest)
+    with (result / FOLDER / _PLAN).open("w") as file:
+        file.write(digest)
+        file.flush()
+        os.fsync(file.fileno())
 
 
-def follows(result: Path, digest: str) -> bool:
-    """Whether an unfinished result was begun with the same plan."""
+def plan_of(result: Path) -> str:
+    """Digest of the plan that an unfinished result was begun with; empty where nothing was begun."""
     try:
-        return (result / FOLDER / _PLAN).read_text() == digest
+        return (result / FOLDER / _PLAN).read_text(errors="replace")
     except OSError:
-        return False
+        return ""
+
+
+def taken(result: Path) -> dict[str, bytes]:
+    """Take the journal out of a result; returns its files."""
+    files = {path.name: path.read_bytes() for path in (result / FOLDER).iterdir()}
+    shutil.rmtree(result / FOLDER)
+    return files
+
+
+def put_back(result: Path, files: dict[str, bytes]) -> None:
+    """Give a result its journal again, so that another run can go on from it after all."""
+    (result / FOLDER).mkdir(exist_ok=True)
+    for name, content in files.items():
+        (result / FOLDER / name).write_bytes(content)
 
 
 def is_written_by_another(result: Path) -> bool:
@@ -75,28 +104,53 @@ def is_written_by_another(result: Path) -> bool:
     return False
 
 
-def written(result: Path, folder: Path, files: list[OutputFile], work: list[Unit]) -> set[Unit]:
-    """Those of some units that are on disk.
+def noted(result: Path, files: list[OutputFile], work: list[Unit]) -> dict[Unit, str]:
+    """Those of some units that were on disk once, with digests of their bytes.
 
     Args:
         result: the unfinished result's folder.
-        folder: where in it the files are.
-        files: all of them.
+        files: all of its files.
         work: the units asked about.
     """
-    lines: set[str] = set()
+    digests: dict[str, str] = {}
     for path in (result / FOLDER).glob(_LINES):
-        lines.update(
-            line[:-1] for line in path.read_text(errors="replace").splitlines(keepends=True) if line[-1] == "\n"
-        )
-    return {unit for unit in work if _line(files[unit.file], unit) in lines and _reaches(folder, files, unit)}
+        for line in path.read_text(errors="replace").splitlines(keepends=True):
+            name, _, digest = line.rpartition(" ")
+            if line[-1] == "\n":
+                digests[name] = digest[:-1]
+    names = {unit: _name(files[unit.file], unit) for unit in work}
+    return {unit: digests[name] for unit, name in names.items() if name in digests}
 
 
-def _reaches(folder: Path, files: list[OutputFile], unit: Unit) -> bool:
-    """Whether the file is at least as long as the unit needs; someone may have touched it since."""
-    path = folder / files[unit.file].name
-    return path.is_file() and path.stat().st_size >= unit.end
+def intact(folder: Path, files: list[OutputFile], units: Iterable[tuple[Unit, str]], meter: Progress) -> list[Unit]:
+    """Those of some units whose bytes are still those that were written; someone may have touched them since.
+
+    Args:
+        folder: where the files are.
+        files: all of them.
+        units: with the digests of what was written.
+        meter: is told of every block.
+    """
+    return [unit for unit, digest in units if _digest_of(folder / files[unit.file].name, unit, meter) == digest]
 
 
-def _line(file: OutputFile, unit: Unit) -> str:
+def _digest_of(path: Path, unit: Unit, meter: Progress) -> str | None:
+    """Digest of a unit's bytes as they are on disk; None where they cannot be read."""
+    digest, buffer, position = new_digest(), memoryview(bytearray(_BLOCK)), unit.start
+    try:
+        with path.open("rb", buffering=0) as file:
+            file.seek(unit.start)
+            while position < unit.end:
+                count = file.readinto(buffer[: unit.end - position])
+                if not count:
+                    return None
+                digest.update(buffer[:count])
+                meter.advance(count)
+                position += count
+    except OSError:
+        return None
+    return digest.hexdigest()
+
+
+def _name(file: OutputFile, unit: Unit) -> str:
     return f"{file.name} {unit.start} {unit.end}"

@@ -17,13 +17,14 @@ from qwen3vl_bridge.adapter_rows import IN, MAGNITUDE, OUT, adapter_row, layer_o
 from qwen3vl_bridge.checkpoint import megatron_folder as megatron
 from qwen3vl_bridge.checkpoint.conversion import Conversion, How, carry_out
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
-from qwen3vl_bridge.checkpoint.exporting import finish_model, is_model
+from qwen3vl_bridge.checkpoint.exporting import finish_model
 from qwen3vl_bridge.checkpoint.hf_config import ModelConfig
+from qwen3vl_bridge.checkpoint.hf_files import model_files
 from qwen3vl_bridge.checkpoint.hf_model import open_model
 from qwen3vl_bridge.checkpoint.hf_reader import HFWeights
 from qwen3vl_bridge.checkpoint.hf_writer import MAX_SHARD_BYTES, layout
 from qwen3vl_bridge.checkpoint.merged_tensors import JoinedTensors, Merge, MergedTensors, prefixed
-from qwen3vl_bridge.checkpoint.paths import place
+from qwen3vl_bridge.checkpoint.paths import expanded, place
 from qwen3vl_bridge.checkpoint.pieces import Pieces, Run
 from qwen3vl_bridge.checkpoint.plan import Plan, Task, make_plan
 from qwen3vl_bridge.checkpoint.reports import ConversionReport
@@ -102,7 +103,7 @@ def merge_adapters(
             settings={"format": "huggingface", "from": run.ckpt_format, "base": str(base.folder)},
             files=layout(plan.tasks, max_shard_bytes),
             inner=".",
-            is_ours=is_model,
+            known=model_files,
             finish=lambda root, _: finish_model(root, plan, base.config, max_shard_bytes),
             open=HFWeights,
             notes=[*base.notes, *padding],
@@ -112,15 +113,16 @@ def merge_adapters(
 
 
 def _open_base(run: StoredAdapters, base_model: str | Path | None, *, trust_remote_code: bool) -> _Base:
-    path = str(base_model or run.base)
-    if not path:
+    name = str(base_model or run.base)
+    if not name:
         raise CheckpointError(f"{run.folder}: its run names no first weights; name them with --base-model")
+    path = expanded(name)
     try:
-        if megatron.is_megatron_checkpoint(Path(path)) or (Path(path) / megatron.METADATA).is_file():
+        if megatron.is_megatron_checkpoint(path) or (path / megatron.METADATA).is_file():
             stored = open_stored(path)
             base = _Base(stored.folder, stored.config, stored.tensors, stored.side, stored.experts, [])
         else:
-            model = open_model(path, trust_remote_code=trust_remote_code)
+            model = open_model(name, trust_remote_code=trust_remote_code)
             base = _Base(model.folder, model.config, model.weights, model.side, model.experts, model.notes)
     except CheckpointError as error:
         if base_model is None:

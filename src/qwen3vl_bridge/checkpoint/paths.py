@@ -13,9 +13,25 @@ from qwen3vl_bridge import parsing
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
 
 
+def expanded(path: str | Path) -> Path:
+    """The path a user means, with `~` and `~someone` spelled out.
+
+    Raises:
+        CheckpointError: there is no such user.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise CheckpointError(f"{path}: {Path(path).parts[0]} is no user's home folder here") from None
+
+
 def place(path: str | Path) -> Path:
-    """The place a user means, absolute; links stay as they are."""
-    return Path(os.path.abspath(Path(path).expanduser()))
+    """The place a user means, absolute; links stay as they are.
+
+    Raises:
+        CheckpointError: it is below the home folder of a user that there is not.
+    """
+    return Path(os.path.abspath(expanded(path)))
 
 
 def read_whole(path: Path, at_most: int) -> bytes:

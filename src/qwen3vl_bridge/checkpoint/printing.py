@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+
+from qwen3vl_bridge.terminal import show
 
 if TYPE_CHECKING:
     from qwen3vl_bridge.checkpoint.reports import ConversionReport, VerifyReport
@@ -22,11 +23,11 @@ def conversion(report: ConversionReport, options: argparse.Namespace) -> int:
     if not options.ranks.first:
         return 0
     if options.json:
-        print(json.dumps(report.as_dict(), indent=2))
+        show(json.dumps(report.as_dict(), indent=2))
         return 0
     for note in report.notes:
-        print(f"note: {note}")
-    print(_plan(report) if report.dry_run else _done(report))
+        show(f"note: {note}")
+    show(_plan(report) if report.dry_run else _done(report))
     return 0
 
 
@@ -41,17 +42,19 @@ def _plan(report: ConversionReport) -> str:
         "disk": f"{_gigabytes(report.disk_needed)} needed, {_gigabytes(report.disk_free)} free"
         + (": not enough" if report.disk_needed > report.disk_free else ""),
         "processes": f"{report.processes}",
-        "time": f"about {report.estimate:.0f} s, if the disk writes as fast as a sample of the source was read",
+        "time": f"about {report.estimate:.0f} s, if all of it goes as fast as samples that were read and written",
     }
     return "\n".join(f"{name:10} {text}" for name, text in lines.items())
 
 
 def _done(report: ConversionReport) -> str:
-    rate = (report.nbytes - report.resumed) / 1e9 / max(report.seconds, 1e-9)
-    resumed = f"; {_gigabytes(report.resumed)} were there already" if report.resumed else ""
+    # Files are a little longer than the tensors in them.
+    rate = report.written / 1e9 / max(report.seconds, 1e-9)
+    resumed = f"; {_gigabytes(report.resumed)} of its files were there already" if report.resumed else ""
     return (
         f"{report.target}: {report.tensors} tensors, {report.parameters:,} parameters in {', '.join(report.dtypes)}, "
-        f"{_gigabytes(report.nbytes)} in {report.seconds:.1f} s ({rate:.2f} GB/s){resumed}"
+        f"{_gigabytes(report.nbytes)}; {_gigabytes(report.written)} written in {report.seconds:.1f} s "
+        f"({rate:.2f} GB/s){resumed}"
     )
 
 
@@ -65,13 +68,13 @@ def comparison(report: VerifyReport, options: argparse.Namespace) -> int:
     if not options.ranks.first:
         return status
     for note in report.notes:
-        print(f"note: {note}")
+        show(f"note: {note}")
     if report.same:
-        print(f"same: {report.tensors} tensors, {report.nbytes:,} bytes compared")
+        show(f"same: {report.tensors} tensors, {report.nbytes:,} bytes compared")
         return status
-    print(f"different: {len(report.differences)} of {report.tensors} tensors", file=sys.stderr)
+    show(f"different: {len(report.differences)} of {report.tensors} tensors", error=True)
     for entry in report.differences:
-        print(f"  {entry}", file=sys.stderr)
+        show(f"  {entry}", error=True)
     return status
 
 
@@ -79,6 +82,5 @@ def contents(found: Mapping[str, Any], options: argparse.Namespace) -> int:
     """Print what a checkpoint holds; returns the exit status."""
     from qwen3vl_bridge.checkpoint.inspection import as_table
 
-    if options.ranks.first:
-        print(json.dumps(found, indent=2) if options.json else as_table(found))
+    show(json.dumps(found, indent=2) if options.json else as_table(found))
     return 0

@@ -57,7 +57,10 @@ class Progress:
         share = 100 * self._done / self._total if self._total else 100
         done, total = self._done / 1e9, self._total / 1e9
         text = f"{self._label}: {share:3.0f} %, {done:.2f} of {total:.2f} GB, {rate / 1e9:.2f} GB/s, {left:.0f} s left"
-        print(text, file=sys.stderr, flush=True)
+        try:
+            print(text, file=sys.stderr, flush=True)
+        except OSError:  # nobody reads it any more, which is no reason to stop
+            self._shown = False
 
 
 def _bar(label: str, total: int):

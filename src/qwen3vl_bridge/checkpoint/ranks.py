@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,10 @@ from qwen3vl_bridge.checkpoint.errors import CheckpointError
 # How long processes wait for each other to come up, and for each other's share of the work. That one has died while
 # working is noticed at once.
 _START, _WORK = datetime.timedelta(minutes=10), datetime.timedelta(hours=12)
+
+# What processes that find each other by their environment need.
+_RENDEZVOUS = ("RANK", "MASTER_ADDR", "MASTER_PORT")
+_MAX_PORT = 65_535
 
 
 class Ranks:
@@ -64,6 +69,8 @@ class Ranks:
             return cls()
         import torch.distributed as dist
 
+        if not dist.is_initialized():
+            _check_environment(size)
         try:
             alone = not dist.is_initialized()
             if alone:
@@ -138,3 +145,30 @@ class Ranks:
             reason = str(error).splitlines()[0]
             raise CheckpointError(f"another of the {self.size} processes ended: {reason}") from error
         return everyone
+
+
+def _check_environment(size: int) -> None:
+    """Check that processes can find each other, before they wait for each other; and say so where nobody started them.
+
+    Raises:
+        CheckpointError: they cannot.
+    """
+    if missing := [name for name in _RENDEZVOUS if not os.environ.get(name)]:
+        raise CheckpointError(
+            f"WORLD_SIZE is {size}, but {', '.join(missing)} are not set; expected processes that torchrun started, or "
+            "for one alone no WORLD_SIZE"
+        )
+    rank, port = os.environ["RANK"], os.environ["MASTER_PORT"]
+    if not rank.isdecimal() or int(rank) >= size:
+        raise CheckpointError(f"RANK is {rank!r}, expected 0 to {size - 1} for WORLD_SIZE {size}")
+    if not port.isdecimal() or int(port) > _MAX_PORT:
+        raise CheckpointError(f"MASTER_PORT is {port!r}, expected the number of a port")
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        minutes = int(_START.total_seconds() // 60)
+        where = f"{os.environ['MASTER_ADDR']}:{port}"
+        print(
+            f"process {rank} of {size} by WORLD_SIZE, not started by torchrun: waiting for the others at {where} for "
+            f"up to {minutes} minutes; unset WORLD_SIZE to work alone",
+            file=sys.stderr,
+            flush=True,
+        )

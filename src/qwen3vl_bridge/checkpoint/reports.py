@@ -38,6 +38,7 @@ class ConversionReport:
         notes: what the user should know.
         seconds: how long writing took; 0 where nothing was written.
         resumed: bytes that an earlier run had written.
+        written: bytes that this one has written, of files with tensors.
         dry_run: nothing was written.
     """
 
@@ -60,6 +61,7 @@ class ConversionReport:
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
     resumed: int = 0
+    written: int = 0
     dry_run: bool = True
 
     @classmethod
@@ -85,9 +87,9 @@ class ConversionReport:
             notes=tuple(conversion.notes),
         )
 
-    def done(self, notes: Sequence[str], seconds: float, resumed: int) -> ConversionReport:
+    def done(self, notes: Sequence[str], seconds: float, resumed: int, written: int) -> ConversionReport:
         """The report on it when it is done."""
-        return replace(self, notes=tuple(notes), seconds=seconds, resumed=resumed, dry_run=False)
+        return replace(self, notes=tuple(notes), seconds=seconds, resumed=resumed, written=written, dry_run=False)
 
     def as_dict(self) -> dict[str, Any]:
         """The same, fit for JSON."""

@@ -14,14 +14,17 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from qwen3vl_bridge.checkpoint import journal
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
 
 _SPARE = 16 << 20
+# How many files that stand in the way are named.
+_SHOWN = 20
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
@@ -30,18 +33,16 @@ def check_target(
     target: Path,
     *,
     overwrite: bool,
-    is_ours: Callable[[Path], bool],
+    replaceable: Callable[[Path], None],
     sources: tuple[Path, ...] = (),
-    kind: str = "checkpoint",
 ) -> None:
     """Check that a result may be put at a place.
 
     Args:
         target: the place.
         overwrite: whether an earlier result may be replaced.
-        is_ours: whether a folder looks like an earlier result; nothing else is ever replaced.
+        replaceable: raises a CheckpointError for a folder that is not an earlier result and nothing besides.
         sources: folders that are read meanwhile.
-        kind: what a result is called.
 
     Raises:
         CheckpointError: it may not.
@@ -57,17 +58,47 @@ def check_target(
         return
     if not overwrite:
         raise CheckpointError(f"{target} exists already, expected a new or empty folder; --overwrite replaces it")
-    if not target.is_dir() or not is_ours(target):
-        raise CheckpointError(f"{target} is no {kind}, so --overwrite does not replace it; remove it yourself")
+    if not target.is_dir():
+        raise CheckpointError(f"{target} is a file, so --overwrite does not replace it; remove it yourself")
+    replaceable(target)
 
 
-def _disk(target: Path) -> Path:
+def refuse_others(folder: Path, own: Collection[str], kind: str) -> None:
+    """Check that a folder, which is to be replaced, holds nothing but some files.
+
+    Args:
+        folder: the folder.
+        own: those files, relative to it.
+        kind: what a result is called.
+
+    Raises:
+        CheckpointError: it holds others, which would be lost.
+    """
+    others = [path.relative_to(folder).as_posix() for path in _leaves(folder)]
+    others = sorted(name for name in others if name not in own)
+    if others:
+        more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
+        raise CheckpointError(
+            f"{folder} holds {len(others)} files beside a {kind} of ours, which would be lost: "
+            f"{', '.join(others[:_SHOWN])}{more}; move them elsewhere, or remove {folder} yourself"
+        )
+
+
+def _leaves(folder: Path) -> Iterator[Path]:
+    """All files and links below; where links lead is not looked at."""
+    for root, folders, names in os.walk(folder):
+        links = [name for name in folders if os.path.islink(os.path.join(root, name))]
+        yield from (Path(root, name) for name in (*names, *links))
+
+
+def disk_of(target: Path) -> Path:
+    """The folder nearest to a target that is there: what is put there lies on the same disk."""
     return next(path for path in target.absolute().parents if path.exists())
 
 
 def free_space(target: Path) -> int:
     """Bytes free on the disk where a result is to be."""
-    return shutil.disk_usage(_disk(target)).free
+    return shutil.disk_usage(disk_of(target)).free
 
 
 def space_of(folder: Path) -> int:
@@ -84,7 +115,7 @@ def check_space(target: Path, nbytes: int) -> None:
     free = free_space(target)
     if free < nbytes + _SPARE:
         raise CheckpointError(
-            f"{_disk(target)} has {free:,} bytes free, expected {nbytes + _SPARE:,} for {target.name}"
+            f"{disk_of(target)} has {free:,} bytes free, expected {nbytes + _SPARE:,} for {target.name}"
         )
 
 
@@ -93,7 +124,7 @@ def staged(
     target: Path,
     say: Callable[[str], None],
     *,
-    replace: Callable[[Path], bool] | None = None,
+    replace: Callable[[Path], object] | None = None,
     sync: bool = True,
     claim: Callable[[Path], bool] = lambda _: False,
     keep: bool = False,
@@ -102,48 +133,83 @@ def staged(
 
     Args:
         target: where the result is to be.
-        say: called with a line of text when something was cleaned up.
-        replace: whether what is at the target in the end may be replaced; None if only an empty folder may.
+        say: called with a line of text when something was cleaned up, or could not be.
+        replace: called with a folder that is at the target in the end, which is replaced unless this raises; None if
+            only an empty one may be.
         sync: whether to wait until everything is on disk before the result is put into place.
-        claim: whether to go on in a folder that a process left when it died; any other such folder is removed.
+        claim: whether to go on in a folder that a process left when it died; any other such folder is removed. It
+            raises a CheckpointError where neither is right.
         keep: whether the hidden folder stays when the body fails, for a later run to claim.
 
     Yields:
         The hidden folder.
 
     Raises:
-        CheckpointError: another process is writing this target, or the file system refuses.
+        CheckpointError: another process is writing this target, or the file system refuses. The target is as it was.
     """
     parent, made = target.absolute().parent, []
     try:
         made = _make_parents(parent)
         _restore(target, say)
         folder, lock = _claimed(target, say, claim) or _new_folder(target)
+        _take_after(target, folder, at_least=stat.S_IRWXU)
     except OSError as error:
         _remove_empty(made)
         raise CheckpointError(f"{target}: cannot be written beside: {error.strerror or error}") from error
     except CheckpointError:
         _remove_empty(made)
         raise
+    lines: dict[str, bytes] = {}
     left = f"what was written so far stays in {folder}" if keep else "nothing was left behind"
     try:
         yield folder
         if sync:
             sync_tree(folder)
         left = f"the whole result stays in {folder}" if keep else left
-        shutil.rmtree(folder / journal.FOLDER)
-        _move_into_place(folder, target, replace)
-        if sync:
-            _sync(parent)
+        lines = journal.taken(folder)
+        _take_after(target, folder)
+        replaced = _move_into_place(folder, target, replace)
     except BaseException as error:
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
             _remove_empty(made)
+        elif lines:
+            journal.put_back(folder, lines)
         if isinstance(error, OSError):
             raise CheckpointError(f"{target}: {error.strerror or error}; {left}") from error
         raise
+    else:
+        _settle(target, folder if replaced else None, say, sync=sync)
     finally:
         os.close(lock)
+
+
+def _take_after(target: Path, folder: Path, at_least: int = 0) -> None:
+    """Give a folder the group and the mode of the one that it replaces: who might use that one still may."""
+    if not target.is_dir():
+        return
+    found = target.stat()
+    with contextlib.suppress(OSError):  # a group that this process is not in
+        os.chown(folder, -1, found.st_gid)
+    with contextlib.suppress(OSError):  # a file system that has modes of its own
+        os.chmod(folder, stat.S_IMODE(found.st_mode) | at_least)
+
+
+def _settle(target: Path, replaced: Path | None, say: Callable[[str], None], *, sync: bool) -> None:
+    """What is left to do when the result is in place. That it fails takes nothing from the result."""
+    parent = target.absolute().parent
+    try:
+        if sync:
+            _sync(parent)
+    except OSError as error:
+        said = f"{parent} cannot be synced ({error.strerror or error})"
+        say(f"{target} is whole and in place, but {said}: a power failure in the next seconds may undo that")
+    try:
+        if replaced is not None:
+            shutil.rmtree(replaced)
+    except OSError as error:
+        said = f"what it replaced stays in {replaced} ({error.strerror or error})"
+        say(f"{target} is whole and in place, but {said}: remove that yourself")
 
 
 def _prefix(target: Path) -> str:
@@ -213,7 +279,9 @@ def _claimed(target: Path, say: Callable[[str], None], claim: Callable[[Path], b
                 locks.callback(os.close, found[-1][1])
                 if journal.is_written_by_another(stale):
                     raise CheckpointError(f"{target} is being written by another process, in {stale}")
-        claimed = next(((folder, lock) for folder, lock in found if claim(folder)), None)
+        # All are asked before one is removed: one that is not to be lost stops the run.
+        wanted = [(folder, lock) for folder, lock in found if claim(folder)]
+        claimed = wanted[0] if wanted else None
         for folder, lock in found:
             if (folder, lock) != claimed:
                 shutil.rmtree(folder)
@@ -251,14 +319,14 @@ def _sync(path: Path) -> None:
         os.close(file)
 
 
-def _move_into_place(folder: Path, target: Path, replace: Callable[[Path], bool] | None) -> None:
-    if replace is not None and target.is_dir() and any(target.iterdir()):
-        if not replace(target):  # it is not what was there in the beginning
-            raise CheckpointError(f"{target} is no checkpoint, so it is not replaced")
-        _exchange(folder, target)
-        shutil.rmtree(folder)
-    else:
+def _move_into_place(folder: Path, target: Path, replace: Callable[[Path], object] | None) -> bool:
+    """Make the folder the target; whether there was another one, which is where the folder was now."""
+    if replace is None or not target.is_dir() or not any(target.iterdir()):
         os.rename(folder, target)  # an empty folder is replaced
+        return False
+    replace(target)  # it may not be what was there in the beginning
+    _exchange(folder, target)
+    return True
 
 
 def _exchange(one: Path, other: Path) -> None:

@@ -19,6 +19,7 @@ from qwen3vl_bridge.checkpoint.dcp_reader import DcpTensors
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
 from qwen3vl_bridge.checkpoint.hf_config import ModelConfig
 from qwen3vl_bridge.checkpoint.hf_files import find_model
+from qwen3vl_bridge.checkpoint.paths import expanded
 from qwen3vl_bridge.checkpoint.plan import Plan, make_plan, naming_of
 from qwen3vl_bridge.checkpoint.same_model import check_same_model
 from qwen3vl_bridge.checkpoint.sides import FsdpDtensor, HuggingFace, TorchDist
@@ -131,7 +132,7 @@ def open_adapters(
     Raises:
         CheckpointError: it is damaged, or of a run without adapters.
     """
-    folder = megatron.find_iteration(Path(path).expanduser(), iteration)
+    folder = megatron.find_iteration(expanded(path), iteration)
     ckpt_format = megatron.format_of(folder)
     run = read_run_config(folder)
     settings = adapter_settings(run, folder)
@@ -182,6 +183,7 @@ def _first_weights(folder: Path, found: str | Path, *, trust_remote_code: bool) 
             f"{folder} has no {megatron.HF_FILES}/config.json, and its run names no first weights; name the model that "
             "the adapters are of with --base-model"
         )
-    if megatron.is_megatron_checkpoint(Path(found)) or (Path(found) / megatron.METADATA).is_file():
-        return ModelConfig(megatron.find_iteration(Path(found)) / megatron.HF_FILES)
+    path = expanded(found)
+    if megatron.is_megatron_checkpoint(path) or (path / megatron.METADATA).is_file():
+        return ModelConfig(megatron.find_iteration(path) / megatron.HF_FILES)
     return ModelConfig(find_model(found, weights=False, trust_remote_code=trust_remote_code))

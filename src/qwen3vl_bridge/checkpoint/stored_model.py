@@ -18,6 +18,7 @@ from qwen3vl_bridge.checkpoint.hf_config import ModelConfig
 from qwen3vl_bridge.checkpoint.hf_files import find_model
 from qwen3vl_bridge.checkpoint.hf_reader import HFWeights, has_weights
 from qwen3vl_bridge.checkpoint.manifest import MANIFEST, read_manifest
+from qwen3vl_bridge.checkpoint.paths import expanded
 from qwen3vl_bridge.checkpoint.plan import naming_of
 from qwen3vl_bridge.checkpoint.same_model import check_same_model
 from qwen3vl_bridge.checkpoint.sides import FsdpDtensor, TorchDist
@@ -96,7 +97,7 @@ def open_stored(
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    folder = megatron.find_iteration(Path(path).expanduser(), iteration)
+    folder = megatron.find_iteration(expanded(path), iteration)
     ckpt_format = megatron.format_of(folder)
     config, manifest = stored_config(folder, hf_model, trust_remote_code), read_manifest(folder)
     metadata = read_metadata(folder)

@@ -19,7 +19,7 @@ from qwen3vl_bridge.checkpoint.dcp_writer import DcpLayout
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
 from qwen3vl_bridge.checkpoint.hf_config import ModelConfig
 from qwen3vl_bridge.checkpoint.hf_files import copy_side_files
-from qwen3vl_bridge.checkpoint.megatron_files import BYTE_ITEMS, COMMON_STATE, write_run_files
+from qwen3vl_bridge.checkpoint.megatron_files import BYTE_ITEMS, COMMON_STATE, megatron_files, write_run_files
 from qwen3vl_bridge.checkpoint.paths import place
 from qwen3vl_bridge.checkpoint.plan import Plan
 from qwen3vl_bridge.checkpoint.run_config import run_config
@@ -132,7 +132,7 @@ class Storage:
             settings=settings,
             files=layout.files,
             inner=megatron.iteration_folder(Path(), 0).name,
-            is_ours=megatron.is_megatron_checkpoint,
+            known=lambda root: megatron_files(root, 0),
             finish=lambda root, digest: self._finish(root, digest, layout, plan),
             open=lambda root: self._open(root, layout),
             notes=notes,

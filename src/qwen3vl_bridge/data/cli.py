@@ -17,7 +17,7 @@ from typing import Any
 
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
 from qwen3vl_bridge.data.errors import DataError
-from qwen3vl_bridge.terminal import BAD_INPUT, INTERRUPTED, show_anything
+from qwen3vl_bridge.terminal import BAD_INPUT, INTERRUPTED, show, show_anything
 
 _BAD_SAMPLES = 1
 # As `VisionLimits` has them, which needs torch.
@@ -202,7 +202,7 @@ def _run_pack(options: argparse.Namespace) -> int:
         say=functools.partial(print, file=sys.stderr),
     )
     if options.json:
-        print(packing_as_json(report))
+        show(packing_as_json(report))
     else:
         print_packing(report)
     return 0

@@ -13,14 +13,15 @@ from dataclasses import asdict, dataclass
 from itertools import count, takewhile
 from pathlib import Path
 
-from qwen3vl_bridge.checkpoint.staging import check_target, staged
+from qwen3vl_bridge.checkpoint.errors import CheckpointError
+from qwen3vl_bridge.checkpoint.staging import check_target, refuse_others, staged
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
 from .errors import DataError
 from .order import NumberedOrder
-from .packed import MANIFEST, PackedRows, write
+from .packed import FILES, MANIFEST, PackedRows, write
 from .plan import RowPlan
 from .rows import RowDataset
 from .samples import Samples
@@ -83,7 +84,7 @@ def pack(
     """
     if not rows.settings.pack or rows.settings.packed is not None:
         raise ValueError("found rows that are not packed, or were before; expected rows to pack")
-    check_target(folder, overwrite=overwrite, is_ours=_is_packing, kind="packing")
+    check_target(folder, overwrite=overwrite, replaceable=_check_packing)
     sizes, dropped, truncated = _measured(rows.samples, workers, progress)
     samples, starts = _packed(rows, sizes)
     _prove(rows, sizes, samples, starts)
@@ -100,14 +101,17 @@ def pack(
         tokens=tokens,
         patches=patches,
     )
-    with staged(folder, say, replace=_is_packing if overwrite else None) as place:
+    with staged(folder, say, replace=_check_packing if overwrite else None) as place:
         write(place, sizes, samples, starts, rows.rules(), asdict(report))
         PackedRows(place).check(rows.rules())
     return report
 
 
-def _is_packing(folder: Path) -> bool:
-    return (folder / MANIFEST).is_file()
+def _check_packing(folder: Path) -> None:
+    """Refuse to replace what is not an earlier packing, and nothing besides."""
+    if not (folder / MANIFEST).is_file():
+        raise CheckpointError(f"{folder} is no packing, so it is not replaced; remove it yourself")
+    refuse_others(folder, FILES, "packing")
 
 
 class _Chunks(Dataset[tuple[np.ndarray, int, int]]):

@@ -28,6 +28,8 @@ from .sizes import Size, Sizes
 VERSION = 1
 MANIFEST = "packing.json"
 _ARRAYS = ("sizes", "rows", "starts")
+# All that a packing has.
+FILES = (MANIFEST, *(f"{name}.npy" for name in _ARRAYS))
 
 
 class PackedRows:

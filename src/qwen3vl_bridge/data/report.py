@@ -17,6 +17,8 @@ from itertools import groupby
 from statistics import mean, median
 from typing import Any
 
+from qwen3vl_bridge.terminal import show
+
 from rich.console import Console
 from rich.text import Text
 
@@ -54,7 +56,7 @@ def print_packing(report: PackingReport) -> None:
     if report.patch_fill is not None:
         lines["patches"] += f", {100 * report.patch_fill:.1f} % of the most"
     for name, value in lines.items():
-        print(f"{name:15}{value}")
+        show(f"{name:15}{value}")
 
 
 def as_text(inspection: Inspection, *, brackets: bool = False) -> Text:

@@ -1,0 +1,112 @@
+"""--resume goes on from what is proven to be there, and never takes away what another run was to go on from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from qwen3vl_bridge.checkpoint import CheckpointError, copying, files, import_checkpoint, journal, verify_checkpoint
+from qwen3vl_bridge.checkpoint.cli import main
+
+import pytest
+
+
+@pytest.fixture
+def begun(untied_folder, tmp_path, monkeypatch) -> Path:
+    """An import to `tmp_path / "m"` that was to be continued and got as far as five units."""
+    done, original = [], copying._commit
+
+    def fail_later(*arguments):
+        done.append(1)
+        if len(done) > 5:
+            raise OSError(5, "Input/output error")
+        original(*arguments)
+
+    monkeypatch.setattr(files, "UNIT_BYTES", 1 << 14)
+    monkeypatch.setattr(copying, "_commit", fail_later)
+    with pytest.raises(CheckpointError, match="stays in"):
+        import_checkpoint(untied_folder, tmp_path / "m", resume=True)
+    monkeypatch.setattr(copying, "_commit", original)
+    (folder,) = tmp_path.glob(".m.partial-*")
+    return folder
+
+
+def damage(folder: Path) -> str:
+    """Turn a bit of the first file that an earlier run has written."""
+    line = (folder / journal.FOLDER / "rank-0").read_text().splitlines()[0]
+    name, start, end, _ = line.split(" ")
+    path = folder / "iter_0000000" / name
+    data = bytearray(path.read_bytes())
+    data[(int(start) + int(end)) // 2] ^= 4
+    path.write_bytes(data)
+    return name
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_damaged_part_is_written_once_more(begun, untied_folder, tmp_path, verify):
+    damage(begun)
+    report = import_checkpoint(untied_folder, tmp_path / "m", resume=True, verify=verify)
+    assert any(note.startswith("1 of 5 parts") for note in report.notes) and report.resumed
+    import_checkpoint(untied_folder, tmp_path / "whole")
+    assert contents(tmp_path / "m") == contents(tmp_path / "whole")
+
+
+def test_a_result_that_fails_to_verify_again_and_again_says_how_to_go_on(begun, untied_folder, tmp_path, monkeypatch):
+    damage(begun)  # and in such a way that it is not noticed
+    monkeypatch.setattr(journal, "intact", lambda _, __, units, ___: [unit for unit, _ in units])
+    with pytest.raises(CheckpointError, match=r"not written as it should be.* is of no use: run without --resume"):
+        import_checkpoint(untied_folder, tmp_path / "m", resume=True, verify=True)
+    assert import_checkpoint(untied_folder, tmp_path / "m", verify=True).resumed == 0
+
+
+def test_a_file_that_grew_says_how_to_go_on(begun, untied_folder, tmp_path):
+    with (begun / "iter_0000000" / damage(begun)).open("ab") as file:
+        file.write(b"x" * (1 << 20))
+    with pytest.raises(CheckpointError, match=r"bytes, expected .* is of no use: run without --resume"):
+        import_checkpoint(untied_folder, tmp_path / "m", resume=True)
+
+
+def test_other_options_do_not_cost_what_was_to_be_continued(begun, untied_folder, tmp_path, capsys):
+    arguments = ["import", "--no-progress", "--hf-model", str(untied_folder), "--megatron-path", str(tmp_path / "m")]
+    before = contents(begun)
+    assert main([*arguments, "--resume", "--torch-dtype", "bfloat16"]) == 2
+    error = capsys.readouterr().err
+    assert str(begun) in error and "other options" in error and "without --resume" in error
+    assert contents(begun) == before and not (tmp_path / "m").exists()
+    assert main([*arguments, "--resume"]) == 0
+    assert "GB of its files were there already" in capsys.readouterr().out
+
+
+def test_without_resume_a_conversion_starts_anew(begun, untied_folder, tmp_path):
+    report = import_checkpoint(untied_folder, tmp_path / "m", torch_dtype="bfloat16")
+    assert not report.resumed and str(begun) in report.notes[0] and "removed" in report.notes[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_what_never_got_as_far_as_a_plan_is_in_nobodys_way(begun, untied_folder, tmp_path):
+    (begun / journal.FOLDER / "plan").write_text("")
+    report = import_checkpoint(untied_folder, tmp_path / "m", resume=True)
+    assert not report.resumed and verify_checkpoint(untied_folder, tmp_path / "m").same
+
+
+def test_all_that_is_left_to_do_takes_no_time(begun, untied_folder, tmp_path, monkeypatch, capsys):
+    """A result that is whole, but could not be put into place."""
+    original = copying._commit
+
+    def intrude(*arguments):
+        (tmp_path / "m").mkdir(exist_ok=True)
+        (tmp_path / "m" / "precious").write_text("x")
+        original(*arguments)
+
+    monkeypatch.setattr(copying, "_commit", intrude)
+    arguments = ["import", "--no-progress", "--hf-model", str(untied_folder), "--megatron-path", str(tmp_path / "m")]
+    assert main([*arguments, "--resume"]) == 2
+    assert "the whole result stays in" in capsys.readouterr().err
+    monkeypatch.setattr(copying, "_commit", original)
+    (tmp_path / "m" / "precious").unlink()
+    assert main([*arguments, "--resume"]) == 0
+    out = capsys.readouterr().out
+    assert "0.00 GB written" in out and "(0.00 GB/s)" in out and "-" not in out.partition("written")[2]
