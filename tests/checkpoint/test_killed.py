@@ -47,6 +47,7 @@ def larger(request, tmp_path_factory):
     copy_side_files(request.getfixturevalue(request.param), folder)
     config = read_object(folder / "config.json")
     config["text_config"] |= {"hidden_size": 256, "intermediate_size": 640, "vocab_size": 6144}
+    config["vision_config"]["out_hidden_size"] = 256
     write_object(folder / "config.json", config)
     dimensions, generator = dimensions_of(config), np.random.default_rng(0)
     shapes = tensors_of(expand(TABLE, dimensions), HuggingFace(dimensions))
