@@ -57,7 +57,7 @@ def build(monkeypatch):
 )
 def test_what_could_not_be_trained_can_be_built_for_other_uses(build, size, fields, message):
     with pytest.raises(ValueError, match=message):
-        build(size, fields, ddp_config=SimpleNamespace())
+        build(size, fields, ddp_config=SimpleNamespace(average_in_collective=False))
     assert build(size, fields, wrap_with_ddp=False)
 
 
@@ -72,7 +72,7 @@ def test_what_could_not_be_trained_can_be_built_for_other_uses(build, size, fiel
     ],
 )
 def test_what_can_be_trained_is_built(build, size, fields):
-    assert build(size, fields, ddp_config=SimpleNamespace())
+    assert build(size, fields, ddp_config=SimpleNamespace(average_in_collective=False))
 
 
 def test_ddp_may_be_turned_off_by_position(build):

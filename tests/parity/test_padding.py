@@ -36,7 +36,8 @@ class Seen:
 
 @pytest.fixture(scope="module")
 def pair(moe_folder) -> Pair:
-    return make_pair(moe_folder, moe_aux_loss_coeff=0.02, moe_z_loss_coeff=1e-3)
+    # Balancing losses weigh what a loss is divided by: sums over tokens are taken here.
+    return make_pair(moe_folder, moe_aux_loss_coeff=0.02, moe_z_loss_coeff=1e-3, calculate_per_token_loss=True)
 
 
 def layouts(lengths: list[int]) -> dict[str, SequenceLayout]:

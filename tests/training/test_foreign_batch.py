@@ -30,9 +30,9 @@ LAYOUTS = {"rows": {}, "packed": PACKED, "deferred": DEFERRED, "full rows": dict
 @pytest.fixture(scope="module", params=["dense", "moe"])
 def pair(request):
     if request.param == "dense":
-        return make_pair(request.getfixturevalue("untied_folder"))
+        return make_pair(request.getfixturevalue("untied_folder"), calculate_per_token_loss=True)
     # The reference's loss has no balancing term.
-    return make_pair(request.getfixturevalue("moe_folder"), moe_aux_loss_coeff=0.0)
+    return make_pair(request.getfixturevalue("moe_folder"), moe_aux_loss_coeff=0.0, calculate_per_token_loss=True)
 
 
 @pytest.fixture(scope="module")

@@ -76,7 +76,8 @@ def as_model_inputs(
     if not encodes:
         ranks |= dict(vision_work=None, encoders=None)
     if are_cut(arranged, labels, mask, ranks["cp_size"]):
-        _way_back(arranged, labels, ranks["cp_size"])  # rows that were rolled: whoever cut the labels has not
+        if not arranged.packed:  # of a packed row they are in the layout's order
+            _way_back(arranged, labels, ranks["cp_size"])  # rows that were rolled: whoever cut the labels has not
         inputs = with_own_labels(batch.to(input_ids.device).local(**ranks), labels, mask, vocabulary)
         return _answered(inputs, None, None)
     order = _way_back(arranged, labels, ranks["cp_size"])
