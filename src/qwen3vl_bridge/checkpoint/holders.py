@@ -39,9 +39,10 @@ def holders(rows: Collection[Row], side: FsdpDtensor | TorchDist, topology: Topo
         topology: sizes that fit the model.
 
     Returns:
-        Parts of every tensor; nothing where there is one rank.
+        Parts of every tensor; nothing where one rank reads each as a whole. torch_dist's ranks read gate and up
+        projection apart, even if there is one.
     """
-    if topology.ranks == 1:
+    if topology.ranks == 1 and isinstance(side, FsdpDtensor):
         return {}
     found: dict[str, dict[Shape, list[Part]]] = {}
     parts = _in_units(rows, side, topology) if isinstance(side, FsdpDtensor) else _in_stages(rows, side, topology)
@@ -78,8 +79,8 @@ def _in_units(rows: Collection[Row], side: FsdpDtensor, topology: Topology) -> I
         copies = tp if _BY_ROWS.search(row.megatron) else 1
         columns = math.prod(shape[1:]) // (tp if _BY_COLUMNS.search(row.megatron) else 1)
         in_layer = row.indices[:1] and row.indices[0].endswith("layers")
-        layer = (row.megatron.partition(".")[0], row.position[0]) if in_layer else ("", 0)
-        key = (*layer, of_experts, _expert_group(row, side.dimensions, topology))
+        tower, layer = (row.megatron.partition(".")[0], row.position[0]) if in_layer else ("", 0)
+        key = (tower, layer, of_experts, _expert_group(row, side.dimensions, topology))
         units.setdefault(key, []).append(_Parameter(tuple(tensors), shape[0] // copies, columns, copies))
     for (_, _, of_experts, group), parameters in units.items():
         ranks = topology.ranks // (topology.ep * topology.expert_tp if of_experts else topology.tp)
