@@ -4,7 +4,8 @@
 
 Every local shard is compared with the checkpoint, bit for bit. On a CPU the model has the local layer spec's names.
 KIND says how it is loaded: "strict" where the checkpoint has the same names; "lax", as Megatron-Bridge does by default,
-where it may have Transformer Engine's; "refused" where it is of another model, which every rank has to say. Where there
+where it may have Transformer Engine's; "refused" where it is of another model, which every rank has to say; "counted"
+as "strict", and every rank says how many bytes it read of how many files, and how many elements it holds. Where there
 is a folder to save to, all weights are doubled and saved by Megatron-Bridge's own function, together with the state of
 megatron-core's optimizer.
 """
@@ -35,6 +36,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import unwrap_model
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 
@@ -98,6 +100,23 @@ def load(model: torch.nn.Module, folder: str, strict: bool) -> None:
         folder, settings, rank0=False, sharded_state_dict=state | {"_model": [model]}, iteration=0
     )
     checkpointing._load_model_state_dict(model, state["model"], True)
+
+
+class CountingReader(FileSystemReader):
+    """Torch's own, which keeps the count of what it reads."""
+
+    def read_data(self, plan, planner):
+        places = [self.storage_data[item.storage_index] for item in plan.items]
+        type(self).counted = [sum(place.length for place in places), len({place.relative_path for place in places})]
+        return super().read_data(plan, planner)
+
+
+def counted(model: torch.nn.Module, folder: str) -> list[int]:
+    """Load; bytes read, files opened, elements held."""
+    checkpointing._get_filesystem_reader = CountingReader
+    load(model, folder, strict=True)
+    held = sum(tensor.to_local().numel() for tensor in model.state_dict().values() if hasattr(tensor, "to_local"))
+    return [*CountingReader.counted, held]
 
 
 def refusal(model: torch.nn.Module, folder: str) -> str:
@@ -171,12 +190,17 @@ def rank_main(
         dist.all_gather_object(everyone, refusal(model, folder))
         said = f"refused: {everyone[0]}" if len(set(everyone)) == 1 else f"not alike: {everyone}"
     else:
-        load(model, folder, strict=kind == "strict")
+        if kind == "counted":
+            reads = [None] * world
+            dist.all_gather_object(reads, counted(model, folder))
+            # One write with its newline in it, so that it stays one line.
+            sys.stdout.write(f"read: {json.dumps(reads)}\n" if rank == 0 else "")
+        else:
+            load(model, folder, strict=kind == "strict")
         dist.all_gather_object(everyone, compare(model, stored, tp))
         assert set().union(*everyone) == stored.keys(), stored.keys() - set().union(*everyone)
         said = f"same: {len(stored)} at world {world}, tp {tp}, ep {ep}, {kind}"
     if rank == 0:
-        # One write with its newline in it, so that it stays one line.
         sys.stdout.write(f"{said}\n")
         sys.stdout.flush()
     if save_to is not None:

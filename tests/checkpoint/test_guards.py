@@ -68,6 +68,23 @@ def interrupt_after(monkeypatch, count: int):
     return lambda: monkeypatch.setattr(copying, "_commit", original)
 
 
+def test_a_unit_that_waits_for_the_disk_holds_up_one_other_at_most(untied_folder, tmp_path, monkeypatch):
+    """Two are written at a time, and no more files are open than that."""
+    running, most, original = [], [], copying._commit
+
+    def wait(file, *arguments):
+        running.append(file)
+        most.append(len(running))
+        time.sleep(0.05)
+        running.remove(file)
+        original(file, *arguments)
+
+    monkeypatch.setattr(files, "UNIT_BYTES", 1 << 18)
+    monkeypatch.setattr(copying, "_commit", wait)
+    import_checkpoint(untied_folder, tmp_path / "m", verify=True)
+    assert len(most) > 5 and max(most) == 2
+
+
 def test_resume_notices_that_elements_come_from_elsewhere(untied_folder, tmp_path, monkeypatch):
     model = shutil.copytree(untied_folder, tmp_path / "model")
     mend = interrupt_after(monkeypatch, 5)

@@ -57,7 +57,7 @@ def test_a_slow_disk_does_not_collect_open_files(direction, moe_folder, tmp_path
         else:
             export_checkpoint(source, target)
     assert len(most) > 100, "the model has too few units to show it"
-    assert max(most) <= copying._WAITING + 2  # one is written, one is being waited for
+    assert max(most) <= 2 + 1  # two are written, and one may be let go
     assert verify_checkpoint(*((moe_folder, target) if direction == "import" else (target, source))).same
 
 

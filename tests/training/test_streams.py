@@ -77,7 +77,12 @@ def numbered(kind="cyclic", *, length=24, valid=8, workers=0, sharding=True, **f
     return BridgeData(
         SimpleNamespace(
             dataset=dataset,
-            train=SimpleNamespace(global_batch_size=4, train_iters=length // 4, train_samples=None),
+            train=SimpleNamespace(
+                global_batch_size=4,
+                train_iters=length // 4,
+                train_samples=None,
+                exit_signal_handler_for_dataloader=False,
+            ),
             validation=SimpleNamespace(eval_interval=2, eval_iters=2, eval_global_batch_size=4),
             checkpoint=SimpleNamespace(save=None, load=None),
             rng=SimpleNamespace(seed=5),

@@ -27,11 +27,13 @@ from qwen3vl_bridge.terminal import BAD_INPUT, INTERRUPTED, show, show_anything
 
 _SIZES = {
     "tp": "tensor-parallel size",
-    "pp": "pipeline-parallel size",
-    "cp": "context-parallel size",
+    "pp": "pipeline-parallel size (torch_dist alone)",
+    "cp": "context-parallel size; its ranks share fsdp_dtensor's weights, so it counts where --world-size is not "
+    "given; torch_dist is cut the same for any",
     "ep": "expert-parallel size",
     "etp": "expert-tensor-parallel size (default: --tp)",
-    "world-size": "number of processes that train",
+    "world-size": "number of processes that train, which share fsdp_dtensor's weights; torch_dist is cut the same for "
+    "any (default: as few as the other sizes allow)",
 }
 
 
@@ -180,7 +182,11 @@ def _storing(parser: argparse.ArgumentParser, *, required: bool = False) -> None
     parser.add_argument("--make-vocab-size-divisible-by", type=int, metavar="N", dest="vocab_divisor",
                         help="pad the vocabulary to a multiple of N times --tp, as a model with should_pad_vocab does "
                         "(default: no padding)")  # fmt: skip
-    group = parser.add_argument_group("sizes the checkpoint is meant for; it loads at any other too")
+    group = parser.add_argument_group(
+        "sizes the checkpoint is meant for",
+        "A rank reads whole items of the files. They are cut by what ranks of these sizes hold, and those that a rank "
+        "needs lie together. The checkpoint loads at any other sizes too.",
+    )
     for name, text in _SIZES.items():
         default = None if name in ("etp", "world-size") else 1
         group.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)

@@ -89,6 +89,7 @@ class Conversion:
         finish: writes all other files, the manifest aside, given the result's folder and a digest of the plan.
         open: opens a result's tensors and checks that all its files are as they should be.
         notes: what the user should know.
+        threads: how many of a process read the source at a time.
     """
 
     name: str
@@ -104,6 +105,7 @@ class Conversion:
     finish: Callable[[Path, str], None]
     open: Callable[[Path], TensorSource]
     notes: list[str]
+    threads: int = 2
 
     def digest(self, *, sync: bool) -> str:
         """Tells one plan from another: source files, where every element comes from, where every byte goes.
@@ -247,7 +249,16 @@ def _write(conversion: Conversion, conduct: _Conduct, work: Path) -> tuple[float
             journal.Journal(work, ranks.rank) as lines,
             _meter(conversion.name, sum(unit.nbytes for unit in mine), conduct) as meter,
         ):
-            write_units(folder, conversion.files, mine, conversion.source, lines, meter, sync=conduct.sync)
+            write_units(
+                folder,
+                conversion.files,
+                mine,
+                conversion.source,
+                lines,
+                meter,
+                sync=conduct.sync,
+                threads=conversion.threads,
+            )
             return meter.seconds
 
     return max(ranks.each(write)), sum(unit.nbytes for unit in there), sum(unit.nbytes for unit in left)

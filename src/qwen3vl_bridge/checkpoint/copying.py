@@ -9,10 +9,10 @@ import contextlib
 import ctypes
 import errno
 import os
-from collections import deque
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event, Lock
 from typing import BinaryIO
 
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
@@ -22,8 +22,6 @@ from qwen3vl_bridge.checkpoint.progress import Progress
 from qwen3vl_bridge.checkpoint.streams import PieceReader
 from qwen3vl_bridge.checkpoint.tensors import TensorSource
 
-# Files that wait for the disk while the next one is written. More would help no disk, and each of them stays open.
-_WAITING = 2
 # Smaller than the blocks that come in, so that those go to the file without another copy.
 _BUFFER = 1 << 16
 
@@ -37,6 +35,7 @@ def write_units(
     meter: Progress,
     *,
     sync: bool = True,
+    threads: int = 1,
 ) -> None:
     """Write units and note in the journal those that are on disk.
 
@@ -48,28 +47,47 @@ def write_units(
         journal: this process's.
         meter: is told of every block.
         sync: whether to wait until the bytes have reached the disk before they are noted, and until all have.
+        threads: how many units are written at a time; while one waits for the disk, another is read and turned.
 
     Raises:
         CheckpointError: the source cannot be read, or a value does not fit its dtype.
         OSError: the disk is full, or refuses otherwise.
     """
-    with PieceReader(source) as reader, ThreadPoolExecutor(1, "sync") as thread:
-        pending: deque[Future[None]] = deque()
-        for unit in work:
-            file = _open_at(folder / files[unit.file].name, unit)
-            try:
-                digest = _write(file, files[unit.file], unit, reader, meter)
-                file.flush()
-            except BaseException:
-                with contextlib.suppress(OSError):  # such as a full disk, which is the exception already
-                    file.close()
-                raise
-            # The disk is waited for in a thread, while the next unit is read and written.
-            pending.append(thread.submit(_commit, file, files[unit.file], unit, digest, journal, sync))
-            while len(pending) > _WAITING or (pending and pending[0].done()):
-                pending.popleft().result()
-        for future in pending:
-            future.result()
+    left, lock, stop = iter(work), Lock(), Event()
+
+    def take() -> Unit | None:
+        with lock:
+            return None if stop.is_set() else next(left, None)
+
+    def write_some() -> None:
+        with PieceReader(source) as reader:
+            while (unit := take()) is not None:
+                try:
+                    _write_unit(folder, files[unit.file], unit, reader, meter, journal, sync)
+                except BaseException:
+                    stop.set()
+                    raise
+
+    with ThreadPoolExecutor(threads, "write") as pool:
+        try:
+            for writing in [pool.submit(write_some) for _ in range(threads)]:
+                writing.result()
+        finally:
+            stop.set()  # whatever ends this thread, such as a signal, ends the others after their unit
+
+
+def _write_unit(
+    folder: Path, output: OutputFile, unit: Unit, reader: PieceReader, meter: Progress, journal: Journal, sync: bool
+) -> None:
+    file = _open_at(folder / output.name, unit)
+    try:
+        digest = _write(file, output, unit, reader, meter)
+        file.flush()
+    except BaseException:
+        with contextlib.suppress(OSError):  # such as a full disk, which is the exception already
+            file.close()
+        raise
+    _commit(file, output, unit, digest, journal, sync)
 
 
 def _write(file: BinaryIO, output: OutputFile, unit: Unit, reader: PieceReader, meter: Progress) -> str:

@@ -10,6 +10,7 @@ import io
 import os
 import pickle
 import uuid
+from collections.abc import Iterator
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,15 @@ class DcpLayout:
         """Keys of the items that are no tensors."""
         return [key for key, entry in self._entries.items() if isinstance(entry, BytesStorageMetadata)]
 
-    def add_chunk(self, spec: TensorSpec, offsets: Shape, sizes: Shape, pieces: Pieces, start: int) -> int:
+    @property
+    def chunks(self) -> Iterator[tuple[str, Shape, Shape, str, int]]:
+        """Of every box: its tensor's key, offsets and sizes, the file it is in, and how many bytes a loader reads."""
+        for key, entry in self._entries.items():
+            for chunk in entry.chunks if isinstance(entry, TensorStorageMetadata) else ():
+                info = self._storage[MetadataIndex(key, chunk.offsets)]
+                yield key, tuple(chunk.offsets), tuple(chunk.sizes), info.relative_path, info.length
+
+    def add_chunk(self, spec: TensorSpec, offsets: Shape, sizes: Shape, pieces: Pieces, start: int) -> None:
         """Add a box of a tensor.
 
         Args:
@@ -63,9 +72,6 @@ class DcpLayout:
             sizes: the box.
             pieces: the whole tensor's elements.
             start: which of them is the box's first; its others follow.
-
-        Returns:
-            How many elements the box has.
         """
         frame, dtype = template(spec.dtype, sizes), getattr(torch, spec.dtype)
         data = Data(pieces, spec.dtype, start, frame.nbytes // dtype.itemsize)
@@ -77,7 +83,6 @@ class DcpLayout:
         assert isinstance(entry, TensorStorageMetadata)
         entry.chunks.append(ChunkStorageMetadata(_size(offsets), _size(sizes)))
         self._storage[MetadataIndex(spec.name, offsets)] = info
-        return data.length
 
     def add_bytes(self, key: str, value: Any) -> None:
         """Add an item that is no tensor."""

@@ -107,6 +107,7 @@ def merge_adapters(
             finish=lambda root, _: finish_model(root, plan, base.config, max_shard_bytes),
             open=HFWeights,
             notes=[*base.notes, *padding],
+            threads=1,  # merged weights are computed one at a time
         )
 
     return carry_out(planned, how)

@@ -8,16 +8,17 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from threading import Lock
 
 _SECONDS_BETWEEN_LINES = 5.0
 
 
 class Progress:
-    """Bytes done of a total, on standard error."""
+    """Bytes done of a total, on standard error. Several threads may tell of theirs."""
 
     def __init__(self, label: str, total: int, *, shown: bool = True) -> None:
         self._label, self._total, self._done = label, total, 0
-        self._shown = shown
+        self._shown, self._lock = shown, Lock()
         self._begun = self._said = time.monotonic()
         self._bar = _bar(label, total) if shown and sys.stderr.isatty() else None
 
@@ -44,12 +45,13 @@ class Progress:
 
     def advance(self, count: int) -> None:
         """So many more bytes are done."""
-        self._done += count
-        if self._bar is not None:
-            self._bar.update(count)
-        elif self._shown and time.monotonic() - self._said > _SECONDS_BETWEEN_LINES:
-            self._said = time.monotonic()
-            self._line()
+        with self._lock:
+            self._done += count
+            if self._bar is not None:
+                self._bar.update(count)
+            elif self._shown and time.monotonic() - self._said > _SECONDS_BETWEEN_LINES:
+                self._said = time.monotonic()
+                self._line()
 
     def _line(self) -> None:
         rate = self._done / max(self.seconds, 1e-9)

@@ -6,9 +6,11 @@ read.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
+from operator import itemgetter
 from pathlib import Path
 
 from qwen3vl_bridge.checkpoint import megatron_folder as megatron
@@ -19,6 +21,7 @@ from qwen3vl_bridge.checkpoint.dcp_writer import DcpLayout
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
 from qwen3vl_bridge.checkpoint.hf_config import ModelConfig
 from qwen3vl_bridge.checkpoint.hf_files import copy_side_files
+from qwen3vl_bridge.checkpoint.holders import holders
 from qwen3vl_bridge.checkpoint.megatron_files import BYTE_ITEMS, COMMON_STATE, megatron_files, write_run_files
 from qwen3vl_bridge.checkpoint.paths import place
 from qwen3vl_bridge.checkpoint.plan import Plan
@@ -113,7 +116,7 @@ class Storage:
             folder: where that is.
             notes: what the user should know.
         """
-        layout = self._layout(plan)
+        layout = self.layout(plan)
         settings = {
             "format": self.ckpt_format,
             "layer_spec": self.naming,
@@ -138,15 +141,19 @@ class Storage:
             notes=notes,
         )
 
-    def _layout(self, plan: Plan) -> DcpLayout:
+    def layout(self, plan: Plan) -> DcpLayout:
         """All files with tensors, and the byte items a loader wants."""
-        layout = DcpLayout()
+        layout, side = DcpLayout(), self.side
+        held, chunks = holders(self.config.rows(), side, self.topology), []
         for task in plan.tasks:
             key = megatron.key_of(task.target.name, self.ckpt_format)
             spec, position = TensorSpec(key, task.target.dtype, task.target.shape), 0
-            for offsets, sizes in self.topology.chunks(spec, task.leading):
-                position += layout.add_chunk(spec, offsets, sizes, task.pieces, position)
-        side = self.side
+            for owner, offsets, sizes in self.topology.chunks(spec, task.leading, held.get(task.target.name)):
+                chunks.append((owner, spec, offsets, sizes, task.pieces, position))
+                position += math.prod(sizes)
+        # What a rank reads lies together, in few files.
+        for _, *chunk in sorted(chunks, key=itemgetter(0)):
+            layout.add_chunk(*chunk)
         if isinstance(side, FsdpDtensor):
             for key, value in BYTE_ITEMS.items():
                 layout.add_bytes(key, value)

@@ -24,7 +24,7 @@ import numpy as np
 _BLOCK = 1 << 18
 _OPEN_FILES = 32
 # Bytes of a matrix that are turned at a time: the more rows, the longer the stretches that they become.
-_STRIP = 1 << 18
+_STRIP = 1 << 19
 
 
 class PieceReader:

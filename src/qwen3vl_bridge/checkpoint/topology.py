@@ -1,6 +1,7 @@
 """Parallel sizes a checkpoint is meant for.
 
-What lives here: whether a model can be split so, and how a tensor is cut into chunks. What may not: files.
+What lives here: whether a model can be split so, and how a tensor is cut into chunks. What may not: who holds what
+(`holders.py`), files.
 
 A written checkpoint loads at any topology. But a loader reads every chunk it needs a part of as a whole, so chunks are
 small, and cut where ranks are.
@@ -10,12 +11,27 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
 from qwen3vl_bridge.checkpoint.tensors import Shape, TensorSpec
 from qwen3vl_bridge.dimensions import Dimensions
+
+# What ranks hold is told apart down to this. A layer of a small model has less for each of many ranks, and an item for
+# each of them would take longer to find than to read.
+_LEAST_BYTES = 1 << 20
+
+# Tells ranks, or groups of them, from each other; those that are alike hold more of the same.
+Owner = tuple[int, ...]
+
+
+class Part(NamedTuple):
+    """Rows of a tensor from `first` on, up to the next part."""
+
+    first: int
+    owner: Owner
 
 
 @dataclass(frozen=True)
@@ -28,7 +44,7 @@ class Topology:
         cp: context-parallel size.
         ep: expert-parallel size.
         etp: expert-tensor-parallel size; None for `tp`.
-        world_size: number of processes that train; None if it doesn't matter.
+        world_size: number of processes that train; None for as few as the other sizes allow.
         chunk_bytes: size of a chunk at most, unless a single row has more.
     """
 
@@ -39,6 +55,23 @@ class Topology:
     etp: int | None = None
     world_size: int | None = None
     chunk_bytes: int = 32 << 20
+
+    @property
+    def expert_tp(self) -> int:
+        """Tensor-parallel ranks that share an expert."""
+        return self.tp if self.etp is None else self.etp
+
+    @property
+    def ranks(self) -> int:
+        """Processes that train."""
+        return math.lcm(*self._products().values()) if self.world_size is None else self.world_size
+
+    def _products(self) -> dict[str, int]:
+        """What the number of processes is a multiple of, in words."""
+        products = {"tp * pp * cp": self.tp * self.pp * self.cp}
+        if self.ep > 1 or self.etp is not None:
+            products["etp * ep * pp"] = self.expert_tp * self.ep * self.pp
+        return products
 
     def check(self, dimensions: Dimensions, *, stages: bool) -> None:
         """Check that a model can be split so.
@@ -85,56 +118,56 @@ class Topology:
             return
         if experts % self.ep:
             raise CheckpointError(f"--ep is {self.ep}, expected a divisor of the {experts} experts")
-        size = self.tp if self.etp is None else self.etp
-        if ffn % size:
+        if ffn % self.expert_tp:
             name = "etp" if self.etp else "tp, which --etp follows,"
-            raise CheckpointError(f"--{name} is {size}, expected a divisor of the experts' width, which is {ffn}")
+            raise CheckpointError(
+                f"--{name} is {self.expert_tp}, expected a divisor of the experts' width, which is {ffn}"
+            )
 
     def _check_world(self) -> None:
-        if self.world_size is None:
-            return
-        etp = self.tp if self.etp is None else self.etp
-        products = {"tp * pp * cp": self.tp * self.pp * self.cp}
-        if self.ep > 1 or self.etp is not None:
-            products["etp * ep * pp"] = etp * self.ep * self.pp
-        for name, product in products.items():
-            if self.world_size % product:
+        for name, product in self._products().items():
+            if self.ranks % product:
                 raise CheckpointError(
                     f"--world-size is {self.world_size}, expected a multiple of {name}, which is {product}"
                 )
 
-    def chunks(self, spec: TensorSpec, leading: int = 0) -> Iterator[tuple[Shape, Shape]]:
+    def chunks(
+        self, spec: TensorSpec, leading: int = 0, parts: Mapping[Shape, Sequence[Part]] | None = None
+    ) -> Iterator[tuple[Owner, Shape, Shape]]:
         """Cut a tensor into boxes that follow one another in memory.
 
         Args:
             spec: the tensor.
             leading: how many of its first dimensions count layers or experts; every one gets boxes of its own, of
                 whole rows.
+            parts: what different ranks hold, by the numbers in the leading dimensions; where there is none, it is all
+                one part.
 
         Yields:
-            Offsets and sizes of each box, in order.
+            Who holds a box's first row; offsets and sizes of the box, in order.
         """
         counts, shape = spec.shape[:leading], spec.shape[leading:]
-        nbytes = spec.nbytes // max(math.prod(counts), 1)
-        rows = list(self._rows(shape, nbytes))
+        rows, nbytes = shape[0] if shape else 1, spec.nbytes // max(math.prod(counts), 1)
         for index in itertools.product(*map(range, counts)):
-            for start, count in rows:
+            held = (parts or {}).get(index, (Part(0, ()),))
+            for start, count, owner in self._rows(rows, nbytes, held):
                 offsets = (start, *(0 for _ in shape[1:])) if shape else ()
                 sizes = (count, *shape[1:]) if shape else ()
-                yield (*index, *offsets), (*(1 for _ in counts), *sizes)
+                yield owner, (*index, *offsets), (*(1 for _ in counts), *sizes)
 
-    def _rows(self, shape: Shape, nbytes: int) -> Iterator[tuple[int, int]]:
-        """First row and number of rows of each piece of a tensor."""
-        rows = shape[0] if shape else 1
-        if nbytes <= self.chunk_bytes or not shape:
-            yield 0, rows
-            return
-        share = rows // self.tp if rows % self.tp == 0 else rows
-        pieces = math.ceil(share / max(self.chunk_bytes // (nbytes // rows), 1))
-        step = math.ceil(share / pieces)
-        for first in range(0, rows, share):
-            for start in range(first, first + share, step):
-                yield start, min(step, first + share - start)
+    def _rows(self, rows: int, nbytes: int, held: Sequence[Part]) -> Iterator[tuple[int, int, Owner]]:
+        """First row, number of rows and owner of each box."""
+        least = min(_LEAST_BYTES, self.chunk_bytes) * rows / max(nbytes, 1)
+        most = max(self.chunk_bytes * rows // max(nbytes, 1), 1)
+        first, owner = 0, held[0].owner
+        for part in (*held[1:], Part(rows, ())):
+            if part.first < rows and (part.first - first < least or rows - part.first < least):
+                continue
+            pieces = math.ceil((part.first - first) / most)
+            step = math.ceil((part.first - first) / max(pieces, 1))
+            for start in range(first, part.first, max(step, 1)):
+                yield start, min(step, part.first - start), owner
+            first, owner = part.first, part.owner
 
 
 def _option(name: str) -> str:

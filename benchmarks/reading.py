@@ -1,0 +1,248 @@
+"""What each rank reads of a converted checkpoint, with and without parallel sizes stated when it was made.
+
+    python benchmarks/reading.py
+    python benchmarks/reading.py --sizes 8B --ranks 8 --csv /tmp/reading.csv
+
+From headers alone: the released sizes' shapes are laid out as `import` lays them out, and no file is written. Which
+rows a rank of Megatron-FSDP holds is asked of megatron-core's own functions; torch_dist's ranks hold equal parts. A
+loader reads every item it needs a part of as a whole, once for each tensor. Prints, and appends to a CSV file, the
+bytes that a rank holds, those it reads and the files it opens, in the mean and at most, and how long the layout takes.
+
+What lives here: the count. What may not: code that conversion needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import pickle
+import tempfile
+import time
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+from qwen3vl_bridge import presets
+from qwen3vl_bridge.checkpoint import Topology
+from qwen3vl_bridge.checkpoint.dcp_writer import DcpLayout
+from qwen3vl_bridge.checkpoint.hf_config import ModelConfig
+from qwen3vl_bridge.checkpoint.megatron_folder import FORMATS, key_of
+from qwen3vl_bridge.checkpoint.plan import Plan, make_plan, tensors_of
+from qwen3vl_bridge.checkpoint.sides import TRANSFORMER_ENGINE, HuggingFace, megatron_shape
+from qwen3vl_bridge.checkpoint.storing import Storage
+from qwen3vl_bridge.checkpoint.tensors import Shape, TensorSpec
+from qwen3vl_bridge.mappings import ExpertLayout
+from qwen3vl_bridge.weight_rows import Row
+
+import record
+import torch
+from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as megatron_fsdp
+from megatron.core.distributed.fsdp.src.megatron_fsdp.distributed_data_parallel_config import (
+    DistributedDataParallelConfig,
+)
+
+_RESULTS = record.RESULTS / "reading.csv"
+_STRATEGY = "optim_grads_params"
+# (rank, tensor, numbers in its leading dimensions, first row, end)
+Held = Iterator[tuple[int, str, Shape, int, int]]
+
+
+class Layer(torch.nn.Module):
+    """A unit of Megatron-FSDP."""
+
+
+def storage_of(size: str, ckpt_format: str, topology: Topology) -> Storage:
+    """A checkpoint of a released size."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(presets.config_dict(size)))
+        config = ModelConfig(folder)
+    storage = Storage(ckpt_format, TRANSFORMER_ENGINE, topology, config, size, ExpertLayout.INPUT_MAJOR)
+    storage.check()
+    return storage
+
+
+def plan_of(storage: Storage) -> Plan:
+    """How it is made of the released model."""
+    rows, source = storage.config.rows(), HuggingFace(storage.dimensions)
+    found = {name: TensorSpec(name, "bfloat16", shape) for name, shape in tensors_of(rows, source).items()}
+    return make_plan(rows, source, storage.side, found, where=storage.hf_model)
+
+
+def _tensor_parallel(row: Row, tp: int) -> tuple[int, int]:
+    """How many parts the rows and the columns of a parameter are cut into."""
+    if any(
+        part in row.megatron for part in (".linear_qkv.weight", ".linear_fc1.weight", "embeddings.", "output_layer")
+    ):
+        return tp, 1
+    return (1, tp) if ".linear_proj.weight" in row.megatron or ".linear_fc2.weight" in row.megatron else (1, 1)
+
+
+def _modules(rows: list[Row], storage: Storage) -> tuple[torch.nn.Module, dict[str, Row]]:
+    """The parameters of the first expert-parallel rank, where they are in the model, in the order they are made in."""
+    root, found, topology = torch.nn.Module(), {}, storage.topology
+    experts = storage.dimensions["experts"] // topology.ep if storage.dimensions["experts"] else 0
+    # As the model has them: attention's output before its input, the last merger behind the others.
+    for row in sorted(rows, key=lambda row: ("linear_proj" not in row.megatron, ".merger." in row.megatron)):
+        of_experts = "experts" in row.indices
+        if of_experts and row.expert >= experts:
+            continue
+        *path, name = row.megatron.split(".")
+        module = root
+        for i, part in enumerate(path):
+            if part not in module._modules:
+                module.add_module(part, Layer() if i and path[i - 1] == "layers" else torch.nn.Module())
+            module = module._modules[part]
+        by_rows, by_columns = _tensor_parallel(row, topology.expert_tp if of_experts else topology.tp)
+        shape = megatron_shape(row, storage.dimensions)
+        local = (shape[0] // by_rows, *(shape[1:-1]), shape[-1] // by_columns) if len(shape) > 1 else shape
+        module.register_parameter(name, torch.nn.Parameter(torch.empty(local, dtype=torch.bfloat16, device="meta")))
+        found[row.megatron] = row
+    return root, found
+
+
+def held_by_fsdp(storage: Storage) -> Held:
+    """What ranks of Megatron-FSDP hold."""
+    topology, rows = storage.topology, storage.config.rows()
+    module, by_name = _modules(rows, storage)
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    policy = megatron_fsdp.BucketingPolicy(None, [Layer], _STRATEGY)
+    settings = DistributedDataParallelConfig(data_parallel_sharding_strategy=_STRATEGY)
+    for group in megatron_fsdp._get_parameter_groups(module, policy, {})[0]:
+        tp = topology.expert_tp if group.is_expert_param else topology.tp
+        ep = topology.ep if group.is_expert_param else 1
+        ranks, shapes = topology.ranks // (tp * ep), [parameter.shape for parameter in group.params]
+        items, bucket, _ = megatron_fsdp.build_data_parallel_buffer_index(
+            shapes, 0, ranks, True, settings, 0, group.chunk_size_factor
+        )
+        share = bucket.size // ranks
+        for number, parameter in enumerate(group.params):
+            row, start = by_name[names[parameter]], items[number].global_data_index
+            tensors = list(storage.side.tensors(row))
+            height, width = parameter.shape[0] // len(tensors), parameter[0].numel()
+            by_rows, _ = _tensor_parallel(row, tp)
+            for k, tensor in enumerate(tensors):
+                first = start + k * height * width
+                for shard in range(first // share, (first + height * width - 1) // share + 1):
+                    low = max(shard * share - first, 0) // width
+                    high = min(-(-(shard * share + share - first) // width), height)
+                    for t in range(tp):
+                        above = t * height if by_rows > 1 else 0
+                        for e in range(ep):
+                            name = _of_group(tensor, e * storage.dimensions["experts"] // ep) if ep > 1 else tensor
+                            yield (shard * ep + e) * tp + t, name, (), above + low, above + high
+
+
+def _of_group(tensor: str, first_expert: int) -> str:
+    head, _, tail = tensor.rpartition(".weight")
+    number, dot, part = tail.partition("_")
+    return f"{head}.weight{int(number) + first_expert}{dot}{part}"
+
+
+def held_by_stages(storage: Storage) -> Held:
+    """What ranks of a torch_dist model hold; data-parallel copies hold the same and count once."""
+    topology, layers = storage.topology, len(storage.dimensions.indices["text_layers"])
+    for row in storage.config.rows():
+        name, stacked = storage.side.name(row)
+        of_experts, shape = "experts" in row.indices, megatron_shape(row, storage.dimensions)
+        stage = row.position[0] * topology.pp // layers if "language_model.decoder.layers" in row.megatron else 0
+        if "final_layernorm" in row.megatron or "output_layer" in row.megatron:
+            stage = topology.pp - 1
+        tp, halves = topology.expert_tp if of_experts else topology.tp, len(row.stored)
+        by_rows, _ = _tensor_parallel(row, tp)
+        for e in [row.expert * topology.ep // storage.dimensions["experts"]] if of_experts else range(topology.ep):
+            for t in range(topology.tp):
+                height, part = shape[0] // halves // by_rows, t % tp if by_rows > 1 else 0
+                for k in range(halves):
+                    first = k * (shape[0] // halves) + part * height
+                    rank = (stage * topology.ep + e) * topology.tp + t
+                    yield rank, name, tuple(number for number, _ in stacked), first, first + height
+
+
+def count(layout: DcpLayout, storage: Storage) -> dict[str, list[int]]:
+    """Bytes held and read, and files opened, by each rank."""
+    is_fsdp = storage.ckpt_format == FORMATS[0]
+    leading = {} if is_fsdp else {row: len(storage.side.name(row)[1]) for row in storage.config.rows()}
+    depth = {storage.side.name(row)[0]: count for row, count in leading.items()}
+    boxes: dict[tuple[str, Shape], list[tuple[int, int, str, int]]] = defaultdict(list)
+    for key, offsets, sizes, file, nbytes in layout.chunks:
+        name = key.removeprefix(key_of("", storage.ckpt_format))
+        n = depth.get(name, 0)
+        row = 2 * math.prod(sizes[n + 1 :])
+        boxes[name, offsets[:n]].append((offsets[n] if offsets[n:] else 0, row, file, nbytes))
+    held, read, files = defaultdict(int), defaultdict(int), defaultdict(set)
+    for found in boxes.values():
+        found.sort()
+    for rank, name, index, first, end in held_by_fsdp(storage) if is_fsdp else held_by_stages(storage):
+        found = boxes[name, index]
+        at = bisect_right(found, first, key=lambda box: box[0]) - 1
+        held[rank] += (end - first) * found[at][1]
+        while at < len(found) and found[at][0] < end:
+            read[rank] += found[at][3]
+            files[rank].add(found[at][2])
+            at += 1
+    return {
+        "held": list(held.values()),
+        "read": list(read.values()),
+        "files": [len(opened) for opened in files.values()],
+    }
+
+
+def main() -> None:
+    """Count, print, append."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--sizes", nargs="+", choices=presets.PRESETS, default=["8B", "235B-A22B"])
+    parser.add_argument("--ranks", nargs="+", type=int, default=[8, 64, 256])
+    parser.add_argument("--csv", type=Path, default=_RESULTS, help="file to append to (default: %(default)s)")
+    options = parser.parse_args()
+    rows = []
+    for size in options.sizes:
+        ep = 8 if presets.config_dict(size)["model_type"].endswith("moe") else 1
+        for ranks in options.ranks:
+            topology = Topology(ep=ep, world_size=ranks)
+            rows += [_case(size, FORMATS[0], topology, stated=stated) for stated in (False, True)]
+        # Data-parallel copies read the same, so any number of them will do.
+        topology = Topology(tp=2, pp=2, ep=ep, etp=1)
+        rows += [_case(size, FORMATS[1], topology, stated=stated) for stated in (False, True)]
+    record.append(options.csv, rows)
+
+
+def _case(size: str, ckpt_format: str, topology: Topology, *, stated: bool) -> dict[str, object]:
+    storage = storage_of(size, ckpt_format, topology)
+    plan, written = plan_of(storage), storage_of(size, ckpt_format, topology if stated else Topology())
+    begun = time.perf_counter()
+    layout = written.layout(plan)
+    seconds = time.perf_counter() - begun
+    found = count(layout, storage)
+    with tempfile.TemporaryDirectory() as folder:
+        layout.write_metadata(Path(folder), {}, "")
+        metadata = (Path(folder) / ".metadata").stat().st_size
+        begun = time.perf_counter()
+        pickle.loads((Path(folder) / ".metadata").read_bytes())
+        unpickled = time.perf_counter() - begun
+    mean = {name: sum(values) / len(values) for name, values in found.items()}
+    sizes = f"tp {topology.tp} pp {topology.pp} ep {topology.ep}"
+    row = {
+        "size": size,
+        "format": ckpt_format,
+        "ranks": topology.ranks,
+        "split": sizes,
+        "stated": "yes" if stated else "no",
+        "GB held, mean": f"{mean['held'] / 1e9:.3f}",
+        "GB read, mean": f"{mean['read'] / 1e9:.3f}",
+        "GB read, most": f"{max(found['read']) / 1e9:.3f}",
+        "files opened, mean": f"{mean['files']:.1f}",
+        "files opened, most": max(found["files"]),
+        "items": sum(1 for _ in layout.chunks),
+        "files": len(layout.files),
+        "seconds to lay out": f"{seconds:.2f}",
+        "MB of metadata": f"{metadata / 1e6:.1f}",
+        "seconds to unpickle it": f"{unpickled:.2f}",
+    }
+    print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+    return row
+
+
+if __name__ == "__main__":
+    main()
