@@ -14,6 +14,7 @@ from qwen3vl_bridge.data.samples import Samples
 from qwen3vl_bridge.data.shared_sizes import SharedSizes, sizes_of_job
 from qwen3vl_bridge.data.sizes import NOTHING, AllSizes, Size
 from qwen3vl_bridge.data.sources import JsonLines
+from qwen3vl_bridge.training.process_group import shutdown
 
 import pytest
 import torch.distributed as dist
@@ -42,7 +43,11 @@ def run(*functions):
 
     def answer(number, function):
         gc.freeze()  # a fork has none of the threads that this process's garbage may own
-        queue.put((number, function()))
+        try:
+            queue.put((number, function()))
+        except BaseException as error:
+            queue.put((number, error))
+            raise
 
     processes = [FORK.Process(target=answer, args=item) for item in enumerate(functions)]
     for process in processes:
@@ -50,6 +55,9 @@ def run(*functions):
     found = dict(queue.get(timeout=300) for _ in processes)
     for process in processes:
         process.join()
+    for error in found.values():
+        if isinstance(error, BaseException):
+            raise error
     return [found[number] for number in range(len(functions))]
 
 
@@ -66,6 +74,7 @@ def test_ranks_of_one_machine_and_their_workers_measure_each_conversation_once(
         stream = provider.stream("train")
         return [next(stream).sample_ids for _ in range(6)]
 
+    shutdown()  # groups of other tests, of which each rank would have a copy
     shared_sizes._job.cache_clear()
     found = run(*(lambda rank=rank: rows_of(rank) for rank in range(4)))
     assert found.count(found[0]) == 4
