@@ -167,7 +167,7 @@ def test_without_a_swap_the_old_result_is_never_lost(tmp_path, monkeypatch):
         pass
     assert [path.name for path in tmp_path.rglob("*")] == ["target", "old"]
     monkeypatch.setattr(staging.os, "rename", rename)
-    rename(target, tmp_path / ".target.replaced-1")  # as a process leaves it that dies between the two steps
+    rename(target, tmp_path / ".target.replaced-0123456789ab")  # as a process leaves it that dies between the two steps
     said: list[str] = []
     with pytest.raises(KeyError), staging.staged(target, said.append):
         raise KeyError

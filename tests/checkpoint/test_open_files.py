@@ -5,10 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import tempfile
 import time
 from collections.abc import Iterator
 
-from qwen3vl_bridge.checkpoint import copying, export_checkpoint, files, import_checkpoint, verify_checkpoint
+from qwen3vl_bridge.checkpoint import (
+    copying,
+    dcp_reader,
+    export_checkpoint,
+    files,
+    import_checkpoint,
+    verify_checkpoint,
+)
+from qwen3vl_bridge.checkpoint.dcp_items import NotPlain
 
 import pytest
 import torch
@@ -70,3 +79,21 @@ def test_more_old_archives_than_files_may_be_open(tmp_path):
     with few_files():
         found = read_everything(tmp_path / "saved")
     assert found.keys() == tensors.keys() and all(torch.equal(found[name], tensors[name]) for name in tensors)
+
+
+def test_threads_that_unpack_at_once_get_each_its_own_bytes(moe_folder, tmp_path, monkeypatch):
+    """Two units are written at a time, and both may come upon an item that cannot be read in place."""
+
+    def not_plain(*_):
+        raise NotPlain
+
+    def slow(original=tempfile.TemporaryFile):
+        time.sleep(0.1)  # long enough for the other thread to come by
+        return original()
+
+    import_checkpoint(moe_folder, tmp_path / "source")
+    with monkeypatch.context() as patch:
+        patch.setattr(dcp_reader, "find_payload", not_plain)
+        patch.setattr(dcp_reader.tempfile, "TemporaryFile", slow)
+        export_checkpoint(tmp_path / "source", tmp_path / "target", max_shard_bytes=200_000)
+    assert verify_checkpoint(tmp_path / "target", tmp_path / "source").same

@@ -42,13 +42,22 @@ def test_a_failure_leaves_nothing_not_even_parents(error, tmp_path):
 
 
 def test_what_a_dead_process_left_is_removed_and_reported(tmp_path):
-    stale = tmp_path / ".target.partial-0"
+    stale = tmp_path / ".target.partial-0123456789ab"
     (stale / "iter_0000000").mkdir(parents=True)
     said: list[str] = []
     with staging.staged(tmp_path / "target", said.append):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
     assert len(said) == 1 and str(stale) in said[0]
+
+
+@pytest.mark.parametrize("name", [".target.partial-backup", ".target.replaced-yesterday"])
+def test_folders_of_somebodys_own_stay(name, tmp_path):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "precious").touch()
+    with staging.staged(tmp_path / "target", quiet):
+        pass
+    assert (tmp_path / name / "precious").exists()
 
 
 def test_a_second_process_is_refused_while_the_first_works(tmp_path):

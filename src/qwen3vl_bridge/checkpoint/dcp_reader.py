@@ -11,6 +11,7 @@ import pickle
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from threading import Lock
 from typing import IO
 
 from qwen3vl_bridge.checkpoint.boxes import Tiling
@@ -47,6 +48,7 @@ class DcpTensors:
         self.specs: Mapping[str, TensorSpec] = specs
         self._spilled: IO[bytes] | None = None
         self._payloads: dict[Extent, Extent] = {}
+        self._finding = Lock()  # several threads read
         self._tilings = {name: self._tiling(name) for name in specs}
         self._check_items()
 
@@ -101,10 +103,11 @@ class DcpTensors:
             raise CheckpointError(f"{self.folder}, tensor {name} {self.specs[name].shape}: {error}") from error
 
     def _payload(self, name: str, chunk: Chunk) -> Extent:
-        found = self._payloads.get(chunk.item)
-        if found is None:
-            found = self._payloads[chunk.item] = self._find(name, chunk)
-        return found
+        with self._finding:
+            found = self._payloads.get(chunk.item)
+            if found is None:
+                found = self._payloads[chunk.item] = self._find(name, chunk)
+            return found
 
     def _find(self, name: str, chunk: Chunk) -> Extent:
         dtype = self.specs[name].dtype

@@ -27,6 +27,9 @@ _SPARE = 16 << 20
 _SHOWN = 20
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
+# Letters at the end of a hidden folder's name. Other folders that begin alike are somebody's own.
+_MARK = 12
+_ANY_MARK = "[0-9a-f]" * _MARK
 
 
 def check_target(
@@ -247,7 +250,7 @@ def _lock(folder: Path) -> int:
 
 
 def _new_folder(target: Path) -> tuple[Path, int]:
-    folder = target.absolute().parent / f"{_prefix(target)}{uuid.uuid4().hex[:12]}"
+    folder = target.absolute().parent / f"{_prefix(target)}{_mark()}"
     folder.mkdir()
     try:
         return folder, _lock(folder)
@@ -258,7 +261,7 @@ def _new_folder(target: Path) -> tuple[Path, int]:
 
 def _restore(target: Path, say: Callable[[str], None]) -> None:
     """Bring back what a process had moved away when it died; where its place is taken again, it may go."""
-    for old in sorted(target.absolute().parent.glob(f"{_glob_safe(_replaced(target))}*")):
+    for old in sorted(target.absolute().parent.glob(f"{_glob_safe(_replaced(target))}{_ANY_MARK}")):
         if os.path.lexists(target):
             shutil.rmtree(old)
         else:
@@ -270,7 +273,7 @@ def _claimed(target: Path, say: Callable[[str], None], claim: Callable[[Path], b
     """A folder to go on in, with its lock. What else earlier processes left when they died is removed."""
     with contextlib.ExitStack() as locks:
         found = []
-        for stale in sorted(target.absolute().parent.glob(f"{_glob_safe(_prefix(target))}*")):
+        for stale in sorted(target.absolute().parent.glob(f"{_glob_safe(_prefix(target))}{_ANY_MARK}")):
             with contextlib.suppress(FileNotFoundError):
                 try:
                     found.append((stale, _lock(stale)))
@@ -288,6 +291,11 @@ def _claimed(target: Path, say: Callable[[str], None], claim: Callable[[Path], b
                 say(f"removed {folder}, left behind by a run that did not end")
         # The copy keeps the lock when the first one is closed here.
         return claimed and (claimed[0], os.dup(claimed[1]))
+
+
+def _mark() -> str:
+    """By which a hidden folder is one of ours, and another than any before."""
+    return uuid.uuid4().hex[:_MARK]
 
 
 def _glob_safe(text: str) -> str:
@@ -339,7 +347,7 @@ def _exchange(one: Path, other: Path) -> None:
     if number not in (errno.EINVAL, errno.ENOSYS):
         raise OSError(number, os.strerror(number), str(other))
     # A file system without the swap: for a moment there is none in the target's place, never half of one.
-    old = one.with_name(f"{_replaced(other)}{uuid.uuid4().hex[:12]}")
+    old = one.with_name(f"{_replaced(other)}{_mark()}")
     os.rename(other, old)
     try:
         os.rename(one, other)
