@@ -87,13 +87,23 @@ def test_threads_that_unpack_at_once_get_each_its_own_bytes(moe_folder, tmp_path
     def not_plain(*_):
         raise NotPlain
 
-    def slow(original=tempfile.TemporaryFile):
-        time.sleep(0.1)  # long enough for the other thread to come by
-        return original()
+    class Slow:
+        """A file that leaves the other thread time between looking for its end and writing there."""
+
+        def __init__(self, original=tempfile.TemporaryFile) -> None:
+            self.file = original()
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.file, name)
+
+        def seek(self, *where: int) -> int:
+            end = self.file.seek(*where)
+            time.sleep(0.005)
+            return end
 
     import_checkpoint(moe_folder, tmp_path / "source")
     with monkeypatch.context() as patch:
         patch.setattr(dcp_reader, "find_payload", not_plain)
-        patch.setattr(dcp_reader.tempfile, "TemporaryFile", slow)
+        patch.setattr(dcp_reader.tempfile, "TemporaryFile", Slow)
         export_checkpoint(tmp_path / "source", tmp_path / "target", max_shard_bytes=200_000)
     assert verify_checkpoint(tmp_path / "target", tmp_path / "source").same
