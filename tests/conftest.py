@@ -10,6 +10,8 @@ import hypothesis
 import pytest
 import torch
 
+from tests.ranks import forget_models
+
 # A busy machine is no reason to fail; and CI looks at the same examples each time, people at new ones.
 hypothesis.settings.register_profile("project", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("project")
@@ -22,15 +24,10 @@ def _two_cores():
 
 
 @pytest.fixture(autouse=True)
-def _attention_backend_of_one_test():
-    """A test's models choose Transformer Engine's attention for themselves, not for the tests after it.
-
-    megatron-core writes a model's `attention_backend` into NVTE_* variables of the process, and refuses to build a
-    model that wants another in the same process.
-    """
+def _models_of_one_test():
+    """A test's models are nothing to the tests after it."""
     yield
-    for name in [name for name in os.environ if name.startswith("NVTE_")]:
-        del os.environ[name]
+    forget_models()
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,9 @@
-"""What a module of the tests that runs on ranks begins and ends with."""
+"""What a module of the tests that runs on ranks begins and ends with, and what one model leaves to the next."""
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,20 @@ def begin() -> None:
     """Say little, and leave the cores to the other ranks."""
     quiet()
     torch.set_num_threads(1)
+
+
+def forget_models() -> None:
+    """Let the next model of this process begin as the first: megatron-core keeps two things of a model in the process.
+
+    It writes a model's `attention_backend` into NVTE_* variables, and refuses to build a model that wants another; and
+    its tracker of balancing losses has an entry for each loss that any model had.
+    """
+    for name in [name for name in os.environ if name.startswith("NVTE_")]:
+        del os.environ[name]
+    if "megatron.core.transformer.moe.moe_logging" in sys.modules:
+        from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+
+        destroy_moe_metrics_tracker()
 
 
 def leave(found: Any = None, output: str | Path | None = None, *, writer: int = 0) -> None:

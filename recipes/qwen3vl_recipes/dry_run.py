@@ -75,9 +75,7 @@ def memory_plan(cfg: ConfigContainer, world_size: int) -> Estimate:
     """
     from qwen3vl_bridge.planning.from_config import plan_of
 
-    complete = finalised(cfg, world_size)
-    _take_to_gpus(complete)
-    return plan_of(complete, world_size)
+    return plan_of(_for_gpus(finalised(cfg, world_size)), world_size)
 
 
 def beside_proposals(cfg: ConfigContainer, world_size: int, gpu: str) -> tuple[Proposal, list[Proposal]]:
@@ -91,13 +89,13 @@ def beside_proposals(cfg: ConfigContainer, world_size: int, gpu: str) -> tuple[P
     from qwen3vl_bridge.planning.from_config import proposals_beside
     from qwen3vl_bridge.planning.hardware import gpu_of
 
-    complete = finalised(cfg, world_size)
-    _take_to_gpus(complete)
-    return proposals_beside(complete, world_size, gpu_of(gpu))
+    return proposals_beside(_for_gpus(finalised(cfg, world_size)), world_size, gpu_of(gpu))
 
 
-def _take_to_gpus(complete: ConfigContainer) -> None:
+def _for_gpus(complete: ConfigContainer) -> ConfigContainer:
+    """A completed configuration, with the layers that it would have on GPUs."""
     complete.model.transformer_impl = "transformer_engine"
+    return complete
 
 
 def show(cfg: ConfigContainer, *, gpus: int, gpu: str) -> None:
@@ -118,9 +116,8 @@ def show(cfg: ConfigContainer, *, gpus: int, gpu: str) -> None:
 
     kind, complete = gpu_of(gpu), finalised(cfg, gpus)
     print(dump_dataclass_to_yaml(complete.to_dict()))
-    _take_to_gpus(complete)
     try:
-        plan = plan_of(complete, gpus)
+        plan = plan_of(_for_gpus(complete), gpus)
     except ValueError as error:
         print(f"no plan of the memory: {error}")
     else:

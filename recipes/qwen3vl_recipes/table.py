@@ -22,8 +22,6 @@ BEGIN, END = "<!-- recipes: begin -->\n", "<!-- recipes: end -->\n"
 BEGIN_PROPOSALS, END_PROPOSALS = "<!-- proposals: begin -->\n", "<!-- proposals: end -->\n"
 # What is left free of a GPU: an estimate is none of a measurement's precision.
 FREE = 0.05
-# Times that are as good as one: the planner's are rough.
-SAME = 1.02
 _MOST_NODES = 128
 
 
@@ -74,11 +72,17 @@ def proposal_line(name: str, recipe: Recipe) -> str:
     """How else the planner would split a recipe, and how its time compares, as a line of Markdown."""
     from qwen3vl_bridge.planning.hardware import GIB
     from qwen3vl_bridge.planning.printing import words_of, words_of_training
+    from qwen3vl_bridge.planning.propose import AS_FAST
 
     own, (first, *_) = beside_proposals(recipe.function(), recipe.gpus, recipe.gpu)
     times, held = own.seconds_per_row / first.seconds_per_row, first.estimate
     words = f"{words_of(held.split)}; {words_of_training(held.training)}", f"{held.worst.total / GIB:.0f} GiB"
-    cells = [f"`{name}`", words_of(own.estimate.split), *(words if times >= SAME else ("the same", "")), f"{times:.2f}"]
+    cells = [
+        f"`{name}`",
+        words_of(own.estimate.split),
+        *(words if times >= AS_FAST else ("the same", "")),
+        f"{times:.2f}",
+    ]
     return f"| {' | '.join(cells)} |\n"
 
 

@@ -97,7 +97,7 @@ def param_mappings(rows: tuple[Row, ...]) -> Iterator[MegatronParamMapping]:
     for row in rows:
         if isinstance(row, PackedExpert):
             make = _PACKED[row.gated, row.transposed]
-        elif row.shapes[0][0] == "vocab":
+        elif row.of_vocabulary:
             make = VocabularyMapping
         else:
             make = ReplicatedMapping if row.replicated else _MAPPING_OF[type(row)]

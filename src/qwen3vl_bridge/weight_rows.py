@@ -46,6 +46,11 @@ class Row:
         return (self.megatron,)
 
     @property
+    def of_vocabulary(self) -> bool:
+        """Whether the parameter has a row for each token, so that Megatron may pad it."""
+        return self.shapes[0][0] == "vocab"
+
+    @property
     def expert(self) -> int:
         """Which expert an expanded row is, of those with experts."""
         return self.position[self.indices.index("experts")]

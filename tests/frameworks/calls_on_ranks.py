@@ -7,7 +7,6 @@ Rank 0 writes the error of each, or what was refused; all ranks make the same ca
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +21,7 @@ from transformers import AutoModelForImageTextToText
 
 from tests.model.support import share_of
 from tests.parity.batches import make_samples
-from tests.ranks import begin, leave
+from tests.ranks import begin, forget_models, leave
 
 from . import test_miles, test_ms_swift, test_verl
 from .support import Truth, groups_of, log_probs_of, packed_row, padded_lengths, padded_rows, thd
@@ -160,9 +159,7 @@ def main(output: str, dense: str, moe: str) -> None:
         reference = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").train()
         truth = Truth(reference, make_samples("mixed", reference.config, seed=7))
         for caller in (verl, miles, ms_swift):
-            # megatron-core remembers a model's attention backend for the process; each framework has its own.
-            for name in [name for name in os.environ if name.startswith("NVTE_")]:
-                del os.environ[name]
+            forget_models()  # each framework has its own attention backend
             for name, call in caller(folder, truth):
                 try:
                     found[caller.__name__, name, family] = call()

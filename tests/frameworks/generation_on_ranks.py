@@ -19,11 +19,12 @@ import torch
 import torch.distributed as dist
 from megatron.bridge import AutoBridge
 from megatron.core import parallel_state
-from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from torch import Tensor, nn
 from transformers import AutoProcessor
 
 from tests.ranks import begin, leave
+
+from .support import pass_of
 
 # DeepStack features go to the first three text layers: all of them on the first stage, or not.
 SPLITS: dict[str, dict[str, Any]] = {
@@ -44,16 +45,7 @@ def answer(model: list[nn.Module], inputs: dict[str, Tensor], tokens: int) -> li
     for _ in range(tokens):
         positions = torch.arange(ids.shape[1])[None]
         batch = dict(inputs, input_ids=ids, position_ids=positions, attention_mask=None)
-        output = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iter([batch]),
-            model=model,
-            num_microbatches=1,
-            forward_only=True,
-            seq_length=ids.shape[1],
-            micro_batch_size=1,
-            collect_non_loss_data=True,
-        )
+        output = pass_of(model, batch, forward_step)
         following = torch.ones(1, 1, dtype=ids.dtype)
         if parallel_state.is_pipeline_last_stage():
             following = output[0][:, -1].argmax(-1, keepdim=True)

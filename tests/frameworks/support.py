@@ -15,6 +15,7 @@ import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
@@ -105,6 +106,20 @@ def thd(lengths: list[int], padded: bool = True) -> PackedSeqParams:
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         **physical,
+    )
+
+
+def pass_of(model: list[nn.Module], batch: dict[str, Any], forward_step: Callable) -> Any:
+    """Outputs of one pass over whole rows, as generation scripts take it through megatron-core's schedule."""
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter([batch]),
+        model=model,
+        num_microbatches=1,
+        forward_only=True,
+        seq_length=batch["input_ids"].size(1),
+        micro_batch_size=1,
+        collect_non_loss_data=True,
     )
 
 

@@ -16,7 +16,6 @@ import torch
 from megatron.bridge import AutoBridge
 from megatron.bridge.models.qwen_vl import qwen3_vl_step
 from megatron.bridge.training import vlm_step
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoProcessor
@@ -24,6 +23,8 @@ from transformers import AutoProcessor
 from tests.model.support import no_grad
 from tests.parity.conftest import make_pair
 from tests.training.foreign import batch_of, direct, write_conversations
+
+from .support import pass_of
 
 # Relative, of a loss; of each gradient, relative to its largest entry; of logits up to about 2, absolute.
 LOSS = 1e-6  # measured 2e-7
@@ -147,16 +148,7 @@ def generate_by_script(model: list[Any], inputs: dict[str, torch.Tensor], tokens
             mm_token_type_ids=types,
         )
         with torch.no_grad():
-            output = get_forward_backward_func()(
-                forward_step_func=forward_step,
-                data_iterator=iter([batch]),
-                model=model,
-                num_microbatches=1,
-                forward_only=True,
-                seq_length=ids.size(1),
-                micro_batch_size=1,
-                collect_non_loss_data=True,
-            )
+            output = pass_of(model, batch, forward_step)
         logits = output[0] if isinstance(output, list) else output
         following = logits[:, -1].argmax(-1, keepdim=True)
         ids = torch.cat([ids, following], dim=-1)

@@ -24,40 +24,15 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.enums import AttnBackend
 from megatron.core.utils import get_model_config, unwrap_model
 from safetensors.torch import load_file
 
 from tests.model.support import offsets
 
+from .settings import MILES
 from .support import GRADIENT, LOG_PROBS, Truth, gradient_error, log_probs_of, padded_rows, worst
 
-ARGS = Namespace(
-    tensor_model_parallel_size=1,
-    pipeline_model_parallel_size=1,
-    expert_model_parallel_size=1,
-    expert_tensor_parallel_size=1,
-    sequence_parallel=False,
-    context_parallel_size=1,
-    calculate_per_token_loss=False,
-    variable_seq_lengths=True,
-    attention_softmax_in_fp32=True,
-    fp32_residual_connection=False,
-    deterministic_mode=False,
-    recompute_granularity="full",
-    recompute_method="uniform",
-    recompute_num_layers=1,
-    recompute_modules=None,
-    cpu_offloading_num_layers=0,
-    distribute_saved_activations=False,
-    tp_comm_overlap=False,
-    fp8=None,
-    fp8_recipe="delayed",
-    attention_backend=AttnBackend.flash,
-    moe_token_dispatcher_type="alltoall",
-    moe_router_bias_update_rate=1e-3,
-    moe_aux_loss_coeff=0.0,
-)
+ARGS = Namespace(**MILES, moe_router_bias_update_rate=1e-3, moe_aux_loss_coeff=0.0)
 
 
 @dataclass

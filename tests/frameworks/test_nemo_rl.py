@@ -38,46 +38,10 @@ from safetensors.torch import load_file
 
 from tests.model.support import offsets
 
+from .settings import NEMO_RL
 from .support import LOG_PROBS, Truth, log_probs_of, packed_row, padded_lengths, padded_rows, thd, worst
 
-# Of examples/configs/grpo_math_1B.yaml, but for the fused permutation of experts' tokens: Transformer Engine has that.
-MEGATRON_CFG = dict(
-    tensor_model_parallel_size=1,
-    pipeline_model_parallel_size=1,
-    num_layers_in_first_pipeline_stage=None,
-    num_layers_in_last_pipeline_stage=None,
-    sequence_parallel=False,
-    context_parallel_size=1,
-    expert_tensor_parallel_size=1,
-    expert_model_parallel_size=1,
-    moe_router_dtype="fp64",
-    moe_router_load_balancing_type="none",
-    moe_router_bias_update_rate=0.0,
-    moe_enable_deepep=False,
-    moe_token_dispatcher_type="alltoall",
-    moe_shared_expert_overlap=False,
-    moe_permute_fusion=False,
-    moe_enable_routing_replay=False,
-    mtp_num_layers=0,
-    mtp_loss_scaling_factor=0.0,
-    mtp_use_repeated_layer=False,
-    mtp_detach_heads=True,
-    bf16=False,
-    fp16=False,
-    params_dtype=torch.float32,
-    pipeline_dtype=torch.float32,
-    parallel_output=True,
-    apply_rope_fusion=True,
-    bias_activation_fusion=True,
-    gradient_accumulation_fusion=False,
-    use_fused_weighted_squared_relu=False,
-    cuda_graph_impl="none",
-    cuda_graph_warmup_steps=3,
-    fine_grained_activation_offloading=False,
-    offload_modules=[],
-    calculate_per_token_loss=True,
-    perform_initialization=True,
-)
+MEGATRON_CFG = NEMO_RL | dict(bf16=False, params_dtype=torch.float32, pipeline_dtype=torch.float32)
 
 
 @dataclass

@@ -16,79 +16,11 @@ from megatron.core.transformer.enums import AttnBackend
 
 from tests.model.split_providers import DENSE, EXPERTS, provider_of
 
-# NeMo-RL, examples/configs/grpo_math_1B.yaml, as setup.py applies it to a model's provider.
-NEMO_RL = dict(
-    num_layers_in_first_pipeline_stage=None,
-    num_layers_in_last_pipeline_stage=None,
-    expert_tensor_parallel_size=1,
-    expert_model_parallel_size=1,
-    moe_router_dtype="fp64",
-    moe_router_load_balancing_type="none",
-    moe_router_bias_update_rate=0.0,
-    moe_enable_deepep=False,
-    moe_token_dispatcher_type="alltoall",
-    moe_shared_expert_overlap=False,
-    moe_enable_routing_replay=False,
-    mtp_num_layers=0,
-    mtp_loss_scaling_factor=0.0,
-    mtp_use_repeated_layer=False,
-    mtp_detach_heads=False,
-    bf16=True,
-    fp16=False,
-    params_dtype=torch.bfloat16,
-    pipeline_dtype=torch.bfloat16,
-    parallel_output=True,
-    apply_rope_fusion=True,
-    bias_activation_fusion=True,
-    gradient_accumulation_fusion=False,
-    use_fused_weighted_squared_relu=False,
-    cuda_graph_impl="none",
-    cuda_graph_modules=[],
-    cuda_graph_warmup_steps=3,
-    fine_grained_activation_offloading=False,
-    offload_modules=[],
-    calculate_per_token_loss=True,
-    perform_initialization=True,
-)
-# verl, workers/engine/megatron/transformer_impl.py, with `sequence_parallel` off.
-VERL = dict(
-    tensor_model_parallel_size=2,
-    pipeline_model_parallel_size=1,
-    expert_model_parallel_size=1,
-    expert_tensor_parallel_size=None,
-    virtual_pipeline_model_parallel_size=None,
-    context_parallel_size=1,
-    sequence_parallel=False,
-    overlap_p2p_comm=False,
-    batch_p2p_comm=False,
-    variable_seq_lengths=True,
-    attention_backend=AttnBackend.flash,
-    moe_token_dispatcher_type="alltoall",
-    moe_router_load_balancing_type="none",
-)
-# miles, backends/megatron_utils/model_provider.py, as its GRPO scripts' arguments have it.
-MILES = dict(
-    tensor_model_parallel_size=2,
-    sequence_parallel=True,
-    context_parallel_size=2,
-    calculate_per_token_loss=False,
-    variable_seq_lengths=True,
-    attention_softmax_in_fp32=True,
-    fp32_residual_connection=False,
-    deterministic_mode=False,
-    recompute_granularity="full",
-    recompute_method="uniform",
-    recompute_num_layers=1,
-    recompute_modules=None,
-    cpu_offloading_num_layers=0,
-    cpu_offloading=False,
-    distribute_saved_activations=False,
-    tp_comm_overlap=False,
-    fp8=None,
-    fp8_recipe="delayed",
-    attention_backend=AttnBackend.flash,
-    moe_token_dispatcher_type="alltoall",
-)
+from .settings import MILES, NEMO_RL, VERL
+
+# With `sequence_parallel` off, and experts over the tensor-parallel ranks.
+_TP2 = dict(tensor_model_parallel_size=2, expert_tensor_parallel_size=None)
+_MILES_SPLIT = dict(_TP2, sequence_parallel=True, context_parallel_size=2, cpu_offloading=False)
 # Megatron-Bridge, recipes/qwen_vl/h100/qwen3_vl.py; but for what is Transformer Engine's.
 RECIPE = dict(
     seq_length=4096,
@@ -143,7 +75,7 @@ def test_nemo_rls_base_configuration(size, caplog):
 @pytest.mark.parametrize("size", [DENSE, EXPERTS])
 def test_verls_overrides(size, caplog):
     caplog.set_level(logging.INFO)
-    provider = provider_of(size, {}).apply_overrides_and_finalize(dtype=torch.bfloat16, overrides=VERL)
+    provider = provider_of(size, {}).apply_overrides_and_finalize(dtype=torch.bfloat16, overrides=VERL | _TP2)
     assert provider.sequence_parallel is (size == EXPERTS)
     assert ("sequence_parallel is set to True" in caplog.text) is (size == EXPERTS)
     assert "torch chooses by itself" in caplog.text  # among kernels, and not attention_backend
@@ -151,7 +83,7 @@ def test_verls_overrides(size, caplog):
 
 @pytest.mark.parametrize("size", [DENSE, EXPERTS])
 def test_what_miles_copies_from_its_arguments(size, caplog):
-    provider = set_on(provider_of(size, {}), MILES)
+    provider = set_on(provider_of(size, {}), MILES | _MILES_SPLIT)
     assert provider.calculate_per_token_loss is False
     assert "calculate_per_token_loss is False on 2 context-parallel ranks" in caplog.text
 

@@ -32,13 +32,13 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from megatron.core.utils import get_model_config, unwrap_model
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
+from .settings import VERL
 from .support import (
     GRADIENT,
     LOG_PROBS,
@@ -75,22 +75,7 @@ def make_engine(folder, *, overrides=None, ddp=False) -> Engine:
     provider = bridge.to_megatron_provider(load_weights=False)
     provider.apply_overrides_and_finalize(
         dtype=torch.float32,
-        overrides={
-            "tensor_model_parallel_size": 1,
-            "pipeline_model_parallel_size": 1,
-            "expert_model_parallel_size": 1,
-            "expert_tensor_parallel_size": 1,
-            "virtual_pipeline_model_parallel_size": None,
-            "context_parallel_size": 1,
-            "sequence_parallel": False,
-            "overlap_p2p_comm": False,
-            "batch_p2p_comm": False,
-            "variable_seq_lengths": True,
-            "attention_backend": AttnBackend.flash,
-            "moe_token_dispatcher_type": "alltoall",
-            "moe_router_load_balancing_type": "none",
-            **(overrides or {}),
-        },
+        overrides=VERL | (overrides or {}),
     )
     ddp_config = create_ddp_config(
         wrap_with_ddp=ddp,

@@ -20,7 +20,6 @@ from qwen3vl_bridge.checkpoint.plan import Plan, leave_unexpected, make_plan
 from qwen3vl_bridge.checkpoint.reports import ConversionReport
 from qwen3vl_bridge.checkpoint.sides import HuggingFace
 from qwen3vl_bridge.checkpoint.stored_model import StoredModel, open_stored
-from qwen3vl_bridge.checkpoint.vocab_padding import check_vocab_padding
 from qwen3vl_bridge.mappings import ExpertLayout
 
 
@@ -78,14 +77,7 @@ def export_checkpoint(
             where=str(stored.folder),
             dtype=torch_dtype,
         )
-        notes += check_vocab_padding(
-            stored.tensors,
-            rows,
-            stored.side,
-            stored.config.dimensions["vocab"],
-            where=stored.folder,
-            drop=drop_vocab_padding,
-        )
+        notes += stored.check_padding(stored.config.dimensions["vocab"], drop=drop_vocab_padding)
         if max_shard_bytes < 1:
             raise CheckpointError(f"max_shard_bytes is {max_shard_bytes}, expected 1 or more")
         return Conversion(

@@ -13,6 +13,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
+from qwen3vl_bridge.checkpoint.hf_reader import INDEX, SINGLE
 from qwen3vl_bridge.checkpoint.json_files import read_object
 from qwen3vl_bridge.checkpoint.paths import expanded
 
@@ -35,7 +36,7 @@ _SIDE_FILES = (
 _CODE = "*.py"
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 # As an export names them.
-_WRITTEN_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "model-?????-of-?????.safetensors")
+_WRITTEN_WEIGHTS = (SINGLE, INDEX, "model-?????-of-?????.safetensors")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 

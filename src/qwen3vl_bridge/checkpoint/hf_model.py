@@ -75,7 +75,7 @@ def open_model(hf_model: str | Path, *, strict: bool = True, trust_remote_code: 
 
 def _tied_pairs() -> list[tuple[str, str]]:
     """Tensors that a tied model has only under the second name."""
-    embedding = next(row for row in TABLE if row.shapes[0][0] == "vocab" and row.condition is None)
+    embedding = next(row for row in TABLE if row.of_vocabulary and row.condition is None)
     return [(row.hf[0], embedding.hf[0]) for row in TABLE if row.condition == "untied"]
 
 

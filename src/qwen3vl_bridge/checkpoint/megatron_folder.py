@@ -121,5 +121,5 @@ def _latest(path: Path) -> Path:
 
 
 def is_megatron_checkpoint(path: Path) -> bool:
-    """Whether a folder looks like a checkpoint's root."""
-    return (path / TRACKER).is_file() or (path / LATEST_TRAIN_STATE).is_file()
+    """Whether a folder looks like a checkpoint's root, or like one iteration of it."""
+    return any((path / name).is_file() for name in (METADATA, TRACKER, LATEST_TRAIN_STATE))

@@ -119,7 +119,7 @@ def _open_base(run: StoredAdapters, base_model: str | Path | None, *, trust_remo
         raise CheckpointError(f"{run.folder}: its run names no first weights; name them with --base-model")
     path = expanded(name)
     try:
-        if megatron.is_megatron_checkpoint(path) or (path / megatron.METADATA).is_file():
+        if megatron.is_megatron_checkpoint(path):
             stored = open_stored(path)
             base = _Base(stored.folder, stored.config, stored.tensors, stored.side, stored.experts, [])
         else:

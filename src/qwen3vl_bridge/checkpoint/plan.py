@@ -132,7 +132,7 @@ def make_plan(
     Raises:
         CheckpointError: tensors are missing, unexpected or misshapen; it lists them.
     """
-    vocabulary = [row for row in rows if row.shapes[0][0] == "vocab"]
+    vocabulary = [row for row in rows if row.of_vocabulary]
     padding = (side for side in (source, target) if side.pads_vocabulary)
     padded = {name for side in padding for row in vocabulary for name in side.tensors(row)}
     check_same(found, tensors_of(rows, source), where, may_be_longer=padded)

@@ -69,10 +69,10 @@ class Ranks:
             return cls()
         import torch.distributed as dist
 
-        if not dist.is_initialized():
+        alone = not dist.is_initialized()
+        if alone:
             _check_environment(size)
         try:
-            alone = not dist.is_initialized()
             if alone:
                 dist.init_process_group("gloo", timeout=_START)
             ranks = cls(dist.get_rank(), dist.get_world_size())

@@ -23,6 +23,7 @@ from qwen3vl_bridge.checkpoint.paths import expanded
 from qwen3vl_bridge.checkpoint.plan import Plan, make_plan, naming_of
 from qwen3vl_bridge.checkpoint.same_model import check_same_model
 from qwen3vl_bridge.checkpoint.sides import FsdpDtensor, HuggingFace, TorchDist
+from qwen3vl_bridge.checkpoint.stored_model import own_config
 from qwen3vl_bridge.checkpoint.tensors import TensorSpec
 from qwen3vl_bridge.dimensions import Dimensions
 from qwen3vl_bridge.mappings import NAMED_IF_MIXED, ExpertLayout, local_name
@@ -166,8 +167,7 @@ def _text(run: dict[str, Any], section: str, name: str) -> str:
 
 def _config(folder: Path, base_model: str | Path | None, base: str, *, trust_remote_code: bool) -> ModelConfig:
     """That of the model named, else the checkpoint's own, else that of the run's first weights."""
-    beside = folder / megatron.HF_FILES
-    own = ModelConfig(beside) if (beside / "config.json").is_file() else None
+    own = own_config(folder)
     if base_model is None and own is not None:
         return own
     config = _first_weights(folder, base_model or base, trust_remote_code=trust_remote_code)
@@ -184,6 +184,6 @@ def _first_weights(folder: Path, found: str | Path, *, trust_remote_code: bool) 
             "the adapters are of with --base-model"
         )
     path = expanded(found)
-    if megatron.is_megatron_checkpoint(path) or (path / megatron.METADATA).is_file():
+    if megatron.is_megatron_checkpoint(path):
         return ModelConfig(megatron.find_iteration(path) / megatron.HF_FILES)
     return ModelConfig(find_model(found, weights=False, trust_remote_code=trust_remote_code))

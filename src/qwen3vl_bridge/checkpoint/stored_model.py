@@ -22,6 +22,7 @@ from qwen3vl_bridge.checkpoint.paths import expanded
 from qwen3vl_bridge.checkpoint.plan import naming_of
 from qwen3vl_bridge.checkpoint.same_model import check_same_model
 from qwen3vl_bridge.checkpoint.sides import FsdpDtensor, TorchDist
+from qwen3vl_bridge.checkpoint.vocab_padding import check_vocab_padding
 from qwen3vl_bridge.mappings import TABLE, ExpertLayout
 
 
@@ -72,11 +73,17 @@ class StoredModel:
 
         Where one of its tensors has fewer than another, planning refuses it.
         """
-        names = [row.megatron for row in TABLE if row.shapes[0][0] == "vocab"]
+        names = [row.megatron for row in TABLE if row.of_vocabulary]
         shapes = [self.tensors.specs[name].shape for name in names if name in self.tensors.specs]
         rows = max((shape[0] for shape in shapes if shape), default=0)
         config = self.config if rows <= self.config.dimensions["vocab"] else self.config.with_vocab(rows)
         return replace(self, config=config)
+
+    def check_padding(self, vocabulary: int, *, drop: bool) -> list[str]:
+        """As `check_vocab_padding`, of all rows beyond a vocabulary."""
+        return check_vocab_padding(
+            self.tensors, self.config.rows(), self.side, vocabulary, where=self.folder, drop=drop
+        )
 
 
 def open_stored(
@@ -121,8 +128,7 @@ def stored_config(folder: Path, hf_model: str | Path | None, trust_remote_code: 
     Raises:
         CheckpointError: there is none, or the checkpoint has one of another model.
     """
-    beside = folder / megatron.HF_FILES
-    own = ModelConfig(beside) if (beside / "config.json").is_file() else None
+    own = own_config(folder)
     if hf_model is not None:
         config = ModelConfig(find_model(hf_model, weights=False, trust_remote_code=trust_remote_code))
         if own is not None:
@@ -131,6 +137,12 @@ def stored_config(folder: Path, hf_model: str | Path | None, trust_remote_code: 
     if own is None:
         raise CheckpointError(f"{folder} has no {megatron.HF_FILES}/config.json; name the model with --hf-model")
     return own
+
+
+def own_config(folder: Path) -> ModelConfig | None:
+    """The configuration that lies in an iteration's folder; None where there is none."""
+    beside = folder / megatron.HF_FILES
+    return ModelConfig(beside) if (beside / "config.json").is_file() else None
 
 
 def _experts(config: ModelConfig, manifest: dict[str, Any], folder: Path) -> ExpertLayout:

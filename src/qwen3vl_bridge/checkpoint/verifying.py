@@ -19,7 +19,6 @@ from qwen3vl_bridge.checkpoint.ranks import Ranks
 from qwen3vl_bridge.checkpoint.reports import Difference, VerifyReport
 from qwen3vl_bridge.checkpoint.stored_model import StoredModel, open_stored
 from qwen3vl_bridge.checkpoint.tensors import TensorSource
-from qwen3vl_bridge.checkpoint.vocab_padding import check_vocab_padding
 
 
 def verify_checkpoint(
@@ -57,7 +56,7 @@ def verify_checkpoint(
     where = str(model.folder)
     make_plan(model.rows, model.side, stored.side, model.weights.specs, where=where, dtype="float32")
     plan = make_plan(model.rows, stored.side, model.side, stored.tensors.specs, where=str(stored.folder))
-    notes = [*model.notes, *_padding(stored, model.config.dimensions["vocab"], drop=drop_vocab_padding)]
+    notes = [*model.notes, *stored.check_padding(model.config.dimensions["vocab"], drop=drop_vocab_padding)]
     found = _compared(plan, stored.tensors, model.weights, progress, ranks or Ranks())
     return VerifyReport(len(model.weights.specs), _nbytes(stored), tuple(found), tuple(notes))
 
@@ -97,7 +96,7 @@ def verify_reformatted(
     plan = make_plan(rows, source.side, target.side, source.tensors.specs, where=str(source.folder))
     make_plan(rows, target.side, source.side, target.tensors.specs, where=str(target.folder), dtype="float32")
     # Where the other has more rows than the first, the plan has zeros to compare them with.
-    notes = _padding(source, target.config.dimensions["vocab"], drop=drop_vocab_padding)
+    notes = source.check_padding(target.config.dimensions["vocab"], drop=drop_vocab_padding)
     found = _compared(plan, source.tensors, target.tensors, progress, ranks or Ranks())
     return VerifyReport(len(plan.tasks), plan.nbytes, tuple(found), tuple(notes))
 
@@ -143,12 +142,6 @@ def verify_checksums(
     numel = {name: spec.numel for name, spec in stored.tensors.specs.items()}
     different = (Difference(name, None, None, numel[name]) for name in names if found[name] != expected[name])
     return VerifyReport(len(names), _nbytes(stored), tuple(different))
-
-
-def _padding(stored: StoredModel, vocabulary: int, *, drop: bool) -> list[str]:
-    """What is to be said of a checkpoint's rows beyond a vocabulary."""
-    rows = stored.config.rows()
-    return check_vocab_padding(stored.tensors, rows, stored.side, vocabulary, where=stored.folder, drop=drop)
 
 
 def _compared(plan: Plan, source: TensorSource, target: TensorSource, progress: bool, ranks: Ranks) -> list[Difference]:

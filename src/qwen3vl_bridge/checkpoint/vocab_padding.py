@@ -43,7 +43,7 @@ def check_vocab_padding(
         CheckpointError: a row that is not zero would be lost.
     """
     notes = []
-    names = [name for row in rows if row.shapes[0][0] == "vocab" for name in side.tensors(row)]
+    names = [name for row in rows if row.of_vocabulary for name in side.tensors(row)]
     for spec in (source.specs[name] for name in names):
         count = spec.shape[0] - vocabulary
         if count <= 0:

@@ -75,12 +75,12 @@ def as_model_inputs(
     ranks, vocabulary = sequence_ranks(config, groups), config.vocab_size
     if not encodes:
         ranks |= dict(vision_work=None, encoders=None)
-    if are_cut(arranged, labels, mask, ranks["cp_size"]):
-        if not arranged.packed:  # of a packed row they are in the layout's order
-            _way_back(arranged, labels, ranks["cp_size"])  # rows that were rolled: whoever cut the labels has not
+    cut = are_cut(arranged, labels, mask, ranks["cp_size"])
+    # Labels that were cut from a packed row lie in the layout's order. Others of rows that were rolled do not.
+    order = None if cut and arranged.packed else _way_back(arranged, labels, ranks["cp_size"])
+    if cut:
         inputs = with_own_labels(batch.to(input_ids.device).local(**ranks), labels, mask, vocabulary)
         return _answered(inputs, None, None)
-    order = _way_back(arranged, labels, ranks["cp_size"])
     batch = with_labels(batch, arranged, labels, mask, vocabulary)
     inputs = batch.to(input_ids.device).local(**ranks)
     comes_back = ranks["cp_size"] > 1 and loss_mask is not None and loss_mask.shape != inputs.input_ids.shape

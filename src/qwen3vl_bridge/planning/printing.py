@@ -12,7 +12,7 @@ from typing import Any
 
 from qwen3vl_bridge.planning.estimate import Estimate, StageEstimate
 from qwen3vl_bridge.planning.hardware import GB, GIB, HOST_BYTES, HOST_RESERVE
-from qwen3vl_bridge.planning.propose import Proposal
+from qwen3vl_bridge.planning.propose import AS_FAST, Proposal
 from qwen3vl_bridge.planning.settings import Recompute, Training
 from qwen3vl_bridge.planning.sizing import Sized
 from qwen3vl_bridge.planning.split import Split
@@ -127,8 +127,9 @@ def words_beside(own: Proposal, found: Sequence[Proposal]) -> str:
     """How a split's rough time compares with that of the planner's first proposal."""
     if not found:
         return "the planner proposes nothing that fits with 5 % to spare"
-    (first, *_), times = found, own.seconds_per_row / found[0].seconds_per_row
-    if times < 1.02:
+    first = found[0]
+    times = own.seconds_per_row / first.seconds_per_row
+    if times < AS_FAST:
         return "the planner finds nothing faster for these GPUs and rows"
     held = f"{first.estimate.worst.total / GIB:.0f} GiB"
     return (

@@ -19,6 +19,7 @@ from qwen3vl_bridge.planning.settings import FULL, Recompute, Sharding, Training
 from qwen3vl_bridge.planning.split import Split
 
 MARGIN = 0.05  # of the memory, beside the reserve
+AS_FAST = 1.02  # one time over another: below it they count as alike, as times are rough
 SHARE = 2048  # tokens that a context-parallel rank should have
 
 

@@ -110,7 +110,7 @@ def _padded_otherwise(
     found: dict[str, tuple[int, ...]], tensors: dict[str, Tensor], parameters: Sequence[StoredParameter], tokens: int
 ) -> dict[str, Tensor]:
     """Tensors with a row for each token that were saved with another number of rows beyond those."""
-    rows = {name for stored in parameters if stored.row.shapes[0][0] == "vocab" for name in stored.row.stored}
+    rows = {name for stored in parameters if stored.row.of_vocabulary for name in stored.row.stored}
     keys = {key_of(name) for name in rows} | {f"{_OPTIMIZER}{name}.{moment}" for name in rows for moment in MOMENTS}
     return {
         key: tensors[key]
