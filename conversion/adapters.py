@@ -3,12 +3,14 @@
     python conversion/adapters.py export --megatron-path RUN --hf-path ADAPTER
     python conversion/adapters.py merge --megatron-path RUN --hf-path MERGED
 
+The same as `conversion/convert.py adapters`.
+
 What lives here: a call of the installed package's command line. What may not: anything else.
 """
 
 import sys
 
-from qwen3vl_bridge.checkpoint.adapters_cli import main
+from qwen3vl_bridge.checkpoint.cli import adapters
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(adapters())

@@ -12,8 +12,8 @@ from qwen3vl_bridge.checkpoint import (
     CheckpointError,
     copying,
     export_checkpoint,
+    files,
     import_checkpoint,
-    manifest,
     staging,
     verify_checkpoint,
 )
@@ -27,13 +27,6 @@ from .support import expect_error, exporting, importing
 
 def written_over(arguments: list[str]) -> list[str]:
     return [arguments[0], "--overwrite", *arguments[1:]]
-
-
-def of_an_earlier_version(folder: Path) -> None:
-    """Make a result one whose manifest does not say which files it has."""
-    said = read_object(folder / MANIFEST)
-    del said["files"]
-    write_object(folder / MANIFEST, said)
 
 
 def test_a_project_that_holds_a_configuration_is_no_result(capsys, tmp_path, imported, untied_folder):
@@ -62,12 +55,9 @@ def test_a_run_that_holds_other_iterations_is_no_result(capsys, tmp_path, untied
     expect_error(capsys, written_over(importing(untied_folder, tmp_path)), "is no checkpoint", MANIFEST)
 
 
-@pytest.mark.parametrize("earlier", [False, True])
-def test_what_lies_beside_a_result_is_listed(capsys, tmp_path, imported, earlier):
+def test_what_lies_beside_a_result_is_listed(capsys, tmp_path, imported):
     target = tmp_path / "new" / "hf"
     export_checkpoint(imported, target)
-    if earlier:
-        of_an_earlier_version(target)
     for number in range(25):
         (target / f"notes-{number:02d}.txt").write_text("precious")
     (target / "data").symlink_to(tmp_path)
@@ -83,20 +73,76 @@ def test_the_manifest_tells_files_apart_that_look_alike(capsys, tmp_path, import
 
 
 @pytest.mark.parametrize("ckpt_format", ["fsdp_dtensor", "torch_dist"])
-def test_a_result_of_an_earlier_version_is_replaced(ckpt_format, tmp_path, tied_folder, untied_folder, moe_folder):
+def test_a_result_is_replaced_by_another(ckpt_format, tmp_path, tied_folder, moe_folder, monkeypatch):
+    monkeypatch.setattr(files, "UNIT_BYTES", 1 << 14)
     import_checkpoint(moe_folder, tmp_path / "m", ckpt_format=ckpt_format)
-    of_an_earlier_version(tmp_path / "m" / "iter_0000000")
     import_checkpoint(tied_folder, tmp_path / "m", overwrite=True)
     export_checkpoint(tmp_path / "m", tmp_path / "hf", max_shard_bytes=300_000)
-    of_an_earlier_version(tmp_path / "hf")
     export_checkpoint(tmp_path / "m", tmp_path / "hf", overwrite=True)
     assert verify_checkpoint(tmp_path / "hf", tmp_path / "m").same
     assert not list((tmp_path / "hf").glob("model-*"))
-    adapters = tmp_path / "adapters"
-    adapters.mkdir()
-    write_object(adapters / MANIFEST, {**tool(), "format": "peft"})
-    (adapters / "adapter_config.json").write_text("{}")
-    manifest.check_replaceable(adapters, ".", lambda _: ("adapter_model.safetensors", "adapter_config.json"))
+
+
+def test_a_result_of_an_earlier_version_stays(tmp_path, imported):
+    export_checkpoint(imported, tmp_path / "hf")
+    said = read_object(tmp_path / "hf" / MANIFEST)
+    for files_then in (None, sorted(said["files"])):
+        write_object(tmp_path / "hf" / MANIFEST, said | {"files": files_then})
+        with pytest.raises(CheckpointError, match=r"does not say what the files held .* not replaced"):
+            export_checkpoint(imported, tmp_path / "hf", overwrite=True)
+
+
+def put_weights(target: Path) -> str:
+    """A user's own fine-tune of the model, of the same size to the byte."""
+    path = target / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    return path.name
+
+
+def put_settings(target: Path) -> str:
+    (target / "generation_config.json").write_text("{}")
+    return "generation_config.json"
+
+
+def put_link(target: Path) -> str:
+    path = target / "model.safetensors"
+    path.rename(target.parent / "elsewhere")
+    path.symlink_to(target.parent / "elsewhere")
+    with path.open("ab") as file:
+        file.write(b" ")
+    return path.name
+
+
+@pytest.mark.parametrize("put", [put_weights, put_settings, put_link])
+def test_what_was_put_over_a_result_is_kept(put, capsys, tmp_path, untied_folder, imported):
+    target = tmp_path / "new" / "hf"
+    export_checkpoint(imported, target)
+    name = put(target)
+    before = (target / name).read_bytes()
+    error = expect_error(capsys, written_over(exporting(imported, tmp_path)), "holds 1 files that have changed since")
+    assert name in error and (target / name).read_bytes() == before
+
+
+def test_what_is_written_while_a_result_is_replaced_is_kept(tmp_path, tied_folder, untied_folder, monkeypatch):
+    """After the last look, before the swap."""
+    import_checkpoint(tied_folder, tmp_path / "m")
+    original = staging._move_into_place
+
+    def intrude(*arguments, **named):
+        (tmp_path / "m" / "precious").write_text("x")
+        original(*arguments, **named)
+
+    monkeypatch.setattr(staging, "_move_into_place", intrude)
+    report = import_checkpoint(untied_folder, tmp_path / "m", overwrite=True)
+    (kept,) = tmp_path.glob("m.replaced-*")
+    assert (kept / "precious").exists() and any(str(kept) in note for note in report.notes)
+    assert verify_checkpoint(untied_folder, tmp_path / "m").same and verify_checkpoint(tied_folder, kept).same
+    # The next run does not take it for its own.
+    monkeypatch.setattr(staging, "_move_into_place", original)
+    import_checkpoint(tied_folder, tmp_path / "m", overwrite=True)
+    assert (kept / "precious").exists()
 
 
 def test_what_came_to_a_result_meanwhile_is_kept(tmp_path, untied_folder, monkeypatch):

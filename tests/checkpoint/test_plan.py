@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 
 from qwen3vl_bridge.checkpoint import CheckpointError, Topology
 from qwen3vl_bridge.checkpoint.pieces import Pieces, Run, Transposed, Zeros
@@ -39,14 +38,12 @@ def test_a_large_model_is_planned_in_all_directions(size, layout):
     if not dimensions.indices["moe_layers"] and layout is not ExpertLayout.INPUT_MAJOR:
         return
     rows = list(expand(table(layout), dimensions))
-    begun = time.monotonic()
     for source, target in itertools.permutations(sides(dimensions), 2):
         plan = make_plan(rows, source, target, specs(tensors_of(rows, source)), where="here")
         assert plan.numel == parameter_count(size)
         assert {name: spec.shape for name, spec in plan.specs.items()} == tensors_of(rows, target)
         turned = layout is ExpertLayout.INPUT_MAJOR and HuggingFace in (type(source), type(target))
         assert bool(plan.transposed) == (turned and size == "235B-A22B") and not plan.cast
-    assert time.monotonic() - begun < 60  # six plans: 8 s here for the largest
 
 
 @pytest.mark.parametrize("size", PRESETS)

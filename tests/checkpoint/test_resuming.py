@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 from qwen3vl_bridge.checkpoint import CheckpointError, copying, files, import_checkpoint, journal, verify_checkpoint
@@ -78,6 +80,33 @@ def test_other_options_do_not_cost_what_was_to_be_continued(begun, untied_folder
     assert contents(begun) == before and not (tmp_path / "m").exists()
     assert main([*arguments, "--resume"]) == 0
     assert "GB of its files were there already" in capsys.readouterr().out
+
+
+@pytest.fixture
+def whole(untied_folder, tmp_path, monkeypatch) -> Path:
+    """An import to `tmp_path / "m"`, whole but not in place, in a model folder of its own: `tmp_path / "model"`."""
+    model = shutil.copytree(untied_folder, tmp_path / "model")
+    rename = os.rename
+
+    def refuse(one, other):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(CheckpointError, match="the whole result stays in"):
+        import_checkpoint(model, tmp_path / "m", resume=True)
+    monkeypatch.setattr(os, "rename", rename)
+    return model
+
+
+def test_what_lies_beside_the_tensors_is_written_anew(whole, tmp_path):
+    """The model's own files may have changed, and an earlier run may have left others."""
+    (folder,) = tmp_path.glob(".m.partial-*")
+    (folder / "iter_0000000" / "hf" / "stray.json").write_text("{}")
+    (whole / "generation_config.json").write_text('{"temperature": 0.5}')
+    assert import_checkpoint(whole, tmp_path / "m", resume=True).resumed
+    import_checkpoint(whole, tmp_path / "other")
+    assert contents(tmp_path / "m") == contents(tmp_path / "other")
+    assert (tmp_path / "m" / "iter_0000000" / "hf" / "generation_config.json").exists()
 
 
 def test_without_resume_a_conversion_starts_anew(begun, untied_folder, tmp_path):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from qwen3vl_bridge.checkpoint import (
-    CheckpointError,
-    staging,
-)
+import fcntl
+
+from qwen3vl_bridge.checkpoint import CheckpointError, journal, staging
 
 import pytest
 
@@ -66,6 +65,64 @@ def test_a_second_process_is_refused_while_the_first_works(tmp_path):
         with refused, staging.staged(tmp_path / "target", quiet):
             pass
         assert work.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["target"]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_second_process_is_refused_up_to_the_very_end(tmp_path, monkeypatch, keep):
+    """The journal, which has no place in the result, is gone when the result is moved."""
+    target, original, refused = tmp_path / "target", staging._move_into_place, []
+
+    def meet(*arguments, **named):
+        for moment in (lambda: None, lambda: original(*arguments, **named)):
+            moment()
+            with pytest.raises(CheckpointError, match="is being written by another process") as found:
+                staging.staged(target, quiet).__enter__()
+            refused.append(found)
+
+    monkeypatch.setattr(staging, "_move_into_place", meet)
+    with staging.staged(target, quiet, keep=keep) as work:
+        (work / journal.FOLDER).mkdir()
+    assert len(refused) == 2 and [path.name for path in tmp_path.iterdir()] == ["target"]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_signal_after_the_move_takes_nothing(tmp_path, monkeypatch, keep, earlier):
+    target, original = tmp_path / "target", staging._move_into_place
+    if earlier:
+        target.mkdir()
+        (target / "old").touch()
+
+    def interrupted(*arguments, **named):
+        original(*arguments, **named)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(staging, "_move_into_place", interrupted)
+    with (
+        pytest.raises(KeyboardInterrupt),
+        staging.staged(target, quiet, keep=keep, replace=lambda _: None) as work,
+    ):
+        (work / journal.FOLDER).mkdir()
+        (work / journal.FOLDER / "plan").touch()
+        (work / "new").touch()
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["new", "target"]
+
+
+def test_a_lock_that_was_let_go_meanwhile_is_none(tmp_path, monkeypatch):
+    """A process opens the file, another that held it ends and removes it, a third makes a new one."""
+    path, flock, once = tmp_path / ".target.partial-lock", fcntl.flock, []
+
+    def late(*arguments):
+        if not once:
+            once.append(path.unlink())
+        flock(*arguments)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with staging.staged(tmp_path / "target", quiet):
+        assert path.exists()
+        with pytest.raises(CheckpointError, match="another process"):
+            staging.staged(tmp_path / "target", quiet).__enter__()
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
 
 

@@ -9,7 +9,7 @@ import warnings
 from dataclasses import replace
 
 from qwen3vl_bridge.adapter_rows import layer_of, linear_rows
-from qwen3vl_bridge.checkpoint import CheckpointError, adapters_cli, import_checkpoint
+from qwen3vl_bridge.checkpoint import CheckpointError, cli, import_checkpoint
 from qwen3vl_bridge.checkpoint.adapter_exporting import export_adapters
 from qwen3vl_bridge.checkpoint.hf_config import ModelConfig
 from qwen3vl_bridge.checkpoint.merging import merge_adapters
@@ -160,12 +160,12 @@ def test_bfloat16_is_rounded_once(run, tmp_path):
 def test_the_command(run, tmp_path, capsys):
     _, adapted, _, folder = run
     source = ["--megatron-path", str(folder / "fsdp_dtensor"), "--no-progress"]
-    assert adapters_cli.main(["merge", *source, "--hf-path", str(tmp_path / "m"), "--dry-run"]) == 0
+    assert cli.main(["adapters", "merge", *source, "--hf-path", str(tmp_path / "m"), "--dry-run"]) == 0
     assert "tensors" in capsys.readouterr().out and not any(tmp_path.iterdir())
     expected = 0 if adapted.peft.freeze_vision_projection else 2
-    assert adapters_cli.main(["export", *source, "--hf-path", str(tmp_path / "a")]) == expected
+    assert cli.main(["adapters", "export", *source, "--hf-path", str(tmp_path / "a")]) == expected
     whole = ["--megatron-path", str(tmp_path / "nowhere"), "--hf-path", str(tmp_path / "b")]
-    assert adapters_cli.main(["merge", *whole]) == 2
+    assert cli.main(["adapters", "merge", *whole]) == 2
     assert "nowhere: found nothing" in capsys.readouterr().err
 
 

@@ -62,24 +62,32 @@ def export_adapters(
             )
         plan = stored.plan(torch_dtype)
         plan = replace(plan, tasks=(*plan.tasks, *_shared_inputs(stored, plan)))
-        name = str(base_model or stored.hf_model or stored.base)
-        return Conversion(
-            name="export",
-            origin=str(megatron_path),
-            target=place(hf_path),
-            plan=plan,
-            source=stored.tensors,
-            folders=(stored.folder,),
-            settings={"format": "peft", "from": stored.ckpt_format},
-            files=[one_file(WEIGHTS, plan.tasks)],
-            inner=".",
-            known=lambda _: (WEIGHTS, CONFIG),
-            finish=lambda root, _: write_object(root / CONFIG, _config(stored, name)),
-            open=lambda root: HFWeights(root, WEIGHTS),
-            notes=[],
-        )
+        output = _AdapterOutput(plan, stored, str(base_model or stored.hf_model or stored.base))
+        path, folders = place(hf_path), (stored.folder,)
+        return Conversion("export", str(megatron_path), path, plan, stored.tensors, folders, output, [])
 
     return carry_out(planned, how)
+
+
+class _AdapterOutput:
+    """A folder of adapters to be."""
+
+    inner = "."
+
+    def __init__(self, plan: Plan, run: StoredAdapters, base_model: str) -> None:
+        self._run, self._base_model = run, base_model
+        self.files = [one_file(WEIGHTS, plan.tasks)]
+        self.settings = {"format": "peft", "from": run.ckpt_format, "base": base_model}
+
+    def finish(self, root: Path, digest: str) -> None:
+        tensors = (name for row in self._run.config.rows() for name in row.hf)
+        adapted = (name for layer in self._run.layers() for name in layer.hf)
+        its = self._run.settings
+        scaled, targets = Scaled(its.dim, its.alpha), hf_targets(adapted, tensors)
+        write_object(root / CONFIG, adapter_config(scaled, targets, self._base_model, dora=its.dora))
+
+    def open(self, root: Path) -> HFWeights:
+        return HFWeights(root, WEIGHTS)
 
 
 def _shared_inputs(stored: StoredAdapters, plan: Plan) -> Iterator[Task]:
@@ -89,10 +97,3 @@ def _shared_inputs(stored: StoredAdapters, plan: Plan) -> Iterator[Task]:
         first, *others = input_names(layer)
         for name in others:
             yield replace(tasks[first], target=replace(tasks[first].target, name=name))
-
-
-def _config(stored: StoredAdapters, base_model: str) -> dict[str, object]:
-    tensors = (name for row in stored.config.rows() for name in row.hf)
-    adapted = (name for layer in stored.layers() for name in layer.hf)
-    its = stored.settings
-    return adapter_config(Scaled(its.dim, its.alpha), hf_targets(adapted, tensors), base_model, dora=its.dora)

@@ -1,4 +1,4 @@
-"""The command line for trained adapters: export, merge.
+"""The verbs for trained adapters: export, merge.
 
 What lives here: options and their meaning. What may not: torch at import time (so that `--help` answers at once), work,
 printing (`printing.py`), how a command is run (`cli.py`).
@@ -7,29 +7,15 @@ printing (`printing.py`), how a command is run (`cli.py`).
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Sequence
 
-from qwen3vl_bridge.checkpoint import cli, printing
+from qwen3vl_bridge.checkpoint import cli_options, printing
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command, in one process or in each of those torchrun started.
-
-    Args:
-        arguments: as typed; None for those of the process.
-
-    Returns:
-        Exit status: 0, 2 for bad input, 130 if interrupted.
-    """
-    return cli.run_command(_parser(), arguments)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="adapters.py",
-        description="Adapters that a run has trained, from its checkpoint in either format. No GPU is needed, and no "
-        "model in memory.",
+def add_verbs(parser: argparse.ArgumentParser) -> None:
+    """Add export and merge to a command."""
+    parser.description = (
+        "Adapters that a run has trained, from its checkpoint in either format. No GPU is needed, and no model in "
+        "memory."
     )
     verbs = parser.add_subparsers(metavar="VERB", required=True)
     export = verbs.add_parser("export", help="a folder of adapters, for peft.PeftModel.from_pretrained and vLLM")
@@ -39,17 +25,16 @@ def _parser() -> argparse.ArgumentParser:
     merge = verbs.add_parser("merge", help="a whole Hugging Face model with the adapters merged in")
     _options(merge, "model to write", "weights that the run began with, a Hugging Face model or a Megatron checkpoint, "
              "where they are not where the run found them")  # fmt: skip
-    cli.vocab_padding(merge)
+    cli_options.vocab_padding(merge)
     merge.set_defaults(run=_run_merge)
-    return parser
 
 
 def _options(parser: argparse.ArgumentParser, target: str, base: str) -> None:
-    cli.megatron_path(parser)
+    cli_options.megatron_path(parser)
     parser.add_argument("--hf-path", required=True, metavar="FOLDER", help=target)
     parser.add_argument("--base-model", metavar="MODEL", help=base)
-    cli.remote_code(parser)
-    cli.writing_options(parser)
+    cli_options.remote_code(parser)
+    cli_options.writing_options(parser)
 
 
 def _run_export(options: argparse.Namespace) -> int:
@@ -67,8 +52,4 @@ def _run_merge(options: argparse.Namespace) -> int:
 
 def _asked(options: argparse.Namespace) -> dict:
     names = ("base_model", "torch_dtype", "iteration", "trust_remote_code")
-    return {name: getattr(options, name) for name in names} | cli.how_of(options)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return {name: getattr(options, name) for name in names} | cli_options.how_of(options)

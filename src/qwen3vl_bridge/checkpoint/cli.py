@@ -1,7 +1,7 @@
-"""The converter's command line: import, export, reformat, verify, inspect.
+"""The converter's command line: import, export, reformat, verify, inspect, adapters.
 
-What lives here: options and their meaning. What may not: torch at import time (so that `--help` answers at once), work,
-printing (`printing.py`).
+What lives here: verbs, and how a command is run. What may not: torch at import time (so that `--help` answers at once),
+work, printing (`printing.py`), options that several verbs have (`cli_options.py`).
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from qwen3vl_bridge.checkpoint import printing
+from qwen3vl_bridge.checkpoint import adapters_cli, cli_options, printing
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
 from qwen3vl_bridge.checkpoint.megatron_folder import FORMATS
 from qwen3vl_bridge.checkpoint.paths import expanded
 from qwen3vl_bridge.checkpoint.ranks import Ranks
 from qwen3vl_bridge.checkpoint.sides import LOCAL, TRANSFORMER_ENGINE
-from qwen3vl_bridge.checkpoint.tensors import WEIGHT_DTYPES
 from qwen3vl_bridge.checkpoint.topology import Topology
 from qwen3vl_bridge.mappings import ExpertLayout
 from qwen3vl_bridge.terminal import BAD_INPUT, INTERRUPTED, show, show_anything
@@ -46,21 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         Exit status: 0, 1 if `verify` found differences, 2 for bad input, 130 if interrupted.
     """
-    return run_command(_parser(), arguments)
-
-
-def run_command(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int:
-    """Run the command that a parser finds in `run`; as `main`, for any parser.
-
-    Args:
-        parser: a command's `shared` is False where processes have nothing to share.
-        arguments: as typed; None for those of the process.
-
-    Returns:
-        Exit status, as `main`.
-    """
-    parser.set_defaults(shared=True)
-    options = parser.parse_args(arguments)
+    options = _parser().parse_args(arguments)
     show_anything()
     first = True
     try:
@@ -75,6 +60,11 @@ def run_command(parser: argparse.ArgumentParser, arguments: Sequence[str] | None
         if first:
             show("interrupted", error=True)
         return INTERRUPTED
+
+
+def adapters() -> int:
+    """The verb `adapters`, as a command of its own."""
+    return main(["adapters", *sys.argv[1:]])
 
 
 @contextlib.contextmanager
@@ -100,12 +90,14 @@ def _parser() -> argparse.ArgumentParser:
         description="Convert Qwen3-VL between Hugging Face safetensors and Megatron checkpoints. No GPU is needed, "
         "and no model in memory. Under torchrun the processes share the work.",
     )
+    parser.set_defaults(shared=True)  # but where processes have nothing to share
     verbs = parser.add_subparsers(metavar="VERB", required=True)
     _import(verbs.add_parser("import", help="Hugging Face model to Megatron checkpoint"))
     _export(verbs.add_parser("export", help="Megatron checkpoint to Hugging Face model"))
     _reformat(verbs.add_parser("reformat", help="Megatron checkpoint to one of the other format"))
     _verify(verbs.add_parser("verify", help="compare a Megatron checkpoint with what it was made of, bit for bit"))
     _inspect(verbs.add_parser("inspect", help="say what a checkpoint holds"))
+    adapters_cli.add_verbs(verbs.add_parser("adapters", help="adapters of a run: for other libraries, or merged"))
     return parser
 
 
@@ -114,39 +106,39 @@ def _import(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--megatron-path", required=True, metavar="FOLDER", help="checkpoint to write")
     _storing(parser)
     _lenient(parser)
-    writing_options(parser)
+    cli_options.writing_options(parser)
     parser.set_defaults(run=_run_import)
 
 
 def _export(parser: argparse.ArgumentParser) -> None:
-    megatron_path(parser)
+    cli_options.megatron_path(parser)
     parser.add_argument("--hf-path", required=True, metavar="FOLDER", help="model to write")
     _other_model(parser)
     layouts = [layout.name.lower() for layout in ExpertLayout]
     parser.add_argument("--expert-layout", choices=layouts,
                         help="how to hold experts (default: as the model that was imported)")  # fmt: skip
-    vocab_padding(parser)
+    cli_options.vocab_padding(parser)
     _lenient(parser)
-    writing_options(parser)
+    cli_options.writing_options(parser)
     parser.set_defaults(run=_run_export)
 
 
 def _reformat(parser: argparse.ArgumentParser) -> None:
-    megatron_path(parser)
+    cli_options.megatron_path(parser)
     parser.add_argument("--new-path", required=True, metavar="FOLDER", help="checkpoint to write")
     _other_model(parser)
     _storing(parser, required=True)
-    remote_code(parser)
-    writing_options(parser)
+    cli_options.remote_code(parser)
+    cli_options.writing_options(parser)
     parser.set_defaults(run=_run_reformat)
 
 
 def _verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hf-model", metavar="MODEL",
                         help="folder or hub id of the model it was imported from or exported to")  # fmt: skip
-    megatron_path(parser)
+    cli_options.megatron_path(parser)
     parser.add_argument("--new-path", metavar="FOLDER", help="compare the checkpoint with this one, made of it")
-    vocab_padding(parser)
+    cli_options.vocab_padding(parser)
     parser.add_argument("--no-progress", action="store_true", help="show no progress")
     parser.epilog = "Without --hf-model and --new-path the checkpoint is compared with the checksums in its manifest."
     parser.set_defaults(run=_run_verify)
@@ -159,12 +151,6 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--iteration", type=int, metavar="N", help="which iteration (default: the latest)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_run_inspect, shared=False)
-
-
-def megatron_path(parser: argparse.ArgumentParser) -> None:
-    """Options that name a checkpoint."""
-    parser.add_argument("--megatron-path", required=True, metavar="FOLDER", help="checkpoint, or one iteration of it")
-    parser.add_argument("--iteration", type=int, metavar="N", help="which iteration (default: the latest)")
 
 
 def _other_model(parser: argparse.ArgumentParser) -> None:
@@ -192,47 +178,10 @@ def _storing(parser: argparse.ArgumentParser, *, required: bool = False) -> None
         group.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
 
 
-def remote_code(parser: argparse.ArgumentParser) -> None:
-    """Whether a model may bring code."""
-    parser.add_argument("--trust-remote-code", action="store_true",
-                        help="take along code that the model brings; it is never run here")  # fmt: skip
-
-
-def vocab_padding(parser: argparse.ArgumentParser) -> None:
-    """Whether a padded vocabulary's rows may be lost."""
-    parser.add_argument("--drop-vocab-padding", action="store_true",
-                        help="leave out rows beyond the vocabulary that are not zero, as of a model that was trained "
-                        "with a padded vocabulary, instead of failing")  # fmt: skip
-
-
 def _lenient(parser: argparse.ArgumentParser) -> None:
-    remote_code(parser)
+    cli_options.remote_code(parser)
     parser.add_argument("--not-strict", action="store_true",
                         help="leave aside tensors that the model does not call for, instead of failing")  # fmt: skip
-
-
-def writing_options(parser: argparse.ArgumentParser) -> None:
-    """Options of every command that writes."""
-    parser.add_argument(
-        "--torch-dtype", choices=WEIGHT_DTYPES, help="cast the weights (default: leave them as they are)"
-    )
-    parser.add_argument("--verify", action="store_true", help="compare with the source before putting it into place")
-    parser.add_argument("--checksums", action="store_true", help="put a SHA-256 of every tensor into the manifest")
-    parser.add_argument("--overwrite", action="store_true", help="replace an earlier result at that place, if nothing "
-                        "else lies in it")  # fmt: skip
-    parser.add_argument("--resume", action="store_true", help="continue what an earlier run with the same "
-                        "options left when it was interrupted; if this one fails, leave what is written for the next. "
-                        "Without it a conversion starts anew and removes what was left")  # fmt: skip
-    parser.add_argument("--dry-run", action="store_true", help="check everything, time samples, print the plan; "
-                        "nothing is left on the disk")  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print the plan or the report as JSON")
-    parser.add_argument("--no-progress", action="store_true", help="show no progress")
-
-
-def how_of(options: argparse.Namespace) -> dict[str, Any]:
-    """What `writing_options` gave, as `How`."""
-    names = ("overwrite", "resume", "verify", "checksums", "dry_run", "ranks")
-    return {name: getattr(options, name) for name in names} | {"progress": not options.no_progress}
 
 
 def _stored(options: argparse.Namespace) -> dict[str, Any]:
@@ -255,7 +204,7 @@ def _run_import(options: argparse.Namespace) -> int:
         strict=not options.not_strict,
         trust_remote_code=options.trust_remote_code,
         **_stored(options),
-        **how_of(options),
+        **cli_options.how_of(options),
     )
     return printing.conversion(report, options)
 
@@ -273,7 +222,7 @@ def _run_export(options: argparse.Namespace) -> int:
         strict=not options.not_strict,
         drop_vocab_padding=options.drop_vocab_padding,
         trust_remote_code=options.trust_remote_code,
-        **how_of(options),
+        **cli_options.how_of(options),
     )
     return printing.conversion(report, options)
 
@@ -288,7 +237,7 @@ def _run_reformat(options: argparse.Namespace) -> int:
         iteration=options.iteration,
         trust_remote_code=options.trust_remote_code,
         **_stored(options),
-        **how_of(options),
+        **cli_options.how_of(options),
     )
     return printing.conversion(report, options)
 

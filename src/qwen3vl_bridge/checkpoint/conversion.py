@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Protocol, TypedDict
 
 from qwen3vl_bridge.checkpoint import journal, staging
 from qwen3vl_bridge.checkpoint.comparing import checksums, differences
@@ -21,7 +21,7 @@ from qwen3vl_bridge.checkpoint.errors import CheckpointError
 from qwen3vl_bridge.checkpoint.estimating import estimate
 from qwen3vl_bridge.checkpoint.files import OutputFile, Unit, share, units
 from qwen3vl_bridge.checkpoint.json_files import write_object
-from qwen3vl_bridge.checkpoint.manifest import MANIFEST, check_replaceable, files_of, tool
+from qwen3vl_bridge.checkpoint.manifest import MANIFEST, Parts, Replaceable, files_of, tool
 from qwen3vl_bridge.checkpoint.plan import Plan, Task
 from qwen3vl_bridge.checkpoint.progress import Progress
 from qwen3vl_bridge.checkpoint.ranks import Ranks
@@ -71,6 +71,34 @@ class _Conduct:
     ranks: Ranks = field(default_factory=Ranks)
 
 
+class Output(Protocol):
+    """A plan's result in one format.
+
+    Attributes:
+        files: the files with tensors.
+        inner: the folder in the result that they are in.
+        settings: whatever the result depends on beside the plan, fit for JSON; the manifest has it.
+    """
+
+    @property
+    def files(self) -> list[OutputFile]: ...  # noqa: D102
+    @property
+    def inner(self) -> str: ...  # noqa: D102
+    @property
+    def settings(self) -> dict[str, Any]: ...  # noqa: D102
+
+    def finish(self, root: Path, digest: str) -> None:
+        """Write all files but those with tensors and the manifest, given a digest of the plan."""
+
+    def open(self, root: Path) -> TensorSource:
+        """Open a result's tensors.
+
+        Raises:
+            CheckpointError: one of its files is not as it was to be.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class Conversion:
     """What is converted into what.
@@ -82,12 +110,7 @@ class Conversion:
         plan: tensor by tensor.
         source: what the plan reads.
         folders: folders that are read meanwhile.
-        settings: whatever else the result depends on, fit for JSON; the manifest has it.
-        files: the files with tensors.
-        inner: the folder in the result that they are in.
-        known: the files that an earlier result in a folder may have, relative to it.
-        finish: writes all other files, the manifest aside, given the result's folder and a digest of the plan.
-        open: opens a result's tensors and checks that all its files are as they should be.
+        output: what the plan makes.
         notes: what the user should know.
         threads: how many of a process read the source at a time.
     """
@@ -98,17 +121,14 @@ class Conversion:
     plan: Plan
     source: TensorSource
     folders: tuple[Path, ...]
-    settings: dict[str, Any]
-    files: list[OutputFile]
-    inner: str
-    known: Callable[[Path], Iterable[str]]
-    finish: Callable[[Path, str], None]
-    open: Callable[[Path], TensorSource]
+    output: Output
     notes: list[str]
     threads: int = 2
 
     def digest(self, *, sync: bool) -> str:
         """Tells one plan from another: source files, where every element comes from, where every byte goes.
+
+        What is written beside the tensors is not of it: a run that goes on writes that anew.
 
         Args:
             sync: whether what is written is waited for; what was not is nothing to go on from.
@@ -119,26 +139,22 @@ class Conversion:
             digest.update(repr((str(path.resolve()), found.st_size, found.st_mtime_ns)).encode())
         for task in self.plan.tasks:
             digest.update(repr((task.target, tuple(task.pieces))).encode())
-        for file in self.files:
+        for file in self.output.files:
             digest.update(repr((file.name, [len(segment) for segment in file.segments])).encode())
         return digest.hexdigest()
 
     def write_manifest(self, result: Path, digest: str, sums: dict[str, str]) -> None:
-        """Write what the result says of itself."""
+        """Write what the result says of itself; its journal knows what the files with tensors hold."""
         plan = self.plan
         made = {"tensors": len(plan.tasks), "parameters": plan.numel, "bytes": plan.nbytes, "dtypes": plan.dtypes}
         made |= {"cast": len(plan.cast), "transposed": len(plan.transposed), "digest": digest}
-        made["files"] = files_of(result, self.inner)
-        manifest = tool() | {"source": self.origin} | self.settings | made
-        write_object(result / self.inner / MANIFEST, manifest | ({"sha256": sums} if sums else {}))
-
-    def check_replaceable(self, folder: Path) -> None:
-        """Check that a folder is an earlier result, and nothing besides.
-
-        Raises:
-            CheckpointError: it is not.
-        """
-        check_replaceable(folder, self.inner, self.known)
+        written: dict[str, Parts] = {}
+        for unit, part in journal.noted(result, self.output.files, units(self.output.files)).items():
+            name = Path(self.output.inner, self.output.files[unit.file].name).as_posix()
+            written.setdefault(name, []).append((unit.end, part))
+        made["files"] = files_of(result, self.output.inner, written)
+        manifest = tool() | {"source": self.origin} | self.output.settings | made
+        write_object(result / self.output.inner / MANIFEST, manifest | ({"sha256": sums} if sums else {}))
 
 
 def carry_out(planned: Callable[[], Conversion], how: How) -> ConversionReport:
@@ -157,8 +173,9 @@ def carry_out(planned: Callable[[], Conversion], how: How) -> ConversionReport:
     with _no_collection():
         conversion = ranks.alike(planned)
     target = conversion.target
-    needed = sum(file.nbytes for file in conversion.files) + _OVERHEAD
-    ranks.once(lambda: _check_target(conversion, conduct))
+    needed = sum(file.nbytes for file in conversion.output.files) + _OVERHEAD
+    replaceable = Replaceable(conversion.output.inner, progress=conduct.progress)
+    ranks.once(lambda: _check_target(conversion, conduct, replaceable))
     report = ConversionReport.of(conversion, needed, staging.free_space(target), ranks.size)
     if conduct.dry_run:
         return replace(report, estimate=ranks.once(lambda: _estimate(conversion, conduct)))
@@ -166,7 +183,7 @@ def carry_out(planned: Callable[[], Conversion], how: How) -> ConversionReport:
     if len(set(digests)) > 1:
         raise CheckpointError(f"{conversion.origin} is not the same for all {ranks.size} processes; do they share it?")
     with contextlib.ExitStack() as stack:
-        work = ranks.once(lambda: stack.enter_context(_begun(conversion, conduct, digests[0], needed)))
+        work = ranks.once(lambda: stack.enter_context(_begun(conversion, conduct, replaceable, digests[0], needed)))
         seconds, resumed, written = _write(conversion, conduct, work)
         with _advice(work, conduct):
             _finish_and_prove(conversion, conduct, work, digests[0])
@@ -200,17 +217,19 @@ def _estimate(conversion: Conversion, conduct: _Conduct) -> float:
     )
 
 
-def _check_target(conversion: Conversion, conduct: _Conduct) -> None:
+def _check_target(conversion: Conversion, conduct: _Conduct, replaceable: Replaceable) -> None:
     staging.check_target(
         conversion.target,
         overwrite=conduct.overwrite,
-        replaceable=conversion.check_replaceable,
+        replaceable=replaceable,
         sources=conversion.folders,
     )
 
 
 @contextlib.contextmanager
-def _begun(conversion: Conversion, conduct: _Conduct, digest: str, needed: int) -> Iterator[Path]:
+def _begun(
+    conversion: Conversion, conduct: _Conduct, replaceable: Replaceable, digest: str, needed: int
+) -> Iterator[Path]:
     """The folder in which the result grows, with a journal."""
 
     def claim(folder: Path) -> bool:
@@ -226,20 +245,20 @@ def _begun(conversion: Conversion, conduct: _Conduct, digest: str, needed: int) 
     with staging.staged(
         target,
         conversion.notes.append,
-        replace=conversion.check_replaceable if conduct.overwrite else None,
+        replace=replaceable if conduct.overwrite else None,
         sync=conduct.sync,
         claim=claim,
         keep=conduct.resume,
     ) as work:
         staging.check_space(target, needed - staging.space_of(work))
         journal.begin(work, digest)
-        (work / conversion.inner).mkdir(exist_ok=True)
+        (work / conversion.output.inner).mkdir(exist_ok=True)
         yield work
 
 
 def _write(conversion: Conversion, conduct: _Conduct, work: Path) -> tuple[float, int, int]:
     """Write all files with tensors; returns how long it took, the bytes that were there already, and the others."""
-    ranks, folder, everything = conduct.ranks, work / conversion.inner, units(conversion.files)
+    ranks, folder, everything = conduct.ranks, work / conversion.output.inner, units(conversion.output.files)
     there = _there(conversion, conduct, work, everything)
     left = [unit for unit in everything if unit not in there]
     mine = share(left, [unit.nbytes for unit in left], ranks.rank, ranks.size)
@@ -251,7 +270,7 @@ def _write(conversion: Conversion, conduct: _Conduct, work: Path) -> tuple[float
         ):
             write_units(
                 folder,
-                conversion.files,
+                conversion.output.files,
                 mine,
                 conversion.source,
                 lines,
@@ -266,16 +285,16 @@ def _write(conversion: Conversion, conduct: _Conduct, work: Path) -> tuple[float
 
 def _there(conversion: Conversion, conduct: _Conduct, work: Path, everything: list[Unit]) -> set[Unit]:
     """The units that an earlier run has written, read again to see that they still are what it wrote."""
-    ranks, folder = conduct.ranks, work / conversion.inner
+    ranks, folder = conduct.ranks, work / conversion.output.inner
     # Asked once, and all have read before one of them writes.
-    noted = list(ranks.once(lambda: journal.noted(work, conversion.files, everything)).items())
+    noted = list(ranks.once(lambda: journal.noted(work, conversion.output.files, everything)).items())
     mine = share(noted, [unit.nbytes for unit, _ in noted], ranks.rank, ranks.size)
     if not noted:
         return set()
 
     def check() -> list[Unit]:
         with _meter("resume", sum(unit.nbytes for unit, _ in mine), conduct) as meter:
-            return journal.intact(folder, conversion.files, mine, meter)
+            return journal.intact(folder, conversion.output.files, mine, meter)
 
     there = {unit for part in ranks.each(check) for unit in part}
     if spoilt := len(noted) - len(there):
@@ -299,14 +318,19 @@ def _advice(work: Path, conduct: _Conduct) -> Iterator[None]:
 def _finish_and_prove(conversion: Conversion, conduct: _Conduct, work: Path, digest: str) -> None:
     """Write everything else, read back what was written, and compare if asked to."""
     ranks = conduct.ranks
-    ranks.once(lambda: check_sizes(work / conversion.inner, conversion.files))
-    ranks.once(lambda: conversion.finish(work, digest))
+
+    def finish() -> None:
+        check_sizes(work / conversion.output.inner, conversion.output.files)
+        _remove_others(work, {Path(conversion.output.inner, file.name) for file in conversion.output.files})
+        conversion.output.finish(work, digest)
+
+    ranks.once(finish)
     tasks = tasks_of(conversion.plan, ranks)
     nbytes = sum(task.target.nbytes for task in tasks)
 
     def check() -> dict[str, str]:
         with _no_collection():
-            written = conversion.open(work)
+            written = conversion.output.open(work)
             if written.specs != conversion.plan.specs:
                 raise CheckpointError(f"{work}: what is there is not what was to be written")
             written.check(task.target.name for task in tasks)
@@ -321,6 +345,14 @@ def _finish_and_prove(conversion: Conversion, conduct: _Conduct, work: Path, dig
 
     sums = ranks.each(check)
     ranks.once(lambda: conversion.write_manifest(work, digest, {name: s for part in sums for name, s in part.items()}))
+
+
+def _remove_others(work: Path, tensors: set[Path]) -> None:
+    """Remove what an earlier run had written beside the tensors before it ended."""
+    for path in list(staging.leaves(work)):
+        name = path.relative_to(work)
+        if name not in tensors and name.parts[0] != journal.FOLDER:
+            path.unlink()
 
 
 def tasks_of(plan: Plan, ranks: Ranks) -> list[Task]:

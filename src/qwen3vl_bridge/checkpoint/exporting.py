@@ -11,7 +11,7 @@ from typing import Any, Unpack
 from qwen3vl_bridge.checkpoint.conversion import Conversion, How, carry_out
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
 from qwen3vl_bridge.checkpoint.hf_config import ModelConfig, with_dtype
-from qwen3vl_bridge.checkpoint.hf_files import copy_side_files, model_files
+from qwen3vl_bridge.checkpoint.hf_files import HUGGINGFACE, copy_side_files
 from qwen3vl_bridge.checkpoint.hf_reader import HFWeights
 from qwen3vl_bridge.checkpoint.hf_writer import MAX_SHARD_BYTES, layout, write_index
 from qwen3vl_bridge.checkpoint.json_files import write_object
@@ -19,7 +19,7 @@ from qwen3vl_bridge.checkpoint.paths import place
 from qwen3vl_bridge.checkpoint.plan import Plan, leave_unexpected, make_plan
 from qwen3vl_bridge.checkpoint.reports import ConversionReport
 from qwen3vl_bridge.checkpoint.sides import HuggingFace
-from qwen3vl_bridge.checkpoint.stored_model import StoredModel, open_stored
+from qwen3vl_bridge.checkpoint.stored_model import open_stored
 from qwen3vl_bridge.mappings import ExpertLayout
 
 
@@ -69,32 +69,14 @@ def export_checkpoint(
         rows, notes = stored.config.rows(experts), []
         if not strict:
             notes += leave_unexpected(stored.tensors, rows, stored.side)
-        plan = make_plan(
-            rows,
-            stored.side,
-            HuggingFace(stored.config.dimensions),
-            stored.tensors.specs,
-            where=str(stored.folder),
-            dtype=torch_dtype,
-        )
+        target, where = HuggingFace(stored.config.dimensions), str(stored.folder)
+        plan = make_plan(rows, stored.side, target, stored.tensors.specs, where=where, dtype=torch_dtype)
         notes += stored.check_padding(stored.config.dimensions["vocab"], drop=drop_vocab_padding)
-        if max_shard_bytes < 1:
-            raise CheckpointError(f"max_shard_bytes is {max_shard_bytes}, expected 1 or more")
-        return Conversion(
-            name="export",
-            origin=str(megatron_path),
-            target=place(hf_path),
-            plan=plan,
-            source=stored.tensors,
-            folders=(stored.folder, stored.config.folder),
-            settings=_settings(stored, experts),
-            files=layout(plan.tasks, max_shard_bytes),
-            inner=".",
-            known=model_files,
-            finish=lambda root, _: finish_model(root, plan, stored.config, max_shard_bytes),
-            open=HFWeights,
-            notes=notes,
-        )
+        moe = bool(stored.config.dimensions.indices["moe_layers"])
+        settings = {"from": stored.ckpt_format, "expert_layout": experts.name if moe else None}
+        output = HFOutput(plan, stored.config, settings, max_shard_bytes)
+        folders = (stored.folder, stored.config.folder)
+        return Conversion("export", str(megatron_path), place(hf_path), plan, stored.tensors, folders, output, notes)
 
     return carry_out(planned, how)
 
@@ -107,16 +89,38 @@ def _layout_named(name: str) -> ExpertLayout:
         raise CheckpointError(f"expert_layout is {name!r}, expected {expected}") from None
 
 
-def _settings(stored: StoredModel, experts: ExpertLayout) -> dict[str, Any]:
-    moe = bool(stored.config.dimensions.indices["moe_layers"])
-    return {"format": "huggingface", "from": stored.ckpt_format, "expert_layout": experts.name if moe else None}
+class HFOutput:
+    """A Hugging Face model to be."""
 
+    inner = "."
 
-def finish_model(work: Path, plan: Plan, config: ModelConfig, max_shard_bytes: int) -> None:
-    """Write what a model's folder has beside its weights."""
-    write_index(work, plan.tasks, max_shard_bytes)
-    copy_side_files(config.folder, work)
-    if len(plan.dtypes) == 1:
-        raw = with_dtype(config.raw, plan.dtypes[0])
-        if raw != config.raw:
-            write_object(work / "config.json", raw)
+    def __init__(self, plan: Plan, config: ModelConfig, said: dict[str, Any], max_shard_bytes: int) -> None:
+        """A model to be.
+
+        Args:
+            plan: its tensors.
+            config: its configuration.
+            said: what its manifest says of it.
+            max_shard_bytes: how large a file of weights may be.
+
+        Raises:
+            CheckpointError: files have no size.
+        """
+        if max_shard_bytes < 1:
+            raise CheckpointError(f"max_shard_bytes is {max_shard_bytes}, expected 1 or more")
+        self._plan, self._config, self._max_shard_bytes = plan, config, max_shard_bytes
+        self.files = layout(plan.tasks, max_shard_bytes)
+        self.settings = {"format": HUGGINGFACE} | said
+
+    def finish(self, root: Path, digest: str) -> None:
+        """Write what a model's folder has beside its weights."""
+        write_index(root, self._plan.tasks, self._max_shard_bytes)
+        copy_side_files(self._config.folder, root)
+        if len(self._plan.dtypes) == 1:
+            raw = with_dtype(self._config.raw, self._plan.dtypes[0])
+            if raw != self._config.raw:
+                write_object(root / "config.json", raw)
+
+    def open(self, root: Path) -> HFWeights:
+        """The weights as found."""
+        return HFWeights(root)

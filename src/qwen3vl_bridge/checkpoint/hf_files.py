@@ -13,9 +13,11 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
-from qwen3vl_bridge.checkpoint.hf_reader import INDEX, SINGLE
 from qwen3vl_bridge.checkpoint.json_files import read_object
 from qwen3vl_bridge.checkpoint.paths import expanded
+
+# What manifests and reports call a Hugging Face model, as they call the formats of Megatron.
+HUGGINGFACE = "huggingface"
 
 # Everything from_pretrained of a model, a tokenizer or a processor may look for, weights aside.
 _SIDE_FILES = (
@@ -35,8 +37,6 @@ _SIDE_FILES = (
 # Code that a model brings along; its JSON files then have an `auto_map`, which names it.
 _CODE = "*.py"
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
-# As an export names them.
-_WRITTEN_WEIGHTS = (SINGLE, INDEX, "model-?????-of-?????.safetensors")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -98,17 +98,11 @@ def _no_address(hf_model: str, found: str | None, error: Exception) -> Checkpoin
     return CheckpointError(f"{hf_model} is no folder, and HF_ENDPOINT is {found!r}, {expected}: {error}")
 
 
-def side_files(folder: Path) -> list[Path]:
+def _side_files(folder: Path) -> list[Path]:
     """The files of a model's folder that are not weights and belong to it, as paths relative to `folder`, sorted."""
     found = (path.relative_to(folder) for pattern in ("*", "*/*") for path in folder.glob(pattern) if path.is_file())
     patterns = (*_SIDE_FILES, _CODE) if _calls_for_code(folder) else _SIDE_FILES
     return sorted(path for path in found if any(fnmatch(path.as_posix(), pattern) for pattern in patterns))
-
-
-def model_files(folder: Path) -> list[str]:
-    """The files of a model's folder that belong to a model, weights and all, relative to it."""
-    weights = (path.relative_to(folder) for pattern in _WRITTEN_WEIGHTS for path in folder.glob(pattern))
-    return [path.as_posix() for path in (*side_files(folder), *weights)]
 
 
 def copy_side_files(source: Path, destination: Path) -> list[Path]:
@@ -121,7 +115,7 @@ def copy_side_files(source: Path, destination: Path) -> list[Path]:
     Returns:
         The files copied, relative to the folder.
     """
-    files = side_files(source)
+    files = _side_files(source)
     for relative in files:
         target = destination / relative
         target.parent.mkdir(parents=True, exist_ok=True)

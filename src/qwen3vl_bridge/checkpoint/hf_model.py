@@ -1,58 +1,27 @@
-"""A Hugging Face model on disk: folder, configuration and weights together.
+"""Opens a Hugging Face model on disk.
 
-What lives here: opening one, and what becomes of an output layer stored beside the embedding it is tied to. What may
+What lives here: how, and what becomes of an output layer stored beside the embedding it is tied to. What may
 not: Megatron.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from qwen3vl_bridge.checkpoint.comparing import difference
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
 from qwen3vl_bridge.checkpoint.hf_config import ModelConfig
-from qwen3vl_bridge.checkpoint.hf_files import find_model
+from qwen3vl_bridge.checkpoint.hf_files import HUGGINGFACE, find_model
 from qwen3vl_bridge.checkpoint.hf_reader import HFWeights
 from qwen3vl_bridge.checkpoint.pieces import Run
 from qwen3vl_bridge.checkpoint.plan import leave_unexpected
-from qwen3vl_bridge.checkpoint.sides import HuggingFace
+from qwen3vl_bridge.checkpoint.stored_model import StoredModel
 from qwen3vl_bridge.checkpoint.streams import PieceReader
-from qwen3vl_bridge.mappings import TABLE, ExpertLayout
-from qwen3vl_bridge.weight_rows import Row
+from qwen3vl_bridge.mappings import TABLE
 
 
-@dataclass(frozen=True)
-class HFModel:
-    """A model's folder, configuration and weights, and what was noticed on opening it."""
-
-    folder: Path
-    config: ModelConfig
-    weights: HFWeights
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def experts(self) -> ExpertLayout:
-        """How it holds its experts.
-
-        Raises:
-            CheckpointError: in none of the known ways.
-        """
-        return self.config.expert_layout({name: spec.shape for name, spec in self.weights.specs.items()})
-
-    @property
-    def rows(self) -> list[Row]:
-        """The weight table, expanded for this model."""
-        return self.config.rows(self.experts)
-
-    @property
-    def side(self) -> HuggingFace:
-        """Its side of a conversion."""
-        return HuggingFace(self.config.dimensions)
-
-
-def open_model(hf_model: str | Path, *, strict: bool = True, trust_remote_code: bool = False) -> HFModel:
-    """Open a model.
+def open_model(hf_model: str | Path, *, strict: bool = True, trust_remote_code: bool = False) -> StoredModel:
+    """Open a Hugging Face model.
 
     Args:
         hf_model: a folder or a hub id.
@@ -63,13 +32,17 @@ def open_model(hf_model: str | Path, *, strict: bool = True, trust_remote_code: 
         CheckpointError: it is not there, not a Qwen3-VL, or its files are damaged.
     """
     folder = find_model(hf_model, trust_remote_code=trust_remote_code)
-    model = HFModel(folder, ModelConfig(folder), HFWeights(folder))
-    if model.config.tied:
+    config, weights, notes = ModelConfig(folder), HFWeights(folder), []
+    if config.tied:
         for copy, original in _tied_pairs():
-            if copy in model.weights.specs and original in model.weights.specs:
-                _drop_copy(model, copy, original)
+            if copy in weights.specs and original in weights.specs:
+                _check_copy(weights, folder, copy, original)
+                weights.drop(copy)
+                notes.append(f"{copy} is a copy of {original}, to which config.json ties it; it was left out")
+    experts = config.expert_layout({name: spec.shape for name, spec in weights.specs.items()})
+    model = StoredModel(folder, HUGGINGFACE, weights, config, experts, notes=notes)
     if not strict:
-        model.notes.extend(leave_unexpected(model.weights, model.rows, model.side))
+        notes.extend(leave_unexpected(weights, model.rows, model.side))
     return model
 
 
@@ -79,8 +52,7 @@ def _tied_pairs() -> list[tuple[str, str]]:
     return [(row.hf[0], embedding.hf[0]) for row in TABLE if row.condition == "untied"]
 
 
-def _drop_copy(model: HFModel, copy: str, original: str) -> None:
-    weights = model.weights
+def _check_copy(weights: HFWeights, folder: Path, copy: str, original: str) -> None:
     one, other = weights.specs[copy], weights.specs[original]
     if one.describe() != other.describe():
         found = f"{one.describe()}, not {other.describe()}"
@@ -93,8 +65,6 @@ def _drop_copy(model: HFModel, copy: str, original: str) -> None:
             found = difference(copy, one.numel, one.dtype, *streams)
     if found is not None:
         raise CheckpointError(
-            f"{model.folder}: config.json has tie_word_embeddings true, but {copy} is not {original}: {found}; "
+            f"{folder}: config.json has tie_word_embeddings true, but {copy} is not {original}: {found}; "
             f"expected the same bytes, or no {copy}, or tie_word_embeddings false"
         )
-    weights.drop(copy)
-    model.notes.append(f"{copy} is a copy of {original}, to which config.json ties it; it was left out")

@@ -11,10 +11,11 @@ from typing import Unpack
 from qwen3vl_bridge.checkpoint import megatron_folder as megatron
 from qwen3vl_bridge.checkpoint.conversion import Conversion, How, carry_out
 from qwen3vl_bridge.checkpoint.hf_model import open_model
+from qwen3vl_bridge.checkpoint.paths import place
 from qwen3vl_bridge.checkpoint.plan import make_plan
 from qwen3vl_bridge.checkpoint.reports import ConversionReport
 from qwen3vl_bridge.checkpoint.sides import TRANSFORMER_ENGINE
-from qwen3vl_bridge.checkpoint.storing import Storage
+from qwen3vl_bridge.checkpoint.storing import MegatronOutput, Storage
 from qwen3vl_bridge.checkpoint.topology import Topology
 
 
@@ -59,17 +60,10 @@ def import_checkpoint(
             ckpt_format, naming, topology or Topology(), model.config, str(hf_model), model.experts, vocab_divisor
         )
         storage.check()
-        plan = make_plan(
-            model.rows, model.side, storage.side, model.weights.specs, where=str(model.folder), dtype=torch_dtype
-        )
-        return storage.conversion(
-            "import",
-            hf_model,
-            megatron_path,
-            plan=plan,
-            source=model.weights,
-            folder=model.folder,
-            notes=list(model.notes),
-        )
+        where, specs = str(model.folder), model.tensors.specs
+        plan = make_plan(model.rows, model.side, storage.side, specs, where=where, dtype=torch_dtype)
+        folders, output = (model.folder,), MegatronOutput(plan, storage)
+        path = place(megatron_path)
+        return Conversion("import", str(hf_model), path, plan, model.tensors, folders, output, list(model.notes))
 
     return carry_out(planned, how)

@@ -13,6 +13,7 @@ from typing import Any
 from qwen3vl_bridge.checkpoint import megatron_folder as megatron
 from qwen3vl_bridge.checkpoint.dcp_metadata import read_metadata
 from qwen3vl_bridge.checkpoint.hf_config import ModelConfig
+from qwen3vl_bridge.checkpoint.hf_files import HUGGINGFACE
 from qwen3vl_bridge.checkpoint.hf_reader import HFWeights, has_weights
 from qwen3vl_bridge.checkpoint.manifest import read_manifest
 from qwen3vl_bridge.checkpoint.paths import expanded
@@ -70,7 +71,7 @@ def _inspect_hf(folder: Path) -> dict[str, Any]:
     if config and config.dimensions.indices["moe_layers"]:
         experts = config.expert_layout({name: spec.shape for name, spec in weights.specs.items()}).name.lower()
     return {
-        "format": "huggingface",
+        "format": HUGGINGFACE,
         "path": str(folder),
         "model": config.raw.get("model_type") if config else None,
         "files": len(weights.files),

@@ -80,7 +80,9 @@ def plan_of(result: Path) -> str:
 
 
 def taken(result: Path) -> dict[str, bytes]:
-    """Take the journal out of a result; returns its files."""
+    """Take the journal out of a result, if there is one; returns its files."""
+    if not (result / FOLDER).is_dir():
+        return {}
     files = {path.name: path.read_bytes() for path in (result / FOLDER).iterdir()}
     shutil.rmtree(result / FOLDER)
     return files
@@ -96,7 +98,7 @@ def put_back(result: Path, files: dict[str, bytes]) -> None:
 def is_written_by_another(result: Path) -> bool:
     """Whether a process that has its part of the journal open is alive."""
     for path in (result / FOLDER).glob(_LINES):
-        with path.open("rb") as file:
+        with path.open("rb+") as file:  # some network file systems lock nothing that is open for reading
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -131,17 +133,21 @@ def intact(folder: Path, files: list[OutputFile], units: Iterable[tuple[Unit, st
         units: with the digests of what was written.
         meter: is told of every block.
     """
-    return [unit for unit, digest in units if _digest_of(folder / files[unit.file].name, unit, meter) == digest]
+    return [
+        unit
+        for unit, digest in units
+        if digest_of(folder / files[unit.file].name, unit.start, unit.end, meter) == digest
+    ]
 
 
-def _digest_of(path: Path, unit: Unit, meter: Progress) -> str | None:
-    """Digest of a unit's bytes as they are on disk; None where they cannot be read."""
-    digest, buffer, position = new_digest(), memoryview(bytearray(_BLOCK)), unit.start
+def digest_of(path: Path, start: int, end: int, meter: Progress) -> str | None:
+    """Digest of a file's bytes [start, end) as they are on disk; None where they cannot be read."""
+    digest, buffer, position = new_digest(), memoryview(bytearray(_BLOCK)), start
     try:
         with path.open("rb", buffering=0) as file:
-            file.seek(unit.start)
-            while position < unit.end:
-                count = file.readinto(buffer[: unit.end - position])
+            file.seek(start)
+            while position < end:
+                count = file.readinto(buffer[: end - position])
                 if not count:
                     return None
                 digest.update(buffer[:count])

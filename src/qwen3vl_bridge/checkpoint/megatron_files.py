@@ -7,12 +7,11 @@ What lives here: what a loader looks for besides tensors. What may not: tensors,
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.checkpoint import megatron_folder as megatron
-from qwen3vl_bridge.checkpoint.hf_files import side_files
 from qwen3vl_bridge.checkpoint.json_files import write_object
 
 # Megatron-LM reads all three and fails without any of them; `args` may be None.
@@ -54,16 +53,3 @@ def write_run_files(root: Path, folder: Path, run_config: Mapping[str, Any], ckp
         backend = {"sharded_backend": megatron.TORCH_DIST, "sharded_backend_version": 1}
         write_object(folder / megatron.FORMAT_FILE, backend)
     (root / megatron.TRACKER).write_text("0")
-
-
-def megatron_files(root: Path, iteration: int) -> Iterator[str]:
-    """The files that an iteration of a checkpoint may have without training, relative to the checkpoint's folder."""
-    yield from (megatron.TRACKER, megatron.LATEST_TRAIN_STATE)
-    folder = megatron.iteration_folder(root, iteration)
-    for name in (megatron.METADATA, megatron.TRAIN_STATE, megatron.RUN_CONFIG, megatron.FORMAT_FILE):
-        yield (folder / name).relative_to(root).as_posix()
-    paths = (
-        *folder.glob("__[0-9]*_[0-9]*.distcp"),
-        *(folder / megatron.HF_FILES / path for path in side_files(folder / megatron.HF_FILES)),
-    )
-    yield from (path.relative_to(root).as_posix() for path in paths)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
@@ -17,39 +17,24 @@ from qwen3vl_bridge.adapter_rows import IN, MAGNITUDE, OUT, adapter_row, layer_o
 from qwen3vl_bridge.checkpoint import megatron_folder as megatron
 from qwen3vl_bridge.checkpoint.conversion import Conversion, How, carry_out
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
-from qwen3vl_bridge.checkpoint.exporting import finish_model
-from qwen3vl_bridge.checkpoint.hf_config import ModelConfig
-from qwen3vl_bridge.checkpoint.hf_files import model_files
+from qwen3vl_bridge.checkpoint.exporting import HFOutput
 from qwen3vl_bridge.checkpoint.hf_model import open_model
-from qwen3vl_bridge.checkpoint.hf_reader import HFWeights
-from qwen3vl_bridge.checkpoint.hf_writer import MAX_SHARD_BYTES, layout
+from qwen3vl_bridge.checkpoint.hf_writer import MAX_SHARD_BYTES
 from qwen3vl_bridge.checkpoint.merged_tensors import JoinedTensors, Merge, MergedTensors, prefixed
 from qwen3vl_bridge.checkpoint.paths import expanded, place
 from qwen3vl_bridge.checkpoint.pieces import Pieces, Run
 from qwen3vl_bridge.checkpoint.plan import Plan, Task, make_plan
 from qwen3vl_bridge.checkpoint.reports import ConversionReport
 from qwen3vl_bridge.checkpoint.same_model import check_same_model
-from qwen3vl_bridge.checkpoint.sides import HuggingFace, Side
+from qwen3vl_bridge.checkpoint.sides import HuggingFace
 from qwen3vl_bridge.checkpoint.stored_adapters import StoredAdapters, open_adapters
-from qwen3vl_bridge.checkpoint.stored_model import open_stored
+from qwen3vl_bridge.checkpoint.stored_model import StoredModel, open_stored
 from qwen3vl_bridge.checkpoint.tensors import TensorSource
 from qwen3vl_bridge.checkpoint.vocab_padding import check_vocab_padding
 from qwen3vl_bridge.mappings import ExpertLayout
 from qwen3vl_bridge.weight_rows import PackedExpert, Row
 
 _BASE, _RUN = "base/", "run/"
-
-
-@dataclass(frozen=True)
-class _Base:
-    """The model that adapters are of: a Hugging Face one, or a Megatron checkpoint."""
-
-    folder: Path
-    config: ModelConfig
-    tensors: TensorSource
-    side: Side
-    experts: ExpertLayout
-    notes: list[str]
 
 
 def merge_adapters(
@@ -93,6 +78,7 @@ def merge_adapters(
         base = _open_base(run, base_model, trust_remote_code=trust_remote_code)
         plan, source = _plan(run, base, torch_dtype)
         padding = _padding(run, base, drop=drop_vocab_padding)
+        output = HFOutput(plan, base.config, {"from": run.ckpt_format, "base": str(base.folder)}, max_shard_bytes)
         return Conversion(
             name="merge",
             origin=str(megatron_path),
@@ -100,12 +86,7 @@ def merge_adapters(
             plan=plan,
             source=source,
             folders=(run.folder, base.folder),
-            settings={"format": "huggingface", "from": run.ckpt_format, "base": str(base.folder)},
-            files=layout(plan.tasks, max_shard_bytes),
-            inner=".",
-            known=model_files,
-            finish=lambda root, _: finish_model(root, plan, base.config, max_shard_bytes),
-            open=HFWeights,
+            output=output,
             notes=[*base.notes, *padding],
             threads=1,  # merged weights are computed one at a time
         )
@@ -113,18 +94,16 @@ def merge_adapters(
     return carry_out(planned, how)
 
 
-def _open_base(run: StoredAdapters, base_model: str | Path | None, *, trust_remote_code: bool) -> _Base:
+def _open_base(run: StoredAdapters, base_model: str | Path | None, *, trust_remote_code: bool) -> StoredModel:
     name = str(base_model or run.base)
     if not name:
         raise CheckpointError(f"{run.folder}: its run names no first weights; name them with --base-model")
     path = expanded(name)
     try:
         if megatron.is_megatron_checkpoint(path):
-            stored = open_stored(path)
-            base = _Base(stored.folder, stored.config, stored.tensors, stored.side, stored.experts, [])
+            base = open_stored(path)
         else:
-            model = open_model(name, trust_remote_code=trust_remote_code)
-            base = _Base(model.folder, model.config, model.weights, model.side, model.experts, model.notes)
+            base = open_model(name, trust_remote_code=trust_remote_code)
     except CheckpointError as error:
         if base_model is None:
             raise CheckpointError(f"the run's first weights: {error}; --base-model names others") from error
@@ -133,9 +112,9 @@ def _open_base(run: StoredAdapters, base_model: str | Path | None, *, trust_remo
     return base
 
 
-def _padding(run: StoredAdapters, base: _Base, *, drop: bool) -> list[str]:
+def _padding(run: StoredAdapters, base: StoredModel, *, drop: bool) -> list[str]:
     """What is to be said of rows beyond the vocabulary, wherever the rows that are kept come from."""
-    rows, names, notes = base.config.rows(base.experts), run.trained if run.own else set(), []
+    rows, names, notes = base.rows, run.trained if run.own else set(), []
     for part, side, source, where in (
         ([row for row in rows if row.megatron not in names], base.side, base.tensors, base.folder),
         ([row for row in rows if row.megatron in names], None, run.tensors, run.folder),
@@ -145,9 +124,9 @@ def _padding(run: StoredAdapters, base: _Base, *, drop: bool) -> list[str]:
     return notes
 
 
-def _plan(run: StoredAdapters, base: _Base, dtype: str | None) -> tuple[Plan, TensorSource]:
+def _plan(run: StoredAdapters, base: StoredModel, dtype: str | None) -> tuple[Plan, TensorSource]:
     """Every tensor of the model: of the base, trained by the run, or merged of a weight and its adapter."""
-    target, rows = HuggingFace(base.config.dimensions), base.config.rows(base.experts)
+    target, rows = HuggingFace(base.config.dimensions), base.rows
     plan = make_plan(rows, base.side, target, base.tensors.specs, where=str(base.folder), dtype=dtype)
     tasks = {task.target.name: prefixed(task, _BASE) for task in plan.tasks}
     if own := run.own:

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Unpack
 
 from qwen3vl_bridge.checkpoint.conversion import Conversion, How, carry_out
+from qwen3vl_bridge.checkpoint.paths import place
 from qwen3vl_bridge.checkpoint.plan import make_plan
 from qwen3vl_bridge.checkpoint.reports import ConversionReport
 from qwen3vl_bridge.checkpoint.sides import TRANSFORMER_ENGINE
 from qwen3vl_bridge.checkpoint.stored_model import open_stored
-from qwen3vl_bridge.checkpoint.storing import Storage
+from qwen3vl_bridge.checkpoint.storing import MegatronOutput, Storage
 from qwen3vl_bridge.checkpoint.topology import Topology
 
 
@@ -71,22 +72,9 @@ def reformat_checkpoint(
             stored.vocab_divisor if vocab_divisor is None else vocab_divisor,
         )
         storage.check()
-        plan = make_plan(
-            stored.config.rows(),
-            stored.side,
-            storage.side,
-            stored.tensors.specs,
-            where=str(stored.folder),
-            dtype=torch_dtype,
-        )
-        return storage.conversion(
-            "reformat",
-            megatron_path,
-            new_path,
-            plan=plan,
-            source=stored.tensors,
-            folder=stored.folder,
-            notes=[],
-        )
+        where, specs = str(stored.folder), stored.tensors.specs
+        plan = make_plan(stored.rows, stored.side, storage.side, specs, where=where, dtype=torch_dtype)
+        folders, output = (stored.folder, stored.config.folder), MegatronOutput(plan, storage)
+        return Conversion("reformat", str(megatron_path), place(new_path), plan, stored.tensors, folders, output, [])
 
     return carry_out(planned, how)

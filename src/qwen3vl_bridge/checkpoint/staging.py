@@ -66,6 +66,20 @@ def check_target(
     replaceable(target)
 
 
+# What a folder's files were, by path relative to it: size, time of the last change, number of the file.
+Snapshot = dict[str, tuple[int, int, int]]
+
+
+def snapshot(folder: Path) -> Snapshot:
+    """What lies in a folder, so that another look shows whether somebody has touched it.
+
+    Raises:
+        OSError: a part of it cannot be looked at.
+    """
+    found = ((path, path.lstat()) for path in leaves(folder))
+    return {path.relative_to(folder).as_posix(): (it.st_size, it.st_mtime_ns, it.st_ino) for path, it in found}
+
+
 def refuse_others(folder: Path, own: Collection[str], kind: str) -> None:
     """Check that a folder, which is to be replaced, holds nothing but some files.
 
@@ -77,19 +91,38 @@ def refuse_others(folder: Path, own: Collection[str], kind: str) -> None:
     Raises:
         CheckpointError: it holds others, which would be lost.
     """
-    others = [path.relative_to(folder).as_posix() for path in _leaves(folder)]
-    others = sorted(name for name in others if name not in own)
-    if others:
-        more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
-        raise CheckpointError(
-            f"{folder} holds {len(others)} files beside a {kind} of ours, which would be lost: "
-            f"{', '.join(others[:_SHOWN])}{more}; move them elsewhere, or remove {folder} yourself"
-        )
+    names = (path.relative_to(folder).as_posix() for path in leaves(folder))
+    refuse_loss(folder, [name for name in names if name not in own], f"files beside a {kind} of ours")
 
 
-def _leaves(folder: Path) -> Iterator[Path]:
-    """All files and links below; where links lead is not looked at."""
-    for root, folders, names in os.walk(folder):
+def refuse_loss(folder: Path, names: Collection[str], what: str) -> None:
+    """Raise a CheckpointError that lists files of a folder which would be lost, if there are any.
+
+    Args:
+        folder: the folder, which is to be replaced.
+        names: the files, relative to it.
+        what: what they are.
+    """
+    if not names:
+        return
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    raise CheckpointError(
+        f"{folder} holds {len(names)} {what}, which would be lost: "
+        f"{', '.join(sorted(names)[:_SHOWN])}{more}; move them elsewhere, or remove {folder} yourself"
+    )
+
+
+def leaves(folder: Path) -> Iterator[Path]:
+    """All files and links below; where links lead is not looked at.
+
+    Raises:
+        OSError: a folder cannot be looked into.
+    """
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for root, folders, names in os.walk(folder, onerror=fail):
         links = [name for name in folders if os.path.islink(os.path.join(root, name))]
         yield from (Path(root, name) for name in (*names, *links))
 
@@ -150,41 +183,51 @@ def staged(
     Raises:
         CheckpointError: another process is writing this target, or the file system refuses. The target is as it was.
     """
-    parent, made = target.absolute().parent, []
+    parent = target.absolute().parent
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.callback(_remove_empty, _make_parents(parent))
+            stack.enter_context(_locked(target))
+            _restore(target, say)
+            folder = _claimed(target, say, claim) or _new_folder(target)
+            own = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+            stack.callback(os.close, own)
+            _take_after(target, folder, at_least=stat.S_IRWXU)
+        except OSError as error:
+            raise CheckpointError(f"{target}: cannot be written beside: {error.strerror or error}") from error
+        lines: dict[str, bytes] = {}
+        replaced: Snapshot | None = None
+        left = f"what was written so far stays in {folder}" if keep else "nothing was left behind"
+        try:
+            yield folder
+            if sync:
+                sync_tree(folder)
+            left = f"the whole result stays in {folder}" if keep else left
+            if replace is not None and target.is_dir() and any(target.iterdir()):
+                replaced = snapshot(target)
+                replace(target)  # it may not be what was there in the beginning
+            lines = journal.taken(folder)
+            _take_after(target, folder)
+            _move_into_place(folder, target, swap=replaced is not None)
+        except BaseException as error:
+            if _is_at(own, target):  # the signal came when there was nothing left to stop
+                _settle(target, folder, replaced, say, sync=sync)
+            elif not keep:
+                shutil.rmtree(folder, ignore_errors=True)
+            elif lines:
+                journal.put_back(folder, lines)
+            if isinstance(error, OSError):
+                raise CheckpointError(f"{target}: {error.strerror or error}; {left}") from error
+            raise
+        _settle(target, folder, replaced, say, sync=sync)
+
+
+def _is_at(folder: int, path: Path) -> bool:
+    """Whether an open folder lies at a path."""
     try:
-        made = _make_parents(parent)
-        _restore(target, say)
-        folder, lock = _claimed(target, say, claim) or _new_folder(target)
-        _take_after(target, folder, at_least=stat.S_IRWXU)
-    except OSError as error:
-        _remove_empty(made)
-        raise CheckpointError(f"{target}: cannot be written beside: {error.strerror or error}") from error
-    except CheckpointError:
-        _remove_empty(made)
-        raise
-    lines: dict[str, bytes] = {}
-    left = f"what was written so far stays in {folder}" if keep else "nothing was left behind"
-    try:
-        yield folder
-        if sync:
-            sync_tree(folder)
-        left = f"the whole result stays in {folder}" if keep else left
-        lines = journal.taken(folder)
-        _take_after(target, folder)
-        replaced = _move_into_place(folder, target, replace)
-    except BaseException as error:
-        if not keep:
-            shutil.rmtree(folder, ignore_errors=True)
-            _remove_empty(made)
-        elif lines:
-            journal.put_back(folder, lines)
-        if isinstance(error, OSError):
-            raise CheckpointError(f"{target}: {error.strerror or error}; {left}") from error
-        raise
-    else:
-        _settle(target, folder if replaced else None, say, sync=sync)
-    finally:
-        os.close(lock)
+        return os.path.samestat(os.fstat(folder), path.stat())
+    except OSError:
+        return False
 
 
 def _take_after(target: Path, folder: Path, at_least: int = 0) -> None:
@@ -198,21 +241,35 @@ def _take_after(target: Path, folder: Path, at_least: int = 0) -> None:
         os.chmod(folder, stat.S_IMODE(found.st_mode) | at_least)
 
 
-def _settle(target: Path, replaced: Path | None, say: Callable[[str], None], *, sync: bool) -> None:
-    """What is left to do when the result is in place. That it fails takes nothing from the result."""
-    parent = target.absolute().parent
+def _settle(target: Path, folder: Path, replaced: Snapshot | None, say: Callable[[str], None], *, sync: bool) -> None:
+    """What is left to do when the result is in place. That it fails takes nothing from the result.
+
+    Args:
+        target: where the result is.
+        folder: where it was; what it replaced is there now.
+        replaced: what that was when it was found to be no loss; None where nothing was replaced.
+        say: called with a line of text where something is left to the user.
+        sync: whether the new name is waited for.
+    """
+    parent, whole = target.absolute().parent, f"{target} is whole and in place"
     try:
         if sync:
             _sync(parent)
     except OSError as error:
         said = f"{parent} cannot be synced ({error.strerror or error})"
-        say(f"{target} is whole and in place, but {said}: a power failure in the next seconds may undo that")
+        say(f"{whole}, but {said}: a power failure in the next seconds may undo that")
+    if replaced is None or not folder.is_dir():
+        return
     try:
-        if replaced is not None:
-            shutil.rmtree(replaced)
+        if snapshot(folder) == replaced:
+            shutil.rmtree(folder)
+            return
+        kept = folder.with_name(f"{target.name}.replaced-{_mark()}")
+        os.rename(folder, kept)
+        say(f"{whole}, but somebody wrote into what it replaced; that stays in {kept}: remove it yourself")
     except OSError as error:
-        said = f"what it replaced stays in {replaced} ({error.strerror or error})"
-        say(f"{target} is whole and in place, but {said}: remove that yourself")
+        said = f"what it replaced stays in {folder} ({error.strerror or error})"
+        say(f"{whole}, but {said}: remove that yourself")
 
 
 def _prefix(target: Path) -> str:
@@ -231,32 +288,42 @@ def _remove_empty(folders: list[Path]) -> None:
             folder.rmdir()
 
 
-def _lock(folder: Path) -> int:
-    """Mark a folder as being worked on; the mark goes with the process, however that ends.
+@contextlib.contextmanager
+def _locked(target: Path) -> Iterator[None]:
+    """Keep other processes from writing a target; the lock goes with the process, however that ends.
 
-    It is a file, open for writing: some network file systems lock nothing else.
+    It is on a file beside the target, so that it outlives the move into place, and one open for writing: some network
+    file systems lock nothing else.
 
     Raises:
-        BlockingIOError: another process works on it.
+        CheckpointError: another process writes it.
     """
-    (folder / journal.FOLDER).mkdir(exist_ok=True)
-    file = os.open(folder / journal.FOLDER / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    path = target.absolute().parent / f".{target.name}.partial-lock"
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(file)
+            raise CheckpointError(f"{target} is being written by another process") from None
+        except OSError:
+            os.close(file)
+            raise
+        if _is_at(file, path):
+            break
+        os.close(file)  # of a process that ended, and removed it, since it was opened here
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
         os.close(file)
-        raise
-    return file
 
 
-def _new_folder(target: Path) -> tuple[Path, int]:
+def _new_folder(target: Path) -> Path:
     folder = target.absolute().parent / f"{_prefix(target)}{_mark()}"
     folder.mkdir()
-    try:
-        return folder, _lock(folder)
-    except OSError:
-        shutil.rmtree(folder)
-        raise
+    return folder
 
 
 def _restore(target: Path, say: Callable[[str], None]) -> None:
@@ -269,28 +336,19 @@ def _restore(target: Path, say: Callable[[str], None]) -> None:
             say(f"brought back {target}, which a run that did not end had moved away")
 
 
-def _claimed(target: Path, say: Callable[[str], None], claim: Callable[[Path], bool]) -> tuple[Path, int] | None:
-    """A folder to go on in, with its lock. What else earlier processes left when they died is removed."""
-    with contextlib.ExitStack() as locks:
-        found = []
-        for stale in sorted(target.absolute().parent.glob(f"{_glob_safe(_prefix(target))}{_ANY_MARK}")):
-            with contextlib.suppress(FileNotFoundError):
-                try:
-                    found.append((stale, _lock(stale)))
-                except BlockingIOError:
-                    raise CheckpointError(f"{target} is being written by another process, in {stale}") from None
-                locks.callback(os.close, found[-1][1])
-                if journal.is_written_by_another(stale):
-                    raise CheckpointError(f"{target} is being written by another process, in {stale}")
-        # All are asked before one is removed: one that is not to be lost stops the run.
-        wanted = [(folder, lock) for folder, lock in found if claim(folder)]
-        claimed = wanted[0] if wanted else None
-        for folder, lock in found:
-            if (folder, lock) != claimed:
-                shutil.rmtree(folder)
-                say(f"removed {folder}, left behind by a run that did not end")
-        # The copy keeps the lock when the first one is closed here.
-        return claimed and (claimed[0], os.dup(claimed[1]))
+def _claimed(target: Path, say: Callable[[str], None], claim: Callable[[Path], bool]) -> Path | None:
+    """A folder to go on in. What else earlier processes left when they died is removed."""
+    found = sorted(target.absolute().parent.glob(f"{_glob_safe(_prefix(target))}{_ANY_MARK}"))
+    for folder in found:
+        if journal.is_written_by_another(folder):  # the first of them has died, and its lock with it
+            raise CheckpointError(f"{target} is being written by another process, in {folder}")
+    # All are asked before one is removed: one that is not to be lost stops the run.
+    wanted = [folder for folder in found if claim(folder)]
+    for folder in found:
+        if folder not in wanted[:1]:
+            shutil.rmtree(folder)
+            say(f"removed {folder}, left behind by a run that did not end")
+    return wanted[0] if wanted else None
 
 
 def _mark() -> str:
@@ -327,14 +385,12 @@ def _sync(path: Path) -> None:
         os.close(file)
 
 
-def _move_into_place(folder: Path, target: Path, replace: Callable[[Path], object] | None) -> bool:
-    """Make the folder the target; whether there was another one, which is where the folder was now."""
-    if replace is None or not target.is_dir() or not any(target.iterdir()):
+def _move_into_place(folder: Path, target: Path, *, swap: bool) -> None:
+    """Make the folder the target; what it replaces, if anything, is where the folder was."""
+    if swap:
+        _exchange(folder, target)
+    else:
         os.rename(folder, target)  # an empty folder is replaced
-        return False
-    replace(target)  # it may not be what was there in the beginning
-    _exchange(folder, target)
-    return True
 
 
 def _exchange(one: Path, other: Path) -> None:

@@ -1,17 +1,18 @@
-"""A Megatron checkpoint on disk: folder, format, configuration and weights together.
+"""A model on disk: folder, format, configuration and weights together.
 
-What lives here: opening one of either format. What may not: Hugging Face weights (`hf_model.py`), planning.
+What lives here: what that is in all formats, and opening a Megatron checkpoint. What may not: opening a Hugging Face
+model (`hf_model.py`), planning.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.adapter_rows import MARK
 from qwen3vl_bridge.checkpoint import megatron_folder as megatron
-from qwen3vl_bridge.checkpoint.dcp_metadata import DcpMetadata, read_metadata
+from qwen3vl_bridge.checkpoint.dcp_metadata import read_metadata
 from qwen3vl_bridge.checkpoint.dcp_reader import DcpTensors
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
 from qwen3vl_bridge.checkpoint.hf_config import ModelConfig
@@ -21,40 +22,49 @@ from qwen3vl_bridge.checkpoint.manifest import MANIFEST, read_manifest
 from qwen3vl_bridge.checkpoint.paths import expanded
 from qwen3vl_bridge.checkpoint.plan import naming_of
 from qwen3vl_bridge.checkpoint.same_model import check_same_model
-from qwen3vl_bridge.checkpoint.sides import FsdpDtensor, TorchDist
+from qwen3vl_bridge.checkpoint.sides import FsdpDtensor, HuggingFace, Side, TorchDist
+from qwen3vl_bridge.checkpoint.tensors import TensorSource
 from qwen3vl_bridge.checkpoint.vocab_padding import check_vocab_padding
 from qwen3vl_bridge.mappings import TABLE, ExpertLayout
+from qwen3vl_bridge.weight_rows import Row
 
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A checkpoint's folder, format, configuration and weights.
+    """A model's folder, format, configuration and weights, and what was noticed on opening it.
 
     Attributes:
-        folder: the iteration's.
-        ckpt_format: "fsdp_dtensor" or "torch_dist".
-        metadata: all that the folder holds.
-        tensors: the model's, by Megatron parameter name.
+        folder: the model's, or an iteration's.
+        ckpt_format: "huggingface", "fsdp_dtensor" or "torch_dist".
+        tensors: the weights, by the format's names.
         config: the model's configuration.
-        experts: how the Hugging Face model it comes from held its experts.
-        manifest: of the conversion that wrote it; empty where a trainer did.
+        experts: how it holds its experts, or, in Megatron's formats, how the model it comes from did.
+        manifest: of the conversion that wrote it; empty where something else did.
+        notes: what the user should know.
     """
 
     folder: Path
     ckpt_format: str
-    metadata: DcpMetadata
-    tensors: DcpTensors
+    tensors: TensorSource
     config: ModelConfig
     experts: ExpertLayout
-    manifest: dict[str, Any]
+    manifest: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     @property
-    def side(self) -> FsdpDtensor | TorchDist:
+    def rows(self) -> list[Row]:
+        """The weight table, expanded for this model."""
+        return self.config.rows(self.experts)
+
+    @property
+    def side(self) -> Side:
         """Its side of a conversion."""
-        rows, dimensions, names = self.config.rows(), self.config.dimensions, self.tensors.specs
+        dimensions, names = self.config.dimensions, self.tensors.specs
         if self.ckpt_format == megatron.TORCH_DIST:
-            return TorchDist.found(rows, dimensions, names)
-        return FsdpDtensor(dimensions, naming_of(rows, names))
+            return TorchDist.found(self.rows, dimensions, names)
+        if self.ckpt_format == megatron.FSDP_DTENSOR:
+            return FsdpDtensor(dimensions, naming_of(self.rows, names))
+        return HuggingFace(dimensions)
 
     @property
     def vocab_divisor(self) -> int | None:
@@ -81,9 +91,7 @@ class StoredModel:
 
     def check_padding(self, vocabulary: int, *, drop: bool) -> list[str]:
         """As `check_vocab_padding`, of all rows beyond a vocabulary."""
-        return check_vocab_padding(
-            self.tensors, self.config.rows(), self.side, vocabulary, where=self.folder, drop=drop
-        )
+        return check_vocab_padding(self.tensors, self.rows, self.side, vocabulary, where=self.folder, drop=drop)
 
 
 def open_stored(
@@ -93,7 +101,7 @@ def open_stored(
     *,
     trust_remote_code: bool = False,
 ) -> StoredModel:
-    """Open a checkpoint.
+    """Open a Megatron checkpoint.
 
     Args:
         path: its root folder, or an iteration's folder.
@@ -114,7 +122,7 @@ def open_stored(
             f"{folder} holds adapters such as {adapter}, expected a whole model; conversion/adapters.py is for those"
         )
     tensors = DcpTensors(metadata, keys)
-    return StoredModel(folder, ckpt_format, metadata, tensors, config, _experts(config, manifest, folder), manifest)
+    return StoredModel(folder, ckpt_format, tensors, config, _experts(config, manifest, folder), manifest)
 
 
 def stored_config(folder: Path, hf_model: str | Path | None, trust_remote_code: bool = False) -> ModelConfig:

@@ -12,9 +12,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 from qwen3vl_bridge.checkpoint import megatron_folder as megatron
-from qwen3vl_bridge.checkpoint.conversion import Conversion
 from qwen3vl_bridge.checkpoint.dcp_metadata import read_metadata
 from qwen3vl_bridge.checkpoint.dcp_reader import DcpTensors
 from qwen3vl_bridge.checkpoint.dcp_writer import DcpLayout
@@ -22,12 +22,11 @@ from qwen3vl_bridge.checkpoint.errors import CheckpointError
 from qwen3vl_bridge.checkpoint.hf_config import ModelConfig
 from qwen3vl_bridge.checkpoint.hf_files import copy_side_files
 from qwen3vl_bridge.checkpoint.holders import holders
-from qwen3vl_bridge.checkpoint.megatron_files import BYTE_ITEMS, COMMON_STATE, megatron_files, write_run_files
-from qwen3vl_bridge.checkpoint.paths import place
+from qwen3vl_bridge.checkpoint.megatron_files import BYTE_ITEMS, COMMON_STATE, write_run_files
 from qwen3vl_bridge.checkpoint.plan import Plan
 from qwen3vl_bridge.checkpoint.run_config import run_config
 from qwen3vl_bridge.checkpoint.sides import TRANSFORMER_ENGINE, FsdpDtensor, TorchDist
-from qwen3vl_bridge.checkpoint.tensors import TensorSource, TensorSpec
+from qwen3vl_bridge.checkpoint.tensors import TensorSpec
 from qwen3vl_bridge.checkpoint.topology import Topology
 from qwen3vl_bridge.dimensions import Dimensions
 from qwen3vl_bridge.mappings import ExpertLayout
@@ -94,53 +93,6 @@ class Storage:
         self.topology.check_numbers()  # before one of them is divided by
         self.topology.check(self.dimensions, stages=self.ckpt_format == megatron.TORCH_DIST)
 
-    def conversion(
-        self,
-        name: str,
-        origin: str | Path,
-        target: str | Path,
-        *,
-        plan: Plan,
-        source: TensorSource,
-        folder: Path,
-        notes: list[str],
-    ) -> Conversion:
-        """The conversion that makes this checkpoint.
-
-        Args:
-            name: what it is called.
-            origin: what was asked to be read, in the user's words.
-            target: where the checkpoint is to be.
-            plan: its tensors.
-            source: what the plan reads.
-            folder: where that is.
-            notes: what the user should know.
-        """
-        layout = self.layout(plan)
-        settings = {
-            "format": self.ckpt_format,
-            "layer_spec": self.naming,
-            "hf_model": self.hf_model,
-            "expert_layout": self.experts.name if self.dimensions.indices["moe_layers"] else None,
-            "vocab_divisor": self.vocab_divisor,
-            "topology": asdict(self.topology),
-        }
-        return Conversion(
-            name=name,
-            origin=str(origin),
-            target=place(target),
-            plan=plan,
-            source=source,
-            folders=(folder, self.config.folder),
-            settings=settings,
-            files=layout.files,
-            inner=megatron.iteration_folder(Path(), 0).name,
-            known=lambda root: megatron_files(root, 0),
-            finish=lambda root, digest: self._finish(root, digest, layout, plan),
-            open=lambda root: self._open(root, layout),
-            notes=notes,
-        )
-
     def layout(self, plan: Plan) -> DcpLayout:
         """All files with tensors, and the byte items a loader wants."""
         layout, side = DcpLayout(), self.side
@@ -163,28 +115,50 @@ class Storage:
             layout.add_bytes(key, [None])
         return layout
 
-    def _finish(self, root: Path, digest: str, layout: DcpLayout, plan: Plan) -> None:
-        """Write all files but those with tensors and the manifest."""
-        folder = megatron.iteration_folder(root, 0)
-        paths = {
-            megatron.key_of(task.target.name, self.ckpt_format): megatron.path_of(task.target.name, self.ckpt_format)
-            for task in plan.tasks
-        }
-        layout.write_metadata(folder, paths, digest)
-        copy_side_files(self.config.folder, folder / megatron.HF_FILES)
-        config = run_config(self.config.raw, self.hf_model, self.ckpt_format, self.vocab_divisor)
-        write_run_files(root, folder, config, self.ckpt_format)
 
-    def _open(self, root: Path, layout: DcpLayout) -> DcpTensors:
+class MegatronOutput:
+    """A Megatron checkpoint with a plan for its tensors."""
+
+    inner = megatron.iteration_folder(Path(), 0).name
+
+    def __init__(self, plan: Plan, storage: Storage) -> None:
+        self._names, self._storage = [task.target.name for task in plan.tasks], storage
+        self._layout = storage.layout(plan)
+        self.files = self._layout.files
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the manifest says."""
+        storage = self._storage
+        return {
+            "format": storage.ckpt_format,
+            "layer_spec": storage.naming,
+            "hf_model": storage.hf_model,
+            "expert_layout": storage.experts.name if storage.dimensions.indices["moe_layers"] else None,
+            "vocab_divisor": storage.vocab_divisor,
+            "topology": asdict(storage.topology),
+        }
+
+    def finish(self, root: Path, digest: str) -> None:
+        """Write all files but those with tensors and the manifest."""
+        storage, folder = self._storage, megatron.iteration_folder(root, 0)
+        ckpt_format = storage.ckpt_format
+        paths = {megatron.key_of(name, ckpt_format): megatron.path_of(name, ckpt_format) for name in self._names}
+        self._layout.write_metadata(folder, paths, digest)
+        copy_side_files(storage.config.folder, folder / megatron.HF_FILES)
+        config = run_config(storage.config.raw, storage.hf_model, ckpt_format, storage.vocab_divisor)
+        write_run_files(root, folder, config, ckpt_format)
+
+    def open(self, root: Path) -> DcpTensors:
         """What was written, as found.
 
         Raises:
             CheckpointError: it is not what was laid out.
         """
         metadata = read_metadata(megatron.iteration_folder(root, 0))
-        if set(metadata.byte_items) != set(layout.byte_items):
+        if set(metadata.byte_items) != set(self._layout.byte_items):
             raise CheckpointError(f"{metadata.folder}: what is there is not what was to be written")
-        return DcpTensors(metadata, megatron.model_keys(metadata, self.ckpt_format))
+        return DcpTensors(metadata, megatron.model_keys(metadata, self._storage.ckpt_format))
 
 
 def extra_states(rows: Collection[Row], side: TorchDist, *, with_norms: bool) -> Iterator[str]:

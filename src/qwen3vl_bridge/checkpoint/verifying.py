@@ -54,11 +54,11 @@ def verify_checkpoint(
     stored = open_stored(megatron_path, iteration, model.folder, trust_remote_code=True)
     # Both sides must be complete before a comparison means anything.
     where = str(model.folder)
-    make_plan(model.rows, model.side, stored.side, model.weights.specs, where=where, dtype="float32")
+    make_plan(model.rows, model.side, stored.side, model.tensors.specs, where=where, dtype="float32")
     plan = make_plan(model.rows, stored.side, model.side, stored.tensors.specs, where=str(stored.folder))
     notes = [*model.notes, *stored.check_padding(model.config.dimensions["vocab"], drop=drop_vocab_padding)]
-    found = _compared(plan, stored.tensors, model.weights, progress, ranks or Ranks())
-    return VerifyReport(len(model.weights.specs), _nbytes(stored), tuple(found), tuple(notes))
+    found = _compared(plan, stored.tensors, model.tensors, progress, ranks or Ranks())
+    return VerifyReport(len(model.tensors.specs), _nbytes(stored), tuple(found), tuple(notes))
 
 
 def verify_reformatted(
