@@ -233,6 +233,8 @@ def _begun(
     """The folder in which the result grows, with a journal."""
 
     def claim(folder: Path) -> bool:
+        if journal.is_written_by_another(folder):  # the first process has died, and its lock with it
+            raise CheckpointError(f"{conversion.target} is being written by another process, in {folder}")
         begun = journal.plan_of(folder) if conduct.resume else ""
         if len(begun) == len(digest) and begun != digest:
             raise CheckpointError(

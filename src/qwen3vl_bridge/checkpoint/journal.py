@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
 from qwen3vl_bridge.checkpoint.files import OutputFile, Unit
 from qwen3vl_bridge.checkpoint.progress import Progress
+from qwen3vl_bridge.checkpoint.staging import PRIVATE
 
 import xxhash
 
-FOLDER = ".journal"
+FOLDER = PRIVATE
 _PLAN = "plan"
 _LINES = "rank-*"
 _BLOCK = 1 << 20
@@ -77,22 +77,6 @@ def plan_of(result: Path) -> str:
         return (result / FOLDER / _PLAN).read_text(errors="replace")
     except OSError:
         return ""
-
-
-def taken(result: Path) -> dict[str, bytes]:
-    """Take the journal out of a result, if there is one; returns its files."""
-    if not (result / FOLDER).is_dir():
-        return {}
-    files = {path.name: path.read_bytes() for path in (result / FOLDER).iterdir()}
-    shutil.rmtree(result / FOLDER)
-    return files
-
-
-def put_back(result: Path, files: dict[str, bytes]) -> None:
-    """Give a result its journal again, so that another run can go on from it after all."""
-    (result / FOLDER).mkdir(exist_ok=True)
-    for name, content in files.items():
-        (result / FOLDER / name).write_bytes(content)
 
 
 def is_written_by_another(result: Path) -> bool:

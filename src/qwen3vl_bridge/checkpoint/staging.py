@@ -19,9 +19,10 @@ import uuid
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from qwen3vl_bridge.checkpoint import journal
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
 
+# A folder in the hidden one that is no part of the result, and is taken out before that is moved into place.
+PRIVATE = ".journal"
 _SPARE = 16 << 20
 # How many files that stand in the way are named.
 _SHOWN = 20
@@ -174,7 +175,7 @@ def staged(
             only an empty one may be.
         sync: whether to wait until everything is on disk before the result is put into place.
         claim: whether to go on in a folder that a process left when it died; any other such folder is removed. It
-            raises a CheckpointError where neither is right.
+            raises a CheckpointError where neither is right, as where some of several processes are still alive.
         keep: whether the hidden folder stays when the body fails, for a later run to claim.
 
     Yields:
@@ -195,7 +196,7 @@ def staged(
             _take_after(target, folder, at_least=stat.S_IRWXU)
         except OSError as error:
             raise CheckpointError(f"{target}: cannot be written beside: {error.strerror or error}") from error
-        lines: dict[str, bytes] = {}
+        private: dict[str, bytes] = {}
         replaced: Snapshot | None = None
         left = f"what was written so far stays in {folder}" if keep else "nothing was left behind"
         try:
@@ -206,7 +207,7 @@ def staged(
             if replace is not None and target.is_dir() and any(target.iterdir()):
                 replaced = snapshot(target)
                 replace(target)  # it may not be what was there in the beginning
-            lines = journal.taken(folder)
+            private = _taken(folder)
             _take_after(target, folder)
             _move_into_place(folder, target, swap=replaced is not None)
         except BaseException as error:
@@ -214,8 +215,8 @@ def staged(
                 _settle(target, folder, replaced, say, sync=sync)
             elif not keep:
                 shutil.rmtree(folder, ignore_errors=True)
-            elif lines:
-                journal.put_back(folder, lines)
+            elif private:
+                _put_back(folder, private)
             if isinstance(error, OSError):
                 raise CheckpointError(f"{target}: {error.strerror or error}; {left}") from error
             raise
@@ -228,6 +229,23 @@ def _is_at(folder: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(folder), path.stat())
     except OSError:
         return False
+
+
+def _taken(folder: Path) -> dict[str, bytes]:
+    """Take out what is no part of the result, if there is anything; returns its files."""
+    private = folder / PRIVATE
+    if not private.is_dir():
+        return {}
+    files = {path.name: path.read_bytes() for path in private.iterdir()}
+    shutil.rmtree(private)
+    return files
+
+
+def _put_back(folder: Path, files: dict[str, bytes]) -> None:
+    """Put it in again, so that another run can go on from it after all."""
+    (folder / PRIVATE).mkdir(exist_ok=True)
+    for name, content in files.items():
+        (folder / PRIVATE / name).write_bytes(content)
 
 
 def _take_after(target: Path, folder: Path, at_least: int = 0) -> None:
@@ -339,9 +357,6 @@ def _restore(target: Path, say: Callable[[str], None]) -> None:
 def _claimed(target: Path, say: Callable[[str], None], claim: Callable[[Path], bool]) -> Path | None:
     """A folder to go on in. What else earlier processes left when they died is removed."""
     found = sorted(target.absolute().parent.glob(f"{_glob_safe(_prefix(target))}{_ANY_MARK}"))
-    for folder in found:
-        if journal.is_written_by_another(folder):  # the first of them has died, and its lock with it
-            raise CheckpointError(f"{target} is being written by another process, in {folder}")
     # All are asked before one is removed: one that is not to be lost stops the run.
     wanted = [folder for folder in found if claim(folder)]
     for folder in found:
