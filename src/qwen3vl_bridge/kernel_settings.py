@@ -86,6 +86,8 @@ def complete_kernels(provider: Qwen3VLModelProvider) -> None:
 
 def complete_precision(provider: Qwen3VLModelProvider) -> None:
     """Turn off what is wrong in the parameters' precision, saying so; megatron-core has completed the fields."""
+    if _attends_without_kernel(provider):
+        logger.warning("Transformer Engine keeps all attention scores in float32; transformer_impl='local' does not")
     native = provider.cross_entropy_loss_fusion and provider.cross_entropy_fusion_impl == "native"
     if native and provider.params_dtype != torch.bfloat16:
         logger.info(
@@ -153,12 +155,13 @@ def _check_local(provider: Qwen3VLModelProvider) -> None:
 def check_float32(provider: Qwen3VLModelProvider) -> None:
     """Check that Transformer Engine can attend in a model's precision; its kernels know 16 and 8 bits alone.
 
-    Without one it keeps all scores, in releases that take packed rows so, and not over context-parallel ranks.
+    Without one it keeps all scores, in releases that take packed rows so, and not over context-parallel ranks. What is
+    only loaded, exported or saved attends to nothing.
 
     Raises:
-        ValueError: it could not in the first step.
+        ValueError: it could not in the first forward.
     """
-    if provider.transformer_impl == "local" or provider.params_dtype != torch.float32 or provider.enable_autocast:
+    if not _attends_without_kernel(provider):
         return
     if provider.context_parallel_size > 1 or not is_te_min_version(PACKED_UNFUSED):
         raise ValueError(
@@ -166,4 +169,8 @@ def check_float32(provider: Qwen3VLModelProvider) -> None:
             f"'local' or 16 bits: Transformer Engine {get_te_version()} has no attention in float32 for packed rows on "
             f"{provider.context_parallel_size} context-parallel ranks"
         )
-    logger.warning("Transformer Engine keeps all attention scores in float32; transformer_impl='local' does not")
+
+
+def _attends_without_kernel(provider: Qwen3VLModelProvider) -> bool:
+    float32 = provider.params_dtype == torch.float32 and not provider.enable_autocast
+    return float32 and provider.transformer_impl != "local"

@@ -2,12 +2,16 @@
 
 from types import SimpleNamespace
 
+import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.parallel_settings import check_microbatches, check_training
+from qwen3vl_bridge.training.process_group import initialize
 
 import pytest
 import torch
+from megatron.bridge import AutoBridge
 from megatron.bridge.training.comm_overlap import CommOverlapConfig
 from megatron.core.optimizer import OptimizerConfig
+from packaging.version import Version
 
 from .split_providers import DENSE, EXPERTS, OVERLAP, PP2, SP2, VPP2, finalized, provider_of
 
@@ -104,3 +108,37 @@ def test_overlap_settings_of_megatron_bridge_are_in_place_before_the_check():
     provider.finalize()
     check_training(provider)
     assert (provider.overlap_p2p_comm, provider.batch_p2p_comm) == (True, False)
+
+
+@pytest.fixture
+def first_of_two(untied_folder):
+    """The first chunk of two on the first stage of two, built as miles and NeMo-RL build theirs: by `provide`."""
+    provider = AutoBridge.from_hf_pretrained(str(untied_folder)).to_megatron_provider(load_weights=False)
+    initialize(provider, seed=0)
+    fields = dict(VPP2, pipeline_dtype=provider.params_dtype, variable_seq_lengths=True)
+    for name, value in fields.items():
+        setattr(provider, name, value)
+    provider.finalize()
+    return provider.provide(pre_process=True, post_process=False, vp_stage=0)
+
+
+def test_a_model_that_provide_has_built_meets_them_in_its_first_step(first_of_two):
+    """With megatron-core's defaults two stages mix up what they send each other: and only gradients are wrong."""
+    ids = torch.arange(8)[None]
+    with pytest.raises(ValueError, match="expected overlap_p2p_comm=True and batch_p2p_comm=False: stages would mix"):
+        first_of_two(ids)
+    with torch.no_grad():
+        assert first_of_two(ids).isfinite().all()
+    assert first_of_two.eval()(ids).isfinite().all()
+    for name, value in OVERLAP.items():
+        setattr(first_of_two.config, name, value)
+    assert first_of_two.train()(ids).requires_grad
+
+
+def test_transformer_engine_in_float32_is_refused_in_the_first_forward(pair, monkeypatch):
+    """Whoever built it: of log probabilities too, as no release before 2.11 has an attention for its rows."""
+    monkeypatch.setattr("megatron.core.utils._te_version", Version("2.10"))
+    monkeypatch.setattr(pair.megatron.config, "transformer_impl", "transformer_engine")
+    message = "params_dtype is torch.float32 with transformer_impl 'transformer_engine', expected transformer_impl="
+    with torch.no_grad(), pytest.raises(ValueError, match=message):
+        pair.megatron(torch.arange(8)[None])

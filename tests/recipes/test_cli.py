@@ -72,6 +72,7 @@ def test_a_dry_run(capsys, tmp_path):
     cli.finetune([*words, "--config", str(file), "train.global_batch_size=64"])
     said = capsys.readouterr().out
     assert "lr: 3.0e-05" in said and "global_batch_size: 64" in said and "DP 32" in said and "of 139.7 GiB" in said
+    assert "the planner would take" in said or "the planner finds nothing faster" in said
 
 
 def test_a_dry_run_with_vision_on_ranks_of_its_own(capsys):

@@ -9,7 +9,16 @@ from qwen3vl_bridge.planning.hardware import GIB, GPUS
 import pytest
 from qwen3vl_recipes.dry_run import memory_plan
 from qwen3vl_recipes.registry import recipes
-from qwen3vl_recipes.table import BEGIN, END, FREE, KINDS, smallest
+from qwen3vl_recipes.table import (
+    BEGIN,
+    BEGIN_PROPOSALS,
+    END,
+    END_PROPOSALS,
+    FREE,
+    KINDS,
+    proposal_line,
+    smallest,
+)
 
 pytestmark = pytest.mark.usefixtures("alone")
 DOCS = Path(__file__).parents[2] / "docs" / "recipes.md"
@@ -40,3 +49,14 @@ def test_the_fewest_that_fit(kind):
     for name in ("qwen3_vl_8b_pretrain_config", "qwen3_vl_235b_a22b_sft_fsdp_config"):
         gpus, found = smallest(recipes()[name], kind)
         assert rows()[name][2 + KINDS.index(kind)] == f"{gpus}: {found.worst.total / GIB:.0f} GiB"
+
+
+def test_where_the_planner_would_split_otherwise():
+    """Every recipe that it can tell has its line, and under the table stands why recipes differ."""
+    _, rest = DOCS.read_text().split(BEGIN_PROPOSALS)
+    lines, why = rest.split(END_PROPOSALS)
+    found = {line.split("`")[1]: line for line in lines.splitlines(keepends=True)[2:]}
+    assert list(found) == [name for name in NAMES if "_dist_train_" not in name]
+    for name in ("qwen3_vl_8b_sft_config", "qwen3_vl_235b_a22b_sft_config"):
+        assert proposal_line(name, recipes()[name]) == found[name]
+    assert why.lstrip().startswith("What recipes weigh otherwise")

@@ -1,5 +1,6 @@
 """How a process joins the others. What NCCL does then takes GPUs, and is not tried here."""
 
+from qwen3vl_bridge.loading import load_model
 from qwen3vl_bridge.training import process_group
 
 import pytest
@@ -24,6 +25,22 @@ def test_each_has_the_gpu_of_its_number(joined, monkeypatch):
         monkeypatch.setenv(name, value)
     process_group._join()
     assert joined == [3, "nccl"]
+
+
+def test_load_model_joins_so(joined, monkeypatch, untied_folder):
+    """Before it makes anything on a GPU, or all of a machine's processes would be on the first."""
+    process_group.shutdown()  # groups of other tests
+    for name, value in dict(WORLD_SIZE="2", RANK="1", LOCAL_RANK="1").items():
+        monkeypatch.setenv(name, value)
+
+    def meet(backend):
+        joined.append(backend)
+        raise ConnectionError("the others")
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", meet)
+    with pytest.raises(ConnectionError, match="the others"):
+        load_model(untied_folder)
+    assert joined == [1, "nccl"]
 
 
 def test_one_by_itself_stays_where_it_is(joined):

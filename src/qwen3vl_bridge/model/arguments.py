@@ -1,4 +1,4 @@
-"""Checks of single arguments at the model's door.
+"""Checks at the model's door: of single arguments, and of settings that only matter to a model that is called.
 
 What lives here: refusals, with what was found and what was expected. What may not: making anything of the arguments
 (`inputs.py`), masks and offsets (`masks.py`), whether pictures fit the tokens (`sequence/`).
@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from qwen3vl_bridge.kernel_settings import check_float32
+from qwen3vl_bridge.parallel_settings import check_training
 from qwen3vl_bridge.provider import Qwen3VLModelProvider
 
+import torch
 from torch import Tensor
 
 _NO_CACHE = "forward keeps no cache; `qwen3vl_bridge.generate` does"
@@ -33,6 +36,25 @@ REFUSED = {
 
 # What processors give along, and NeMo-RL in rows of another length: the token ids say the same.
 _NOT_NEEDED = {"mm_token_type_ids"}
+
+
+def check_settings(config: Qwen3VLModelProvider, training: bool) -> None:
+    """Refuses what could not be computed, or trained, with a model's settings, before a step computes anything.
+
+    Frameworks that build models by `provide` or Megatron-Bridge's `get_model` (miles, NeMo-RL) say nowhere before that
+    they train them; `provide_distributed_model` is told. A model that is only loaded, or asked in evaluation mode or
+    without gradients, may have the schedules' settings of the run that saved it.
+
+    Args:
+        config: the model's.
+        training: whether the model is in training mode.
+
+    Raises:
+        ValueError: as `check_float32`, and with gradients as `check_training`.
+    """
+    check_float32(config)
+    if training and torch.is_grad_enabled():
+        check_training(config)
 
 
 def check_pixels(config: Qwen3VLModelProvider, **pixels: Tensor | None) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from qwen3vl_bridge.model.adapters import map_modules
-from qwen3vl_bridge.model.arguments import check_inference
+from qwen3vl_bridge.model.arguments import check_inference, check_settings
 from qwen3vl_bridge.model.attention import layout_packed_seq_params
 from qwen3vl_bridge.model.inputs import as_model_inputs
 from qwen3vl_bridge.model.layers import text_block_spec
@@ -234,6 +234,7 @@ class Qwen3VLModel(MegatronModule):
             context parallelism as this rank's share and, where a whole loss_mask was given, in a tuple with that mask's
             share. Of a pipeline stage that is not the last, what the next one is to be given, see `stages`.
         """
+        check_settings(self.config, self.training)
         check_inference(inference_context, runtime_gather_output, labels)
         answer, given = (
             None,
