@@ -78,6 +78,7 @@ def export_checkpoint(
             dtype=torch_dtype,
         )
         notes += stored.check_padding(stored.config.dimensions["vocab"], drop=drop_vocab_padding)
+        notes += stored.notes
         if max_shard_bytes < 1:
             raise CheckpointError(f"max_shard_bytes is {max_shard_bytes}, expected 1 or more")
         return Conversion(

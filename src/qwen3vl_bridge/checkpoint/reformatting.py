@@ -86,7 +86,7 @@ def reformat_checkpoint(
             plan=plan,
             source=stored.tensors,
             folder=stored.folder,
-            notes=[],
+            notes=list(stored.notes),
         )
 
     return carry_out(planned, how)

@@ -172,7 +172,8 @@ class Storage:
         }
         layout.write_metadata(folder, paths, digest)
         copy_side_files(self.config.folder, folder / megatron.HF_FILES)
-        config = run_config(self.config.raw, self.hf_model, self.ckpt_format, self.vocab_divisor)
+        rows = self.dimensions["vocab"]
+        config = run_config(self.config.raw, self.hf_model, self.ckpt_format, rows, self.vocab_divisor)
         write_run_files(root, folder, config, self.ckpt_format)
 
     def _open(self, root: Path, layout: DcpLayout) -> DcpTensors:
