@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.checkpoint import printing
@@ -71,7 +70,6 @@ def run_command(parser: argparse.ArgumentParser, arguments: Sequence[str] | None
     """
     parser.set_defaults(shared=True)
     options = parser.parse_args(arguments)
-    options.begun = time.monotonic() - (_age() if arguments is None else 0.0)
     show_anything()
     first = True
     try:
@@ -87,15 +85,6 @@ def run_command(parser: argparse.ArgumentParser, arguments: Sequence[str] | None
         if first:
             show("interrupted", error=True)
         return INTERRUPTED
-
-
-def _age() -> float:
-    """Seconds since this process began; none where that cannot be told. Source: proc(5), `starttime`."""
-    try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError):
-        return 0.0
 
 
 @contextlib.contextmanager

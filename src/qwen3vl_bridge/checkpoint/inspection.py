@@ -49,7 +49,7 @@ def inspect_checkpoint(path: str | Path, *, iteration: int | None = None) -> dic
         "format": ckpt_format,
         "path": str(folder),
         "model": config.raw.get("model_type") if config else None,
-        "files": sum(path.suffix == ".distcp" for path in folder.iterdir()),
+        "files": len(list(folder.glob("*.distcp"))),
         **_summary(specs.values()),
         "chunks": sum(len(metadata.tensors[key][1]) for key in model_keys),
         "layer_spec": spelled or manifest.get("layer_spec"),

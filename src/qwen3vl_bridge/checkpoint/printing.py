@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from qwen3vl_bridge.terminal import show, show_report
@@ -28,11 +26,6 @@ def conversion(report: ConversionReport, options: argparse.Namespace) -> int:
     """
     if not options.ranks.first:
         return 0
-    if report.dry_run:
-        from qwen3vl_bridge.checkpoint.estimating import spent
-
-        until_here = time.monotonic() - options.begun - spent()
-        report = replace(report, estimate=report.estimate + until_here)
     if options.json:
         text = json.dumps(report.as_dict(), indent=2)
     else:
@@ -55,8 +48,7 @@ def _plan(report: ConversionReport) -> str:
         "disk": f"{_gigabytes(report.disk_needed)} needed, {_gigabytes(report.disk_free)} free"
         + (": not enough" if report.disk_needed > report.disk_free else ""),
         "processes": f"{report.processes}",
-        "time": f"about {report.estimate:.0f} s from start to end, if all goes as fast as samples that were read and "
-        "written, and as much of the source is in the page cache",
+        "time": f"about {report.estimate:.0f} s, if all of it goes as fast as samples that were read and written",
     }
     return "\n".join(f"{name:10} {text}" for name, text in lines.items())
 
