@@ -41,7 +41,13 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("a: !!timestamp x", "."),
         ("a: !!int ''", "."),
         ("a: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
-        ("a: " + "9" * 6_000, "limit"),
+        ("b: 1\na: " + "9" * 6_000, r"line 2 has the number 9{20}\.\.\. of 6,000 letters, expected 100 at most"),
+        ("a: 1" + ":1" * 2_000_000, "line 1 has the number 1:1"),
+        ("a: 1" + ":1" * 2_000_000 + ".5", "line 1 has the number 1:1"),
+        ("a: !!int '1" + ":1" * 2_000_000 + "'", "line 1 has the number 1:1"),
+        ("a: 0x" + "f" * 1_000_000, "line 1 has the number 0xf"),
+        ("a: 0b" + "1" * 1_000_000, "line 1 has the number 0b1"),
+        ("a: {b: [1, 1" + "0" * 60 + "]}", "a.b is a number beyond 64 bits, expected a smaller one"),
         ("{[a]: b}", "unhashable"),
         ("\udcff", "."),
     ],
@@ -80,7 +86,9 @@ def test_any_yaml(tmp_path_factory, text):
         ('{"text_config": {"rms_norm_eps": NaN}}', "text_config.rms_norm_eps is nan, expected a finite number"),
         ('{"a": [1, {"b": -Infinity}]}', "a.b is -inf"),
         ('{"a": 1e999}', "a is inf"),
-        ('{"a": ' + "9" * 5_000 + "}", "limit"),
+        ('{"a": ' + "9" * 5_000 + "}", "a is a number beyond 64 bits, expected a smaller one"),
+        ('{"a": {"b": [-' + "9" * 400 + "]}}", "a.b is a number beyond 64 bits"),
+        ('{"a": 18446744073709551616}', "a is a number beyond 64 bits"),
         ('{"a": 1}'.encode("utf-16"), "utf-8"),
         (b"\xef\xbb\xbf{}", "BOM"),
         (b'{"a": "\xff"}', "utf-8"),
@@ -119,6 +127,14 @@ def test_there_is_no_other_parser():
     }
     # The other one reads what a tokenizer says of itself.
     assert found == {"parsing.py", "data/encode.py"}
+
+
+def test_long_texts_and_large_counts_are_no_long_numbers(tmp_path):
+    value = {"text": "9" * 5_000, "words": "1 " * 5_000, "seed": 2**64 - 1, "less": -(2**63), "pi": 3.14}
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump(value))
+    assert read_yaml(tmp_path / "x.yaml") == value
+    assert parse_json('{"seed": 18446744073709551615}') == {"seed": 2**64 - 1}
+    assert parse_record('{"hash": ' + "9" * 60 + "}") == {"hash": int("9" * 60)}
 
 
 def test_the_place_of_a_number_is_named():

@@ -1,8 +1,8 @@
 """JSON and YAML that somebody else may have written, parsed within bounds.
 
 What lives here: every call of a parser of either for what comes from a file, and the bounds: bytes, depth, nodes that
-aliases expand to, keys that occur twice, numbers that are not finite. Standard library, and PyYAML where YAML is
-parsed. What may not: what a text means.
+aliases expand to, keys that occur twice, numbers that are not finite or need more than 64 bits. Standard library, and
+PyYAML where YAML is parsed. What may not: what a text means.
 """
 
 from __future__ import annotations
@@ -19,6 +19,11 @@ MAX_DEPTH = 50
 _JSON_BYTES, _YAML_BYTES = 1 << 28, 1 << 24
 # Of a YAML text with every alias written out.
 _YAML_NODES = 200_000
+# Of a whole number. A larger one is no count of anything, and may be too large to be printed or to become a float.
+_BITS = 64
+# Of a number as it is written. Reading and printing one of many digits takes the square of them.
+_LETTERS = 100
+_YAML_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
 def read_whole(path: Path, at_most: int) -> bytes:
@@ -51,18 +56,18 @@ def read_json(path: Path) -> Any:
 def parse_json(
     text: bytes | str, *, max_depth: int = MAX_DEPTH, parse_int: Callable[[str], int | float] | None = None
 ) -> Any:
-    """What a JSON text holds: UTF-8, no key twice in an object, no number that is not finite.
+    """What a JSON text holds: UTF-8, no key twice in an object, no number that is not finite or too large to count.
 
     Args:
         text: the JSON.
         max_depth: how many objects and lists may be in each other.
-        parse_int: makes a number of digits; None for Python's own.
+        parse_int: makes a number of digits; None for Python's own, and 64 bits at most.
 
     Raises:
         ValueError: it is no such text, or nested too deeply.
     """
     try:
-        value = json.loads(_decoded(text), object_pairs_hook=_unique, parse_int=parse_int)
+        value = json.loads(_decoded(text), object_pairs_hook=_unique, parse_int=parse_int or _whole)
     except RecursionError:
         raise _too_deep(max_depth) from None
     check_plain(value, max_depth=max_depth)
@@ -82,7 +87,7 @@ def parse_record(text: bytes | str) -> Any:
         value = json.loads(text if isinstance(text, str) else text.decode("utf-8-sig"))
     except RecursionError:
         raise _too_deep() from None
-    check_plain(value, finite=False)
+    check_plain(value, finite=False, bounded=False)
     return value
 
 
@@ -99,7 +104,9 @@ def read_yaml(path: Path) -> Any:
 
     text = check_yaml(path)
     try:
-        return yaml.load(text, Loader=_loader())
+        value = yaml.load(text, Loader=_loader())
+        check_plain(value, finite=False)
+        return value
     except Exception as error:  # PyYAML's constructors raise whatever a value's conversion does
         raise ValueError(f"{path}: {_one_line(error)}") from error
 
@@ -122,13 +129,16 @@ def check_yaml(path: Path) -> str:
     return text
 
 
-def check_plain(value: Any, name: str = "", *, finite: bool = True, max_depth: int = MAX_DEPTH) -> None:
-    """Check that objects and lists are not nested too deeply, and that numbers in them are finite.
+def check_plain(
+    value: Any, name: str = "", *, finite: bool = True, bounded: bool = True, max_depth: int = MAX_DEPTH
+) -> None:
+    """Check that objects and lists are not nested too deeply, and that numbers in them are finite and can be counted.
 
     Args:
         value: of objects and lists.
         name: what messages call it.
         finite: whether numbers have to be.
+        bounded: whether whole numbers have 64 bits at most.
         max_depth: how many objects and lists may be in each other.
 
     Raises:
@@ -144,6 +154,8 @@ def check_plain(value: Any, name: str = "", *, finite: bool = True, max_depth: i
                 inner += _named_entries(place, entry)
             elif finite and isinstance(entry, float) and not math.isfinite(entry):
                 raise ValueError(f"{place or 'the value'} is {entry}, expected a finite number")
+            elif bounded and isinstance(entry, int) and entry.bit_length() > _BITS:
+                raise ValueError(f"{place or 'the value'} is a number beyond {_BITS} bits, expected a smaller one")
         level, depth = inner, depth + 1
 
 
@@ -159,6 +171,11 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))
         raise ValueError(f"{twice!r} occurs twice")
     return names
+
+
+def _whole(digits: str) -> int:
+    """A number of JSON; of one too large, enough that `check_plain` finds it, where its name is known."""
+    return int(digits[:_LETTERS])
 
 
 def _named_entries(place: str, holder: dict[Any, Any] | list[Any]) -> Iterator[tuple[str, Any]]:
@@ -193,7 +210,7 @@ def _check_events(text: str) -> None:
     """
     import yaml
 
-    nodes, sizes = 0, dict[str, int]()
+    nodes, sizes, resolver = 0, dict[str, int](), yaml.SafeLoader("")
     open_nodes: list[tuple[str | None, int]] = []
     for event in yaml.parse(text, Loader=_loader()):
         if isinstance(event, yaml.CollectionStartEvent):
@@ -213,5 +230,23 @@ def _check_events(text: str) -> None:
             nodes += 1
             if event.anchor:
                 sizes[event.anchor] = 1
+            if len(event.value) > _LETTERS:
+                _check_length(event, resolver)
         if nodes > _YAML_NODES:
             raise ValueError(f"found more than {_YAML_NODES:,} values with all aliases written out")
+
+
+def _check_length(event: Any, resolver: Any) -> None:
+    """Check that a long YAML scalar is no number. One to the base 60, `1:2:3`, has no limit of PyYAML's.
+
+    Raises:
+        ValueError: it is one.
+    """
+    import yaml
+
+    tag = event.tag
+    if tag is None or tag == "!":
+        tag = resolver.resolve(yaml.ScalarNode, event.value, event.implicit)
+    if tag in _YAML_NUMBERS:
+        line, found = event.start_mark.line + 1, f"{event.value[:20]}... of {len(event.value):,} letters"
+        raise ValueError(f"line {line} has the number {found}, expected {_LETTERS} at most")

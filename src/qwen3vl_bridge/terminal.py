@@ -27,13 +27,27 @@ def show(text: str, *, error: bool = False) -> None:
 
     Args:
         text: the line.
-        error: whether it goes to standard error.
+        error: whether it goes to standard error, of which nothing is raised.
+
+    Raises:
+        OSError: standard output cannot be written, such as on a full disk; what comes later is dropped.
     """
     stream = sys.stderr if error else sys.stdout
     if stream is None:  # closed from the beginning
         return
     try:
         print(text, file=stream, flush=True)
-    except BrokenPipeError:
-        with contextlib.suppress(OSError, ValueError):  # else Python complains when it flushes at the end
+    except OSError as failure:
+        with contextlib.suppress(OSError, ValueError):  # else Python fails once more when it flushes at the end
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        if not error and not isinstance(failure, BrokenPipeError):
+            said = f"standard output cannot be written: {failure.strerror or failure}"
+            raise OSError(said) from failure
+
+
+def show_report(text: str, result: object) -> None:
+    """Print the report on a result that is in place: that the report is lost is no failure of the result."""
+    try:
+        show(text)
+    except OSError as error:
+        show(f"note: {result} is whole and in place, but its report is lost: {error}", error=True)

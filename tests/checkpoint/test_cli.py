@@ -82,3 +82,51 @@ def test_inspect(option, imported, untied_folder, capsys):
     assert main(["inspect", option, folder, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert f"{found['parameters']:,}" in table and found["path"] in table
+
+
+@pytest.fixture(scope="module")
+def full():
+    """A disk without room, as standard output."""
+    with open("/dev/full", "w") as file:
+        yield file
+
+
+def test_a_report_that_cannot_be_printed_is_no_failure_of_what_is_in_place(full, untied_folder, tmp_path):
+    place = tmp_path / "m"
+    command = [
+        sys.executable,
+        CONVERT,
+        "import",
+        "--no-progress",
+        "--hf-model",
+        untied_folder,
+        "--megatron-path",
+        place,
+    ]
+    for more in ([], ["--json", "--overwrite"]):
+        found = subprocess.run([*command, *more], stdout=full, stderr=subprocess.PIPE, text=True)
+        expected = f"note: {place} is whole and in place, but its report is lost: standard output cannot be written: "
+        assert (found.returncode, found.stderr) == (0, f"{expected}No space left on device\n")
+    assert main(["verify", "--no-progress", "--hf-model", str(untied_folder), "--megatron-path", str(place)]) == 0
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "import"])
+def test_what_has_no_result_but_its_text_fails_without_it(command, full, imported, untied_folder, tmp_path):
+    arguments = {
+        "inspect": ["--megatron-path", imported],
+        "verify": ["--hf-model", untied_folder, "--megatron-path", imported, "--no-progress"],
+        "import": ["--hf-model", untied_folder, "--megatron-path", tmp_path / "m", "--dry-run"],
+    }[command]
+    command = [sys.executable, CONVERT, command, *arguments]
+    found = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    expected = "error: standard output cannot be written: No space left on device\n"
+    assert (found.returncode, found.stderr) == (2, expected)
+    if "verify" not in command:  # nor is it a traceback where standard error is full too
+        assert subprocess.run(command, stdout=full, stderr=full).returncode == 2
+
+
+def test_a_reader_that_has_gone_is_no_error(imported):
+    command = [sys.executable, CONVERT, "inspect", "--megatron-path", imported]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert process.stderr.read() == "" and process.wait() == 0

@@ -133,3 +133,33 @@ def test_a_configuration_that_is_the_same_is_taken(tmp_path, untied_folder, impo
     export_checkpoint(imported, tmp_path / "hf", hf_model=untied_folder)
     reformat_checkpoint(imported, tmp_path / "m", hf_model=untied_folder, ckpt_format="torch_dist")
     assert verify_checkpoint(tmp_path / "hf", tmp_path / "m").same
+
+
+@pytest.mark.parametrize("text", [None, "checkpoint: {}", "model: [", "a: 1" + ":1" * 500_000])
+def test_what_nothing_was_compared_with_is_said(text, tmp_path, untied_folder, imported):
+    run = shutil.copytree(imported / "iter_0000000", tmp_path / "run")
+    shutil.rmtree(run / "hf")
+    (run / "run_config.yaml").unlink()
+    if text is not None:
+        (run / "run_config.yaml").write_text(text)
+    said = f"{untied_folder}/config.json was compared with no configuration of the checkpoint: {run} has none, and "
+    said += "no run_config.yaml" if text in (None, "checkpoint: {}") else f"{run}/run_config.yaml: "
+    for report in (
+        export_checkpoint(run, tmp_path / "hf", hf_model=untied_folder, dry_run=True),
+        reformat_checkpoint(run, tmp_path / "m", hf_model=untied_folder, ckpt_format="torch_dist", dry_run=True),
+        verify_checkpoint(untied_folder, run),
+    ):
+        (note,) = report.notes
+        assert note.startswith(said)
+
+
+def test_the_file_of_a_conversion_is_compared_too(tmp_path, untied_folder, imported):
+    """What a trainer of Megatron-Bridge saves after a conversion may lack our folder and name our function."""
+    run = shutil.copytree(imported / "iter_0000000", tmp_path / "run")
+    shutil.rmtree(run / "hf")
+    assert not export_checkpoint(run, tmp_path / "hf", hf_model=untied_folder, dry_run=True).notes
+    config = read_object(untied_folder / "config.json")
+    model = shutil.copytree(untied_folder, tmp_path / "model")
+    written(model, changed(config, vision_config__num_heads=2))
+    with pytest.raises(CheckpointError, match=r"run_config.yaml:\n  vision_config.num_heads is 2, expected 4$"):
+        export_checkpoint(run, tmp_path / "hf", hf_model=model, dry_run=True)

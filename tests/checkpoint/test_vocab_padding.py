@@ -11,10 +11,13 @@ from qwen3vl_bridge.checkpoint import (
     verify_reformatted,
 )
 from qwen3vl_bridge.checkpoint.cli import main
+from qwen3vl_bridge.checkpoint.run_config import run_config
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
 
 from .support import EMBEDDING, expect_error, hf_tensors, importing, model_with, stock_load
 
@@ -51,7 +54,7 @@ def test_a_hugging_face_tensor_is_never_longer(name, capsys, tmp_path, untied_fo
 def test_zeros_are_left_out(padding, tmp_path, untied_folder, imported):
     run = padded(tmp_path / "run", imported, padding)
     report = export_checkpoint(run, tmp_path / "hf", hf_model=untied_folder, verify=True)
-    assert len(report.notes) == 2 and "has 3 rows beyond the vocabulary; they are padding" in report.notes[0]
+    assert len(report.notes) == 3 and "has 3 rows beyond the vocabulary; they are padding" in report.notes[0]
     assert verify_checkpoint(untied_folder, run).same
     assert hf_tensors(tmp_path / "hf")[EMBEDDING].shape == (512, 80)
 
@@ -90,3 +93,12 @@ def test_another_format_keeps_every_row_or_none(which, tmp_path, untied_folder, 
     assert verify_reformatted(run, tmp_path / "less", hf_model=untied_folder, drop_vocab_padding=True).same
     different = verify_reformatted(tmp_path / "less", run, hf_model=untied_folder).differences
     assert len(different) == 2 and all(entry.elements == 80 for entry in different)
+
+
+@given(st.integers(1, 3_000), st.integers(0, 3_000), st.integers(1, 500) | st.none())
+def test_a_run_file_pads_to_the_rows_that_are_there(vocabulary, padding, divisor):
+    rows = vocabulary + padding
+    model = run_config({"text_config": {"vocab_size": vocabulary}}, "x", "torch_dist", rows, divisor)["model"]
+    assert model["tensor_model_parallel_size"] == 1
+    number = model["make_vocab_size_divisible_by"] if model.get("should_pad_vocab") else 1
+    assert -(-vocabulary // number) * number == rows

@@ -8,19 +8,32 @@ Their `run_config.yaml` names Megatron-Bridge's classes. Everything that rebuild
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
-from qwen3vl_bridge.checkpoint import export_checkpoint
+from qwen3vl_bridge.checkpoint import (
+    CheckpointError,
+    Topology,
+    export_checkpoint,
+    import_checkpoint,
+    reformat_checkpoint,
+    verify_checkpoint,
+)
+from qwen3vl_bridge.checkpoint.dcp_metadata import read_metadata
 from qwen3vl_bridge.dist_train import DistTrainConfig
 from qwen3vl_bridge.kernel_settings import default_transformer_impl
 from qwen3vl_bridge.loading import load_model
 from qwen3vl_bridge.mappings import ExpertLayout
 from qwen3vl_bridge.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
+from qwen3vl_bridge.training.pretrained import load_weights
+from qwen3vl_bridge.training.process_group import initialize
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import yaml
 from megatron.bridge import AutoBridge
 from megatron.bridge.models.qwen_vl import qwen3_vl_provider as stock
@@ -32,12 +45,14 @@ from megatron.core.utils import unwrap_model
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from tests.checkpoint.support import stock_load
 from tests.expert_layouts import rewrite
 from tests.model.stock_models import SAVED_WITH_EXPERTS, SAVED_WITH_TE, save_stock, stock_provider
 from tests.model.support import make_rows, no_grad, reference_logits
 from tests.parity.batches import make_samples
 
 KINDS = {"untied": Qwen3VLModelProvider, "tied": Qwen3VLModelProvider, "experts": Qwen3VLMoEModelProvider}
+OF_VOCABULARY = ("word_embeddings.weight", "output_layer.weight")
 LOGITS = 1e-5  # measured 2.4e-6
 
 
@@ -111,6 +126,65 @@ def test_our_exporter_reads_them(kind, sources, checkpoints, tmp_path):
     found, source = (load_file(folder / "model.safetensors") for folder in (tmp_path / "hf", sources[kind]))
     assert found.keys() == source.keys()
     assert all(torch.equal(found[name], source[name]) for name in source)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_our_exporter_refuses_a_configuration_of_another_model(kind, sources, checkpoints, tmp_path):
+    """As many heads of another width, and rotary frequencies of another base: all shapes are the same."""
+    model = shutil.copytree(sources[kind], tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    config["vision_config"]["num_heads"] = 2
+    config["text_config"]["rope_parameters"]["rope_theta"] = 10_000
+    (model / "config.json").write_text(json.dumps(config))
+    how = dict(megatron_path=checkpoints[kind], hf_model=model)
+    for refused in (
+        lambda: export_checkpoint(**how, hf_path=tmp_path / "hf"),
+        lambda: reformat_checkpoint(**how, new_path=tmp_path / "new", ckpt_format="fsdp_dtensor"),
+        lambda: verify_checkpoint(**how),
+    ):
+        with pytest.raises(CheckpointError, match=r"describes another model than .*run_config\.yaml") as error:
+            refused()
+        assert "vision_config.num_heads is 2, expected 4" in str(error.value)
+        assert "text_config.rope_parameters.rope_theta is 10000, expected 5000000" in str(error.value)
+
+
+@pytest.mark.parametrize("ckpt_format", ["torch_dist", "fsdp_dtensor"])
+@pytest.mark.parametrize(("kind", "rows"), [("untied", 600), ("tied", 515)])
+def test_a_padded_vocabulary_reformatted_is_built_with_its_rows(kind, rows, ckpt_format, sources, tmp_path):
+    """A trainer's checkpoint says nothing of its padding; of the reformatted one Megatron-Bridge reads the file."""
+    import_checkpoint(sources[kind], tmp_path / "imported")
+    stored = stock_load(tmp_path / "imported" / "iter_0000000")
+    stored = {name: tensor for name, tensor in stored.items() if isinstance(tensor, torch.Tensor)}
+    for name in stored:
+        if name.endswith(OF_VOCABULARY):
+            stored[name] = torch.nn.functional.pad(stored[name], (0, 0, 0, rows - 512))
+    dcp.save(stored, checkpoint_id=tmp_path / "run", no_dist=True)
+    new = tmp_path / "new"
+    reformat_checkpoint(tmp_path / "run", new, ckpt_format=ckpt_format, hf_model=sources[kind])
+    assert vocabulary_rows(new / "iter_0000000") == {rows}
+    provider, _ = load_model_config(str(new / "iter_0000000"))
+    assert (provider.vocab_size, provider.padded_vocab_size) == (512, rows)
+    provider.finalize()
+    groups = initialize(provider, seed=0)
+    model = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=True, pg_collection=groups)
+    load_weights(new, model, groups)
+    embedding = unwrap_model(model)[0].state_dict()["language_model.embedding.word_embeddings.weight"]
+    source = load_file(sources[kind] / "model.safetensors")["model.language_model.embed_tokens.weight"]
+    assert torch.equal(embedding[:512], source) and not embedding[512:].any() and len(embedding) == rows
+
+
+def test_a_vocabulary_padded_for_more_ranks_is_built_with_its_rows(sources, tmp_path):
+    """200 for each of two ranks makes 800 rows, where one rank would have 600; the file is of one."""
+    import_checkpoint(sources["untied"], tmp_path, topology=Topology(tp=2), vocab_divisor=200)
+    assert vocabulary_rows(tmp_path / "iter_0000000") == {800}
+    provider, _ = load_model_config(str(tmp_path / "iter_0000000"))
+    assert (provider.vocab_size, provider.padded_vocab_size) == (512, 800)
+
+
+def vocabulary_rows(folder: Path) -> set[int]:
+    """Rows of the embedding and the output layer in a checkpoint."""
+    specs = [spec for spec, _ in read_metadata(folder).tensors.values()]
+    return {spec.shape[0] for spec in specs if spec.name.endswith(OF_VOCABULARY)}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
+import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -36,6 +39,12 @@ _SIZES = {
 }
 
 
+# Of the signals that tell a process to end: the first one is followed, the next one answered so. Seconds within which
+# several are one.
+_ENDS_AT_ONCE, _ONE = 2, 1.0
+_TIDYING = "interrupted already, and tidying up; once more ends it at once and leaves that to the next run\n"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command, in one process or in each of those torchrun started.
 
@@ -49,9 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show_anything()
     first = True
     try:
-        with Ranks.of_torchrun() if options.shared else Ranks() as options.ranks, _stoppable():
+        with Ranks.of_torchrun() if options.shared else Ranks() as options.ranks:
             first = options.ranks.first
-            return options.run(options)
+            with _stoppable(first):
+                return options.run(options)
     except (CheckpointError, OSError) as error:
         if first:
             show(f"error: {error}", error=True)
@@ -68,19 +78,41 @@ def adapters() -> int:
 
 
 @contextlib.contextmanager
-def _stoppable() -> Iterator[None]:
-    """A process that is told to end does so as on Ctrl-C: it tidies up."""
+def _stoppable(first: bool) -> Iterator[None]:
+    """A process that is told to end does so as on Ctrl-C: it tidies up, which a second signal does not break off.
+
+    A third ends the process at once. Those within a second are one: under torchrun a Ctrl-C comes from the terminal and
+    from torchrun. Signals that whoever started the process has it ignore, as `nohup` does, stay ignored.
+
+    Args:
+        first: whether this is the process that says so.
+    """
+    count, latest = 0, -math.inf
 
     def stop(*_: object) -> None:
-        raise KeyboardInterrupt
+        nonlocal count, latest
+        before, latest = latest, time.monotonic()
+        if latest - before < _ONE:
+            return
+        count += 1
+        if count == 1:
+            raise KeyboardInterrupt
+        if count > _ENDS_AT_ONCE:
+            os._exit(INTERRUPTED)
+        if first:
+            with contextlib.suppress(OSError):  # not print: it may be what was interrupted
+                os.write(2, _TIDYING.encode())
 
-    before = {}
+    handlers = {}
     if threading.current_thread() is threading.main_thread():
-        before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+        found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        handlers = {number: handler for number, handler in found.items() if handler not in (signal.SIG_IGN, None)}
+        for number in handlers:
+            signal.signal(number, stop)
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 

@@ -72,6 +72,7 @@ def export_checkpoint(
         target, where = HuggingFace(stored.config.dimensions), str(stored.folder)
         plan = make_plan(rows, stored.side, target, stored.tensors.specs, where=where, dtype=torch_dtype)
         notes += stored.check_padding(stored.config.dimensions["vocab"], drop=drop_vocab_padding)
+        notes += stored.notes
         moe = bool(stored.config.dimensions.indices["moe_layers"])
         settings = {"from": stored.ckpt_format, "expert_layout": experts.name if moe else None}
         output = HFOutput(plan, stored.config, settings, max_shard_bytes)

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from qwen3vl_bridge.terminal import show
+from qwen3vl_bridge.terminal import show, show_report
 
 if TYPE_CHECKING:
     from qwen3vl_bridge.checkpoint.reports import ConversionReport, VerifyReport
@@ -19,15 +19,21 @@ _DIFFERENT = 1
 
 
 def conversion(report: ConversionReport, options: argparse.Namespace) -> int:
-    """Print what was converted, or would be; returns the exit status."""
+    """Print what was converted, or would be; returns the exit status.
+
+    Raises:
+        OSError: a plan, which is all that a dry run gives, cannot be printed.
+    """
     if not options.ranks.first:
         return 0
     if options.json:
-        show(json.dumps(report.as_dict(), indent=2))
-        return 0
-    for note in report.notes:
-        show(f"note: {note}")
-    show(_plan(report) if report.dry_run else _done(report))
+        text = json.dumps(report.as_dict(), indent=2)
+    else:
+        text = "\n".join([*(f"note: {note}" for note in report.notes), (_plan if report.dry_run else _done)(report)])
+    if report.dry_run:
+        show(text)
+    else:
+        show_report(text, report.target)
     return 0
 
 

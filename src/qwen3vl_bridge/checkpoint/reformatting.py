@@ -75,6 +75,7 @@ def reformat_checkpoint(
         where, specs = str(stored.folder), stored.tensors.specs
         plan = make_plan(stored.rows, stored.side, storage.side, specs, where=where, dtype=torch_dtype)
         folders, output = (stored.folder, stored.config.folder), MegatronOutput(plan, storage)
-        return Conversion("reformat", str(megatron_path), place(new_path), plan, stored.tensors, folders, output, [])
+        path, notes = place(new_path), list(stored.notes)
+        return Conversion("reformat", str(megatron_path), path, plan, stored.tensors, folders, output, notes)
 
     return carry_out(planned, how)

@@ -11,11 +11,11 @@ from typing import Any
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
 
 # Makes our provider of a config.json. Megatron-Bridge calls it once `import qwen3vl_bridge` has allowed it to.
-_TARGET = "qwen3vl_bridge.bridge.provider_from_hf_config"
+TARGET = "qwen3vl_bridge.bridge.provider_from_hf_config"
 
 
 def run_config(
-    hf_config: Mapping[str, Any], hf_model: str, ckpt_format: str, vocab_divisor: int | None
+    hf_config: Mapping[str, Any], hf_model: str, ckpt_format: str, rows: int, vocab_divisor: int | None = None
 ) -> dict[str, Any]:
     """Contents of `run_config.yaml` for a checkpoint that no run has written.
 
@@ -26,8 +26,9 @@ def run_config(
         hf_config: the model's `config.json`.
         hf_model: where it came from: a folder or a hub id.
         ckpt_format: which of the two formats.
-        vocab_divisor: what the vocabulary's rows are padded to a multiple of, for each tensor-parallel rank; None
-            where they are not.
+        rows: of the vocabulary, padding counted in.
+        vocab_divisor: what they were padded to a multiple of, for each tensor-parallel rank; None where that is not
+            known, or they are not padded.
 
     Returns:
         Plain values only.
@@ -37,10 +38,11 @@ def run_config(
     """
     _check_passive(hf_config, "config.json")
     _check_passive(hf_model, "the name of the model")
-    padding = {} if vocab_divisor is None else {"should_pad_vocab": True, "make_vocab_size_divisible_by": vocab_divisor}
+    divisor = _divisor(hf_config["text_config"]["vocab_size"], rows, vocab_divisor)
+    padding = {} if divisor is None else {"should_pad_vocab": True, "make_vocab_size_divisible_by": divisor}
     return {
         "model": {
-            "_target_": _TARGET,
+            "_target_": TARGET,
             "hf_config": dict(hf_config),
             "tensor_model_parallel_size": 1,
             "pipeline_model_parallel_size": 1,
@@ -54,6 +56,18 @@ def run_config(
             "fully_parallel_save": True,
         },
     }
+
+
+def _divisor(vocabulary: int, rows: int, divisor: int | None) -> int | None:
+    """What makes Megatron-Bridge pad a vocabulary to so many rows on one rank; None where it needs no padding.
+
+    The smallest such number serves the most tensor-parallel ranks.
+    """
+    if divisor is not None and -(-vocabulary // divisor) * divisor == rows:
+        return divisor
+    if rows == vocabulary:
+        return None
+    return next(number for number in range(rows - vocabulary + 1, rows + 1) if rows % number == 0)
 
 
 def _check_passive(value: Any, where: str) -> None:

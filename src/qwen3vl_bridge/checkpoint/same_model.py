@@ -6,13 +6,16 @@ What may not: whether a configuration is one we convert (`hf_config.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
 from qwen3vl_bridge.checkpoint.hf_config import ModelConfig
+from qwen3vl_bridge.checkpoint.run_config import TARGET
+from qwen3vl_bridge.checkpoint.run_model import model_of_run
 from qwen3vl_bridge.dimensions import experts_of, head_dim_of, moe_layers_of
-from qwen3vl_bridge.hf_settings import rope_parameters
+from qwen3vl_bridge.hf_settings import check_settings, rope_parameters
 
 # Fields by section, with what transformers takes where a file has none; a field without that is in every file.
 _FIELDS: Mapping[str, Mapping[str, Any]] = {
@@ -37,6 +40,7 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
         "hidden_act": "gelu_pytorch_tanh",
     },
 }
+_VISION = "vision_config."
 _EXPERTS = ("num_experts_per_tok", "moe_intermediate_size")
 _PLAIN_ROPE = ("rope_type", "rope_theta", "mrope_section")
 
@@ -54,10 +58,63 @@ def check_same_model(one: ModelConfig, other: ModelConfig) -> None:
         CheckpointError: they are of two models; all fields that differ are listed.
     """
     found, expected = _meaning(one.raw), _meaning(other.raw)
-    names = [name for name in found | expected if found.get(name) != expected.get(name)]
+    _compare(one, found, expected, found | expected, other.folder / "config.json")
+
+
+def check_model_of_run(config: ModelConfig, run: Mapping[str, Any], path: Path) -> bool:
+    """Check that a configuration is of the model that a run has trained.
+
+    Args:
+        config: a model's.
+        run: what the run's file says.
+        path: that file.
+
+    Returns:
+        Whether it says anything of the model.
+
+    Raises:
+        CheckpointError: they are of two models; all fields that differ are listed.
+    """
+    model = run.get("model")
+    if not isinstance(model, Mapping):
+        return False
+    found = _meaning(config.raw)
+    if model.get("_target_") == TARGET:  # which a conversion has written, of a whole `config.json`
+        hf_config = model.get("hf_config")
+        try:
+            check_settings(hf_config)  # pyright: ignore[reportArgumentType]  (which it refuses)
+        except ValueError as error:
+            raise CheckpointError(f"{path}, model.hf_config: {error}") from error
+        expected = _meaning(hf_config)  # pyright: ignore[reportArgumentType]
+        _compare(config, found, expected, found | expected, path)
+        return True
+    expected = model_of_run(model)
+    vision = model.get("vision_config")
+    if isinstance(vision, Mapping):
+        expected |= {name: vision[_last(name)] for name in found if name.startswith(_VISION) and _last(name) in vision}
+    vocabulary, named = model.get("vocab_size"), "text_config.vocab_size"
+    if type(vocabulary) is int and vocabulary < found[named]:  # of a larger one, the rows beyond are looked at
+        expected[named] = vocabulary
+    _compare(config, found, expected, expected, path)
+    return bool(expected)
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _compare(
+    config: ModelConfig, found: Mapping[str, Any], expected: Mapping[str, Any], names: Iterable[str], path: Path
+) -> None:
+    """Check some fields of a configuration against those of another.
+
+    Raises:
+        CheckpointError: some differ.
+    """
+    names = [name for name in names if found.get(name) != expected.get(name)]
     if names:
         lines = [f"{name} is {found.get(name)!r}, expected {expected.get(name)!r}" for name in names]
-        first = f"{one.folder / 'config.json'} describes another model than {other.folder / 'config.json'}:"
+        first = f"{config.folder / 'config.json'} describes another model than {path}:"
         raise CheckpointError("\n  ".join([first, *lines]))
 
 
@@ -68,6 +125,8 @@ def _meaning(config: Mapping[str, Any]) -> dict[str, Any]:
         values = config[section] if section else config
         prefix = f"{section}." if section else ""
         found |= {prefix + name: values.get(name, default) for name, default in fields.items()}
+    if found["text_config.hidden_act"] == "swish":  # another name of it
+        found["text_config.hidden_act"] = "silu"
     text = config["text_config"]
     found["vision_config.deepstack_visual_indexes"] = list(config["vision_config"]["deepstack_visual_indexes"])
     return found | {f"text_config.{name}": value for name, value in _text(text).items()}

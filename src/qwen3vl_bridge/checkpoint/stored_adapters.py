@@ -23,7 +23,7 @@ from qwen3vl_bridge.checkpoint.paths import expanded
 from qwen3vl_bridge.checkpoint.plan import Plan, make_plan, naming_of
 from qwen3vl_bridge.checkpoint.same_model import check_same_model
 from qwen3vl_bridge.checkpoint.sides import FsdpDtensor, HuggingFace, TorchDist
-from qwen3vl_bridge.checkpoint.stored_model import own_config
+from qwen3vl_bridge.checkpoint.stored_model import compared_with_run, own_config
 from qwen3vl_bridge.checkpoint.tensors import TensorSpec
 from qwen3vl_bridge.dimensions import Dimensions
 from qwen3vl_bridge.mappings import NAMED_IF_MIXED, ExpertLayout, local_name
@@ -173,6 +173,8 @@ def _config(folder: Path, base_model: str | Path | None, base: str, *, trust_rem
     config = _first_weights(folder, base_model or base, trust_remote_code=trust_remote_code)
     if own is not None:
         check_same_model(config, own)
+    else:
+        compared_with_run(config, folder)
     return config
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from qwen3vl_bridge.adapter_rows import MARK
 from qwen3vl_bridge.checkpoint import megatron_folder as megatron
+from qwen3vl_bridge.checkpoint.adapter_settings import read_run_config
 from qwen3vl_bridge.checkpoint.dcp_metadata import read_metadata
 from qwen3vl_bridge.checkpoint.dcp_reader import DcpTensors
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
@@ -21,7 +22,7 @@ from qwen3vl_bridge.checkpoint.hf_reader import HFWeights, has_weights
 from qwen3vl_bridge.checkpoint.manifest import MANIFEST, read_manifest
 from qwen3vl_bridge.checkpoint.paths import expanded
 from qwen3vl_bridge.checkpoint.plan import naming_of
-from qwen3vl_bridge.checkpoint.same_model import check_same_model
+from qwen3vl_bridge.checkpoint.same_model import check_model_of_run, check_same_model
 from qwen3vl_bridge.checkpoint.sides import FsdpDtensor, HuggingFace, Side, TorchDist
 from qwen3vl_bridge.checkpoint.tensors import TensorSource
 from qwen3vl_bridge.checkpoint.vocab_padding import check_vocab_padding
@@ -114,7 +115,8 @@ def open_stored(
     """
     folder = megatron.find_iteration(expanded(path), iteration)
     ckpt_format = megatron.format_of(folder)
-    config, manifest = stored_config(folder, hf_model, trust_remote_code), read_manifest(folder)
+    config, notes = stored_config(folder, hf_model, trust_remote_code)
+    manifest = read_manifest(folder)
     metadata = read_metadata(folder)
     keys = megatron.model_keys(metadata, ckpt_format)
     if adapter := next((name for name in keys if MARK in name), None):
@@ -122,10 +124,13 @@ def open_stored(
             f"{folder} holds adapters such as {adapter}, expected a whole model; conversion/adapters.py is for those"
         )
     tensors = DcpTensors(metadata, keys)
-    return StoredModel(folder, ckpt_format, tensors, config, _experts(config, manifest, folder), manifest)
+    experts = _experts(config, manifest, folder)
+    return StoredModel(folder, ckpt_format, tensors, config, experts, manifest, notes)
 
 
-def stored_config(folder: Path, hf_model: str | Path | None, trust_remote_code: bool = False) -> ModelConfig:
+def stored_config(
+    folder: Path, hf_model: str | Path | None, trust_remote_code: bool = False
+) -> tuple[ModelConfig, list[str]]:
     """The configuration of a checkpoint's model.
 
     Args:
@@ -133,18 +138,46 @@ def stored_config(folder: Path, hf_model: str | Path | None, trust_remote_code: 
         hf_model: folder or hub id of a model whose configuration to take; None for the one in the checkpoint.
         trust_remote_code: whether that model may bring code.
 
+    Returns:
+        The configuration, and what the user should know of it.
+
     Raises:
         CheckpointError: there is none, or the checkpoint has one of another model.
     """
     own = own_config(folder)
-    if hf_model is not None:
-        config = ModelConfig(find_model(hf_model, weights=False, trust_remote_code=trust_remote_code))
-        if own is not None:
-            check_same_model(config, own)
-        return config
-    if own is None:
-        raise CheckpointError(f"{folder} has no {megatron.HF_FILES}/config.json; name the model with --hf-model")
-    return own
+    if hf_model is None:
+        if own is None:
+            raise CheckpointError(f"{folder} has no {megatron.HF_FILES}/config.json; name the model with --hf-model")
+        return own, []
+    config = ModelConfig(find_model(hf_model, weights=False, trust_remote_code=trust_remote_code))
+    if own is not None:
+        check_same_model(config, own)
+        return config, []
+    return config, compared_with_run(config, folder)
+
+
+def compared_with_run(config: ModelConfig, folder: Path) -> list[str]:
+    """Check that a configuration is of the model in a checkpoint that has none of its own, by what its run says.
+
+    Returns:
+        A line of text where it says nothing.
+
+    Raises:
+        CheckpointError: it is another model's.
+    """
+    path, run = folder / megatron.RUN_CONFIG, {}
+    why = f"no {path.name} that describes a model"
+    if path.is_file():
+        try:
+            run = read_run_config(folder)
+        except CheckpointError as error:
+            why = str(error)
+    if check_model_of_run(config, run, path):
+        return []
+    return [
+        f"{config.folder / 'config.json'} was compared with no configuration of the checkpoint: {folder} has none, and "
+        f"{why}. Shapes fit, but heads, rotary embedding and DeepStack taps may be another model's"
+    ]
 
 
 def own_config(folder: Path) -> ModelConfig | None:

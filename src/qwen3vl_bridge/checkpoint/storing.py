@@ -146,7 +146,8 @@ class MegatronOutput:
         paths = {megatron.key_of(name, ckpt_format): megatron.path_of(name, ckpt_format) for name in self._names}
         self._layout.write_metadata(folder, paths, digest)
         copy_side_files(storage.config.folder, folder / megatron.HF_FILES)
-        config = run_config(storage.config.raw, storage.hf_model, ckpt_format, storage.vocab_divisor)
+        rows = storage.dimensions["vocab"]
+        config = run_config(storage.config.raw, storage.hf_model, ckpt_format, rows, storage.vocab_divisor)
         write_run_files(root, folder, config, ckpt_format)
 
     def open(self, root: Path) -> DcpTensors:

@@ -56,7 +56,8 @@ def verify_checkpoint(
     where = str(model.folder)
     make_plan(model.rows, model.side, stored.side, model.tensors.specs, where=where, dtype="float32")
     plan = make_plan(model.rows, stored.side, model.side, stored.tensors.specs, where=str(stored.folder))
-    notes = [*model.notes, *stored.check_padding(model.config.dimensions["vocab"], drop=drop_vocab_padding)]
+    padding = stored.check_padding(model.config.dimensions["vocab"], drop=drop_vocab_padding)
+    notes = [*model.notes, *padding, *stored.notes]
     found = _compared(plan, stored.tensors, model.tensors, progress, ranks or Ranks())
     return VerifyReport(len(model.tensors.specs), _nbytes(stored), tuple(found), tuple(notes))
 
@@ -96,7 +97,8 @@ def verify_reformatted(
     plan = make_plan(rows, source.side, target.side, source.tensors.specs, where=str(source.folder))
     make_plan(rows, target.side, source.side, target.tensors.specs, where=str(target.folder), dtype="float32")
     # Where the other has more rows than the first, the plan has zeros to compare them with.
-    notes = source.check_padding(target.config.dimensions["vocab"], drop=drop_vocab_padding)
+    padding = source.check_padding(target.config.dimensions["vocab"], drop=drop_vocab_padding)
+    notes = [*padding, *source.notes, *target.notes]
     found = _compared(plan, source.tensors, target.tensors, progress, ranks or Ranks())
     return VerifyReport(len(plan.tasks), plan.nbytes, tuple(found), tuple(notes))
 

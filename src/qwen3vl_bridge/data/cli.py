@@ -17,7 +17,7 @@ from typing import Any
 
 from qwen3vl_bridge.checkpoint.errors import CheckpointError
 from qwen3vl_bridge.data.errors import DataError
-from qwen3vl_bridge.terminal import BAD_INPUT, INTERRUPTED, show, show_anything
+from qwen3vl_bridge.terminal import BAD_INPUT, INTERRUPTED, show_anything, show_report
 
 _BAD_SAMPLES = 1
 # As `VisionLimits` has them, which needs torch.
@@ -178,7 +178,7 @@ def _run_pack(options: argparse.Namespace) -> int:
     from qwen3vl_bridge.data.collate import Collator, VisionSettings, pad_token_id
     from qwen3vl_bridge.data.encode import Encoder
     from qwen3vl_bridge.data.pack import pack
-    from qwen3vl_bridge.data.report import packing_as_json, print_packing
+    from qwen3vl_bridge.data.report import packing_as_json, packing_as_text
     from qwen3vl_bridge.data.rows import RowDataset, RowSettings
     from qwen3vl_bridge.data.samples import Samples
 
@@ -201,10 +201,7 @@ def _run_pack(options: argparse.Namespace) -> int:
         progress=functools.partial(_summed, total=len(source), shown=not options.no_progress),
         say=functools.partial(print, file=sys.stderr),
     )
-    if options.json:
-        show(packing_as_json(report))
-    else:
-        print_packing(report)
+    show_report(packing_as_json(report) if options.json else packing_as_text(report), options.output)
     return 0
 
 

@@ -17,8 +17,6 @@ from itertools import groupby
 from statistics import mean, median
 from typing import Any
 
-from qwen3vl_bridge.terminal import show
-
 from rich.console import Console
 from rich.text import Text
 
@@ -45,8 +43,8 @@ def packing_as_json(report: PackingReport) -> str:
     return json.dumps(asdict(report), indent=2)
 
 
-def print_packing(report: PackingReport) -> None:
-    """Print what was packed, for people."""
+def packing_as_text(report: PackingReport) -> str:
+    """What was packed, for people."""
     lines = {
         "samples": f"{report.samples:,}, of them {report.dropped:,} dropped and {report.truncated:,} cut",
         "rows": f"{report.rows:,}, {100 * report.fill:.1f} % full of tokens",
@@ -55,8 +53,7 @@ def print_packing(report: PackingReport) -> None:
     }
     if report.patch_fill is not None:
         lines["patches"] += f", {100 * report.patch_fill:.1f} % of the most"
-    for name, value in lines.items():
-        show(f"{name:15}{value}")
+    return "\n".join(f"{name:15}{value}" for name, value in lines.items())
 
 
 def as_text(inspection: Inspection, *, brackets: bool = False) -> Text:
