@@ -31,16 +31,16 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from qwen3vl_bridge import presets
 from qwen3vl_bridge.checkpoint import export_checkpoint, import_checkpoint, verify_checkpoint
-from qwen3vl_bridge.checkpoint.hf_writer import layout, write_index
-from qwen3vl_bridge.checkpoint.pieces import Pieces, Zeros
-from qwen3vl_bridge.checkpoint.plan import Task, tensors_of
-from qwen3vl_bridge.checkpoint.sides import HuggingFace
-from qwen3vl_bridge.checkpoint.tensors import TensorSpec
-from qwen3vl_bridge.dimensions import dimensions_of
-from qwen3vl_bridge.mappings import TABLE
-from qwen3vl_bridge.weight_rows import expand
+from qwen3vl_bridge.checkpoint.formats.layouts import HuggingFace
+from qwen3vl_bridge.checkpoint.formats.safetensors.writer import layout, write_index
+from qwen3vl_bridge.checkpoint.formats.slices import Pieces, Zeros
+from qwen3vl_bridge.checkpoint.formats.tensor_specs import TensorSpec
+from qwen3vl_bridge.checkpoint.planning.plan import Task, tensors_of
+from qwen3vl_bridge.models.qwen3_vl import presets
+from qwen3vl_bridge.models.qwen3_vl.table import TABLE
+from qwen3vl_bridge.weights.dimensions import dimensions_of
+from qwen3vl_bridge.weights.rows import expand
 
 import record
 import torch.distributed.checkpoint  # what an idle process of ours has loaded

@@ -3,12 +3,13 @@
     OMP_NUM_THREADS=1 python benchmarks/dist_train.py
     OMP_NUM_THREADS=1 python benchmarks/dist_train.py --models 8B --mixes published --csv /tmp/dist_train.csv
 
-Times of passes are the planner's (`planning/stage_times.py`): operations at 45 % of an H100's peak, links at half
+Times of passes are the planner's (`planning/speed/stage_times.py`): operations at 45 % of an H100's peak, links at half
 their rate, nothing overlapping within a replica. The steps are played through megatron-core's schedule
 (`one_f_one_b.py`), each row with its own pictures, in rows that training makes of the mix of `packing.py` (best fit,
 `max_patches` 1.15 times the mean), dealt out to replicas by cost. A step is over when the slowest replica is, and has
-gradients and weights, as far as work does not hide these (`planning/data_parallel.py`). Both ways have the same GPUs,
-the same global batch, the distributed optimizer, and the best of the splits and recomputations that the planner says
+gradients and weights, as far as work does not hide these (`planning/speed/data_parallel.py`). Both ways have the same
+GPUs, the same global batch, the distributed optimizer, and the best of the splits and recomputations that the planner
+says
 fit: of the eight that it finds fastest, the one that is in the simulation.
 Megatron-FSDP and interleaved stages are in neither. Co-located there are three kinds, each with those before it:
 
@@ -35,19 +36,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from qwen3vl_bridge.dimensions import Dimensions, dimensions_of
-from qwen3vl_bridge.parts import Part
-from qwen3vl_bridge.planning.data_parallel import data_seconds
-from qwen3vl_bridge.planning.dist_train import DistSplit
-from qwen3vl_bridge.planning.estimate import check, estimate_of
-from qwen3vl_bridge.planning.operations import Costs
-from qwen3vl_bridge.planning.printing import words_of, words_of_training
-from qwen3vl_bridge.planning.propose import MARGIN, splits, ways
+from qwen3vl_bridge.models.qwen3_vl.presets import config_dict
+from qwen3vl_bridge.planning.encoder_ranks import DistSplit
+from qwen3vl_bridge.planning.encoder_sizing import DistProposal, size
+from qwen3vl_bridge.planning.memory.estimate import check, estimate_of
+from qwen3vl_bridge.planning.proposals import MARGIN, splits, ways
+from qwen3vl_bridge.planning.reports import words_of, words_of_training
 from qwen3vl_bridge.planning.settings import Sharding, Training
-from qwen3vl_bridge.planning.sizing import DistProposal, size
+from qwen3vl_bridge.planning.speed.data_parallel import data_seconds
+from qwen3vl_bridge.planning.speed.microbatch_flops import Costs
+from qwen3vl_bridge.planning.speed.stage_times import Contents, Mix, language_paces, mean_passes, tower_pace
 from qwen3vl_bridge.planning.split import Split
-from qwen3vl_bridge.planning.stage_times import Contents, Mix, language_paces, mean_passes, tower_pace
-from qwen3vl_bridge.presets import config_dict
+from qwen3vl_bridge.weights.dimensions import Dimensions, dimensions_of
+from qwen3vl_bridge.weights.model_parts import Part
 
 import numpy as np
 import packing

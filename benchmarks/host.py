@@ -29,9 +29,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from qwen3vl_bridge.data.collate import Collator, VisionSettings
-from qwen3vl_bridge.data.encode import EncodedSample
-from qwen3vl_bridge.sequence import SequenceLayout, interpolation, mrope_positions, patch_positions, vision
+from qwen3vl_bridge.batch import SequenceLayout, interpolation, mrope_positions, patch_positions, vision_indices
+from qwen3vl_bridge.data.processing.collation import Collator, VisionSettings
+from qwen3vl_bridge.data.processing.encoding import EncodedSample
 
 import record
 import torch
@@ -111,8 +111,8 @@ def interpolations(grids: Tensor) -> dict[str, Callable[[], object]]:
         return interpolation(grids, _SIDE, _MERGE)
 
     def cold() -> tuple[Tensor, Tensor]:
-        vision._frame_interpolation.cache_clear()
-        vision._axis.cache_clear()
+        vision_indices._frame_interpolation.cache_clear()
+        vision_indices._axis.cache_clear()
         return ours()
 
     def of_transformers() -> tuple[Tensor, Tensor]:

@@ -25,12 +25,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from qwen3vl_bridge.cost import tower_costs
-from qwen3vl_bridge.data.balance import deal, imbalance
-from qwen3vl_bridge.data.order import NumberedOrder
-from qwen3vl_bridge.data.plan import RowPlan
-from qwen3vl_bridge.data.sizes import Size
-from qwen3vl_bridge.presets import hf_config
+from qwen3vl_bridge.data.loading.balance import deal, imbalance
+from qwen3vl_bridge.data.packing.row_plan import RowPlan
+from qwen3vl_bridge.data.packing.sample_order import NumberedOrder
+from qwen3vl_bridge.data.packing.sample_sizes import Size
+from qwen3vl_bridge.models.common.flops import tower_costs
+from qwen3vl_bridge.models.qwen3_vl.presets import hf_config
 
 import numpy as np
 import record

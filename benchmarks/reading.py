@@ -24,17 +24,17 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from qwen3vl_bridge import presets
 from qwen3vl_bridge.checkpoint import Topology
-from qwen3vl_bridge.checkpoint.dcp_writer import DcpLayout
-from qwen3vl_bridge.checkpoint.hf_config import ModelConfig
-from qwen3vl_bridge.checkpoint.megatron_folder import FORMATS, key_of
-from qwen3vl_bridge.checkpoint.plan import Plan, make_plan, tensors_of
-from qwen3vl_bridge.checkpoint.sides import TRANSFORMER_ENGINE, HuggingFace, megatron_shape
-from qwen3vl_bridge.checkpoint.storing import Storage
-from qwen3vl_bridge.checkpoint.tensors import Shape, TensorSpec
-from qwen3vl_bridge.mappings import ExpertLayout
-from qwen3vl_bridge.weight_rows import Row
+from qwen3vl_bridge.checkpoint.formats.dcp.writer import DcpLayout
+from qwen3vl_bridge.checkpoint.formats.layouts import TRANSFORMER_ENGINE, HuggingFace, megatron_shape
+from qwen3vl_bridge.checkpoint.formats.megatron.folder import FORMATS, key_of
+from qwen3vl_bridge.checkpoint.formats.tensor_specs import Shape, TensorSpec
+from qwen3vl_bridge.checkpoint.planning.plan import Plan, make_plan, tensors_of
+from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
+from qwen3vl_bridge.checkpoint.stored_models.megatron_writer import Storage
+from qwen3vl_bridge.models.qwen3_vl import presets
+from qwen3vl_bridge.models.qwen3_vl.table import ExpertLayout
+from qwen3vl_bridge.weights.rows import Row
 
 import record
 import torch

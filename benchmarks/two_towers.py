@@ -11,19 +11,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from qwen3vl_bridge.cost import TowerCosts, tower_costs
-from qwen3vl_bridge.data.balance import deal
-from qwen3vl_bridge.dimensions import Dimensions
+from qwen3vl_bridge.batch.vision_sharding import deal_frames
+from qwen3vl_bridge.data.loading.balance import deal
+from qwen3vl_bridge.models.common.flops import TowerCosts, tower_costs
+from qwen3vl_bridge.models.qwen3_vl.presets import config_dict
 from qwen3vl_bridge.planning.communication import Passes, boundary_seconds, payload_seconds
-from qwen3vl_bridge.planning.data_parallel import data_seconds
-from qwen3vl_bridge.planning.dist_train import DistSplit
+from qwen3vl_bridge.planning.encoder_ranks import DistSplit
 from qwen3vl_bridge.planning.hardware import GPUS
-from qwen3vl_bridge.planning.operations import Costs
 from qwen3vl_bridge.planning.settings import Training
+from qwen3vl_bridge.planning.speed.data_parallel import data_seconds
+from qwen3vl_bridge.planning.speed.microbatch_flops import Costs
+from qwen3vl_bridge.planning.speed.stage_times import Contents, language_paces, tower_pace
 from qwen3vl_bridge.planning.split import Split
-from qwen3vl_bridge.planning.stage_times import Contents, language_paces, tower_pace
-from qwen3vl_bridge.presets import config_dict
-from qwen3vl_bridge.sequence.sharing import deal_frames
+from qwen3vl_bridge.weights.dimensions import Dimensions
 
 import numpy as np
 from one_f_one_b import Hop, Stage, step_seconds

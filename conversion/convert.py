@@ -8,7 +8,7 @@ What lives here: a call of the installed package's command line. What may not: a
 
 import sys
 
-from qwen3vl_bridge.checkpoint.cli import main
+from qwen3vl_bridge.cli.convert import main
 
 if __name__ == "__main__":
     sys.exit(main())

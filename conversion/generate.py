@@ -32,13 +32,13 @@ def main() -> None:
     """Print the answer."""
     arguments = parse_arguments()
 
-    from qwen3vl_bridge.logs import quiet
+    from qwen3vl_bridge.compat.library_logs import quiet
 
     quiet()
     from qwen3vl_bridge import generate
-    from qwen3vl_bridge.loading import load_model
-    from qwen3vl_bridge.training.process_group import shutdown
-    from qwen3vl_bridge.training.together import is_first
+    from qwen3vl_bridge.training.checkpointing.all_or_none import is_first
+    from qwen3vl_bridge.training.checkpointing.model_loading import load_model
+    from qwen3vl_bridge.training.process_groups import shutdown
 
     from PIL import Image
     from transformers import AutoProcessor

@@ -3,13 +3,13 @@
 Nothing that is imported may begin threads, which a fork would lose.
 """
 
-from qwen3vl_bridge.logs import quiet
+from qwen3vl_bridge.compat.library_logs import quiet
 
 quiet()  # before Megatron says what it misses
 
 # ruff: noqa: E402, F401
-import qwen3vl_bridge.training.loop
-import qwen3vl_bridge.training.modules
+import qwen3vl_bridge.encoder_parallel.step
+import qwen3vl_bridge.training.small_loop.loop
 
 import megatron.bridge.training.finetune
 import megatron.core.distributed.fsdp.mcore_fsdp_adapter

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.logs import quiet
+from qwen3vl_bridge.compat.library_logs import quiet
 
 import torch
 import torch.distributed as dist

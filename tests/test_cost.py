@@ -4,8 +4,8 @@ import copy
 import dataclasses
 import itertools
 
-from qwen3vl_bridge.cost import Trained, tower_costs
-from qwen3vl_bridge.presets import hf_config
+from qwen3vl_bridge.models.common.flops import Trained, tower_costs
+from qwen3vl_bridge.models.qwen3_vl.presets import hf_config
 
 import pytest
 import torch

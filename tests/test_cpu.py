@@ -46,8 +46,8 @@ def test_methods_are_redirected_for_megatrons_code_only():
 
 @pytest.mark.parametrize("name", ["param_and_grad_buffer", "fsdp.src.megatron_fsdp.param_and_grad_buffer"])
 def test_nothing_is_under_way_when_a_block_of_collectives_is_left(name):
-    from qwen3vl_bridge.provider import Qwen3VLModelProvider
-    from qwen3vl_bridge.training.process_group import initialize
+    from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
+    from qwen3vl_bridge.training.process_groups import initialize
 
     initialize(Qwen3VLModelProvider(num_layers=3), seed=7)
     theirs = importlib.import_module(f"megatron.core.distributed.{name}")
@@ -63,8 +63,8 @@ def test_nothing_is_under_way_when_a_block_of_collectives_is_left(name):
 
 
 def test_random_state_is_forked_and_restored():
-    from qwen3vl_bridge.provider import Qwen3VLModelProvider
-    from qwen3vl_bridge.training.process_group import initialize
+    from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
+    from qwen3vl_bridge.training.process_groups import initialize
 
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
@@ -81,8 +81,8 @@ def test_random_state_is_forked_and_restored():
 
 SAVE = """
 import sys, torch, qwen3vl_bridge
-from qwen3vl_bridge.provider import Qwen3VLModelProvider
-from qwen3vl_bridge.training.process_group import initialize
+from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
+from qwen3vl_bridge.training.process_groups import initialize
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 
-from qwen3vl_bridge import presets
-from qwen3vl_bridge.hf_settings import check_settings
+from qwen3vl_bridge.models.qwen3_vl import presets
+from qwen3vl_bridge.models.qwen3_vl.config_checks import check_settings
 
 import pytest
 

@@ -4,16 +4,16 @@ import importlib.util
 import subprocess
 import sys
 
-from qwen3vl_bridge import patches
+from qwen3vl_bridge.compat import patches
 
 import pytest
 
 CHECK = """
 import megatron.bridge.models.conversion.model_bridge as m, transformers
 found = type(m.get_model_bridge(transformers.Qwen3VLForConditionalGeneration))
-assert found.__module__ == "qwen3vl_bridge.bridge", found
-import qwen3vl_bridge.provider, qwen3vl_bridge.model.qwen3vl
-assert qwen3vl_bridge.Qwen3VLModelProvider is qwen3vl_bridge.provider.Qwen3VLModelProvider
+assert found.__module__ == "qwen3vl_bridge.models.qwen3_vl.bridge", found
+import qwen3vl_bridge.models.qwen3_vl.provider, qwen3vl_bridge.models.qwen3_vl.model
+assert qwen3vl_bridge.Qwen3VLModelProvider is qwen3vl_bridge.models.qwen3_vl.provider.Qwen3VLModelProvider
 import sys
 assert not any(name.split(".")[0] == "transformer_engine" for name in sys.modules), "the stand-in stayed"
 """
@@ -27,7 +27,7 @@ def run(code: str) -> subprocess.CompletedProcess:
     "first",
     [
         "import qwen3vl_bridge, megatron.bridge",
-        "from qwen3vl_bridge.provider import Qwen3VLModelProvider",
+        "from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider",
         "import megatron.core.models.gpt; import qwen3vl_bridge, megatron.bridge",
     ],
 )

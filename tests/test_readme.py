@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-from qwen3vl_bridge import presets
+from qwen3vl_bridge.models.qwen3_vl import presets
 
 import pytest
 from PIL import Image
@@ -119,7 +119,7 @@ def own_script(places, monkeypatch):
 
 def test_a_script_of_ones_own(own_script):
     import qwen3vl_bridge
-    from qwen3vl_bridge.training.process_group import shutdown
+    from qwen3vl_bridge.training.process_groups import shutdown
 
     from qwen3vl_recipes.dry_run import finalised
 

@@ -91,7 +91,7 @@ def main(arguments: list[str] | None = None) -> None:
     if args.hf_model is None:
         # The tiny model gains nothing from threads, which only get in the way of data workers on a small machine.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from qwen3vl_bridge.logs import quiet
+    from qwen3vl_bridge.compat.library_logs import quiet
 
     quiet()
     from examples.digits import report as digits_report

@@ -27,7 +27,7 @@ def sft(size: str, *, seq_length: int = 8 * K, global_batch_size: int = 32) -> Q
         global_batch_size: rows of a step.
     """
     import qwen3vl_bridge
-    from qwen3vl_bridge import presets
+    from qwen3vl_bridge.models.qwen3_vl import presets
     from qwen3vl_bridge.training.config import Qwen3VLConfigContainer
 
     import torch

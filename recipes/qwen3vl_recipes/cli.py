@@ -83,7 +83,7 @@ def _command(description: str, arguments: Sequence[str] | None, *, needs_weights
         _show_recipes()
         return
     if not args.verbose:
-        from qwen3vl_bridge.logs import quiet
+        from qwen3vl_bridge.compat.library_logs import quiet
 
         quiet()
     try:
@@ -111,13 +111,13 @@ def _show_recipes() -> None:
 
 def _configuration(args: argparse.Namespace, chosen: Recipe, *, needs_weights: bool) -> ConfigContainer:
     """The recipe's, with what the command line says."""
-    from qwen3vl_bridge.checkpoint.hf_files import find_model
+    from qwen3vl_bridge.checkpoint.formats.safetensors.model_folder import find_model
 
     from qwen3vl_recipes import overrides
     from qwen3vl_recipes.paths import check_data, set_paths
 
     if args.hf_path is not None and Path(args.hf_path).is_dir():
-        from qwen3vl_bridge.checkpoint.hf_config import ModelConfig
+        from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
 
         ModelConfig(args.hf_path)  # refuses another model's folder before Megatron is imported, which takes a while
     elif args.hf_path is not None and not args.dry_run:
@@ -152,8 +152,8 @@ def _run(cfg: ConfigContainer, *, needs_weights: bool) -> None:
         train = _loop_for_cuda(needs_weights)
         train(cfg, qwen3vl_bridge.forward_step, callbacks=training_callbacks(cfg))
         return
-    from qwen3vl_bridge.training.loop import train as train_on_cpu
-    from qwen3vl_bridge.training.process_group import shutdown
+    from qwen3vl_bridge.training.process_groups import shutdown
+    from qwen3vl_bridge.training.small_loop.loop import train as train_on_cpu
 
     try:
         train_on_cpu(cfg)

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from qwen3vl_bridge.planning.estimate import Estimate
-    from qwen3vl_bridge.planning.propose import Proposal
+    from qwen3vl_bridge.planning.memory.estimate import Estimate
+    from qwen3vl_bridge.planning.proposals import Proposal
 
     from megatron.bridge.training.config import ConfigContainer
 
@@ -110,7 +110,7 @@ def show(cfg: ConfigContainer, *, gpus: int, gpu: str) -> None:
     """
     from qwen3vl_bridge.planning.from_config import plan_of, proposals_beside, sized_of
     from qwen3vl_bridge.planning.hardware import gpu_of
-    from qwen3vl_bridge.planning.printing import print_estimate, words_beside, words_of_pace
+    from qwen3vl_bridge.planning.reports import print_estimate, words_beside, words_of_pace
 
     from megatron.bridge.utils.yaml_utils import dump_dataclass_to_yaml
 

@@ -60,8 +60,8 @@ def check_data(cfg: ConfigContainer) -> None:
         ValueError: nothing is where they are said to be.
     """
     from qwen3vl_bridge import Qwen3VLConversationProvider
-    from qwen3vl_bridge.data.hub import HUB
     from qwen3vl_bridge.data.row_settings import SPLITS
+    from qwen3vl_bridge.data.sources.hub import HUB
 
     if not isinstance(cfg.dataset, Qwen3VLConversationProvider):
         return

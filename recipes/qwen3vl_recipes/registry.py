@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     RecipeFunction = TypeVar("RecipeFunction", bound=Callable[[], ConfigContainer])
 
 _MODULES = (
-    "qwen3_vl_2b",
-    "qwen3_vl_4b",
-    "qwen3_vl_8b",
-    "qwen3_vl_32b",
-    "qwen3_vl_30b_a3b",
-    "qwen3_vl_235b_a22b",
+    "qwen3_vl.qwen3_vl_2b",
+    "qwen3_vl.qwen3_vl_4b",
+    "qwen3_vl.qwen3_vl_8b",
+    "qwen3_vl.qwen3_vl_32b",
+    "qwen3_vl.qwen3_vl_30b_a3b",
+    "qwen3_vl.qwen3_vl_235b_a22b",
     "digits",
 )
 

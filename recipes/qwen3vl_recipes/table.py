@@ -15,7 +15,7 @@ from qwen3vl_recipes.dry_run import beside_proposals, memory_plan
 from qwen3vl_recipes.registry import Recipe, recipes
 
 if TYPE_CHECKING:
-    from qwen3vl_bridge.planning.estimate import Estimate
+    from qwen3vl_bridge.planning.memory.estimate import Estimate
 
 KINDS = ("H100", "H200", "B200")
 BEGIN, END = "<!-- recipes: begin -->\n", "<!-- recipes: end -->\n"
@@ -53,7 +53,7 @@ def smallest(recipe: Recipe, gpu: str) -> tuple[int, Estimate] | None:
 def table() -> str:
     """In Markdown."""
     from qwen3vl_bridge.planning.hardware import GIB
-    from qwen3vl_bridge.planning.printing import words_of_ranks
+    from qwen3vl_bridge.planning.reports import words_of_ranks
 
     lines = [f"| recipe | split | on | {' | '.join(f'{kind}, fewest' for kind in KINDS)} |\n", "|---" * 6 + "|\n"]
     for name, recipe in recipes().items():
@@ -71,8 +71,8 @@ def table() -> str:
 def proposal_line(name: str, recipe: Recipe) -> str:
     """How else the planner would split a recipe, and how its time compares, as a line of Markdown."""
     from qwen3vl_bridge.planning.hardware import GIB
-    from qwen3vl_bridge.planning.printing import words_of, words_of_training
-    from qwen3vl_bridge.planning.propose import AS_FAST
+    from qwen3vl_bridge.planning.proposals import AS_FAST
+    from qwen3vl_bridge.planning.reports import words_of, words_of_training
 
     own, (first, *_) = beside_proposals(recipe.function(), recipe.gpus, recipe.gpu)
     times, held = own.seconds_per_row / first.seconds_per_row, first.estimate
@@ -102,7 +102,7 @@ def main() -> None:
     )
     parser.add_argument("--write", type=Path, metavar="FILE", help="put them into this file, between the marks")
     file = parser.parse_args().write
-    from qwen3vl_bridge.logs import quiet
+    from qwen3vl_bridge.compat.library_logs import quiet
 
     quiet()
     made = {(BEGIN, END): table(), (BEGIN_PROPOSALS, END_PROPOSALS): proposals()}

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import qwen3vl_bridge
-from qwen3vl_bridge import cpu
+from qwen3vl_bridge.compat import cpu
 
 import pytest
 import torch
@@ -92,9 +92,9 @@ def _get_rope_index(
     packed_seq_params: Any = None,
 ) -> tuple[Any, Any]:
     """Upstream's function by the model's door: positions [3, B, S], and how far each segment's go beyond its tokens."""
-    from qwen3vl_bridge.model.conventions import arrange
-    from qwen3vl_bridge.model.masks import real_tokens
-    from qwen3vl_bridge.sequence import mrope_positions
+    from qwen3vl_bridge.batch import mrope_positions
+    from qwen3vl_bridge.models.common.inputs.conventions import arrange
+    from qwen3vl_bridge.models.common.inputs.masks import real_tokens
 
     from megatron.core.packed_seq_params import PackedSeqParams
 

@@ -7,4 +7,6 @@ import types
 import qwen3vl_bridge  # noqa: F401
 
 if "UPSTREAM_TESTS_STOCK" in os.environ:
-    sys.modules["qwen3vl_bridge.bridge"] = types.ModuleType("qwen3vl_bridge.bridge")  # which registers
+    sys.modules["qwen3vl_bridge.models.qwen3_vl.bridge"] = types.ModuleType(
+        "qwen3vl_bridge.models.qwen3_vl.bridge"
+    )  # which registers

@@ -1,32 +1,33 @@
 """Qwen3-VL for Megatron-Bridge: importing this package registers its bridges, providers and model.
 
 What lives here: the public names and the registration. The import itself is light (neither torch nor Megatron):
-registration waits in `hooks.py` until Megatron-Bridge is imported, and the public names load on first use, so that a
-converter's `--help` answers at once.
+registration waits in `compat/import_hook.py` until Megatron-Bridge is imported, and the public names load on first use,
+so that a converter's `--help` answers at once.
 """
 
-from qwen3vl_bridge import hooks, lazy
+from qwen3vl_bridge import lazy, moved
+from qwen3vl_bridge.compat import import_hook
 
 _PUBLIC = {
-    "Qwen3VLBridge": "bridge",
-    "Qwen3VLModel": "model.qwen3vl",
-    "Qwen3VLModelProvider": "provider",
-    "Qwen3VLMoEBridge": "bridge",
-    "Qwen3VLMoEModelProvider": "provider",
-    "Qwen3VLLoRA": "peft",
-    "Qwen3VLDoRA": "peft",
-    "save_hf_adapter": "peft_export",
-    "Qwen3VLConversationProvider": "data.provider",
-    "Qwen3VLEnergonProvider": "data.energon_provider",
-    "Qwen3VLConfigContainer": "training.config",
-    "Qwen3VLTowers": "training.towers",
-    "forward_step": "training.step",
-    "training_callbacks": "training.callbacks",
-    "generate": "generation",
-    "import_checkpoint": "checkpoint",
-    "export_checkpoint": "checkpoint",
-    "verify_checkpoint": "checkpoint",
-    "inspect_checkpoint": "checkpoint",
+    "Qwen3VLBridge": "qwen3vl_bridge.models.qwen3_vl.bridge",
+    "Qwen3VLModel": "qwen3vl_bridge.models.qwen3_vl.model",
+    "Qwen3VLModelProvider": "qwen3vl_bridge.models.qwen3_vl.provider",
+    "Qwen3VLMoEBridge": "qwen3vl_bridge.models.qwen3_vl.bridge",
+    "Qwen3VLMoEModelProvider": "qwen3vl_bridge.models.qwen3_vl.provider",
+    "Qwen3VLLoRA": "qwen3vl_bridge.peft.lora",
+    "Qwen3VLDoRA": "qwen3vl_bridge.peft.lora",
+    "save_hf_adapter": "qwen3vl_bridge.peft.hf_export",
+    "Qwen3VLConversationProvider": "qwen3vl_bridge.data.provider",
+    "Qwen3VLEnergonProvider": "qwen3vl_bridge.data.energon.provider",
+    "Qwen3VLConfigContainer": "qwen3vl_bridge.training.config",
+    "Qwen3VLTowers": "qwen3vl_bridge.training.optimizer.tower_settings",
+    "forward_step": "qwen3vl_bridge.training.step",
+    "training_callbacks": "qwen3vl_bridge.training.callbacks",
+    "generate": "qwen3vl_bridge.inference.generation",
+    "import_checkpoint": "qwen3vl_bridge.checkpoint",
+    "export_checkpoint": "qwen3vl_bridge.checkpoint",
+    "verify_checkpoint": "qwen3vl_bridge.checkpoint",
+    "inspect_checkpoint": "qwen3vl_bridge.checkpoint",
 }
 
 __all__ = sorted(_PUBLIC)
@@ -40,4 +41,5 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_PUBLIC})
 
 
-hooks.install()
+import_hook.install()
+moved.install()

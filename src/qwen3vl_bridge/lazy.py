@@ -15,7 +15,7 @@ def load(package: str, public: Mapping[str, str], name: str) -> Any:
 
     Args:
         package: its name.
-        public: its public names, and the module of the package that each comes from.
+        public: its public names, and the module that each comes from.
         name: the one wanted.
 
     Raises:
@@ -23,4 +23,4 @@ def load(package: str, public: Mapping[str, str], name: str) -> Any:
     """
     if name not in public:
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
-    return getattr(import_module(f"{package}.{public[name]}"), name)
+    return getattr(import_module(public[name]), name)

@@ -19,8 +19,8 @@ import tempfile
 import types
 
 import qwen3vl_bridge  # noqa: F401
-from qwen3vl_bridge.checkpoint.errors import CheckpointError
-from qwen3vl_bridge.mappings import local_name
+from qwen3vl_bridge.files.errors import CheckpointError
+from qwen3vl_bridge.models.qwen3_vl.table import local_name
 
 import torch
 import torch.distributed as dist

@@ -7,11 +7,11 @@ import shutil
 import struct
 from pathlib import Path
 
-from qwen3vl_bridge.checkpoint.cli import main
-from qwen3vl_bridge.checkpoint.dcp_metadata import read_metadata
-from qwen3vl_bridge.checkpoint.dcp_reader import DcpTensors
-from qwen3vl_bridge.checkpoint.pieces import Run
-from qwen3vl_bridge.checkpoint.streams import PieceReader
+from qwen3vl_bridge.checkpoint.formats.byte_streams import PieceReader
+from qwen3vl_bridge.checkpoint.formats.dcp.metadata import read_metadata
+from qwen3vl_bridge.checkpoint.formats.dcp.reader import DcpTensors
+from qwen3vl_bridge.checkpoint.formats.slices import Run
+from qwen3vl_bridge.cli.convert import main
 
 import torch
 from safetensors import safe_open

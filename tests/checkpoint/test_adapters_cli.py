@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from qwen3vl_bridge.checkpoint import CheckpointError, export_adapters
-from qwen3vl_bridge.checkpoint.adapter_settings import adapter_settings, read_run_config
+from qwen3vl_bridge.checkpoint.adapters.settings import adapter_settings, read_run_config
 
 import pytest
 
@@ -20,7 +20,7 @@ peft: {_target_: qwen3vl_bridge.peft.Qwen3VLLoRA, dim: 4, alpha: 8, target_modul
 
 
 def test_help_answers_at_once_and_without_torch():
-    code = "import sys; from qwen3vl_bridge.checkpoint import cli; cli._parser()"
+    code = "import sys; from qwen3vl_bridge.cli import convert as cli; cli._parser()"
     code += "; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
     begun = time.monotonic()

@@ -8,8 +8,10 @@ import sys
 import time
 from pathlib import Path
 
-from qwen3vl_bridge.checkpoint import estimating, import_checkpoint, streams
-from qwen3vl_bridge.checkpoint.cli import main
+from qwen3vl_bridge.checkpoint import import_checkpoint
+from qwen3vl_bridge.checkpoint.formats import byte_streams
+from qwen3vl_bridge.checkpoint.planning import time_estimate
+from qwen3vl_bridge.cli.convert import main
 
 import pytest
 
@@ -17,7 +19,7 @@ CONVERT = Path(__file__).parents[2] / "conversion" / "convert.py"
 
 
 def test_help_answers_at_once_and_without_torch():
-    code = "import sys; from qwen3vl_bridge.checkpoint import cli; cli._parser(); print('torch' in sys.modules)"
+    code = "import sys; from qwen3vl_bridge.cli import convert as cli; cli._parser(); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
     begun = time.monotonic()
     for verb in ([], ["import"]):
@@ -60,7 +62,7 @@ def test_a_dry_run_writes_nothing(untied_folder, tmp_path, capsys):
 
 def test_an_estimate_does_not_count_what_is_done_once(untied_folder, tmp_path, monkeypatch):
     """The first cast imports torch, which takes seconds."""
-    original, casts = streams.cast, []
+    original, casts = byte_streams.cast, []
 
     def slow_at_first(*arguments):
         casts.append(1)
@@ -68,8 +70,8 @@ def test_an_estimate_does_not_count_what_is_done_once(untied_folder, tmp_path, m
             time.sleep(1)
         return original(*arguments)
 
-    monkeypatch.setattr(streams, "cast", slow_at_first)
-    monkeypatch.setattr(estimating, "cast", slow_at_first, raising=False)
+    monkeypatch.setattr(byte_streams, "cast", slow_at_first)
+    monkeypatch.setattr(time_estimate, "cast", slow_at_first, raising=False)
     report = import_checkpoint(untied_folder, tmp_path / "m", torch_dtype="bfloat16", dry_run=True)
     assert 0 < report.estimate < 1 and not list(tmp_path.iterdir())
 

@@ -7,9 +7,9 @@ import os
 import pickle
 
 from qwen3vl_bridge.checkpoint import CheckpointError
-from qwen3vl_bridge.checkpoint.boxes import Tiling
-from qwen3vl_bridge.checkpoint.dcp_items import NotPlain, find_payload
-from qwen3vl_bridge.checkpoint.dcp_metadata import read_metadata
+from qwen3vl_bridge.checkpoint.formats.dcp.boxes import Tiling
+from qwen3vl_bridge.checkpoint.formats.dcp.items import NotPlain, find_payload
+from qwen3vl_bridge.checkpoint.formats.dcp.metadata import read_metadata
 
 import pytest
 import torch

@@ -8,19 +8,14 @@ import pickle
 import shutil
 import time
 
-from qwen3vl_bridge.checkpoint import (
-    CheckpointError,
-    copying,
-    export_checkpoint,
-    files,
-    import_checkpoint,
-    staging,
-    verify_checkpoint,
-)
-from qwen3vl_bridge.checkpoint.cli import main
-from qwen3vl_bridge.checkpoint.dcp_metadata import read_metadata
-from qwen3vl_bridge.checkpoint.json_files import read_object, write_object
-from qwen3vl_bridge.mappings import ExpertLayout
+from qwen3vl_bridge.checkpoint import CheckpointError, export_checkpoint, import_checkpoint, verify_checkpoint
+from qwen3vl_bridge.checkpoint.engine import copying
+from qwen3vl_bridge.checkpoint.formats import planned_files
+from qwen3vl_bridge.checkpoint.formats.dcp.metadata import read_metadata
+from qwen3vl_bridge.cli.convert import main
+from qwen3vl_bridge.files import atomic
+from qwen3vl_bridge.files.json_files import read_object, write_object
+from qwen3vl_bridge.models.qwen3_vl.table import ExpertLayout
 
 import pytest
 import torch
@@ -63,7 +58,7 @@ def interrupt_after(monkeypatch, count: int):
             raise OSError(5, "Input/output error")
         original(*arguments)
 
-    monkeypatch.setattr(files, "UNIT_BYTES", 1 << 18)
+    monkeypatch.setattr(planned_files, "UNIT_BYTES", 1 << 18)
     monkeypatch.setattr(copying, "_commit", fail_later)
     return lambda: monkeypatch.setattr(copying, "_commit", original)
 
@@ -79,7 +74,7 @@ def test_a_unit_that_waits_for_the_disk_holds_up_one_other_at_most(untied_folder
         running.remove(file)
         original(file, *arguments)
 
-    monkeypatch.setattr(files, "UNIT_BYTES", 1 << 18)
+    monkeypatch.setattr(planned_files, "UNIT_BYTES", 1 << 18)
     monkeypatch.setattr(copying, "_commit", wait)
     import_checkpoint(untied_folder, tmp_path / "m", verify=True)
     assert len(most) > 5 and max(most) == 2
@@ -152,24 +147,24 @@ def test_without_a_swap_the_old_result_is_never_lost(tmp_path, monkeypatch):
     target, rename = tmp_path / "target", os.rename
     target.mkdir()
     (target / "old").write_text("x")
-    monkeypatch.setattr(staging, "_RENAME_EXCHANGE", 1 << 20)
+    monkeypatch.setattr(atomic, "_RENAME_EXCHANGE", 1 << 20)
 
     def refuse(one, other):
         if ".partial-" in str(one):
             raise OSError(5, "Input/output error")
         rename(one, other)
 
-    monkeypatch.setattr(staging.os, "rename", refuse)
+    monkeypatch.setattr(atomic.os, "rename", refuse)
     with (
         pytest.raises(CheckpointError, match="nothing was left behind"),
-        staging.staged(target, print, replace=lambda _: True),
+        atomic.atomic_directory(target, print, replace=lambda _: True),
     ):
         pass
     assert [path.name for path in tmp_path.rglob("*")] == ["target", "old"]
-    monkeypatch.setattr(staging.os, "rename", rename)
+    monkeypatch.setattr(atomic.os, "rename", rename)
     rename(target, tmp_path / ".target.replaced-0123456789ab")  # as a process leaves it that dies between the two steps
     said: list[str] = []
-    with pytest.raises(KeyError), staging.staged(target, said.append):
+    with pytest.raises(KeyError), atomic.atomic_directory(target, said.append):
         raise KeyError
     assert "brought back" in said[0] and (target / "old").exists()
 

@@ -7,11 +7,11 @@ import math
 import struct
 
 from qwen3vl_bridge.checkpoint import CheckpointError
-from qwen3vl_bridge.checkpoint.hf_reader import INDEX, SINGLE, HFWeights
-from qwen3vl_bridge.checkpoint.hf_writer import layout, write_index
-from qwen3vl_bridge.checkpoint.pieces import Pieces, Zeros
-from qwen3vl_bridge.checkpoint.plan import Task
-from qwen3vl_bridge.checkpoint.tensors import TensorSpec
+from qwen3vl_bridge.checkpoint.formats.safetensors.reader import INDEX, SINGLE, HFWeights
+from qwen3vl_bridge.checkpoint.formats.safetensors.writer import layout, write_index
+from qwen3vl_bridge.checkpoint.formats.slices import Pieces, Zeros
+from qwen3vl_bridge.checkpoint.formats.tensor_specs import TensorSpec
+from qwen3vl_bridge.checkpoint.planning.plan import Task
 
 import pytest
 import safetensors

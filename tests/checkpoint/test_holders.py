@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 
 from qwen3vl_bridge.checkpoint import Topology, import_checkpoint, verify_checkpoint
-from qwen3vl_bridge.checkpoint.holders import holders
-from qwen3vl_bridge.checkpoint.plan import tensors_of
-from qwen3vl_bridge.checkpoint.sides import FsdpDtensor, TorchDist
-from qwen3vl_bridge.checkpoint.topology import Part
-from qwen3vl_bridge.dimensions import dimensions_of
-from qwen3vl_bridge.mappings import TABLE, ExpertLayout
-from qwen3vl_bridge.presets import config_dict
-from qwen3vl_bridge.weight_rows import expand
+from qwen3vl_bridge.checkpoint.formats.layouts import FsdpDtensor, TorchDist
+from qwen3vl_bridge.checkpoint.planning.plan import tensors_of
+from qwen3vl_bridge.checkpoint.planning.row_owners import holders
+from qwen3vl_bridge.checkpoint.planning.topology import Part
+from qwen3vl_bridge.models.qwen3_vl.presets import config_dict
+from qwen3vl_bridge.models.qwen3_vl.table import TABLE, ExpertLayout
+from qwen3vl_bridge.weights.dimensions import dimensions_of
+from qwen3vl_bridge.weights.rows import expand
 
 import pytest
 

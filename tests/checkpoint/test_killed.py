@@ -16,18 +16,18 @@ from qwen3vl_bridge.checkpoint import (
     CheckpointError,
     Ranks,
     export_checkpoint,
-    files,
     import_checkpoint,
     inspect_checkpoint,
     verify_checkpoint,
 )
-from qwen3vl_bridge.checkpoint.hf_files import copy_side_files
-from qwen3vl_bridge.checkpoint.json_files import read_object, write_object
-from qwen3vl_bridge.checkpoint.plan import tensors_of
-from qwen3vl_bridge.checkpoint.sides import HuggingFace
-from qwen3vl_bridge.dimensions import dimensions_of
-from qwen3vl_bridge.mappings import TABLE
-from qwen3vl_bridge.weight_rows import expand
+from qwen3vl_bridge.checkpoint.formats import planned_files
+from qwen3vl_bridge.checkpoint.formats.layouts import HuggingFace
+from qwen3vl_bridge.checkpoint.formats.safetensors.model_folder import copy_side_files
+from qwen3vl_bridge.checkpoint.planning.plan import tensors_of
+from qwen3vl_bridge.files.json_files import read_object, write_object
+from qwen3vl_bridge.models.qwen3_vl.table import TABLE
+from qwen3vl_bridge.weights.dimensions import dimensions_of
+from qwen3vl_bridge.weights.rows import expand
 
 import numpy as np
 import pytest
@@ -59,7 +59,7 @@ def larger(request, tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch):
-    monkeypatch.setattr(files, "UNIT_BYTES", 1 << 20)
+    monkeypatch.setattr(planned_files, "UNIT_BYTES", 1 << 20)
 
 
 def run(work: Callable[[Ranks], object], processes: int, kill: Callable[[list[int]], None] | None = None) -> list[int]:
@@ -159,7 +159,7 @@ def test_killed_at_any_moment(direction, processes, larger, tmp_path):
 
 
 def test_resume_writes_only_what_is_missing(larger, tmp_path, monkeypatch):
-    from qwen3vl_bridge.checkpoint import copying
+    from qwen3vl_bridge.checkpoint.engine import copying
 
     import_checkpoint(larger, tmp_path / "whole")
     count, original = 0, copying._commit
@@ -181,7 +181,7 @@ def test_resume_writes_only_what_is_missing(larger, tmp_path, monkeypatch):
 
 
 def test_resume_does_not_go_on_with_something_else(larger, tmp_path, monkeypatch):
-    from qwen3vl_bridge.checkpoint import copying
+    from qwen3vl_bridge.checkpoint.engine import copying
 
     def fail(*_):
         raise OSError(5, "Input/output error")
@@ -203,7 +203,7 @@ def test_resume_does_not_go_on_with_something_else(larger, tmp_path, monkeypatch
 def test_a_process_that_fails_makes_all_fail(larger, tmp_path):
     def work(ranks: Ranks) -> None:
         if ranks.rank == 1:
-            files.Data.__len__ = lambda _: 1 / 0  # whatever goes wrong in one alone
+            planned_files.Data.__len__ = lambda _: 1 / 0  # whatever goes wrong in one alone
         import_checkpoint(larger, tmp_path / "target", ranks=ranks)
 
     assert all(run(work, 2))

@@ -11,15 +11,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from qwen3vl_bridge.checkpoint import (
-    Topology,
-    export_checkpoint,
-    files,
-    import_checkpoint,
-    inspect_checkpoint,
-    topology,
-)
-from qwen3vl_bridge.mappings import ExpertLayout
+from qwen3vl_bridge.checkpoint import Topology, export_checkpoint, import_checkpoint, inspect_checkpoint
+from qwen3vl_bridge.checkpoint.formats import planned_files
+from qwen3vl_bridge.checkpoint.planning import topology
+from qwen3vl_bridge.models.qwen3_vl.table import ExpertLayout
 
 import pytest
 import torch
@@ -42,7 +37,7 @@ REFUSED = "refused: missing: model.module.language_model.output_layer.weight [51
 
 def import_twice(source: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A checkpoint of many files without and with its parallel sizes stated; the folders."""
-    monkeypatch.setattr(files, "UNIT_BYTES", 100_000)
+    monkeypatch.setattr(planned_files, "UNIT_BYTES", 100_000)
     monkeypatch.setattr(topology, "_LEAST_BYTES", 500)
     topologies = {"any": Topology(), "ep2": Topology(ep=2)}
     for name, sizes in topologies.items():

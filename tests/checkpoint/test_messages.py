@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 from qwen3vl_bridge.checkpoint import CheckpointError
-from qwen3vl_bridge.checkpoint.cli import main
-from qwen3vl_bridge.checkpoint.dcp_metadata import read_metadata
-from qwen3vl_bridge.checkpoint.dcp_reader import load_item
-from qwen3vl_bridge.checkpoint.tensors import Extent
+from qwen3vl_bridge.checkpoint.formats.dcp.metadata import read_metadata
+from qwen3vl_bridge.checkpoint.formats.dcp.reader import load_item
+from qwen3vl_bridge.checkpoint.formats.tensor_specs import Extent
+from qwen3vl_bridge.cli.convert import main
 
 import pytest
 import torch

@@ -9,15 +9,11 @@ import tempfile
 import time
 from collections.abc import Iterator
 
-from qwen3vl_bridge.checkpoint import (
-    copying,
-    dcp_reader,
-    export_checkpoint,
-    files,
-    import_checkpoint,
-    verify_checkpoint,
-)
-from qwen3vl_bridge.checkpoint.dcp_items import NotPlain
+from qwen3vl_bridge.checkpoint import export_checkpoint, import_checkpoint, verify_checkpoint
+from qwen3vl_bridge.checkpoint.engine import copying
+from qwen3vl_bridge.checkpoint.formats import planned_files
+from qwen3vl_bridge.checkpoint.formats.dcp import reader
+from qwen3vl_bridge.checkpoint.formats.dcp.items import NotPlain
 
 import pytest
 import torch
@@ -58,7 +54,7 @@ def test_a_slow_disk_does_not_collect_open_files(direction, moe_folder, tmp_path
         most.append(sum(open_below(path) for path in tmp_path.glob(".target.partial-*/[!.]*")))
         original(*arguments)
 
-    monkeypatch.setattr(files, "UNIT_BYTES", 1 << 12)
+    monkeypatch.setattr(planned_files, "UNIT_BYTES", 1 << 12)
     monkeypatch.setattr(copying, "_commit", slow)
     with few_files():
         if direction == "import":
@@ -103,7 +99,7 @@ def test_threads_that_unpack_at_once_get_each_its_own_bytes(moe_folder, tmp_path
 
     import_checkpoint(moe_folder, tmp_path / "source")
     with monkeypatch.context() as patch:
-        patch.setattr(dcp_reader, "find_payload", not_plain)
-        patch.setattr(dcp_reader.tempfile, "TemporaryFile", Slow)
+        patch.setattr(reader, "find_payload", not_plain)
+        patch.setattr(reader.tempfile, "TemporaryFile", Slow)
         export_checkpoint(tmp_path / "source", tmp_path / "target", max_shard_bytes=200_000)
     assert verify_checkpoint(tmp_path / "target", tmp_path / "source").same

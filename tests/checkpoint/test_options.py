@@ -16,8 +16,8 @@ from qwen3vl_bridge.checkpoint import (
     inspect_checkpoint,
     verify_checkpoint,
 )
-from qwen3vl_bridge.checkpoint.cli import main
-from qwen3vl_bridge.checkpoint.json_files import read_object, write_object
+from qwen3vl_bridge.cli.convert import main
+from qwen3vl_bridge.files.json_files import read_object, write_object
 
 import pytest
 import torch

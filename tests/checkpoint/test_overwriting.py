@@ -8,17 +8,12 @@ import shutil
 import stat
 from pathlib import Path
 
-from qwen3vl_bridge.checkpoint import (
-    CheckpointError,
-    copying,
-    export_checkpoint,
-    files,
-    import_checkpoint,
-    staging,
-    verify_checkpoint,
-)
-from qwen3vl_bridge.checkpoint.json_files import read_object, write_object
-from qwen3vl_bridge.checkpoint.manifest import MANIFEST, tool
+from qwen3vl_bridge.checkpoint import CheckpointError, export_checkpoint, import_checkpoint, verify_checkpoint
+from qwen3vl_bridge.checkpoint.engine import copying
+from qwen3vl_bridge.checkpoint.engine.manifest import MANIFEST, tool
+from qwen3vl_bridge.checkpoint.formats import planned_files
+from qwen3vl_bridge.files import atomic
+from qwen3vl_bridge.files.json_files import read_object, write_object
 
 import pytest
 
@@ -74,7 +69,7 @@ def test_the_manifest_tells_files_apart_that_look_alike(capsys, tmp_path, import
 
 @pytest.mark.parametrize("ckpt_format", ["fsdp_dtensor", "torch_dist"])
 def test_a_result_is_replaced_by_another(ckpt_format, tmp_path, tied_folder, moe_folder, monkeypatch):
-    monkeypatch.setattr(files, "UNIT_BYTES", 1 << 14)
+    monkeypatch.setattr(planned_files, "UNIT_BYTES", 1 << 14)
     import_checkpoint(moe_folder, tmp_path / "m", ckpt_format=ckpt_format)
     import_checkpoint(tied_folder, tmp_path / "m", overwrite=True)
     export_checkpoint(tmp_path / "m", tmp_path / "hf", max_shard_bytes=300_000)
@@ -128,19 +123,19 @@ def test_what_was_put_over_a_result_is_kept(put, capsys, tmp_path, untied_folder
 def test_what_is_written_while_a_result_is_replaced_is_kept(tmp_path, tied_folder, untied_folder, monkeypatch):
     """After the last look, before the swap."""
     import_checkpoint(tied_folder, tmp_path / "m")
-    original = staging._move_into_place
+    original = atomic._move_into_place
 
     def intrude(*arguments, **named):
         (tmp_path / "m" / "precious").write_text("x")
         original(*arguments, **named)
 
-    monkeypatch.setattr(staging, "_move_into_place", intrude)
+    monkeypatch.setattr(atomic, "_move_into_place", intrude)
     report = import_checkpoint(untied_folder, tmp_path / "m", overwrite=True)
     (kept,) = tmp_path.glob("m.replaced-*")
     assert (kept / "precious").exists() and any(str(kept) in note for note in report.notes)
     assert verify_checkpoint(untied_folder, tmp_path / "m").same and verify_checkpoint(tied_folder, kept).same
     # The next run does not take it for its own.
-    monkeypatch.setattr(staging, "_move_into_place", original)
+    monkeypatch.setattr(atomic, "_move_into_place", original)
     import_checkpoint(tied_folder, tmp_path / "m", overwrite=True)
     assert (kept / "precious").exists()
 
@@ -187,14 +182,14 @@ def test_the_mode_of_the_target_stays(earlier, tmp_path, untied_folder):
 
 def refuse(monkeypatch, name: str, refused: Path):
     """Have the disk refuse one thing in one place."""
-    original = getattr(staging, name) if hasattr(staging, name) else getattr(shutil, name)
+    original = getattr(atomic, name) if hasattr(atomic, name) else getattr(shutil, name)
 
     def instead(path, *arguments, **named):
         if Path(path) == refused or (name == "rmtree" and Path(path).match(str(refused))):
             raise OSError(errno.EINVAL, "Invalid argument")
         return original(path, *arguments, **named)
 
-    monkeypatch.setattr(staging if hasattr(staging, name) else shutil, name, instead)
+    monkeypatch.setattr(atomic if hasattr(atomic, name) else shutil, name, instead)
 
 
 def test_a_result_is_in_place_when_its_parent_cannot_be_synced(tmp_path, untied_folder, monkeypatch):

@@ -6,16 +6,16 @@ import itertools
 import math
 
 from qwen3vl_bridge.checkpoint import CheckpointError, Topology
-from qwen3vl_bridge.checkpoint.pieces import Pieces, Run, Transposed, Zeros
-from qwen3vl_bridge.checkpoint.plan import make_plan, tensors_of
-from qwen3vl_bridge.checkpoint.proof import prove
-from qwen3vl_bridge.checkpoint.sides import FsdpDtensor, HuggingFace, TorchDist
-from qwen3vl_bridge.checkpoint.tensors import TensorSpec
-from qwen3vl_bridge.checkpoint.topology import Part
-from qwen3vl_bridge.dimensions import dimensions_of
-from qwen3vl_bridge.mappings import ExpertLayout, table
-from qwen3vl_bridge.presets import PRESETS, config_dict, hf_config, parameter_count
-from qwen3vl_bridge.weight_rows import expand
+from qwen3vl_bridge.checkpoint.formats.layouts import FsdpDtensor, HuggingFace, TorchDist
+from qwen3vl_bridge.checkpoint.formats.slices import Pieces, Run, Transposed, Zeros
+from qwen3vl_bridge.checkpoint.formats.tensor_specs import TensorSpec
+from qwen3vl_bridge.checkpoint.planning.plan import make_plan, tensors_of
+from qwen3vl_bridge.checkpoint.planning.proof import prove
+from qwen3vl_bridge.checkpoint.planning.topology import Part
+from qwen3vl_bridge.models.qwen3_vl.presets import PRESETS, config_dict, hf_config, parameter_count
+from qwen3vl_bridge.models.qwen3_vl.table import ExpertLayout, table
+from qwen3vl_bridge.weights.dimensions import dimensions_of
+from qwen3vl_bridge.weights.rows import expand
 
 import pytest
 import torch

@@ -6,8 +6,10 @@ import os
 import shutil
 from pathlib import Path
 
-from qwen3vl_bridge.checkpoint import CheckpointError, copying, files, import_checkpoint, journal, verify_checkpoint
-from qwen3vl_bridge.checkpoint.cli import main
+from qwen3vl_bridge.checkpoint import CheckpointError, import_checkpoint, verify_checkpoint
+from qwen3vl_bridge.checkpoint.engine import copying, journal
+from qwen3vl_bridge.checkpoint.formats import planned_files
+from qwen3vl_bridge.cli.convert import main
 
 import pytest
 
@@ -23,7 +25,7 @@ def begun(untied_folder, tmp_path, monkeypatch) -> Path:
             raise OSError(5, "Input/output error")
         original(*arguments)
 
-    monkeypatch.setattr(files, "UNIT_BYTES", 1 << 14)
+    monkeypatch.setattr(planned_files, "UNIT_BYTES", 1 << 14)
     monkeypatch.setattr(copying, "_commit", fail_later)
     with pytest.raises(CheckpointError, match="stays in"):
         import_checkpoint(untied_folder, tmp_path / "m", resume=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import shutil
 
-from qwen3vl_bridge import presets
 from qwen3vl_bridge.checkpoint import (
     CheckpointError,
     export_checkpoint,
@@ -13,9 +12,10 @@ from qwen3vl_bridge.checkpoint import (
     verify_checkpoint,
     verify_reformatted,
 )
-from qwen3vl_bridge.checkpoint.hf_config import ModelConfig
-from qwen3vl_bridge.checkpoint.json_files import read_object, write_object
-from qwen3vl_bridge.checkpoint.same_model import check_same_model
+from qwen3vl_bridge.checkpoint.stored_models.config_comparison import check_same_model
+from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
+from qwen3vl_bridge.files.json_files import read_object, write_object
+from qwen3vl_bridge.models.qwen3_vl import presets
 
 import pytest
 

@@ -15,7 +15,7 @@ import pytest
 # Writing a unit takes a second and removing what was written another one; both say so when they begin.
 SLOW = """
 import shutil, sys, time
-from qwen3vl_bridge.checkpoint import cli, copying
+from qwen3vl_bridge.cli import convert as cli; from qwen3vl_bridge.checkpoint.engine import copying
 
 write, remove = copying._write_unit, shutil.rmtree
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import fcntl
 
-from qwen3vl_bridge.checkpoint import CheckpointError, journal, staging
+from qwen3vl_bridge.checkpoint import CheckpointError
+from qwen3vl_bridge.checkpoint.engine import journal
+from qwen3vl_bridge.files import atomic
 
 import pytest
 
@@ -15,7 +17,7 @@ def quiet(_: str) -> None:
 
 def test_the_target_appears_at_the_end_only(tmp_path):
     target = tmp_path / "a" / "b" / "target"
-    with staging.staged(target, quiet) as work:
+    with atomic.atomic_directory(target, quiet) as work:
         (work / "file").write_text("x")
         assert work.parent == target.parent and work.name.startswith(".target.partial-") and not target.exists()
     assert [path.name for path in target.parent.iterdir()] == ["target"]
@@ -24,7 +26,7 @@ def test_the_target_appears_at_the_end_only(tmp_path):
 
 def test_an_empty_folder_is_a_fine_target(tmp_path):
     (tmp_path / "target").mkdir()
-    with staging.staged(tmp_path / "target", quiet) as work:
+    with atomic.atomic_directory(tmp_path / "target", quiet) as work:
         (work / "file").write_text("x")
     assert [path.name for path in tmp_path.rglob("*")] == ["target", "file"]
 
@@ -33,7 +35,7 @@ def test_an_empty_folder_is_a_fine_target(tmp_path):
 def test_a_failure_leaves_nothing_not_even_parents(error, tmp_path):
     with (
         pytest.raises(CheckpointError if error is OSError else error),
-        staging.staged(tmp_path / "a" / "b" / "target", quiet) as work,
+        atomic.atomic_directory(tmp_path / "a" / "b" / "target", quiet) as work,
     ):
         (work / "file").write_text("x")
         raise error
@@ -44,7 +46,7 @@ def test_what_a_dead_process_left_is_removed_and_reported(tmp_path):
     stale = tmp_path / ".target.partial-0123456789ab"
     (stale / "iter_0000000").mkdir(parents=True)
     said: list[str] = []
-    with staging.staged(tmp_path / "target", said.append):
+    with atomic.atomic_directory(tmp_path / "target", said.append):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
     assert len(said) == 1 and str(stale) in said[0]
@@ -54,15 +56,15 @@ def test_what_a_dead_process_left_is_removed_and_reported(tmp_path):
 def test_folders_of_somebodys_own_stay(name, tmp_path):
     (tmp_path / name).mkdir()
     (tmp_path / name / "precious").touch()
-    with staging.staged(tmp_path / "target", quiet):
+    with atomic.atomic_directory(tmp_path / "target", quiet):
         pass
     assert (tmp_path / name / "precious").exists()
 
 
 def test_a_second_process_is_refused_while_the_first_works(tmp_path):
-    with staging.staged(tmp_path / "target", quiet) as work:
+    with atomic.atomic_directory(tmp_path / "target", quiet) as work:
         refused = pytest.raises(CheckpointError, match="is being written by another process")
-        with refused, staging.staged(tmp_path / "target", quiet):
+        with refused, atomic.atomic_directory(tmp_path / "target", quiet):
             pass
         assert work.exists()
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
@@ -71,17 +73,17 @@ def test_a_second_process_is_refused_while_the_first_works(tmp_path):
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_second_process_is_refused_up_to_the_very_end(tmp_path, monkeypatch, keep):
     """The journal, which has no place in the result, is gone when the result is moved."""
-    target, original, refused = tmp_path / "target", staging._move_into_place, []
+    target, original, refused = tmp_path / "target", atomic._move_into_place, []
 
     def meet(*arguments, **named):
         for moment in (lambda: None, lambda: original(*arguments, **named)):
             moment()
             with pytest.raises(CheckpointError, match="is being written by another process") as found:
-                staging.staged(target, quiet).__enter__()
+                atomic.atomic_directory(target, quiet).__enter__()
             refused.append(found)
 
-    monkeypatch.setattr(staging, "_move_into_place", meet)
-    with staging.staged(target, quiet, keep=keep) as work:
+    monkeypatch.setattr(atomic, "_move_into_place", meet)
+    with atomic.atomic_directory(target, quiet, keep=keep) as work:
         (work / journal.FOLDER).mkdir()
     assert len(refused) == 2 and [path.name for path in tmp_path.iterdir()] == ["target"]
 
@@ -89,7 +91,7 @@ def test_a_second_process_is_refused_up_to_the_very_end(tmp_path, monkeypatch, k
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("earlier", [False, True])
 def test_a_signal_after_the_move_takes_nothing(tmp_path, monkeypatch, keep, earlier):
-    target, original = tmp_path / "target", staging._move_into_place
+    target, original = tmp_path / "target", atomic._move_into_place
     if earlier:
         target.mkdir()
         (target / "old").touch()
@@ -98,10 +100,10 @@ def test_a_signal_after_the_move_takes_nothing(tmp_path, monkeypatch, keep, earl
         original(*arguments, **named)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(staging, "_move_into_place", interrupted)
+    monkeypatch.setattr(atomic, "_move_into_place", interrupted)
     with (
         pytest.raises(KeyboardInterrupt),
-        staging.staged(target, quiet, keep=keep, replace=lambda _: None) as work,
+        atomic.atomic_directory(target, quiet, keep=keep, replace=lambda _: None) as work,
     ):
         (work / journal.FOLDER).mkdir()
         (work / journal.FOLDER / "plan").touch()
@@ -119,16 +121,16 @@ def test_a_lock_that_was_let_go_meanwhile_is_none(tmp_path, monkeypatch):
         flock(*arguments)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    with staging.staged(tmp_path / "target", quiet):
+    with atomic.atomic_directory(tmp_path / "target", quiet):
         assert path.exists()
         with pytest.raises(CheckpointError, match="another process"):
-            staging.staged(tmp_path / "target", quiet).__enter__()
+            atomic.atomic_directory(tmp_path / "target", quiet).__enter__()
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
 
 
 def test_a_target_that_came_into_being_meanwhile_is_kept(tmp_path):
     target = tmp_path / "target"
-    with pytest.raises(CheckpointError, match="not empty"), staging.staged(target, quiet):
+    with pytest.raises(CheckpointError, match="not empty"), atomic.atomic_directory(target, quiet):
         target.mkdir()
         (target / "other").write_text("x")
     assert [path.name for path in tmp_path.rglob("*")] == ["target", "other"]
@@ -140,8 +142,8 @@ def test_an_earlier_result_is_replaced(tmp_path, monkeypatch, swap):
     target.mkdir()
     (target / "old").write_text("x")
     if not swap:  # as on a file system that has no such operation
-        monkeypatch.setattr(staging, "_RENAME_EXCHANGE", 1 << 20)
-    with staging.staged(target, quiet, replace=lambda _: True) as work:
+        monkeypatch.setattr(atomic, "_RENAME_EXCHANGE", 1 << 20)
+    with atomic.atomic_directory(target, quiet, replace=lambda _: True) as work:
         (work / "new").write_text("x")
         assert (target / "old").exists()
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["new", "target"]

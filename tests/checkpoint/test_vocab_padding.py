@@ -10,8 +10,8 @@ from qwen3vl_bridge.checkpoint import (
     verify_checkpoint,
     verify_reformatted,
 )
-from qwen3vl_bridge.checkpoint.cli import main
-from qwen3vl_bridge.checkpoint.run_config import run_config
+from qwen3vl_bridge.checkpoint.formats.megatron.run_config import run_config
+from qwen3vl_bridge.cli.convert import main
 
 import pytest
 import torch

@@ -10,7 +10,7 @@ import tempfile
 from typing import Any
 
 import qwen3vl_bridge  # noqa: F401
-from qwen3vl_bridge.training.process_group import initialize, shutdown
+from qwen3vl_bridge.training.process_groups import initialize, shutdown
 
 import torch
 import torch.distributed as dist

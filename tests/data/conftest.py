@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+from qwen3vl_bridge.batch import PackedBatch
 from qwen3vl_bridge.data import (
     Admission,
     Collator,
@@ -19,7 +20,6 @@ from qwen3vl_bridge.data import (
     VisionSettings,
     pad_token_id,
 )
-from qwen3vl_bridge.sequence import PackedBatch
 
 import datasets
 import numpy as np
@@ -52,7 +52,7 @@ def server(monkeypatch):
 @pytest.fixture
 def get(server, tmp_path):
     """Fetches a path of the server into a cache of its own."""
-    from qwen3vl_bridge.data.fetching import fetch
+    from qwen3vl_bridge.data.media.downloads import fetch
 
     def get(path: str, *allowed: str) -> Path:
         return fetch(server.url + path, allowed or (f"{server.url}/",), tmp_path / "cache", "here")

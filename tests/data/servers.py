@@ -10,7 +10,7 @@ from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from qwen3vl_bridge.data import fetching
+from qwen3vl_bridge.data.media import downloads
 
 from PIL import Image
 
@@ -95,8 +95,8 @@ def fetched_from(monkeypatch):
     """A server that is asked without a proxy, and again after no time."""
     for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr(fetching, "WAITS", (0.01, 0.02))
-    fetching._client.cache_clear()
+    monkeypatch.setattr(downloads, "WAITS", (0.01, 0.02))
+    downloads._client.cache_clear()
     server = Server()
     yield server
     server.close()

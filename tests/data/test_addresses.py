@@ -1,8 +1,8 @@
 """Which addresses are allowed: those that begin as a user said, and none that only look so."""
 
 from qwen3vl_bridge.data import DataError
-from qwen3vl_bridge.data.addresses import allowed_url, check_prefix
-from qwen3vl_bridge.data.media import MediaAccess, find
+from qwen3vl_bridge.data.media.images import MediaAccess, find
+from qwen3vl_bridge.data.media.urls import allowed_url, check_prefix
 
 import httpx
 import pytest

@@ -3,11 +3,12 @@
 import time
 from types import SimpleNamespace
 
-from qwen3vl_bridge.data import DataError, video
-from qwen3vl_bridge.data import fetching as module
+from qwen3vl_bridge.data import DataError
 from qwen3vl_bridge.data.errors import Unreachable
-from qwen3vl_bridge.data.fetching import fetch
-from qwen3vl_bridge.data.media import image_size, load_image
+from qwen3vl_bridge.data.media import downloads as module
+from qwen3vl_bridge.data.media import videos
+from qwen3vl_bridge.data.media.downloads import fetch
+from qwen3vl_bridge.data.media.images import image_size, load_image
 
 import pytest
 from PIL import Image
@@ -151,6 +152,6 @@ def test_what_does_not_decode_says_where_it_was_fetched(server, get):
         load_image(path, "here")
     processor = SimpleNamespace(fps=2)
     with pytest.raises(DataError, match=rf"-b \(fetched from {server.url}/b\) does not decode as a video"):
-        video.sample(get("/b"), processor, "here")
+        videos.sample(get("/b"), processor, "here")
     path.unlink()
     assert load_image(get("/a.png?x=1"), "here").size == (64, 32)

@@ -3,10 +3,10 @@
 from itertools import islice, product
 from types import SimpleNamespace
 
-from qwen3vl_bridge.cost import TowerCosts
 from qwen3vl_bridge.data import BatchStream
-from qwen3vl_bridge.data.balance import deal, imbalance
-from qwen3vl_bridge.data.rows import Balance
+from qwen3vl_bridge.data.loading.balance import deal, imbalance
+from qwen3vl_bridge.data.loading.row_dataset import Balance
+from qwen3vl_bridge.models.common.flops import TowerCosts
 from qwen3vl_bridge.training.step import forward_step
 
 import numpy as np

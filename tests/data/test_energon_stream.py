@@ -6,7 +6,7 @@ from functools import partial
 from itertools import chain, islice
 
 from qwen3vl_bridge.data import DataError
-from qwen3vl_bridge.data.processor import VisionLimits
+from qwen3vl_bridge.data.processing.processor import VisionLimits
 
 import pytest
 import torch
@@ -261,7 +261,7 @@ def test_more_arguments_reach_energon(make, folder):
 
 
 def test_our_loop_trains_on_it_and_goes_on_where_it_stopped(untied_folder, folder, tmp_path):
-    from qwen3vl_bridge.training.loop import train
+    from qwen3vl_bridge.training.small_loop.loop import train
 
     from qwen3vl_recipes.digits import qwen3_vl_digits_sft_config
     from qwen3vl_recipes.paths import set_paths

@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 from qwen3vl_bridge.data import DataError, JsonLines, open_source
-from qwen3vl_bridge.data import fetching as module
 from qwen3vl_bridge.data.errors import Unreachable
-from qwen3vl_bridge.data.fetching import default_cache, fetch
+from qwen3vl_bridge.data.media import downloads as module
+from qwen3vl_bridge.data.media.downloads import default_cache, fetch
 
 import pytest
 

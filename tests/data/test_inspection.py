@@ -9,12 +9,12 @@ import subprocess
 import sys
 import unicodedata
 
+from qwen3vl_bridge.cli.data import main
 from qwen3vl_bridge.data import Admission, DataError, Samples, open_source
-from qwen3vl_bridge.data.cli import main
-from qwen3vl_bridge.data.html_report import html_parts
-from qwen3vl_bridge.data.inspection import InspectionSettings, inspect_samples, view_sample
-from qwen3vl_bridge.data.pictures import unpatched
-from qwen3vl_bridge.data.report import as_json, as_text
+from qwen3vl_bridge.data.inspection.html_report import html_parts
+from qwen3vl_bridge.data.inspection.summary import InspectionSettings, inspect_samples, view_sample
+from qwen3vl_bridge.data.inspection.text_report import as_json, as_text
+from qwen3vl_bridge.data.inspection.unpatchify import unpatched
 
 import numpy as np
 import pytest
@@ -121,7 +121,7 @@ def test_pictures_of_the_report_are_the_resized_ones(tmp_path, inspect, processo
 def test_large_pictures_are_inlined_as_jpeg(tmp_path, inspect, monkeypatch):
     Image.new("RGB", (96, 64), (200, 30, 90)).save(tmp_path / "a.png")
     record = conversation("yes", question=[{"type": "image", "image": "a.png"}])
-    monkeypatch.setattr("qwen3vl_bridge.data.html_report._MOST_PNG_PIXELS", 0)
+    monkeypatch.setattr("qwen3vl_bridge.data.inspection.html_report._MOST_PNG_PIXELS", 0)
     page = "".join(html_parts(inspect(write(tmp_path / "train.jsonl", [record]), pictures=True), "train.jsonl"))
     (found,) = inlined(page)
     assert "data:image/jpeg;" in page and found.shape == (64, 96, 3)
@@ -162,7 +162,7 @@ def test_a_fault_of_ours_names_the_sample(train_file, inspect, monkeypatch):
     def fail(*_, **__):
         raise TypeError("no such thing")
 
-    monkeypatch.setattr("qwen3vl_bridge.data.inspection.view_sample", fail)
+    monkeypatch.setattr("qwen3vl_bridge.data.inspection.summary.view_sample", fail)
     with pytest.raises(TypeError, match="no such thing") as caught:
         inspect(train_file, start=3)
     assert caught.value.__notes__ == ["while looking at sample 3, counted from 0"]
@@ -252,7 +252,7 @@ def test_exit_status(hf_model, tmp_path, capsys):
 
 def test_help_answers_at_once_without_torch():
     code = (
-        "import sys\nfrom qwen3vl_bridge.data.cli import main\n"
+        "import sys\nfrom qwen3vl_bridge.cli.data import main\n"
         "try: main(['inspect', '--help'])\nexcept SystemExit: pass\n"
         "print([name for name in ('torch', 'transformers', 'megatron') if name in sys.modules])"
     )

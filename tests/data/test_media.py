@@ -1,7 +1,7 @@
 """Pictures on disk: sizes and pixels as people see them, and what does not decode."""
 
 from qwen3vl_bridge.data import DataError, JsonLines
-from qwen3vl_bridge.data.media import image_size, load_image
+from qwen3vl_bridge.data.media.images import image_size, load_image
 
 import numpy as np
 import pytest
@@ -47,7 +47,7 @@ def test_a_picture_that_breaks_off_is_refused(tmp_path, encoder, read_picture):
 def test_a_picture_that_would_fill_the_memory_is_refused(tmp_path, encoder, monkeypatch, limit, read_picture):
     """Pillow itself only warns of up to twice its limit."""
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
-    monkeypatch.setattr("qwen3vl_bridge.data.media.MOST_PIXELS", limit)
+    monkeypatch.setattr("qwen3vl_bridge.data.media.images.MOST_PIXELS", limit)
     picture(tmp_path / "x.png", 64, 64)
     refused(tmp_path, encoder, f"x.png is too large: .* pixels.* expected at most {limit:,} pixels", read_picture)
 

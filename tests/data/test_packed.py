@@ -7,6 +7,7 @@ import shutil
 from dataclasses import replace
 from itertools import islice
 
+from qwen3vl_bridge.cli.data import main
 from qwen3vl_bridge.data import (
     Admission,
     BatchStream,
@@ -18,9 +19,8 @@ from qwen3vl_bridge.data import (
     Samples,
     one_pass,
 )
-from qwen3vl_bridge.data.cli import main
-from qwen3vl_bridge.data.pack import pack
-from qwen3vl_bridge.data.rows import RowDataset
+from qwen3vl_bridge.data.loading.row_dataset import RowDataset
+from qwen3vl_bridge.data.offline_packing import pack
 
 import numpy as np
 import pytest

@@ -4,7 +4,7 @@ from itertools import islice, pairwise
 
 import qwen3vl_bridge
 from qwen3vl_bridge.data import DataError
-from qwen3vl_bridge.data.processor import VisionLimits
+from qwen3vl_bridge.data.processing.processor import VisionLimits
 
 import pytest
 import torch

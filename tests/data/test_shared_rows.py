@@ -4,9 +4,9 @@ from itertools import islice
 from types import SimpleNamespace
 
 from qwen3vl_bridge import Qwen3VLConversationProvider
-from qwen3vl_bridge.data.cli import main
-from qwen3vl_bridge.sequence import token_index
-from qwen3vl_bridge.training.streams import open_data
+from qwen3vl_bridge.batch import token_index
+from qwen3vl_bridge.cli.data import main
+from qwen3vl_bridge.training.small_loop.data_streams import open_data
 
 import datasets
 import pytest

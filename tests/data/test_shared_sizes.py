@@ -8,13 +8,13 @@ import time
 from itertools import count, takewhile
 
 from qwen3vl_bridge import Qwen3VLConversationProvider
-from qwen3vl_bridge.data import shared_sizes
-from qwen3vl_bridge.data.admission import Admission
-from qwen3vl_bridge.data.samples import Samples
-from qwen3vl_bridge.data.shared_sizes import SharedSizes, sizes_of_job
-from qwen3vl_bridge.data.sizes import NOTHING, AllSizes, Size
-from qwen3vl_bridge.data.sources import JsonLines
-from qwen3vl_bridge.training.process_group import shutdown
+from qwen3vl_bridge.data.packing import shared_sizes
+from qwen3vl_bridge.data.packing.sample_sizes import NOTHING, AllSizes, Size
+from qwen3vl_bridge.data.packing.shared_sizes import SharedSizes, sizes_of_job
+from qwen3vl_bridge.data.processing.filtering import Admission
+from qwen3vl_bridge.data.processing.samples import Samples
+from qwen3vl_bridge.data.sources.opening import JsonLines
+from qwen3vl_bridge.training.process_groups import shutdown
 
 import pytest
 import torch.distributed as dist

@@ -4,8 +4,8 @@ import copy
 from pathlib import Path
 
 from qwen3vl_bridge.data import DataError
-from qwen3vl_bridge.data.conversations import conversation_of
-from qwen3vl_bridge.data.spellings import SPEAKERS, messages_of
+from qwen3vl_bridge.data.schemas.conversations import conversation_of
+from qwen3vl_bridge.data.schemas.foreign_schemas import SPEAKERS, messages_of
 
 import pytest
 from hypothesis import given

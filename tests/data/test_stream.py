@@ -3,13 +3,13 @@
 import io
 import json
 
+from qwen3vl_bridge.batch import PackedBatch
 from qwen3vl_bridge.data import (
     BatchStream,
     DataError,
     Window,
     one_pass,
 )
-from qwen3vl_bridge.sequence import PackedBatch
 
 import pytest
 import torch

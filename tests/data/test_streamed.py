@@ -9,8 +9,8 @@ import sys
 
 from qwen3vl_bridge.data import DataError, HubDataset, JsonLines
 from qwen3vl_bridge.data.errors import Unreachable
-from qwen3vl_bridge.data.streamed import EPOCH, StreamedDataset
-from qwen3vl_bridge.data.workers import ignoring
+from qwen3vl_bridge.data.loading.worker_processes import ignoring
+from qwen3vl_bridge.data.sources.hub_streaming import EPOCH, StreamedDataset
 
 import datasets
 import pyarrow as pa
@@ -191,7 +191,7 @@ def test_a_run_goes_on_far_ahead(stream, caplog):
     begun = StreamedDataset(stream, "x", seed=5, buffer_size=16)
     expected = epoch_of(begun, 4)
     source = StreamedDataset(stream, "x", seed=5, buffer_size=16, keep=20)
-    with caplog.at_level(logging.WARNING, "qwen3vl_bridge.data.streamed"):
+    with caplog.at_level(logging.WARNING, "qwen3vl_bridge.data.sources.hub_streaming"):
         numbers = source.numbers(4, 66, 10)
         assert caplog.messages == [
             "x: epoch 4 is read from its beginning to reach sample 75; the latest 20 are kept",

@@ -5,20 +5,11 @@ import http.server
 import threading
 
 import qwen3vl_bridge
-from qwen3vl_bridge.data import (
-    Admission,
-    BatchStream,
-    DataError,
-    JsonLines,
-    RowDataset,
-    RowSettings,
-    Samples,
-    hub,
-    one_pass,
-)
+from qwen3vl_bridge.data import Admission, BatchStream, DataError, JsonLines, RowDataset, RowSettings, Samples, one_pass
 from qwen3vl_bridge.data.errors import Unreachable
-from qwen3vl_bridge.data.pack import pack
-from qwen3vl_bridge.data.streamed import StreamedDataset
+from qwen3vl_bridge.data.offline_packing import pack
+from qwen3vl_bridge.data.sources import hub
+from qwen3vl_bridge.data.sources.hub_streaming import StreamedDataset
 
 import datasets
 import pytest

@@ -5,7 +5,8 @@ import json
 import logging
 import pickle
 
-from qwen3vl_bridge.data import DataError, HubDataset, Parquet, StreamedDataset, open_source, parquet
+from qwen3vl_bridge.data import DataError, HubDataset, Parquet, StreamedDataset, open_source
+from qwen3vl_bridge.data.sources import parquet
 
 import datasets
 import pyarrow as pa

@@ -1,7 +1,7 @@
 """Videos: frames, times and tokens as the processor alone has them; and files that are no videos."""
 
 from qwen3vl_bridge.data import DataError
-from qwen3vl_bridge.data import video as reading
+from qwen3vl_bridge.data.media import videos as reading
 
 import av
 import numpy as np

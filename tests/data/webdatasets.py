@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge import Qwen3VLEnergonProvider
-from qwen3vl_bridge.sequence import PackedBatch
+from qwen3vl_bridge.batch import PackedBatch
 
 from megatron.energon.flavors.webdataset.prepare import WebdatasetPreparator
 

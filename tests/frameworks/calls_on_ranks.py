@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.sequence import SequenceLayout, mrope_positions
+from qwen3vl_bridge.batch import SequenceLayout, mrope_positions
 
 import torch
 import torch.distributed as dist

@@ -7,7 +7,7 @@ names. verl has copies for older releases, and NeMo-RL a `freeze_moe_router` of 
 from types import SimpleNamespace
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
-from qwen3vl_bridge.training.process_group import initialize
+from qwen3vl_bridge.training.process_groups import initialize
 
 import pytest
 import torch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
-from qwen3vl_bridge.training.process_group import initialize
+from qwen3vl_bridge.training.process_groups import initialize
 
 import pytest
 import torch

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import qwen3vl_bridge
-from qwen3vl_bridge.mappings import ExpertLayout
-from qwen3vl_bridge.sequence import SequenceLayout, mrope_positions
+from qwen3vl_bridge.batch import SequenceLayout, mrope_positions
+from qwen3vl_bridge.models.qwen3_vl.table import ExpertLayout
 
 import pytest
 import torch

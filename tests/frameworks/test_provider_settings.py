@@ -4,8 +4,8 @@ import copy
 import logging
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
-from qwen3vl_bridge.model.qwen3vl import Qwen3VLGPTModel
-from qwen3vl_bridge.training.process_group import initialize
+from qwen3vl_bridge.models.qwen3_vl.model import Qwen3VLGPTModel
+from qwen3vl_bridge.training.process_groups import initialize
 
 import pytest
 import torch

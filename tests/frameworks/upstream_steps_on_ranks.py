@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.training.loop import forward_backward
+from qwen3vl_bridge.training.small_loop.loop import forward_backward
 
 import torch
 import torch.distributed as dist

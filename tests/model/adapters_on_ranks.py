@@ -10,8 +10,8 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from qwen3vl_bridge.peft import Qwen3VLLoRA
-from qwen3vl_bridge.training.process_group import initialize
+from qwen3vl_bridge.peft.lora import Qwen3VLLoRA
+from qwen3vl_bridge.training.process_groups import initialize
 
 import torch
 import torch.nn.functional as F

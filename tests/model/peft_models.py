@@ -6,7 +6,7 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-from qwen3vl_bridge.training.process_group import initialize
+from qwen3vl_bridge.training.process_groups import initialize
 
 import torch
 from megatron.bridge import AutoBridge

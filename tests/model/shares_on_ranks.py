@@ -10,8 +10,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from qwen3vl_bridge.parallel import gather_vocabulary
-from qwen3vl_bridge.sequence import SequenceLayout
+from qwen3vl_bridge.batch import SequenceLayout
+from qwen3vl_bridge.parallel.collectives import gather_vocabulary
 
 import torch
 import torch.distributed as dist

@@ -3,7 +3,7 @@
 import copy
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
-from qwen3vl_bridge import presets
+from qwen3vl_bridge.models.qwen3_vl import presets
 
 from megatron.bridge import AutoBridge
 

@@ -16,7 +16,7 @@ from typing import Any
 from unittest import mock
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
-from qwen3vl_bridge.training.process_group import initialize
+from qwen3vl_bridge.training.process_groups import initialize
 
 from megatron.bridge.models.hf_pretrained.causal_lm import PreTrainedCausalLM
 from megatron.bridge.models.qwen_vl import qwen3_vl_bridge, qwen3_vl_provider

@@ -2,9 +2,9 @@
 
 import shutil
 
-from qwen3vl_bridge.mappings import ExpertLayout
-from qwen3vl_bridge.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
-from qwen3vl_bridge.training.process_group import initialize
+from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
+from qwen3vl_bridge.models.qwen3_vl.table import ExpertLayout
+from qwen3vl_bridge.training.process_groups import initialize
 
 import pytest
 import torch

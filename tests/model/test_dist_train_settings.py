@@ -1,8 +1,8 @@
 """Vision and language on ranks of their own: sizes that don't add up are refused before a process group is made."""
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
-from qwen3vl_bridge.dist_train import DistTrainConfig, check_world, vision_tensor_ranks
-from qwen3vl_bridge.replicas import Replicas
+from qwen3vl_bridge.models.common.settings.encoder_parallel import DistTrainConfig, check_world, vision_tensor_ranks
+from qwen3vl_bridge.parallel.encoder_replicas import Replicas
 
 import pytest
 import torch

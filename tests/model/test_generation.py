@@ -8,8 +8,8 @@ import sys
 import types
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
-from qwen3vl_bridge import generation
-from qwen3vl_bridge.generation import generate
+from qwen3vl_bridge.inference import generation
+from qwen3vl_bridge.inference.generation import generate
 
 import numpy as np
 import pytest

@@ -1,10 +1,10 @@
 """The model's door: each calling convention gives the same inputs as our batch, anything else a clear error."""
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
-from qwen3vl_bridge.model.conventions import arrange
-from qwen3vl_bridge.model.inputs import as_model_inputs
-from qwen3vl_bridge.sequence import SequenceLayout
-from qwen3vl_bridge.vision_config import vision_work
+from qwen3vl_bridge.batch import SequenceLayout
+from qwen3vl_bridge.models.common.inputs.conventions import arrange
+from qwen3vl_bridge.models.common.inputs.model_inputs import as_model_inputs
+from qwen3vl_bridge.models.qwen3_vl.vision_config import vision_work
 
 import pytest
 import torch

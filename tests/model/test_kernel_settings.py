@@ -3,10 +3,10 @@
 import logging
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
-from qwen3vl_bridge.kernel_settings import can_fuse_weight_gradients, check_float32, check_kernels
-from qwen3vl_bridge.parallel_settings import check_parallel
-from qwen3vl_bridge.provider import Qwen3VLModelProvider
-from qwen3vl_bridge.vision_config import vision_transformer_config
+from qwen3vl_bridge.models.common.settings.kernels import can_fuse_weight_gradients, check_float32, check_kernels
+from qwen3vl_bridge.models.common.settings.parallelism import check_parallel
+from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
+from qwen3vl_bridge.models.qwen3_vl.vision_config import vision_transformer_config
 
 import pytest
 import torch

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from qwen3vl_bridge.model.vision import PatchMerger
-from qwen3vl_bridge.training.process_group import initialize
-from qwen3vl_bridge.vision_config import vision_transformer_config
+from qwen3vl_bridge.models.common.vision_tower import PatchMerger
+from qwen3vl_bridge.models.qwen3_vl.vision_config import vision_transformer_config
+from qwen3vl_bridge.training.process_groups import initialize
 
 import pytest
 import torch

@@ -2,9 +2,9 @@
 
 import importlib.util
 
-from qwen3vl_bridge import mappings
-from qwen3vl_bridge.dimensions import Dimensions, dimensions_of
-from qwen3vl_bridge.weight_rows import PackedExpert, Row, expand, hf_shapes
+from qwen3vl_bridge.models.qwen3_vl import table as mappings
+from qwen3vl_bridge.weights.dimensions import Dimensions, dimensions_of
+from qwen3vl_bridge.weights.rows import PackedExpert, Row, expand, hf_shapes
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def megatron_shape(row: Row, dimensions: Dimensions) -> tuple[int, ...]:
 
 def build(folder, transformer_impl: str) -> dict[str, tuple[int, ...]]:
     import qwen3vl_bridge  # noqa: F401
-    from qwen3vl_bridge.training.process_group import initialize
+    from qwen3vl_bridge.training.process_groups import initialize
 
     from megatron.bridge import AutoBridge
 

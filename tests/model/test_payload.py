@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from qwen3vl_bridge.model.payload import pack, unpack
-from qwen3vl_bridge.sequence import EncoderInputs, PackedBatch, Parcel, SequenceLayout, VisionWork, make_vision_inputs
-from qwen3vl_bridge.sequence.parcels import parcels_of
-from qwen3vl_bridge.sequence.sharing import deal_vision
+from qwen3vl_bridge.batch import EncoderInputs, PackedBatch, Parcel, SequenceLayout, VisionWork, make_vision_inputs
+from qwen3vl_bridge.batch.encoder_shards import parcels_of
+from qwen3vl_bridge.batch.vision_sharding import deal_vision
+from qwen3vl_bridge.encoder_parallel.payload import pack, unpack
 
 import pytest
 import torch

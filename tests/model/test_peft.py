@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from qwen3vl_bridge.peft import Qwen3VLDoRA, Qwen3VLLoRA, Qwen3VLParts
-from qwen3vl_bridge.training.process_group import initialize
+from qwen3vl_bridge.peft.lora import Qwen3VLDoRA, Qwen3VLLoRA, Qwen3VLParts
+from qwen3vl_bridge.training.process_groups import initialize
 
 import pytest
 import torch

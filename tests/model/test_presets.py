@@ -4,11 +4,11 @@ import json
 import subprocess
 import sys
 
-from qwen3vl_bridge import presets
-from qwen3vl_bridge.dimensions import dimensions_of
-from qwen3vl_bridge.mappings import TABLE
-from qwen3vl_bridge.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
-from qwen3vl_bridge.weight_rows import parameter_count
+from qwen3vl_bridge.models.qwen3_vl import presets
+from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
+from qwen3vl_bridge.models.qwen3_vl.table import TABLE
+from qwen3vl_bridge.weights.dimensions import dimensions_of
+from qwen3vl_bridge.weights.rows import parameter_count
 
 import pytest
 import torch
@@ -148,7 +148,7 @@ def test_a_configuration_is_the_callers_own():
 
 def test_counting_needs_the_standard_library_alone():
     code = (
-        "import sys; from qwen3vl_bridge import presets; presets.parameter_count('235B-A22B'); "
+        "import sys; from qwen3vl_bridge.models.qwen3_vl import presets; presets.parameter_count('235B-A22B'); "
         "print(*{'torch', 'transformers', 'megatron', 'numpy'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

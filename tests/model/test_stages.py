@@ -2,8 +2,8 @@
 
 import types
 
-from qwen3vl_bridge.model.stages import Stage, check_features
-from qwen3vl_bridge.sequence.batch import VisionRows
+from qwen3vl_bridge.batch.packed_batch import VisionRows
+from qwen3vl_bridge.models.qwen3_vl.pipeline_payload import Stage, check_features
 
 import pytest
 import torch

@@ -9,11 +9,11 @@ import json
 import types
 import warnings
 
-from qwen3vl_bridge.adapter_rows import IN, OUT
-from qwen3vl_bridge.magnitude_linear import MagnitudeLinear
-from qwen3vl_bridge.mappings import ExpertLayout
-from qwen3vl_bridge.param_mappings import InputMajorExpertMapping
-from qwen3vl_bridge.training.expert_load import ExpertLoad
+from qwen3vl_bridge.models.common.dora_linear import MagnitudeLinear
+from qwen3vl_bridge.models.qwen3_vl.table import ExpertLayout
+from qwen3vl_bridge.training.monitoring.expert_load import ExpertLoad
+from qwen3vl_bridge.weights.adapter_rows import IN, OUT
+from qwen3vl_bridge.weights.bridge_mappings import InputMajorExpertMapping
 
 import pytest
 import torch

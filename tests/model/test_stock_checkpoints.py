@@ -22,14 +22,14 @@ from qwen3vl_bridge.checkpoint import (
     reformat_checkpoint,
     verify_checkpoint,
 )
-from qwen3vl_bridge.checkpoint.dcp_metadata import read_metadata
-from qwen3vl_bridge.dist_train import DistTrainConfig
-from qwen3vl_bridge.kernel_settings import default_transformer_impl
-from qwen3vl_bridge.loading import load_model
-from qwen3vl_bridge.mappings import ExpertLayout
-from qwen3vl_bridge.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
-from qwen3vl_bridge.training.pretrained import load_weights
-from qwen3vl_bridge.training.process_group import initialize
+from qwen3vl_bridge.checkpoint.formats.dcp.metadata import read_metadata
+from qwen3vl_bridge.models.common.settings.encoder_parallel import DistTrainConfig
+from qwen3vl_bridge.models.common.settings.kernels import default_transformer_impl
+from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
+from qwen3vl_bridge.models.qwen3_vl.table import ExpertLayout
+from qwen3vl_bridge.training.checkpointing.model_loading import load_model
+from qwen3vl_bridge.training.checkpointing.weight_loading import load_weights
+from qwen3vl_bridge.training.process_groups import initialize
 
 import pytest
 import torch
@@ -95,7 +95,7 @@ def test_load_megatron_model_gives_ours_with_equal_logits(kind, sources, checkpo
     """Megatron-Bridge's `load_megatron_model`, as its inference scripts call it."""
     (loaded,) = load_megatron_model(str(checkpoints[kind] / "iter_0000000"), use_cpu_init=True)
     (model,) = unwrap_model([loaded])
-    assert type(model).__module__ == "qwen3vl_bridge.model.qwen3vl"
+    assert type(model).__module__ == "qwen3vl_bridge.models.qwen3_vl.model"
     assert type(model.config) is KINDS[kind]
     assert model.config.transformer_impl == default_transformer_impl()
     assert logits_gap(model.eval(), folders[kind]) < LOGITS

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
-from qwen3vl_bridge.model import position_ids
-from qwen3vl_bridge.model.inputs import as_model_inputs
-from qwen3vl_bridge.model.rope import InterleavedMRoPE
+from qwen3vl_bridge.models.common.inputs import position_ids
+from qwen3vl_bridge.models.common.inputs.model_inputs import as_model_inputs
+from qwen3vl_bridge.models.common.rope import InterleavedMRoPE
 
 import pytest
 import torch

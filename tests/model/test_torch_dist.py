@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from qwen3vl_bridge.bridge import provider_from_hf_config
-from qwen3vl_bridge.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
+from qwen3vl_bridge.models.qwen3_vl.bridge import provider_from_hf_config
+from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
 
 import pytest
 import yaml
@@ -114,7 +114,7 @@ def run_config(folder: Path, checkpoint: Path, **settings) -> dict:
     """Write the smallest file from which Megatron-Bridge builds the model."""
     hf_config = json.loads((folder / "config.json").read_text())
     sizes = dict(tensor_model_parallel_size=1, pipeline_model_parallel_size=1)
-    target = "qwen3vl_bridge.bridge.provider_from_hf_config"
+    target = "qwen3vl_bridge.models.qwen3_vl.bridge.provider_from_hf_config"
     model = {"_target_": target, "hf_config": hf_config, **sizes, **settings}
     (checkpoint / "run_config.yaml").write_text(yaml.safe_dump({"model": model}))
     return hf_config

@@ -3,8 +3,8 @@
 from types import SimpleNamespace
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
-from qwen3vl_bridge.parallel_settings import check_microbatches, check_training
-from qwen3vl_bridge.training.process_group import initialize
+from qwen3vl_bridge.models.common.settings.parallelism import check_microbatches, check_training
+from qwen3vl_bridge.training.process_groups import initialize
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def build(monkeypatch):
         return ["model"]
 
     monkeypatch.setattr(mixin, provide_distributed_model)
-    monkeypatch.setattr("qwen3vl_bridge.model.parts.log_trained_parameters", lambda model: None)
+    monkeypatch.setattr("qwen3vl_bridge.models.common.freezing.log_trained_parameters", lambda model: None)
 
     def build(size, fields, **how):
         return finalized(size, fields).provide_distributed_model(**how) == ["model"]

@@ -2,7 +2,7 @@
 
 import json
 
-from qwen3vl_bridge.mappings import ExpertLayout
+from qwen3vl_bridge.models.qwen3_vl.table import ExpertLayout
 
 from tests.forked import run_ranks
 

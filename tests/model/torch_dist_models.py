@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from qwen3vl_bridge.training.process_group import initialize
+from qwen3vl_bridge.training.process_groups import initialize
 
 import torch
 from megatron.bridge import AutoBridge

@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from qwen3vl_bridge.training.process_group import initialize
+from qwen3vl_bridge.training.process_groups import initialize
 
 import torch
 from megatron.bridge import AutoBridge

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from qwen3vl_bridge.sequence import PackedBatch, SequenceLayout
-from qwen3vl_bridge.training.loop import forward_backward
+from qwen3vl_bridge.batch import PackedBatch, SequenceLayout
+from qwen3vl_bridge.training.small_loop.loop import forward_backward
 
 import torch
 

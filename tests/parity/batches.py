@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qwen3vl_bridge.sequence import PackedBatch, SequenceLayout, make_vision_inputs, mrope_positions, vision_slots
+from qwen3vl_bridge.batch import PackedBatch, SequenceLayout, make_vision_inputs, mrope_positions, vision_slots
 
 import torch
 import torch.nn.functional as F

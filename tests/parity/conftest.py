@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qwen3vl_bridge.mappings import ExpertLayout
+from qwen3vl_bridge.models.qwen3_vl.table import ExpertLayout
 
 import pytest
 import torch
@@ -75,7 +75,7 @@ def make_pair(folder, reference_folder=None, **provider_fields) -> Pair:
         provider_fields: settings beside those of the folder.
     """
     import qwen3vl_bridge  # noqa: F401  (registers)
-    from qwen3vl_bridge.training.process_group import initialize
+    from qwen3vl_bridge.training.process_groups import initialize
 
     from megatron.bridge import AutoBridge
     from transformers import AutoModelForImageTextToText

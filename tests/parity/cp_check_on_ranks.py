@@ -8,9 +8,9 @@ from __future__ import annotations
 import itertools
 import sys
 
-from qwen3vl_bridge.sequence import PackedBatch, SequenceLayout
-from qwen3vl_bridge.training.loop import train_step
-from qwen3vl_bridge.training.run import Run, assemble
+from qwen3vl_bridge.batch import PackedBatch, SequenceLayout
+from qwen3vl_bridge.training.small_loop.loop import train_step
+from qwen3vl_bridge.training.small_loop.setup import Run, assemble
 
 import torch
 from transformers import AutoConfig

@@ -9,9 +9,9 @@ gradients of the first step are looked at: on gloo its optimizer drifts.
 import os
 import sys
 
-from qwen3vl_bridge.parallel import sum_over_ranks
-from qwen3vl_bridge.training.norms import PartSquares, parts_of_parameters
-from qwen3vl_bridge.training.process_group import initialize
+from qwen3vl_bridge.parallel.collectives import sum_over_ranks
+from qwen3vl_bridge.training.optimizer.gradient_norms import PartSquares, parts_of_parameters
+from qwen3vl_bridge.training.process_groups import initialize
 
 import torch
 from megatron.bridge import AutoBridge

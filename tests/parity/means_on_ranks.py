@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.parallel import sequence_ranks
-from qwen3vl_bridge.sequence import PackedBatch
-from qwen3vl_bridge.training.loop import forward_backward
+from qwen3vl_bridge.batch import PackedBatch
+from qwen3vl_bridge.parallel.collectives import sequence_ranks
+from qwen3vl_bridge.training.small_loop.loop import forward_backward
 
 import torch
 from megatron.core.utils import get_attr_wrapped_model, get_model_config

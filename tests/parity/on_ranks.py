@@ -17,12 +17,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.sequence import PackedBatch, SequenceLayout
+from qwen3vl_bridge.batch import PackedBatch, SequenceLayout
+from qwen3vl_bridge.encoder_parallel.encoder_batches import replicas_read
+from qwen3vl_bridge.encoder_parallel.step import join_modules
 from qwen3vl_bridge.training import step
-from qwen3vl_bridge.training.loop import forward_backward, train_step
-from qwen3vl_bridge.training.modules import join_modules
-from qwen3vl_bridge.training.run import Run, assemble
-from qwen3vl_bridge.training.served import replicas_read
+from qwen3vl_bridge.training.small_loop.loop import forward_backward, train_step
+from qwen3vl_bridge.training.small_loop.setup import Run, assemble
 
 import torch
 import torch.distributed as dist

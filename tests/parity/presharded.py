@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from qwen3vl_bridge.sequence import PackedBatch, token_index
+from qwen3vl_bridge.batch import PackedBatch, token_index
 
 import torch
 from megatron.bridge.training.losses import create_masked_next_token_loss_function

@@ -2,7 +2,7 @@
 
 import math
 
-from qwen3vl_bridge.parts import Part, part_of
+from qwen3vl_bridge.weights.model_parts import Part, part_of
 
 import pytest
 import torch

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qwen3vl_bridge.model import router
-from qwen3vl_bridge.sequence import SequenceLayout
+from qwen3vl_bridge.batch import SequenceLayout
+from qwen3vl_bridge.models.common import router
 
 import pytest
 import torch

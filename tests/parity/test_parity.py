@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qwen3vl_bridge.sequence import PackedBatch
+from qwen3vl_bridge.batch import PackedBatch
 
 import pytest
 import torch

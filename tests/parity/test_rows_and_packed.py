@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 
-from qwen3vl_bridge.training.process_group import initialize
+from qwen3vl_bridge.training.process_groups import initialize
 
 import pytest
 import torch

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from qwen3vl_bridge.planning.activations import Work
-from qwen3vl_bridge.sequence import PackedBatch
+from qwen3vl_bridge.batch import PackedBatch
+from qwen3vl_bridge.planning.memory.microbatch_activations import Work
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values

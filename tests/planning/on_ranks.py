@@ -11,9 +11,9 @@ import json
 import sys
 from collections import Counter
 
-from qwen3vl_bridge.parallel import sequence_ranks
-from qwen3vl_bridge.parts import part_of
-from qwen3vl_bridge.training.loop import forward_backward, train_step
+from qwen3vl_bridge.parallel.collectives import sequence_ranks
+from qwen3vl_bridge.training.small_loop.loop import forward_backward, train_step
+from qwen3vl_bridge.weights.model_parts import part_of
 
 import torch.distributed as dist
 from megatron.core.utils import unwrap_model

@@ -7,11 +7,11 @@ import shlex
 import subprocess
 import sys
 
-from qwen3vl_bridge import presets
-from qwen3vl_bridge.planning.cli import main
-from qwen3vl_bridge.planning.estimate import estimate
+from qwen3vl_bridge.cli.plan import main
+from qwen3vl_bridge.models.qwen3_vl import presets
 from qwen3vl_bridge.planning.hardware import GPUS, gpu_of
-from qwen3vl_bridge.planning.propose import propose
+from qwen3vl_bridge.planning.memory.estimate import estimate
+from qwen3vl_bridge.planning.proposals import propose
 from qwen3vl_bridge.planning.settings import FP32, Training
 
 import pytest
@@ -153,7 +153,7 @@ def test_nothing_fits(capsys):
 def test_help_answers_at_once():
     """Without torch, Megatron or rich; 0.1 s of one core."""
     code = (
-        "import sys, time; from qwen3vl_bridge.planning import cli\n"
+        "import sys, time; from qwen3vl_bridge.cli import plan as cli\n"
         "try: cli.main(['--help'])\n"
         "except SystemExit: pass\n"
         "print(sorted({'torch', 'megatron', 'numpy', 'rich'} & sys.modules.keys()), time.process_time())"

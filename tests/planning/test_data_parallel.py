@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from qwen3vl_bridge import presets
-from qwen3vl_bridge.dimensions import dimensions_of
-from qwen3vl_bridge.parts import Part
+from qwen3vl_bridge.models.qwen3_vl import presets
 from qwen3vl_bridge.planning.communication import Passes
-from qwen3vl_bridge.planning.data_parallel import data_seconds, ring_seconds
 from qwen3vl_bridge.planning.hardware import GPUS
 from qwen3vl_bridge.planning.settings import BF16, FP32, Lora, Sharding, Training
+from qwen3vl_bridge.planning.speed.data_parallel import data_seconds, ring_seconds
 from qwen3vl_bridge.planning.split import Split
+from qwen3vl_bridge.weights.dimensions import dimensions_of
+from qwen3vl_bridge.weights.model_parts import Part
 
 import pytest
 

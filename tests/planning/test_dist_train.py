@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 from dataclasses import fields, replace
 
-from qwen3vl_bridge import presets
-from qwen3vl_bridge.cost import Trained, tower_costs
-from qwen3vl_bridge.dimensions import dimensions_of
-from qwen3vl_bridge.parts import Part
-from qwen3vl_bridge.planning.cli import main
-from qwen3vl_bridge.planning.dist_train import TOWER, DistSplit, dist_estimate
-from qwen3vl_bridge.planning.estimate import estimate_of
+from qwen3vl_bridge.cli.plan import main
+from qwen3vl_bridge.models.common.flops import Trained, tower_costs
+from qwen3vl_bridge.models.qwen3_vl import presets
+from qwen3vl_bridge.planning.encoder_ranks import TOWER, DistSplit, dist_estimate
+from qwen3vl_bridge.planning.encoder_sizing import measure, size
 from qwen3vl_bridge.planning.hardware import GPUS
-from qwen3vl_bridge.planning.operations import Costs, language_operations, tower_operations
-from qwen3vl_bridge.planning.parameters import chunk_count
+from qwen3vl_bridge.planning.memory.estimate import estimate_of
+from qwen3vl_bridge.planning.memory.parameters import chunk_count
 from qwen3vl_bridge.planning.settings import FULL, Lora, Recompute, Sharding, Training
-from qwen3vl_bridge.planning.sizing import measure, size
+from qwen3vl_bridge.planning.speed.microbatch_flops import Costs, language_operations, tower_operations
+from qwen3vl_bridge.planning.speed.stage_times import PUBLISHED
 from qwen3vl_bridge.planning.split import Split
-from qwen3vl_bridge.planning.stage_times import PUBLISHED
+from qwen3vl_bridge.weights.dimensions import dimensions_of
+from qwen3vl_bridge.weights.model_parts import Part
 
 import pytest
 from hypothesis import given, settings
@@ -61,7 +61,7 @@ def test_both_sides_keep_what_one_rank_would(name, parts, recompute, vision_reco
 @settings(max_examples=100, deadline=None)
 @given(sizes, frozen, st.none() | st.integers(1, 64), st.sampled_from([1, 2, 4]))
 def test_operations_of_all_stages_are_those_of_a_step(name, parts, rank, pp):
-    """As `cost.py` has them, which was compared with what torch counts."""
+    """As `models/common/flops.py` has them, which was compared with what torch counts."""
     config = presets.config_dict(name)
     n, training = dimensions_of(config), replace(ROWS, frozen=parts, lora=rank and Lora(rank))
     as_layer = bool(len(n.indices["text_layers"]) % pp)

@@ -5,17 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 
-from qwen3vl_bridge import Qwen3VLDoRA, Qwen3VLLoRA, presets
-from qwen3vl_bridge.dimensions import dimensions_of
-from qwen3vl_bridge.parts import Part
-from qwen3vl_bridge.planning.dist_train import DistSplit, dist_estimate
-from qwen3vl_bridge.planning.estimate import estimate
+from qwen3vl_bridge import Qwen3VLDoRA, Qwen3VLLoRA
+from qwen3vl_bridge.models.qwen3_vl import presets
+from qwen3vl_bridge.planning.encoder_ranks import DistSplit, dist_estimate
+from qwen3vl_bridge.planning.encoder_sizing import measure
 from qwen3vl_bridge.planning.from_config import plan_of, sized_of
 from qwen3vl_bridge.planning.hardware import GPUS
-from qwen3vl_bridge.planning.operations import Costs
+from qwen3vl_bridge.planning.memory.estimate import estimate
 from qwen3vl_bridge.planning.settings import BF16, FP32, LINEAR_LAYERS, Lora, Precision, Recompute, Sharding, Training
-from qwen3vl_bridge.planning.sizing import measure
+from qwen3vl_bridge.planning.speed.microbatch_flops import Costs
 from qwen3vl_bridge.planning.split import Split
+from qwen3vl_bridge.weights.dimensions import dimensions_of
+from qwen3vl_bridge.weights.model_parts import Part
 
 import pytest
 import torch

@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.dimensions import Dimensions, dimensions_of
-from qwen3vl_bridge.planning.activations import Work, chunk_activations
-from qwen3vl_bridge.planning.parameters import Count, chunk_count
+from qwen3vl_bridge.planning.memory.microbatch_activations import Work, chunk_activations
+from qwen3vl_bridge.planning.memory.model_states import stage_states
+from qwen3vl_bridge.planning.memory.parameters import Count, chunk_count
 from qwen3vl_bridge.planning.settings import FP32, Sharding, Training
 from qwen3vl_bridge.planning.split import Chunk, Split
-from qwen3vl_bridge.planning.states import stage_states
+from qwen3vl_bridge.weights.dimensions import Dimensions, dimensions_of
 
 import pytest
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from qwen3vl_bridge import presets
-from qwen3vl_bridge.dimensions import Dimensions, dimensions_of, indices_of
-from qwen3vl_bridge.parts import Part
-from qwen3vl_bridge.planning import kept
-from qwen3vl_bridge.planning.estimate import estimate
+from qwen3vl_bridge.models.qwen3_vl import presets
 from qwen3vl_bridge.planning.hardware import GIB, GPUS
-from qwen3vl_bridge.planning.pipeline import most_in_flight
+from qwen3vl_bridge.planning.memory import language_activations
+from qwen3vl_bridge.planning.memory.estimate import estimate
+from qwen3vl_bridge.planning.memory.in_flight_microbatches import most_in_flight
 from qwen3vl_bridge.planning.settings import FULL, Lora, Training
 from qwen3vl_bridge.planning.split import Split
+from qwen3vl_bridge.weights.dimensions import Dimensions, dimensions_of, indices_of
+from qwen3vl_bridge.weights.model_parts import Part
 
 import pytest
 
@@ -42,7 +42,7 @@ def test_korthikanti_et_al(tp, sequence, expected):
     byte each, are not here; under tensor parallelism alone they are whole on every rank.
     """
     n, split, training = gpt(), Split(tp, tp=tp, sequence_parallel=sequence), Training()
-    rows = [*kept.attention(n, split, training), *kept.dense_mlp(n, split, training)]
+    rows = [*language_activations.attention(n, split, training), *language_activations.dense_mlp(n, split, training)]
     found = sum(row.nbytes for row in rows if not any(word in row.what for word in OURS))
     masks = Fraction(2, tp if sequence else 1)
     assert found == n["hidden"] * (expected - masks)
@@ -60,7 +60,7 @@ def test_microbatches_of_the_first_stage(stages, chunks):
 def test_the_softmax_of_the_loss():
     """3.79 GiB for [4096, 1, 248320]: https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/5508."""
     n = dimensions_of(presets.config_dict("8B")).with_vocab(248_320)
-    (row,) = (row for row in kept.head(n, Split(1), Training()) if row.what == "loss: softmax")
+    (row,) = (row for row in language_activations.head(n, Split(1), Training()) if row.what == "loss: softmax")
     assert row.nbytes * 4096 / GIB == pytest.approx(3.79, abs=0.005)
 
 

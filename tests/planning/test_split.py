@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from qwen3vl_bridge import presets
-from qwen3vl_bridge.dimensions import dimensions_of
-from qwen3vl_bridge.planning.estimate import estimate
+from qwen3vl_bridge.batch.layout import row_multiple
+from qwen3vl_bridge.models.qwen3_vl import presets
+from qwen3vl_bridge.planning.memory.estimate import estimate
 from qwen3vl_bridge.planning.settings import Lora, Recompute, Sharding, Training
 from qwen3vl_bridge.planning.split import Split
-from qwen3vl_bridge.sequence.layout import row_multiple
+from qwen3vl_bridge.weights.dimensions import dimensions_of
 
 import pytest
 

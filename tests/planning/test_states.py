@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from qwen3vl_bridge import Qwen3VLLoRA, presets
-from qwen3vl_bridge.dimensions import dimensions_of
-from qwen3vl_bridge.parts import Part
-from qwen3vl_bridge.planning.parameters import Count, chunk_count
+from qwen3vl_bridge import Qwen3VLLoRA
+from qwen3vl_bridge.models.qwen3_vl import presets
+from qwen3vl_bridge.planning.memory.model_states import stage_states
+from qwen3vl_bridge.planning.memory.parameters import Count, chunk_count
 from qwen3vl_bridge.planning.settings import BF16, FP32, LINEAR_LAYERS, Lora, Precision, Sharding, Training
 from qwen3vl_bridge.planning.split import Split
-from qwen3vl_bridge.planning.states import stage_states
-from qwen3vl_bridge.training.loop import train_step
-from qwen3vl_bridge.training.run import assemble
+from qwen3vl_bridge.training.small_loop.loop import train_step
+from qwen3vl_bridge.training.small_loop.setup import assemble
+from qwen3vl_bridge.weights.dimensions import dimensions_of
+from qwen3vl_bridge.weights.model_parts import Part
 
 import pytest
 import torch

@@ -8,6 +8,6 @@ import pytest
 @pytest.fixture
 def alone():
     """No process groups of other tests, for configurations of many ranks that are only completed."""
-    from qwen3vl_bridge.training.process_group import shutdown
+    from qwen3vl_bridge.training.process_groups import shutdown
 
     shutdown()

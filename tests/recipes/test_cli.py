@@ -53,7 +53,7 @@ def test_a_recipe_that_has_the_name_of_ours(tmp_path):
 
 
 def test_a_dry_run(capsys, tmp_path):
-    from qwen3vl_bridge.training.process_group import shutdown
+    from qwen3vl_bridge.training.process_groups import shutdown
 
     shutdown()
     file = tmp_path / "more.yaml"
@@ -76,7 +76,7 @@ def test_a_dry_run(capsys, tmp_path):
 
 
 def test_a_dry_run_with_vision_on_ranks_of_its_own(capsys):
-    from qwen3vl_bridge.training.process_group import shutdown
+    from qwen3vl_bridge.training.process_groups import shutdown
 
     shutdown()
     words = ["--recipe", "qwen3_vl_235b_a22b_sft_dist_train_config", "--dry-run"]
@@ -102,7 +102,7 @@ def test_a_dry_run_with_vision_on_ranks_of_its_own(capsys):
     ],
 )
 def test_settings_that_contradict_each_other(settings, message):
-    from qwen3vl_bridge.training.process_group import shutdown
+    from qwen3vl_bridge.training.process_groups import shutdown
 
     from qwen3vl_recipes.dry_run import finalised
 

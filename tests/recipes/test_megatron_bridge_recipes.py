@@ -11,7 +11,8 @@ import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from qwen3vl_bridge import Qwen3VLModelProvider, Qwen3VLMoEModelProvider, presets
+from qwen3vl_bridge import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
+from qwen3vl_bridge.models.qwen3_vl import presets
 
 import pytest
 import torch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qwen3vl_bridge.peft import Qwen3VLDoRA, Qwen3VLLoRA
+from qwen3vl_bridge.peft.lora import Qwen3VLDoRA, Qwen3VLLoRA
 from qwen3vl_bridge.training.config import Qwen3VLConfigContainer
 
 import pytest

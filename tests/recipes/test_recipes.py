@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from qwen3vl_bridge import presets
-from qwen3vl_bridge.dist_train import replicas_of
+from qwen3vl_bridge.models.common.settings.encoder_parallel import replicas_of
+from qwen3vl_bridge.models.qwen3_vl import presets
 from qwen3vl_bridge.planning.from_config import sized_of
 from qwen3vl_bridge.planning.hardware import GPUS, HOST_BYTES, HOST_RESERVE
 

@@ -31,7 +31,7 @@ def places(untied_folder, tied_folder, moe_folder, tmp_path_factory):
 @pytest.fixture(scope="module")
 def whole(places):
     """The step of each family in one process."""
-    from qwen3vl_bridge.training.loop import train
+    from qwen3vl_bridge.training.small_loop.loop import train
 
     folders, data = places
     found = {}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 
-from qwen3vl_bridge.training.loop import train
+from qwen3vl_bridge.training.small_loop.loop import train
 
 import torch
 import torch.distributed as dist

@@ -1,12 +1,6 @@
 """One rank's share of a batch: every tensor against the whole one, token by token."""
 
-from qwen3vl_bridge.sequence import (
-    PackedBatch,
-    SequenceLayout,
-    make_vision_inputs,
-    token_index,
-    vision_slots,
-)
+from qwen3vl_bridge.batch import PackedBatch, SequenceLayout, make_vision_inputs, token_index, vision_slots
 
 import numpy as np
 import pytest

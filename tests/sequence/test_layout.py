@@ -1,6 +1,6 @@
 """Layouts and the token index, against plain numpy restatements."""
 
-from qwen3vl_bridge.sequence import SequenceLayout, gathered_index, token_index
+from qwen3vl_bridge.batch import SequenceLayout, gathered_index, token_index
 
 import numpy as np
 import pytest

@@ -3,7 +3,7 @@
 from functools import partial
 from types import SimpleNamespace
 
-from qwen3vl_bridge.sequence import SequenceLayout, mrope_positions
+from qwen3vl_bridge.batch import SequenceLayout, mrope_positions
 
 import numpy as np
 import pytest

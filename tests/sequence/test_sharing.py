@@ -2,7 +2,7 @@
 
 import itertools
 
-from qwen3vl_bridge.sequence import (
+from qwen3vl_bridge.batch import (
     PackedBatch,
     SequenceLayout,
     VisionInputs,
@@ -11,7 +11,7 @@ from qwen3vl_bridge.sequence import (
     token_index,
     vision_slots,
 )
-from qwen3vl_bridge.sequence.sharing import deal_frames, deal_vision
+from qwen3vl_bridge.batch.vision_sharding import deal_frames, deal_vision
 
 import pytest
 import torch

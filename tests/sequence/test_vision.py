@@ -1,12 +1,6 @@
 """Vision indices against transformers' own, bit for bit, on random pictures."""
 
-from qwen3vl_bridge.sequence import (
-    frame_lengths,
-    interpolation,
-    make_vision_inputs,
-    patch_positions,
-    vision_slots,
-)
+from qwen3vl_bridge.batch import frame_lengths, interpolation, make_vision_inputs, patch_positions, vision_slots
 
 import numpy as np
 import pytest

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from qwen3vl_bridge.dimensions import dimensions_of
-from qwen3vl_bridge.planning.dist_train import DistSplit
-from qwen3vl_bridge.planning.operations import Costs
+from qwen3vl_bridge.models.qwen3_vl.presets import config_dict
+from qwen3vl_bridge.planning.encoder_ranks import DistSplit
+from qwen3vl_bridge.planning.encoder_sizing import measure
 from qwen3vl_bridge.planning.settings import FULL, Training
-from qwen3vl_bridge.planning.sizing import measure
+from qwen3vl_bridge.planning.speed.microbatch_flops import Costs
+from qwen3vl_bridge.planning.speed.stage_times import PUBLISHED, Mix
 from qwen3vl_bridge.planning.split import Split
-from qwen3vl_bridge.planning.stage_times import PUBLISHED, Mix
-from qwen3vl_bridge.presets import config_dict
+from qwen3vl_bridge.weights.dimensions import dimensions_of
 
 import dist_train as benchmark
 import pytest

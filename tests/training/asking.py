@@ -61,7 +61,7 @@ def asking(hf: Path, data: Path, fields: dict[str, Any]) -> Any:
 
 def main(output: str, hf: str, data: str, splits: list[dict[str, Any]]) -> None:
     """Rank 0 writes the accuracy of each split."""
-    from qwen3vl_bridge.training.loop import train
+    from qwen3vl_bridge.training.small_loop.loop import train
 
     found = [train(asking(Path(hf), Path(data), fields))[-1]["accuracy"] for fields in splits]
     leave(found, output)

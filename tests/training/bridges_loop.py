@@ -19,8 +19,8 @@ from unittest import mock
 
 import qwen3vl_bridge
 from qwen3vl_bridge.checkpoint import CheckpointError
-from qwen3vl_bridge.training import accuracy
-from qwen3vl_bridge.training.process_group import groups_to_leave, leave_groups
+from qwen3vl_bridge.training.monitoring import accuracy
+from qwen3vl_bridge.training.process_groups import groups_to_leave, leave_groups
 
 import torch.distributed as dist
 from megatron.bridge import AutoBridge

@@ -67,7 +67,7 @@ def inputs(tmp_path_factory, untied_folder) -> Inputs:
 
 def losses(log: list[dict]) -> list[tuple]:
     """What a log says apart from what differs from run to run."""
-    from qwen3vl_bridge.training.metrics import TIMED
+    from qwen3vl_bridge.training.monitoring.metrics import TIMED
 
     return [tuple((name, value) for name, value in entry.items() if name not in TIMED) for entry in log]
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.training import checkpoint
-from qwen3vl_bridge.training.loop import set_up, train_step
-from qwen3vl_bridge.training.optimizer_state import MOMENTS, adam_states
-from qwen3vl_bridge.training.run import Run
+from qwen3vl_bridge.training.checkpointing.optimizer_state import MOMENTS, adam_states
+from qwen3vl_bridge.training.small_loop import checkpoint
+from qwen3vl_bridge.training.small_loop.loop import set_up, train_step
+from qwen3vl_bridge.training.small_loop.setup import Run
 
 import torch
 from megatron.bridge import AutoBridge

@@ -5,12 +5,12 @@ torchrun --nproc_per_node 2 -m tests.training.metering_on_ranks OUTPUT HF_FOLDER
 
 import sys
 
-from qwen3vl_bridge.parallel import sum_amounts
+from qwen3vl_bridge.parallel.collectives import sum_amounts
 from qwen3vl_bridge.training.callbacks import training_callbacks
-from qwen3vl_bridge.training.events import Events
-from qwen3vl_bridge.training.expert_load import ExpertLoad
-from qwen3vl_bridge.training.loop import forward_backward, train_step
-from qwen3vl_bridge.training.meter import Amounts, meter_of
+from qwen3vl_bridge.training.monitoring.batch_meter import Amounts, meter_of
+from qwen3vl_bridge.training.monitoring.expert_load import ExpertLoad
+from qwen3vl_bridge.training.small_loop.events import Events
+from qwen3vl_bridge.training.small_loop.loop import forward_backward, train_step
 
 import torch
 

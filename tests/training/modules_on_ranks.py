@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.training.loop import train
-from qwen3vl_bridge.training.modules import OneWayBridge
-from qwen3vl_bridge.training.process_group import leave_groups
+from qwen3vl_bridge.encoder_parallel.step import OneWayBridge
+from qwen3vl_bridge.training.process_groups import leave_groups
+from qwen3vl_bridge.training.small_loop.loop import train
 
 import torch.distributed as dist
 from megatron.bridge.training.callbacks import Callback

@@ -14,15 +14,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.parts import part_of_wrapped
-from qwen3vl_bridge.sequence import PackedBatch
+from qwen3vl_bridge.batch import PackedBatch
 from qwen3vl_bridge.training.callbacks import training_callbacks
 from qwen3vl_bridge.training.config import GuardConfig
-from qwen3vl_bridge.training.events import Events
-from qwen3vl_bridge.training.loop import train_step
-from qwen3vl_bridge.training.norms import optimizers_of
-from qwen3vl_bridge.training.run import Run
-from qwen3vl_bridge.training.towers import Qwen3VLTowers
+from qwen3vl_bridge.training.optimizer.gradient_norms import optimizers_of
+from qwen3vl_bridge.training.optimizer.tower_settings import Qwen3VLTowers
+from qwen3vl_bridge.training.small_loop.events import Events
+from qwen3vl_bridge.training.small_loop.loop import train_step
+from qwen3vl_bridge.training.small_loop.setup import Run
+from qwen3vl_bridge.weights.model_parts import part_of_wrapped
 
 import torch
 import torch.distributed as dist
@@ -118,7 +118,7 @@ def one_case(case: str, folders: dict[str, str]) -> dict[str, Any]:
         moved.append({part_of_wrapped(name).value for name in changed(before, weights_of(run))})
     found = dict(norms=norms, totals=totals, moved=moved, weights=split.exported())
 
-    messages, log = Messages(), logging.getLogger("qwen3vl_bridge.training.before_step")
+    messages, log = Messages(), logging.getLogger("qwen3vl_bridge.training.optimizer.before_step")
     log.addHandler(messages)
     weights, moments = weights_of(run), adam_states(run)
     rank, size = run.groups.dp.rank(), run.groups.dp.size()

@@ -12,9 +12,9 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from qwen3vl_bridge.parallel import hear_all
-from qwen3vl_bridge.training import checkpoint
-from qwen3vl_bridge.training.loop import set_up, train_step
+from qwen3vl_bridge.parallel.collectives import hear_all
+from qwen3vl_bridge.training.small_loop import checkpoint
+from qwen3vl_bridge.training.small_loop.loop import set_up, train_step
 
 import torch
 

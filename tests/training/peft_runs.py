@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from qwen3vl_bridge.checkpoint.dcp_metadata import read_metadata
-from qwen3vl_bridge.peft import Qwen3VLDoRA, Qwen3VLLoRA
+from qwen3vl_bridge.checkpoint.formats.dcp.metadata import read_metadata
+from qwen3vl_bridge.peft.lora import Qwen3VLDoRA, Qwen3VLLoRA
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -49,7 +49,7 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
 
 def trained_and_saved(inputs: Inputs, case: str, folder: Path, steps: int = 3):
     """A run after some steps, saved in both formats; the run."""
-    from qwen3vl_bridge.training.loop import set_up, train_step
+    from qwen3vl_bridge.training.small_loop.loop import set_up, train_step
 
     run = set_up(peft_config(inputs, folder / "fsdp_dtensor", CASES[case]()))
     for _ in range(steps):
@@ -60,7 +60,7 @@ def trained_and_saved(inputs: Inputs, case: str, folder: Path, steps: int = 3):
 
 def save_both(run, folder: Path) -> None:
     """Save a run in both formats, to folders of these names."""
-    from qwen3vl_bridge.training import checkpoint
+    from qwen3vl_bridge.training.small_loop import checkpoint
 
     for ckpt_format in FORMATS:
         run.cfg.checkpoint.ckpt_format = ckpt_format

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.training import checkpoint
-from qwen3vl_bridge.training.loop import set_up, train_step
+from qwen3vl_bridge.training.small_loop import checkpoint
+from qwen3vl_bridge.training.small_loop.loop import set_up, train_step
 
 import torch.distributed as dist
 

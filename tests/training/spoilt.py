@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from qwen3vl_bridge.batch import PackedBatch
 from qwen3vl_bridge.data.provider import Qwen3VLConversationProvider
-from qwen3vl_bridge.sequence import PackedBatch
-from qwen3vl_bridge.training.norms import optimizers_of
+from qwen3vl_bridge.training.optimizer.gradient_norms import optimizers_of
 
 import torch
 from megatron.bridge.training.callbacks import Callback, CallbackContext

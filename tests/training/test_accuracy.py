@@ -37,7 +37,7 @@ def places(request, inputs, tmp_path_factory):
 
 
 def test_the_share_of_right_answers(places):
-    from qwen3vl_bridge.training.loop import train
+    from qwen3vl_bridge.training.small_loop.loop import train
 
     _, hf, data, right = places
     assert 0 < sum(right) < len(right)

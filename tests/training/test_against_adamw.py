@@ -11,7 +11,7 @@ STEPS, ROWS, LR, DECAY = 2, 2, 1e-3, 0.1
 
 
 def test_two_steps_equal_transformers_with_adamw(inputs):
-    from qwen3vl_bridge.training.loop import set_up, train_step
+    from qwen3vl_bridge.training.small_loop.loop import set_up, train_step
 
     from megatron.bridge import AutoBridge
     from transformers import Qwen3VLForConditionalGeneration

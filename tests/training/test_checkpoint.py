@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from qwen3vl_bridge.checkpoint import CheckpointError, export_checkpoint
-from qwen3vl_bridge.training import checkpoint
+from qwen3vl_bridge.training.small_loop import checkpoint
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 
 def test_training_starts_from_the_imported_weights(inputs):
-    from qwen3vl_bridge.training.loop import set_up
+    from qwen3vl_bridge.training.small_loop.loop import set_up
 
     from transformers import Qwen3VLForConditionalGeneration
 
@@ -28,7 +28,7 @@ def test_training_starts_from_the_imported_weights(inputs):
 
 
 def test_no_step_changes_no_weight_from_import_to_export(inputs, tmp_path):
-    from qwen3vl_bridge.training.loop import set_up
+    from qwen3vl_bridge.training.small_loop.loop import set_up
 
     run = set_up(inputs.config(tmp_path / "run"))
     checkpoint.save(tmp_path / "run", run)
@@ -50,7 +50,7 @@ def test_no_step_changes_no_weight_from_import_to_export(inputs, tmp_path):
     ],
 )
 def test_weights_that_do_not_fit_are_listed(inputs, settings, message):
-    from qwen3vl_bridge.training.loop import set_up
+    from qwen3vl_bridge.training.small_loop.loop import set_up
 
     with pytest.raises(CheckpointError, match=message):
         set_up(inputs.config(None, **settings))
@@ -72,7 +72,7 @@ def test_a_tracker_that_lies_is_an_error(tmp_path):
     ],
 )
 def test_settings_the_loop_would_ignore_are_refused(inputs, settings, message):
-    from qwen3vl_bridge.training.loop import set_up
+    from qwen3vl_bridge.training.small_loop.loop import set_up
 
     with pytest.raises(ValueError, match=message):
         set_up(inputs.config(None, **settings))

@@ -8,8 +8,8 @@ import shutil
 from pathlib import Path
 
 from qwen3vl_bridge.checkpoint import CheckpointError
-from qwen3vl_bridge.training import checkpoint
-from qwen3vl_bridge.training.followed import FOLLOWED, REFUSED, WITHOUT_EFFECT
+from qwen3vl_bridge.training.small_loop import checkpoint
+from qwen3vl_bridge.training.small_loop.checkpoint_settings import FOLLOWED, REFUSED, WITHOUT_EFFECT
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def config(inputs, save: Path | None, **settings):
 
 def begun(inputs, save: Path, steps: int = 1, **settings):
     """A run after some steps, saved after each."""
-    from qwen3vl_bridge.training.loop import set_up, train_step
+    from qwen3vl_bridge.training.small_loop.loop import set_up, train_step
 
     run = set_up(config(inputs, save, **settings))
     for _ in range(steps):
@@ -48,7 +48,7 @@ def begun(inputs, save: Path, steps: int = 1, **settings):
 
 def again(inputs, save: Path | None, **settings):
     """The run as it goes on."""
-    from qwen3vl_bridge.training.loop import set_up
+    from qwen3vl_bridge.training.small_loop.loop import set_up
 
     return set_up(config(inputs, save, **settings))
 
@@ -64,7 +64,7 @@ def folder_of(run) -> Path:
 
 
 def moments(run) -> list[torch.Tensor]:
-    from qwen3vl_bridge.training.optimizer_state import adam_states
+    from qwen3vl_bridge.training.checkpointing.optimizer_state import adam_states
 
     return [state["exp_avg"] for state in adam_states(run.optimizer).values()]
 

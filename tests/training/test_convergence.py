@@ -20,7 +20,7 @@ def learning_rate(step: int) -> float:
 
 
 def test_fifty_steps_are_those_of_transformers(inputs, record_property):
-    from qwen3vl_bridge.training.loop import set_up, train_step
+    from qwen3vl_bridge.training.small_loop.loop import set_up, train_step
 
     from transformers import Qwen3VLForConditionalGeneration
 

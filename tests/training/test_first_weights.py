@@ -7,7 +7,7 @@ import shutil
 from dataclasses import asdict
 
 from qwen3vl_bridge.checkpoint import CheckpointError, import_checkpoint
-from qwen3vl_bridge.training.first_weights import _give_host_memory
+from qwen3vl_bridge.training.checkpointing.initial_weights import _give_host_memory
 
 import pytest
 import torch
@@ -86,7 +86,7 @@ def found(weights, inputs, tied_folder, tmp_path_factory):
 
 def alone(inputs, count: int, **settings) -> list[tuple[float, float]]:
     """Losses and gradients' norms of the small loop in one process."""
-    from qwen3vl_bridge.training.loop import set_up, train_step
+    from qwen3vl_bridge.training.small_loop.loop import set_up, train_step
 
     hf = str(inputs.hf)
     cfg = Start("whole", hf, str(inputs.data), hf, None, steps(count, **settings)).config()
@@ -193,7 +193,7 @@ class TestTheConfiguration:
 
     @pytest.fixture
     def cfg(self, inputs):
-        from qwen3vl_bridge.training.process_group import initialize
+        from qwen3vl_bridge.training.process_groups import initialize
 
         hf = str(inputs.hf)
         cfg = Start("whole", hf, str(inputs.data), hf, None, steps(1)).config()
@@ -309,7 +309,7 @@ class TestTheConfiguration:
         assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
 
     def test_the_small_loop_reads_them_itself(self, inputs, tmp_path):
-        from qwen3vl_bridge.training.loop import set_up
+        from qwen3vl_bridge.training.small_loop.loop import set_up
 
         run = set_up(inputs.config(tmp_path))
         assert run.cfg.checkpoint.custom_manager_class is None and run.cfg.model.pre_wrap_hook is None

@@ -8,9 +8,9 @@ import math
 import re
 
 from qwen3vl_bridge.training.config import GuardConfig, Qwen3VLConfigContainer
-from qwen3vl_bridge.training.guard import Guard, SpoiltStepError, latest_losses
 from qwen3vl_bridge.training.metrics_file import metrics_line, read_metrics
-from qwen3vl_bridge.training.watch import SampleLoss
+from qwen3vl_bridge.training.optimizer.loss_recorder import SampleLoss
+from qwen3vl_bridge.training.optimizer.step_guard import Guard, SpoiltStepError, latest_losses
 
 import hypothesis.strategies as st
 import pytest
@@ -56,15 +56,15 @@ def extra() -> tuple[Before, list]:
 @pytest.fixture(scope="module")
 def skipping(inputs, spoils, tmp_path_factory):
     """A run that skips steps: its log, folder, messages, and whether a skipped step changed anything."""
-    from qwen3vl_bridge.training.loop import train
+    from qwen3vl_bridge.training.small_loop.loop import train
 
     save, messages = tmp_path_factory.mktemp("skipping"), []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("qwen3vl_bridge.training.before_step").addHandler(handler)
+    logging.getLogger("qwen3vl_bridge.training.optimizer.before_step").addHandler(handler)
     before, callbacks = extra()
     log = train(config(inputs, save, spoils, **SKIP), callbacks=callbacks)
-    logging.getLogger("qwen3vl_bridge.training.before_step").removeHandler(handler)
+    logging.getLogger("qwen3vl_bridge.training.optimizer.before_step").removeHandler(handler)
     return log, save, messages, before.skipped_changed
 
 
@@ -94,7 +94,7 @@ def test_the_samples_to_blame_are_named(inputs, spoils, skipping):
 
 def test_a_resumed_run_judges_as_an_unbroken_one(inputs, spoils, skipping, tmp_path):
     """It was left between two steps that are skipped, with a window of losses that reaches back beyond that."""
-    from qwen3vl_bridge.training.loop import train
+    from qwen3vl_bridge.training.small_loop.loop import train
 
     log, save, *_ = skipping
     first = train(config(inputs, tmp_path, spoils, **SKIP), stop_after=8, callbacks=extra()[1])
@@ -108,7 +108,7 @@ def test_a_resumed_run_judges_as_an_unbroken_one(inputs, spoils, skipping, tmp_p
 
 @pytest.mark.parametrize(("kind", "step"), [("nan", NAN), ("spike", WRONG), ("gradient", GRADIENT)])
 def test_a_bad_step_ends_the_run_before_it(inputs, spoils, kind, step):
-    from qwen3vl_bridge.training.loop import train
+    from qwen3vl_bridge.training.small_loop.loop import train
 
     before, callbacks = extra()
     callbacks = callbacks if kind == "gradient" else callbacks[:1]
@@ -179,7 +179,7 @@ def test_what_would_end_the_run_first_is_refused(inputs, settings, message):
 
 
 def test_a_guard_that_nothing_follows_is_refused(inputs):
-    from qwen3vl_bridge.training.loop import set_up, train_step
+    from qwen3vl_bridge.training.small_loop.loop import set_up, train_step
 
     with pytest.raises(
         ValueError, match=r"nothing follows guard: .* callbacks=qwen3vl_bridge.training_callbacks\(cfg\)"
@@ -189,7 +189,7 @@ def test_a_guard_that_nothing_follows_is_refused(inputs):
 
 def test_callbacks_that_come_twice_are_refused(inputs):
     from qwen3vl_bridge.training.callbacks import training_callbacks
-    from qwen3vl_bridge.training.loop import train
+    from qwen3vl_bridge.training.small_loop.loop import train
 
     cfg = inputs.config(None)
     with pytest.raises(ValueError, match=r"training_callbacks\(cfg\) were given twice"):

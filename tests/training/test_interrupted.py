@@ -66,7 +66,7 @@ def unbroken(inputs, tmp_path_factory):
     """The log of a run that nobody disturbs."""
     from dataclasses import replace
 
-    from qwen3vl_bridge.training.loop import train
+    from qwen3vl_bridge.training.small_loop.loop import train
 
     save = tmp_path_factory.mktemp("unbroken")
     return losses(train(replace(inputs, megatron=inputs.hf).config(save, **SETTINGS)))

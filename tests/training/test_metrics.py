@@ -28,14 +28,16 @@ NAMES = {
 @pytest.fixture(scope="module")
 def run(inputs, tmp_path_factory):
     """A run with TensorBoard and two learning rates: its configuration, and what it said."""
-    from qwen3vl_bridge.training.loop import train
+    from qwen3vl_bridge.training.small_loop.loop import train
 
     save = tmp_path_factory.mktemp("run")
     cfg = inputs.config(save, train__train_iters=STEPS, logger__tensorboard_dir=str(save / "tensorboard"))
     cfg.optimizer_config_override_provider = slower_tower()
     with pytest.MonkeyPatch.context() as patch:
         said = []
-        patch.setattr("qwen3vl_bridge.training.progress.Progress._write", lambda self, line: said.append(line))
+        patch.setattr(
+            "qwen3vl_bridge.training.monitoring.progress.Progress._write", lambda self, line: said.append(line)
+        )
         train(cfg, callbacks=[slow_checkpoint(3)])
     return cfg, save, said
 
@@ -93,8 +95,8 @@ def test_figures_of_a_step_are_those_of_its_batches(run):
 
 
 def test_rates_are_means_over_the_interval(run):
-    from qwen3vl_bridge.training.meter import Amounts
-    from qwen3vl_bridge.training.operations import step_costs
+    from qwen3vl_bridge.training.monitoring.batch_meter import Amounts
+    from qwen3vl_bridge.training.monitoring.throughput import step_costs
 
     cfg, save, _ = run
     stream = cfg.dataset.stream("train", dp_rank=0, dp_size=1, micro_batch_size=cfg.train.micro_batch_size)
@@ -150,7 +152,7 @@ def test_the_console_says_what_there_is_to_say(run):
 
 
 def test_a_skipped_step_is_shown(run, capsys):
-    from qwen3vl_bridge.training.progress import Progress
+    from qwen3vl_bridge.training.monitoring.progress import Progress
 
     progress = Progress(10, 2, interval=100)
     progress.advance(dict(step=3, loss=float("nan"), lr=1e-3, grad_norm=float("inf"), skipped=1))
@@ -163,9 +165,9 @@ def test_a_skipped_step_is_shown(run, capsys):
 def test_in_megatron_bridges_loop(inputs, tmp_path, capsys):
     """Whose contexts come before the step is counted, and whose TensorBoard has figures of its own."""
     from qwen3vl_bridge.training.callbacks import training_callbacks
-    from qwen3vl_bridge.training.loop import set_up, train_step
-    from qwen3vl_bridge.training.meter import meter_of
-    from qwen3vl_bridge.training.operations import step_costs
+    from qwen3vl_bridge.training.monitoring.batch_meter import meter_of
+    from qwen3vl_bridge.training.monitoring.throughput import step_costs
+    from qwen3vl_bridge.training.small_loop.loop import set_up, train_step
 
     from megatron.bridge.training.callbacks import CallbackContext, CallbackManager
     from megatron.bridge.training.utils.flop_utils import (
@@ -225,7 +227,7 @@ def test_weights_and_biases_has_to_be_installed(inputs, monkeypatch):
 def test_weights_and_biases_gets_the_log(inputs, tmp_path, monkeypatch):
     """A real run, kept on disk."""
     wandb = pytest.importorskip("wandb")
-    from qwen3vl_bridge.training.loop import train
+    from qwen3vl_bridge.training.small_loop.loop import train
 
     from megatron.bridge.training.callbacks import Callback
 
@@ -251,7 +253,7 @@ def test_weights_and_biases_gets_the_log(inputs, tmp_path, monkeypatch):
 
 
 def test_trackers_that_the_small_loop_has_not_are_refused(inputs):
-    from qwen3vl_bridge.training.run import assemble
+    from qwen3vl_bridge.training.small_loop.setup import assemble
 
     cfg = inputs.config(None, logger__comet_project="digits")
     with pytest.raises(ValueError, match=r"does not follow logger\.comet_project"):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.checkpoint import export_checkpoint
-from qwen3vl_bridge.training.metrics import TIMED
+from qwen3vl_bridge.training.monitoring.metrics import TIMED
 
 import pytest
 import torch
@@ -73,7 +73,7 @@ def found(inputs, moe_folder, scratch) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def expected(inputs, scratch) -> dict[str, list[dict[str, float]]]:
     """Logs of the small loop in one process."""
-    from qwen3vl_bridge.training.loop import train
+    from qwen3vl_bridge.training.small_loop.loop import train
 
     places = str(inputs.hf), str(inputs.data)
     return {

@@ -28,18 +28,18 @@ import pytest
     ],
 )
 def test_peaks_by_the_drivers_names(device, peak):
-    from qwen3vl_bridge.training.operations import peak_operations
+    from qwen3vl_bridge.training.monitoring.throughput import peak_operations
 
     assert peak_operations(device) == peak
 
 
 @pytest.mark.parametrize("size", ["2B", "30B-A3B"])
 def test_a_provider_has_its_configurations_numbers(size):
-    from qwen3vl_bridge import presets
-    from qwen3vl_bridge.bridge import provider_from_hf_config
-    from qwen3vl_bridge.cost import Trained, tower_costs
-    from qwen3vl_bridge.dimensions import dimensions_of
-    from qwen3vl_bridge.provider_cost import operations_of_a_step, provider_costs
+    from qwen3vl_bridge.models.common.flops import Trained, tower_costs
+    from qwen3vl_bridge.models.common.provider_flops import operations_of_a_step, provider_costs
+    from qwen3vl_bridge.models.qwen3_vl import presets
+    from qwen3vl_bridge.models.qwen3_vl.bridge import provider_from_hf_config
+    from qwen3vl_bridge.weights.dimensions import dimensions_of
 
     config = presets.hf_config(size).to_dict()
     provider = provider_from_hf_config(config)
@@ -52,10 +52,10 @@ def test_a_provider_has_its_configurations_numbers(size):
 
 
 def test_adapters_are_counted_by_the_layers_that_they_are_on(inputs, moe_folder):
-    from qwen3vl_bridge.cost import Trained
-    from qwen3vl_bridge.peft import Qwen3VLLoRA
-    from qwen3vl_bridge.provider_cost import provider_costs
-    from qwen3vl_bridge.training.operations import step_costs
+    from qwen3vl_bridge.models.common.flops import Trained
+    from qwen3vl_bridge.models.common.provider_flops import provider_costs
+    from qwen3vl_bridge.peft.lora import Qwen3VLLoRA
+    from qwen3vl_bridge.training.monitoring.throughput import step_costs
 
     from megatron.bridge.peft.lora import LoRA
 

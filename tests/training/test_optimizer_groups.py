@@ -6,7 +6,7 @@ distributed: without Transformer Engine a distributed one saves and cannot load.
 
 from types import SimpleNamespace
 
-from qwen3vl_bridge.training.optimizer_groups import in_own_form, loads_either_form
+from qwen3vl_bridge.training.checkpointing.optimizer_groups import in_own_form, loads_either_form
 
 import pytest
 

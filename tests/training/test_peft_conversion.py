@@ -8,14 +8,15 @@ import shutil
 import warnings
 from dataclasses import replace
 
-from qwen3vl_bridge.adapter_rows import layer_of, linear_rows
-from qwen3vl_bridge.checkpoint import CheckpointError, cli, import_checkpoint
-from qwen3vl_bridge.checkpoint.adapter_exporting import export_adapters
-from qwen3vl_bridge.checkpoint.hf_config import ModelConfig
-from qwen3vl_bridge.checkpoint.merging import merge_adapters
-from qwen3vl_bridge.mappings import ExpertLayout
-from qwen3vl_bridge.peft import Qwen3VLDoRA
-from qwen3vl_bridge.training.checkpoint import latest
+from qwen3vl_bridge.checkpoint import CheckpointError, import_checkpoint
+from qwen3vl_bridge.checkpoint.adapters.exporting import export_adapters
+from qwen3vl_bridge.checkpoint.adapters.merging import merge_adapters
+from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
+from qwen3vl_bridge.cli import convert
+from qwen3vl_bridge.models.qwen3_vl.table import ExpertLayout
+from qwen3vl_bridge.peft.lora import Qwen3VLDoRA
+from qwen3vl_bridge.training.small_loop.checkpoint import latest
+from qwen3vl_bridge.weights.adapter_rows import layer_of, linear_rows
 
 import pytest
 import torch
@@ -160,12 +161,12 @@ def test_bfloat16_is_rounded_once(run, tmp_path):
 def test_the_command(run, tmp_path, capsys):
     _, adapted, _, folder = run
     source = ["--megatron-path", str(folder / "fsdp_dtensor"), "--no-progress"]
-    assert cli.main(["adapters", "merge", *source, "--hf-path", str(tmp_path / "m"), "--dry-run"]) == 0
+    assert convert.main(["adapters", "merge", *source, "--hf-path", str(tmp_path / "m"), "--dry-run"]) == 0
     assert "tensors" in capsys.readouterr().out and not any(tmp_path.iterdir())
     expected = 0 if adapted.peft.freeze_vision_projection else 2
-    assert cli.main(["adapters", "export", *source, "--hf-path", str(tmp_path / "a")]) == expected
+    assert convert.main(["adapters", "export", *source, "--hf-path", str(tmp_path / "a")]) == expected
     whole = ["--megatron-path", str(tmp_path / "nowhere"), "--hf-path", str(tmp_path / "b")]
-    assert cli.main(["adapters", "merge", *whole]) == 2
+    assert convert.main(["adapters", "merge", *whole]) == 2
     assert "nowhere: found nothing" in capsys.readouterr().err
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 
-from qwen3vl_bridge.training.checkpoint import latest
+from qwen3vl_bridge.training.small_loop.checkpoint import latest
 
 import pytest
 
@@ -38,7 +38,7 @@ LOSS, NORM, MOVED = 1e-6, 2e-6, 5e-3
 @pytest.fixture(scope="module")
 def began(inputs, moe_folder, tmp_path_factory):
     """Runs of one process: what they saved after two steps, and how two more went."""
-    from qwen3vl_bridge.training.loop import set_up, train_step
+    from qwen3vl_bridge.training.small_loop.loop import set_up, train_step
 
     start, end, went = tmp_path_factory.mktemp("start"), tmp_path_factory.mktemp("end"), {}
     for case in sorted({job.case for job in JOBS}):

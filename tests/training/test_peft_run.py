@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from qwen3vl_bridge.checkpoint import CheckpointError
-from qwen3vl_bridge.peft import Qwen3VLDoRA, Qwen3VLLoRA
-from qwen3vl_bridge.peft_export import save_hf_adapter
-from qwen3vl_bridge.training.checkpoint import latest
+from qwen3vl_bridge.peft.hf_export import save_hf_adapter
+from qwen3vl_bridge.peft.lora import Qwen3VLDoRA, Qwen3VLLoRA
+from qwen3vl_bridge.training.small_loop.checkpoint import latest
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def tie_inputs(model: PeftModel) -> None:
 
 @pytest.mark.parametrize("experts", [False, True])
 def test_two_steps_equal_peft_with_adamw(inputs, moe_folder, tmp_path, experts):
-    from qwen3vl_bridge.training.loop import set_up, train_step
+    from qwen3vl_bridge.training.small_loop.loop import set_up, train_step
 
     from megatron.bridge import AutoBridge
 
@@ -88,7 +88,7 @@ def test_two_steps_equal_peft_with_adamw(inputs, moe_folder, tmp_path, experts):
 @pytest.mark.parametrize("ckpt_format", ["fsdp_dtensor", "torch_dist"])
 @pytest.mark.parametrize("experts", [False, True])
 def test_two_halves_are_the_whole_with_dropout(inputs, moe_folder, tmp_path, ckpt_format, experts):
-    from qwen3vl_bridge.training.loop import train
+    from qwen3vl_bridge.training.small_loop.loop import train
 
     if experts:
         inputs = replace(inputs, hf=moe_folder, megatron=moe_folder)
@@ -110,8 +110,8 @@ def test_two_halves_are_the_whole_with_dropout(inputs, moe_folder, tmp_path, ckp
 
 
 def test_a_checkpoint_holds_what_is_trained_and_its_moments(inputs, tmp_path):
-    from qwen3vl_bridge.training import checkpoint
-    from qwen3vl_bridge.training.loop import set_up
+    from qwen3vl_bridge.training.small_loop import checkpoint
+    from qwen3vl_bridge.training.small_loop.loop import set_up
 
     peft = Qwen3VLLoRA(dim=4, freeze_vision_projection=False)
     run = set_up(peft_config(inputs, tmp_path, peft))
@@ -126,15 +126,15 @@ def test_a_checkpoint_holds_what_is_trained_and_its_moments(inputs, tmp_path):
 
 class TestRefusals:
     def test_adapters_of_random_weights(self, inputs):
-        from qwen3vl_bridge.training.loop import set_up
+        from qwen3vl_bridge.training.small_loop.loop import set_up
 
         cfg = peft_config(inputs, None, Qwen3VLLoRA(dim=4), checkpoint__pretrained_checkpoint=None)
         with pytest.raises(ValueError, match="pretrained_checkpoint is None, expected the weights that the adapters"):
             set_up(cfg)
 
     def test_other_adapters_than_the_checkpoints(self, inputs, tmp_path):
-        from qwen3vl_bridge.training import checkpoint
-        from qwen3vl_bridge.training.loop import set_up
+        from qwen3vl_bridge.training.small_loop import checkpoint
+        from qwen3vl_bridge.training.small_loop.loop import set_up
 
         checkpoint.save(tmp_path, set_up(peft_config(inputs, tmp_path, Qwen3VLLoRA(dim=4, alpha=8))))
         for peft, message in (
@@ -153,7 +153,7 @@ class TestRefusals:
 
 def test_a_model_with_experts_goes_on_at_bfloat16(inputs, moe_folder, tmp_path):
     """Its adapters are stepped, and saved, in float32."""
-    from qwen3vl_bridge.training.loop import train
+    from qwen3vl_bridge.training.small_loop.loop import train
 
     moe = replace(inputs, hf=moe_folder, megatron=moe_folder)
     kind = torch.bfloat16

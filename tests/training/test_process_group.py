@@ -1,7 +1,7 @@
 """How a process joins the others. What NCCL does then takes GPUs, and is not tried here."""
 
-from qwen3vl_bridge.loading import load_model
-from qwen3vl_bridge.training import process_group
+from qwen3vl_bridge.training import process_groups
+from qwen3vl_bridge.training.checkpointing.model_loading import load_model
 
 import pytest
 import torch
@@ -23,13 +23,13 @@ def test_each_has_the_gpu_of_its_number(joined, monkeypatch):
     """`load_model`, and so `conversion/generate.py`, under torchrun on several GPUs."""
     for name, value in dict(WORLD_SIZE="8", RANK="11", LOCAL_RANK="3").items():
         monkeypatch.setenv(name, value)
-    process_group._join()
+    process_groups._join()
     assert joined == [3, "nccl"]
 
 
 def test_load_model_joins_so(joined, monkeypatch, untied_folder):
     """Before it makes anything on a GPU, or all of a machine's processes would be on the first."""
-    process_group.shutdown()  # groups of other tests
+    process_groups.shutdown()  # groups of other tests
     for name, value in dict(WORLD_SIZE="2", RANK="1", LOCAL_RANK="1").items():
         monkeypatch.setenv(name, value)
 
@@ -44,5 +44,5 @@ def test_load_model_joins_so(joined, monkeypatch, untied_folder):
 
 
 def test_one_by_itself_stays_where_it_is(joined):
-    process_group._join()
+    process_groups._join()
     assert joined == ["nccl"]

@@ -14,7 +14,7 @@ from .conftest import losses, read_log
 @pytest.fixture(scope="module")
 def unbroken(inputs, tmp_path_factory):
     """Six steps at once: the log, and the folder of the run."""
-    from qwen3vl_bridge.training.loop import train
+    from qwen3vl_bridge.training.small_loop.loop import train
 
     save = tmp_path_factory.mktemp("unbroken")
     return train(inputs.config(save)), save
@@ -22,7 +22,7 @@ def unbroken(inputs, tmp_path_factory):
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of the newest checkpoint, read by torch."""
-    from qwen3vl_bridge.training.checkpoint import latest
+    from qwen3vl_bridge.training.small_loop.checkpoint import latest
 
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -38,7 +38,7 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_two_halves_are_the_whole(inputs, unbroken, tmp_path):
-    from qwen3vl_bridge.training.loop import train
+    from qwen3vl_bridge.training.small_loop.loop import train
 
     log, save = unbroken
     first = train(inputs.config(tmp_path), stop_after=3)
@@ -51,7 +51,7 @@ def test_two_halves_are_the_whole(inputs, unbroken, tmp_path):
 
 def test_a_model_with_experts_goes_on_as_well(inputs, moe_folder, tmp_path, monkeypatch):
     """From its initial weights; its experts are stepped by an optimizer of their own."""
-    from qwen3vl_bridge.training.loop import train
+    from qwen3vl_bridge.training.small_loop.loop import train
 
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
@@ -77,7 +77,7 @@ def test_the_log_on_disk_is_the_log(unbroken):
 
 
 def test_bfloat16_resumes_from_its_float32_weights(inputs, tmp_path):
-    from qwen3vl_bridge.training.loop import train
+    from qwen3vl_bridge.training.small_loop.loop import train
 
     half = dict(
         model__bf16=True,

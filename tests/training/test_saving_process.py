@@ -7,7 +7,7 @@ import subprocess
 import sys
 import textwrap
 
-from qwen3vl_bridge.training.saving_process import signals_kept
+from qwen3vl_bridge.training.checkpointing.saving_process import signals_kept
 
 import pytest
 

@@ -1,7 +1,7 @@
 """What the forward step refuses before anything is sent between pipeline stages."""
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
-from qwen3vl_bridge.bridge import provider_from_hf_config
+from qwen3vl_bridge.models.qwen3_vl.bridge import provider_from_hf_config
 from qwen3vl_bridge.training.step import check_rows
 
 import pytest

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from qwen3vl_bridge.training.streams import BridgeData, open_data
+from qwen3vl_bridge.training.small_loop.data_streams import BridgeData, open_data
 
 import pytest
 import torch
@@ -93,7 +93,7 @@ def numbered(kind="cyclic", *, length=24, valid=8, workers=0, sharding=True, **f
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_in_two_halves_is_the_whole(config, inputs, conversations, tmp_path, kind):
-    from qwen3vl_bridge.training.loop import train
+    from qwen3vl_bridge.training.small_loop.loop import train
 
     def run(save, **more):
         return train(config(tmp_path / save, direct(inputs.hf, conversations, dataloader_type=kind)), **more)
@@ -110,7 +110,7 @@ def test_a_run_in_two_halves_is_the_whole(config, inputs, conversations, tmp_pat
 
 @pytest.mark.parametrize("kind", ["single", "cyclic"])
 def test_batches_are_those_of_megatron_bridges_loop(config, inputs, conversations, kind):
-    from qwen3vl_bridge.training.loop import set_up
+    from qwen3vl_bridge.training.small_loop.loop import set_up
     from qwen3vl_bridge.training.step import forward_step
 
     from megatron.bridge.data.loaders import setup_data_iterators
@@ -131,7 +131,7 @@ def test_batches_are_those_of_megatron_bridges_loop(config, inputs, conversation
 
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 def test_made_up_conversations_are_trained_on(config, inputs, packed):
-    from qwen3vl_bridge.training.loop import train
+    from qwen3vl_bridge.training.small_loop.loop import train
 
     # Made-up answers are longer where they are packed, and would not fit beside a picture.
     dataset = mock(inputs.hf, num_images=0 if packed else 1, enable_in_batch_packing=packed)
@@ -142,7 +142,7 @@ def test_made_up_conversations_are_trained_on(config, inputs, packed):
 
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 def test_energons_own_configuration_is_trained_on(config, inputs, tmp_path, packed):
-    from qwen3vl_bridge.training.loop import train
+    from qwen3vl_bridge.training.small_loop.loop import train
 
     path = write_webdataset(tmp_path)
     logs = []
@@ -155,7 +155,7 @@ def test_energons_own_configuration_is_trained_on(config, inputs, tmp_path, pack
 
 
 def test_packing_in_the_batch_changes_no_loss(config, inputs, conversations):
-    from qwen3vl_bridge.training.loop import train
+    from qwen3vl_bridge.training.small_loop.loop import train
 
     logs = []
     for packing in (None, False, True):
@@ -272,7 +272,7 @@ def test_external_data_is_read_but_not_resumed():
 
 
 def test_samples_by_number_are_not_external(config, inputs, conversations):
-    from qwen3vl_bridge.training.loop import set_up
+    from qwen3vl_bridge.training.small_loop.loop import set_up
 
     with pytest.raises(ValueError, match="the data a DirectSFTDataset, expected an iterator of batches"):
         set_up(config(None, direct(inputs.hf, conversations, dataloader_type="external")))
@@ -285,7 +285,7 @@ def test_incomplete_steps_are_refused():
 
 
 def test_evaluation_without_data_is_refused(config, inputs, conversations):
-    from qwen3vl_bridge.training.loop import set_up
+    from qwen3vl_bridge.training.small_loop.loop import set_up
 
     with pytest.raises(ValueError, match=r"no validation data \(do_validation is False\) for validation.eval_iters 1"):
         set_up(config(None, direct(inputs.hf, conversations, do_validation=False)))

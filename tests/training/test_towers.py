@@ -9,9 +9,9 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from qwen3vl_bridge.parts import Part
-from qwen3vl_bridge.training.rest import Rest
-from qwen3vl_bridge.training.towers import Qwen3VLTowers
+from qwen3vl_bridge.training.optimizer.delayed_unfreezing import Rest
+from qwen3vl_bridge.training.optimizer.tower_settings import Qwen3VLTowers
+from qwen3vl_bridge.weights.model_parts import Part
 
 import pytest
 import torch
@@ -52,7 +52,7 @@ class Rates(Before):
 
 
 def test_rates_and_decay_of_every_parameter_follow_the_schedule(inputs):
-    from qwen3vl_bridge.training.loop import train
+    from qwen3vl_bridge.training.small_loop.loop import train
 
     rates = Rates()
     cfg = config(inputs, None, vision_model_lr=1e-3, vision_projection_lr=6e-3)
@@ -69,7 +69,7 @@ def test_rates_and_decay_of_every_parameter_follow_the_schedule(inputs):
 
 
 def test_a_run_resumed_while_a_part_rests_or_right_after_is_the_whole(inputs, tmp_path):
-    from qwen3vl_bridge.training.loop import train
+    from qwen3vl_bridge.training.small_loop.loop import train
 
     whole = train(config(inputs, tmp_path / "whole", **SCHEDULE))
     pieces = [train(config(inputs, tmp_path / "pieces", **SCHEDULE), stop_after=2) for _ in range(3)]
@@ -118,7 +118,7 @@ def by_torch(groups):
 @pytest.mark.parametrize("make", [by_torch, AdamByGroup])
 def test_adam_starts_on_a_part_as_new(make):
     """Beside torch's AdamW that sees no gradient of a part before; one step in the middle is skipped."""
-    from qwen3vl_bridge.training.process_group import _join
+    from qwen3vl_bridge.training.process_groups import _join
 
     _join()
     firsts = dict(zip(Part, (0, 3, 40), strict=True))
@@ -193,7 +193,7 @@ def test_settings_that_contradict_each_other_are_refused(inputs, settings, messa
 
 
 def test_schedules_under_megatron_fsdp_are_refused(inputs):
-    from qwen3vl_bridge.training.before_step import _check
+    from qwen3vl_bridge.training.optimizer.before_step import _check
 
     cfg = config(inputs, None, **SCHEDULE)
     assert cfg.ddp.use_megatron_fsdp

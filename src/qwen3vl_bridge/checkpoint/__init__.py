@@ -1,31 +1,30 @@
 """Checkpoint conversion between Hugging Face safetensors and Megatron, without a GPU and without the model in memory.
 
 What lives here: the public names, loaded on first use so that importing the package stays cheap. What may not: code.
-The layers, lowest first: `tensors` and `pieces` (what all speak), readers and layouts of each format (`hf_*`, `dcp_*`),
-the planner (`sides`, `plan`, `proof`), writing (`files`, `copying`, `journal`, `staging`, `ranks`), the course of every
-conversion (`conversion`), and the commands on top (`importing`, `exporting`, `reformatting`, `verifying`, `inspection`,
-`cli`). Adapters take the same course (`stored_adapters`, `adapter_exporting`, `merging`, `adapters_cli`); merging is
-the only arithmetic (`merged_tensors`).
+The layers, lowest first: `formats` (descriptions of tensors, slices, readers and writers of each format), `planning`
+(what to do, and the proof), `engine` (copying, journal, manifest, comparison, the course of every conversion),
+`stored_models` (folder, configuration and weights together), `commands` (import, export, reformat, verify, inspect),
+`adapters` on the same course; merging is the only arithmetic (`adapters.merged_tensors`).
 """
 
 from qwen3vl_bridge import lazy
 
 _PUBLIC = {
-    "CheckpointError": "errors",
-    "ConversionReport": "reports",
-    "Ranks": "ranks",
-    "Topology": "topology",
-    "VerifyReport": "reports",
-    "copy_side_files": "hf_files",
-    "export_adapters": "adapter_exporting",
-    "export_checkpoint": "exporting",
-    "import_checkpoint": "importing",
-    "inspect_checkpoint": "inspection",
-    "merge_adapters": "merging",
-    "reformat_checkpoint": "reformatting",
-    "verify_checkpoint": "verifying",
-    "verify_checksums": "verifying",
-    "verify_reformatted": "verifying",
+    "CheckpointError": "qwen3vl_bridge.files.errors",
+    "ConversionReport": "qwen3vl_bridge.checkpoint.engine.reports",
+    "Ranks": "qwen3vl_bridge.checkpoint.engine.ranks",
+    "Topology": "qwen3vl_bridge.checkpoint.planning.topology",
+    "VerifyReport": "qwen3vl_bridge.checkpoint.engine.reports",
+    "copy_side_files": "qwen3vl_bridge.checkpoint.formats.safetensors.model_folder",
+    "export_adapters": "qwen3vl_bridge.checkpoint.adapters.exporting",
+    "export_checkpoint": "qwen3vl_bridge.checkpoint.commands.exporting",
+    "import_checkpoint": "qwen3vl_bridge.checkpoint.commands.importing",
+    "inspect_checkpoint": "qwen3vl_bridge.checkpoint.commands.inspection",
+    "merge_adapters": "qwen3vl_bridge.checkpoint.adapters.merging",
+    "reformat_checkpoint": "qwen3vl_bridge.checkpoint.commands.reformatting",
+    "verify_checkpoint": "qwen3vl_bridge.checkpoint.commands.verifying",
+    "verify_checksums": "qwen3vl_bridge.checkpoint.commands.verifying",
+    "verify_reformatted": "qwen3vl_bridge.checkpoint.commands.verifying",
 }
 
 __all__ = sorted(_PUBLIC)

@@ -11,21 +11,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from qwen3vl_bridge.sequence import PackedBatch
+from qwen3vl_bridge.batch import PackedBatch
+from qwen3vl_bridge.data.loading.batch_stream import BatchStream, one_pass
+from qwen3vl_bridge.data.loading.row_dataset import Balance, RowDataset, RowSettings
+from qwen3vl_bridge.data.media.images import MediaAccess
+from qwen3vl_bridge.data.packing.packed_rows import PackedRows
+from qwen3vl_bridge.data.packing.shared_sizes import sizes_of_job
+from qwen3vl_bridge.data.processing.samples import Samples
+from qwen3vl_bridge.data.row_settings import SPLITS, ConversationRows
+from qwen3vl_bridge.data.sources.hub import HUB, name_on_hub
+from qwen3vl_bridge.data.sources.hub_streaming import StreamedDataset
+from qwen3vl_bridge.data.sources.opening import ConversationSource, open_source
+from qwen3vl_bridge.data.sources.splits import splits_in
 
 from megatron.bridge.data.base import DatasetBuildContext
-
-from .hub import HUB, name_on_hub
-from .media import MediaAccess
-from .packed import PackedRows
-from .row_settings import SPLITS, ConversationRows
-from .rows import Balance, RowDataset, RowSettings
-from .samples import Samples
-from .shared_sizes import sizes_of_job
-from .sources import ConversationSource, open_source
-from .splits import splits_in
-from .stream import BatchStream, one_pass
-from .streamed import StreamedDataset
 
 
 @dataclass(kw_only=True)
@@ -37,7 +36,8 @@ class Qwen3VLConversationProvider(ConversationRows):
     Attributes:
         path: a folder with `train.jsonl`, and `valid.jsonl` or `test.jsonl` if there is validation data (or the same as
             `.json` and `.parquet`); in place of the three paths below.
-        train_path: conversations: a file of JSON or Parquet, a folder, or "hf://owner/name#split" (see `sources.py`).
+        train_path: conversations: a file of JSON or Parquet, a folder, or "hf://owner/name#split" (see
+            `data/sources/opening.py`).
         valid_path: likewise, for validation, or None.
         test_path: likewise, or None.
         media_root: folder of the pictures; by default that of each file.

@@ -1,18 +1,19 @@
 """Conversations as questions: all up to the last answer as a prompt, and that answer to compare with.
 
-What lives here: cutting a conversation there. What may not: generating and judging answers (`training/accuracy.py`).
+What lives here: cutting a conversation there. What may not: generating and judging answers
+(`training/monitoring/accuracy.py`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from torch import Tensor
+from qwen3vl_bridge.data.errors import DataError
+from qwen3vl_bridge.data.processing.encoding import EncodedSample
+from qwen3vl_bridge.data.row_settings import ConversationRows
+from qwen3vl_bridge.data.sources.opening import ConversationSource
 
-from .encode import EncodedSample
-from .errors import DataError
-from .row_settings import ConversationRows
-from .sources import ConversationSource
+from torch import Tensor
 
 
 @dataclass(frozen=True)

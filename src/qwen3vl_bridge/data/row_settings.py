@@ -1,7 +1,7 @@
 """What our data sets have in common as Megatron-Bridge configurations: how conversations become rows.
 
 What lives here: these settings, their checks, and what a checkpoint says about reading and laying out. What may not:
-where conversations come from (`provider.py`, `energon_provider.py`).
+where conversations come from (`provider.py`, `data/energon/provider.py`).
 """
 
 from __future__ import annotations
@@ -10,18 +10,17 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, ClassVar, Self
 
-from qwen3vl_bridge.cost import TowerCosts, tower_costs
-from qwen3vl_bridge.sequence.layout import segment_multiple
+from qwen3vl_bridge.batch.layout import segment_multiple
+from qwen3vl_bridge.data.choices import check_choice
+from qwen3vl_bridge.data.processing.collation import Collator, VisionSettings, pad_token_id
+from qwen3vl_bridge.data.processing.encoding import Answers, Encoder
+from qwen3vl_bridge.data.processing.filtering import Admission, OnBad, OnLong
+from qwen3vl_bridge.data.processing.processor import VisionLimits, load_processor
+from qwen3vl_bridge.models.common.flops import TowerCosts, tower_costs
 
 import torch
 from megatron.bridge.data.base import DatasetProvider
 from transformers import AutoConfig
-
-from .admission import Admission, OnBad, OnLong
-from .choices import check_choice
-from .collate import Collator, VisionSettings, pad_token_id
-from .encode import Answers, Encoder
-from .processor import VisionLimits, load_processor
 
 SPLITS = ("train", "valid", "test")
 

@@ -1,7 +1,7 @@
 """Seconds that ranks spend on sending, for each token, each patch, each boundary.
 
 What lives here: how many bytes go over which link. Standard library only. What may not: how fast links are
-(`hardware.py`), operations (`operations.py`).
+(`hardware.py`), operations (`planning/speed/microbatch_flops.py`).
 
 - Tensor and sequence parallelism: a layer gathers and scatters hidden states twice in each direction, and gathers
   twice more in backward (Korthikanti et al., arXiv 2205.05198, section 4.2.2); the tower reduces instead.
@@ -16,10 +16,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qwen3vl_bridge.dimensions import Dimensions
 from qwen3vl_bridge.planning.hardware import Gpu
 from qwen3vl_bridge.planning.settings import Training
 from qwen3vl_bridge.planning.split import Split
+from qwen3vl_bridge.weights.dimensions import Dimensions
 
 LINK = 0.5  # of a link's rate
 

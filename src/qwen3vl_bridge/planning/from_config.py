@@ -10,17 +10,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from qwen3vl_bridge.dimensions import Dimensions
-from qwen3vl_bridge.parts import Part
-from qwen3vl_bridge.planning.dist_train import DistSplit, dist_estimate
-from qwen3vl_bridge.planning.estimate import Estimate, check, estimate_of
+from qwen3vl_bridge.models.common.provider_flops import provider_costs, trained_parts
+from qwen3vl_bridge.planning.encoder_ranks import DistSplit, dist_estimate
+from qwen3vl_bridge.planning.encoder_sizing import Sized, measure
 from qwen3vl_bridge.planning.hardware import Gpu
-from qwen3vl_bridge.planning.operations import Costs
-from qwen3vl_bridge.planning.propose import Proposal, proposal, propose_of
+from qwen3vl_bridge.planning.memory.estimate import Estimate, check, estimate_of
+from qwen3vl_bridge.planning.proposals import Proposal, proposal, propose_of
 from qwen3vl_bridge.planning.settings import LINEAR_LAYERS, Lora, Precision, Recompute, Sharding, Training
-from qwen3vl_bridge.planning.sizing import Sized, measure
+from qwen3vl_bridge.planning.speed.microbatch_flops import Costs
 from qwen3vl_bridge.planning.split import Split
-from qwen3vl_bridge.provider_cost import provider_costs, trained_parts
+from qwen3vl_bridge.weights.dimensions import Dimensions
+from qwen3vl_bridge.weights.model_parts import Part
 
 # What nothing here counts, by section, each with the values that cost nothing.
 _UNCOUNTED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {

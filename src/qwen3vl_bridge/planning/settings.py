@@ -9,10 +9,10 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
 
-from qwen3vl_bridge.parts import Part
+from qwen3vl_bridge.weights.model_parts import Part
 
 TEXT_MODULES = frozenset({"core_attn", "mlp", "moe", "moe_act", "layernorm"})
-VISION_MODULES = frozenset({"core_attn", "layernorm"})  # as `recompute.py` has them
+VISION_MODULES = frozenset({"core_attn", "layernorm"})  # as `models/common/settings/recompute.py` has them
 LINEAR_LAYERS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 

@@ -1,7 +1,7 @@
 """How a model is split over ranks, on plain numbers.
 
 What lives here: the sizes, which text layers lie where, and what cannot be split so. What may not: bytes. The real
-model refuses the same (`parallel_settings.py`, megatron-core), when its configuration is finalised.
+model refuses the same (`models/common/settings/parallelism.py`, megatron-core), when its configuration is finalised.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from qwen3vl_bridge.dimensions import Dimensions
+from qwen3vl_bridge.weights.dimensions import Dimensions
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Split:
         first_layers, last_layers: `num_layers_in_first_pipeline_stage` and `..._last_...`.
         embedding_as_layer, loss_as_layer: `account_for_embedding_in_pipeline_split` and `account_for_loss_...`.
         layout: text layers of each [pipeline rank][virtual stage], of a `pipeline_model_parallel_layout`, or None.
-        tower: the first stage has the vision tower; False where it has ranks of its own (`dist_train.py`).
+        tower: the first stage has the vision tower; False where it has ranks of its own (`encoder_ranks.py`).
     """
 
     world: int

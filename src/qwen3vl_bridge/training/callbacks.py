@@ -5,12 +5,12 @@ What lives here: the list. What may not: what each of them does (its own file).
 
 from __future__ import annotations
 
-from qwen3vl_bridge.training.accuracy import Accuracy
-from qwen3vl_bridge.training.before_step import BeforeStep
+from qwen3vl_bridge.encoder_parallel.step import Modules
+from qwen3vl_bridge.training.checkpointing.saving_process import check_script
 from qwen3vl_bridge.training.config import Qwen3VLConfigContainer
-from qwen3vl_bridge.training.metrics import Metrics
-from qwen3vl_bridge.training.modules import Modules
-from qwen3vl_bridge.training.saving_process import check_script
+from qwen3vl_bridge.training.monitoring.accuracy import Accuracy
+from qwen3vl_bridge.training.monitoring.metrics import Metrics
+from qwen3vl_bridge.training.optimizer.before_step import BeforeStep
 
 from megatron.bridge.training.callbacks import Callback
 from megatron.bridge.training.config import ConfigContainer

@@ -1,8 +1,9 @@
 """Checkpoints in Megatron-Bridge's own loop: its own saving and loading, by its checkpoint manager.
 
 What lives here: when it has nothing to load, random states that have no place in a run, putting the manager in. What
-may not: first weights (`first_weights.py`), modules on ranks of their own (`modules_checkpoint.py`), checkpoints of the
-small loop (`checkpoint.py`), an optimizer's settings (`optimizer_groups.py`).
+may not: first weights (`training/checkpointing/initial_weights.py`), modules on ranks of their own
+(`encoder_parallel/checkpoint.py`), checkpoints of the small loop (`training/small_loop/checkpoint.py`), an optimizer's
+settings (`training/checkpointing/optimizer_groups.py`).
 
 Megatron-Bridge's set-up asks the manager to load where a run has a checkpoint, or first weights, which are read by
 then.
@@ -21,14 +22,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.checkpoint.dcp_metadata import FILE as METADATA
-from qwen3vl_bridge.checkpoint.dcp_metadata import read_metadata
-from qwen3vl_bridge.checkpoint.megatron_folder import TORCH_DIST, find_iteration, format_of
-from qwen3vl_bridge.parallel import hear_all, tell_all
-from qwen3vl_bridge.training.modules_checkpoint import as_one_model
-from qwen3vl_bridge.training.optimizer_groups import loads_either_form
-from qwen3vl_bridge.training.saving_process import signals_kept, start_saving_process
-from qwen3vl_bridge.training.together import is_first, together
+from qwen3vl_bridge.checkpoint.formats.dcp.metadata import FILE as METADATA
+from qwen3vl_bridge.checkpoint.formats.dcp.metadata import read_metadata
+from qwen3vl_bridge.checkpoint.formats.megatron.folder import TORCH_DIST, find_iteration, format_of
+from qwen3vl_bridge.encoder_parallel.checkpoint import as_one_model
+from qwen3vl_bridge.parallel.collectives import hear_all, tell_all
+from qwen3vl_bridge.training.checkpointing.all_or_none import is_first, together
+from qwen3vl_bridge.training.checkpointing.optimizer_groups import loads_either_form
+from qwen3vl_bridge.training.checkpointing.saving_process import signals_kept, start_saving_process
 
 from megatron.bridge.training.checkpointing import (
     CheckpointLoadContext,

@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from qwen3vl_bridge.data.row_settings import ConversationRows
-from qwen3vl_bridge.dist_train import check_world, expect
+from qwen3vl_bridge.encoder_parallel.evaluation import evaluate_modules_together
+from qwen3vl_bridge.models.common.settings.encoder_parallel import check_world, expect
 from qwen3vl_bridge.training.checkpoint_manager import MANAGER, manage_checkpoints
+from qwen3vl_bridge.training.checkpointing.initial_weights import read_first_weights
+from qwen3vl_bridge.training.checkpointing.saving_process import check_script
 from qwen3vl_bridge.training.exit_signal import leave_exit_signal_to_run
-from qwen3vl_bridge.training.first_weights import read_first_weights
 from qwen3vl_bridge.training.global_batch import check_balance, check_share
 from qwen3vl_bridge.training.host_memory import check_host_memory
-from qwen3vl_bridge.training.modules_evaluation import evaluate_modules_together
-from qwen3vl_bridge.training.saving_process import check_script
-from qwen3vl_bridge.training.towers import Qwen3VLTowers, check_towers
-from qwen3vl_bridge.training.warmup import check_warmup
+from qwen3vl_bridge.training.optimizer.tower_settings import Qwen3VLTowers, check_towers
+from qwen3vl_bridge.training.optimizer.warmup import check_warmup
 
 import torch
 from megatron.bridge.training.config import ConfigContainer, OptimizerConfigOverrideProvider, RerunStateMachineConfig

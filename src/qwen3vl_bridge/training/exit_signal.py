@@ -1,15 +1,16 @@
 """The signal that asks a run to save and leave: which processes of a rank leave it to the run.
 
 What lives here: what the configuration says about them. What may not: the handler, which is Megatron-Bridge's; how
-workers begin (`data/workers.py`), the process that saving starts (`saving_process.py`).
+workers begin (`data/loading/worker_processes.py`), the process that saving starts
+(`training/checkpointing/saving_process.py`).
 """
 
 from __future__ import annotations
 
 import logging
 
+from qwen3vl_bridge.data.loading.worker_processes import end_workers_at_exit
 from qwen3vl_bridge.data.row_settings import ConversationRows
-from qwen3vl_bridge.data.workers import end_workers_at_exit
 
 from megatron.bridge.data.builders.energon import EnergonDatasetConfig
 from megatron.bridge.training.config import ConfigContainer

@@ -1,7 +1,7 @@
 """The global batch: whether ranks can share it, and whether rows are dealt out within it.
 
 What lives here: these two checks, for a configuration and for the loops that follow it. What may not: microbatches of
-pipeline stages (`parallel_settings.py`).
+pipeline stages (`models/common/settings/parallelism.py`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A machine's own memory, which ranks need to save a checkpoint.
 
 What lives here: how much there is, and refusing a run whose first save would end it. What may not: what saving takes
-(`planning/states.py`).
+(`planning/memory/model_states.py`).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.parsing import parse_record
+from qwen3vl_bridge.files.parsing import parse_record
 
 METRICS = "metrics.jsonl"
 

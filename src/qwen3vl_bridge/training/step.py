@@ -1,7 +1,7 @@
 """The forward step: one microbatch through the model, and how its loss counts.
 
 What lives here: the function that Megatron-Bridge's loop and ours call, with Megatron-Bridge's signature. What may
-not: the loop (`loop.py`).
+not: the loop (`training/small_loop/loop.py`).
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from qwen3vl_bridge.dist_train import replicas_of
-from qwen3vl_bridge.parallel import sequence_ranks
-from qwen3vl_bridge.provider import Qwen3VLModelProvider
-from qwen3vl_bridge.sequence import EncoderInputs, PackedBatch
-from qwen3vl_bridge.sequence.movable import Movable
-from qwen3vl_bridge.training.foreign_batch import from_collator
+from qwen3vl_bridge.batch import EncoderInputs, PackedBatch
+from qwen3vl_bridge.batch.device_transfer import Movable
+from qwen3vl_bridge.encoder_parallel.encoder_batches import next_served
+from qwen3vl_bridge.models.common.settings.encoder_parallel import replicas_of
+from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
+from qwen3vl_bridge.models.qwen3_vl.vision_config import vision_work
+from qwen3vl_bridge.parallel.collectives import sequence_ranks
+from qwen3vl_bridge.training.foreign_batches import from_collator
 from qwen3vl_bridge.training.global_batch import check_balance
-from qwen3vl_bridge.training.meter import Amounts, count_microbatch, count_operations
-from qwen3vl_bridge.training.served import next_served
-from qwen3vl_bridge.training.watch import watched
-from qwen3vl_bridge.vision_config import vision_work
+from qwen3vl_bridge.training.monitoring.batch_meter import Amounts, count_microbatch, count_operations
+from qwen3vl_bridge.training.optimizer.loss_recorder import watched
 
 import torch
 from megatron.bridge.training.losses import create_masked_next_token_loss_function

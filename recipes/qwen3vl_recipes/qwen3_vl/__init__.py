@@ -1,0 +1,1 @@
+"""Recipes of Qwen3-VL, a file for each size."""

@@ -1,0 +1,29 @@
+"""Tokens, pictures and where they lie, as plain tensors: torch only, no process groups, ranks are integers."""
+
+from qwen3vl_bridge.batch.encoder_shards import EncoderInputs, Parcel
+from qwen3vl_bridge.batch.grids import frame_lengths
+from qwen3vl_bridge.batch.layout import SequenceLayout, gathered_index, token_index
+from qwen3vl_bridge.batch.packed_batch import ModelInputs, PackedBatch, VisionRows
+from qwen3vl_bridge.batch.positions import mrope_positions
+from qwen3vl_bridge.batch.vision_indices import interpolation, make_vision_inputs, patch_positions, vision_slots
+from qwen3vl_bridge.batch.vision_inputs import VisionInputs
+from qwen3vl_bridge.batch.vision_sharding import VisionWork
+
+__all__ = [
+    "EncoderInputs",
+    "ModelInputs",
+    "PackedBatch",
+    "Parcel",
+    "SequenceLayout",
+    "VisionInputs",
+    "VisionRows",
+    "VisionWork",
+    "frame_lengths",
+    "gathered_index",
+    "interpolation",
+    "make_vision_inputs",
+    "mrope_positions",
+    "patch_positions",
+    "token_index",
+    "vision_slots",
+]

@@ -1,0 +1,252 @@
+"""Where the segments of a batch lie, and which of its tokens one rank holds.
+
+What lives here: `SequenceLayout` and `token_index`, the only answer to layout questions, with its inverse. Ranks are
+plain integers.
+What may not: token ids, pictures, process groups, Megatron.
+
+A padded row is a segment, and so is a packed document. A segment's real tokens come first, its padding after them.
+Legend: B rows, S tokens a row, T = B * S, n segments, cp and sp the sizes of context and sequence parallelism.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Self
+
+from qwen3vl_bridge.batch.device_transfer import Movable
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SequenceLayout(Movable):
+    """The segments of a batch. Make one with `rows` or `packed_row`.
+
+    The lengths are kept on the host as well, so that nobody has to wait for a device to know them. Two layouts are
+    equal when their lengths and rows are.
+
+    Attributes:
+        cu_seqlens: [n + 1] int32, logical offsets: real tokens only.
+        cu_seqlens_padded: [n + 1] int32, physical offsets: where each segment starts in the flat batch.
+        num_rows: B for padded rows, 1 for a packed row.
+        lengths: the n logical lengths; 0 for a segment that is padding throughout.
+        padded_lengths: the n physical lengths.
+
+    Raises:
+        ValueError: on lengths that contradict each other or the offsets.
+    """
+
+    cu_seqlens: Tensor = field(compare=False)
+    cu_seqlens_padded: Tensor = field(compare=False)
+    num_rows: int
+    lengths: tuple[int, ...]
+    padded_lengths: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.lengths or len(self.lengths) != len(self.padded_lengths):
+            raise ValueError(
+                f"a layout needs one padded length for each of its segments: found {len(self.lengths)} lengths "
+                f"and {len(self.padded_lengths)} padded lengths"
+            )
+        for segment, (length, padded) in enumerate(zip(self.lengths, self.padded_lengths, strict=True)):
+            if not 0 <= length <= padded or padded == 0:
+                raise ValueError(f"segment {segment}: {length} tokens do not fit a padded length of {padded}")
+        if self.num_rows != 1 and (self.num_rows != len(self.lengths) or len(set(self.padded_lengths)) != 1):
+            raise ValueError(
+                f"{self.num_rows} padded rows need {self.num_rows} segments of one padded length: "
+                f"found {len(self.lengths)} segments of {_brief(sorted(set(self.padded_lengths)))}"
+            )
+        _check_offsets("cu_seqlens", self.cu_seqlens, self.lengths)
+        _check_offsets("cu_seqlens_padded", self.cu_seqlens_padded, self.padded_lengths)
+
+    @classmethod
+    def rows(cls, lengths: Sequence[int], seq_length: int) -> Self:
+        """Padded rows: row i holds `lengths[i]` real tokens and is `seq_length` long."""
+        return cls._build(len(lengths), lengths, [seq_length] * len(lengths))
+
+    @classmethod
+    def packed_row(cls, lengths: Sequence[int], *, multiple: int = 1, total: int | None = None) -> Self:
+        """One row of segments one after the other.
+
+        Args:
+            lengths: real tokens of each segment.
+            multiple: each segment is padded to a multiple of this, see `segment_multiple`.
+            total: length of the whole row. What it has beyond the segments becomes one more segment, of logical
+                length 0: padding that stretched the last document instead would unbalance it over context-parallel
+                ranks. No real token attends to it, it attends to itself.
+
+        Raises:
+            ValueError: if the segments are longer than `total`, or the rest is no multiple of `multiple`.
+        """
+        if multiple < 1:
+            raise ValueError(f"segments are padded to a multiple of at least 1: found {multiple}")
+        padded = [-(-length // multiple) * multiple for length in lengths]
+        rest = 0 if total is None else total - sum(padded)
+        if rest < 0:
+            raise ValueError(
+                f"{len(padded)} segments take {sum(padded)} tokens, padded to multiples of {multiple}: "
+                f"expected at most {total}"
+            )
+        if rest % multiple:
+            raise ValueError(
+                f"a row of {total} tokens leaves {rest} after its segments: expected a multiple of {multiple}"
+            )
+        trailing = [rest] if rest else []
+        return cls._build(1, [*lengths, *(0 for _ in trailing)], [*padded, *trailing])
+
+    @classmethod
+    def _build(cls, num_rows: int, lengths: Sequence[int], padded_lengths: Sequence[int]) -> Self:
+        return cls(
+            cu_seqlens=_offsets(lengths),
+            cu_seqlens_padded=_offsets(padded_lengths),
+            num_rows=num_rows,
+            lengths=tuple(lengths),
+            padded_lengths=tuple(padded_lengths),
+        )
+
+    @property
+    def total(self) -> int:
+        """T, tokens of the whole batch with their padding."""
+        return sum(self.padded_lengths)
+
+    @property
+    def packed(self) -> bool:
+        """Whether the batch is one row. A single padded row is one too: a packed row of one document."""
+        return self.num_rows == 1
+
+    def padding_mask(self) -> Tensor:
+        """[T] bool, True where there is no real token."""
+        real, padded = self.cu_seqlens.diff(), self.cu_seqlens_padded.diff()
+        turns = torch.arange(2 * len(real), device=real.device) % 2 == 1
+        return turns.repeat_interleave(torch.stack((real, padded - real), -1).flatten(), output_size=self.total)
+
+    def per_token(self, values: Tensor) -> Tensor:
+        """[T], each segment's entry of `values` [n] at every token of the segment."""
+        return values.repeat_interleave(self.cu_seqlens_padded.diff(), output_size=self.total)
+
+
+def token_index(
+    layout: SequenceLayout,
+    cp_size: int,
+    cp_rank: int,
+    sp_size: int = 1,
+    sp_rank: int = 0,
+) -> Tensor:
+    """Which token of the flat batch lies in each slot of a rank's hidden states.
+
+    Each segment is cut into 2 * cp_size chunks and context-parallel rank r holds chunks r and 2 * cp_size - 1 - r of
+    every segment, which balances causal attention. What it holds is laid out as [s, b], and sequence-parallel rank q
+    holds the q-th of sp_size equal parts of s.
+
+    Args:
+        layout: the segments.
+        cp_size: context-parallel ranks that share the batch.
+        cp_rank: this one's number.
+        sp_size: sequence-parallel ranks that share the context-parallel rank's part; 1 for all of it.
+        sp_rank: this one's number.
+
+    Returns:
+        [T / B / cp_size / sp_size, B] int64, on the layout's device.
+
+    Raises:
+        ValueError: on a rank outside its group, a segment that does not divide into 2 * cp_size chunks, or rows that
+            do not divide by sp_size.
+    """
+    _check_rank("context", cp_size, cp_rank)
+    _check_rank("sequence", sp_size, sp_rank)
+    row = layout.total // cp_size // layout.num_rows
+    flat = _zigzag(layout, cp_size, cp_rank)
+    if row % sp_size:
+        raise ValueError(
+            f"{row} tokens a row on each context-parallel rank do not divide over {sp_size} sequence-parallel ranks"
+        )
+    return flat.view(layout.num_rows, row).T.chunk(sp_size)[sp_rank]
+
+
+def segment_multiple(cp_size: int) -> int:
+    """What each segment's padded length has to be a multiple of: the chunks that `token_index` cuts it into.
+
+    Sequence parallelism asks nothing of a segment. It cuts what a context-parallel rank holds of a whole row, wherever
+    segments end there, and attention sees the row put together again.
+    """
+    return 2 * cp_size if cp_size > 1 else 1
+
+
+def row_multiple(cp_size: int, sp_size: int) -> int:
+    """What a whole row has to be a multiple of.
+
+    Its segments divide into their chunks, and each rank's part of it over the sequence-parallel ranks. One length can
+    serve both, so this is their least common multiple and not their product.
+    """
+    return math.lcm(segment_multiple(cp_size), cp_size * sp_size)
+
+
+def gathered_index(layout: SequenceLayout, cp_size: int) -> Tensor:
+    """Where each token of the flat batch lies among the shares of all context-parallel ranks: undoes `token_index`.
+
+    Args:
+        layout: the segments.
+        cp_size: context-parallel ranks that share the batch.
+
+    Returns:
+        [T] int64, on the layout's device: places in the shares, each flattened from [b, s], one rank's after the
+        other's.
+
+    Raises:
+        ValueError: on a segment that does not divide into 2 * cp_size chunks.
+    """
+    held = torch.cat([token_index(layout, cp_size, rank).T.flatten() for rank in range(cp_size)])
+    return torch.empty_like(held).scatter_(0, held, torch.arange(len(held), device=held.device))
+
+
+def _zigzag(layout: SequenceLayout, cp_size: int, cp_rank: int) -> Tensor:
+    """[T / cp_size] flat ids of the tokens in the two chunks of each segment that a rank holds."""
+    device = layout.cu_seqlens_padded.device
+    slot = torch.arange(layout.total // cp_size, device=device)
+    if cp_size == 1:
+        return slot
+    for segment, length in enumerate(layout.padded_lengths):
+        if length % (2 * cp_size):
+            raise ValueError(
+                f"segment {segment}: a padded length of {length} does not divide into the {2 * cp_size} chunks "
+                f"that context parallelism of {cp_size} needs"
+            )
+    start = layout.cu_seqlens_padded.long()
+    chunk = start.diff() // (2 * cp_size)
+    # The rank's first chunk of a segment begins cp_rank chunks after the segment, its first slot two chunks after the
+    # previous segment's; the second chunk skips those of the ranks in between, twice.
+    shift = start[:-1] + cp_rank * chunk - start[:-1] // cp_size
+    skip = 2 * (cp_size - 1 - cp_rank) * chunk
+    second = start[:-1] // cp_size + chunk
+    shift, skip, second = (
+        values.repeat_interleave(2 * chunk, output_size=layout.total // cp_size) for values in (shift, skip, second)
+    )
+    return slot + shift + torch.where(slot >= second, skip, 0)
+
+
+def _check_rank(kind: str, size: int, rank: int) -> None:
+    if not 0 <= rank < size:
+        raise ValueError(f"{kind}-parallel rank {rank} lies outside a group of {size}")
+
+
+def _check_offsets(name: str, offsets: Tensor, lengths: tuple[int, ...]) -> None:
+    if offsets.shape != (len(lengths) + 1,) or offsets.dtype != torch.int32:
+        raise ValueError(
+            f"{name}: found {list(offsets.shape)} {offsets.dtype}, expected [{len(lengths) + 1}] torch.int32"
+        )
+    # On another device a comparison would make the host wait.
+    if offsets.device.type == "cpu" and not torch.equal(offsets, _offsets(lengths)):
+        raise ValueError(f"{name}: found {_brief(offsets.tolist())}, but the lengths are {_brief(lengths)}")
+
+
+def _offsets(lengths: Sequence[int]) -> Tensor:
+    return torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32)
+
+
+def _brief(numbers: Sequence[int]) -> str:
+    shown = ", ".join(str(number) for number in numbers[:8])
+    return f"[{shown}, ...]" if len(numbers) > 8 else f"[{shown}]"

@@ -1,0 +1,161 @@
+"""The batch as data: what collate makes, what travels to the device, what one rank's model reads.
+
+What lives here: the dataclasses and the selection of one rank's share. What may not: reading or tokenising data
+(`data/`), computing positions or indices (`positions.py`, `vision_indices.py`, `layout.py`), pictures
+(`vision_inputs.py`, `vision_sharding.py`), process groups, Megatron.
+
+Legend: B rows, S tokens a row, T = B * S, K vision tokens of a rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+from qwen3vl_bridge.batch.device_transfer import Movable
+from qwen3vl_bridge.batch.encoder_shards import Parcel, parcels_of
+from qwen3vl_bridge.batch.layout import SequenceLayout, token_index
+from qwen3vl_bridge.batch.vision_inputs import VisionInputs
+from qwen3vl_bridge.batch.vision_sharding import VisionWork, deal_vision
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class VisionRows(Movable):
+    """Which vision tokens go where in one rank's hidden states.
+
+    Attributes:
+        rows: [K] int64, rows of the vision output this rank uses.
+        positions: [K] int64, for each of them the token's place in the rank's hidden states flattened from [s, b].
+    """
+
+    rows: Tensor
+    positions: Tensor
+
+    @classmethod
+    def none(cls, device: torch.device) -> Self:
+        """No vision tokens at all."""
+        empty = torch.empty(0, dtype=torch.long, device=device)
+        return cls(empty, empty)
+
+
+@dataclass(frozen=True)
+class ModelInputs(Movable):
+    """One rank's share of a batch, ready for the model. s and b are local.
+
+    Attributes:
+        input_ids: [b, s] int64.
+        position_ids: [3, b, s] int64, temporal, height and width position.
+        labels: [b, s] int64, already shifted, or None.
+        loss_mask: [b, s] float32, or None.
+        padding_mask: [b, s / sp] bool, True where this context- and sequence-parallel rank has no real token.
+        layout: the layout of the whole batch, every rank's share; packed rows attend by it.
+        vision: the pictures this rank encodes, or None where it has none.
+        vision_counts: vision tokens that each context-parallel rank encodes; None where it encodes all that it needs.
+        parcels: what ranks of the vision tower alone send for this microbatch; None where there are none such.
+        fuse: vision tokens of this context-parallel rank.
+        deepstack: vision tokens of this context- and sequence-parallel rank.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    labels: Tensor | None
+    loss_mask: Tensor | None
+    padding_mask: Tensor
+    layout: SequenceLayout
+    vision: VisionInputs | None = None
+    vision_counts: tuple[int, ...] | None = None
+    parcels: tuple[Parcel, ...] | None = None
+    fuse: VisionRows | None = None
+    deepstack: VisionRows | None = None
+
+    def without_labels(self) -> Self:
+        """The same inputs for logits instead of losses."""
+        return replace(self, labels=None, loss_mask=None)
+
+    def without_pictures(self) -> Self:
+        """The same inputs for a pipeline stage that encodes nothing; where its vision tokens lie is still known."""
+        return replace(self, vision=None, vision_counts=None, parcels=None)
+
+
+@dataclass(frozen=True)
+class PackedBatch(Movable):
+    """A batch as collate makes it, whole, the same on every rank that shares it.
+
+    Attributes:
+        input_ids: [B, S] int64.
+        labels: [B, S] int64, labels[t] is the token after t in the same segment; anything where loss_mask is 0.
+        loss_mask: [B, S] float32, 1 where the label is trained on.
+        position_ids: [3, B, S] int64.
+        vision_slot: [T] int64, row of each token in the vision output, or -1.
+        layout: where the segments lie.
+        vision: pictures, or None where there are none, or for a pipeline stage that encodes none.
+        sample_ids: which samples of the data set the segments are, in order, for messages to people.
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    position_ids: Tensor
+    vision_slot: Tensor
+    layout: SequenceLayout
+    vision: VisionInputs | None = None
+    sample_ids: tuple[str, ...] = ()
+
+    def local(
+        self,
+        cp_size: int = 1,
+        cp_rank: int = 0,
+        sp_size: int = 1,
+        sp_rank: int = 0,
+        vision_work: VisionWork | None = None,
+        encoders: int | None = None,
+    ) -> ModelInputs:
+        """The share of one rank: gathers by `token_index`, vision tokens by their slots.
+
+        Args:
+            cp_size, cp_rank, sp_size, sp_rank: as for `token_index`.
+            vision_work: what pictures cost, for context-parallel ranks to share them; None: each encodes all.
+            encoders: how many ranks of the vision tower alone share the pictures, of which this rank encodes none then.
+                None: there are none such.
+        """
+        context_index = token_index(self.layout, cp_size, cp_rank)  # [s, b]
+        index = token_index(self.layout, cp_size, cp_rank, sp_size, sp_rank)  # [s / sp, b]
+
+        deal = None
+        if vision_work is not None and (encoders is not None or (cp_size > 1 and self.vision is not None)):
+            deal = deal_vision(self.vision, vision_work, encoders or cp_size)
+
+        def take(whole: Tensor) -> Tensor:
+            return whole.flatten(-2)[..., context_index.T]
+
+        def vision_rows(index: Tensor) -> VisionRows | None:
+            if not (self.vision_slot >= 0).any():
+                return None
+            slots = self.vision_slot[index.flatten()]
+            positions = (slots >= 0).nonzero().squeeze(-1)
+            rows = slots[positions]
+            return VisionRows(rows=rows if deal is None else deal.places[rows], positions=positions)
+
+        own, counts, parcels = self.vision, None, None
+        if encoders is not None:
+            if deal is None:
+                raise ValueError("encoders are given without vision_work, expected what pictures cost")
+            own, parcels = None, parcels_of(self, deal)
+        elif deal is not None:
+            own, counts = deal.part(self.vision, cp_rank), deal.counts
+        return ModelInputs(
+            input_ids=take(self.input_ids),
+            position_ids=take(self.position_ids),
+            labels=take(self.labels),
+            loss_mask=take(self.loss_mask),
+            padding_mask=self.layout.padding_mask()[index.T],
+            layout=self.layout,
+            vision=own,
+            vision_counts=counts,
+            parcels=parcels,
+            fuse=vision_rows(context_index),
+            deepstack=vision_rows(index),
+        )

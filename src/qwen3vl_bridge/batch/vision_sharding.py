@@ -1,0 +1,132 @@
+"""Which context-parallel rank encodes which frames of a batch.
+
+What lives here: dealing frames out by what they cost the vision tower, and where their tokens then lie. Ranks are
+plain integers. What may not: what a model costs (`models/common/flops.py`), collectives (`parallel/collectives.py`).
+
+Context-parallel ranks see the same pictures. Each encodes some of the frames, since attention does not cross one, and
+the ranks then give each other what they made.
+Legend: F frames, N patches, M = N / merge^2 vision tokens.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from qwen3vl_bridge.batch.vision_inputs import VisionInputs, frame_rows
+
+import torch
+from torch import Tensor
+
+_EVEN = 1.005  # the most that a rank has over the mean, from which on nobody looks for better
+
+
+@dataclass(frozen=True)
+class VisionWork:
+    """What a frame of n patches costs, patch * n + patch_pair * n^2, in any unit; and how many tokens it becomes."""
+
+    patch: float
+    patch_pair: float
+    patches_per_token: int
+
+    def cost(self, patches: int) -> float:
+        """Of one frame."""
+        return self.patch * patches + self.patch_pair * patches**2
+
+
+@dataclass(frozen=True)
+class VisionDeal:
+    """Who encodes which pictures.
+
+    Attributes:
+        frames: those of each rank, in their order.
+        counts: vision tokens of every rank's frames.
+        places: [M] int64, where each vision token of the batch lies among those of all ranks, one after the other.
+    """
+
+    frames: tuple[tuple[int, ...], ...]
+    counts: tuple[int, ...]
+    places: Tensor
+
+    def part(self, vision: VisionInputs | None, rank: int) -> VisionInputs | None:
+        """The pictures of a rank, out of those that were dealt; None if it has none."""
+        if vision is None or len(self.frames) == 1:
+            return vision
+        return vision.select(self.frames[rank]) if self.frames[rank] else None
+
+
+def deal_frames(costs: Sequence[float], ranks: int) -> list[list[int]]:
+    """The frames of each rank, in their order.
+
+    The costliest first, each to the rank that has the least so far; then the rank that has the most gives a frame away
+    or exchanges one, for as long as that helps. The first half alone is at most 4/3 - 1/(3 ranks) of the best there is.
+    Source: Graham, Bounds on multiprocessing timing anomalies (1969).
+    """
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    totals = [(0.0, rank) for rank in range(ranks)]
+    for frame in sorted(range(len(costs)), key=lambda frame: (-costs[frame], frame)):
+        total, rank = totals[0]
+        heapq.heapreplace(totals, (total + costs[frame], rank))
+        shares[rank].append(frame)
+    while _exchange(shares, costs):
+        pass
+    return [sorted(share) for share in shares]
+
+
+def _exchange(shares: list[list[int]], costs: Sequence[float]) -> bool:
+    """Move a frame off the rank that has the most, for a cheaper one or for nothing; False where that is of no use."""
+    totals = [sum(costs[frame] for frame in share) for share in shares]
+    most = max(range(len(shares)), key=totals.__getitem__)
+    if totals[most] * len(shares) <= _EVEN * sum(totals):
+        return False
+    best, swap = totals[most] * (1 - 1e-4), None  # less is not worth the search, and rounding alone would never end
+    for rank, share in enumerate(shares):
+        cheapest_first = sorted(share, key=costs.__getitem__)
+        theirs = [0.0, *(costs[frame] for frame in cheapest_first)]
+        for place, frame in enumerate(shares[most]):
+            # Best is what makes both alike; the two next to it are looked at.
+            wanted = costs[frame] - (totals[most] - totals[rank]) / 2
+            after = bisect.bisect_left(theirs, wanted)
+            for other in range(max(after - 1, 0), min(after + 1, len(theirs))):
+                moved = costs[frame] - theirs[other]
+                worst = max(totals[most] - moved, totals[rank] + moved)
+                if rank != most and worst < best:
+                    best, swap = worst, (place, rank, cheapest_first[other - 1] if other else None)
+    if swap is None:
+        return False
+    place, rank, back = swap
+    shares[rank].append(shares[most].pop(place))
+    if back is not None:
+        shares[rank].remove(back)
+        shares[most].append(back)
+    return True
+
+
+def deal_vision(vision: VisionInputs | None, work: VisionWork, ranks: int) -> VisionDeal:
+    """Deal the pictures of a batch out to ranks.
+
+    Args:
+        vision: all pictures, or None for none.
+        work: what they cost.
+        ranks: how many share them.
+
+    Raises:
+        ValueError: a frame that is no whole number of vision tokens.
+    """
+    if vision is None:
+        return VisionDeal(((),) * ranks, (0,) * ranks, torch.empty(0, dtype=torch.int64))
+    if any(patches % work.patches_per_token for patches in vision.lengths):
+        raise ValueError(f"frames have {vision.lengths} patches, expected multiples of {work.patches_per_token}")
+    shares = deal_frames([work.cost(patches) for patches in vision.lengths], ranks)
+    tokens = [patches // work.patches_per_token for patches in vision.lengths]
+    order = frame_rows(tokens, list(chain(*shares)))
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order))
+    return VisionDeal(
+        frames=tuple(map(tuple, shares)),
+        counts=tuple(sum(tokens[frame] for frame in share) for share in shares),
+        places=places.to(vision.pixel_values.device),
+    )

@@ -1,0 +1,1 @@
+"""Trained adapters: their settings, export for the `peft` library, merging into weights."""

@@ -1,0 +1,99 @@
+"""Adapters of a run become a folder that `peft.PeftModel.from_pretrained` and vLLM load.
+
+What lives here: what is read and what is made of it. What may not: how anything is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Unpack
+
+from qwen3vl_bridge.checkpoint.adapters.stored_adapters import StoredAdapters, open_adapters
+from qwen3vl_bridge.checkpoint.engine.conversion import Conversion, How, carry_out
+from qwen3vl_bridge.checkpoint.engine.reports import ConversionReport
+from qwen3vl_bridge.checkpoint.formats.safetensors.reader import HFWeights
+from qwen3vl_bridge.checkpoint.formats.safetensors.writer import one_file
+from qwen3vl_bridge.checkpoint.planning.plan import Plan, Task
+from qwen3vl_bridge.files.errors import CheckpointError
+from qwen3vl_bridge.files.json_files import write_object
+from qwen3vl_bridge.files.paths import place
+from qwen3vl_bridge.weights.adapter_rows import Scaled, adapter_config, hf_targets, input_names
+
+# As `peft` names them.
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+
+def export_adapters(
+    megatron_path: str | Path,
+    hf_path: str | Path,
+    *,
+    base_model: str | Path | None = None,
+    torch_dtype: str | None = None,
+    iteration: int | None = None,
+    trust_remote_code: bool = False,
+    **how: Unpack[How],
+) -> ConversionReport:
+    """Write the adapters of a run, from its checkpoint of either format.
+
+    Args:
+        megatron_path: the run's folder, or an iteration's.
+        hf_path: the folder of adapters, to be made.
+        base_model: folder or hub id of the model that they are of; None for what the run says.
+        torch_dtype: "float32", "float16" or "bfloat16" to cast them; None to leave their bytes as they are.
+        iteration: which iteration; None for the latest.
+        trust_remote_code: whether that model may bring code. It is never run here.
+        how: overwrite, resume, verify and more, see `How`.
+
+    Returns:
+        What was done.
+
+    Raises:
+        CheckpointError: the source, the target or an option is not as it must be. The target is as it was before.
+    """
+
+    def planned() -> Conversion:
+        stored = open_adapters(megatron_path, iteration, base_model, trust_remote_code=trust_remote_code)
+        if own := sorted(stored.own):
+            raise CheckpointError(
+                f"{stored.folder}: the run has also trained {len(own)} of the model's own tensors, such as {own[0]}, "
+                "for which a folder of adapters has no place; `merge` makes a whole model"
+            )
+        plan = stored.plan(torch_dtype)
+        plan = replace(plan, tasks=(*plan.tasks, *_shared_inputs(stored, plan)))
+        output = _AdapterOutput(plan, stored, str(base_model or stored.hf_model or stored.base))
+        path, folders = place(hf_path), (stored.folder,)
+        return Conversion("export", str(megatron_path), path, plan, stored.tensors, folders, output, [])
+
+    return carry_out(planned, how)
+
+
+class _AdapterOutput:
+    """A folder of adapters to be."""
+
+    inner = "."
+
+    def __init__(self, plan: Plan, run: StoredAdapters, base_model: str) -> None:
+        self._run, self._base_model = run, base_model
+        self.files = [one_file(WEIGHTS, plan.tasks)]
+        self.settings = {"format": "peft", "from": run.ckpt_format, "base": base_model}
+
+    def finish(self, root: Path, digest: str) -> None:
+        tensors = (name for row in self._run.config.rows() for name in row.hf)
+        adapted = (name for layer in self._run.layers() for name in layer.hf)
+        its = self._run.settings
+        scaled, targets = Scaled(its.dim, its.alpha), hf_targets(adapted, tensors)
+        write_object(root / CONFIG, adapter_config(scaled, targets, self._base_model, dora=its.dora))
+
+    def open(self, root: Path) -> HFWeights:
+        return HFWeights(root, WEIGHTS)
+
+
+def _shared_inputs(stored: StoredAdapters, plan: Plan) -> Iterator[Task]:
+    """A layer that is several in Hugging Face has one `linear_in`, which is the `lora_A` of each of them."""
+    tasks = {task.target.name: task for task in plan.tasks}
+    for layer in stored.layers():
+        first, *others = input_names(layer)
+        for name in others:
+            yield replace(tasks[first], target=replace(tasks[first].target, name=name))

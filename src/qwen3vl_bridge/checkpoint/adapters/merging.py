@@ -1,0 +1,189 @@
+"""A run's adapters and the model they are of become a Hugging Face model with the adapters merged in.
+
+What lives here: what is read and what is made of it. What may not: arithmetic (`merged_tensors.py`), how anything is
+done.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Unpack
+
+from qwen3vl_bridge.checkpoint.adapters.merged_tensors import JoinedTensors, Merge, MergedTensors, prefixed
+from qwen3vl_bridge.checkpoint.adapters.stored_adapters import StoredAdapters, open_adapters
+from qwen3vl_bridge.checkpoint.commands.exporting import HFOutput
+from qwen3vl_bridge.checkpoint.engine.conversion import Conversion, How, carry_out
+from qwen3vl_bridge.checkpoint.engine.reports import ConversionReport
+from qwen3vl_bridge.checkpoint.formats.layouts import HuggingFace
+from qwen3vl_bridge.checkpoint.formats.megatron import folder as megatron
+from qwen3vl_bridge.checkpoint.formats.safetensors.writer import MAX_SHARD_BYTES
+from qwen3vl_bridge.checkpoint.formats.slices import Pieces, Run
+from qwen3vl_bridge.checkpoint.formats.tensor_specs import TensorSource
+from qwen3vl_bridge.checkpoint.planning.plan import Plan, Task, make_plan
+from qwen3vl_bridge.checkpoint.planning.vocab_padding import check_vocab_padding
+from qwen3vl_bridge.checkpoint.stored_models.config_comparison import check_same_model
+from qwen3vl_bridge.checkpoint.stored_models.hf_model import open_model
+from qwen3vl_bridge.checkpoint.stored_models.stored_model import StoredModel, open_stored
+from qwen3vl_bridge.files.errors import CheckpointError
+from qwen3vl_bridge.files.paths import expanded, place
+from qwen3vl_bridge.models.qwen3_vl.table import ExpertLayout
+from qwen3vl_bridge.weights.adapter_rows import IN, MAGNITUDE, OUT, adapter_row, layer_of, linear_rows
+from qwen3vl_bridge.weights.rows import PackedExpert, Row
+
+_BASE, _RUN = "base/", "run/"
+
+
+def merge_adapters(
+    megatron_path: str | Path,
+    hf_path: str | Path,
+    *,
+    base_model: str | Path | None = None,
+    torch_dtype: str | None = None,
+    iteration: int | None = None,
+    drop_vocab_padding: bool = False,
+    trust_remote_code: bool = False,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    **how: Unpack[How],
+) -> ConversionReport:
+    """Write a whole Hugging Face model: the one that adapters are of, with these merged in.
+
+    What the run has trained of the model's own weights is in it too.
+
+    Args:
+        megatron_path: the run's folder, or an iteration's.
+        hf_path: the model's folder, to be made.
+        base_model: folder or hub id of a Hugging Face model, or a Megatron checkpoint: the weights that the run began
+            with. None for those it names itself.
+        torch_dtype: "float32", "float16" or "bfloat16" to cast the weights; None for what those of `base_model` are.
+        iteration: which iteration; None for the latest.
+        drop_vocab_padding: whether to leave out rows beyond the vocabulary that are not zero, as of a model that was
+            trained with a padded vocabulary; otherwise they are an error.
+        trust_remote_code: whether `base_model` may bring code. It is never run here.
+        max_shard_bytes: how large a file of weights may be.
+        how: overwrite, resume, verify and more, see `How`.
+
+    Returns:
+        What was done.
+
+    Raises:
+        CheckpointError: the source, the target or an option is not as it must be. The target is as it was before.
+    """
+
+    def planned() -> Conversion:
+        run = open_adapters(megatron_path, iteration, base_model, trust_remote_code=trust_remote_code)
+        base = _open_base(run, base_model, trust_remote_code=trust_remote_code)
+        plan, source = _plan(run, base, torch_dtype)
+        padding = _padding(run, base, drop=drop_vocab_padding)
+        output = HFOutput(plan, base.config, {"from": run.ckpt_format, "base": str(base.folder)}, max_shard_bytes)
+        return Conversion(
+            name="merge",
+            origin=str(megatron_path),
+            target=place(hf_path),
+            plan=plan,
+            source=source,
+            folders=(run.folder, base.folder),
+            output=output,
+            notes=[*base.notes, *padding],
+            threads=1,  # merged weights are computed one at a time
+        )
+
+    return carry_out(planned, how)
+
+
+def _open_base(run: StoredAdapters, base_model: str | Path | None, *, trust_remote_code: bool) -> StoredModel:
+    name = str(base_model or run.base)
+    if not name:
+        raise CheckpointError(f"{run.folder}: its run names no first weights; name them with --base-model")
+    path = expanded(name)
+    try:
+        if megatron.is_megatron_checkpoint(path):
+            base = open_stored(path)
+        else:
+            base = open_model(name, trust_remote_code=trust_remote_code)
+    except CheckpointError as error:
+        if base_model is None:
+            raise CheckpointError(f"the run's first weights: {error}; --base-model names others") from error
+        raise
+    check_same_model(base.config, run.config)
+    return base
+
+
+def _padding(run: StoredAdapters, base: StoredModel, *, drop: bool) -> list[str]:
+    """What is to be said of rows beyond the vocabulary, wherever the rows that are kept come from."""
+    rows, names, notes = base.rows, run.trained if run.own else set(), []
+    for part, side, source, where in (
+        ([row for row in rows if row.megatron not in names], base.side, base.tensors, base.folder),
+        ([row for row in rows if row.megatron in names], None, run.tensors, run.folder),
+    ):
+        side, vocabulary = side or run.side(part), base.config.dimensions["vocab"]
+        notes += check_vocab_padding(source, part, side, vocabulary, where=where, drop=drop)
+    return notes
+
+
+def _plan(run: StoredAdapters, base: StoredModel, dtype: str | None) -> tuple[Plan, TensorSource]:
+    """Every tensor of the model: of the base, trained by the run, or merged of a weight and its adapter."""
+    target, rows = HuggingFace(base.config.dimensions), base.rows
+    plan = make_plan(rows, base.side, target, base.tensors.specs, where=str(base.folder), dtype=dtype)
+    tasks = {task.target.name: prefixed(task, _BASE) for task in plan.tasks}
+    if own := run.own:
+        names = run.trained
+        trained = [row for row in rows if row.megatron in names]
+        for task in make_plan(trained, run.side(trained), target, own, where=str(run.folder)).tasks:
+            cast = replace(task.target, dtype=tasks[task.target.name].target.dtype)
+            tasks[cast.name] = prefixed(replace(task, target=cast), _RUN)
+    merges: dict[str, list[Merge]] = defaultdict(list)  # of a tensor, one after the other
+    for name, merge in _merges(run, linear_rows(rows), tasks):
+        merges[name].append(merge)
+    for name, parts in merges.items():
+        runs = (Run(merge.name, 0, merge.weight.target.numel) for merge in parts)
+        tasks[name] = replace(tasks[name], pieces=Pieces(runs))
+    joined = JoinedTensors({_BASE: base.tensors, _RUN: run.tensors})
+    source = MergedTensors(joined, itertools.chain.from_iterable(merges.values()))
+    return replace(plan, tasks=tuple(tasks.values())), source
+
+
+def _merges(run: StoredAdapters, weights: Iterator[Row], tasks: dict[str, Task]) -> Iterator[tuple[str, Merge]]:
+    """Weights and their adapters, every one of these used.
+
+    Args:
+        run: that trained them.
+        weights: rows of the base's linear layers.
+        tasks: its tensors.
+
+    Yields:
+        The tensor that a weight is of, and the merge.
+
+    Raises:
+        AssertionError: an adapter is not used.
+    """
+    each = ExpertLayout.PER_EXPERT  # which says of each row of an adapter whose it is
+    adapters = {task.target.name: prefixed(task, _RUN) for task in run.plan(experts=each).tasks}
+    used: set[str] = set()
+    settings = run.settings
+    layers = (row for row in weights if settings.adapts(layer_of(row)))
+    for weight, layer in zip(layers, run.layers(each), strict=True):
+        names = {kind: adapter_row(layer, kind, settings.dim).hf for kind in settings.kinds}
+        found = {kind: [adapters[name] for name in those] for kind, those in names.items()}
+        used.update(task.target.name for parts in found.values() for task in parts)
+        scale = settings.alpha / settings.dim
+        if isinstance(weight, PackedExpert):
+            name = weight.hf[0]
+            one, (a,) = _expert(tasks[name], weight), found[IN]
+            yield name, Merge(one, a, tuple(found[OUT]), None, scale, transposed=weight.transposed)
+            continue
+        for number, name in enumerate(weight.hf):
+            magnitude = found[MAGNITUDE][number] if settings.dora else None
+            yield name, Merge(tasks[name], found[IN][0], (found[OUT][number],), magnitude, scale)
+    if used != adapters.keys():
+        raise AssertionError(f"adapters that nothing is merged with: {sorted(adapters.keys() ^ used)[:4]}")
+
+
+def _expert(packed: Task, row: PackedExpert) -> Task:
+    """One expert of a tensor that holds all of a layer."""
+    shape = packed.target.shape[1:]
+    target = replace(packed.target, name=f"{packed.target.name}[{row.expert}]", shape=shape)
+    return Task(target, Pieces(packed.pieces.cut(row.expert * target.numel, target.numel)))

@@ -1,0 +1,150 @@
+"""What a run's checkpoint says of its adapters: the `peft` section of its run_config.yaml.
+
+What lives here: reading that section, as data and without calling anything, and comparing it with another run's. What
+may not: tensors.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from qwen3vl_bridge.checkpoint.formats.megatron.folder import RUN_CONFIG
+from qwen3vl_bridge.files.errors import CheckpointError
+from qwen3vl_bridge.files.parsing import check_plain, read_yaml
+from qwen3vl_bridge.weights.adapter_rows import AdapterSettings
+from qwen3vl_bridge.weights.model_parts import Part
+
+# Those that are read here.
+_SECTIONS = ("model", "checkpoint", "peft")
+_METHODS = {"qwen3vl_bridge.peft.Qwen3VLLoRA": False, "qwen3vl_bridge.peft.Qwen3VLDoRA": True}
+# Megatron-Bridge's own, which adapt all parts, and experts where they are not DoRA.
+_BRIDGES = {
+    "megatron.bridge.peft.lora.LoRA": False,
+    "megatron.bridge.peft.lora.VLMLoRA": False,
+    "megatron.bridge.peft.dora.DoRA": True,
+}
+# Fields that runs of earlier versions do not name, and what they had.
+_LATER = {"adapt_experts": False}
+# What may be another in a run that goes on: it changes neither which tensors there are nor what they mean.
+_FREE = (
+    *("dropout", "dropout_position", "lora_A_init_method", "lora_B_init_method"),
+    *("sequence_parallel_input_regather", "a2a_experimental"),
+)
+
+
+class PeftConfig(Protocol):
+    """A configuration of adapters, as a run has it."""
+
+    def to_cfg_dict(self) -> dict[str, Any]:
+        """Its fields, and its class as `_target_`."""
+        ...
+
+
+def read_run_config(folder: Path) -> dict[str, Any]:
+    """The configuration of the run that a checkpoint is of.
+
+    Args:
+        folder: the iteration's.
+
+    Raises:
+        CheckpointError: it is missing, or no YAML of plain values.
+    """
+    path = folder / RUN_CONFIG
+    try:
+        found = read_yaml(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} holds a {type(found).__name__}, expected sections of settings")
+    for name in _SECTIONS:
+        if not isinstance(found.get(name) or {}, dict):
+            raise CheckpointError(f"{path}: {name} is {str(found[name])[:80]}, expected a section of settings")
+    try:
+        check_plain(found.get("peft"), "peft")
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    return found
+
+
+def adapter_settings(config: dict[str, Any], where: Path) -> AdapterSettings:
+    """Which adapters a run has.
+
+    Args:
+        config: from `read_run_config`.
+        where: its folder, for errors.
+
+    Raises:
+        CheckpointError: it has none, or of a kind whose tensors this package does not know.
+    """
+    found = config.get("peft")
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{where} is of a run without adapters: its {RUN_CONFIG} has peft {found!r}")
+    found = _LATER | found
+    method, known = found.get("_target_"), _METHODS | _BRIDGES
+    if not isinstance(method, str) or method not in known:
+        raise CheckpointError(f"{where / RUN_CONFIG}: peft is {method!r}, expected one of {', '.join(known)}")
+    if method in _BRIDGES:
+        found = found | {f"adapt_{part.value}": True for part in Part} | {"adapt_experts": not known[method]}
+    try:
+        numbers = {name: _number(found[name]) for name in ("dim", "alpha")}
+        parts = frozenset(part.value for part in Part if found[f"adapt_{part.value}"] is True)
+        modules = {name: _texts(found[name]) for name in ("target_modules", "exclude_modules")}
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{where / RUN_CONFIG}: peft lacks {error}, or has it of another kind") from error
+    if numbers["dim"] < 1 or int(numbers["dim"]) != numbers["dim"]:
+        raise CheckpointError(f"{where / RUN_CONFIG}: peft.dim is {numbers['dim']}, expected a whole number from 1 on")
+    experts = found["adapt_experts"] is True
+    return AdapterSettings(int(numbers["dim"]), numbers["alpha"], known[method], parts, experts=experts, **modules)
+
+
+def _number(value: Any) -> int | float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"a number (found {value!r})")
+    return value
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    if not isinstance(value or [], list) or not all(isinstance(entry, str) for entry in value or []):
+        raise TypeError(f"names (found {value!r})")
+    return tuple(value or [])
+
+
+def refuse_adapters_alone(folder: Path) -> None:
+    """Refuse a checkpoint of adapters where a whole model is wanted.
+
+    Raises:
+        CheckpointError: it is one.
+    """
+    if (folder / RUN_CONFIG).is_file() and read_run_config(folder).get("peft") is not None:
+        raise CheckpointError(
+            f"{folder} holds adapters and what else their run trained, expected a whole model; "
+            "`conversion/adapters.py merge` makes one of it"
+        )
+
+
+def check_same_adapters(folder: Path, peft: PeftConfig | None) -> None:
+    """Check that a run has the adapters that a checkpoint holds.
+
+    Args:
+        folder: the checkpoint's.
+        peft: the run's; None where it has no adapters.
+
+    Raises:
+        CheckpointError: it has others; what differs is listed.
+    """
+    theirs = read_run_config(folder).get("peft") or {}
+    theirs = theirs and _LATER | theirs
+    ours = {} if peft is None else peft.to_cfg_dict()
+    names = sorted((theirs.keys() | ours.keys()) - {*_FREE, "params_to_save"})
+    differ = [
+        f"peft.{name} was {theirs.get(name)!r}, is {ours.get(name)!r}" for name in names
+        if theirs.get(name) != ours.get(name)
+    ]  # fmt: skip
+    if not theirs or not ours:
+        was, has = (section.get("_target_", "no adapters") for section in (theirs, ours))
+        differ = [f"the checkpoint is of a run with {was}, this one has {has}"] if bool(theirs) != bool(ours) else []
+    if differ:
+        raise CheckpointError("\n  ".join([f"{folder} has other adapters than the run:", *differ]))

@@ -1,0 +1,191 @@
+"""The adapters that a run has saved: folder, settings, tensors and the model they are of.
+
+What lives here: opening a run's checkpoint of either format, and what is in it. What may not: what is made of it
+(`exporting.py`, `merging.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qwen3vl_bridge.checkpoint.adapters.settings import adapter_settings, read_run_config
+from qwen3vl_bridge.checkpoint.formats.dcp.metadata import read_metadata
+from qwen3vl_bridge.checkpoint.formats.dcp.reader import DcpTensors
+from qwen3vl_bridge.checkpoint.formats.layouts import FsdpDtensor, HuggingFace, TorchDist
+from qwen3vl_bridge.checkpoint.formats.megatron import folder as megatron
+from qwen3vl_bridge.checkpoint.formats.safetensors.model_folder import find_model
+from qwen3vl_bridge.checkpoint.formats.tensor_specs import TensorSpec
+from qwen3vl_bridge.checkpoint.planning.plan import Plan, make_plan, naming_of
+from qwen3vl_bridge.checkpoint.stored_models.config_comparison import check_same_model
+from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
+from qwen3vl_bridge.checkpoint.stored_models.stored_model import compared_with_run, own_config
+from qwen3vl_bridge.files.errors import CheckpointError
+from qwen3vl_bridge.files.paths import expanded
+from qwen3vl_bridge.models.qwen3_vl.table import NAMED_IF_MIXED, ExpertLayout, local_name
+from qwen3vl_bridge.weights.adapter_rows import MARK, AdapterSettings, adapter_row, layer_of, linear_rows
+from qwen3vl_bridge.weights.dimensions import Dimensions
+from qwen3vl_bridge.weights.rows import Row
+
+# All indices that a torch_dist checkpoint may leave in names.
+_NAMED = frozenset({*NAMED_IF_MIXED, "vision_layers", "deepstack_taps"})
+
+
+@dataclass(frozen=True)
+class StoredAdapters:
+    """What a run that trains adapters has saved.
+
+    Attributes:
+        folder: the iteration's.
+        ckpt_format: "fsdp_dtensor" or "torch_dist".
+        config: the model's configuration.
+        settings: of the adapters.
+        tensors: adapters, and the model's own weights that were trained, by Megatron parameter name.
+        base: name or folder of the weights that the run began with; empty where it does not say.
+        hf_model: name or folder of the Hugging Face model; empty where the run does not say.
+    """
+
+    folder: Path
+    ckpt_format: str
+    config: ModelConfig
+    settings: AdapterSettings
+    tensors: DcpTensors
+    base: str
+    hf_model: str
+
+    def layers(self, experts: ExpertLayout = ExpertLayout.INPUT_MAJOR) -> list[Row]:
+        """Rows of the weights of all layers that the settings adapt.
+
+        Args:
+            experts: how the Hugging Face side has them. The order is the same in all layouts.
+        """
+        return [row for row in linear_rows(self.config.rows(experts)) if self.settings.adapts(layer_of(row))]
+
+    @property
+    def trained(self) -> set[str]:
+        """Megatron names of the model's own weights that were trained too."""
+        names, dimensions = self.tensors.specs.keys(), self.config.dimensions
+        return {row.megatron for row in self.config.rows() if names & set(_spellings(row, dimensions))}
+
+    @property
+    def own(self) -> dict[str, TensorSpec]:
+        """The tensors that are no adapters."""
+        return {name: spec for name, spec in self.tensors.specs.items() if MARK not in name}
+
+    def rows(self, experts: ExpertLayout = ExpertLayout.INPUT_MAJOR) -> list[Row]:
+        """Rows of all adapters that the settings call for."""
+        return [adapter_row(layer, kind, self.settings.dim, whole=self._whole(layer, kind))
+                for layer in self.layers(experts) for kind in self.settings.kinds]  # fmt: skip
+
+    def side(self, rows: Collection[Row]) -> FsdpDtensor | TorchDist:
+        """The checkpoint's side of a conversion of some rows that are in it."""
+        dimensions, names = self.config.dimensions, self.tensors.specs
+        if self.ckpt_format == megatron.TORCH_DIST:
+            return TorchDist.found(rows, dimensions, names)
+        return FsdpDtensor(dimensions, naming_of(rows, names))
+
+    def plan(self, dtype: str | None = None, experts: ExpertLayout = ExpertLayout.INPUT_MAJOR) -> Plan:
+        """All adapters as Hugging Face's `peft` has them; of a `linear_in`, the first of its tensors.
+
+        Args:
+            dtype: what to store them as; None to leave them as they are.
+            experts: how the Hugging Face side has experts: packed, their adapters are together in two matrices, else
+                each has its own.
+
+        Raises:
+            CheckpointError: tensors are missing, unexpected or misshapen; it lists them.
+        """
+        rows, found = self.rows(experts), {name: spec for name, spec in self.tensors.specs.items() if MARK in name}
+        target = HuggingFace(self.config.dimensions)
+        return make_plan(rows, self.side(rows), target, found, where=str(self.folder), dtype=dtype)
+
+    def _whole(self, layer: Row, kind: str) -> bool:
+        """Whether gate and up of an adapter are one tensor, as Megatron-FSDP leaves them."""
+        return f"{layer_of(layer)}{MARK}{kind}" in self.tensors.specs
+
+
+def _spellings(row: Row, dimensions: Dimensions) -> Iterator[str]:
+    """What the formats and layer specs may call an expanded row's tensors."""
+    for name in row.stored:
+        yield from (name, local_name(name))
+    for named in (frozenset[str](), _NAMED):
+        for local in (False, True):
+            yield TorchDist(dimensions, named, local).name(row)[0]
+
+
+def open_adapters(
+    path: str | Path,
+    iteration: int | None = None,
+    base_model: str | Path | None = None,
+    *,
+    trust_remote_code: bool = False,
+) -> StoredAdapters:
+    """Open a run's checkpoint.
+
+    Args:
+        path: the run's folder, or an iteration's.
+        iteration: which one; None for the latest.
+        base_model: folder or hub id of the model that the adapters are of; None for what the run says.
+        trust_remote_code: whether that model may bring code.
+
+    Raises:
+        CheckpointError: it is damaged, or of a run without adapters.
+    """
+    folder = megatron.find_iteration(expanded(path), iteration)
+    ckpt_format = megatron.format_of(folder)
+    run = read_run_config(folder)
+    settings = adapter_settings(run, folder)
+    base = _text(run, "checkpoint", "pretrained_checkpoint")
+    config = _config(folder, base_model, base, trust_remote_code=trust_remote_code)
+    metadata = read_metadata(folder)
+    tensors = DcpTensors(metadata, megatron.model_keys(metadata, ckpt_format))
+    hf_model = _text(run, "model", "hf_model_id")
+    stored = StoredAdapters(folder, ckpt_format, config, settings, tensors, base, hf_model)
+    ranks = (run.get("model") or {}).get("tensor_model_parallel_size", 1)
+    if ckpt_format == megatron.FSDP_DTENSOR and ranks != 1:
+        _refuse_mixed_rows(stored, ranks)
+    return stored
+
+
+def _refuse_mixed_rows(stored: StoredAdapters, ranks: Any) -> None:
+    gated = (row for row in stored.rows(ExpertLayout.PER_EXPERT) if len(row.hf) == 2)
+    mixed = [row.megatron for row in gated if row.stored == (row.megatron,)]
+    if mixed:
+        raise CheckpointError(
+            f"{stored.folder} was saved by {ranks} tensor-parallel ranks, and has gate and up of {mixed[0]} in one "
+            "tensor, as Megatron-FSDP stores them: whose row is which cannot be told. Expected one such rank, or "
+            f"checkpoint.ckpt_format={megatron.TORCH_DIST}"
+        )
+
+
+def _text(run: dict[str, Any], section: str, name: str) -> str:
+    found = (run.get(section) or {}).get(name)
+    return found if isinstance(found, str) else ""
+
+
+def _config(folder: Path, base_model: str | Path | None, base: str, *, trust_remote_code: bool) -> ModelConfig:
+    """That of the model named, else the checkpoint's own, else that of the run's first weights."""
+    own = own_config(folder)
+    if base_model is None and own is not None:
+        return own
+    config = _first_weights(folder, base_model or base, trust_remote_code=trust_remote_code)
+    if own is not None:
+        check_same_model(config, own)
+    else:
+        compared_with_run(config, folder)
+    return config
+
+
+def _first_weights(folder: Path, found: str | Path, *, trust_remote_code: bool) -> ModelConfig:
+    """The configuration of the weights that a run began with."""
+    if not found:
+        raise CheckpointError(
+            f"{folder} has no {megatron.HF_FILES}/config.json, and its run names no first weights; name the model that "
+            "the adapters are of with --base-model"
+        )
+    path = expanded(found)
+    if megatron.is_megatron_checkpoint(path):
+        return ModelConfig(megatron.find_iteration(path) / megatron.HF_FILES)
+    return ModelConfig(find_model(found, weights=False, trust_remote_code=trust_remote_code))

@@ -1,0 +1,1 @@
+"""The commands: import, export, reformat, verify, inspect."""

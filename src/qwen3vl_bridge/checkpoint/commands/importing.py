@@ -1,0 +1,69 @@
+"""Import: a Hugging Face model becomes a Megatron checkpoint.
+
+What lives here: what is read and what is made of it. What may not: how anything is done.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Unpack
+
+from qwen3vl_bridge.checkpoint.engine.conversion import Conversion, How, carry_out
+from qwen3vl_bridge.checkpoint.engine.reports import ConversionReport
+from qwen3vl_bridge.checkpoint.formats.layouts import TRANSFORMER_ENGINE
+from qwen3vl_bridge.checkpoint.formats.megatron import folder as megatron
+from qwen3vl_bridge.checkpoint.planning.plan import make_plan
+from qwen3vl_bridge.checkpoint.planning.topology import Topology
+from qwen3vl_bridge.checkpoint.stored_models.hf_model import open_model
+from qwen3vl_bridge.checkpoint.stored_models.megatron_writer import MegatronOutput, Storage
+from qwen3vl_bridge.files.paths import place
+
+
+def import_checkpoint(
+    hf_model: str | Path,
+    megatron_path: str | Path,
+    *,
+    ckpt_format: str = megatron.FSDP_DTENSOR,
+    torch_dtype: str | None = None,
+    topology: Topology | None = None,
+    naming: str = TRANSFORMER_ENGINE,
+    vocab_divisor: int | None = None,
+    strict: bool = True,
+    trust_remote_code: bool = False,
+    **how: Unpack[How],
+) -> ConversionReport:
+    """Write a Megatron checkpoint from a Hugging Face model.
+
+    Args:
+        hf_model: its folder, or a hub id.
+        megatron_path: the checkpoint's root folder, to be made.
+        ckpt_format: "fsdp_dtensor" or "torch_dist".
+        torch_dtype: "float32", "float16" or "bfloat16" to cast the weights; None to leave their bytes as they are.
+        topology: parallel sizes the checkpoint is meant for; it loads at any other too.
+        naming: layer spec to write for, "transformer_engine" or "local".
+        vocab_divisor: pad the vocabulary to a multiple of this and the tensor-parallel size, as Megatron does with
+            `make_vocab_size_divisible_by`; None for no padding. An fsdp_dtensor checkpoint must have the model's rows.
+        strict: whether tensors that the model does not call for are an error; otherwise they are left aside.
+        trust_remote_code: whether to take along code that the model's configuration calls for. It is never run here.
+        how: overwrite, resume, verify and more, see `How`.
+
+    Returns:
+        What was done.
+
+    Raises:
+        CheckpointError: the source, the target or an option is not as it must be. The target is as it was before.
+    """
+
+    def planned() -> Conversion:
+        model = open_model(hf_model, strict=strict, trust_remote_code=trust_remote_code)
+        storage = Storage(
+            ckpt_format, naming, topology or Topology(), model.config, str(hf_model), model.experts, vocab_divisor
+        )
+        storage.check()
+        where, specs = str(model.folder), model.tensors.specs
+        plan = make_plan(model.rows, model.side, storage.side, specs, where=where, dtype=torch_dtype)
+        folders, output = (model.folder,), MegatronOutput(plan, storage)
+        path = place(megatron_path)
+        return Conversion("import", str(hf_model), path, plan, model.tensors, folders, output, list(model.notes))
+
+    return carry_out(planned, how)

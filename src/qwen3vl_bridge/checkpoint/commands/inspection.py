@@ -1,0 +1,110 @@
+"""Inspect: what a checkpoint holds, from headers and metadata alone.
+
+What lives here: gathering it, and laying it out as a table. What may not: reading weights.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from qwen3vl_bridge.checkpoint.engine.manifest import read_manifest
+from qwen3vl_bridge.checkpoint.formats.dcp.metadata import read_metadata
+from qwen3vl_bridge.checkpoint.formats.megatron import folder as megatron
+from qwen3vl_bridge.checkpoint.formats.safetensors.model_folder import HUGGINGFACE
+from qwen3vl_bridge.checkpoint.formats.safetensors.reader import HFWeights, has_weights
+from qwen3vl_bridge.checkpoint.formats.tensor_specs import TensorSpec
+from qwen3vl_bridge.checkpoint.planning.plan import naming_of
+from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
+from qwen3vl_bridge.files.paths import expanded
+
+
+def inspect_checkpoint(path: str | Path, *, iteration: int | None = None) -> dict[str, Any]:
+    """What a checkpoint holds.
+
+    Args:
+        path: folder of a Hugging Face model, or a Megatron checkpoint's root or iteration folder.
+        iteration: which iteration of a Megatron checkpoint; None for the latest.
+
+    Returns:
+        Plain values, fit for JSON.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it is damaged.
+    """
+    folder = expanded(path)
+    if has_weights(folder):
+        return _inspect_hf(folder)
+    folder = megatron.find_iteration(folder, iteration)
+    ckpt_format, metadata, manifest = megatron.format_of(folder), read_metadata(folder), read_manifest(folder)
+    keys = megatron.model_keys(metadata, ckpt_format)
+    specs = {name: metadata.tensors[key][0] for name, key in keys.items()}
+    model_keys = set(keys.values())
+    others = [spec for key, (spec, _) in metadata.tensors.items() if key not in model_keys]
+    config_folder = folder / megatron.HF_FILES
+    config = ModelConfig(config_folder) if (config_folder / "config.json").is_file() else None
+    spelled = naming_of(config.rows(), specs) if config and ckpt_format == megatron.FSDP_DTENSOR else None
+    return {
+        "format": ckpt_format,
+        "path": str(folder),
+        "model": config.raw.get("model_type") if config else None,
+        "files": len(list(folder.glob("*.distcp"))),
+        **_summary(specs.values()),
+        "chunks": sum(len(metadata.tensors[key][1]) for key in model_keys),
+        "layer_spec": spelled or manifest.get("layer_spec"),
+        "topology": manifest.get("topology"),
+        "source": manifest.get("source"),
+        "checksums": "sha256" in manifest,
+        "other_tensors": len(others),
+        "other_bytes": sum(spec.nbytes for spec in others),
+        "byte_items": sorted(key for key in metadata.byte_items if "_extra_state" not in key),
+        "manifest": {name: value for name, value in manifest.items() if name != "sha256"} or None,
+    }
+
+
+def _inspect_hf(folder: Path) -> dict[str, Any]:
+    weights = HFWeights(folder)
+    config = ModelConfig(folder) if (folder / "config.json").is_file() else None
+    experts = None
+    if config and config.dimensions.indices["moe_layers"]:
+        experts = config.expert_layout({name: spec.shape for name, spec in weights.specs.items()}).name.lower()
+    return {
+        "format": HUGGINGFACE,
+        "path": str(folder),
+        "model": config.raw.get("model_type") if config else None,
+        "files": len(weights.files),
+        **_summary(weights.specs.values()),
+        "experts": experts,
+    }
+
+
+def _summary(specs: Iterable[TensorSpec]) -> dict[str, Any]:
+    specs = list(specs)
+    return {
+        "tensors": len(specs),
+        "parameters": sum(spec.numel for spec in specs),
+        "bytes": sum(spec.nbytes for spec in specs),
+        "dtypes": dict(sorted(Counter(spec.dtype for spec in specs).items())),
+    }
+
+
+def as_table(found: Mapping[str, Any]) -> str:
+    """What `inspect_checkpoint` found, one line per value."""
+    # What the manifest adds stands in lines of its own.
+    return "\n".join(
+        f"{name.replace('_', ' '):14} {_text(value)}" for name, value in found.items() if name != "manifest"
+    )
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {entry}" for key, entry in value.items() if entry is not None)
+    if isinstance(value, list):
+        return ", ".join(map(str, value[:8])) + (f" and {len(value) - 8} more" if len(value) > 8 else "")
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return "-" if value in (None, "") else str(value)

@@ -1,0 +1,81 @@
+"""Reformat: a Megatron checkpoint of one format becomes one of the other, without Hugging Face in between.
+
+What lives here: what is read and what is made of it. What may not: how anything is done.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Unpack
+
+from qwen3vl_bridge.checkpoint.engine.conversion import Conversion, How, carry_out
+from qwen3vl_bridge.checkpoint.engine.reports import ConversionReport
+from qwen3vl_bridge.checkpoint.formats.layouts import TRANSFORMER_ENGINE
+from qwen3vl_bridge.checkpoint.planning.plan import make_plan
+from qwen3vl_bridge.checkpoint.planning.topology import Topology
+from qwen3vl_bridge.checkpoint.stored_models.megatron_writer import MegatronOutput, Storage
+from qwen3vl_bridge.checkpoint.stored_models.stored_model import open_stored
+from qwen3vl_bridge.files.paths import place
+
+
+def reformat_checkpoint(
+    megatron_path: str | Path,
+    new_path: str | Path,
+    *,
+    ckpt_format: str,
+    hf_model: str | Path | None = None,
+    torch_dtype: str | None = None,
+    topology: Topology | None = None,
+    naming: str = TRANSFORMER_ENGINE,
+    vocab_divisor: int | None = None,
+    iteration: int | None = None,
+    trust_remote_code: bool = False,
+    **how: Unpack[How],
+) -> ConversionReport:
+    """Write the weights of a Megatron checkpoint in another format, layer spec or dtype.
+
+    Optimizer state is left aside.
+
+    Args:
+        megatron_path: the checkpoint's root folder, or an iteration's folder.
+        new_path: the new checkpoint's root folder, to be made.
+        ckpt_format: "fsdp_dtensor" or "torch_dist".
+        hf_model: folder or hub id of a model whose configuration, tokenizer and processor to take; None for those in
+            the checkpoint.
+        torch_dtype: "float32", "float16" or "bfloat16" to cast the weights; None to leave their bytes as they are.
+        topology: parallel sizes the checkpoint is meant for; it loads at any other too.
+        naming: layer spec to write for, "transformer_engine" or "local".
+        vocab_divisor: pad the vocabulary to a multiple of this and the tensor-parallel size; None for the padding that
+            is there.
+        iteration: which iteration; None for the latest.
+        trust_remote_code: whether to take along code that the configuration of `hf_model` calls for. It is never run
+            here.
+        how: overwrite, resume, verify and more, see `How`.
+
+    Returns:
+        What was done.
+
+    Raises:
+        CheckpointError: the source, the target or an option is not as it must be. The target is as it was before.
+    """
+
+    def planned() -> Conversion:
+        stored = open_stored(megatron_path, iteration, hf_model, trust_remote_code=trust_remote_code).with_padding()
+        origin = stored.manifest.get("hf_model") or hf_model or megatron_path
+        storage = Storage(
+            ckpt_format,
+            naming,
+            topology or Topology(),
+            stored.config,
+            str(origin),
+            stored.experts,
+            stored.vocab_divisor if vocab_divisor is None else vocab_divisor,
+        )
+        storage.check()
+        where, specs = str(stored.folder), stored.tensors.specs
+        plan = make_plan(stored.rows, stored.side, storage.side, specs, where=where, dtype=torch_dtype)
+        folders, output = (stored.folder, stored.config.folder), MegatronOutput(plan, storage)
+        path, notes = place(new_path), list(stored.notes)
+        return Conversion("reformat", str(megatron_path), path, plan, stored.tensors, folders, output, notes)
+
+    return carry_out(planned, how)

@@ -1,0 +1,162 @@
+"""Verify: whether a Megatron checkpoint is, bit for bit, what it was made of.
+
+What lives here: what is compared with what. What may not: writing anything; the comparison itself
+(`checkpoint/engine/comparison.py`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from qwen3vl_bridge.checkpoint.engine.comparison import checksums, differences
+from qwen3vl_bridge.checkpoint.engine.conversion import tasks_of
+from qwen3vl_bridge.checkpoint.engine.manifest import MANIFEST
+from qwen3vl_bridge.checkpoint.engine.progress import Progress
+from qwen3vl_bridge.checkpoint.engine.ranks import Ranks
+from qwen3vl_bridge.checkpoint.engine.reports import Difference, VerifyReport
+from qwen3vl_bridge.checkpoint.formats.planned_files import share
+from qwen3vl_bridge.checkpoint.formats.tensor_specs import TensorSource
+from qwen3vl_bridge.checkpoint.planning.plan import Plan, make_plan
+from qwen3vl_bridge.checkpoint.stored_models.hf_model import open_model
+from qwen3vl_bridge.checkpoint.stored_models.stored_model import StoredModel, open_stored
+from qwen3vl_bridge.files.errors import CheckpointError
+
+
+def verify_checkpoint(
+    hf_model: str | Path,
+    megatron_path: str | Path,
+    *,
+    iteration: int | None = None,
+    drop_vocab_padding: bool = False,
+    progress: bool = False,
+    ranks: Ranks | None = None,
+) -> VerifyReport:
+    """Compare a checkpoint of either format with the model it was imported from, or exported to.
+
+    Where the checkpoint has another dtype, the model's weights are cast to it as an import would. So a checkpoint in
+    float32 that was exported to bfloat16 counts as different wherever that export rounded.
+
+    Args:
+        hf_model: the model's folder, or a hub id.
+        megatron_path: the checkpoint's root folder or an iteration's folder.
+        iteration: which iteration; None for the latest.
+        drop_vocab_padding: whether the checkpoint's rows beyond the vocabulary may be other than zero; otherwise they
+            are an error.
+        progress: whether to show progress on standard error.
+        ranks: the processes that share the work; each of them makes the same call.
+
+    Returns:
+        What differs.
+
+    Raises:
+        CheckpointError: one of them is damaged, or they do not even have the same tensors, or are of two models.
+    """
+    model = open_model(hf_model, trust_remote_code=True)  # nothing is taken along
+    stored = open_stored(megatron_path, iteration, model.folder, trust_remote_code=True)
+    # Both sides must be complete before a comparison means anything.
+    where = str(model.folder)
+    make_plan(model.rows, model.side, stored.side, model.tensors.specs, where=where, dtype="float32")
+    plan = make_plan(model.rows, stored.side, model.side, stored.tensors.specs, where=str(stored.folder))
+    padding = stored.check_padding(model.config.dimensions["vocab"], drop=drop_vocab_padding)
+    notes = [*model.notes, *padding, *stored.notes]
+    found = _compared(plan, stored.tensors, model.tensors, progress, ranks or Ranks())
+    return VerifyReport(len(model.tensors.specs), _nbytes(stored), tuple(found), tuple(notes))
+
+
+def verify_reformatted(
+    megatron_path: str | Path,
+    new_path: str | Path,
+    *,
+    hf_model: str | Path | None = None,
+    iteration: int | None = None,
+    drop_vocab_padding: bool = False,
+    progress: bool = False,
+    ranks: Ranks | None = None,
+) -> VerifyReport:
+    """Compare a checkpoint with another that was made of it, in either format.
+
+    Args:
+        megatron_path: the first one's root folder or an iteration's folder.
+        new_path: the other's.
+        hf_model: folder or hub id of a model whose configuration to take; None for the one in the first.
+        iteration: which iteration of the first one; None for the latest.
+        drop_vocab_padding: whether rows of the first one's vocabulary that the other lacks may be other than zero;
+            otherwise they are an error.
+        progress: whether to show progress on standard error.
+        ranks: the processes that share the work; each of them makes the same call.
+
+    Returns:
+        What differs, by the other's names.
+
+    Raises:
+        CheckpointError: one of them is damaged, or they do not even have the same tensors.
+    """
+    # Nothing is taken along, so there is nothing to trust.
+    source = open_stored(megatron_path, iteration, hf_model, trust_remote_code=True).with_padding()
+    target = open_stored(new_path, None, hf_model or source.config.folder, trust_remote_code=True).with_padding()
+    rows = source.config.rows()
+    plan = make_plan(rows, source.side, target.side, source.tensors.specs, where=str(source.folder))
+    make_plan(rows, target.side, source.side, target.tensors.specs, where=str(target.folder), dtype="float32")
+    # Where the other has more rows than the first, the plan has zeros to compare them with.
+    padding = source.check_padding(target.config.dimensions["vocab"], drop=drop_vocab_padding)
+    notes = [*padding, *source.notes, *target.notes]
+    found = _compared(plan, source.tensors, target.tensors, progress, ranks or Ranks())
+    return VerifyReport(len(plan.tasks), plan.nbytes, tuple(found), tuple(notes))
+
+
+def verify_checksums(
+    megatron_path: str | Path,
+    *,
+    iteration: int | None = None,
+    progress: bool = False,
+    ranks: Ranks | None = None,
+) -> VerifyReport:
+    """Compare a checkpoint with the checksums that its own manifest holds.
+
+    Args:
+        megatron_path: the checkpoint's root folder or an iteration's folder.
+        iteration: which iteration; None for the latest.
+        progress: whether to show progress on standard error.
+        ranks: the processes that share the work; each of them makes the same call.
+
+    Returns:
+        The tensors whose checksums differ.
+
+    Raises:
+        CheckpointError: it is damaged, or was written without checksums.
+    """
+    stored, ranks = open_stored(megatron_path, iteration), ranks or Ranks()
+    expected = stored.manifest.get("sha256")
+    if not isinstance(expected, dict) or expected.keys() != stored.tensors.specs.keys():
+        found = "no checksums" if not expected else "checksums of other tensors"
+        raise CheckpointError(
+            f"{stored.folder / MANIFEST} holds {found}, expected those of all {len(stored.tensors.specs)} tensors, "
+            "which --checksums puts there; with --hf-model the checkpoint is compared with its source instead"
+        )
+    names, sizes = list(stored.tensors.specs), [spec.nbytes for spec in stored.tensors.specs.values()]
+    mine = share(names, sizes, ranks.rank, ranks.size)
+
+    def check() -> dict[str, str]:
+        nbytes = sum(stored.tensors.specs[name].nbytes for name in mine)
+        with Progress("checksums", nbytes, shown=progress and ranks.first) as meter:
+            return checksums(mine, stored.tensors, meter)
+
+    found = {name: value for part in ranks.each(check) for name, value in part.items()}
+    numel = {name: spec.numel for name, spec in stored.tensors.specs.items()}
+    different = (Difference(name, None, None, numel[name]) for name in names if found[name] != expected[name])
+    return VerifyReport(len(names), _nbytes(stored), tuple(different))
+
+
+def _compared(plan: Plan, source: TensorSource, target: TensorSource, progress: bool, ranks: Ranks) -> list[Difference]:
+    tasks = tasks_of(plan, ranks)
+
+    def compare() -> list[Difference]:
+        nbytes = sum(task.target.nbytes for task in tasks)
+        with Progress("verify", nbytes, shown=progress and ranks.first) as meter:
+            return list(differences(tasks, source, target, meter))
+
+    return [entry for part in ranks.each(compare) for entry in part]
+
+
+def _nbytes(stored: StoredModel) -> int:
+    return sum(spec.nbytes for spec in stored.tensors.specs.values())

@@ -1,0 +1,97 @@
+"""Compares two sources tensor by tensor, streaming, and takes checksums the same way.
+
+What lives here: where two streams of bytes differ. What may not: which tensor is made of which
+(`checkpoint/planning/plan.py`), formats.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+
+from qwen3vl_bridge.checkpoint.engine.progress import Progress
+from qwen3vl_bridge.checkpoint.engine.reports import Difference
+from qwen3vl_bridge.checkpoint.formats.byte_streams import PieceReader
+from qwen3vl_bridge.checkpoint.formats.slices import Run
+from qwen3vl_bridge.checkpoint.formats.tensor_specs import ITEMSIZE, TensorSource
+from qwen3vl_bridge.checkpoint.planning.plan import Task
+
+import numpy as np
+
+
+def differences(
+    tasks: Iterable[Task], source: TensorSource, target: TensorSource, meter: Progress
+) -> Iterator[Difference]:
+    """The target tensors that are not what some tasks make of a source.
+
+    Args:
+        tasks: the tasks; a target that is stored in another dtype than the task's is cast to it.
+        source: what the tasks read.
+        target: what is compared with it.
+        meter: is told of every block.
+    """
+    with PieceReader(source) as ours, PieceReader(target) as theirs:
+        for task in tasks:
+            name, dtype, numel = task.target.name, task.target.dtype, task.target.numel
+            one = ours.blocks(task.pieces, dtype)
+            other = meter.counted(theirs.blocks([Run(name, 0, numel)], dtype))
+            found = difference(name, numel, dtype, one, other)
+            if found is not None:
+                yield found
+
+
+def checksums(names: Iterable[str], source: TensorSource, meter: Progress) -> dict[str, str]:
+    """SHA-256 of each tensor's bytes, row-major, little-endian, as stored.
+
+    Args:
+        names: which tensors.
+        source: where they are.
+        meter: is told of every block.
+    """
+    found = {}
+    with PieceReader(source) as reader:
+        for name in names:
+            spec, digest = source.specs[name], hashlib.sha256()
+            for block in meter.counted(reader.blocks([Run(name, 0, spec.numel)], spec.dtype)):
+                digest.update(block)
+            found[name] = digest.hexdigest()
+    return found
+
+
+def _paired(one: Iterator[memoryview], other: Iterator[memoryview]) -> Iterator[tuple[memoryview, memoryview]]:
+    """Two streams of the same length as pieces of the same length."""
+    left, right = next(one, None), next(other, None)
+    while left is not None and right is not None:
+        count = min(len(left), len(right))
+        yield left[:count], right[:count]
+        left = left[count:] if len(left) > count else next(one, None)
+        right = right[count:] if len(right) > count else next(other, None)
+    if left is not None or right is not None:
+        raise AssertionError("streams of different length")
+
+
+def difference(
+    name: str, numel: int, dtype: str, one: Iterator[memoryview], other: Iterator[memoryview]
+) -> Difference | None:
+    """Where two streams of a tensor differ.
+
+    Args:
+        name: the tensor.
+        numel: its number of elements.
+        dtype: dtype of both streams.
+        one: its bytes.
+        other: its bytes.
+
+    Returns:
+        The difference, None if there is none.
+    """
+    size = ITEMSIZE[dtype]
+    position, count, first = 0, 0, -1
+    for left, right in _paired(one, other):
+        unequal = np.frombuffer(left, f"u{size}") != np.frombuffer(right, f"u{size}")
+        here = int(np.count_nonzero(unequal))
+        if here and not count:
+            first = position + int(np.argmax(unequal))
+        count += here
+        position += len(unequal)
+    return Difference(name, count, first, numel) if count else None

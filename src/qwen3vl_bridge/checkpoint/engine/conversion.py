@@ -1,0 +1,372 @@
+"""The course of every conversion: check, write aside, prove, put in place.
+
+What lives here: the order of the steps and what all processes do in each. What may not: what is converted into what
+(`checkpoint/commands/importing.py`, `checkpoint/commands/exporting.py`, `checkpoint/commands/reformatting.py`), how a
+step is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol, TypedDict
+
+from qwen3vl_bridge.checkpoint.engine import journal
+from qwen3vl_bridge.checkpoint.engine.comparison import checksums, differences
+from qwen3vl_bridge.checkpoint.engine.copying import check_sizes, write_units
+from qwen3vl_bridge.checkpoint.engine.manifest import MANIFEST, Parts, Replaceable, files_of, tool
+from qwen3vl_bridge.checkpoint.engine.progress import Progress
+from qwen3vl_bridge.checkpoint.engine.ranks import Ranks
+from qwen3vl_bridge.checkpoint.engine.reports import ConversionReport
+from qwen3vl_bridge.checkpoint.formats.planned_files import OutputFile, Unit, share, units
+from qwen3vl_bridge.checkpoint.formats.tensor_specs import TensorSource
+from qwen3vl_bridge.checkpoint.planning.plan import Plan, Task
+from qwen3vl_bridge.checkpoint.planning.time_estimate import estimate
+from qwen3vl_bridge.files import atomic
+from qwen3vl_bridge.files.errors import CheckpointError
+from qwen3vl_bridge.files.json_files import write_object
+from qwen3vl_bridge.files.target import check_space, check_target, disk_of, free_space, leaves, space_of
+
+# For the files beside the tensors.
+_OVERHEAD = 64 << 20
+
+
+class How(TypedDict, total=False):
+    """How a conversion is carried out; every entry may be left out.
+
+    Attributes:
+        overwrite: whether to replace an earlier result at that place. Anything else there is an error.
+        resume: whether to continue what an earlier run with the same source and options left, and to leave what is
+            written so far if this one fails. What a run with others left is an error; otherwise it is removed.
+        verify: whether to compare what was written with the source, bit for bit, before it is put into place.
+        checksums: whether to put a checksum of every tensor into the manifest.
+        dry_run: whether to stop before anything is written but a sample without a name, to measure the disk.
+        progress: whether to show progress on standard error.
+        sync: whether to wait until everything is on disk.
+        ranks: the processes that share the work; each of them makes the same call.
+    """
+
+    overwrite: bool
+    resume: bool
+    verify: bool
+    checksums: bool
+    dry_run: bool
+    progress: bool
+    sync: bool
+    ranks: Ranks
+
+
+@dataclass(frozen=True)
+class _Conduct:
+    """`How` with what is left out filled in."""
+
+    overwrite: bool = False
+    resume: bool = False
+    verify: bool = False
+    checksums: bool = False
+    dry_run: bool = False
+    progress: bool = False
+    sync: bool = True
+    ranks: Ranks = field(default_factory=Ranks)
+
+
+class Output(Protocol):
+    """A plan's result in one format.
+
+    Attributes:
+        files: the files with tensors.
+        inner: the folder in the result that they are in.
+        settings: whatever the result depends on beside the plan, fit for JSON; the manifest has it.
+    """
+
+    @property
+    def files(self) -> list[OutputFile]: ...  # noqa: D102
+    @property
+    def inner(self) -> str: ...  # noqa: D102
+    @property
+    def settings(self) -> dict[str, Any]: ...  # noqa: D102
+
+    def finish(self, root: Path, digest: str) -> None:
+        """Write all files but those with tensors and the manifest, given a digest of the plan."""
+
+    def open(self, root: Path) -> TensorSource:
+        """Open a result's tensors.
+
+        Raises:
+            CheckpointError: one of its files is not as it was to be.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What is converted into what.
+
+    Attributes:
+        name: what it is called.
+        origin: what was asked to be read, in the user's words.
+        target: the result's folder, to be made.
+        plan: tensor by tensor.
+        source: what the plan reads.
+        folders: folders that are read meanwhile.
+        output: what the plan makes.
+        notes: what the user should know.
+        threads: how many of a process read the source at a time.
+    """
+
+    name: str
+    origin: str
+    target: Path
+    plan: Plan
+    source: TensorSource
+    folders: tuple[Path, ...]
+    output: Output
+    notes: list[str]
+    threads: int = 2
+
+    def digest(self, *, sync: bool) -> str:
+        """Tells one plan from another: source files, where every element comes from, where every byte goes.
+
+        What is written beside the tensors is not of it: a run that goes on writes that anew.
+
+        Args:
+            sync: whether what is written is waited for; what was not is nothing to go on from.
+        """
+        digest = hashlib.sha256(repr((tool(), self.name, sync)).encode())
+        for path in self.source.files:
+            found = path.stat()
+            digest.update(repr((str(path.resolve()), found.st_size, found.st_mtime_ns)).encode())
+        for task in self.plan.tasks:
+            digest.update(repr((task.target, tuple(task.pieces))).encode())
+        for file in self.output.files:
+            digest.update(repr((file.name, [len(segment) for segment in file.segments])).encode())
+        return digest.hexdigest()
+
+    def write_manifest(self, result: Path, digest: str, sums: dict[str, str]) -> None:
+        """Write what the result says of itself; its journal knows what the files with tensors hold."""
+        plan = self.plan
+        made = {"tensors": len(plan.tasks), "parameters": plan.numel, "bytes": plan.nbytes, "dtypes": plan.dtypes}
+        made |= {"cast": len(plan.cast), "transposed": len(plan.transposed), "digest": digest}
+        written: dict[str, Parts] = {}
+        for unit, part in journal.noted(result, self.output.files, units(self.output.files)).items():
+            name = Path(self.output.inner, self.output.files[unit.file].name).as_posix()
+            written.setdefault(name, []).append((unit.end, part))
+        made["files"] = files_of(result, self.output.inner, written)
+        manifest = tool() | {"source": self.origin} | self.output.settings | made
+        write_object(result / self.output.inner / MANIFEST, manifest | ({"sha256": sums} if sums else {}))
+
+
+def carry_out(planned: Callable[[], Conversion], how: How) -> ConversionReport:
+    """Plan a conversion and do it.
+
+    Args:
+        planned: makes the plan, the same in every process.
+        how: how to do it.
+
+    Raises:
+        CheckpointError: the source, an option, the target or the file system is not as it must be, or a process failed.
+            The target is as it was before.
+    """
+    conduct = _Conduct(**how)
+    ranks = conduct.ranks
+    with _no_collection():
+        conversion = ranks.alike(planned)
+    target = conversion.target
+    needed = sum(file.nbytes for file in conversion.output.files) + _OVERHEAD
+    replaceable = Replaceable(conversion.output.inner, progress=conduct.progress)
+    ranks.once(lambda: _check_target(conversion, conduct, replaceable))
+    report = ConversionReport.of(conversion, needed, free_space(target), ranks.size)
+    if conduct.dry_run:
+        return replace(report, estimate=ranks.once(lambda: _estimate(conversion, conduct)))
+    digests = ranks.each(lambda: conversion.digest(sync=conduct.sync))
+    if len(set(digests)) > 1:
+        raise CheckpointError(f"{conversion.origin} is not the same for all {ranks.size} processes; do they share it?")
+    with contextlib.ExitStack() as stack:
+        work = ranks.once(lambda: stack.enter_context(_begun(conversion, conduct, replaceable, digests[0], needed)))
+        seconds, resumed, written = _write(conversion, conduct, work)
+        with _advice(work, conduct):
+            _finish_and_prove(conversion, conduct, work, digests[0])
+        if ranks.once(lambda: conversion.digest(sync=conduct.sync)) != digests[0]:
+            raise CheckpointError(f"{conversion.origin} changed while it was read; {work} is of no use")
+        into_place = stack.pop_all()
+    ranks.once(into_place.close)
+    return report.done(ranks.once(lambda: conversion.notes), seconds, resumed, written)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """A plan is a hundred thousand objects, all of them needed; looking for garbage among them doubles its time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _estimate(conversion: Conversion, conduct: _Conduct) -> float:
+    """Seconds all of it may take."""
+    return estimate(
+        conversion.plan,
+        conversion.source,
+        disk_of(conversion.target),
+        processes=conduct.ranks.size,
+        passes=2 * conduct.verify + conduct.checksums,
+    )
+
+
+def _check_target(conversion: Conversion, conduct: _Conduct, replaceable: Replaceable) -> None:
+    check_target(
+        conversion.target,
+        overwrite=conduct.overwrite,
+        replaceable=replaceable,
+        sources=conversion.folders,
+    )
+
+
+@contextlib.contextmanager
+def _begun(
+    conversion: Conversion, conduct: _Conduct, replaceable: Replaceable, digest: str, needed: int
+) -> Iterator[Path]:
+    """The folder in which the result grows, with a journal."""
+
+    def claim(folder: Path) -> bool:
+        if journal.is_written_by_another(folder):  # the first process has died, and its lock with it
+            raise CheckpointError(f"{conversion.target} is being written by another process, in {folder}")
+        begun = journal.plan_of(folder) if conduct.resume else ""
+        if len(begun) == len(digest) and begun != digest:
+            raise CheckpointError(
+                f"{folder} is the unfinished result of another source, other options or another version, so --resume "
+                "does not go on from it; run as that was run, or without --resume, which removes it and starts anew"
+            )
+        return begun == digest
+
+    target = conversion.target
+    with atomic.atomic_directory(
+        target,
+        conversion.notes.append,
+        replace=replaceable if conduct.overwrite else None,
+        sync=conduct.sync,
+        claim=claim,
+        keep=conduct.resume,
+    ) as work:
+        check_space(target, needed - space_of(work))
+        journal.begin(work, digest)
+        (work / conversion.output.inner).mkdir(exist_ok=True)
+        yield work
+
+
+def _write(conversion: Conversion, conduct: _Conduct, work: Path) -> tuple[float, int, int]:
+    """Write all files with tensors; returns how long it took, the bytes that were there already, and the others."""
+    ranks, folder, everything = conduct.ranks, work / conversion.output.inner, units(conversion.output.files)
+    there = _there(conversion, conduct, work, everything)
+    left = [unit for unit in everything if unit not in there]
+    mine = share(left, [unit.nbytes for unit in left], ranks.rank, ranks.size)
+
+    def write() -> float:
+        with (
+            journal.Journal(work, ranks.rank) as lines,
+            _meter(conversion.name, sum(unit.nbytes for unit in mine), conduct) as meter,
+        ):
+            write_units(
+                folder,
+                conversion.output.files,
+                mine,
+                conversion.source,
+                lines,
+                meter,
+                sync=conduct.sync,
+                threads=conversion.threads,
+            )
+            return meter.seconds
+
+    return max(ranks.each(write)), sum(unit.nbytes for unit in there), sum(unit.nbytes for unit in left)
+
+
+def _there(conversion: Conversion, conduct: _Conduct, work: Path, everything: list[Unit]) -> set[Unit]:
+    """The units that an earlier run has written, read again to see that they still are what it wrote."""
+    ranks, folder = conduct.ranks, work / conversion.output.inner
+    # Asked once, and all have read before one of them writes.
+    noted = list(ranks.once(lambda: journal.noted(work, conversion.output.files, everything)).items())
+    mine = share(noted, [unit.nbytes for unit, _ in noted], ranks.rank, ranks.size)
+    if not noted:
+        return set()
+
+    def check() -> list[Unit]:
+        with _meter("resume", sum(unit.nbytes for unit, _ in mine), conduct) as meter:
+            return journal.intact(folder, conversion.output.files, mine, meter)
+
+    there = {unit for part in ranks.each(check) for unit in part}
+    if spoilt := len(noted) - len(there):
+        conversion.notes.append(
+            f"{spoilt} of {len(noted)} parts that an earlier run had written are not as it left them; written once more"
+        )
+    return there
+
+
+@contextlib.contextmanager
+def _advice(work: Path, conduct: _Conduct) -> Iterator[None]:
+    """What is wrong with files that stay for the next run would be wrong in that one too."""
+    try:
+        yield
+    except CheckpointError as error:
+        if conduct.resume:
+            raise CheckpointError(f"{error}; {work} is of no use: run without --resume, which starts anew") from error
+        raise
+
+
+def _finish_and_prove(conversion: Conversion, conduct: _Conduct, work: Path, digest: str) -> None:
+    """Write everything else, read back what was written, and compare if asked to."""
+    ranks = conduct.ranks
+
+    def finish() -> None:
+        check_sizes(work / conversion.output.inner, conversion.output.files)
+        _remove_others(work, {Path(conversion.output.inner, file.name) for file in conversion.output.files})
+        conversion.output.finish(work, digest)
+
+    ranks.once(finish)
+    tasks = tasks_of(conversion.plan, ranks)
+    nbytes = sum(task.target.nbytes for task in tasks)
+
+    def check() -> dict[str, str]:
+        with _no_collection():
+            written = conversion.output.open(work)
+            if written.specs != conversion.plan.specs:
+                raise CheckpointError(f"{work}: what is there is not what was to be written")
+            written.check(task.target.name for task in tasks)
+        if conduct.verify:
+            with _meter("verify", nbytes, conduct) as meter:
+                for found in differences(tasks, conversion.source, written, meter):
+                    raise CheckpointError(f"{work}: was not written as it should be: {found}")
+        if not conduct.checksums:
+            return {}
+        with _meter("checksums", nbytes, conduct) as meter:
+            return checksums((task.target.name for task in tasks), written, meter)
+
+    sums = ranks.each(check)
+    ranks.once(lambda: conversion.write_manifest(work, digest, {name: s for part in sums for name, s in part.items()}))
+
+
+def _remove_others(work: Path, tensors: set[Path]) -> None:
+    """Remove what an earlier run had written beside the tensors before it ended."""
+    for path in list(leaves(work)):
+        name = path.relative_to(work)
+        if name not in tensors and name.parts[0] != journal.FOLDER:
+            path.unlink()
+
+
+def tasks_of(plan: Plan, ranks: Ranks) -> list[Task]:
+    """This process's share of reading what a plan makes."""
+    return share(plan.tasks, [task.target.nbytes for task in plan.tasks], ranks.rank, ranks.size)
+
+
+def _meter(label: str, total: int, conduct: _Conduct) -> Progress:
+    ranks = conduct.ranks
+    if ranks.size > 1:
+        label = f"{label}, process {ranks.rank} of {ranks.size}"
+    return Progress(label, total, shown=conduct.progress and ranks.first)

@@ -1,0 +1,125 @@
+"""The manifest that lies beside every result of ours: what it was made of, by what, how.
+
+What lives here: its name, who wrote it, reading it, and what by it belongs to a result. What may not: what else goes
+into it (`conversion.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from qwen3vl_bridge.checkpoint.engine import journal
+from qwen3vl_bridge.checkpoint.engine.journal import digest_of as _digest
+from qwen3vl_bridge.checkpoint.engine.progress import Progress
+from qwen3vl_bridge.files.errors import CheckpointError
+from qwen3vl_bridge.files.json_files import read_object
+from qwen3vl_bridge.files.target import Snapshot, leaves, refuse_loss, refuse_others, snapshot
+
+# A file's contents: where each part ends, and a digest of it.
+Parts = list[tuple[int, str]]
+
+MANIFEST = "qwen3vl_bridge.json"
+_TOOL = "qwen3vl_bridge"
+
+
+def tool() -> dict[str, str]:
+    """Who wrote a result, for its manifest."""
+    versions = {}
+    for name in ("qwen3vl-bridge", "torch"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "unknown"
+    return {"tool": _TOOL, "version": versions["qwen3vl-bridge"], "torch": versions["torch"]}
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a result; empty where there is none."""
+    path = folder / MANIFEST
+    return read_object(path) if path.is_file() else {}
+
+
+def files_of(root: Path, inner: str, written: Mapping[str, Parts]) -> dict[str, Parts]:
+    """The files of a result that is finished but for its manifest, with digests of what they hold.
+
+    Args:
+        root: the result's folder.
+        inner: the folder in it that gets the manifest.
+        written: the digests that are known already.
+    """
+    paths, aside = sorted(path.relative_to(root) for path in leaves(root)), Path(inner, MANIFEST)
+    names = [path.as_posix() for path in paths if path != aside and path.parts[0] != journal.FOLDER]
+    return {name: written.get(name) or _parts(root / name) for name in names}
+
+
+def _parts(path: Path) -> Parts:
+    size = path.stat().st_size
+    return [(size, _digest(path, 0, size, Progress("", size, shown=False)) or "")]
+
+
+class Replaceable:
+    """Checks that a folder is the result of an earlier conversion, as that wrote it, and nothing besides."""
+
+    def __init__(self, inner: str, *, progress: bool = False) -> None:
+        """A check.
+
+        Args:
+            inner: the folder in it that has the manifest.
+            progress: whether to show progress on standard error.
+        """
+        self._manifest = Path(inner, MANIFEST).as_posix()
+        self._progress = progress
+        self._checked: Snapshot | None = None
+
+    def __call__(self, root: Path) -> None:
+        """Check a folder. Its files are read once, and again only if somebody has touched them since.
+
+        Raises:
+            CheckpointError: it is something else, or holds what would be lost.
+        """
+        found = snapshot(root)
+        if found == self._checked:
+            return
+        written = self._written(root)
+        refuse_others(root, {self._manifest, *written}, "checkpoint")
+        there = {name: written[name] for name in found if name in written}
+        with Progress("earlier result", sum(_size(it) for it in there.values()), shown=self._progress) as meter:
+            changed = [name for name, parts in there.items() if not _is_as_written(root / name, parts, meter)]
+        refuse_loss(root, changed, "files that have changed since a conversion wrote them")
+        self._checked = found
+
+    def _written(self, root: Path) -> dict[str, Parts]:
+        """The files of a result as its manifest has them.
+
+        Raises:
+            CheckpointError: it has none, or one that does not say.
+        """
+        manifest = read_manifest((root / self._manifest).parent)
+        # A trainer of ours writes a manifest too, which has no format.
+        if manifest.get("tool") != _TOOL or "format" not in manifest:
+            raise CheckpointError(
+                f"{root} is no checkpoint that a conversion of this kind wrote: it has no {self._manifest} that says "
+                "so; so it is not replaced, remove it yourself"
+            )
+        files = manifest.get("files")
+        try:
+            return {name: [(int(end), str(digest)) for end, digest in parts] for name, parts in files.items()}  # pyright: ignore[reportOptionalMemberAccess]
+        except (AttributeError, TypeError, ValueError):
+            raise CheckpointError(
+                f"{root / self._manifest} does not say what the files held when they were written, as one of an "
+                f"earlier version; so {root} is not replaced, remove it yourself"
+            ) from None
+
+
+def _size(parts: Parts) -> int:
+    return parts[-1][0] if parts else 0
+
+
+def _is_as_written(path: Path, parts: Parts, meter: Progress) -> bool:
+    if not path.is_file() or path.stat().st_size != _size(parts):
+        return False
+    starts = (0, *(end for end, _ in parts))
+    return all(_digest(path, start, end, meter) == it for start, (end, it) in zip(starts, parts, strict=False))

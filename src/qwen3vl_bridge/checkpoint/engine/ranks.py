@@ -1,0 +1,174 @@
+"""The processes that share a conversion.
+
+What lives here: one process, or those torchrun started, and the few ways they meet. What may not: dividing the work
+(`checkpoint/formats/planned_files.py`), checkpoints.
+
+They meet over gloo, whatever the machine has. When one of them dies, the others learn of it at the next meeting.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from qwen3vl_bridge.files.errors import CheckpointError
+
+# How long processes wait for each other to come up, and for each other's share of the work. That one has died while
+# working is noticed at once.
+_START, _WORK = datetime.timedelta(minutes=10), datetime.timedelta(hours=12)
+
+# What processes that find each other by their environment need.
+_RENDEZVOUS = ("RANK", "MASTER_ADDR", "MASTER_PORT")
+_MAX_PORT = 65_535
+
+
+class Ranks:
+    """This process among those that work together: on its own, unless `of_torchrun` says otherwise.
+
+    As a context it leaves the others in good order at the end.
+
+    Attributes:
+        rank: its number.
+        size: how many there are.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank, self.size = rank, size
+        self._group: Any = None
+        self._started = False
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if self._group is None:
+            return
+        import torch.distributed as dist
+
+        # A process that simply ends makes gloo's threads in another abort that one.
+        if kind is None:
+            self.each(lambda: None)
+        dist.destroy_process_group(None if self._started else self._group)
+        self._group = None
+
+    @classmethod
+    def of_torchrun(cls) -> Ranks:
+        """The processes torchrun started, or this one where it started none.
+
+        Raises:
+            CheckpointError: they cannot reach each other.
+        """
+        number = os.environ.get("WORLD_SIZE", "1")
+        if not number.isdecimal() or int(number) < 1:
+            raise CheckpointError(f"WORLD_SIZE is {number!r}, expected the number of processes")
+        size = int(number)
+        if size == 1:
+            return cls()
+        import torch.distributed as dist
+
+        alone = not dist.is_initialized()
+        if alone:
+            _check_environment(size)
+        try:
+            if alone:
+                dist.init_process_group("gloo", timeout=_START)
+            ranks = cls(dist.get_rank(), dist.get_world_size())
+            ranks._started = alone
+            ranks._group = dist.new_group(backend="gloo", timeout=_WORK)
+        except (RuntimeError, ValueError) as error:
+            raise CheckpointError(f"the {size} processes do not find each other: {error}") from error
+        return ranks
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the process that does what is done once."""
+        return self.rank == 0
+
+    def each[Result](self, work: Callable[[], Result]) -> list[Result]:
+        """Have every process do something.
+
+        Returns:
+            What each of them returned.
+
+        Raises:
+            CheckpointError: one of them could not, or died. All processes raise it.
+        """
+        if self.size == 1:
+            return [work()]
+        result, error = None, None
+        try:
+            result = work()
+        except Exception as failure:  # whatever it is, the others must not wait for this one
+            error = failure
+        outcomes = self._exchange((result, None if error is None else f"{error}" or type(error).__name__))
+        if error is not None:
+            raise error
+        for rank, (_, message) in enumerate(outcomes):
+            if message is not None:
+                raise CheckpointError(f"process {rank} of {self.size}: {message}")
+        return [outcome for outcome, _ in outcomes]
+
+    def alike[Result](self, work: Callable[[], Result]) -> Result:
+        """Have every process do the same and keep its own result.
+
+        Returns:
+            What it returned here.
+
+        Raises:
+            CheckpointError: one of them could not, or died. All processes raise it.
+        """
+        mine: list[Result] = []
+        self.each(lambda: mine.append(work()))
+        return mine[0]
+
+    def once[Result](self, work: Callable[[], Result]) -> Result:
+        """Have the first process do something.
+
+        Returns:
+            What it returned, in every process.
+
+        Raises:
+            CheckpointError: it could not, or a process died. All processes raise it.
+        """
+        return self.each(lambda: work() if self.first else None)[0]  # pyright: ignore[reportReturnType]
+
+    def _exchange(self, mine: Any) -> list[Any]:
+        import torch.distributed as dist
+
+        everyone: list[Any] = [None] * self.size
+        try:
+            dist.all_gather_object(everyone, mine, group=self._group)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise CheckpointError(f"another of the {self.size} processes ended: {reason}") from error
+        return everyone
+
+
+def _check_environment(size: int) -> None:
+    """Check that processes can find each other, before they wait for each other; and say so where nobody started them.
+
+    Raises:
+        CheckpointError: they cannot.
+    """
+    if missing := [name for name in _RENDEZVOUS if not os.environ.get(name)]:
+        raise CheckpointError(
+            f"WORLD_SIZE is {size}, but {', '.join(missing)} are not set; expected processes that torchrun started, or "
+            "for one alone no WORLD_SIZE"
+        )
+    rank, port = os.environ["RANK"], os.environ["MASTER_PORT"]
+    if not rank.isdecimal() or int(rank) >= size:
+        raise CheckpointError(f"RANK is {rank!r}, expected 0 to {size - 1} for WORLD_SIZE {size}")
+    if not port.isdecimal() or int(port) > _MAX_PORT:
+        raise CheckpointError(f"MASTER_PORT is {port!r}, expected the number of a port")
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        minutes = int(_START.total_seconds() // 60)
+        where = f"{os.environ['MASTER_ADDR']}:{port}"
+        print(
+            f"process {rank} of {size} by WORLD_SIZE, not started by torchrun: waiting for the others at {where} for "
+            f"up to {minutes} minutes; unset WORLD_SIZE to work alone",
+            file=sys.stderr,
+            flush=True,
+        )

@@ -1,0 +1,1 @@
+"""Checkpoint formats: descriptions of tensors, slices, layouts; a folder for each format."""

@@ -1,0 +1,201 @@
+"""Reads pieces of tensors as a stream of bytes, through one buffer of a fixed size.
+
+What lives here: reading byte ranges, turning a matrix, and the cast of a buffer from one dtype to another. What may
+not: formats, plans.
+
+A turned matrix is held whole; it is one expert's. All else passes through the buffer.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from qwen3vl_bridge.checkpoint.formats.slices import Piece, Pieces, Run, Transposed, Zeros
+from qwen3vl_bridge.checkpoint.formats.tensor_specs import ITEMSIZE, TensorSource
+from qwen3vl_bridge.files.errors import CheckpointError
+
+import numpy as np
+
+# Small enough to stay in a processor's cache between reading and writing.
+_BLOCK = 1 << 18
+_OPEN_FILES = 32
+# Bytes of a matrix that are turned at a time: the more rows, the longer the stretches that they become.
+_STRIP = 1 << 19
+
+
+class PieceReader:
+    """Reads pieces of one source. Not for several threads at once."""
+
+    def __init__(self, source: TensorSource, block: int = _BLOCK) -> None:
+        self._source = source
+        self._buffer = memoryview(bytearray(block))
+        self._files: OrderedDict[Path, int] = OrderedDict()
+        # The latest matrix, since its parts are asked for one after the other: a gate, then its up projection.
+        self._matrix: tuple[tuple[tuple[Run, ...], int, str], mmap.mmap] | None = None
+
+    def __enter__(self) -> PieceReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files."""
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+    def blocks(self, pieces: Iterable[Piece], dtype: str) -> Iterator[memoryview]:
+        """The bytes of a row of pieces.
+
+        Args:
+            pieces: the pieces.
+            dtype: what the bytes are to be; pieces of another dtype are cast.
+
+        Yields:
+            Blocks; each is valid until the next is asked for.
+
+        Raises:
+            CheckpointError: a file cannot be read, or ends early, or a value does not fit the dtype.
+        """
+        used, current, name = 0, dtype, ""
+        for piece in pieces:
+            if not isinstance(piece, Run) and used:
+                yield cast(self._buffer[:used], current, dtype, name)
+                used = 0
+            if isinstance(piece, Zeros):
+                yield from self._zeros(piece.length * ITEMSIZE[dtype])
+                continue
+            if isinstance(piece, Transposed):
+                yield from self._turned(piece, dtype)
+                continue
+            previous, name = name, piece.source
+            found = self._source.specs[piece.source].dtype
+            if found != current:
+                if used:
+                    yield cast(self._buffer[:used], current, dtype, previous)
+                used, current = 0, found
+            for path, offset, length in self._source.extents(piece):
+                file = self._open(path, piece.source)
+                while length:
+                    take = min(length, len(self._buffer) - used)
+                    self._read(file, self._buffer[used : used + take], offset, path, piece.source)
+                    used, offset, length = used + take, offset + take, length - take
+                    if used == len(self._buffer):
+                        yield cast(self._buffer, current, dtype, name)
+                        used = 0
+        if used:
+            yield cast(self._buffer[:used], current, dtype, name)
+
+    def _zeros(self, length: int) -> Iterator[memoryview]:
+        zeros = memoryview(bytes(min(length, len(self._buffer))))
+        while length:
+            yield zeros[:length]
+            length -= min(length, len(zeros))
+
+    def _turned(self, piece: Transposed, dtype: str) -> Iterator[memoryview]:
+        dtypes = {self._source.specs[run.source].dtype for run in piece.runs}
+        found = dtypes.pop() if len(dtypes) == 1 else dtype
+        start, end = (number * ITEMSIZE[found] for number in (piece.start, piece.start + piece.length))
+        matrix = self._transpose(piece, found)
+        for position in range(start, end, len(self._buffer)):
+            block = matrix[position : min(position + len(self._buffer), end)]
+            yield cast(block, found, dtype, piece.runs[0].source)
+
+    def _transpose(self, piece: Transposed, dtype: str) -> memoryview:
+        """The whole matrix that a piece is of, turned, in a dtype."""
+        key = (piece.runs, piece.columns, dtype)
+        if self._matrix is None or self._matrix[0] != key:
+            size, rows, columns = ITEMSIZE[dtype], piece.rows, piece.columns
+            memory = self._memory(rows * columns * size)
+            turned = np.frombuffer(memory, f"i{size}").reshape(columns, rows)
+            pieces, step = Pieces(piece.runs), max(1, _STRIP // (columns * size))
+            strip = np.empty((min(step, rows), columns), turned.dtype)
+            for first in range(0, rows, step):
+                count = min(step, rows - first)
+                self._fill(memoryview(strip[:count]).cast("B"), pieces.cut(first * columns, count * columns), dtype)
+                turned[:, first : first + count] = _transposed(strip[:count])
+            self._matrix = (key, memory)
+        return memoryview(self._matrix[1])
+
+    def _memory(self, nbytes: int) -> mmap.mmap:
+        """The last matrix's memory again where it is as large. It is given back at once where it is not."""
+        last, self._matrix = self._matrix, None
+        if last is not None and len(last[1]) == nbytes:
+            return last[1]
+        return mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+    def _fill(self, into: memoryview, runs: Iterable[Piece], dtype: str) -> None:
+        """Read runs of tensors, each in its dtype or cast to the one wanted."""
+        done = 0
+        for run in runs:
+            assert isinstance(run, Run)
+            if self._source.specs[run.source].dtype != dtype:
+                for block in self.blocks([run], dtype):
+                    into[done : done + len(block)] = block
+                    done += len(block)
+                continue
+            for path, offset, length in self._source.extents(run):
+                self._read(self._open(path, run.source), into[done : done + length], offset, path, run.source)
+                done += length
+
+    def _open(self, path: Path, name: str) -> int:
+        file = self._files.pop(path, None)
+        if file is None:
+            if len(self._files) >= _OPEN_FILES:
+                os.close(self._files.popitem(last=False)[1])
+            try:
+                file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise CheckpointError(f"{path}, tensor {name}: {error.strerror}") from error
+        self._files[path] = file
+        return file
+
+    def _read(self, file: int, into: memoryview, offset: int, path: Path, name: str) -> None:
+        done = 0
+        while done < len(into):
+            try:
+                count = os.preadv(file, [into[done:]], offset + done)
+            except OSError as error:
+                raise CheckpointError(f"{path}, tensor {name}: {error.strerror} at byte {offset + done}") from error
+            if not count:
+                left = len(into) - done
+                raise CheckpointError(
+                    f"{path}, tensor {name}: ends at byte {offset + done}, expected {left} more bytes"
+                )
+            done += count
+
+
+def _transposed(matrix: np.ndarray) -> np.ndarray:
+    """The transpose, row-major: torch goes tile by tile, numpy against the order of the memory."""
+    import torch
+
+    return torch.from_numpy(matrix).t().contiguous().numpy()
+
+
+def cast(data: memoryview, source: str, target: str, name: str) -> memoryview:
+    """Elements of one dtype as elements of another, rounded to nearest even.
+
+    Args:
+        data: the elements.
+        source: their dtype.
+        target: the dtype to be.
+        name: the tensor they are of, for the error.
+
+    Raises:
+        CheckpointError: a finite element is too large for the other dtype.
+    """
+    if source == target:
+        return data
+    import torch
+
+    before = torch.frombuffer(data, dtype=getattr(torch, source), count=len(data) // ITEMSIZE[source])
+    after = before.to(getattr(torch, target))
+    if ITEMSIZE[target] <= ITEMSIZE[source]:
+        overflown = after.isinf() & before.isfinite()
+        if overflown.any():
+            raise CheckpointError(f"{name}: value {before[overflown][0].item():g} is too large for {target}")
+    return memoryview(after.view(torch.uint8).numpy())

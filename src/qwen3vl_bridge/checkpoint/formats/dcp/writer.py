@@ -1,0 +1,134 @@
+"""Lays out torch.distributed.checkpoint folders: no process group, no tensor in memory.
+
+What lives here: data files and `.metadata`. What may not: which keys there are
+(`checkpoint/formats/megatron/folder.py`), writing the data files (`checkpoint/engine/copying.py`).
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import uuid
+from collections.abc import Iterator
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+from qwen3vl_bridge.checkpoint.formats import planned_files
+from qwen3vl_bridge.checkpoint.formats.dcp.metadata import FILE
+from qwen3vl_bridge.checkpoint.formats.dcp.template import template
+from qwen3vl_bridge.checkpoint.formats.planned_files import Data, OutputFile
+from qwen3vl_bridge.checkpoint.formats.slices import Pieces
+from qwen3vl_bridge.checkpoint.formats.tensor_specs import Shape, TensorSpec
+
+import torch
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+
+class DcpLayout:
+    """A folder to be.
+
+    A file has a unit of work at most, unless a single item has more, so no two processes share a file.
+
+    Attributes:
+        files: its data files.
+    """
+
+    def __init__(self) -> None:
+        """Start with no files."""
+        self.files: list[OutputFile] = []
+        self._entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        self._storage: dict[MetadataIndex, _StorageInfo] = {}
+
+    @property
+    def byte_items(self) -> list[str]:
+        """Keys of the items that are no tensors."""
+        return [key for key, entry in self._entries.items() if isinstance(entry, BytesStorageMetadata)]
+
+    @property
+    def chunks(self) -> Iterator[tuple[str, Shape, Shape, str, int]]:
+        """Of every box: its tensor's key, offsets and sizes, the file it is in, and how many bytes a loader reads."""
+        for key, entry in self._entries.items():
+            for chunk in entry.chunks if isinstance(entry, TensorStorageMetadata) else ():
+                info = self._storage[MetadataIndex(key, chunk.offsets)]
+                yield key, tuple(chunk.offsets), tuple(chunk.sizes), info.relative_path, info.length
+
+    def add_chunk(self, spec: TensorSpec, offsets: Shape, sizes: Shape, pieces: Pieces, start: int) -> None:
+        """Add a box of a tensor.
+
+        Args:
+            spec: the whole tensor, by its key.
+            offsets: where in it the box begins.
+            sizes: the box.
+            pieces: the whole tensor's elements.
+            start: which of them is the box's first; its others follow.
+        """
+        frame, dtype = template(spec.dtype, sizes), getattr(torch, spec.dtype)
+        data = Data(pieces, spec.dtype, start, frame.nbytes // dtype.itemsize)
+        info = self._append(frame.head, data, frame.tail)
+        entry = self._entries.get(spec.name)
+        if entry is None:
+            entry = TensorStorageMetadata(_properties(dtype), _size(spec.shape), [])
+            self._entries[spec.name] = entry
+        assert isinstance(entry, TensorStorageMetadata)
+        entry.chunks.append(ChunkStorageMetadata(_size(offsets), _size(sizes)))
+        self._storage[MetadataIndex(spec.name, offsets)] = info
+
+    def add_bytes(self, key: str, value: Any) -> None:
+        """Add an item that is no tensor."""
+        data = io.BytesIO()
+        torch.save(value, data)
+        self._entries[key] = BytesStorageMetadata()
+        self._storage[MetadataIndex(key)] = self._append(data.getvalue())
+
+    def _append(self, *segments: bytes | Data) -> _StorageInfo:
+        size = sum(map(len, segments))
+        if not self.files or self.files[-1].nbytes + size > planned_files.UNIT_BYTES:
+            self.files.append(OutputFile(f"__0_{len(self.files)}.distcp", divisible=False))
+        file = self.files[-1]
+        info = _StorageInfo(file.name, file.nbytes, size)
+        for segment in segments:
+            if segment:
+                file.append(segment)
+        return info
+
+    def write_metadata(self, folder: Path, paths: dict[str, tuple[str, ...]], save_id: str) -> None:
+        """Write `.metadata`.
+
+        Args:
+            folder: where the data files are.
+            paths: for a key, where in a nested state dict it belongs; the key itself where it is not given.
+            save_id: any text; the same one gives the same bytes.
+        """
+        metadata = Metadata(
+            self._entries,
+            planner_data={key: paths.get(key, (key,)) for key in self._entries},
+            storage_data=self._storage,
+            storage_meta=StorageMeta(save_id=str(uuid.uuid5(uuid.NAMESPACE_OID, save_id))),
+            version=CURRENT_DCP_VERSION,
+        )
+        with (folder / FILE).open("wb") as file:
+            pickle.dump(metadata, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+# Ten thousand experts have few shapes. One object for each keeps `.metadata`, and what reading it takes, small.
+@cache
+def _properties(dtype: torch.dtype) -> TensorProperties:
+    return TensorProperties(dtype=dtype)
+
+
+@lru_cache(maxsize=1 << 12)
+def _size(numbers: Shape) -> torch.Size:
+    return torch.Size(numbers)

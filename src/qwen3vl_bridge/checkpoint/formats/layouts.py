@@ -1,0 +1,224 @@
+"""The formats as sides of a conversion: which tensors each has, and where the elements of a Megatron parameter lie.
+
+What lives here: the arithmetic of the weight table's kinds of row, stated once for each format; planning joins any two.
+What may not: names (`models/qwen3_vl/table.py`), files, torch.
+
+Every side tells where a row's Megatron parameter lies, element by element in its row-major order. That order is what
+two sides have in common.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Protocol
+
+from qwen3vl_bridge.checkpoint.formats.tensor_specs import Shape
+from qwen3vl_bridge.files.errors import CheckpointError
+from qwen3vl_bridge.models.qwen3_vl.table import NAMED_IF_MIXED, local_name, stacked_name
+from qwen3vl_bridge.weights.dimensions import Dimensions
+from qwen3vl_bridge.weights.rows import (
+    QKV,
+    ConcatenatedQKV,
+    Copy,
+    ExpertInput,
+    ExpertOutput,
+    GatedMLP,
+    PackedExpert,
+    Row,
+    hf_shapes,
+)
+
+# Layer specs, whose parameter names differ where one fuses a norm and a linear layer, or groups experts.
+TRANSFORMER_ENGINE = "transformer_engine"
+LOCAL = "local"
+
+
+class Place(NamedTuple):
+    """Where consecutive elements of a Megatron parameter lie: elements [start, start + length) of a tensor.
+
+    Where `columns` is not 0 they are a matrix of so many columns, and lie transposed. Where `stride` is not 1,
+    they lie that far apart.
+    """
+
+    tensor: str
+    start: int
+    length: int
+    columns: int = 0
+    stride: int = 1
+
+
+class Side(Protocol):
+    """A format, for one model.
+
+    Attributes:
+        pads_vocabulary: whether its tensors of the vocabulary may have more rows than the model.
+    """
+
+    pads_vocabulary: ClassVar[bool]
+
+    def tensors(self, row: Row) -> dict[str, Shape]:
+        """Names and shapes of the tensors that hold an expanded row; they may hold others too."""
+        ...
+
+    def places(self, row: Row) -> Iterator[Place]:
+        """Where the elements of an expanded row's Megatron parameter lie, in order."""
+        ...
+
+    def leading(self, row: Row) -> int:
+        """How many first dimensions of the tensors count rows, such as layers and experts."""
+        ...
+
+
+def megatron_shape(row: Row, dimensions: Dimensions) -> Shape:
+    """Shape of the Megatron parameter of an expanded row."""
+    shapes = row.numbers(dimensions)
+    if isinstance(row, PackedExpert) and row.transposed:
+        return shapes[0][::-1]
+    return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+
+@dataclass(frozen=True)
+class HuggingFace:
+    """safetensors, as transformers names and lays out."""
+
+    dimensions: Dimensions
+    pads_vocabulary: ClassVar[bool] = False
+
+    def tensors(self, row: Row) -> dict[str, Shape]:
+        """As of any side."""
+        return dict(zip(row.hf, hf_shapes(row, self.dimensions), strict=True))
+
+    def leading(self, row: Row) -> int:
+        """As of any side."""
+        return int(isinstance(row, PackedExpert))
+
+    def places(self, row: Row) -> Iterator[Place]:
+        """As of any side."""
+        dimensions, shapes = self.dimensions, row.numbers(self.dimensions)
+        if isinstance(row, QKV):
+            heads, groups, head_dim = dimensions["heads"], dimensions["kv_heads"], dimensions["head_dim"]
+            head = head_dim * math.prod(shapes[0][1:])
+            parts = [(row.hf[0], 0, heads // groups * head), (row.hf[1], 0, head), (row.hf[2], 0, head)]
+            yield from _interleaved(parts, groups)
+        elif isinstance(row, ConcatenatedQKV):
+            groups = dimensions["v_heads"]
+            third = math.prod(shapes[0]) // 3
+            yield from _interleaved([(row.hf[0], i * third, third // groups) for i in range(3)], groups)
+        elif isinstance(row, PackedExpert):
+            size = math.prod(shapes[0])
+            yield Place(row.hf[0], row.expert * size, size, columns=shapes[0][0] if row.transposed else 0)
+        elif isinstance(row, ExpertInput):
+            yield Place(row.hf[0], row.expert * math.prod(shapes[0]), math.prod(shapes[0]))
+        elif isinstance(row, ExpertOutput):
+            yield Place(row.hf[0], row.expert, math.prod(shapes[0]), stride=dimensions["experts"])
+        elif isinstance(row, Copy | GatedMLP):
+            for name, shape in zip(row.hf, shapes, strict=True):
+                yield Place(name, 0, math.prod(shape))
+        else:
+            raise TypeError(f"{row.megatron}: no rule for rows of the kind {type(row).__name__}")
+
+
+def _interleaved(parts: list[tuple[str, int, int]], groups: int) -> Iterator[Place]:
+    """For each group, its share of every part in turn. A part is (tensor, first element, elements per group)."""
+    for group in range(groups):
+        for name, first, length in parts:
+            yield Place(name, first + group * length, length)
+
+
+@dataclass(frozen=True)
+class FsdpDtensor:
+    """A Megatron-FSDP checkpoint: each parameter a tensor, gate and up projections apart.
+
+    Attributes:
+        dimensions: from `dimensions_of`; its "vocab" counts padding too.
+        naming: layer spec whose names it has, "transformer_engine" or "local".
+    """
+
+    dimensions: Dimensions
+    naming: str = TRANSFORMER_ENGINE
+    pads_vocabulary: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.naming not in (TRANSFORMER_ENGINE, LOCAL):
+            raise CheckpointError(f"naming is {self.naming!r}, expected {TRANSFORMER_ENGINE!r} or {LOCAL!r}")
+
+    def tensors(self, row: Row) -> dict[str, Shape]:
+        """As of any side."""
+        shape = megatron_shape(row, self.dimensions)
+        names = (local_name(name) if self.naming == LOCAL else name for name in row.stored)
+        return dict.fromkeys(names, (shape[0] // len(row.stored), *shape[1:]))
+
+    def leading(self, row: Row) -> int:
+        """As of any side."""
+        del row
+        return 0
+
+    def places(self, row: Row) -> Iterator[Place]:
+        """As of any side."""
+        for name, shape in self.tensors(row).items():
+            yield Place(name, 0, math.prod(shape))
+
+
+@dataclass(frozen=True)
+class TorchDist:
+    """A checkpoint of megatron-core's own format: layers, and the experts of a layer, stacked in one tensor.
+
+    Attributes:
+        dimensions: from `dimensions_of`; its "vocab" counts padding too.
+        named: indices that stay in the names of tensors instead.
+        local: whether it has the names of megatron-core's own local layer spec.
+    """
+
+    dimensions: Dimensions
+    named: frozenset[str] = frozenset()
+    local: bool = False
+    pads_vocabulary: ClassVar[bool] = True
+
+    @classmethod
+    def of(cls, dimensions: Dimensions) -> TorchDist:
+        """As megatron-core saves a model: layers that differ, dense and MoE ones, keep their indices in their names."""
+        mixed = bool(dimensions.indices["dense_layers"]) and bool(dimensions.indices["moe_layers"])
+        return cls(dimensions, frozenset(NAMED_IF_MIXED) if mixed else frozenset())
+
+    @classmethod
+    def found(cls, rows: Collection[Row], dimensions: Dimensions, names: Collection[str]) -> TorchDist:
+        """As a checkpoint has it. A trainer may leave indices in the names in any model.
+
+        Args:
+            rows: the weight table, expanded for the model.
+            dimensions: from `dimensions_of`.
+            names: those of the checkpoint's tensors.
+        """
+        stacks = (frozenset(NAMED_IF_MIXED), frozenset({"vision_layers"}), frozenset({"deepstack_taps"}))
+        named: frozenset[str] = frozenset()
+        for stack in stacks:
+            first = next((row for row in rows if stack.intersection(row.indices)), None)
+            if first is not None and stacked_name(first, dimensions, stack)[0] in names:
+                named |= stack
+        spelled = {local: cls(dimensions, named, local) for local in (False, True)}
+        count = {local: sum(side.name(row)[0] in names for row in rows) for local, side in spelled.items()}
+        return spelled[count[True] > count[False]]
+
+    def name(self, row: Row) -> tuple[str, tuple[tuple[int, int], ...]]:
+        """What an expanded row's tensor is called, and its number in each of the first dimensions with their sizes."""
+        return stacked_name(row, self.dimensions, self.named, local=self.local)
+
+    def tensors(self, row: Row) -> dict[str, Shape]:
+        """As of any side."""
+        name, stacked = self.name(row)
+        return {name: (*(count for _, count in stacked), *megatron_shape(row, self.dimensions))}
+
+    def leading(self, row: Row) -> int:
+        """As of any side."""
+        return len(self.name(row)[1])
+
+    def places(self, row: Row) -> Iterator[Place]:
+        """As of any side."""
+        name, stacked = self.name(row)
+        index = 0
+        for number, count in stacked:
+            index = index * count + number
+        size = math.prod(megatron_shape(row, self.dimensions))
+        yield Place(name, index * size, size)

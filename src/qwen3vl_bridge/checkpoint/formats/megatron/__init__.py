@@ -1,0 +1,1 @@
+"""The folder of a Megatron checkpoint and the files beside its tensors."""

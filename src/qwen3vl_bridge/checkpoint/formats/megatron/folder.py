@@ -1,0 +1,125 @@
+"""The folder of a Megatron checkpoint: the files around the tensors.
+
+What lives here: names of files and keys in either format, finding an iteration, telling its format. What may not:
+tensors' bytes, the weight table, writing (`side_files.py`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from qwen3vl_bridge.checkpoint.formats.dcp.metadata import FILE as METADATA
+from qwen3vl_bridge.checkpoint.formats.dcp.metadata import DcpMetadata
+from qwen3vl_bridge.files.errors import CheckpointError
+from qwen3vl_bridge.files.json_files import read_object
+
+TRACKER = "latest_checkpointed_iteration.txt"
+TRAIN_STATE = "train_state.pt"
+LATEST_TRAIN_STATE = f"latest_{TRAIN_STATE}"
+RUN_CONFIG = "run_config.yaml"
+HF_FILES = "hf"
+# Where Megatron-Bridge itself keeps a run's tokenizer.
+TOKENIZER = "tokenizer"
+
+# What megatron-core calls the two formats.
+FSDP_DTENSOR, TORCH_DIST = "fsdp_dtensor", "torch_dist"
+FORMATS = (FSDP_DTENSOR, TORCH_DIST)
+# Says which format a folder has; an fsdp_dtensor one lacks it.
+FORMAT_FILE = "metadata.json"
+
+# How megatron-core's state dict of a model wrapped in MegatronFSDP begins; its own format names parameters as they are.
+_SECTION, _WRAPPER = "model", "module."
+_PREFIX = {FSDP_DTENSOR: f"{_SECTION}.{_WRAPPER}", TORCH_DIST: ""}
+# How a parameter's name begins. torch_dist has optimizer state and the like beside them.
+_PARTS = ("language_model.", "vision_model.")
+
+
+def key_of(parameter: str, ckpt_format: str = FSDP_DTENSOR) -> str:
+    """Key of a parameter in a checkpoint."""
+    return _PREFIX[ckpt_format] + parameter
+
+
+def path_of(parameter: str, ckpt_format: str = FSDP_DTENSOR) -> tuple[str, ...]:
+    """Where a parameter is in the nested state dict."""
+    return (_SECTION, _WRAPPER + parameter) if ckpt_format == FSDP_DTENSOR else (parameter,)
+
+
+def model_keys(metadata: DcpMetadata, ckpt_format: str = FSDP_DTENSOR) -> dict[str, str]:
+    """The model's parameters in a checkpoint: name -> key. Optimizer state and the like are left aside.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    prefix = _PREFIX[ckpt_format]
+    names = {key.removeprefix(prefix): key for key in metadata.tensors if key.startswith(prefix)}
+    if ckpt_format == TORCH_DIST:
+        names = {name: key for name, key in names.items() if name.startswith(_PARTS)}
+    names = {name: key for name, key in names.items() if "_extra_state" not in name}
+    if not names:
+        found = ", ".join(sorted(metadata.tensors)[:3]) or "no tensors"
+        expected = prefix or " or ".join(_PARTS)
+        raise CheckpointError(f"{metadata.folder} holds no model: found {found}, expected keys like {expected}...")
+    return names
+
+
+def format_of(folder: Path) -> str:
+    """The format of an iteration's folder.
+
+    Raises:
+        CheckpointError: it is neither of the two.
+    """
+    if not (folder / FORMAT_FILE).is_file():
+        return FSDP_DTENSOR
+    found = read_object(folder / FORMAT_FILE).get("sharded_backend")
+    if found != TORCH_DIST:
+        raise CheckpointError(f"{folder / FORMAT_FILE}: sharded_backend is {found!r}, expected {TORCH_DIST!r}")
+    return TORCH_DIST
+
+
+def iteration_folder(root: Path, iteration: int) -> Path:
+    """Where an iteration's files are."""
+    return root / f"iter_{iteration:07d}"
+
+
+def find_iteration(path: Path, iteration: int | None = None) -> Path:
+    """The iteration's folder to read.
+
+    Args:
+        path: a checkpoint's root folder, or an iteration's folder itself.
+        iteration: which one; None for the latest.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if not path.is_dir():
+        found = "a file" if path.exists() else "nothing"
+        raise CheckpointError(f"{path}: found {found}, expected the folder of a Megatron checkpoint")
+    if (path / METADATA).is_file():
+        if iteration is not None and path.name != iteration_folder(path, iteration).name:
+            raise CheckpointError(f"{path} is a single iteration, which --iteration {iteration} does not name")
+        return path
+    folder = _latest(path) if iteration is None else iteration_folder(path, iteration)
+    if not (folder / METADATA).is_file():
+        others = ", ".join(sorted(entry.name for entry in path.glob("iter_*"))) or "none"
+        raise CheckpointError(f"{folder} is no checkpoint: it has no {METADATA}; iterations found: {others}")
+    return folder
+
+
+def _latest(path: Path) -> Path:
+    tracker = path / TRACKER
+    try:
+        text = tracker.read_text(errors="replace").strip()
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is no Megatron checkpoint: it has neither {TRACKER} nor {METADATA}") from None
+    except OSError as error:
+        raise CheckpointError(f"{tracker}: {error.strerror or error}") from error
+    if text == "release":
+        return path / "release"
+    if not (text.isascii() and text.isdigit() and len(text) < 13):
+        raise CheckpointError(f"{tracker} holds {text[:40]!r}, expected the number of an iteration")
+    return iteration_folder(path, int(text))
+
+
+def is_megatron_checkpoint(path: Path) -> bool:
+    """Whether a folder looks like a checkpoint's root, or like one iteration of it."""
+    return any((path / name).is_file() for name in (METADATA, TRACKER, LATEST_TRAIN_STATE))

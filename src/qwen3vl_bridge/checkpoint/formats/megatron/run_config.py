@@ -1,0 +1,84 @@
+"""`run_config.yaml`: what Megatron-Bridge's tools read about the run a checkpoint comes from.
+
+What lives here: the one function that says what a converted checkpoint's file holds. What may not: reading it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from qwen3vl_bridge.files.errors import CheckpointError
+
+# Makes our provider of a config.json. Megatron-Bridge calls it once `import qwen3vl_bridge` has allowed it to.
+TARGET = "qwen3vl_bridge.models.qwen3_vl.bridge.provider_from_hf_config"
+
+
+def run_config(
+    hf_config: Mapping[str, Any], hf_model: str, ckpt_format: str, rows: int, vocab_divisor: int | None = None
+) -> dict[str, Any]:
+    """Contents of `run_config.yaml` for a checkpoint that no run has written.
+
+    Megatron-Bridge builds the model of `model`. Its loader wants the two parallel sizes as soon as the file is there,
+    its export looks for `hf_model_id`.
+
+    Args:
+        hf_config: the model's `config.json`.
+        hf_model: where it came from: a folder or a hub id.
+        ckpt_format: which of the two formats.
+        rows: of the vocabulary, padding counted in.
+        vocab_divisor: what they were padded to a multiple of, for each tensor-parallel rank; None where that is not
+            known, or they are not padded.
+
+    Returns:
+        Plain values only.
+
+    Raises:
+        CheckpointError: the configuration holds what Megatron-Bridge would act on instead of reading it.
+    """
+    _check_passive(hf_config, "config.json")
+    _check_passive(hf_model, "the name of the model")
+    divisor = _divisor(hf_config["text_config"]["vocab_size"], rows, vocab_divisor)
+    padding = {} if divisor is None else {"should_pad_vocab": True, "make_vocab_size_divisible_by": divisor}
+    return {
+        "model": {
+            "_target_": TARGET,
+            "hf_config": dict(hf_config),
+            "tensor_model_parallel_size": 1,
+            "pipeline_model_parallel_size": 1,
+            "hf_model_id": hf_model,
+            **padding,
+        },
+        "checkpoint": {
+            "ckpt_format": ckpt_format,
+            "save_optim": False,
+            "save_rng": False,
+            "fully_parallel_save": True,
+        },
+    }
+
+
+def _divisor(vocabulary: int, rows: int, divisor: int | None) -> int | None:
+    """What makes Megatron-Bridge pad a vocabulary to so many rows on one rank; None where it needs no padding.
+
+    The smallest such number serves the most tensor-parallel ranks.
+    """
+    if divisor is not None and -(-vocabulary // divisor) * divisor == rows:
+        return divisor
+    if rows == vocabulary:
+        return None
+    return next(number for number in range(rows - vocabulary + 1, rows + 1) if rows % number == 0)
+
+
+def _check_passive(value: Any, where: str) -> None:
+    """Check that nothing in a configuration calls for anything: Megatron-Bridge calls a `_target_` wherever it is."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if key.startswith("_") and key.endswith("_"):
+                raise CheckpointError(f"{where} has the key {key!r}, expected none that Megatron-Bridge would act on")
+            _check_passive(inner, f"{where}, {key}")
+    elif isinstance(value, list):
+        for inner in value:
+            _check_passive(inner, where)
+    elif isinstance(value, str) and "${" in value:
+        raise CheckpointError(f"{where} is {value[:80]!r}, expected no text that Megatron-Bridge would replace")

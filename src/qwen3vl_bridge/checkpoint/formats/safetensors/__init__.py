@@ -1,0 +1,1 @@
+"""Hugging Face safetensors: the folder, its reader, its writer."""

@@ -1,0 +1,103 @@
+"""What readers, writers and the planner have in common: a tensor's description, and byte ranges in files.
+
+What lives here: dtypes, `TensorSpec`, `Extent`, and the `TensorSource` that every reader is. What may not: file
+formats, parameter names, torch. Dtypes go by torch's names as strings, so that planning needs no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from qwen3vl_bridge.checkpoint.formats.slices import Run
+
+# torch name -> (name in a safetensors header, bytes per element)
+_DTYPES: dict[str, tuple[str, int]] = {
+    "float64": ("F64", 8),
+    "float32": ("F32", 4),
+    "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2),
+    "float8_e4m3fn": ("F8_E4M3", 1),
+    "float8_e5m2": ("F8_E5M2", 1),
+    "complex64": ("C64", 8),
+    "int64": ("I64", 8),
+    "int32": ("I32", 4),
+    "int16": ("I16", 2),
+    "int8": ("I8", 1),
+    "uint64": ("U64", 8),
+    "uint32": ("U32", 4),
+    "uint16": ("U16", 2),
+    "uint8": ("U8", 1),
+    "bool": ("BOOL", 1),
+}
+DTYPE_OF_SAFETENSORS = {code: name for name, (code, _) in _DTYPES.items()}
+SAFETENSORS_OF_DTYPE = {name: code for name, (code, _) in _DTYPES.items()}
+ITEMSIZE = {name: size for name, (_, size) in _DTYPES.items()}
+# What weights may be stored as and cast to.
+WEIGHT_DTYPES = ("float32", "float16", "bfloat16")
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Name, dtype (torch's name) and shape of a tensor, contiguous and row-major."""
+
+    name: str
+    dtype: str
+    shape: Shape
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        return self.numel * ITEMSIZE[self.dtype]
+
+    def describe(self) -> str:
+        """Shape and dtype in words."""
+        return f"{list(self.shape)} {self.dtype}"
+
+
+class Extent(NamedTuple):
+    """A range of bytes of a file."""
+
+    path: Path
+    offset: int
+    length: int
+
+
+class TensorSource(Protocol):
+    """Tensors somewhere on disk."""
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """Every tensor by name."""
+        ...
+
+    @property
+    def files(self) -> Iterable[Path]:
+        """The files they lie in."""
+        ...
+
+    def drop(self, name: str) -> None:
+        """Forget a tensor."""
+        ...
+
+    def check(self, names: Iterable[str]) -> None:
+        """Check that the bytes of some tensors are where they should be.
+
+        Raises:
+            CheckpointError: they are not.
+        """
+        ...
+
+    def extents(self, run: Run) -> Iterator[Extent]:
+        """Where the elements of a run are, in order."""
+        ...

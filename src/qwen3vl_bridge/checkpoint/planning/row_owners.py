@@ -1,0 +1,138 @@
+"""Which ranks hold which rows of a tensor, where the parallel sizes are stated.
+
+What lives here: how Megatron-FSDP's ranks share a layer's weights, and how tensor-parallel, expert-parallel and
+pipeline ranks of `torch_dist` share tensors. What may not: cutting tensors into chunks (`topology.py`), files.
+
+Nothing depends on this being exact. A rank reads whatever chunks have a part of what it holds; where they are cut
+elsewhere than ranks are, it reads more than it keeps.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from qwen3vl_bridge.checkpoint.formats.layouts import FsdpDtensor, TorchDist, megatron_shape
+from qwen3vl_bridge.checkpoint.formats.tensor_specs import Shape
+from qwen3vl_bridge.checkpoint.planning.topology import Owner, Part, Topology
+from qwen3vl_bridge.weights.dimensions import Dimensions
+from qwen3vl_bridge.weights.rows import Row
+
+# Tensor-parallel ranks split the rows of the one, and the columns of the other. All else is taken to be whole on each.
+_BY_ROWS = re.compile(r"\.(linear_(qkv|fc1)\.(weight|bias)|(word_embeddings|output_layer)\.weight)")
+_BY_COLUMNS = re.compile(r"\.linear_(proj|fc2)\.weight")
+_TEXT_LAYERS = ("text_layers", "dense_layers", "moe_layers")
+_LAST_STAGE = ("language_model.decoder.final_layernorm.", "language_model.output_layer.")
+
+# By a tensor's name, then by the numbers in its leading dimensions: its parts, in order.
+Holders = Mapping[str, Mapping[Shape, Sequence[Part]]]
+
+
+def holders(rows: Collection[Row], side: FsdpDtensor | TorchDist, topology: Topology) -> Holders:
+    """What ranks hold.
+
+    Args:
+        rows: the weight table, expanded for the model.
+        side: the format.
+        topology: sizes that fit the model.
+
+    Returns:
+        Parts of every tensor; nothing where one rank reads each as a whole. torch_dist's ranks read gate and up
+        projection apart, even if there is one.
+    """
+    if topology.ranks == 1 and isinstance(side, FsdpDtensor):
+        return {}
+    found: dict[str, dict[Shape, list[Part]]] = {}
+    parts = _in_units(rows, side, topology) if isinstance(side, FsdpDtensor) else _in_stages(rows, side, topology)
+    for name, index, part in parts:
+        found.setdefault(name, {}).setdefault(index, []).append(part)
+    for of_tensor in found.values():
+        for of_index in of_tensor.values():
+            of_index.sort()
+    return found
+
+
+class _Parameter(NamedTuple):
+    """A parameter of a tensor-parallel rank: the tensors it is stored in, one above the other, and its part of each."""
+
+    names: tuple[str, ...]
+    rows: int
+    columns: int
+    copies: int  # tensor-parallel ranks that hold rows of their own
+
+    @property
+    def numel(self) -> int:
+        return len(self.names) * self.rows * self.columns
+
+
+def _in_units(rows: Collection[Row], side: FsdpDtensor, topology: Topology) -> Iterator[tuple[str, Shape, Part]]:
+    """A unit of Megatron-FSDP is a layer, its experts apart; what is in no layer is one too.
+
+    Source: megatron-core 0.19, `_get_parameter_groups` of Megatron-FSDP's `param_and_grad_buffer.py`.
+    """
+    units: dict[tuple[str, int, bool, int], list[_Parameter]] = {}
+    for row in rows:
+        of_experts, tensors = "experts" in row.indices, side.tensors(row)
+        tp, shape = topology.expert_tp if of_experts else topology.tp, next(iter(tensors.values()))
+        copies = tp if _BY_ROWS.search(row.megatron) else 1
+        columns = math.prod(shape[1:]) // (tp if _BY_COLUMNS.search(row.megatron) else 1)
+        in_layer = row.indices[:1] and row.indices[0].endswith("layers")
+        tower, layer = (row.megatron.partition(".")[0], row.position[0]) if in_layer else ("", 0)
+        key = (tower, layer, of_experts, _expert_group(row, side.dimensions, topology))
+        units.setdefault(key, []).append(_Parameter(tuple(tensors), shape[0] // copies, columns, copies))
+    for (_, _, of_experts, group), parameters in units.items():
+        ranks = topology.ranks // (topology.ep * topology.expert_tp if of_experts else topology.tp)
+        yield from _shards(parameters, ranks, (int(of_experts), group))
+
+
+def _shards(parameters: Sequence[_Parameter], ranks: int, owner: Owner) -> Iterator[tuple[str, Shape, Part]]:
+    """Parameters of a unit lie one behind the other, the widest first, and are cut into equal parts.
+
+    Source: megatron-core 0.19, `build_data_parallel_buffer_index`. The parts are of whole rows of all of them.
+    """
+    # Of equally wide ones, the module's order: attention's output layer comes first, the last merger after the others.
+    ordered = sorted(
+        parameters, key=lambda one: (-one.columns, "linear_proj" not in one.names[0], ".merger." in one.names[0])
+    )
+    step = 1
+    for one in ordered:
+        step = math.lcm(step, one.columns) if one.numel >= step else step
+    starts, end = {}, 0
+    for small in (False, True):
+        for one in ordered:
+            if (one.numel < step) == small:
+                starts[one.names[0]] = end
+                end += one.numel if small else math.ceil(one.numel / step) * step
+    share = math.ceil(end / (ranks * step)) * step
+    for one in ordered:
+        for k, name in enumerate(one.names):
+            start = starts[one.names[0]] + k * one.rows * one.columns
+            for shard in range(start // share, (start + one.rows * one.columns - 1) // share + 1):
+                row = max(shard * share - start, 0) // one.columns
+                for copy in range(one.copies):
+                    yield name, (), Part(copy * one.rows + row, (*owner, shard, copy))
+
+
+def _in_stages(rows: Collection[Row], side: TorchDist, topology: Topology) -> Iterator[tuple[str, Shape, Part]]:
+    """A pipeline stage has layers that follow one another; the vision tower is with the first."""
+    layers = len(side.dimensions.indices["text_layers"]) // topology.pp
+    for row in rows:
+        name, stacked = side.name(row)
+        of_experts, shape = "experts" in row.indices, megatron_shape(row, side.dimensions)
+        stage = row.position[0] // layers if row.indices[:1] and row.indices[0] in _TEXT_LAYERS else 0
+        stage = topology.pp - 1 if row.megatron.startswith(_LAST_STAGE) else stage
+        group = _expert_group(row, side.dimensions, topology)
+        # The gate lies above the up projection, and each rank has its rows of both.
+        tp = topology.expert_tp if of_experts else topology.tp
+        halves, copies = len(row.stored), tp if _BY_ROWS.search(row.megatron) else 1
+        share = shape[0] // (halves * copies)
+        for part in range(halves * copies):
+            owner = (stage, int(of_experts), group, part % copies)
+            yield name, tuple(number for number, _ in stacked), Part(part * share, owner)
+
+
+def _expert_group(row: Row, dimensions: Dimensions, topology: Topology) -> int:
+    """Which of the expert-parallel ranks have an expert."""
+    return row.expert * topology.ep // dimensions["experts"] if "experts" in row.indices else 0

@@ -1,0 +1,1 @@
+"""Models on disk: folder, configuration and weights together, in either world."""

@@ -1,0 +1,70 @@
+"""Opens a Hugging Face model on disk.
+
+What lives here: how, and what becomes of an output layer stored beside the embedding it is tied to. What may
+not: Megatron.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from qwen3vl_bridge.checkpoint.engine.comparison import difference
+from qwen3vl_bridge.checkpoint.formats.byte_streams import PieceReader
+from qwen3vl_bridge.checkpoint.formats.safetensors.model_folder import HUGGINGFACE, find_model
+from qwen3vl_bridge.checkpoint.formats.safetensors.reader import HFWeights
+from qwen3vl_bridge.checkpoint.formats.slices import Run
+from qwen3vl_bridge.checkpoint.planning.plan import leave_unexpected
+from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
+from qwen3vl_bridge.checkpoint.stored_models.stored_model import StoredModel
+from qwen3vl_bridge.files.errors import CheckpointError
+from qwen3vl_bridge.models.qwen3_vl.table import TABLE
+
+
+def open_model(hf_model: str | Path, *, strict: bool = True, trust_remote_code: bool = False) -> StoredModel:
+    """Open a Hugging Face model.
+
+    Args:
+        hf_model: a folder or a hub id.
+        strict: whether tensors that the model does not call for stay, to be found out; otherwise they are left aside.
+        trust_remote_code: whether the model may bring code.
+
+    Raises:
+        CheckpointError: it is not there, not a Qwen3-VL, or its files are damaged.
+    """
+    folder = find_model(hf_model, trust_remote_code=trust_remote_code)
+    config, weights, notes = ModelConfig(folder), HFWeights(folder), []
+    if config.tied:
+        for copy, original in _tied_pairs():
+            if copy in weights.specs and original in weights.specs:
+                _check_copy(weights, folder, copy, original)
+                weights.drop(copy)
+                notes.append(f"{copy} is a copy of {original}, to which config.json ties it; it was left out")
+    experts = config.expert_layout({name: spec.shape for name, spec in weights.specs.items()})
+    model = StoredModel(folder, HUGGINGFACE, weights, config, experts, notes=notes)
+    if not strict:
+        notes.extend(leave_unexpected(weights, model.rows, model.side))
+    return model
+
+
+def _tied_pairs() -> list[tuple[str, str]]:
+    """Tensors that a tied model has only under the second name."""
+    embedding = next(row for row in TABLE if row.of_vocabulary and row.condition is None)
+    return [(row.hf[0], embedding.hf[0]) for row in TABLE if row.condition == "untied"]
+
+
+def _check_copy(weights: HFWeights, folder: Path, copy: str, original: str) -> None:
+    one, other = weights.specs[copy], weights.specs[original]
+    if one.describe() != other.describe():
+        found = f"{one.describe()}, not {other.describe()}"
+    else:
+        with PieceReader(weights) as left, PieceReader(weights) as right:
+            streams = (
+                reader.blocks([Run(spec.name, 0, spec.numel)], spec.dtype)
+                for reader, spec in ((left, one), (right, other))
+            )
+            found = difference(copy, one.numel, one.dtype, *streams)
+    if found is not None:
+        raise CheckpointError(
+            f"{folder}: config.json has tie_word_embeddings true, but {copy} is not {original}: {found}; "
+            f"expected the same bytes, or no {copy}, or tie_word_embeddings false"
+        )

@@ -1,0 +1,187 @@
+"""Lays out a Megatron checkpoint for a plan, and writes the files around its tensors.
+
+What lives here: what import and reformatting have in common: the side that is written. What may not: the one that is
+read.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import asdict, dataclass
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from qwen3vl_bridge.checkpoint.formats.dcp.metadata import read_metadata
+from qwen3vl_bridge.checkpoint.formats.dcp.reader import DcpTensors
+from qwen3vl_bridge.checkpoint.formats.dcp.writer import DcpLayout
+from qwen3vl_bridge.checkpoint.formats.layouts import TRANSFORMER_ENGINE, FsdpDtensor, TorchDist
+from qwen3vl_bridge.checkpoint.formats.megatron import folder as megatron
+from qwen3vl_bridge.checkpoint.formats.megatron.run_config import run_config
+from qwen3vl_bridge.checkpoint.formats.megatron.side_files import BYTE_ITEMS, COMMON_STATE, write_run_files
+from qwen3vl_bridge.checkpoint.formats.safetensors.model_folder import copy_side_files
+from qwen3vl_bridge.checkpoint.formats.tensor_specs import TensorSpec
+from qwen3vl_bridge.checkpoint.planning.plan import Plan
+from qwen3vl_bridge.checkpoint.planning.row_owners import holders
+from qwen3vl_bridge.checkpoint.planning.topology import Topology
+from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
+from qwen3vl_bridge.files.errors import CheckpointError
+from qwen3vl_bridge.models.qwen3_vl.table import ExpertLayout
+from qwen3vl_bridge.weights.dimensions import Dimensions
+from qwen3vl_bridge.weights.rows import Row
+
+# Modules of which megatron-core stores a state beside their weights, always None here, and asks for on loading. The
+# first do so in either layer spec, the others are Transformer Engine's.
+_LINEAR = re.compile(r"linear_(qkv|proj|fc1|fc2)")
+_NORM = re.compile(r"(\w+_layernorm|patch_norm)")
+
+
+@dataclass(frozen=True)
+class Storage:
+    """A Megatron checkpoint to be.
+
+    Attributes:
+        ckpt_format: "fsdp_dtensor" or "torch_dist".
+        naming: layer spec it is for, "transformer_engine" or "local".
+        topology: parallel sizes it is meant for.
+        config: the model's configuration.
+        hf_model: where that came from.
+        experts: how the Hugging Face model holds its experts; an export does the same.
+        vocab_divisor: what the vocabulary's rows are padded to a multiple of, for each tensor-parallel rank.
+    """
+
+    ckpt_format: str
+    naming: str
+    topology: Topology
+    config: ModelConfig
+    hf_model: str
+    experts: ExpertLayout
+    vocab_divisor: int | None = None
+
+    @property
+    def dimensions(self) -> Dimensions:
+        """The model's, with the padding of its vocabulary."""
+        dimensions = self.config.dimensions
+        if self.vocab_divisor is None:
+            return dimensions
+        step = self.vocab_divisor * self.topology.tp
+        return dimensions.with_vocab(-(-dimensions["vocab"] // step) * step)
+
+    @property
+    def side(self) -> FsdpDtensor | TorchDist:
+        """Its side of a conversion."""
+        if self.ckpt_format == megatron.TORCH_DIST:
+            return TorchDist.of(self.dimensions)
+        return FsdpDtensor(self.dimensions, self.naming)
+
+    def check(self) -> None:
+        """Check the options against each other and the model.
+
+        Raises:
+            CheckpointError: they don't fit.
+        """
+        if self.ckpt_format not in megatron.FORMATS:
+            raise CheckpointError(f"ckpt_format is {self.ckpt_format!r}, expected {' or '.join(megatron.FORMATS)}")
+        FsdpDtensor(self.config.dimensions, self.naming)  # refuses a naming that is none
+        vocabulary = self.config.dimensions["vocab"]
+        if self.vocab_divisor is not None and not 1 <= self.vocab_divisor <= vocabulary:
+            raise CheckpointError(
+                f"--make-vocab-size-divisible-by is {self.vocab_divisor}, expected 1 to {vocabulary}, the vocabulary"
+            )
+        self.topology.check_numbers()  # before one of them is divided by
+        self.topology.check(self.dimensions, stages=self.ckpt_format == megatron.TORCH_DIST)
+
+    def layout(self, plan: Plan) -> DcpLayout:
+        """All files with tensors, and the byte items a loader wants."""
+        layout, side = DcpLayout(), self.side
+        held, chunks = holders(self.config.rows(), side, self.topology), []
+        for task in plan.tasks:
+            key = megatron.key_of(task.target.name, self.ckpt_format)
+            spec, position = TensorSpec(key, task.target.dtype, task.target.shape), 0
+            for owner, offsets, sizes in self.topology.chunks(spec, task.leading, held.get(task.target.name)):
+                chunks.append((owner, spec, offsets, sizes, task.pieces, position))
+                position += math.prod(sizes)
+        # What a rank reads lies together, in few files.
+        for _, *chunk in sorted(chunks, key=itemgetter(0)):
+            layout.add_chunk(*chunk)
+        if isinstance(side, FsdpDtensor):
+            for key, value in BYTE_ITEMS.items():
+                layout.add_bytes(key, value)
+            return layout
+        layout.add_bytes(*COMMON_STATE)
+        for key in extra_states(self.config.rows(), side, with_norms=self.naming == TRANSFORMER_ENGINE):
+            layout.add_bytes(key, [None])
+        return layout
+
+
+class MegatronOutput:
+    """A Megatron checkpoint with a plan for its tensors."""
+
+    inner = megatron.iteration_folder(Path(), 0).name
+
+    def __init__(self, plan: Plan, storage: Storage) -> None:
+        self._names, self._storage = [task.target.name for task in plan.tasks], storage
+        self._layout = storage.layout(plan)
+        self.files = self._layout.files
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the manifest says."""
+        storage = self._storage
+        return {
+            "format": storage.ckpt_format,
+            "layer_spec": storage.naming,
+            "hf_model": storage.hf_model,
+            "expert_layout": storage.experts.name if storage.dimensions.indices["moe_layers"] else None,
+            "vocab_divisor": storage.vocab_divisor,
+            "topology": asdict(storage.topology),
+        }
+
+    def finish(self, root: Path, digest: str) -> None:
+        """Write all files but those with tensors and the manifest."""
+        storage, folder = self._storage, megatron.iteration_folder(root, 0)
+        ckpt_format = storage.ckpt_format
+        paths = {megatron.key_of(name, ckpt_format): megatron.path_of(name, ckpt_format) for name in self._names}
+        self._layout.write_metadata(folder, paths, digest)
+        copy_side_files(storage.config.folder, folder / megatron.HF_FILES)
+        rows = storage.dimensions["vocab"]
+        config = run_config(storage.config.raw, storage.hf_model, ckpt_format, rows, storage.vocab_divisor)
+        write_run_files(root, folder, config, ckpt_format)
+
+    def open(self, root: Path) -> DcpTensors:
+        """What was written, as found.
+
+        Raises:
+            CheckpointError: it is not what was laid out.
+        """
+        metadata = read_metadata(megatron.iteration_folder(root, 0))
+        if set(metadata.byte_items) != set(self._layout.byte_items):
+            raise CheckpointError(f"{metadata.folder}: what is there is not what was to be written")
+        return DcpTensors(metadata, megatron.model_keys(metadata, self._storage.ckpt_format))
+
+
+def extra_states(rows: Collection[Row], side: TorchDist, *, with_norms: bool) -> Iterator[str]:
+    """Keys of the states that megatron-core stores beside weights.
+
+    Source: megatron-core 0.19, `make_sharded_tensors_for_checkpoint` and the modules' own `_extra_state`.
+
+    Args:
+        rows: the weight table, expanded for the model.
+        side: names of tensors.
+        with_norms: whether norms have one too.
+    """
+    seen: set[str] = set()
+    for row in rows:
+        name, stacked = side.name(row)
+        module = name.rpartition(".")[0]
+        last = module.rpartition(".")[2]
+        if not (_LINEAR.fullmatch(last) or (with_norms and _NORM.fullmatch(last))):
+            continue
+        numbers, counts = zip(*stacked or ((0, 1),), strict=True)
+        shard = "_".join(".".join(map(str, values)) for values in (numbers, counts))
+        key = f"{module}._extra_state/shard_{shard}"
+        if key not in seen:
+            seen.add(key)
+            yield key

@@ -1,0 +1,305 @@
+"""The converter's command line: import, export, reformat, verify, inspect, adapters.
+
+What lives here: verbs, and how a command is run. What may not: torch at import time (so that `--help` answers at once),
+work, printing (`convert_output.py`), options that several verbs have (`convert_options.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from qwen3vl_bridge.checkpoint.engine.ranks import Ranks
+from qwen3vl_bridge.checkpoint.formats.layouts import LOCAL, TRANSFORMER_ENGINE
+from qwen3vl_bridge.checkpoint.formats.megatron.folder import FORMATS
+from qwen3vl_bridge.checkpoint.planning.topology import Topology
+from qwen3vl_bridge.cli import adapters as adapters_cli
+from qwen3vl_bridge.cli import convert_options, convert_output
+from qwen3vl_bridge.files.errors import CheckpointError
+from qwen3vl_bridge.files.paths import expanded
+from qwen3vl_bridge.models.qwen3_vl.table import ExpertLayout
+from qwen3vl_bridge.terminal import BAD_INPUT, INTERRUPTED, show, show_anything
+
+_SIZES = {
+    "tp": "tensor-parallel size",
+    "pp": "pipeline-parallel size (torch_dist alone)",
+    "cp": "context-parallel size; its ranks share fsdp_dtensor's weights, so it counts where --world-size is not "
+    "given; torch_dist is cut the same for any",
+    "ep": "expert-parallel size",
+    "etp": "expert-tensor-parallel size (default: --tp)",
+    "world-size": "number of processes that train, which share fsdp_dtensor's weights; torch_dist is cut the same for "
+    "any (default: as few as the other sizes allow)",
+}
+
+
+# Of the signals that tell a process to end: the first one is followed, the next one answered so. Seconds within which
+# several are one.
+_ENDS_AT_ONCE, _ONE = 2, 1.0
+_TIDYING = "interrupted already, and tidying up; once more ends it at once and leaves that to the next run\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command, in one process or in each of those torchrun started.
+
+    Args:
+        arguments: as typed; None for those of the process.
+
+    Returns:
+        Exit status: 0, 1 if `verify` found differences, 2 for bad input, 130 if interrupted.
+    """
+    options = _parser().parse_args(arguments)
+    show_anything()
+    first = True
+    try:
+        with Ranks.of_torchrun() if options.shared else Ranks() as options.ranks:
+            first = options.ranks.first
+            with _stoppable(first):
+                return options.run(options)
+    except (CheckpointError, OSError) as error:
+        if first:
+            show(f"error: {error}", error=True)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        if first:
+            show("interrupted", error=True)
+        return INTERRUPTED
+
+
+def adapters() -> int:
+    """The verb `adapters`, as a command of its own."""
+    return main(["adapters", *sys.argv[1:]])
+
+
+@contextlib.contextmanager
+def _stoppable(first: bool) -> Iterator[None]:
+    """A process that is told to end does so as on Ctrl-C: it tidies up, which a second signal does not break off.
+
+    A third ends the process at once. Those within a second are one: under torchrun a Ctrl-C comes from the terminal and
+    from torchrun. Signals that whoever started the process has it ignore, as `nohup` does, stay ignored.
+
+    Args:
+        first: whether this is the process that says so.
+    """
+    count, latest = 0, -math.inf
+
+    def stop(*_: object) -> None:
+        nonlocal count, latest
+        before, latest = latest, time.monotonic()
+        if latest - before < _ONE:
+            return
+        count += 1
+        if count == 1:
+            raise KeyboardInterrupt
+        if count > _ENDS_AT_ONCE:
+            os._exit(INTERRUPTED)
+        if first:
+            with contextlib.suppress(OSError):  # not print: it may be what was interrupted
+                os.write(2, _TIDYING.encode())
+
+    handlers = {}
+    if threading.current_thread() is threading.main_thread():
+        found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        handlers = {number: handler for number, handler in found.items() if handler not in (signal.SIG_IGN, None)}
+        for number in handlers:
+            signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="convert.py",
+        description="Convert Qwen3-VL between Hugging Face safetensors and Megatron checkpoints. No GPU is needed, "
+        "and no model in memory. Under torchrun the processes share the work.",
+    )
+    parser.set_defaults(shared=True)  # but where processes have nothing to share
+    verbs = parser.add_subparsers(metavar="VERB", required=True)
+    _import(verbs.add_parser("import", help="Hugging Face model to Megatron checkpoint"))
+    _export(verbs.add_parser("export", help="Megatron checkpoint to Hugging Face model"))
+    _reformat(verbs.add_parser("reformat", help="Megatron checkpoint to one of the other format"))
+    _verify(verbs.add_parser("verify", help="compare a Megatron checkpoint with what it was made of, bit for bit"))
+    _inspect(verbs.add_parser("inspect", help="say what a checkpoint holds"))
+    adapters_cli.add_verbs(verbs.add_parser("adapters", help="adapters of a run: for other libraries, or merged"))
+    return parser
+
+
+def _import(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--hf-model", required=True, metavar="MODEL", help="folder of the model, or hub id")
+    parser.add_argument("--megatron-path", required=True, metavar="FOLDER", help="checkpoint to write")
+    _storing(parser)
+    _lenient(parser)
+    convert_options.writing_options(parser)
+    parser.set_defaults(run=_run_import)
+
+
+def _export(parser: argparse.ArgumentParser) -> None:
+    convert_options.megatron_path(parser)
+    parser.add_argument("--hf-path", required=True, metavar="FOLDER", help="model to write")
+    _other_model(parser)
+    layouts = [layout.name.lower() for layout in ExpertLayout]
+    parser.add_argument("--expert-layout", choices=layouts,
+                        help="how to hold experts (default: as the model that was imported)")  # fmt: skip
+    convert_options.vocab_padding(parser)
+    _lenient(parser)
+    convert_options.writing_options(parser)
+    parser.set_defaults(run=_run_export)
+
+
+def _reformat(parser: argparse.ArgumentParser) -> None:
+    convert_options.megatron_path(parser)
+    parser.add_argument("--new-path", required=True, metavar="FOLDER", help="checkpoint to write")
+    _other_model(parser)
+    _storing(parser, required=True)
+    convert_options.remote_code(parser)
+    convert_options.writing_options(parser)
+    parser.set_defaults(run=_run_reformat)
+
+
+def _verify(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--hf-model", metavar="MODEL",
+                        help="folder or hub id of the model it was imported from or exported to")  # fmt: skip
+    convert_options.megatron_path(parser)
+    parser.add_argument("--new-path", metavar="FOLDER", help="compare the checkpoint with this one, made of it")
+    convert_options.vocab_padding(parser)
+    parser.add_argument("--no-progress", action="store_true", help="show no progress")
+    parser.epilog = "Without --hf-model and --new-path the checkpoint is compared with the checksums in its manifest."
+    parser.set_defaults(run=_run_verify)
+
+
+def _inspect(parser: argparse.ArgumentParser) -> None:
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--megatron-path", metavar="FOLDER", help="checkpoint, or one iteration of it")
+    which.add_argument("--hf-model", metavar="FOLDER", help="folder of a model")
+    parser.add_argument("--iteration", type=int, metavar="N", help="which iteration (default: the latest)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=_run_inspect, shared=False)
+
+
+def _other_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--hf-model", metavar="MODEL",
+                        help="take configuration, tokenizer and processor from this folder or hub id instead of from "
+                        "the checkpoint")  # fmt: skip
+
+
+def _storing(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
+    """Options of a Megatron checkpoint to be written."""
+    text = "format to write" if required else "format to write (default: %(default)s)"
+    parser.add_argument("--ckpt-format", choices=FORMATS, required=required, default=FORMATS[0], help=text)
+    parser.add_argument("--layer-spec", choices=(TRANSFORMER_ENGINE, LOCAL), default=TRANSFORMER_ENGINE,
+                        help="layer spec to write for (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--make-vocab-size-divisible-by", type=int, metavar="N", dest="vocab_divisor",
+                        help="pad the vocabulary to a multiple of N times --tp, as a model with should_pad_vocab does "
+                        "(default: no padding)")  # fmt: skip
+    group = parser.add_argument_group(
+        "sizes the checkpoint is meant for",
+        "A rank reads whole items of the files. They are cut by what ranks of these sizes hold, and those that a rank "
+        "needs lie together. The checkpoint loads at any other sizes too.",
+    )
+    for name, text in _SIZES.items():
+        default = None if name in ("etp", "world-size") else 1
+        group.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
+
+
+def _lenient(parser: argparse.ArgumentParser) -> None:
+    convert_options.remote_code(parser)
+    parser.add_argument("--not-strict", action="store_true",
+                        help="leave aside tensors that the model does not call for, instead of failing")  # fmt: skip
+
+
+def _stored(options: argparse.Namespace) -> dict[str, Any]:
+    sizes = {name.replace("-", "_"): getattr(options, name.replace("-", "_")) for name in _SIZES}
+    return {
+        "ckpt_format": options.ckpt_format,
+        "torch_dtype": options.torch_dtype,
+        "topology": Topology(**sizes),
+        "naming": options.layer_spec,
+        "vocab_divisor": options.vocab_divisor,
+    }
+
+
+def _run_import(options: argparse.Namespace) -> int:
+    from qwen3vl_bridge.checkpoint.commands.importing import import_checkpoint
+
+    report = import_checkpoint(
+        options.hf_model,
+        options.megatron_path,
+        strict=not options.not_strict,
+        trust_remote_code=options.trust_remote_code,
+        **_stored(options),
+        **convert_options.how_of(options),
+    )
+    return convert_output.conversion(report, options)
+
+
+def _run_export(options: argparse.Namespace) -> int:
+    from qwen3vl_bridge.checkpoint.commands.exporting import export_checkpoint
+
+    report = export_checkpoint(
+        options.megatron_path,
+        options.hf_path,
+        hf_model=options.hf_model,
+        torch_dtype=options.torch_dtype,
+        iteration=options.iteration,
+        expert_layout=options.expert_layout,
+        strict=not options.not_strict,
+        drop_vocab_padding=options.drop_vocab_padding,
+        trust_remote_code=options.trust_remote_code,
+        **convert_options.how_of(options),
+    )
+    return convert_output.conversion(report, options)
+
+
+def _run_reformat(options: argparse.Namespace) -> int:
+    from qwen3vl_bridge.checkpoint.commands.reformatting import reformat_checkpoint
+
+    report = reformat_checkpoint(
+        options.megatron_path,
+        options.new_path,
+        hf_model=options.hf_model,
+        iteration=options.iteration,
+        trust_remote_code=options.trust_remote_code,
+        **_stored(options),
+        **convert_options.how_of(options),
+    )
+    return convert_output.conversion(report, options)
+
+
+def _run_verify(options: argparse.Namespace) -> int:
+    from qwen3vl_bridge.checkpoint.commands import verifying
+
+    how = {"iteration": options.iteration, "progress": not options.no_progress, "ranks": options.ranks}
+    if options.new_path is not None or options.hf_model is not None:
+        how["drop_vocab_padding"] = options.drop_vocab_padding
+    elif options.drop_vocab_padding:
+        raise CheckpointError("--drop-vocab-padding: checksums are of all rows, expected --hf-model or --new-path")
+    if options.new_path is not None:
+        report = verifying.verify_reformatted(options.megatron_path, options.new_path, hf_model=options.hf_model, **how)
+    elif options.hf_model is not None:
+        report = verifying.verify_checkpoint(options.hf_model, options.megatron_path, **how)
+    else:
+        report = verifying.verify_checksums(options.megatron_path, **how)
+    return convert_output.comparison(report, options)
+
+
+def _run_inspect(options: argparse.Namespace) -> int:
+    from qwen3vl_bridge.checkpoint.commands.inspection import inspect_checkpoint
+
+    if options.hf_model is not None and not (expanded(options.hf_model) / "config.json").is_file():
+        raise CheckpointError(f"{options.hf_model}: found no config.json, expected the folder of a Hugging Face model")
+    found = inspect_checkpoint(str(options.megatron_path or options.hf_model), iteration=options.iteration)
+    return convert_output.contents(found, options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""Options that several verbs of the converter have.
+
+What lives here: the options and their meaning. What may not: verbs (`convert.py`, `adapters.py`), torch at import time.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from qwen3vl_bridge.checkpoint.formats.tensor_specs import WEIGHT_DTYPES
+
+
+def megatron_path(parser: argparse.ArgumentParser) -> None:
+    """Options that name a checkpoint."""
+    parser.add_argument("--megatron-path", required=True, metavar="FOLDER", help="checkpoint, or one iteration of it")
+    parser.add_argument("--iteration", type=int, metavar="N", help="which iteration (default: the latest)")
+
+
+def remote_code(parser: argparse.ArgumentParser) -> None:
+    """Whether a model may bring code."""
+    parser.add_argument("--trust-remote-code", action="store_true",
+                        help="take along code that the model brings; it is never run here")  # fmt: skip
+
+
+def vocab_padding(parser: argparse.ArgumentParser) -> None:
+    """Whether a padded vocabulary's rows may be lost."""
+    parser.add_argument("--drop-vocab-padding", action="store_true",
+                        help="leave out rows beyond the vocabulary that are not zero, as of a model that was trained "
+                        "with a padded vocabulary, instead of failing")  # fmt: skip
+
+
+def writing_options(parser: argparse.ArgumentParser) -> None:
+    """Options of every command that writes."""
+    parser.add_argument(
+        "--torch-dtype", choices=WEIGHT_DTYPES, help="cast the weights (default: leave them as they are)"
+    )
+    parser.add_argument("--verify", action="store_true", help="compare with the source before putting it into place")
+    parser.add_argument("--checksums", action="store_true", help="put a SHA-256 of every tensor into the manifest")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier result at that place, if nothing "
+                        "else lies in it")  # fmt: skip
+    parser.add_argument("--resume", action="store_true", help="continue what an earlier run with the same "
+                        "options left when it was interrupted; if this one fails, leave what is written for the next. "
+                        "Without it a conversion starts anew and removes what was left")  # fmt: skip
+    parser.add_argument("--dry-run", action="store_true", help="check everything, time samples, print the plan; "
+                        "nothing is left on the disk")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print the plan or the report as JSON")
+    parser.add_argument("--no-progress", action="store_true", help="show no progress")
+
+
+def how_of(options: argparse.Namespace) -> dict[str, Any]:
+    """What `writing_options` gave, as `How`."""
+    names = ("overwrite", "resume", "verify", "checksums", "dry_run", "ranks")
+    return {name: getattr(options, name) for name in names} | {"progress": not options.no_progress}

@@ -1,0 +1,260 @@
+"""The data's command line: inspect and pack.
+
+What lives here: options and their meaning. What may not: torch at import time (so that `--help` answers at once), work,
+words of a report (`data/inspection/text_report.py`, `data/inspection/html_report.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from qwen3vl_bridge.data.errors import DataError
+from qwen3vl_bridge.files.errors import CheckpointError
+from qwen3vl_bridge.terminal import BAD_INPUT, INTERRUPTED, show_anything, show_report
+
+_BAD_SAMPLES = 1
+# As `VisionLimits` has them, which needs torch.
+_LIMITS = {
+    "image_min_pixels": (int, "a smaller picture is enlarged to as many (default of all these: the model's)"),
+    "image_max_pixels": (int, "a larger picture is made as small"),
+    "video_min_pixels": (int, "likewise of a video, all of its frames together"),
+    "video_max_pixels": (int, "likewise"),
+    "video_fps": (float, "frames that are sampled of a second"),
+    "video_min_frames": (int, "frames that are sampled of a short video, if it has them"),
+    "video_max_frames": (int, "frames that are sampled of a long video"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: as typed; None for those of the process.
+
+    Returns:
+        Exit status: 0, 1 if there were samples with errors, 2 for bad input, 130 if interrupted.
+    """
+    options = _parser().parse_args(argv)
+    show_anything()
+    try:
+        return options.run(options)
+    except (DataError, CheckpointError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="qwen3vl-data", description="Look at conversations before training on them.")
+    verbs = parser.add_subparsers(metavar="VERB", required=True)
+    _inspect(verbs.add_parser("inspect", help="show samples as the model will see them, and what is trained on"))
+    _pack(verbs.add_parser("pack", help="measure all samples and pack them into rows, before training"))
+    return parser
+
+
+def _source(parser: argparse.ArgumentParser) -> None:
+    """What samples are and how they are encoded."""
+    parser.add_argument("--data", required=True, metavar="PATH",
+                        help="conversations: a file, a folder, or hf://owner/name#split")  # fmt: skip
+    parser.add_argument("--hf-model", required=True, metavar="MODEL",
+                        help="the model to train, a folder or hub id: its processor and template")  # fmt: skip
+    parser.add_argument("--media-root", metavar="FOLDER", help="folder of the pictures (default: that of --data)")
+    parser.add_argument("--allowed-urls", nargs="+", default=[], metavar="URL",
+                        help="beginnings of addresses that pictures may be fetched from (default: none)")  # fmt: skip
+    parser.add_argument("--url-cache", metavar="FOLDER",
+                        help="folder of what was fetched (default: the user's cache folder)")  # fmt: skip
+    parser.add_argument("--answers", choices=("all", "last"), default="all",
+                        help="train on all answers, or on the last one alone (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--seq-length", type=_at_least(1), default=4096, metavar="N",
+                        help="tokens of a row (default: %(default)s)")  # fmt: skip
+    for name, (kind, words) in _LIMITS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=words)
+    parser.add_argument("--no-progress", action="store_true", help="show no progress")
+
+
+def _pack(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Measure all samples, pack them into rows by best fit, and write down which samples are in which row, for "
+        "dataset.train_packing. Pictures stay where they are. The options are to be those of the training data set."
+    )
+    _source(parser)
+    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="where the rows are written to")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier packing at that place")
+    parser.add_argument("--max-patches", type=_at_least(1), metavar="N",
+                        help="patches of pictures and videos in a row (default: any number)")  # fmt: skip
+    parser.add_argument("--pad-to-multiple-of", type=_at_least(1), default=1, metavar="N",
+                        help="what each sample in a row is padded to; under context parallelism, twice its size "
+                        "(default: %(default)s)")  # fmt: skip
+    parser.add_argument("--on-long", choices=("error", "drop", "truncate"), default="error",
+                        help="what to do with a sample longer than a row (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--on-bad", choices=("error", "drop"), default="error",
+                        help="what to do with a sample that cannot be encoded (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--seed", type=int, default=1234, metavar="N",
+                        help="of the order in which samples are packed (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--workers", type=_at_least(0), default=os.cpu_count() or 0, metavar="N",
+                        help="processes that measure samples; 0 for this one alone (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=_run_pack)
+
+
+def _inspect(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Show samples as the model will see them: tokens, which of them are trained on, pictures; and how long samples "
+        "are, how full rows get, and which samples cannot be trained on. The exit status is 1 if there are any."
+    )
+    _source(parser)
+    parser.add_argument("--samples", type=_at_least(0), default=8, metavar="N",
+                        help="how many samples to show (default: %(default)s)")  # fmt: skip
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--start", type=_at_least(0), default=0, metavar="N",
+                       help="show samples from this one on, counted from 0 (default: %(default)s)")  # fmt: skip
+    which.add_argument("--seed", type=int, metavar="N", help="show a random choice instead, by this seed")
+    parser.add_argument("--lengths", type=_at_least(0), default=2000, metavar="N",
+                        help="how many samples to measure, spread over the whole file; 0 for those shown alone "
+                        "(default: %(default)s)")  # fmt: skip
+    parser.add_argument("--no-pack", action="store_true", help="one sample in a row, padded")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write an HTML report with pictures, too")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier report at that place")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=_run_inspect)
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if (value := int(text)) < least:
+            raise argparse.ArgumentTypeError(f"found {value}, expected at least {least}")
+        return value
+
+    return number
+
+
+def _run_inspect(options: argparse.Namespace) -> int:
+    if options.output is not None:
+        _check_output(options.output, overwrite=options.overwrite)
+    source = _opened(options)  # before torch, so that a mistyped name is known at once
+
+    from qwen3vl_bridge.data.inspection.summary import InspectionSettings, inspect_samples
+    from qwen3vl_bridge.data.inspection.text_report import as_json, print_text
+    from qwen3vl_bridge.data.processing.encoding import Encoder
+    from qwen3vl_bridge.data.processing.filtering import Admission
+    from qwen3vl_bridge.data.processing.samples import Samples
+
+    processor = _processor(options)
+    settings = InspectionSettings(
+        seq_length=options.seq_length,
+        samples=options.samples,
+        start=options.start,
+        seed=options.seed,
+        lengths=options.lengths,
+        pack=not options.no_pack,
+        pictures=options.output is not None,
+    )
+    samples = Samples(source, Admission(Encoder(processor, options.answers), limit=sys.maxsize))
+    found = inspect_samples(samples, processor, settings, functools.partial(_counted, shown=not options.no_progress))
+    if options.output is not None:
+        from qwen3vl_bridge.data.inspection.html_report import write_html
+
+        write_html(found, options.output, title=Path(options.data).name)
+    if options.json:
+        print(as_json(found))
+    else:
+        print_text(found)
+    return _BAD_SAMPLES if found.errors else 0
+
+
+def _run_pack(options: argparse.Namespace) -> int:
+    source = _opened(options)
+
+    from qwen3vl_bridge.data.inspection.text_report import packing_as_json, packing_as_text
+    from qwen3vl_bridge.data.loading.row_dataset import RowDataset, RowSettings
+    from qwen3vl_bridge.data.offline_packing import pack
+    from qwen3vl_bridge.data.processing.collation import Collator, VisionSettings, pad_token_id
+    from qwen3vl_bridge.data.processing.encoding import Encoder
+    from qwen3vl_bridge.data.processing.filtering import Admission
+    from qwen3vl_bridge.data.processing.samples import Samples
+
+    processor = _processor(options)
+    admission = Admission(
+        Encoder(processor, options.answers),
+        limit=options.seq_length,
+        most_patches=options.max_patches,
+        on_long=options.on_long,
+        on_bad=options.on_bad,
+    )
+    vision = VisionSettings.of_checkpoint(options.hf_model, processor)
+    with _wrong("--seq-length and --pad-to-multiple-of"):
+        collator = Collator(vision, pad_token_id(processor.tokenizer), options.seq_length, options.pad_to_multiple_of)
+    report = pack(
+        RowDataset(Samples(source, admission), RowSettings(collator, seed=options.seed)),
+        options.output,
+        workers=options.workers,
+        overwrite=options.overwrite,
+        progress=functools.partial(_summed, total=len(source), shown=not options.no_progress),
+        say=functools.partial(print, file=sys.stderr),
+    )
+    show_report(packing_as_json(report) if options.json else packing_as_text(report), options.output)
+    return 0
+
+
+def _opened(options: argparse.Namespace) -> Any:
+    from qwen3vl_bridge.data.sources.opening import open_source
+
+    with _wrong("--allowed-urls"):
+        return open_source(
+            options.data, options.media_root, allowed_urls=options.allowed_urls, url_cache=options.url_cache
+        )
+
+
+def _processor(options: argparse.Namespace) -> Any:
+    from qwen3vl_bridge.data.processing.processor import VisionLimits, load_processor
+
+    with _wrong("limits of pictures and videos"):
+        return load_processor(options.hf_model, VisionLimits(**{name: getattr(options, name) for name in _LIMITS}))
+
+
+@contextmanager
+def _wrong(options: str) -> Iterator[None]:
+    """Puts what is wrong with a setting down to the options it comes from."""
+    try:
+        yield
+    except DataError:
+        raise
+    except ValueError as error:
+        raise DataError(options, str(error)) from error
+
+
+def _check_output(path: Path, *, overwrite: bool) -> None:
+    """Refuses a place for the report before any work is done for it."""
+    if path.exists() and (not overwrite or not path.is_file()):
+        raise DataError(str(path), "there is something already; --overwrite replaces a file")
+    if not path.parent.is_dir():
+        raise DataError(str(path.parent), "there is no such folder, expected one to write the report into")
+
+
+def _summed(steps: Iterable[int], *, total: int, shown: bool) -> Iterable[int]:
+    from tqdm import tqdm
+
+    with tqdm(desc="samples", total=total, leave=False, disable=None if shown else True, file=sys.stderr) as bar:
+        for step in steps:
+            bar.update(step)
+            yield step
+
+
+def _counted(indices: Sequence[int], *, shown: bool) -> Iterable[int]:
+    from tqdm import tqdm
+
+    # None leaves it to tqdm: a bar on a terminal, nothing elsewhere.
+    return tqdm(indices, desc="samples", leave=False, disable=None if shown else True, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

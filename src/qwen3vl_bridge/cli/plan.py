@@ -1,0 +1,201 @@
+"""`qwen3vl-plan`: what a run will hold on each GPU, and how else it could be split.
+
+What lives here: options and their meaning. What may not: formulas, words of a report (`planning/reports.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from qwen3vl_bridge.cli import plan_encoder_ranks
+from qwen3vl_bridge.files.parsing import read_json
+from qwen3vl_bridge.models.qwen3_vl import presets
+from qwen3vl_bridge.models.qwen3_vl.config_checks import check_settings
+from qwen3vl_bridge.planning import reports
+from qwen3vl_bridge.planning.hardware import GIB, GPUS, gpu_of
+from qwen3vl_bridge.planning.memory.estimate import estimate
+from qwen3vl_bridge.planning.proposals import propose
+from qwen3vl_bridge.planning.settings import (
+    PRECISIONS,
+    TEXT_MODULES,
+    VISION_MODULES,
+    Lora,
+    Recompute,
+    Sharding,
+    Training,
+)
+from qwen3vl_bridge.planning.split import Split
+from qwen3vl_bridge.terminal import BAD_INPUT, show_anything
+from qwen3vl_bridge.weights.model_parts import Part
+
+_NO_FIT = 1
+_SIZES = {
+    "tp": "tensor parallelism",
+    "pp": "pipeline parallelism",
+    "vpp": "virtual pipeline stages of each rank",
+    "cp": "context parallelism",
+    "ep": "expert parallelism",
+    "etp": "expert tensor parallelism",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Estimate the split that is given, or propose some.
+
+    Args:
+        argv: as typed; None for those of the process.
+
+    Returns:
+        Exit status: 0, 1 if it does not fit, 2 for bad input.
+    """
+    options = _parser().parse_args(argv)
+    show_anything()
+    try:
+        return _run(options)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="qwen3vl-plan",
+        description="Estimate what each GPU holds while Qwen3-VL trains. Without any parallel size, or with --propose, "
+        "propose ways to split the model that fit. docs/memory.md says what is counted and what is assumed.",
+    )
+    add = parser.add_argument
+    add("--model", required=True, metavar="MODEL", help=f"{', '.join(presets.PRESETS)}, a hub id, or a folder")
+    add("--gpus", required=True, type=_positive, metavar="N", help="how many there are")
+    add("--gpu", default="H100", metavar="NAME", help=f"{', '.join(GPUS)} (default: %(default)s)")
+    add("--gpu-memory", type=float, metavar="GIB", help="memory of one, where it is not the table's")
+    add("--seq-length", type=_positive, default=4096, metavar="N", help="tokens of a row (default: %(default)s)")
+    add("--max-patches", type=int, metavar="N", help="patches of a row (default: as many as its tokens can hold)")
+    add("--micro-batch-size", type=_positive, default=1, metavar="N", help="rows of a microbatch (default: 1)")
+    add("--global-batch-size", type=_positive, metavar="N", help="rows of a step (default: as keep stages busy)")
+    add("--kind", choices=("sft", "pretrain", "peft"), default="sft",
+        help="sft and pretrain train all that is not frozen, peft LoRA alone (default: %(default)s)")  # fmt: skip
+    add("--lora-rank", type=_positive, default=32, metavar="N", help="with --kind peft (default: %(default)s)")
+    add("--freeze", nargs="+", default=[], choices=[part.value for part in Part], metavar="PART",
+        help=f"parts that are not trained: {', '.join(part.value for part in Part)}")  # fmt: skip
+    add("--precision", choices=PRECISIONS, default="bf16", help="bf16 is mixed precision (default: %(default)s)")
+    for name, words in _SIZES.items():
+        add(f"--{name}", type=_positive, metavar="N", help=words)
+    add("--sequence-parallel", action=argparse.BooleanOptionalAction, help="(default: with --tp above 1)")
+    add("--fsdp", action="store_true", help="Megatron-FSDP, optim_grads_params, in place of the distributed optimizer")
+    add("--no-distributed-optimizer", action="store_true", help="the whole optimizer on every rank")
+    for prefix, modules in (("", TEXT_MODULES), ("vision-", VISION_MODULES)):
+        add(f"--{prefix}recompute", choices=("none", "selective", "full"), default="none",
+            help=f"recompute_granularity of the {'tower' if prefix else 'language model'} (default: none)")  # fmt: skip
+        add(f"--{prefix}recompute-modules", nargs="+", choices=sorted(modules), metavar="NAME",
+            help=f"with selective: {', '.join(sorted(modules))} (default: core_attn)")  # fmt: skip
+        add(f"--{prefix}recompute-method", choices=("uniform", "block"), help="with full (default: uniform)")
+        add(f"--{prefix}recompute-num-layers", type=_positive, metavar="N", help="with full (default: 1)")
+    add("--no-fused-activation", action="store_true", help="model.bias_activation_fusion=False")
+    add("--expert-load", type=float, default=1.0, metavar="X",
+        help="tokens that the fullest rank's experts get, over the mean (default: 1, balanced)")  # fmt: skip
+    add("--propose", action="store_true", help="propose splits; sizes that are given stay")
+    add("--json", action="store_true", help="print JSON, in bytes")
+    plan_encoder_ranks.add_options(parser, _positive)
+    return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number}, expected 1 or more")
+    return number
+
+
+def _run(options: argparse.Namespace) -> int:
+    config = load_config(options.model)
+    gpu = gpu_of(options.gpu)
+    if options.gpu_memory is not None:
+        gpu = replace(gpu, memory_bytes=round(options.gpu_memory * GIB))
+    training = _training(options)
+    sizes = {name: size for name in _SIZES if (size := getattr(options, name)) is not None}
+    choose = options.propose or (not sizes and not _shards(options))
+    if not options.dist_train:
+        plan_encoder_ranks.check_unused(options)
+    if choose:
+        if _shards(options) or training.recompute.granularity or training.vision_recompute.granularity:
+            raise ValueError("sharding and recomputation are what --propose chooses; leave them out, or --propose")
+        if wrong := sizes.keys() & {"vpp", "etp"}:
+            raise ValueError(f"--propose does not try {', '.join(sorted(wrong))}; leave it out")
+    if options.dist_train:
+        return 0 if plan_encoder_ranks.run(options, config, gpu, training, sizes, choose=choose) else _NO_FIT
+    if choose:
+        found = propose(config, options.gpus, gpu, training, fixed=sizes)
+        if options.json:
+            print(reports.as_json(reports.dump_proposals(found, gpu.memory_bytes)))
+        else:
+            reports.print_proposals(found, gpu.memory_bytes)
+        return 0 if found else _NO_FIT
+    together = options.sequence_parallel
+    split = Split(options.gpus, **sizes, sequence_parallel=(options.tp or 1) > 1 if together is None else together)
+    one = estimate(config, split, training)
+    if options.json:
+        print(reports.as_json(reports.dump_estimate(one, gpu.memory_bytes)))
+    else:
+        reports.print_estimate(one, gpu.memory_bytes)
+    return 0 if one.worst.total <= gpu.memory_bytes else _NO_FIT
+
+
+def load_config(model: str) -> Mapping[str, Any]:
+    """The `config.json` of a folder, or of a preset.
+
+    Raises:
+        ValueError: there is neither, or it is no Qwen3-VL.
+    """
+    path = Path(model) / "config.json"
+    if not path.is_file():
+        return presets.config_dict(model)
+    config = read_json(path)
+    try:
+        check_settings(config)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return config
+
+
+def _shards(options: argparse.Namespace) -> bool:
+    return options.fsdp or options.no_distributed_optimizer
+
+
+def _training(options: argparse.Namespace) -> Training:
+    if options.fsdp and options.no_distributed_optimizer:
+        raise ValueError("--fsdp and --no-distributed-optimizer, expected one of them")
+    sharding = Sharding.NONE if options.no_distributed_optimizer else Sharding.OPTIMIZER
+    return Training(
+        seq_length=options.seq_length,
+        micro_batch_size=options.micro_batch_size,
+        global_batch_size=options.global_batch_size,
+        max_patches=options.max_patches,
+        precision=PRECISIONS[options.precision],
+        sharding=Sharding.ALL if options.fsdp else sharding,
+        recompute=_recompute(options, ""),
+        vision_recompute=_recompute(options, "vision_"),
+        frozen=frozenset(map(Part, options.freeze)),
+        lora=Lora(options.lora_rank) if options.kind == "peft" else None,
+        fused_activation=not options.no_fused_activation,
+        expert_load=options.expert_load,
+    )
+
+
+def _recompute(options: argparse.Namespace, prefix: str) -> Recompute:
+    granularity = getattr(options, f"{prefix}recompute")
+    modules, method = (getattr(options, f"{prefix}recompute_{name}") for name in ("modules", "method"))
+    number = getattr(options, f"{prefix}recompute_num_layers")
+    if granularity == "full":
+        return Recompute("full", frozenset(modules or ()), method or "uniform", number or 1)
+    if granularity == "selective":
+        return Recompute("selective", frozenset(modules or ("core_attn",)), method, number)
+    return Recompute(None, frozenset(modules or ()), method, number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

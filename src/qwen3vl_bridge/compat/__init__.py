@@ -1,0 +1,1 @@
+"""Running where Megatron was not meant to: the import hook, the CPU module, replaced functions, quiet logs."""

@@ -1,0 +1,265 @@
+"""Everything that makes megatron-core and Megatron-Bridge run on a machine without CUDA.
+
+What lives here: redirections of their CUDA calls. What may not: anything else; and nothing but `import_hook.py` knows
+this module. Where CUDA is present it does nothing.
+
+Megatron asks for CUDA in many places (`torch.cuda.current_device()`, `torch.zeros(..., device="cuda")`, "nccl"). All
+of them go through the name `torch` in Megatron's own modules. So those modules, and no others, get a `torch` whose
+CUDA is the CPU; torch itself stays as it is for everybody else. Only what they reach through a method of an object
+has to be redirected at its class.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import sys
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+
+@functools.cache
+def _without_cuda() -> bool:
+    import torch
+
+    return not torch.cuda.is_available()
+
+
+def adopt(module: ModuleType) -> None:
+    """Make a module of Megatron's that has just been executed use the CPU; nothing where CUDA is present."""
+    if not _without_cuda():
+        return
+    import torch
+
+    if vars(module).get("torch") is torch:
+        module.torch = _torch_on_cpu()  # type: ignore[attr-defined]
+    if vars(module).get("dist") is torch.distributed:
+        module.dist = _torch_on_cpu().distributed  # type: ignore[attr-defined]
+    if module.__name__ in _SPECIAL:
+        _SPECIAL[module.__name__](module)
+
+
+class _Overlay(ModuleType):
+    """A module as another one, with some names replaced."""
+
+    def __init__(self, base: ModuleType, **names: Any) -> None:
+        super().__init__(base.__name__)
+        vars(self).update(names, _base=base)
+
+    def __getattr__(self, name: str) -> Any:
+        # Submodules (`torch.distributed.checkpoint`) are imported through the real module.
+        return getattr(vars(self)["_base"], name)
+
+
+_FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "as_tensor", "arange", "linspace", "eye")
+_FACTORIES += ("rand", "randn", "randint", "zeros_like", "ones_like", "empty_like", "full_like")
+
+
+def _on_cpu(factory: Callable) -> Callable:
+    """A tensor factory that takes "cuda" for the CPU and does not pin memory."""
+
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        device = kwargs.get("device")
+        if device is not None and (type(device) is int or str(device).startswith("cuda")):
+            kwargs["device"] = "cpu"
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return factory(*args, **kwargs)
+
+    return make
+
+
+@functools.cache
+def _torch_on_cpu() -> _Overlay:
+    import torch
+    import torch.distributed
+
+    def device(*args: Any, **kwargs: Any) -> torch.device:
+        name = args[0] if args else kwargs.get("device", kwargs.get("type"))
+        if isinstance(name, str) and name.startswith("cuda"):  # also "cuda:cpu", made from the current device
+            return torch.device("cpu")
+        made = torch.device(*args, **kwargs)
+        return torch.device("cpu") if made.type == "cuda" else made
+
+    class Device(torch.device.__class__):  # `isinstance(x, torch.device)` still holds in Megatron's modules
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, torch.device)
+
+        def __call__(cls, *args: Any, **kwargs: Any) -> torch.device:
+            return device(*args, **kwargs)
+
+    distributed = _Overlay(
+        torch.distributed,
+        init_process_group=_with_gloo(torch.distributed.init_process_group),
+        new_group=_with_gloo(torch.distributed.new_group),
+        new_subgroups_by_enumeration=_with_gloo(torch.distributed.new_subgroups_by_enumeration),
+        all_to_all_single=_with_split_lists(torch.distributed.all_to_all_single),
+    )
+    return _Overlay(
+        torch,
+        cuda=_Overlay(torch.cuda, **_cuda_names(torch)),
+        distributed=distributed,
+        device=Device("device", (), {}),
+        **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES},
+    )
+
+
+def _with_gloo(function: Callable) -> Callable:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args = tuple("gloo" if arg == "nccl" else arg for arg in args)
+        if kwargs.get("backend") == "nccl":
+            kwargs["backend"] = "gloo"
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _with_split_lists(function: Callable) -> Callable:
+    """Experts' splits come from the device as arrays; on the CPU they are tensors still, which torch does not take."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for name in ("output_split_sizes", "input_split_sizes"):
+            if hasattr(kwargs.get(name), "tolist"):
+                kwargs[name] = kwargs[name].tolist()
+        return function(*args, **kwargs)
+
+    return call
+
+
+class _Stream:
+    """A stream or an event of a device that does everything at once."""
+
+    cuda_stream = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream)
+
+    __hash__ = object.__hash__
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, event: _Stream | None = None) -> _Stream:
+        return event or _Stream()
+
+    def elapsed_time(self, end: _Stream) -> float:
+        return 0.0
+
+    def _nothing(self, *args: Any) -> None:
+        pass
+
+    record = wait = wait_event = wait_stream = synchronize = _nothing
+
+
+def _cuda_names(torch: ModuleType) -> dict[str, Any]:
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        pass
+
+    return dict(
+        current_device=lambda: torch.device("cpu"),
+        set_device=nothing,
+        synchronize=nothing,
+        empty_cache=nothing,
+        manual_seed=torch.manual_seed,
+        get_rng_state=lambda *_: torch.get_rng_state(),
+        set_rng_state=lambda state, *_: torch.set_rng_state(state),
+        Stream=_Stream,
+        Event=_Stream,
+        current_stream=lambda *_: _Stream(),
+        default_stream=lambda *_: _Stream(),
+        stream=lambda _: contextlib.nullcontext(),
+        device=lambda _: contextlib.nullcontext(),
+        is_current_stream_capturing=lambda: False,
+        nvtx=SimpleNamespace(range_push=nothing, range_pop=nothing, range=lambda *_: contextlib.nullcontext()),
+    )
+
+
+def _redirect_method(cls: type, name: str, instead: Callable) -> None:
+    """Let calls of `cls.name` that come from Megatron's code, and no others, go to `instead(original, self, ...)`."""
+    original = getattr(cls, name)
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if sys._getframe(1).f_globals.get("__name__", "").startswith("megatron."):
+            return instead(original, self, *args, **kwargs)
+        return original(self, *args, **kwargs)
+
+    setattr(cls, name, method)
+
+
+def _redirect_methods(_: ModuleType) -> None:
+    import torch
+
+    def stay(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+    def type_as_on_cuda(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+        # The optimizers tell precisions apart by type names such as 'torch.cuda.FloatTensor'.
+        answer = original(self, *args, **kwargs)
+        return re.sub(r"^torch\.(?!cuda)", "torch.cuda.", answer) if isinstance(answer, str) else answer
+
+    _redirect_method(torch.Tensor, "cuda", stay)
+    _redirect_method(torch.nn.Module, "cuda", stay)
+    _redirect_method(torch.Tensor, "record_stream", lambda *_: None)
+    _redirect_method(torch.Tensor, "type", type_as_on_cuda)
+
+
+def _use_cpu_generator(module: Any) -> None:
+    """megatron.core.tensor_parallel.random: the tracked generator is the CPU's."""
+    module._get_cuda_rng_state = lambda *_, **__: module.torch.get_rng_state()
+    module._set_cuda_rng_state = lambda new_state, *_, **__: module.torch.set_rng_state(new_state)
+
+
+def _communicate_at_once(module: Any) -> None:
+    """Modules with buffers of parameters: what they begin together is done when the block is left.
+
+    So is everything on a stream that does everything at once. Here it has to be: gloo's threads hold the tensors of a
+    collective that is under way, and when Python lets go of one meanwhile, memory may be corrupted (torch 2.13, without
+    Megatron too). Megatron-FSDP gathers into views made for one call; about once in a thousand steps on a busy machine
+    a rank of it was aborted, hung, or failed at an impossible place.
+    """
+    manager = module._coalescing_manager
+
+    @functools.wraps(manager)
+    def at_once(group: Any = None, device: Any = None, async_ops: bool = False) -> Any:
+        return manager(group, device)  # what it yields has nothing left to wait for
+
+    module._coalescing_manager = at_once
+
+
+def _save_in_a_process_of_ours(module: Any) -> None:
+    """Modules that save in the background: the process that is begun for it uses the CPU too.
+
+    It is spawned, so it knows nothing of this one but what it is told to run; without the redirections it asks for a
+    GPU and ends, and whoever saves waits for it for ever.
+    """
+    module.torch = _Overlay(module.torch, cuda=_Overlay(module.torch.cuda, device_count=lambda: 1))
+    module.PersistentAsyncCaller._save_loop = staticmethod(module.PersistentAsyncCaller.async_loop)
+    module.PersistentAsyncCaller.async_loop = staticmethod(_saving_process)
+
+
+def _saving_process(*args: Any, **kwargs: Any) -> None:
+    """What such a process runs. It is found by its name in this package, whose import prepares Megatron's."""
+    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
+
+    PersistentAsyncCaller._save_loop(*args, **kwargs)  # type: ignore[attr-defined]
+
+
+# By the name of the module after whose execution they run.
+_SPECIAL: dict[str, Callable[[Any], None]] = {
+    "megatron.core": _redirect_methods,
+    # Small functions compiled one by one cost minutes of C++ compilation on a CPU and gain nothing.
+    "megatron.core.jit": lambda module: module.disable_jit_fuser(),
+    "megatron.core.tensor_parallel.random": _use_cpu_generator,
+    "megatron.core.dist_checkpointing.strategies.async_utils": _save_in_a_process_of_ours,
+    "megatron.core.distributed.param_and_grad_buffer": _communicate_at_once,
+    "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer": _communicate_at_once,
+}

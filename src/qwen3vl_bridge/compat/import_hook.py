@@ -1,0 +1,161 @@
+"""What happens when Megatron is imported: our bridges register, and what this machine lacks is seen to.
+
+What lives here: one import hook and the things it does. What may not: anything that imports torch or Megatron
+when this module is loaded, the redirections for a machine without CUDA (`cpu.py`), functions of Megatron's that are
+replaced (`patches.py`).
+
+A hook instead of an import, for two reasons. Megatron-Bridge takes about ten seconds to import, which commands that
+don't need it should not pay. And two of its modules cannot be imported at all without packages that an ordinary host
+may lack, so something has to be in place before `import megatron.bridge` runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import ClassVar
+
+from qwen3vl_bridge.compat import patches
+
+_BRIDGE_MODELS = "megatron.bridge.models"
+# The modules of Megatron-Bridge that cannot be imported without a package of which they need no more than names, and
+# the modules of that package which they import. `lora_layers` names classes that it uses only where layers of
+# Transformer Engine are there. `pretrain`, which all training goes through, annotates an argument with a class of the
+# package for restarts; what uses that is imported where `cfg.inprocess_restart` asks for it, and fails there as ever.
+# The name of that package itself is not given: whatever else looks for it (async saves do) finds it missing.
+_NEEDED_FOR_NAMES = {
+    "megatron.bridge.peft.lora_layers": ("transformer_engine", "transformer_engine.pytorch"),
+    "megatron.bridge.training.pretrain": ("nvidia_resiliency_ext.inprocess",),
+}
+# And two that ask megatron-core for Transformer Engine's layers and take the empty names they get for classes.
+_MISTAKE_NAMES_FOR_CLASSES = ("megatron.bridge.peft.utils", "megatron.bridge.peft.module_matcher")
+
+
+def install() -> None:
+    """Install the hook; register at once where Megatron-Bridge is imported already. Repeated calls do nothing."""
+    if any(isinstance(finder, _Imports) for finder in sys.meta_path):
+        return
+    imports = _Imports()
+    sys.meta_path.insert(0, imports)
+    for name, module in list(sys.modules.items()):
+        if _is_part_of(name, "megatron"):
+            imports.after(module)
+
+
+def _is_part_of(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
+
+
+class _Imports(MetaPathFinder):
+    """Finds Megatron's modules and ours as the finders behind it do, and adds a step before and after execution.
+
+    Attributes:
+        ours_running: how many modules of ours are being executed. One of them may be the reason why Megatron-Bridge
+            is imported, and would be needed half finished by the registration, which therefore waits for it.
+        register_later: whether a registration waits.
+    """
+
+    def __init__(self) -> None:
+        self.ours_running = 0
+        self.register_later = False
+
+    def find_spec(self, fullname: str, path=None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if not (_is_part_of(fullname, "megatron") or _is_part_of(fullname, "qwen3vl_bridge")):
+            return None
+        for finder in sys.meta_path:
+            if finder is self or not hasattr(finder, "find_spec"):
+                continue
+            spec = finder.find_spec(fullname, path, target)
+            if spec is not None:
+                self._wrap_execution(spec)
+                return spec
+        return None
+
+    def _wrap_execution(self, spec: ModuleSpec) -> None:
+        loader = spec.loader
+        if loader is None or not hasattr(loader, "exec_module"):  # a namespace package executes nothing
+            return
+        execute = loader.exec_module
+        ours = _is_part_of(spec.name, "qwen3vl_bridge")
+
+        def exec_module(module: ModuleType) -> None:
+            self.ours_running += ours
+            try:
+                with self._prepared(spec.name):
+                    execute(module)
+            finally:
+                self.ours_running -= ours
+            self.after(module)
+
+        loader.exec_module = exec_module
+
+    def _prepared(self, name: str) -> contextlib.AbstractContextManager:
+        return _stand_ins(*_NEEDED_FOR_NAMES.get(name, ()))
+
+    def after(self, module: ModuleType) -> None:
+        """What follows the execution of a module of Megatron's or ours."""
+        if _is_part_of(module.__name__, "megatron"):
+            from qwen3vl_bridge.compat import cpu
+
+            cpu.adopt(module)
+        if module.__name__ in _MISTAKE_NAMES_FOR_CLASSES and not _is_installed("transformer_engine"):
+            vars(module).update({name: False for name in vars(module) if name.startswith("HAVE_TE")})
+        patches.apply(module)
+        # When its models are there, Megatron-Bridge has registered its own Qwen3-VL; the later registration wins.
+        self.register_later |= module.__name__ == _BRIDGE_MODELS
+        if self.register_later and not self.ours_running:
+            self.register_later = False
+            importlib.import_module("qwen3vl_bridge.models.qwen3_vl.bridge")
+
+
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+class _StandIn(ModuleType):
+    """A module whose every attribute is an empty class: enough to be imported, of no use to be called."""
+
+    __path__: ClassVar[list[str]] = []
+
+    def __getattr__(self, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _StandInClass(name, (), {"__module__": self.__name__})
+
+
+class _StandInClass(type):
+    def __getattr__(cls, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _StandInClass(name, (), {"__module__": cls.__module__})
+
+    def __call__(cls, *args: object, **kwargs: object) -> None:
+        raise ModuleNotFoundError(f"{cls.__name__} is of {cls.__module__}, which is not installed")
+
+
+@contextlib.contextmanager
+def _stand_ins(*names: str) -> Iterator[None]:
+    """Where a package is missing, something by the names of its modules to import, for the time of the context only.
+
+    Left in `sys.modules` they would make megatron-core, peft and others believe that the package is installed.
+    """
+    if not names or _is_installed(names[0].partition(".")[0]):
+        yield
+        return
+    modules = {name: _StandIn(name) for name in names}
+    for name, module in modules.items():
+        package, _, child = name.rpartition(".")
+        if package in modules:
+            setattr(modules[package], child, module)
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for name in modules:
+            del sys.modules[name]

@@ -1,0 +1,234 @@
+"""Energon's task encoder for Qwen3-VL: samples of a WebDataset into packed rows.
+
+What lives here: what each of energon's stages does. What may not: what a sample's parts mean (`records.py`),
+which loader runs it and where a run stands (`stream.py`), Megatron-Bridge (`provider.py`).
+
+Samples wait to be packed with their files as they are stored, measured by headers; pixels are made when a row is due.
+Energon prints errors and goes on; here they stop the run, unless `on_bad` or `on_long` say to drop such samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from qwen3vl_bridge.batch import PackedBatch
+from qwen3vl_bridge.data.energon.records import COOKERS, conversation_in, keep_bytes, name_files, place_of
+from qwen3vl_bridge.data.errors import DataError
+from qwen3vl_bridge.data.packing.best_fit import best_fit
+from qwen3vl_bridge.data.processing.collation import Collator
+from qwen3vl_bridge.data.processing.encoding import EncodedSample
+from qwen3vl_bridge.data.processing.filtering import Admission, Admitted
+
+from megatron.energon import (
+    Batch,
+    Sample,
+    SkipSample,
+    TaskEncoder,
+    WorkerConfig,
+    edataclass,
+    stateless,
+)
+from megatron.energon.flavors.webdataset.field_access import FieldAccessError
+
+
+@edataclass
+class MeasuredSample(Sample):
+    """A sample that waits for its row.
+
+    Attributes:
+        admitted: the conversation, media as bytes, and its size.
+    """
+
+    admitted: Admitted
+
+
+@edataclass
+class ReadySample(Sample):
+    """A sample with its pixels.
+
+    Attributes:
+        encoded: it.
+    """
+
+    encoded: EncodedSample
+
+
+@edataclass
+class EnergonBatch(Batch):
+    """A microbatch with the keys that energon restores batches by.
+
+    Attributes:
+        packed: what a training step takes.
+    """
+
+    packed: PackedBatch
+
+    def pin_memory(self) -> EnergonBatch:
+        """A copy in page-locked memory; energon's loaders ask for it where there is CUDA."""
+        return replace(self, packed=self.packed.pin_memory())
+
+
+class MeasuringTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
+    """Samples with their sizes, in the order that energon reads them."""
+
+    decoder = None  # media stay bytes
+    cookers = COOKERS
+
+    def __init__(self, admission: Admission, *, sample_fps: float | None = None) -> None:
+        """Take samples as they are admitted.
+
+        Args:
+            admission: which become samples.
+            sample_fps: how many frames are a second of videos that come as frames and do not say; None to refuse them.
+        """
+        self.admission, self._sample_fps = admission, sample_fps
+        self._num_samples = self._left_out = 0
+
+    def build_train_datasets(self, *, datasets: Any, worker_config: WorkerConfig, **settings: Any) -> Any:
+        """Energon's hook; see `_prepare`.
+
+        Raises:
+            DataError: also where a worker would have no sample: energon goes round its share for ever.
+        """
+        self._prepare(datasets, worker_config)
+        ranks, workers = worker_config.world_size, max(1, worker_config.num_workers)
+        if self._num_samples < ranks * workers:
+            expected = f"expected at least {ranks * workers}: one for each of {ranks} ranks x {workers} workers"
+            raise DataError(_places(datasets), f"found {self._num_samples} samples, {expected}")
+        built = super().build_train_datasets(datasets=datasets, worker_config=worker_config, **settings)
+        name_files(built)
+        return built
+
+    def build_val_datasets(self, *, datasets: Any, worker_config: WorkerConfig, **settings: Any) -> Any:
+        """Energon's hook; see `_prepare`."""
+        self._prepare(datasets, worker_config)
+        built = super().build_val_datasets(datasets=datasets, worker_config=worker_config, **settings)
+        name_files(built)
+        return built
+
+    def _prepare(self, datasets: Sequence[Any], worker_config: WorkerConfig) -> None:
+        """Keep media as bytes, and let no error pass: energon's own handler prints it and takes the next sample.
+
+        Raises:
+            DataError: a folder of another kind than is read here.
+        """
+        for loaded in datasets:
+            if loaded.aux:
+                found = f"found auxiliary data ({', '.join(loaded.aux)})"
+                raise DataError(_places([loaded]), f"{found}, expected media in the tars")
+            keep_bytes(loaded.dataset)
+        worker_config.global_error_handler = self._handle
+        self._num_samples = sum(_num_samples(loaded.dataset) for loaded in datasets)
+
+    def _handle(self, error: Exception, sample: Any, sources: Any = None) -> None:
+        """What energon asks about an error in any of its stages; where this returns, it skips the sample.
+
+        Raises:
+            Exception: the error, unless it is a sample without what a field map asks for, and such are dropped.
+        """
+        if not isinstance(error, FieldAccessError):
+            raise error
+        (raw,) = sample.data
+        found = ", ".join(name for name in raw if not name.startswith("__")) or "none"
+        problem = f"found the parts {found}, expected all that the field_map of dataset.yaml names"
+        self.admission.refuse(DataError(f"{raw['__shard__']}:{raw['__key__']}", problem))
+
+    @stateless
+    def preencode_sample(self, sample: Sample) -> MeasuredSample:
+        """A sample with its size.
+
+        Raises:
+            DataError: it is bad or too long, where that is an error.
+            SkipSample: it is dropped, and counted.
+        """
+        admitted = self.admission.measure(lambda: conversation_in(sample, self._sample_fps), place_of(sample))
+        if admitted is None:
+            self._skip(sample)
+        self._left_out = 0
+        return MeasuredSample.derive_from(sample, admitted=admitted)
+
+    def _skip(self, sample: Sample) -> None:
+        self._left_out += 1
+        if self._left_out > self._num_samples:  # training goes round for ever
+            raise DataError(place_of(sample), f"dropped, as were the {self._num_samples} before; expected one to stay")
+        raise SkipSample
+
+
+class Qwen3VLTaskEncoder(MeasuringTaskEncoder):
+    """From samples to `EnergonBatch`es: rows packed best-fit, or padded.
+
+    For energon's `get_train_dataset` and `get_val_dataset`. With `packing_buffer_size`, batch_size is 1.
+    """
+
+    def __init__(self, admission: Admission, collator: Collator, *, sample_fps: float | None = None) -> None:
+        """Lay samples out.
+
+        Args:
+            admission: which become samples.
+            collator: lays them out.
+            sample_fps: as `MeasuringTaskEncoder` takes it.
+        """
+        super().__init__(admission, sample_fps=sample_fps)
+        self.collator = collator
+
+    def select_samples_to_pack(self, samples: list[MeasuredSample]) -> list[list[MeasuredSample]]:
+        """Rows of samples, by their tokens and patches. None is left over: energon would lose it."""
+        sizes = [sample.admitted.size.padded(self.collator.multiple) for sample in samples]
+        lengths, patches = [size.tokens for size in sizes], [size.patches for size in sizes]
+        rows = best_fit(lengths, self.collator.seq_length, patches, self.admission.most_patches)
+        return [[samples[number] for number in row] for row in rows]
+
+    @stateless
+    def postencode_sample(self, sample: MeasuredSample) -> ReadySample:
+        """A sample with its pixels.
+
+        Raises:
+            DataError: it cannot be encoded, where that is an error.
+            SkipSample: it is dropped, and counted.
+        """
+        encoded = self.admission.encode(lambda: sample.admitted)
+        if encoded is None:
+            raise SkipSample
+        return ReadySample.derive_from(sample, encoded=encoded)
+
+    @stateless
+    def pack_selected_samples(self, samples: list[ReadySample]) -> EnergonBatch:
+        """One packed row.
+
+        Raises:
+            SkipSample: all of its samples have been dropped.
+        """
+        if not samples:
+            raise SkipSample
+        return _batch(samples, self.collator.packed([sample.encoded for sample in samples]))
+
+    @stateless
+    def batch(self, samples: list[Any]) -> EnergonBatch:
+        """A packed row as it is, or a padded row for each sample."""
+        if isinstance(samples[0], EnergonBatch):
+            (row,) = samples
+            return row
+        return _batch(samples, self.collator.padded([sample.encoded for sample in samples]))
+
+
+def _places(datasets: Sequence[Any]) -> str:
+    return ", ".join(str(path) for loaded in datasets for path in loaded.dataset.paths)
+
+
+def _num_samples(dataset: Any) -> int:
+    """Samples of all ranks, in the part that a metadataset takes."""
+    start, end = 0, len(dataset)
+    if dataset.subset is not None:
+        start, end = dataset.subset.compute_subset(end)
+    return end - start
+
+
+def _batch(samples: Sequence[ReadySample], packed: PackedBatch) -> EnergonBatch:
+    return EnergonBatch(
+        __key__=[sample.__key__ for sample in samples],
+        __restore_key__=(),  # energon fills it in
+        __sources__=tuple(source for sample in samples for source in sample.__sources__ or ()),
+        packed=packed,
+    )

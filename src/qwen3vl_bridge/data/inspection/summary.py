@@ -1,0 +1,293 @@
+"""What a file of conversations is to the model: samples as tokens and pictures, lengths, how full rows get, errors.
+
+What lives here: finding it. What may not: showing it (`text_report.py`, `html_report.py`).
+
+Samples come by way of `Samples` and rows by way of `RowPlan`, as in training, so that what is shown is what is trained
+on. A sample with an error is counted and named, and the inspection goes on.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from qwen3vl_bridge.data.errors import DataError, Unreachable
+from qwen3vl_bridge.data.inspection.unpatchify import unpatched
+from qwen3vl_bridge.data.packing.row_plan import RowPlan
+from qwen3vl_bridge.data.packing.sample_order import NumberedOrder
+from qwen3vl_bridge.data.packing.sample_sizes import Size
+from qwen3vl_bridge.data.processing.encoding import EncodedSample
+from qwen3vl_bridge.data.processing.samples import Samples
+
+from torch import Tensor
+
+# Beyond so many tokens without the end of a character, a run is decoded as a whole: decoding it again with each token
+# would take time by the square of its length.
+_MOST_HELD = 64
+
+
+@dataclass(frozen=True)
+class InspectionSettings:
+    """What to look at.
+
+    Attributes:
+        seq_length: tokens of a row.
+        samples: how many samples to show.
+        start: the first of them.
+        seed: show a random choice instead, by this seed.
+        lengths: how many samples to measure, spread over the whole file; 0 for those shown alone.
+        pack: several samples in a row; otherwise one.
+        pictures: keep pictures to show.
+    """
+
+    seq_length: int = 4096
+    samples: int = 8
+    start: int = 0
+    seed: int | None = None
+    lengths: int = 2000
+    pack: bool = True
+    pictures: bool = False
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens that make whole characters together, mostly one; or a run of one vision token.
+
+    Attributes:
+        ids: the tokens.
+        text: what they stand for; of a run, what one of them does.
+        trained: whether the model is trained to say them.
+        vision: whether they stand for pieces of a picture.
+    """
+
+    ids: tuple[int, ...]
+    text: str
+    trained: bool
+    vision: bool = False
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image or a video as the processor gave it.
+
+    Attributes:
+        kind: "image" or "video".
+        grid: patches in time, height and width.
+        height: pixels, after resizing.
+        width: pixels, after resizing.
+        num_tokens: how many tokens of the text stand for it.
+        frames: [frames, height, width, channels] uint8, where pictures were asked for.
+    """
+
+    kind: str
+    grid: tuple[int, int, int]
+    height: int
+    width: int
+    num_tokens: int
+    frames: Tensor | None
+
+
+@dataclass(frozen=True)
+class SampleView:
+    """One sample to show."""
+
+    sample_id: str
+    pieces: tuple[Piece, ...]
+    pictures: tuple[Picture, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """All tokens."""
+        return sum(len(piece.ids) for piece in self.pieces)
+
+    @property
+    def num_trained(self) -> int:
+        """Those that the model is trained to say."""
+        return sum(len(piece.ids) for piece in self.pieces if piece.trained)
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """All that was found.
+
+    Attributes:
+        num_samples: samples in the file.
+        seq_length: tokens of a row.
+        pack: whether rows hold several samples.
+        samples: those shown.
+        lengths: tokens of each sample that was measured.
+        row_fills: share of real tokens in each row that the measured samples make; too long ones are left out.
+        errors: sample and message, in the file's order.
+    """
+
+    num_samples: int
+    seq_length: int
+    pack: bool
+    samples: tuple[SampleView, ...]
+    lengths: tuple[int, ...]
+    row_fills: tuple[float, ...]
+    errors: tuple[tuple[str, str], ...]
+
+    @property
+    def too_long(self) -> int:
+        """Measured samples that no row holds."""
+        return sum(length > self.seq_length for length in self.lengths)
+
+    @property
+    def trained_share(self) -> float:
+        """Of the tokens of the samples shown."""
+        return sum(view.num_trained for view in self.samples) / max(sum(view.num_tokens for view in self.samples), 1)
+
+    @property
+    def fill(self) -> float:
+        """Share of real tokens in all rows."""
+        return sum(self.row_fills) / max(len(self.row_fills), 1)
+
+
+def inspect_samples(
+    samples: Samples,
+    processor: Any,
+    settings: InspectionSettings,
+    progress: Callable[[Sequence[int]], Iterable[int]] = iter,
+) -> Inspection:
+    """Look at some samples closely, and at the lengths of more.
+
+    Args:
+        samples: those of the file. Their limit is to be one that none exceeds, since long ones are counted here.
+        processor: what they are encoded with.
+        settings: what to look at.
+        progress: passes on the numbers of samples that are due, and may say how far it is.
+
+    Raises:
+        DataError: a start behind the last sample.
+    """
+    assert samples.total is not None  # nobody inspects a stream
+    total = samples.total
+    shown, errors = _shown(total, settings), dict[int, str]()
+
+    def view(index: int) -> SampleView:
+        return view_sample(samples.encode(index), processor, pictures=settings.pictures)
+
+    views = tuple(_sound(progress(shown), view, errors))
+    measured = _spread(total, settings.lengths) if settings.lengths else shown
+    lengths = tuple(_sound(progress(measured), lambda index: samples.size(index).tokens, errors))
+    return Inspection(
+        num_samples=total,
+        seq_length=settings.seq_length,
+        pack=settings.pack,
+        samples=views,
+        lengths=lengths,
+        row_fills=_row_fills(lengths, settings),
+        errors=tuple((samples.file.sample_id(index), errors[index]) for index in sorted(errors)),
+    )
+
+
+def _shown(total: int, settings: InspectionSettings) -> list[int]:
+    if settings.seed is not None:
+        return sorted(random.Random(settings.seed).sample(range(total), min(settings.samples, total)))
+    if settings.start >= total:
+        raise DataError(f"start is {settings.start}, expected less than {total}, the number of samples")
+    return list(range(settings.start, min(settings.start + settings.samples, total)))
+
+
+def _spread(total: int, wanted: int) -> list[int]:
+    """Samples from all over the file: many files are in order of length or of kind."""
+    count = min(wanted, total)
+    return [place * total // count for place in range(count)]
+
+
+def _sound[T](indices: Iterable[int], work: Callable[[int], T], errors: dict[int, str]) -> Iterator[T]:
+    """What work makes of each sample; errors are kept aside."""
+    for index in indices:
+        try:
+            result = work(index)
+        except Unreachable:
+            raise  # the next sample would wait as long, for nothing
+        except DataError as error:
+            errors.setdefault(index, str(error))
+        except Exception as error:  # a fault of ours, which nobody could find without the sample
+            error.add_note(f"while looking at sample {index}, counted from 0")
+            raise
+        else:
+            yield result
+
+
+def _row_fills(lengths: Sequence[int], settings: InspectionSettings) -> tuple[float, ...]:
+    """How full each row of an epoch is, in a random order as in training."""
+    kept = [length for length in lengths if length <= settings.seq_length]
+    if not kept:
+        return ()
+    order = NumberedOrder(len(kept), seed=0)
+    plan = RowPlan(lambda sample: Size(kept[sample], 0, 0), order, capacity=settings.seq_length, pack=settings.pack)
+    rows = (plan.row(number) for number in range(plan.end_of_epoch()))
+    return tuple(sum(kept[sample] for sample in row) / settings.seq_length for row in rows)
+
+
+def view_sample(sample: EncodedSample, processor: Any, *, pictures: bool = False) -> SampleView:
+    """A sample to show.
+
+    Args:
+        sample: what the encoder made.
+        processor: what it was made with.
+        pictures: whether to keep its pictures.
+    """
+    vision = (processor.image_token_id, processor.video_token_id)
+    # A place's mask is that of its label, the next token. Nothing comes before the first one to say it after.
+    trained = [False, *sample.loss_mask[:-1].bool().tolist()]
+    return SampleView(
+        sample_id=sample.sample_id,
+        pieces=tuple(_pieces(sample.input_ids.tolist(), trained, processor.tokenizer, vision)),
+        pictures=(
+            *_pictures("image", sample.image_grid_thw, sample.pixel_values, processor.image_processor, pictures),
+            *_pictures("video", sample.video_grid_thw, sample.pixel_values_videos, processor.video_processor, pictures),
+        ),
+    )
+
+
+def _pieces(ids: list[int], trained: list[bool], tokenizer: Any, vision: tuple[int, ...]) -> Iterator[Piece]:
+    def kind(token: tuple[int, bool]) -> tuple[bool, int | None]:
+        return token[1], token[0] if token[0] in vision else None
+
+    for (is_trained, pad), tokens in groupby(zip(ids, trained, strict=True), key=kind):
+        run = [number for number, _ in tokens]
+        if pad is not None:
+            yield Piece(tuple(run), _decoded([pad], tokenizer), is_trained, vision=True)
+        else:
+            yield from (Piece(tuple(part), text, is_trained) for part, text in _characters(run, tokenizer))
+
+
+def _characters(ids: list[int], tokenizer: Any) -> Iterator[tuple[list[int], str]]:
+    """As few tokens at a time as make whole characters: a byte-level token may end inside of one."""
+    held: list[int] = []
+    for number in ids:
+        held.append(number)
+        if len(held) <= _MOST_HELD and not (text := _decoded(held, tokenizer)).endswith("\N{REPLACEMENT CHARACTER}"):
+            yield held, text
+            held = []
+    if held:
+        yield held, _decoded(held, tokenizer)
+
+
+def _decoded(ids: list[int], tokenizer: Any) -> str:
+    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def _pictures(kind: str, grids: Tensor | None, pixels: Tensor | None, processor: Any, keep: bool) -> Iterator[Picture]:
+    if grids is None or pixels is None:
+        return
+    parts = pixels.split(grids.prod(-1).tolist())
+    for (time, height, width), patches in zip(grids.tolist(), parts, strict=True):
+        grid = (time, height, width)
+        frames = unpatched(patches, grid, processor) if keep else None
+        yield Picture(
+            kind=kind,
+            grid=grid,
+            height=height * processor.patch_size,
+            width=width * processor.patch_size,
+            num_tokens=time * height * width // processor.merge_size**2,
+            # An image's other frames are the same.
+            frames=frames[:1] if frames is not None and kind == "image" else frames,
+        )

@@ -1,0 +1,175 @@
+"""An inspection, or a packing, as text for a terminal, and as JSON.
+
+What lives here: words and marks. What may not: finding things (`summary.py`), HTML (`html_report.py`).
+
+Text of samples is not to be trusted: a control character could move a terminal's cursor or colour what is not trained
+on, so it is shown by its number.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import unicodedata
+from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import groupby
+from statistics import mean, median
+from typing import Any
+
+from qwen3vl_bridge.data.inspection.summary import Inspection, Picture, Piece, SampleView
+from qwen3vl_bridge.data.offline_packing import PackingReport
+
+from rich.console import Console
+from rich.text import Text
+
+MOST_ERRORS = 10
+_TRAINED, _VISION, _HEAD, _ERROR = "bold green", "dim cyan", "bold", "red"
+_HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")
+_SHOWN = "\n\t\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}"  # some scripts and emoji are written with joiners
+
+
+def print_text(inspection: Inspection) -> None:
+    """Print for people: trained tokens in colour on a terminal, in [[ ]] elsewhere."""
+    console = Console()
+    if console.is_terminal and not console.no_color:
+        console.print(as_text(inspection), soft_wrap=True, highlight=False)
+    else:
+        sys.stdout.write(as_text(inspection, brackets=True).plain)
+
+
+def packing_as_json(report: PackingReport) -> str:
+    """All numbers of a packing."""
+    return json.dumps(asdict(report), indent=2)
+
+
+def packing_as_text(report: PackingReport) -> str:
+    """What was packed, for people."""
+    lines = {
+        "samples": f"{report.samples:,}, of them {report.dropped:,} dropped and {report.truncated:,} cut",
+        "rows": f"{report.rows:,}, {100 * report.fill:.1f} % full of tokens",
+        "tokens": f"{report.tokens:,}",
+        "patches": f"{report.patches:,}, {report.patches / report.rows:,.0f} a row",
+    }
+    if report.patch_fill is not None:
+        lines["patches"] += f", {100 * report.patch_fill:.1f} % of the most"
+    return "\n".join(f"{name:15}{value}" for name, value in lines.items())
+
+
+def as_text(inspection: Inspection, *, brackets: bool = False) -> Text:
+    """All that was found, trained tokens in colour, and where asked for in brackets too."""
+    text = Text()
+    for view in inspection.samples:
+        text.append(f"{visible(view.sample_id)}\n", _HEAD)
+        for line in headlines(view):
+            text.append(f"  {line}\n")
+        _append_tokens(text, view, brackets)
+        text.append("\n\n")
+    for name, value in summary(inspection).items():
+        text.append(f"{name:15}", _HEAD).append(f"{value}\n")
+    for _, message in inspection.errors[:MOST_ERRORS]:
+        text.append(f"  {visible(message)}\n", _ERROR)
+    if len(inspection.errors) > MOST_ERRORS:
+        text.append(f"  and {len(inspection.errors) - MOST_ERRORS} more\n", _ERROR)
+    return text
+
+
+def _append_tokens(text: Text, view: SampleView, brackets: bool) -> None:
+    for (trained, vision), pieces in groupby(view.pieces, key=lambda piece: (piece.trained, piece.vision)):
+        words = "".join(map(shortened, pieces))
+        style = _TRAINED if trained else _VISION if vision else ""
+        text.append(f"[[{words}]]" if brackets and trained else words, style)
+
+
+def shortened(piece: Piece) -> str:
+    """A piece's text with nothing hidden; of a run of vision tokens, one and how many."""
+    text = visible(piece.text)
+    return f"{text} x {len(piece.ids)}" if piece.vision and len(piece.ids) > 1 else text
+
+
+def visible(text: str) -> str:
+    r"""The text with control and formatting characters by their numbers, such as \x1b; line breaks and tabs stay."""
+    return "".join(map(_visible, text))
+
+
+def _visible(character: str) -> str:
+    hidden = character not in _SHOWN and unicodedata.category(character) in _HIDDEN
+    return ascii(character)[1:-1] if hidden else character
+
+
+def headlines(view: SampleView) -> Iterator[str]:
+    """What there is to say of a sample before its text."""
+    share = view.num_trained / max(view.num_tokens, 1)
+    nothing = "" if view.num_trained else ": nothing to train on"
+    yield f"{view.num_tokens:,} tokens, {view.num_trained:,} trained on ({share:.1%}){nothing}"
+    for number, picture in enumerate(view.pictures, start=1):
+        yield f"{picture.kind} {number}: {describe(picture)}"
+
+
+def describe(picture: Picture) -> str:
+    """Size and grid of a picture."""
+    grid = " x ".join(map(str, picture.grid))
+    return f"{picture.height} x {picture.width} pixels (height x width), grid {grid}, {picture.num_tokens:,} tokens"
+
+
+def summary(inspection: Inspection) -> dict[str, str]:
+    """The figures, each with its name."""
+    lengths, fills = inspection.lengths, inspection.row_fills
+    shown, total, rows = len(inspection.samples), inspection.num_samples, len(fills)
+    figures = f"min {min(lengths):,}, median {median(lengths):,g}, mean {mean(lengths):,.1f}, max {max(lengths):,}"
+    kind = "packed" if inspection.pack else "padded, one sample each"
+    return {
+        "samples": f"{total:,}: {shown:,} shown, {len(lengths):,} measured",
+        "tokens": figures if lengths else "none measured",
+        "trained on": f"{inspection.trained_share:.1%} of the tokens of the samples shown",
+        "too long": f"{inspection.too_long:,} of {len(lengths):,} for a row of {inspection.seq_length:,} tokens",
+        "rows": f"{rows:,} of the samples measured, {kind}: {inspection.fill:.1%} real tokens" if rows else "none",
+        "errors": f"{len(inspection.errors):,}",
+    }
+
+
+def as_json(inspection: Inspection) -> str:
+    """Everything but pictures' pixels, as one object."""
+    lengths = inspection.lengths
+    found = {
+        "num_samples": inspection.num_samples,
+        "seq_length": inspection.seq_length,
+        "pack": inspection.pack,
+        "trained_share": inspection.trained_share,
+        "length": {"min": min(lengths), "median": median(lengths), "mean": mean(lengths), "max": max(lengths)}
+        if lengths
+        else None,
+        "too_long": inspection.too_long,
+        "num_rows": len(inspection.row_fills),
+        "fill": inspection.fill,
+        "num_errors": len(inspection.errors),
+        "errors": [{"sample_id": sample_id, "message": message} for sample_id, message in inspection.errors],
+        "samples": [_sample(view) for view in inspection.samples],
+        "lengths": list(lengths),
+        "row_fills": list(inspection.row_fills),
+    }
+    return json.dumps(found, indent=2)
+
+
+def _sample(view: SampleView) -> dict[str, Any]:
+    return {
+        "sample_id": view.sample_id,
+        "num_tokens": view.num_tokens,
+        "num_trained": view.num_trained,
+        "pictures": [
+            {
+                "kind": picture.kind,
+                "grid": list(picture.grid),
+                "height": picture.height,
+                "width": picture.width,
+                "num_tokens": picture.num_tokens,
+            }
+            for picture in view.pictures
+        ],
+        "pieces": [_piece(piece) for piece in view.pieces],
+    }
+
+
+def _piece(piece: Piece) -> dict[str, Any]:
+    common = {"text": piece.text, "trained": piece.trained}
+    return common | ({"id": piece.ids[0], "count": len(piece.ids)} if piece.vision else {"ids": list(piece.ids)})

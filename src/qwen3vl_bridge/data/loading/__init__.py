@@ -1,0 +1,1 @@
+"""Rows for a training loop: the dataset, batch streams, balance over ranks, worker processes."""

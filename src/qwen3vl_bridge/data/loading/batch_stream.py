@@ -1,0 +1,162 @@
+"""Microbatches for a training loop of ours: an endless stream that can be left and resumed, and one pass.
+
+What lives here: which rows a data-parallel rank takes, and where a run stands. What may not: how a row is made
+(`row_dataset.py`, `data/packing/row_plan.py`).
+
+All ranks count the same rows: of each group of dp_size * micro_batch_size rows, a rank takes micro_batch_size. So a
+position is one number for all, and a run may go on with other numbers of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from itertools import count
+from typing import Any
+
+from qwen3vl_bridge.batch import PackedBatch
+from qwen3vl_bridge.data.errors import DataError
+from qwen3vl_bridge.data.loading.row_dataset import Row, RowDataset, without_loss
+from qwen3vl_bridge.data.loading.worker_processes import ignoring
+from qwen3vl_bridge.data.packing.row_plan import Window
+from qwen3vl_bridge.data.sources.fingerprints import check_position
+
+import torch
+from torch.utils.data import DataLoader
+
+
+class BatchStream(Iterator[PackedBatch]):
+    """This rank's microbatches, epoch after epoch."""
+
+    def __init__(
+        self,
+        rows: RowDataset,
+        *,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        micro_batch_size: int = 1,
+        num_workers: int = 0,
+        ignored_signal: int | None = None,
+    ) -> None:
+        """Start at the first row.
+
+        Args:
+            rows: the split's, planned from the beginning.
+            dp_rank: this data-parallel rank.
+            dp_size: how many there are.
+            micro_batch_size: rows of a microbatch.
+            num_workers: processes that read and encode ahead; 0 for none.
+            ignored_signal: that these leave to this process.
+        """
+        _check_share(dp_rank, dp_size, micro_batch_size)
+        self._rows, self._num_workers, self._ignored_signal = rows, num_workers, ignored_signal
+        self._first, self._micro_batch_size = dp_rank * micro_batch_size, micro_batch_size
+        self._group = dp_size * micro_batch_size
+        self._next_row, self._window = 0, Window()
+        self._batches: Iterator[tuple[PackedBatch, Window]] | None = None
+
+    def __next__(self) -> PackedBatch:
+        """The next microbatch.
+
+        Raises:
+            DataError: a sample that cannot be trained on.
+        """
+        if self._batches is None:
+            self._batches = self._loader()
+        try:
+            batch, self._window = next(self._batches)
+        except DataError as error:
+            self._batches = None  # it has gone on by itself; whoever asks again asks for the same row
+            raise error.without_traceback() from None
+        self._next_row += self._group
+        return batch
+
+    def _loader(self) -> Iterator[tuple[PackedBatch, Window]]:
+        groups = (
+            [first + place for place in range(self._micro_batch_size)]
+            for first in count(self._next_row + self._first, self._group)
+        )
+        return iter(
+            DataLoader(
+                self._rows,
+                batch_sampler=groups,
+                collate_fn=_Collate(self._rows),
+                num_workers=self._num_workers,
+                worker_init_fn=ignoring(self._ignored_signal),
+                # Otherwise it draws from the global generator here, and a resumed run differs from an unbroken one.
+                generator=torch.Generator(),
+            )
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream stands: plain numbers, the same on every rank up to the window they are reached from."""
+        return {
+            "row": self._next_row,
+            "window": asdict(self._window),
+            "data": self._rows.fingerprint(),
+            "dealt": self._rows.dealt(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from where another stream stood.
+
+        Args:
+            state: its `state_dict`.
+
+        Raises:
+            ValueError: it was of other data or other rows, or stands in the middle of rows that were dealt out to
+                another number of ranks.
+        """
+        check_position(self._rows.fingerprint(), state["data"])
+        dealt, now = tuple(state["dealt"]), self._rows.dealt()
+        if dealt != now and any(state["row"] % over for over, _ in (dealt, now)):
+            raise ValueError(
+                f"the position, row {state['row']}, is among {dealt[0]} rows that were dealt out to {dealt[1]} ranks, "
+                f"and now {now[0]} rows are to {now[1]}: expected the same, or a checkpoint between them"
+            )
+        window = Window(**{**state["window"], "carried": tuple(state["window"]["carried"])})
+        self._next_row, self._window = state["row"], window
+        self._rows, self._batches = self._rows.begun_at(window), None
+
+
+class _Collate:
+    """Collates, and keeps the window for the stream's position. A class, because it travels to workers."""
+
+    def __init__(self, rows: RowDataset) -> None:
+        self._rows = rows
+
+    def __call__(self, rows: list[Row]) -> tuple[PackedBatch, Window]:
+        return self._rows.collate_fn(rows), rows[0].window
+
+
+def one_pass(
+    rows: RowDataset, *, dp_rank: int = 0, dp_size: int = 1, micro_batch_size: int = 1
+) -> Iterator[PackedBatch]:
+    """Every row of the first epoch once, the same number of microbatches on every rank.
+
+    Where the rows don't go round, the last one is repeated without anything to train on.
+
+    Args:
+        rows: the split's rows.
+        dp_rank: this data-parallel rank.
+        dp_size: how many there are.
+        micro_batch_size: rows of a microbatch.
+
+    Yields:
+        This rank's microbatches.
+    """
+    _check_share(dp_rank, dp_size, micro_batch_size)
+    total = rows.plan.end_of_epoch()
+    for first in range(0, total, dp_size * micro_batch_size):
+        start = first + dp_rank * micro_batch_size
+        numbers = range(start, start + micro_batch_size)
+        batch = rows.collate_fn([rows[min(number, total - 1)] for number in numbers])
+        yield replace(batch, loss_mask=without_loss(batch, [number >= total for number in numbers]))
+
+
+def _check_share(dp_rank: int, dp_size: int, micro_batch_size: int) -> None:
+    if not 0 <= dp_rank < dp_size or micro_batch_size < 1:
+        raise ValueError(
+            f"found data-parallel rank {dp_rank} of {dp_size} and {micro_batch_size} rows a microbatch, "
+            "expected a rank inside its group and at least one row"
+        )

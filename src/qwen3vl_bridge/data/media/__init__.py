@@ -1,0 +1,7 @@
+"""Images and videos: which addresses are allowed, fetching, decoding."""
+
+from qwen3vl_bridge import moved
+
+
+def __getattr__(name: str):
+    return moved.load(__name__, "qwen3vl_bridge.data.media.images", name)

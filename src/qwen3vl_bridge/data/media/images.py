@@ -1,0 +1,252 @@
+"""Pictures: which file or bytes a conversation means, how large it is, its pixels.
+
+What lives here: where media may come from, and everything that opens a picture. What may not: videos (`videos.py`), the
+network (`downloads.py`), resizing and patches (the processor's).
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from qwen3vl_bridge.data.errors import DataError
+
+from PIL import ExifTags, Image, ImageOps
+
+# Pillow warns beyond this many pixels and refuses twice as many, to withstand files made to exhaust memory.
+MOST_PIXELS = Image.MAX_IMAGE_PIXELS or 2**30
+_SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that swap width and height
+
+Media = Path | bytes
+
+
+@dataclass(frozen=True)
+class FrameList:
+    """A video that comes as pictures, sampled already.
+
+    Attributes:
+        frames: the pictures, all of one size.
+        fps: how many of them are a second.
+    """
+
+    frames: tuple[Media, ...]
+    fps: float
+
+
+Video = Media | FrameList
+
+
+@dataclass(frozen=True)
+class MediaAccess:
+    """Where pictures and videos may come from, whatever records say.
+
+    Attributes:
+        root: folder that paths are relative to and may not leave; None where there may be no paths.
+        allowed_urls: beginnings of addresses that are fetched, such as "https://images.example.org/"; "https://" is
+            any address of that scheme. Addresses inside them that lead elsewhere are refused.
+        url_cache: folder of what was fetched; the user's cache folder if None.
+    """
+
+    root: Path | None = None
+    allowed_urls: tuple[str, ...] = ()
+    url_cache: Path | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.allowed_urls, str):  # whose letters would each be one
+            raise ValueError(f"allowed_urls is {self.allowed_urls!r}, expected a tuple of beginnings of addresses")
+        if self.allowed_urls:
+            from qwen3vl_bridge.data.media.urls import (
+                check_prefix,  # brings the library for HTTP, which takes a while to import
+            )
+
+            for prefix in self.allowed_urls:
+                check_prefix(prefix)
+
+    @classmethod
+    def of(
+        cls, root: str | Path | None, allowed_urls: Sequence[str] = (), url_cache: str | Path | None = None
+    ) -> MediaAccess:
+        """As settings have it; arguments as for the class.
+
+        Raises:
+            ValueError: something that is no beginning of an address.
+        """
+        urls = allowed_urls if isinstance(allowed_urls, str) else tuple(allowed_urls)
+        return cls(None if root is None else Path(root), urls, None if url_cache is None else Path(url_cache))  # pyright: ignore[reportArgumentType]  (refused there)
+
+
+# A folder, or None for none or the source's own, says the same as an access without addresses.
+MediaRoot = str | Path | MediaAccess | None
+
+
+def media_access(given: MediaRoot, default: Path | None) -> MediaAccess:
+    """What a source was given, as an access.
+
+    Args:
+        given: an access, or its root.
+        default: the root where none is given.
+
+    Raises:
+        DataError: there is no such folder.
+    """
+    access = given if isinstance(given, MediaAccess) else MediaAccess(None if given is None else Path(given))
+    root = default if access.root is None else access.root
+    if root is not None and not root.is_dir():
+        raise DataError(str(root), "there is no such folder, expected the media root")
+    return replace(access, root=root)
+
+
+def find(name: str, root: Path | MediaAccess, place: str) -> Media:
+    """What a conversation calls `name`. An address is fetched now, unless it was before.
+
+    Args:
+        name: path relative to the root, or absolute and inside it; an address that is allowed; or the contents
+            themselves, "data:...;base64,...".
+        root: folder that no path may leave, by `..` or by a link; or where else media may come from, too.
+        place: where the name stands, for messages.
+
+    Raises:
+        DataError: an address that is not allowed, is gone or holds no picture or video, a path that leaves the root,
+            no such file, or damaged contents.
+        Unreachable: no answer from an address that is allowed.
+    """
+    access = root if isinstance(root, MediaAccess) else MediaAccess(root)
+    if name.startswith("data:"):
+        return _contents(name, place)
+    if name.lower().startswith(("http://", "https://")):
+        from qwen3vl_bridge.data.media.downloads import fetch
+
+        return fetch(name, access.allowed_urls, access.url_cache, place)
+    if "://" in name:
+        raise DataError(place, f"found the address {name[:80]!r}, expected the path of a file")
+    if access.root is None:
+        raise DataError(place, f"found the path {name[:80]!r}, and no media_root that it is relative to")
+    return _file(name, access.root, place)
+
+
+def _contents(name: str, place: str) -> bytes:
+    head, comma, contents = name.partition(",")
+    if not comma or not head.endswith(";base64"):
+        raise DataError(place, f"found {name[:40]!r}, expected 'data:...;base64,' and contents")
+    try:
+        return base64.b64decode(contents, validate=True)
+    except ValueError as error:
+        raise DataError(place, f"found contents that are no base64 ({error})") from error
+
+
+def _file(name: str, root: Path, place: str) -> Path:
+    try:
+        path = (root / name).resolve()
+        if not path.is_relative_to(root.resolve()):
+            raise DataError(place, f"{name!r} is {path}, expected a path inside the media root {root.resolve()}")
+        if not path.is_file():
+            raise DataError(place, f"{name!r} is {path}, and there is no such file")
+    except DataError:
+        raise
+    except (OSError, ValueError) as error:  # too long, a loop of links, a null character
+        raise DataError(place, f"found {name[:80]!r}, expected the path of a file ({error})") from error
+    return path
+
+
+def describe(media: Media) -> str:
+    """A file's path, and the address that it was fetched from, if it was; or how many bytes came in its stead."""
+    if not isinstance(media, Path):
+        return f"a picture or video of {len(media):,} bytes"
+    try:
+        return f"{media} (fetched from {address_file(media).read_text('utf-8')})"
+    except (OSError, ValueError):
+        return str(media)
+
+
+def address_file(fetched: Path) -> Path:
+    """Where the address of a fetched file is written down."""
+    return fetched.with_name(f"{fetched.name}.address")
+
+
+def is_picture(file: Path) -> bool:
+    """Whether a file begins as a picture does, be it too large to be opened."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            Image.open(file).close()
+    except Image.DecompressionBombError:
+        return True
+    except Exception:  # each of Pillow's decoders has its own
+        return False
+    return True
+
+
+def image_size(image: Media, place: str) -> tuple[int, int]:
+    """Height and width of a picture as `load_image` gives it, read from the file's header.
+
+    Raises:
+        DataError: as `load_image`, as far as the header tells.
+    """
+    with _opened(image, place) as opened:
+        width, height = opened.size
+        try:
+            sideways = opened.getexif().get(ExifTags.Base.Orientation) in _SIDEWAYS
+        except Exception as error:  # of some formats it reads the whole file
+            raise DataError(place, f"{describe(image)} does not decode as a picture: {error}") from error
+    return (width, height) if sideways else (height, width)
+
+
+def load_image(image: Media, place: str) -> Image.Image:
+    """The picture in RGB and upright, as `transformers.image_utils.load_image` gives it.
+
+    A processor that is given a path leaves a photograph on its side as the camera held it; people who wrote about it
+    saw it upright.
+
+    Raises:
+        DataError: a file that does not decode, or one with too many pixels.
+    """
+    with _opened(image, place) as opened:
+        try:
+            return ImageOps.exif_transpose(opened).convert("RGB")
+        except Exception as error:  # each of Pillow's decoders has its own
+            raise DataError(place, f"{describe(image)} does not decode as a picture: {error}") from error
+
+
+def _opened(media: Media, place: str) -> Image.Image:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            image = Image.open(media if isinstance(media, Path) else io.BytesIO(media))
+    except Image.DecompressionBombError as error:
+        raise DataError(
+            place, f"{describe(media)} is too large: {error}; expected at most {MOST_PIXELS:,} pixels"
+        ) from error
+    except Exception as error:  # each of Pillow's decoders has its own
+        raise DataError(place, f"{describe(media)} does not decode as a picture: {error}") from error
+    try:
+        if image.mode in ("I", "F") or image.mode.startswith("I;"):
+            # Pillow makes everything beyond 255 of it white.
+            raise DataError(place, f"{describe(media)} has pixels of the kind {image.mode!r}, expected 8 bits a colour")
+        check_pixels(*image.size, media, place)
+    except DataError:
+        image.close()
+        raise
+    return image
+
+
+def check_pixels(width: int, height: int, media: Media | str, place: str) -> None:
+    """Refuses a picture made to exhaust memory.
+
+    Args:
+        width: its width in pixels.
+        height: its height.
+        media: what it is from, or what messages call that.
+        place: where it stands, for messages.
+
+    Raises:
+        DataError: it has too many pixels.
+    """
+    if width * height > MOST_PIXELS:
+        name = media if isinstance(media, str) else describe(media)
+        raise DataError(
+            place, f"{name} is too large: {width} x {height} pixels, expected at most {MOST_PIXELS:,} pixels"
+        )

@@ -1,0 +1,104 @@
+"""Addresses of pictures and videos: which of them are allowed.
+
+What lives here: reading an address, and comparing it with what a user allows. What may not: the network
+(`downloads.py`).
+
+Both sides are read by the library that sends the request, so that what is compared is what is asked for. Scheme, host
+and port are compared whole, paths by whole segments: "https://example.org/a" allows "https://example.org/a/1.png", but
+neither "https://example.org/ab" nor "https://example.org.evil.com/a".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from urllib.parse import unquote
+
+from qwen3vl_bridge.data.errors import DataError
+
+import httpx
+
+_PORTS = {"http": 80, "https": 443}
+_MOST_ENCODINGS = 3  # of one path inside another; nobody means more
+
+
+def check_prefix(prefix: str) -> None:
+    """Refuses what could never be the beginning of an address, or would be more than it looks like.
+
+    Raises:
+        ValueError: no scheme, none of http and https, a user, a query, or a pattern.
+    """
+    if _is_scheme(prefix):
+        return
+    url = _read(prefix)
+    if url is None or url.scheme not in _PORTS or not url.host or re.search(r"[@?#*\\\s]", prefix) or _climbs(url):
+        raise ValueError(
+            f"allowed_urls has {prefix!r}, expected a scheme and a host, and a path if need be, such as "
+            "'https://images.example.org/' or 'https://images.example.org/public/'; 'https://' allows every address "
+            "of that scheme"
+        )
+
+
+def allowed_url(address: str, prefixes: Sequence[str], place: str) -> httpx.URL:
+    """An address as it will be asked for.
+
+    Args:
+        address: what a record or a redirect calls it.
+        prefixes: what addresses may begin with.
+        place: where it stands, for messages.
+
+    Raises:
+        DataError: it is none, or is not allowed.
+    """
+    url = _read(address)
+    if url is None or not url.host or url.userinfo or _climbs(url) or not any(_begins(url, one) for one in prefixes):
+        allowed = f"an address that begins with {' or '.join(prefixes)}" if prefixes else "one that allowed_urls allows"
+        raise DataError(
+            place, f"found the address {_shown(address)}, expected the path of a file, or {allowed} (allowed_urls)"
+        )
+    return url.copy_with(fragment=None)
+
+
+def _shown(address: str) -> str:
+    return repr(address if len(address) <= 200 else f"{address[:197]}...")
+
+
+def _read(address: str) -> httpx.URL | None:
+    try:
+        url = httpx.URL(address)
+        url.host  # noqa: B018  (read for what it raises)
+    except (httpx.InvalidURL, ValueError):  # the latter of text that is no Unicode, and of names that only look encoded
+        return None
+    return url
+
+
+def _is_scheme(prefix: str) -> bool:
+    return prefix.lower() in [f"{scheme}://" for scheme in _PORTS]
+
+
+def _begins(url: httpx.URL, prefix: str) -> bool:
+    if _is_scheme(prefix):
+        return prefix.lower() == f"{url.scheme}://"
+    start = httpx.URL(prefix)
+    if _server(url) != _server(start):
+        return False
+    folder = _path(start).rstrip("/")
+    return _path(url).startswith(f"{folder}/") or (_path(url) == folder == _path(start))
+
+
+def _server(url: httpx.URL) -> tuple[str, bytes, int | None]:
+    return url.scheme, url.raw_host, url.port or _PORTS.get(url.scheme)
+
+
+def _path(url: httpx.URL) -> str:
+    """As it is sent, with its percent signs."""
+    return url.raw_path.decode("ascii").partition("?")[0]
+
+
+def _climbs(url: httpx.URL) -> bool:
+    """Whether a server could take the path for another one: plain '..' is resolved here, encoded ones are not."""
+    path = _path(url)
+    for _ in range(_MOST_ENCODINGS):
+        path = unquote(path)
+    segments = (segment.partition(";")[0] for segment in re.split(r"[/\\]", path))
+    return unquote(path) != path or any(segment in (".", "..") for segment in segments)

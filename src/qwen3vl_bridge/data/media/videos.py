@@ -1,0 +1,193 @@
+"""Videos: how many frames a file has and when, and the frames that a processor samples of them.
+
+What lives here: everything that opens a video; PyAV is asked for here alone. What may not: how many frames to sample
+and what size they become (the processor's settings), tokens (`data/processing/encoding.py`).
+
+Frames are made small one by one, as they are decoded, so that a video takes the memory of what the model sees of it.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qwen3vl_bridge.data.errors import DataError
+from qwen3vl_bridge.data.media.images import FrameList, Media, Video, check_pixels, describe, image_size, load_image
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.image_utils import SizeDict
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
+from transformers.video_utils import VideoMetadata
+
+# A file may say that it has any number of frames.
+_MOST_FRAMES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What a model is to see of a video.
+
+    Attributes:
+        grid: (frames, height, width) in patches.
+        size: height and width in pixels that the frames are made.
+        indices: which of the video's frames.
+        times: when each of them is shown, in seconds.
+    """
+
+    grid: tuple[int, int, int]
+    size: tuple[int, int]
+    indices: tuple[int, ...]
+    times: tuple[float, ...]
+
+    def frame_times(self) -> list[float]:
+        """When each frame of the grid is shown, in seconds: halfway between the first and the last of its own frames.
+
+        Source: transformers, `Qwen3VLProcessor._calculate_timestamps`.
+        """
+        several = -(-len(self.times) // self.grid[0])
+        times = [*self.times, *[self.times[-1]] * (several * self.grid[0] - len(self.times))]
+        return [(times[at] + times[at + several - 1]) / 2 for at in range(0, len(times), several)]
+
+
+def sample(video: Video, processor: Any, place: str) -> Sampled:
+    """Which frames of a video a processor wants, without decoding them.
+
+    A video of frames that were sampled already keeps them all; of any other, the processor's own rule picks some.
+
+    Args:
+        video: the video.
+        processor: a Qwen3VLVideoProcessor.
+        place: where the video stands, for messages.
+
+    Raises:
+        DataError: a file that is no video, has no frames, or too small or too large ones.
+    """
+    if isinstance(video, FrameList):
+        sizes = {image_size(frame, place) for frame in video.frames}
+        if len(sizes) != 1:
+            raise DataError(place, f"found frames of the sizes {sorted(sizes)}, expected one size")
+        (height, width), times = sizes.pop(), [number / video.fps for number in range(len(video.frames))]
+        indices = range(len(times))
+    else:
+        height, width, rate, shown = _frames_of(video, place)
+        wanted = processor.sample_frames(VideoMetadata(total_num_frames=len(shown), fps=rate), fps=processor.fps)
+        indices = [int(index) for index in wanted]
+        times = [shown[index] for index in indices]
+    try:
+        size = smart_resize(
+            num_frames=len(times),
+            height=height,
+            width=width,
+            temporal_factor=processor.temporal_patch_size,
+            factor=processor.patch_size * processor.merge_size,
+            min_pixels=processor.size["shortest_edge"],
+            max_pixels=processor.size["longest_edge"],
+        )
+    except ValueError as error:
+        raise DataError(place, f"the processor refuses a video of {width} x {height} pixels: {error}") from error
+    grid = (-(-len(times) // processor.temporal_patch_size), *(side // processor.patch_size for side in size))
+    return Sampled(grid, size, tuple(indices), tuple(times))
+
+
+def load(video: Video, sampled: Sampled, processor: Any, place: str) -> Tensor:
+    """The frames, [frames, 3, height, width] uint8, of the size they are to be.
+
+    Raises:
+        DataError: a frame that does not decode.
+    """
+    if isinstance(video, FrameList):
+        frames: Iterator[np.ndarray] = (np.asarray(load_image(frame, place)) for frame in video.frames)
+    else:
+        frames = _decoded(video, sampled.indices, place)
+    small = [
+        processor.resize(
+            torch.from_numpy(np.array(frame)).permute(2, 0, 1).unsqueeze(0),
+            size=SizeDict(*sampled.size),
+            resample=processor.resample,
+        )
+        for frame in frames
+    ]
+    return torch.cat(small)
+
+
+@contextmanager
+def _opened(video: Media, place: str) -> Iterator[Any]:
+    """The container of a file, with a first video stream."""
+    try:
+        import av
+    except ImportError:
+        raise DataError(
+            place, "found a video, expected PyAV to decode it with: install qwen3vl-bridge[video]"
+        ) from None
+    try:
+        with av.open(str(video) if isinstance(video, Path) else io.BytesIO(video)) as container:
+            if not container.streams.video:
+                raise DataError(place, f"{describe(video)} has no pictures, expected a video")
+            yield container
+    except DataError:
+        raise
+    except Exception as error:  # each of FFmpeg's decoders has its own
+        raise DataError(place, f"{describe(video)} does not decode as a video: {error}") from error
+
+
+def _frames_of(video: Media, place: str) -> tuple[int, int, float, Sequence[float]]:
+    """Height, width, frames a second, and when each frame is shown, in seconds from the first."""
+    name = describe(video)
+    with _opened(video, place) as container:
+        stream = container.streams.video[0]
+        if stream.codec_context is None:
+            raise DataError(place, f"{name} has pictures of a kind that FFmpeg does not decode here")
+        check_pixels(stream.width, stream.height, name, place)
+        rate = stream.average_rate or stream.guessed_rate
+        first = next(container.decode(stream), None)
+        if first is None:
+            raise DataError(place, f"{name} has no frames, expected at least one")
+        height, width = _upright(np.empty((first.height, first.width)), first).shape
+    shown, before = [], None
+    # The packets say when their frames are shown; what a header says of their number is often missing or wrong.
+    with _opened(video, place) as container:
+        stream = container.streams.video[0]
+        for packet in container.demux(stream):
+            if packet.dts is not None:
+                if before is not None and packet.dts < before:
+                    raise DataError(place, f"{name} has a clock that goes back, as of videos that were put together")
+                before = packet.dts
+            if packet.size and packet.pts is not None and not packet.is_discard:
+                shown.append(packet.pts)
+            if len(shown) > _MOST_FRAMES:
+                raise DataError(place, f"{name} has over {_MOST_FRAMES:,} frames, expected fewer")
+        if not shown:
+            raise DataError(place, f"{name} does not say when its frames are shown")
+        shown.sort()
+        seconds = [float((time - shown[0]) * stream.time_base) for time in shown]
+    # Of a steady video the numbers of the frames say it without rounding; of any other the header's rate says nothing.
+    if rate and all(abs(time - number / float(rate)) < 0.5 / float(rate) for number, time in enumerate(seconds)):
+        return height, width, float(rate), [number / float(rate) for number in range(len(seconds))]
+    if not seconds[-1]:
+        raise DataError(place, f"{name} does not say how many frames are a second")
+    return height, width, (len(seconds) - 1) / seconds[-1], seconds
+
+
+def _decoded(video: Media, indices: Sequence[int], place: str) -> Iterator[np.ndarray]:
+    """Some frames in RGB, [height, width, 3] uint8, in order."""
+    with _opened(video, place) as container:
+        wanted, number = list(indices), 0
+        for frame in container.decode(video=0):
+            while wanted and wanted[0] == number:
+                yield _upright(frame.to_ndarray(format="rgb24"), frame)
+                wanted.pop(0)
+            number += 1
+            if not wanted:
+                return
+        raise DataError(place, f"{describe(video)} ends after {number} frames, expected frame {wanted[0]}")
+
+
+def _upright(picture: np.ndarray, frame: Any) -> np.ndarray:
+    """A frame as players show it: a camera held upright writes it on its side."""
+    return np.rot90(picture, round(frame.rotation / 90))

@@ -1,0 +1,200 @@
+"""Packing before training: every sample measured once, by as many processes as are wanted, and the rows written down.
+
+What lives here: the work. What may not: the files' format (`data/packing/packed_rows.py`), the command line
+(`cli/data.py`).
+
+While training packs as it reads, each machine measures every sample, and every process packs all of them. That is
+nothing for thousands of samples, and too much for millions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import count, takewhile
+from pathlib import Path
+
+from qwen3vl_bridge.data.errors import DataError
+from qwen3vl_bridge.data.loading.row_dataset import RowDataset
+from qwen3vl_bridge.data.loading.worker_processes import ignoring
+from qwen3vl_bridge.data.packing.packed_rows import FILES, MANIFEST, PackedRows, write
+from qwen3vl_bridge.data.packing.row_plan import RowPlan
+from qwen3vl_bridge.data.packing.sample_order import NumberedOrder
+from qwen3vl_bridge.data.packing.sample_sizes import Size
+from qwen3vl_bridge.data.processing.samples import Samples
+from qwen3vl_bridge.files.atomic import atomic_directory
+from qwen3vl_bridge.files.errors import CheckpointError
+from qwen3vl_bridge.files.target import check_target, refuse_others
+
+import numpy as np
+from torch.utils.data import DataLoader, Dataset
+
+_CHUNK = 64  # samples that a process measures at a time
+# Rows are packed from so many samples at a time: more would not fill them better, and best-fit slows down.
+_WINDOW = 2**16
+
+
+@dataclass(frozen=True)
+class PackingReport:
+    """What was packed.
+
+    Attributes:
+        samples: in the source.
+        dropped: of them in no row, being bad or too long.
+        truncated: of them cut.
+        rows: that the others are in.
+        fill: share of real tokens in the rows.
+        patch_fill: share of the patches that rows may hold; None where they may hold any number.
+        tokens: of all rows.
+        patches: of all rows.
+    """
+
+    samples: int
+    dropped: int
+    truncated: int
+    rows: int
+    fill: float
+    patch_fill: float | None
+    tokens: int
+    patches: int
+
+
+def pack(
+    rows: RowDataset,
+    folder: Path,
+    *,
+    workers: int = 0,
+    overwrite: bool = False,
+    progress: Callable[[Iterable[int]], Iterable[int]] = iter,
+    say: Callable[[str], None] = lambda _: None,
+) -> PackingReport:
+    """Measure all samples, pack them into rows, and write the rows.
+
+    Args:
+        rows: the samples and the rules of rows, without a packing.
+        folder: where to; it comes into being complete.
+        workers: processes that measure; 0 for this one.
+        overwrite: whether to replace an earlier packing.
+        progress: passes on how many samples each step measured, and may show it.
+        say: called with a line of text when the leftovers of a killed process were removed.
+
+    Raises:
+        ValueError: rows that are not to be packed.
+        DataError: a sample that cannot be trained on, where that is an error; none that can.
+        CheckpointError: a place that cannot be written to.
+    """
+    if not rows.settings.pack or rows.settings.packed is not None:
+        raise ValueError("found rows that are not packed, or were before; expected rows to pack")
+    check_target(folder, overwrite=overwrite, replaceable=_check_packing)
+    sizes, dropped, truncated = _measured(rows.samples, workers, progress)
+    samples, starts = _packed(rows, sizes)
+    _prove(rows, sizes, samples, starts)
+    num_rows, capacity = len(starts) - 1, rows.settings.collator.seq_length
+    tokens, patches, _ = sizes[samples].sum(0).tolist()
+    most = rows.samples.admission.most_patches
+    report = PackingReport(
+        samples=len(sizes),
+        dropped=dropped,
+        truncated=truncated,
+        rows=num_rows,
+        fill=tokens / (num_rows * capacity),
+        patch_fill=None if most is None else patches / (num_rows * most),
+        tokens=tokens,
+        patches=patches,
+    )
+    with atomic_directory(folder, say, replace=_check_packing if overwrite else None) as place:
+        write(place, sizes, samples, starts, rows.rules(), asdict(report))
+        PackedRows(place).check(rows.rules())
+    return report
+
+
+def _check_packing(folder: Path) -> None:
+    """Refuse to replace what is not an earlier packing, and nothing besides."""
+    if not (folder / MANIFEST).is_file():
+        raise CheckpointError(f"{folder} is no packing, so it is not replaced; remove it yourself")
+    refuse_others(folder, FILES, "packing")
+
+
+class _Chunks(Dataset[tuple[np.ndarray, int, int]]):
+    """Sizes of neighbouring samples, and how many of them were dropped and cut."""
+
+    def __init__(self, samples: Samples, total: int) -> None:
+        self._samples, self._total = samples, total
+
+    def __len__(self) -> int:
+        return -(-self._total // _CHUNK)
+
+    def __getitem__(self, number: int) -> tuple[np.ndarray, int, int]:
+        admission, first = self._samples.admission, number * _CHUNK
+        dropped, truncated = admission.num_dropped, admission.num_truncated
+        sizes = [self._samples.size(index) for index in range(first, min(first + _CHUNK, self._total))]
+        return np.array(sizes, dtype=np.int64), admission.num_dropped - dropped, admission.num_truncated - truncated
+
+
+def _measured(
+    samples: Samples, workers: int, progress: Callable[[Iterable[int]], Iterable[int]]
+) -> tuple[np.ndarray, int, int]:
+    """[samples, 3] sizes, how many samples are dropped, and how many cut."""
+    if samples.total is None:
+        raise ValueError("found a stream, expected samples by number: a stream is packed as it is read")
+    chunks = _Chunks(samples, samples.total)
+    sizes, dropped, truncated = np.empty((samples.total, len(Size._fields)), np.int64), 0, 0
+
+    def steps() -> Iterator[int]:
+        nonlocal dropped, truncated
+        first = 0
+        loader = DataLoader(chunks, batch_size=None, num_workers=workers, worker_init_fn=ignoring(None))
+        for part, fewer, shorter in loader:
+            part = np.asarray(part)
+            sizes[first : first + len(part)] = part
+            first, dropped, truncated = first + len(part), dropped + fewer, truncated + shorter
+            yield len(part)
+
+    try:
+        for _ in progress(steps()):
+            pass
+    except DataError as error:
+        raise error.without_traceback() from None
+    return sizes, dropped, truncated
+
+
+def _packed(rows: RowDataset, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The samples of each row, row after row, and where each row begins among them."""
+    settings, multiple = rows.settings, rows.settings.collator.multiple
+    try:
+        plan = RowPlan(
+            lambda sample: Size(*sizes[sample].tolist()).padded(multiple),
+            # In random order, because neighbours are often alike, and then none of them fills what others leave.
+            NumberedOrder(len(sizes), settings.seed or 0),
+            capacity=settings.collator.seq_length,
+            pack=settings.pack,
+            window_size=_WINDOW,
+            most_patches=rows.samples.admission.most_patches,
+            report=False,
+        )
+        # In order, so that each window is packed once.
+        packed = [plan.row(number) for number in takewhile(lambda row: plan.window(row).epoch == 0, count())]
+    except DataError:
+        raise
+    except ValueError as error:
+        raise DataError(str(error)) from error
+    starts = np.cumsum([0, *map(len, packed)], dtype=np.int64)
+    return np.concatenate([np.array(row, dtype=np.int64) for row in packed]), starts
+
+
+def _prove(rows: RowDataset, sizes: np.ndarray, samples: np.ndarray, starts: np.ndarray) -> None:
+    """That every sample with a size is in exactly one row, and that none holds too much."""
+    kept = np.flatnonzero(sizes[:, 0])
+    collator, most = rows.settings.collator, rows.samples.admission.most_patches
+    padded = -(-sizes[samples, 0] // collator.multiple) * collator.multiple
+    longest = np.add.reduceat(padded, starts[:-1]).max()
+    largest = np.add.reduceat(sizes[samples, 1], starts[:-1]).max()
+    if (
+        not np.array_equal(np.sort(samples), kept)
+        or longest > collator.seq_length
+        or (most is not None and largest > most)
+    ):
+        raise AssertionError(
+            f"{len(samples)} samples in rows of up to {longest} tokens and {largest} patches, expected {len(kept)} "
+            f"in rows of at most {collator.seq_length} and {most}"
+        )

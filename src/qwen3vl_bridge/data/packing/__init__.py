@@ -1,0 +1,7 @@
+"""Which samples share a row: sizes, order, best fit, row plans, rows packed before training."""
+
+from qwen3vl_bridge import moved
+
+
+def __getattr__(name: str):
+    return moved.load(__name__, "qwen3vl_bridge.data.packing.best_fit", name)

@@ -1,0 +1,81 @@
+"""Which samples share a row: best-fit packing, by tokens and by the patches of their pictures.
+
+What lives here: numbers into rows. What may not: tensors, samples, order of reading (`row_plan.py`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+
+_SHELVES, _LOOKS = 16, 32
+
+
+def best_fit(
+    lengths: Sequence[int], capacity: int, patches: Sequence[int] | None = None, most_patches: int | None = None
+) -> list[list[int]]:
+    """Pack samples into rows, the longest first, each where it leaves the least room.
+
+    Args:
+        lengths: tokens of each sample.
+        capacity: tokens a row holds.
+        patches: of the pictures of each sample; not asked about if None.
+        most_patches: patches a row holds; any number if None.
+
+    Returns:
+        Rows of sample numbers. Rows, and the samples in one, are in ascending order of their first sample.
+
+    Raises:
+        ValueError: a length, or a number of patches, that no row holds.
+    """
+    if patches is None or most_patches is None:
+        patches, most_patches = [0] * len(lengths), 1
+    # Of the two towers, the one that a sample fills more of decides how hard it is to place.
+    share = [max(n / capacity, p / most_patches) for n, p in zip(lengths, patches, strict=True)]
+    rows, room = list[list[int]](), _Room(most_patches)
+    for sample in sorted(range(len(lengths)), key=lambda sample: (-share[sample], sample)):
+        length, pixels = lengths[sample], patches[sample]
+        if not 1 <= length <= capacity:
+            raise ValueError(f"sample {sample} has {length} tokens, expected 1 to {capacity}")
+        if not 0 <= pixels <= most_patches:
+            raise ValueError(f"sample {sample} has {pixels} patches, expected at most {most_patches}")
+        left, row, left_patches = room.take(length, pixels) or (capacity, len(rows), most_patches)
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(sample)
+        room.put(left - length, row, left_patches - pixels)
+    return sorted(sorted(row) for row in rows)
+
+
+class _Room:
+    """What rows have left, in shelves by the patches they have left, so that full ones are not looked through."""
+
+    def __init__(self, most_patches: int) -> None:
+        self._shelves: list[list[tuple[int, int, int]]] = [[] for _ in range(min(_SHELVES, most_patches + 1))]
+        self._most = most_patches + 1
+
+    def put(self, tokens: int, row: int, patches: int) -> None:
+        if tokens:
+            insort(self._shelves[patches * len(self._shelves) // self._most], (tokens, row, patches))
+
+    def take(self, tokens: int, patches: int) -> tuple[int, int, int] | None:
+        """Tokens left, number and patches left of the row with the least room that is enough; None if there is none."""
+        lowest, found = patches * len(self._shelves) // self._most, []
+        for number in range(lowest, len(self._shelves)):
+            shelf = self._shelves[number]
+            first = bisect_left(shelf, (tokens, 0, 0))
+            # Rows of the lowest shelf may have fewer patches left; most of them are not worth a look.
+            fitting = range(first, min(len(shelf), first + _LOOKS))
+            place = next((place for place in fitting if shelf[place][2] >= patches), None)
+            if place is not None:
+                found.append((shelf[place], number, place))
+        if not found:
+            return None
+        entry, number, place = min(found)
+        del self._shelves[number][place]
+        return entry
+
+
+def fill(rows: Sequence[Sequence[int]], lengths: Sequence[int], capacity: int) -> float:
+    """The share of real tokens in rows of `capacity`."""
+    return sum(lengths[sample] for row in rows for sample in row) / (capacity * len(rows)) if rows else 0.0

@@ -1,0 +1,166 @@
+"""Which samples make up which row: an endless sequence of rows, the same on every rank and in every process.
+
+What lives here: epochs, and packing over a window of samples. Plain numbers: a sample is its number, and all that is
+asked about it is its size. What may not: the order of an epoch (`sample_order.py`), reading samples, tensors.
+
+Each epoch is an order of the samples, cut into windows. A window's samples are packed into rows together, and the
+emptiest row's samples join the next window, so that none is left half empty; the last window of an epoch keeps all of
+its rows. So every sample is in exactly one row of every epoch. A `Window` is all that a plan needs to go on from.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from qwen3vl_bridge.data.errors import DataError
+from qwen3vl_bridge.data.packing.best_fit import best_fit
+from qwen3vl_bridge.data.packing.sample_order import Order
+from qwen3vl_bridge.data.packing.sample_sizes import Size
+
+from torch.utils.data import get_worker_info
+
+logger = logging.getLogger(__name__)
+
+Row = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Window:
+    """Where a window begins.
+
+    Attributes:
+        epoch: which pass over the samples.
+        start: place in the epoch's order of its first new sample.
+        carried: samples from the window before.
+        first_row: how many rows there are before it, in all epochs.
+    """
+
+    epoch: int = 0
+    start: int = 0
+    carried: Row = ()
+    first_row: int = 0
+
+
+class _PackedWindow(NamedTuple):
+    """A window's rows, the samples it leaves to the next one, and whether the epoch ends with it."""
+
+    window: Window
+    rows: list[Row]
+    carried: Row
+    is_last: bool
+
+
+class RowPlan:
+    """Rows by their number. Rows far ahead are reached by packing what lies between; going on in order is cheap."""
+
+    def __init__(
+        self,
+        size: Callable[[int], Size],
+        order: Order,
+        *,
+        capacity: int,
+        pack: bool = True,
+        window_size: int = 512,
+        begin: Window | None = None,
+        most_patches: int | None = None,
+        report: bool = True,
+        measure: Callable[[Sequence[int]], None] | None = None,
+    ) -> None:
+        """Plan rows of samples.
+
+        Args:
+            size: what a sample takes of a row, with what it is padded by; no tokens to leave it out.
+            order: of the samples of each epoch.
+            capacity: tokens a row holds.
+            pack: pack samples into rows; otherwise each is a row.
+            window_size: samples that are packed together.
+            begin: the window to go on from; the first one if None.
+            most_patches: patches a row holds; any number if None.
+            report: say how full the first epoch's rows were.
+            measure: told of which samples the sizes are asked for next.
+        """
+        if window_size < 1:
+            raise ValueError(f"found windows of {window_size} samples, expected at least 1")
+        self._size, self._order, self._capacity, self._most_patches = size, order, capacity, most_patches
+        self._pack, self._window_size, self._reports, self._measure = pack, window_size, report, measure
+        self._windows = [begin or Window()]
+        self._tokens = self._count = 0  # in the epoch's rows so far
+        self._packed: _PackedWindow | None = None
+
+    def row(self, number: int) -> Row:
+        """Samples of one row.
+
+        Raises:
+            IndexError: a row from before the window that the plan went on from.
+            DataError: an epoch without a row.
+        """
+        window = self.window(number)
+        return self._pack_window(window).rows[number - window.first_row]
+
+    def window(self, number: int) -> Window:
+        """The window that a row is of."""
+        if number < self._windows[0].first_row:
+            raise IndexError(f"row {number} lies before row {self._windows[0].first_row}, where this plan begins")
+        while self._windows[-1].first_row <= number:
+            self._extend()
+        return self._windows[bisect_right(self._windows, number, key=lambda window: window.first_row) - 1]
+
+    def end_of_epoch(self) -> int:
+        """Number of the first row after the epoch that the plan begins in."""
+        epoch = self._windows[0].epoch
+        while self._windows[-1].epoch == epoch:
+            self._extend()
+        return next(window.first_row for window in self._windows if window.epoch > epoch)
+
+    def _extend(self) -> None:
+        """Append the window after the last known one."""
+        window = self._windows[-1]
+        packed = self._pack_window(window)
+        self._tokens += sum(self._size(sample).tokens for row in packed.rows for sample in row)
+        self._count += sum(len(row) for row in packed.rows)
+        start, first_row = window.start + self._window_size, window.first_row + len(packed.rows)
+        if not packed.is_last:
+            self._windows.append(Window(window.epoch, start, packed.carried, first_row))
+            return
+        epochs = [w.first_row for w in self._windows if w.epoch == window.epoch and w.start == 0]
+        if epochs and epochs[0] == first_row:
+            raise DataError(
+                f"epoch {window.epoch}", "none of its samples is in a row: all are bad or too long, and dropped"
+            )
+        self._windows.append(Window(window.epoch + 1, 0, (), first_row))
+        self._report(window.epoch, first_row - epochs[0] if epochs else 0)
+
+    def _report(self, epoch: int, rows: int) -> None:
+        """Say how full an epoch's rows are, where the plan has seen all of it. One of several workers says it."""
+        worker = get_worker_info()
+        if rows and (worker is None or worker.id == 0):
+            share = self._tokens / (rows * self._capacity)
+            level = logging.INFO if epoch == 0 and self._reports else logging.DEBUG
+            text = "epoch %d: %d samples in %d rows of %d tokens, %.1f %% full"
+            logger.log(level, text, epoch, self._count, rows, self._capacity, 100 * share)
+        self._tokens = self._count = 0
+
+    def _pack_window(self, window: Window) -> _PackedWindow:
+        if self._packed is not None and self._packed.window == window:
+            return self._packed
+        new = self._order.numbers(window.epoch, window.start, self._window_size)
+        is_last = len(new) < self._window_size
+        if self._measure is not None:
+            self._measure(new)
+        sizes = {sample: size for sample in (*window.carried, *new) if (size := self._size(sample)).tokens}
+        kept, carried = list(sizes), ()
+        if not self._pack:
+            rows = [(sample,) for sample in kept]
+        else:
+            lengths, patches = [sizes[sample].tokens for sample in kept], [sizes[sample].patches for sample in kept]
+            packed = best_fit(lengths, self._capacity, patches, self._most_patches)
+            rows = [tuple(kept[place] for place in row) for row in packed]
+            if not is_last and len(rows) > 1:
+                emptiest = min(range(len(rows)), key=lambda row: (sum(sizes[s].tokens for s in rows[row]), -row))
+                carried = rows.pop(emptiest)
+        self._packed = _PackedWindow(window, rows, carried, is_last)
+        return self._packed

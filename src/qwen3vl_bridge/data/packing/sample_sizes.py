@@ -1,0 +1,94 @@
+"""How large samples are, as far as it is known.
+
+What lives here: what a size is, and keeping sizes that were measured. What may not: measuring
+(`data/processing/encoding.py`), sizes on disk (`packed_rows.py`), and those of other processes (`shared_sizes.py`).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple, Protocol
+
+_UNKNOWN = -1
+
+
+class Size(NamedTuple):
+    """How much of a row a sample takes. No tokens: it is in no row.
+
+    Attributes:
+        tokens: of the language model.
+        patches: of the vision tower.
+        patch_pairs: the squares of the patches of each frame, added up: what attention in the vision tower costs.
+    """
+
+    tokens: int
+    patches: int
+    patch_pairs: int
+
+    def padded(self, multiple: int) -> Size:
+        """With what fills it up to a multiple of so many tokens."""
+        return self._replace(tokens=-(-self.tokens // multiple) * multiple)
+
+
+NOTHING = Size(0, 0, 0)
+
+
+class Sizes(Protocol):
+    """Sizes of samples by their numbers."""
+
+    def get(self, sample: int) -> Size | None:
+        """A sample's size, None if nobody measured it."""
+        ...
+
+    def keep(self, sample: int, size: Size) -> None:
+        """Remember a measured size."""
+        ...
+
+    def claim(self, sample: int, *, wait: bool) -> AbstractContextManager[bool]:
+        """Hold a sample while it is measured, so that no other process measures it too.
+
+        Args:
+            sample: it.
+            wait: for another process that holds it, which then has measured it, or has died.
+
+        Returns:
+            A context: whether this process holds it.
+        """
+        return nullcontext(True)
+
+
+class AllSizes(Sizes):
+    """Of samples 0 to n - 1."""
+
+    def __init__(self, num_samples: int) -> None:
+        """Know none yet."""
+        self._columns = tuple(array("q", [_UNKNOWN]) * num_samples for _ in Size._fields)
+
+    def get(self, sample: int) -> Size | None:
+        """As `Sizes` has it."""
+        return None if self._columns[0][sample] == _UNKNOWN else Size(*(column[sample] for column in self._columns))
+
+    def keep(self, sample: int, size: Size) -> None:
+        """As `Sizes` has it."""
+        for column, value in zip(self._columns, size, strict=True):
+            column[sample] = value
+
+
+class LatestSizes(Sizes):
+    """Of the samples that were measured last, whatever their numbers: those of a stream, which has no end."""
+
+    def __init__(self, most: int = 2**16) -> None:
+        """Know none yet, and never more than `most`."""
+        self._most, self._kept = most, OrderedDict[int, Size]()
+
+    def get(self, sample: int) -> Size | None:
+        """As `Sizes` has it."""
+        return self._kept.get(sample)
+
+    def keep(self, sample: int, size: Size) -> None:
+        """As `Sizes` has it."""
+        self._kept[sample] = size
+        if len(self._kept) > self._most:
+            self._kept.popitem(last=False)

@@ -1,0 +1,1 @@
+"""From a conversation to tensors: processor, tokens, encoding, filtering, collation."""

@@ -1,0 +1,234 @@
+"""A conversation as tokens, labels and pixels, by the checkpoint's own processor and chat template.
+
+What lives here: rendering, tokenising, and the loss mask. What may not: reading files (`data/sources/opening.py`), rows
+and batches (`data/packing/best_fit.py`, `collation.py`).
+
+Which tokens are trained on is asked of the template, not of the tokens: what the template renders for the messages
+before an answer, with the prompt to generate, is what a model will be given; the rest of the turn, up to the token
+that closes it, is the answer. A user's text may hold anything, the template's own control tokens too, and none of it
+is ever trained on.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any, Literal
+
+from qwen3vl_bridge.data.choices import check_choice
+from qwen3vl_bridge.data.errors import DataError
+from qwen3vl_bridge.data.media import videos as video
+from qwen3vl_bridge.data.media.images import image_size, load_image
+from qwen3vl_bridge.data.packing.sample_sizes import Size
+from qwen3vl_bridge.data.processing.tokenization import Seen, Tokens, tokenise
+from qwen3vl_bridge.data.schemas.conversations import Conversation
+
+import torch
+from torch import Tensor
+
+Answers = Literal["all", "last"]
+
+
+@dataclass(frozen=True)
+class EncodedSample:
+    """One sample ready to be laid in a row. L tokens, N patches.
+
+    Attributes:
+        input_ids: [L] int64.
+        labels: [L] int64, the next token; the last one is its own, and never trained on.
+        loss_mask: [L] float32, 1 where the label is trained on.
+        pixel_values: [N, channels * temporal_patch * patch * patch] float32, or None without pictures.
+        image_grid_thw: [images, 3] int64, or None without pictures.
+        sample_id: file and line.
+        pixel_values_videos: as `pixel_values`, of the videos.
+        video_grid_thw: [videos, 3] int64, or None without videos.
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    pixel_values: Tensor | None
+    image_grid_thw: Tensor | None
+    sample_id: str
+    pixel_values_videos: Tensor | None = None
+    video_grid_thw: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+
+class Encoder:
+    """Turns conversations into `EncodedSample`s. Picklable, so that data-loading workers can have one each."""
+
+    def __init__(self, processor: Any, answers: Answers = "all") -> None:
+        """Keep a processor, as `load_processor` gives it.
+
+        Args:
+            processor: it.
+            answers: train on all of an assistant's answers, or on the last alone.
+        """
+        check_choice("answers", answers, Answers)
+        self.processor, self._only = processor, answers
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """What must be the same for a sample to have the same tokens.
+
+        The template, the tokenizer, how much is seen of pictures, and what is trained on.
+        """
+        images, clips = self.processor.image_processor, self.processor.video_processor
+        sizes = [reader.size[edge] for reader in (images, clips) for edge in ("shortest_edge", "longest_edge")]
+        sizes += [getattr(images, name) for name in ("patch_size", "merge_size", "temporal_patch_size")]
+        tokenizer = json.loads(self.processor.tokenizer.backend_tokenizer.to_str())
+        for passing in ("padding", "truncation"):  # of the last text that was encoded
+            tokenizer.pop(passing, None)
+        words = json.dumps([self.processor.chat_template, tokenizer], sort_keys=True)
+        digest = hashlib.sha256(words.encode()).hexdigest()[:16]
+        return repr((*sizes, clips.fps, clips.min_frames, clips.max_frames, self._only, digest))
+
+    def size(self, conversation: Conversation, limit: int | None = None) -> Size:
+        """How much of a row the sample takes; of its pictures no more than their headers is read.
+
+        Args:
+            conversation: it.
+            limit: most tokens, to which it is cut; no picture is cut.
+
+        Raises:
+            DataError: a picture or a conversation that cannot be encoded, or that has no answer before the cut.
+        """
+        seen = self._see(conversation)
+        self._check_placeholders(conversation)
+        # Where nothing is cut, nobody needs to know where the answers are.
+        text = self._render(conversation, conversation.messages)
+        tokens = tokenise(self.processor, text, (), seen, conversation.sample_id)
+        if limit is not None and len(tokens) > limit:
+            tokens = self._tokens(conversation, seen, limit)
+        merge = self.processor.image_processor.merge_size**2
+        frames = [(1, number * merge) for number in seen.image_tokens[: len(tokens.images)]]
+        frames += [(clip.grid[0], prod(clip.grid[1:])) for clip in seen.videos[: len(tokens.videos)]]
+        return Size(len(tokens), sum(t * n for t, n in frames), sum(t * n**2 for t, n in frames))
+
+    def __call__(self, conversation: Conversation, limit: int | None = None) -> EncodedSample:
+        """Encode one conversation; arguments as for `size`.
+
+        Raises:
+            DataError: pictures that do not decode or don't match their places in the text, or a template that gives
+                no place to hold on to for an answer.
+        """
+        seen = self._see(conversation)
+        tokens = self._tokens(conversation, seen, limit)
+        seen = Seen(seen.image_tokens[: len(tokens.images)], seen.videos[: len(tokens.videos)])
+        images, videos = self._pixels(conversation, seen)
+        ids, trained = tokens.whole()
+        return EncodedSample(
+            input_ids=ids,
+            labels=torch.cat((ids[1:], ids[-1:])),
+            loss_mask=torch.cat((trained[1:], trained.new_zeros(1))).float(),
+            pixel_values=images.get("pixel_values"),
+            image_grid_thw=images.get("image_grid_thw"),
+            pixel_values_videos=videos.get("pixel_values_videos"),
+            video_grid_thw=videos.get("video_grid_thw"),
+            sample_id=conversation.sample_id,
+        )
+
+    def _tokens(self, conversation: Conversation, seen: Seen, limit: int | None) -> Tokens:
+        self._check_placeholders(conversation)
+        text, answers = self._answers(conversation)
+        tokens = tokenise(self.processor, text, answers, seen, conversation.sample_id)
+        if limit is None or len(tokens) <= limit:
+            return tokens
+        cut = tokens.cut(limit)
+        if not cut.trained[1:].any():
+            problem = f"found {len(tokens)} tokens, and no answer among the first {len(cut)} that remain of it"
+            raise DataError(conversation.sample_id, f"{problem}, expected one within {limit}")
+        return cut
+
+    def _see(self, conversation: Conversation) -> Seen:
+        """What a conversation's pictures and videos become, by their headers."""
+        place, images = conversation.sample_id, self.processor.image_processor
+        sizes = [image_size(image, place) for image in conversation.images]
+        try:
+            patches = [images.get_number_of_image_patches(height, width, {}) for height, width in sizes]
+        except ValueError as error:
+            raise _refused(conversation, error) from error
+        videos = (video.sample(clip, self.processor.video_processor, place) for clip in conversation.videos)
+        return Seen(tuple(number // images.merge_size**2 for number in patches), tuple(videos))
+
+    def _pixels(self, conversation: Conversation, seen: Seen) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """What the image and the video processor make of a conversation's pictures and videos."""
+        place, reader = conversation.sample_id, self.processor.video_processor
+        pictures = [load_image(image, place) for image in conversation.images[: len(seen.image_tokens)]]
+        pairs = zip(conversation.videos, seen.videos, strict=False)  # a sample cut short shows fewer
+        clips = [video.load(clip, sampled, reader, place) for clip, sampled in pairs]
+        try:
+            images = self.processor.image_processor(images=pictures, return_tensors="pt") if pictures else {}
+            # They have their frames and their size already.
+            as_they_are = {"do_sample_frames": False, "do_resize": False, "return_tensors": "pt"}
+            made = [reader(videos=[clip], **as_they_are) for clip in clips]
+        except (ValueError, RuntimeError) as error:
+            raise _refused(conversation, error) from error
+        merge = self.processor.image_processor.merge_size**2
+        found = [prod(grid) // merge for grid in images["image_grid_thw"].tolist()] if pictures else []
+        found += [tuple(one["video_grid_thw"][0].tolist()) for one in made]
+        expected = [*seen.image_tokens, *(sampled.grid for sampled in seen.videos)]
+        if found != expected:
+            raise DataError(place, f"pictures and videos became {found}, expected {expected} by their headers")
+        names = ("pixel_values_videos", "video_grid_thw") if made else ()
+        return images, {name: torch.cat([one[name] for one in made]) for name in names}
+
+    def _answers(self, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
+        """The whole text, and where in it the answers lie, each with the token that closes it."""
+        messages, place = conversation.messages, conversation.sample_id
+        text = self._render(conversation, messages)
+        spans = []
+        answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        for number in answers if self._only == "all" else answers[-1:]:
+            where = f"{place}: message {number + 1}"
+            prompt = self._render(conversation, messages[:number], prompt=True)
+            turn = self._render(conversation, messages[: number + 1])
+            if not turn.startswith(prompt):
+                raise DataError(where, _parting("the prompt to generate it", prompt, "it", turn))
+            if not text.startswith(turn):
+                raise DataError(where, _parting("it alone", turn, "it with what follows", text))
+            # Templates put white space between turns, which a model is not asked for.
+            end = len(turn.rstrip())
+            if not turn[len(prompt) : end].endswith(tuple(self.processor.tokenizer.all_special_tokens)):
+                raise DataError(where, f"the answer ends in {turn[-20:]!r}, expected a token that closes the turn")
+            spans.append((len(prompt), end))
+        return text, spans
+
+    def _render(self, conversation: Conversation, messages: Sequence[dict[str, Any]], prompt: bool = False) -> str:
+        try:
+            # transformers rewrites messages in place.
+            copies, tools = copy.deepcopy((list(messages), conversation.tools))
+            return self.processor.apply_chat_template(copies, tools=tools, tokenize=False, add_generation_prompt=prompt)
+        except Exception as error:  # a template is a program, and this one runs on whatever a record holds
+            raise DataError(conversation.sample_id, f"the chat template refuses it: {error}") from error
+
+    def _check_placeholders(self, conversation: Conversation) -> None:
+        """Refuses text that would be taken for a picture."""
+        for number, message in enumerate(conversation.messages, start=1):
+            content = message["content"]
+            texts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
+            for token in (self.processor.image_token, self.processor.video_token):
+                if any(token in words for words in texts):
+                    place = f"{conversation.sample_id}: message {number}"
+                    raise DataError(place, f"found {token!r} in the text, which stands for a picture")
+
+
+def _refused(conversation: Conversation, error: Exception) -> DataError:
+    return DataError(conversation.sample_id, f"the processor refuses it: {error}")
+
+
+def _parting(first_name: str, first: str, second_name: str, second: str) -> str:
+    """Where two texts part that should begin alike."""
+    at = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
+    return (
+        f"the chat template renders {first_name} as '...{first[max(at - 20, 0) : at + 20]}', but {second_name} as "
+        f"'...{second[max(at - 20, 0) : at + 20]}': expected the second to begin with the first"
+    )

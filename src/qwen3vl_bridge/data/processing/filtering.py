@@ -1,0 +1,157 @@
+"""Which conversations become samples: measured first, encoded when their row is due.
+
+What lives here: what happens to conversations that are bad, or longer than a row, wherever they come from. What may
+not: where they are read from, rows.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+from qwen3vl_bridge.data.choices import check_choice
+from qwen3vl_bridge.data.errors import Changed, DataError, Unreachable
+from qwen3vl_bridge.data.packing.sample_sizes import Size
+from qwen3vl_bridge.data.processing.collation import pad_token_id
+from qwen3vl_bridge.data.processing.encoding import EncodedSample, Encoder
+from qwen3vl_bridge.data.schemas.conversations import Conversation
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+OnLong = Literal["error", "drop", "truncate"]
+OnBad = Literal["error", "drop"]
+
+
+class Admitted(NamedTuple):
+    """A conversation that becomes a sample, and what the sample takes of a row."""
+
+    conversation: Conversation
+    size: Size
+
+
+class Admission:
+    """Measures and encodes conversations, and counts those that are left out or cut. Picklable, for workers."""
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        *,
+        limit: int,
+        most_patches: int | None = None,
+        on_long: OnLong = "error",
+        on_bad: OnBad = "error",
+    ) -> None:
+        """Say what is admitted.
+
+        Args:
+            encoder: turns conversations into tokens.
+            limit: most tokens a sample may have.
+            most_patches: most patches its pictures may have; any number if None.
+            on_long: refuse a longer one; or drop it; or cut it short, without cutting a picture. The latter two are
+                counted and reported. One of too many patches is refused or dropped.
+            on_bad: refuse one that cannot be read or encoded, or drop, count and report it.
+        """
+        check_choice("on_long", on_long, OnLong)
+        check_choice("on_bad", on_bad, OnBad)
+        self.encoder, self.limit, self.most_patches = encoder, limit, most_patches
+        self.on_long, self.on_bad = on_long, on_bad
+        self.num_dropped = self.num_truncated = 0
+
+    def fingerprint(self) -> dict[str, int | str | None]:
+        """What must be the same for the same conversations to become the same samples."""
+        return {
+            "seq_length": self.limit,
+            "encoding": self.encoder.fingerprint,
+            "most_patches": self.most_patches,
+            "on_long": self.on_long,
+            "on_bad": self.on_bad,
+        }
+
+    def measure(self, read: Callable[[], Conversation], place: str) -> Admitted | None:
+        """A conversation with its size, of its pictures reading no more than headers; None if it is dropped.
+
+        Args:
+            read: gives the conversation.
+            place: what messages call it.
+
+        Raises:
+            DataError: it cannot be read or is too long, where that is an error.
+        """
+        measured = self._unless_bad(lambda: self._sized(read(), None))
+        if measured is not None and measured.size.tokens > self.limit:
+            problem = f"{place}: found a sample of {measured.size.tokens} tokens, expected at most {self.limit}"
+            measured = self._cut(measured.conversation, problem)
+        if measured is None or self.most_patches is None or measured.size.patches <= self.most_patches:
+            return measured
+        problem = f"{place}: found pictures of {measured.size.patches} patches, expected at most {self.most_patches}"
+        if self.on_long == "error":
+            raise DataError(f"{problem} (what a row holds; on_long='drop' leaves the sample out)")
+        self._drop(problem)
+        return None
+
+    def _cut(self, conversation: Conversation, problem: str) -> Admitted | None:
+        if self.on_long == "error":
+            raise DataError(f"{problem} (a row's length; on_long='drop' leaves it out, 'truncate' cuts it)")
+        if self.on_long == "drop":
+            self._drop(problem)
+            return None
+        measured = self._unless_bad(lambda: self._sized(conversation, self.limit))
+        if measured is not None:
+            self.num_truncated += 1
+            logger.warning("%s: cut, %d so far", problem, self.num_truncated)
+        return measured
+
+    def encode(self, read: Callable[[], Admitted]) -> EncodedSample | None:
+        """Tokens and pixels; None for one that proves bad only now, as a picture that breaks off, and is dropped.
+
+        Args:
+            read: gives the conversation, and the size that it was measured with.
+
+        Raises:
+            DataError: it cannot be encoded, where that is an error, or not to that size.
+        """
+        return self._unless_bad(lambda: self._encode(read()))
+
+    def blank(self, place: str) -> EncodedSample:
+        """A single token that nothing is trained on, to stand in a place that must not be empty."""
+        token = torch.tensor([pad_token_id(self.encoder.processor.tokenizer)])
+        return EncodedSample(token, token, torch.zeros(1), None, None, place)
+
+    def _sized(self, conversation: Conversation, limit: int | None) -> Admitted:
+        return Admitted(conversation, self.encoder.size(conversation, limit))
+
+    def _encode(self, admitted: Admitted) -> EncodedSample:
+        sample, size = self.encoder(admitted.conversation, self.limit), admitted.size
+        patches = sum(len(pixels) for pixels in (sample.pixel_values, sample.pixel_values_videos) if pixels is not None)
+        if (len(sample), patches) != (size.tokens, size.patches):
+            found = f"found {len(sample)} tokens and {patches} patches"
+            planned = (
+                f"but its row was planned for {size.tokens} and {size.patches}: the data are others than they were"
+            )
+            raise Changed(sample.sample_id, f"{found}, {planned}")
+        return sample
+
+    def _unless_bad[Result](self, work: Callable[[], Result]) -> Result | None:
+        """What work gives; None for a bad sample that is dropped."""
+        try:
+            return work()
+        except DataError as error:
+            self.refuse(error)
+            return None
+
+    def refuse(self, error: DataError) -> None:
+        """Raise what is wrong with a sample, or count it as dropped.
+
+        Raises:
+            DataError: it, where that is an error.
+        """
+        if self.on_bad == "error" or isinstance(error, (Changed, Unreachable)):
+            raise error
+        self._drop(str(error))
+
+    def _drop(self, problem: str) -> None:
+        self.num_dropped += 1
+        logger.warning("%s: dropped, %d so far", problem, self.num_dropped)

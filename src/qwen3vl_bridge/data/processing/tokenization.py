@@ -1,0 +1,152 @@
+"""A rendered conversation as tokens, with each picture as one until the end.
+
+What lives here: the places of pictures and of a video's frames among the tokens, and cutting a sample short without
+cutting a picture. What may not: templates (`encoding.py`), pixels (`data/media/images.py`, `data/media/videos.py`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+from qwen3vl_bridge.data.errors import DataError
+from qwen3vl_bridge.data.media.videos import Sampled
+
+import torch
+from torch import Tensor
+
+Span = tuple[int, int]
+
+
+class Seen(NamedTuple):
+    """What a conversation's pictures and videos become, by their headers.
+
+    Attributes:
+        image_tokens: tokens of each picture.
+        videos: what is sampled of each video.
+    """
+
+    image_tokens: tuple[int, ...]
+    videos: tuple[Sampled, ...]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of a sample; that of a picture, or of one frame, stands for `counts` of them.
+
+    Attributes:
+        ids: [n] int64.
+        trained: [n] bool, whether each is to be predicted.
+        counts: [n] int64.
+        images: first and last place of each picture, its start and end of vision with it.
+        videos: likewise of each video, from the first frame's time on.
+    """
+
+    ids: Tensor
+    trained: Tensor
+    counts: Tensor
+    images: tuple[Span, ...]
+    videos: tuple[Span, ...]
+
+    def __len__(self) -> int:
+        return int(self.counts.sum())
+
+    def cut(self, limit: int) -> Tokens:
+        """At most `limit` tokens from the beginning, with no part of a picture or video that does not fit whole."""
+        keep = int((self.counts.cumsum(0) <= limit).sum())
+        keep = min([keep, *(first for first, last in (*self.images, *self.videos) if first < keep <= last)])
+        return Tokens(
+            self.ids[:keep],
+            self.trained[:keep],
+            self.counts[:keep],
+            tuple(span for span in self.images if span[1] < keep),
+            tuple(span for span in self.videos if span[1] < keep),
+        )
+
+    def whole(self) -> tuple[Tensor, Tensor]:
+        """`ids` and `trained` with every token of every picture: [L] int64, [L] bool."""
+        return self.ids.repeat_interleave(self.counts), self.trained.repeat_interleave(self.counts)
+
+
+def tokenise(processor: Any, text: str, answers: Sequence[Span], seen: Seen, place: str) -> Tokens:
+    """The tokens of a text, in which each picture and each video has one token as its place.
+
+    Args:
+        processor: of the checkpoint.
+        text: what the chat template made.
+        answers: which characters of it are trained on.
+        seen: what the pictures and videos become.
+        place: where the conversation stands, for messages.
+
+    Raises:
+        DataError: the text has not as many places as there are pictures or videos, or is no text at all.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # half a surrogate pair, which JSON can spell
+        raise DataError(place, f"found text that is no Unicode ({error})") from error
+    for kind, token, expected in (
+        ("pictures", processor.image_token, len(seen.image_tokens)),
+        ("videos", processor.video_token, len(seen.videos)),
+    ):
+        if (found := text.count(token)) != expected:
+            raise DataError(place, f"the chat template made {found} places for {kind}, expected {expected}")
+    text, answers, videos = _with_frames(processor, text, answers, seen.videos)
+    encoded = processor.tokenizer(text, return_offsets_mapping=True, return_tensors="pt")
+    ids, offsets = encoded["input_ids"][0], encoded["offset_mapping"][0]
+    merge = processor.video_processor.merge_size**2
+    frames = [prod(sampled.grid[1:]) // merge for sampled in seen.videos for _ in range(sampled.grid[0])]
+    counts, image = torch.ones_like(ids), ids == processor.image_token_id
+    counts[image] = torch.tensor(seen.image_tokens, dtype=counts.dtype)
+    counts[ids == processor.video_token_id] = torch.tensor(frames, dtype=counts.dtype)
+    trained = torch.zeros(len(ids), dtype=torch.bool)
+    for start, end in answers:
+        trained |= (offsets[:, 0] >= start) & (offsets[:, 0] < end)
+    # Pictures are not answers, even where a template lets an assistant's turn show one.
+    vision = [processor.image_token_id, processor.video_token_id]
+    around = [processor.vision_start_token_id, processor.vision_end_token_id]
+    never = torch.isin(ids, torch.tensor([number for number in vision + around if number is not None]))
+
+    def spread(first: int, last: int) -> Span:
+        """A stretch of tokens, with the start and end of vision around it."""
+        before = first > 0 and ids[first - 1] == around[0]
+        after = last + 1 < len(ids) and ids[last + 1] == around[1]
+        return first - int(before), last + int(after)
+
+    starts = offsets[:, 0].contiguous()
+    clips = tuple(
+        (int(torch.searchsorted(starts, first, right=True)) - 1, int(torch.searchsorted(starts, end)) - 1)
+        for first, end in videos
+    )
+    for first, last in clips:
+        trained[first : last + 1] = False  # the times of its frames too
+    pictures = tuple(spread(at, at) for at in image.nonzero().squeeze(-1).tolist())
+    return Tokens(ids, trained & ~never, counts, pictures, clips)
+
+
+def _with_frames(
+    processor: Any, text: str, spans: Sequence[Span], videos: Sequence[Sampled]
+) -> tuple[str, list[Span], list[Span]]:
+    """A text in which each frame of a video has a place of its own; the spans there, and those of the videos.
+
+    As Qwen3-VL was trained, the frames stand in place of the template's start of vision, video and end of vision.
+    transformers 5.12 leaves that start and end around them; 4.57 did not.
+    """
+    bare = processor.video_token
+    one = f"{processor.vision_start_token}{bare}{processor.vision_end_token}"
+    parts, shifts, found = [], [], []
+    last = shift = 0
+    for sampled, match in zip(videos, re.finditer(f"{re.escape(one)}|{re.escape(bare)}", text), strict=True):
+        frames = "".join(f"<{time:.1f} seconds>{one}" for time in sampled.frame_times())
+        parts += [text[last : match.start()], frames]
+        found.append((match.start() + shift, match.start() + shift + len(frames)))
+        last, shift = match.end(), shift + len(frames) - len(match.group())
+        shifts.append((match.start(), shift))
+
+    def there(offset: int) -> int:
+        return offset + next((shift for place, shift in reversed(shifts) if place < offset), 0)
+
+    return "".join([*parts, text[last:]]), [(there(start), there(end)) for start, end in spans], found

@@ -1,0 +1,1 @@
+"""Conversations: our schema, and other people's turned into it."""

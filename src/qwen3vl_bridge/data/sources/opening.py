@@ -1,0 +1,253 @@
+"""Where conversations are read from: files of JSON here, tables in their own modules, and the choice among them.
+
+What lives here: what a source is, finding a record in a file of JSON, which reader a path is for. What may not: tables
+(`parquet.py`, `hub.py`), what a record means (`data/schemas/foreign_schemas.py`, `data/schemas/conversations.py`).
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import mmap
+import re
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from qwen3vl_bridge.data.errors import DataError
+from qwen3vl_bridge.data.media.images import MediaAccess, MediaRoot, media_access
+from qwen3vl_bridge.data.schemas.conversations import Conversation, conversation_of
+from qwen3vl_bridge.data.schemas.foreign_schemas import messages_of
+from qwen3vl_bridge.data.sources.hub import HUB, HubDataset, name_on_hub
+from qwen3vl_bridge.data.sources.parquet import Parquet
+from qwen3vl_bridge.files.parsing import parse_record
+
+# White space, words and whole strings up to the next bracket, or to a quotation mark that none closes, or to the end.
+_TO_BRACKET = re.compile(rb'(?:[^"\[\]{}]++|"(?:[^"\\]++|\\.)*+")*+([\[\]{}"]|\Z)', re.DOTALL)
+
+
+class Conversations(Protocol):
+    """Conversations by number. Picklable, for data-loading workers; reading one never changes what another reads."""
+
+    def __getitem__(self, index: int, /) -> Conversation:
+        """Read one conversation.
+
+        Raises:
+            DataError: a record that cannot be read, or is no conversation.
+        """
+        ...
+
+    def sample_id(self, index: int, /) -> str:
+        """Where a conversation is from, for messages."""
+        ...
+
+    def fingerprint(self) -> str:
+        """What must stay the same for a number to mean the same conversation."""
+        ...
+
+
+class ConversationSource(Conversations, Protocol):
+    """As many conversations as it says, numbered from 0. Streams don't know how many they have (`hub_streaming.py`)."""
+
+    def __len__(self) -> int: ...
+
+
+class _JsonFile(ABC):
+    """Records of a file of JSON, read when they are asked for."""
+
+    path: Path
+    media: MediaAccess
+    _fingerprint: str
+
+    @abstractmethod
+    def sample_id(self, index: int) -> str:
+        """Where a conversation is from, for messages."""
+
+    @abstractmethod
+    def _read(self, file: BinaryIO, index: int) -> bytes:
+        """A record's text."""
+
+    def fingerprint(self) -> str:
+        """A digest of the file."""
+        return self._fingerprint
+
+    def __getitem__(self, index: int) -> Conversation:
+        """Read one conversation.
+
+        Raises:
+            DataError: a record that is no JSON in UTF-8, or no conversation.
+        """
+        place = self.sample_id(index)
+        with self.path.open("rb") as file:
+            text = self._read(file, index)
+        try:
+            record = parse_record(text.decode("utf-8-sig"))
+        except UnicodeDecodeError as error:
+            raise DataError(place, f"found bytes that are no UTF-8 ({error})") from error
+        except ValueError as error:  # also a number of too many digits
+            raise DataError(place, f"found no valid JSON ({error}), expected one conversation") from error
+        return conversation_of(messages_of(record, place), place, self.media)
+
+
+class JsonLines(_JsonFile):
+    """A file of conversations, one a line. Holds where lines begin, not the lines."""
+
+    def __init__(self, path: str | Path, media_root: MediaRoot = None) -> None:
+        """Find the lines. Blank ones are none, but count as lines.
+
+        Args:
+            path: the JSONL file.
+            media_root: folder that paths are relative to and may not leave, the file's own by default; or a
+                `MediaAccess`.
+
+        Raises:
+            DataError: no such file or folder, or a file without lines.
+        """
+        self.path = Path(path)
+        if not self.path.is_file():
+            raise DataError(str(self.path), "there is no such file, expected JSON lines of conversations")
+        self.media = media_access(media_root, self.path.parent)
+        self._offsets, self._lines = array("Q"), array("Q")
+        offset, digest = 0, hashlib.sha256()
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.isspace():
+                    self._offsets.append(offset)
+                    self._lines.append(number)
+                offset += len(line)
+                digest.update(line)
+        self._fingerprint = digest.hexdigest()[:16]
+        if not self._offsets:
+            raise DataError(str(self.path), "found no lines, expected one conversation a line")
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def sample_id(self, index: int) -> str:
+        """File and line of a conversation."""
+        return f"{self.path.name}:{self._lines[index]}"
+
+    def _read(self, file: BinaryIO, index: int) -> bytes:
+        file.seek(self._offsets[index])
+        return file.readline()
+
+
+class JsonList(_JsonFile):
+    """A file with one list of records, as LLaVA's are. Holds where records begin and end, not the records."""
+
+    def __init__(self, path: str | Path, media_root: MediaRoot = None) -> None:
+        """Find the records.
+
+        Args:
+            path: the JSON file.
+            media_root: folder that paths are relative to and may not leave, the file's own by default; or a
+                `MediaAccess`.
+
+        Raises:
+            DataError: no such file or folder, a file that is no list of objects, or is cut off.
+        """
+        self.path = Path(path)
+        if not self.path.is_file() or not self.path.stat().st_size:
+            raise DataError(str(self.path), "there is no such file, or nothing in it; expected a list of conversations")
+        self.media = media_access(media_root, self.path.parent)
+        self._starts, self._ends = array("Q"), array("Q")
+        with (
+            self.path.open("rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text,
+        ):
+            self._fingerprint = hashlib.sha256(text).hexdigest()[:16]
+            self._find(text, len(codecs.BOM_UTF8) if text[:3] == codecs.BOM_UTF8 else 0)
+        if not self._starts:
+            raise DataError(str(self.path), "found an empty list, expected conversations")
+
+    def _find(self, text: mmap.mmap, begin: int) -> None:
+        """Notes where each object in the list is. What is in the objects is checked when one is read."""
+        depth, end = 0, 0  # of brackets open; of the list's beginning or the last record
+        for match in _TO_BRACKET.finditer(text, begin):
+            at, bracket = match.start(1), match[1]
+            if depth == 0 and end and (bracket or text[end:].strip()):
+                raise self._refused(text[end : end + 40].strip(), "after the list, expected the end of the file")
+            if bracket in (b"", b'"'):
+                break
+            if depth <= 1:
+                self._between(text[end or begin : at], bracket, depth)
+            depth += 1 if bracket in b"[{" else -1
+            if depth == 2 and bracket == b"{" and len(self._starts) == len(self._ends):
+                self._starts.append(at)
+            elif depth == 1 and bracket in b"]}" and len(self._starts) > len(self._ends):
+                self._ends.append(at + 1)
+            if depth <= 1:
+                end = at + 1
+        if depth or not end:
+            raise self._refused(b"the end of the file" if depth else text[:40], "inside the list, expected it whole")
+
+    def _between(self, gap: bytes, bracket: bytes, depth: int) -> None:
+        """Refuses anything but one list, and in it anything but objects with commas between."""
+        opening = b"[" if depth == 0 else b"{" if bracket != b"]" else b"]"
+        comma = b"," if depth and self._starts and bracket != b"]" else b""
+        if bracket != opening or gap.strip() != comma:
+            what = "a list" if depth == 0 else "objects with commas between them"
+            raise self._refused((gap.strip() + bracket)[:40], f"after {len(self._ends)} records, expected {what}")
+
+    def _refused(self, found: bytes, problem: str) -> DataError:
+        return DataError(str(self.path), f"found {found.decode('utf-8', 'backslashreplace')!r} {problem}")
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def sample_id(self, index: int) -> str:
+        """File and place in the list, counted from 0."""
+        return f"{self.path.name}[{range(len(self))[index]}]"
+
+    def _read(self, file: BinaryIO, index: int) -> bytes:
+        file.seek(self._starts[index])
+        return file.read(self._ends[index] - self._starts[index])
+
+
+def open_source(
+    path: str | Path,
+    media_root: str | Path | None = None,
+    *,
+    allowed_urls: Sequence[str] = (),
+    url_cache: str | Path | None = None,
+) -> ConversationSource:
+    """The reader for what a path is.
+
+    Args:
+        path: a .jsonl file; a .json file, of lines or with one list; a .parquet file, a folder of them, or a pattern
+            such as "data/train-*.parquet"; a folder made by `save_to_disk` of Hugging Face's `datasets`; or
+            "hf://owner/name#split" for a data set of the hub.
+        media_root: folder that paths of pictures and videos are relative to and may not leave; by default that of the
+            file, and none for the hub.
+        allowed_urls: beginnings of addresses that pictures and videos may be fetched from (see `MediaAccess`).
+        url_cache: folder of what was fetched; the user's cache folder if None.
+
+    Raises:
+        DataError: a path of none of these, or one that the reader refuses.
+        ValueError: something in `allowed_urls` that is no beginning of an address.
+    """
+    media = MediaAccess.of(media_root, allowed_urls, url_cache)
+    if str(path).startswith(HUB):
+        return HubDataset.named(*name_on_hub(str(path)), media)
+    path = Path(path)
+    if path.is_dir():
+        saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
+        return HubDataset.saved(path, media) if saved else Parquet(path, media)
+    if path.suffix == ".parquet":
+        return Parquet(path, media)
+    if path.suffix not in (".json", ".jsonl"):
+        raise DataError(
+            str(path), "found no folder and none of the endings .jsonl, .json and .parquet, expected one of them"
+        )
+    listed = path.suffix == ".json" and path.is_file() and _begins_a_list(path)
+    return JsonList(path, media) if listed else JsonLines(path, media)
+
+
+def _begins_a_list(path: Path) -> bool:
+    with path.open("rb") as file:
+        while chunk := file.read(2**16):  # a list often stands on one line, of any length
+            if chunk.strip():
+                return chunk.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+    return False

@@ -1,0 +1,102 @@
+"""Rows of Arrow tables as conversations.
+
+What lives here: which columns are read, and how a row becomes plain Python. What may not: finding a row (`parquet.py`,
+`hub.py`), spellings (`data/schemas/foreign_schemas.py`).
+
+Columns are named as the keys of a record (see `data/schemas/foreign_schemas.py`); others are not read. A table has each
+key in every row, so a null is read as a key that is not there. `messages`, `conversations` and `tools` may be strings
+of JSON, or hold them where the column's type says so: contents that are now a string, now a list, fit no other column.
+`datasets` (5.2) writes a string there as JSON, unless it is JSON by itself: the answer "7" is stored as a number, and
+has to be read as the string that it was. One in quotation marks of its own comes back without them, which nobody can
+tell.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from qwen3vl_bridge.data.errors import DataError
+from qwen3vl_bridge.data.media.images import MediaAccess
+from qwen3vl_bridge.data.schemas.conversations import PARTS, Conversation, conversation_of
+from qwen3vl_bridge.data.schemas.foreign_schemas import messages_of
+from qwen3vl_bridge.files.parsing import parse_record
+
+COLUMNS = ("messages", "conversations", "system", "image", "images", "video", "videos", "tools")
+_TEXTS = ("content", "value")  # of a message, in our spelling and ShareGPT's
+_JSON_COLUMNS = ("messages", "conversations")  # and `tools`, whoever reads them
+
+
+def conversation_in(table: Any, row: int, place: str, media: MediaAccess) -> Conversation:
+    """One row of a table.
+
+    Args:
+        table: with the columns that are wanted.
+        row: which.
+        place: what messages call it.
+        media: where its pictures and videos may come from.
+
+    Raises:
+        DataError: a value that does not decode, or a row that is no conversation.
+    """
+    record = {}
+    try:
+        for field in table.schema:
+            value = _plain(table.column(field.name)[row].as_py(), field)
+            if isinstance(value, str) and field.name in _JSON_COLUMNS and value.strip():
+                value = parse_record(value)
+            if value is not None:
+                record[field.name] = value
+    except UnicodeDecodeError as error:
+        raise DataError(place, f"found bytes that are no UTF-8 ({error})") from error
+    except ValueError as error:
+        raise DataError(place, f"found a value that does not decode ({error}), expected JSON") from error
+    return conversation_of(messages_of(record, place), place, media)
+
+
+def _plain(value: Any, field: Any) -> Any:
+    """A value of an Arrow field without keys that are null, and what is JSON decoded."""
+    if value is None:
+        return None
+    kind = field.type
+    if getattr(kind, "extension_name", "") == "arrow.json":
+        decoded = parse_record(value)
+        return value if field.name in _TEXTS and not _is_content(decoded) else decoded
+    kind = getattr(kind, "storage_type", kind)
+    if isinstance(value, dict):
+        plain = {field.name: _plain(value[field.name], field) for field in kind}
+        return {key: inner for key, inner in plain.items() if inner is not None}
+    if isinstance(value, list) and hasattr(kind, "value_field"):  # a map has none
+        return [_plain(inner, kind.value_field) for inner in value]
+    return value
+
+
+def _is_content(value: Any) -> bool:
+    """Whether something is a message's text or its parts."""
+    parts = value if isinstance(value, list) and value else [None]
+    return isinstance(value, str) or all(isinstance(part, dict) and part.get("type") in PARTS for part in parts)
+
+
+def columns_of(names: list[str], place: str) -> list[str]:
+    """Those of a table's columns that are read.
+
+    Raises:
+        DataError: none of them holds messages.
+    """
+    found = [name for name in COLUMNS if name in names]
+    if not {"messages", "conversations"} & set(found):
+        raise DataError(place, f"found the columns {', '.join(names)}, expected 'messages' or 'conversations'")
+    return found
+
+
+def library(name: str, place: str) -> Any:
+    """A library that only these sources need, imported when one is opened.
+
+    Raises:
+        DataError: it is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        package = name.partition(".")[0]
+        raise DataError(place, f"found no {package} ({error}), expected it installed: pip install {package}") from error

@@ -1,0 +1,107 @@
+"""The batches of ranks of the vision tower: those of the language replicas that they encode for.
+
+What lives here: one stream out of several, in the small loop and in Megatron-Bridge's. What may not: who serves whom
+(`parallel/encoder_replicas.py`), batches themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from qwen3vl_bridge.models.common.settings.encoder_parallel import replicas_of
+from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
+
+from megatron.bridge.training.state import GlobalState
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rerun_state_machine import RerunDataIterator
+
+_STREAMS, _SPLIT = "qwen3vl_served", "qwen3vl_split"
+
+
+def replicas_read(provider: Qwen3VLModelProvider, groups: ProcessGroupCollection) -> tuple[Sequence[int], int]:
+    """The data-parallel replicas whose batches this rank reads, and how many replicas there are.
+
+    Args:
+        provider: the run's.
+        groups: of this rank's module.
+    """
+    if provider.add_encoder and provider.add_decoder:
+        return (groups.dp.rank(),), groups.dp.size()
+    replicas, own = replicas_of(provider), groups.dp.rank()
+    return ((own,) if provider.add_decoder else replicas.served_by(own)), replicas.language
+
+
+def read_split(state: GlobalState, split: str) -> None:
+    """Say which data Megatron-Bridge's loop takes its rows from, from here on.
+
+    Args:
+        state: the run.
+        split: "train", "valid" or "test".
+    """
+    setattr(state, _SPLIT, split)
+
+
+def next_served(state: GlobalState, given: Iterator[Any], groups: ProcessGroupCollection) -> tuple:
+    """The next microbatch of each replica that a rank of the tower encodes for.
+
+    The small loop gives them. Megatron-Bridge's loop deals rows out by the tower's own replicas; where those are as
+    many as the language model's, they read the same. Else its iterator is left alone, and rows are read from where the
+    run stands.
+
+    Args:
+        state: the run.
+        given: the loop's iterator.
+        groups: of the tower.
+    """
+    replicas = replicas_of(state.cfg.model)
+    if not isinstance(given, RerunDataIterator) or replicas.vision == replicas.language:
+        batch = next(given)
+        return batch if isinstance(batch, tuple) else (batch,)
+    if not hasattr(state, _STREAMS):
+        setattr(state, _STREAMS, {})
+    streams, split = getattr(state, _STREAMS), getattr(state, _SPLIT, "train")
+    if split not in streams:
+        streams[split] = _from_where_it_stands(state, split, groups)
+    return next(streams[split])
+
+
+def _from_where_it_stands(state: GlobalState, split: str, groups: ProcessGroupCollection) -> ServedStream:
+    """Of a split, as Megatron-Bridge's loader of it begins."""
+    cfg, done = state.cfg, state.train_state
+    read, size = replicas_read(cfg.model, groups)
+    rows = cfg.dataset.shared_by(1)
+    micro = cfg.train.micro_batch_size if split == "train" else cfg.validation.eval_micro_batch_size
+    stream = ServedStream([rows.stream(split, dp_rank=one, dp_size=size, micro_batch_size=micro) for one in read])
+    validated = 0 if cfg.validation.skip_train else done.consumed_valid_samples
+    begun = {"train": done.consumed_train_samples, "valid": validated, "test": 0}
+    stream.load_state_dict(stream.state_dict() | {"row": begun[split]})
+    return stream
+
+
+class ServedStream(Iterator[tuple[Any, ...]]):
+    """Microbatches of several replicas at a time.
+
+    Args:
+        streams: one of each replica.
+    """
+
+    def __init__(self, streams: Sequence[Any]) -> None:
+        self._streams = streams
+
+    def __next__(self) -> tuple[Any, ...]:
+        """The next microbatch of each replica."""
+        return tuple(next(stream) for stream in self._streams)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the streams stand, which is the same on every rank."""
+        return self._streams[0].state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there.
+
+        Args:
+            state: any rank's.
+        """
+        for stream in self._streams:
+            stream.load_state_dict(state)

@@ -1,0 +1,96 @@
+"""Qwen3-VL in two modules that train on ranks of their own: the vision tower, and the model without it.
+
+What lives here: what each of them is given and gives, by megatron-core's schedule for several modules. What may not:
+what they send each other (`payload.py`), the tower, the model, groups and communicators.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qwen3vl_bridge.batch import EncoderInputs, ModelInputs
+from qwen3vl_bridge.encoder_parallel.payload import pack, unpack
+from qwen3vl_bridge.models.common.settings.encoder_parallel import LANGUAGE, VISION, trains_vision
+from qwen3vl_bridge.models.common.vision_tower import Qwen3VLVisionModel
+from qwen3vl_bridge.models.qwen3_vl.model import Qwen3VLModel
+from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
+from qwen3vl_bridge.models.qwen3_vl.vision_config import vision_transformer_config
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import ModelType
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+
+class Qwen3VLEncoder(MegatronModule):
+    """The vision tower by itself.
+
+    Args:
+        config: the provider.
+        pg_collection: the tower's process groups.
+    """
+
+    pre_process, post_process, vp_stage = True, False, None
+    share_embeddings_and_output_weights = False
+    model_type = ModelType.encoder_or_decoder
+
+    def __init__(self, config: Qwen3VLModelProvider, pg_collection: ProcessGroupCollection) -> None:
+        super().__init__(config=config)
+        self.pg_collection, self.tp_group = pg_collection, pg_collection.tp
+        self.vision_model = Qwen3VLVisionModel(vision_transformer_config(config), config.vision_config, pg_collection)
+
+    def forward(self, inputs: EncoderInputs) -> dict[str, Tensor]:
+        """Encode this rank's pictures, or a blank one, for all that it serves.
+
+        Returns:
+            The payload, under the module's name.
+        """
+        pictures = inputs.vision or self.vision_model.blank_picture(next(self.parameters()).device)
+        tokens, features = self.vision_model(pictures)
+        return {VISION: pack(tokens, features, inputs.parcels, inputs.rows)}
+
+    def set_input_tensor(self, input_tensor: list[dict[str, Tensor]]) -> None:
+        """Nothing comes before the tower."""
+
+    def shared_embedding_or_output_weight(self) -> None:
+        """It has none."""
+
+    freeze = Qwen3VLModel.freeze
+
+
+class Qwen3VLDecoder(Qwen3VLModel):
+    """The model without its vision tower; arguments as `Qwen3VLModel`'s."""
+
+    def __init__(self, config: Qwen3VLModelProvider, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.payload: Tensor | None = None
+
+    def add_tower(self) -> None:
+        """It has ranks of its own."""
+
+    def encode(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
+        """Vision tokens [M, h] and DeepStack features [t, M, h], as the tower's ranks have sent them.
+
+        Raises:
+            ValueError: nothing has arrived, or what has is not what this microbatch needs.
+        """
+        if self.payload is None or inputs.parcels is None:
+            raise ValueError(
+                "this model has no vision tower (dist_train.use_dist_train): expected a microbatch of "
+                "qwen3vl_bridge.forward_step, in the schedule that vision ranks take part in"
+            )
+        payload, self.payload = self.payload, None
+        if not trains_vision(self.config):
+            payload = payload.detach()  # nobody waits for its gradient
+        return unpack(payload, inputs.parcels, self.stage.received, self.config.hidden_size)
+
+    def set_input_tensor(self, input_tensor: list[dict[str, Any]]) -> None:
+        """Take what vision ranks or the previous pipeline stage sent, for the next `forward`."""
+        arrived = input_tensor[0] or {}
+        self.payload = arrived.get(VISION)
+        super().set_input_tensor(arrived.get(LANGUAGE))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor | dict[str, Tensor]:
+        """As `Qwen3VLModel.forward`; what goes to the next pipeline stage is under the module's name."""
+        output = super().forward(*args, **kwargs)
+        return output if self.post_process else {LANGUAGE: output}

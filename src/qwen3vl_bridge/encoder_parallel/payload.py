@@ -1,0 +1,93 @@
+"""What ranks of the vision tower send to language ranks: one tensor, packed and unpacked here and nowhere else.
+
+What lives here: the order of things in the tensor. What may not: sending and receiving, which are megatron-core's;
+which pictures are in it (`batch/encoder_shards.py`).
+
+A payload is [P, 1 + R, (t + 1) * h]: for each of P parcels a row that says what it is, then a row for each vision
+token, then rows of zeros up to the longest parcel. A token's row has its DeepStack features first, in the order of
+their layers, and its final embedding last. megatron-core joins parcels of several senders, and parts those of several
+receivers, along the first dimension, so pictures may have any size.
+
+Legend: t DeepStack features of a token, h the text model's hidden size, M vision tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from qwen3vl_bridge.batch import Parcel
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# A number's digits in this base are whole in every floating-point type that models train in.
+_BASE, _DIGITS = 256, 4
+
+
+def pack(tokens: Tensor, features: Tensor, parcels: Sequence[Parcel], rows: int) -> Tensor:
+    """What the tower has encoded, as it is sent.
+
+    Args:
+        tokens: [M, h] vision tokens, one parcel's after the other's; more may follow, as of a blank picture.
+        features: [t, M, h] the same of DeepStack.
+        parcels: what each receiver is sent.
+        rows: R, no less than any parcel's tokens.
+
+    Returns:
+        [P, 1 + R, (t + 1) * h]; no view, or the schedules could not free it once it is sent.
+    """
+    each = torch.cat((*features, tokens), -1)
+    counts = [parcel.tokens for parcel in parcels]
+    parts = each[: sum(counts)].split(counts)
+    padded = torch.stack([F.pad(part, (0, 0, 1, rows - len(part))) for part in parts])
+    heads = _heads(parcels, len(features), tokens.size(-1)).to(padded, non_blocking=True)
+    return padded + F.pad(heads[:, None], (0, 0, 0, rows))
+
+
+def unpack(payload: Tensor, parcels: Sequence[Parcel], taps: int, hidden: int) -> tuple[Tensor, Tensor]:
+    """What was packed for this receiver, compared with what it expects.
+
+    Args:
+        payload: [P, 1 + R, (t + 1) * h], a parcel of each of the senders.
+        parcels: what they should have sent.
+        taps: t.
+        hidden: h.
+
+    Returns:
+        Vision tokens [M, h] and DeepStack features [t, M, h].
+
+    Raises:
+        ValueError: a payload of another shape, or of other pictures.
+    """
+    width, most = (taps + 1) * hidden, max(parcel.tokens for parcel in parcels)
+    if payload.ndim != 3 or len(payload) != len(parcels) or payload.size(2) != width or payload.size(1) <= most:
+        raise ValueError(
+            f"the vision ranks sent {list(payload.shape)}, expected {[len(parcels), f'{1 + most} or more', width]}: "
+            f"{len(parcels)} parcels of up to {most} vision tokens, with {taps} DeepStack features of width {hidden} "
+            "and their embedding each"
+        )
+    expected = _heads(parcels, taps, hidden).to(payload, non_blocking=True)
+    if not torch.equal(payload[:, 0].detach(), expected):
+        found = [_read(head) for head in payload[:, 0].detach()]
+        raise ValueError(
+            f"the vision ranks sent parcels of (tokens, mark, features, width) {found}, expected "
+            f"{[(parcel.tokens, parcel.mark, taps, hidden) for parcel in parcels]}: both sides have to read the same "
+            "batches in the same order, with the same configuration"
+        )
+    rows = torch.cat([part[1 : 1 + parcel.tokens] for part, parcel in zip(payload, parcels, strict=True)])
+    each = rows.view(-1, taps + 1, hidden).transpose(0, 1)
+    return each[-1], each[:-1]
+
+
+def _heads(parcels: Sequence[Parcel], taps: int, hidden: int) -> Tensor:
+    """[P, (t + 1) * h] the rows that say what parcels are, on the host."""
+    said = [(parcel.tokens, parcel.mark, taps, hidden) for parcel in parcels]
+    digits = [[digit for number in one for digit in number.to_bytes(_DIGITS, "big")] for one in said]
+    return F.pad(torch.tensor(digits), (0, (taps + 1) * hidden - 4 * _DIGITS))
+
+
+def _read(head: Tensor) -> tuple[int, ...]:
+    """The numbers of such a row, for a message."""
+    digits = head[: 4 * _DIGITS].double().cpu().view(4, _DIGITS)
+    return tuple(int(digits[i] @ torch.tensor([_BASE**p for p in reversed(range(_DIGITS))]).double()) for i in range(4))

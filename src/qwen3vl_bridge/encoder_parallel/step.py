@@ -1,0 +1,199 @@
+"""Vision and language on ranks of their own: what they do together in a step, in Megatron-Bridge's loop and in ours.
+
+What lives here: gradients that come back or don't, one division by the tokens, one norm that clips. What may not:
+groups (`training/process_groups.py`), the two modules (`modules.py`), data (`encoder_batches.py`), checkpoints and
+evaluation in Megatron-Bridge's loop (`checkpoint.py`, `evaluation.py`).
+
+Megatron-Bridge's set-up gives each module an optimizer by itself. As it is, the tower's gradients would not be divided
+by the tokens of the batch, which language ranks count, and each module would be clipped by its own norm.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from qwen3vl_bridge.data.provider import Qwen3VLConversationProvider
+from qwen3vl_bridge.encoder_parallel.encoder_batches import read_split
+from qwen3vl_bridge.models.common.settings.encoder_parallel import expect, replicas_of, trains_vision
+from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
+from qwen3vl_bridge.parallel.collectives import sum_over_ranks, tell_from
+from qwen3vl_bridge.training.small_loop.events import LoopContext
+
+import torch
+from megatron.bridge.training.callbacks import Callback, CallbackContext
+from megatron.bridge.training.state import GlobalState
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.num_microbatches_calculator import (
+    get_current_running_global_batch_size,
+    get_num_microbatches,
+)
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
+from megatron.core.pipeline_parallel.multimodule_communicator import MultiModulePipelineCommunicator
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from torch import Tensor
+
+
+class Modules(Callback):
+    """Joins the two modules in Megatron-Bridge's loop. The small loop does so by itself."""
+
+    def on_train_start(self, context: CallbackContext) -> None:
+        """Before the first step, when the loop has set its own functions.
+
+        Raises:
+            ValueError: the run is to do what Megatron-Bridge's loop cannot, of modules.
+        """
+        if isinstance(context, LoopContext):
+            return
+        _refuse_what_their_loop_cannot(context.state)
+        sharded = context.state.cfg.optimizer.use_distributed_optimizer
+        join_modules(get_model_config(context.model[0]), context.optimizer, sharded=sharded)
+
+    def on_train_step_end(self, context: CallbackContext) -> None:
+        """Count the batch's samples; right after this Megatron-Bridge adds those of its module's replicas."""
+        if isinstance(context, LoopContext):
+            return
+        groups, train = get_attr_wrapped_model(context.model[0], "pg_collection"), context.state.cfg.train
+        added = groups.dp.size() * train.micro_batch_size * get_num_microbatches()
+        context.state.train_state.consumed_train_samples += get_current_running_global_batch_size() - added
+
+    def on_eval_start(self, context: CallbackContext) -> None:
+        """Rows are of the validation data from here on."""
+        read_split(context.state, "valid")
+
+    def on_test_start(self, context: CallbackContext) -> None:
+        """Rows are of the test data from here on."""
+        read_split(context.state, "test")
+
+    def on_eval_end(self, context: CallbackContext) -> None:
+        """Rows are of the training data again."""
+        read_split(context.state, "train")
+
+    on_test_end = on_eval_end
+
+
+def _refuse_what_their_loop_cannot(state: GlobalState) -> None:
+    cfg, saves = state.cfg, bool(state.cfg.checkpoint.save) and state.cfg.checkpoint.save_optim
+    replicas, settings = replicas_of(cfg.model), cfg.checkpoint
+    wrong = {}
+    if saves and cfg.optimizer.use_distributed_optimizer:
+        name, found = "checkpoint.dist_ckpt_optim_fully_reshardable", settings.dist_ckpt_optim_fully_reshardable
+        wrong[name] = (found, True, "other forms name what they save by numbers of groups, which both modules have")
+    if replicas.vision != replicas.language:  # and so the tower's ranks read rows by themselves
+        wrong |= {
+            "train.iterations_to_skip": (list(cfg.train.iterations_to_skip or ()), [], "ranks of the tower skip none"),
+            "dataset": (
+                type(cfg.dataset),
+                Qwen3VLConversationProvider,
+                f"its rows have numbers, by which ranks of the tower read them with {replicas}",
+            ),
+        }
+    expect(wrong, " in Megatron-Bridge's loop")
+
+
+def join_modules(provider: Qwen3VLModelProvider, optimizer: MegatronOptimizer, *, sharded: bool) -> None:
+    """Make steps of both modules those of one model. Every rank calls it, once.
+
+    Args:
+        provider: whose communicator and functions the schedule uses.
+        optimizer: of this rank's module.
+        sharded: whether the optimizers are distributed ones. Megatron-Bridge's groups of a module have none that their
+            norms could be added up in, which to megatron-core means all ranks: those are of both modules already.
+    """
+    if not trains_vision(provider):
+        _send_no_gradients(provider._p2p_communicator)
+    provider.finalize_model_grads_func = finalize_gradients
+    if not sharded:
+        speaks = torch.distributed.get_rank() in (0, provider.dist_train.vision_world_size)
+        optimizer.get_grad_norm = functools.partial(_joint_norm, optimizer.get_grad_norm, speaks=speaks)
+
+
+def is_split_unjoined(provider: Any) -> bool:
+    """Whether a model's modules are on ranks of their own, and nobody would divide the tower's gradients by the tokens.
+
+    Args:
+        provider: of any model.
+    """
+    split = getattr(provider, "dist_train", None)
+    return split is not None and split.use_dist_train and provider.finalize_model_grads_func is not finalize_gradients
+
+
+def finalize_gradients(
+    model: list[torch.nn.Module],
+    num_tokens: Tensor | None = None,
+    *,
+    force_all_reduce: bool | None = False,
+    **_: Any,
+) -> None:
+    """As megatron-core's `finalize_model_grads`; the tower's ranks divide by the tokens that language ranks count.
+
+    A function of the module, without arguments of its own, as its name is saved with the run's configuration.
+
+    Args:
+        model: this rank's chunks.
+        num_tokens: of this rank; becomes those of the whole batch.
+        force_all_reduce: megatron-core's.
+    """
+    provider, groups = get_model_config(model[0]), get_attr_wrapped_model(model[0], "pg_collection")
+    counted = num_tokens if provider.add_decoder else None
+    finalize_model_grads(model, counted, pg_collection=groups, force_all_reduce=force_all_reduce)
+    if num_tokens is None:
+        return
+    tokens = tell_from(num_tokens, provider.dist_train.vision_world_size)
+    if not provider.add_decoder and tokens > 0:
+        for chunk in model:
+            chunk.scale_gradients(1.0 / tokens)
+
+
+def _joint_norm(own: Any, *, speaks: bool) -> float:
+    """The norm of both modules' gradients; each module's ranks have its own already, and one of them tells it."""
+    norm = own() or 0.0
+    return math.sqrt(sum_over_ranks(torch.tensor(float(norm) ** 2 if speaks else 0.0, dtype=torch.float64)).item())
+
+
+def _send_no_gradients(communicator: MultiModulePipelineCommunicator) -> None:
+    """Let nobody wait for gradients of a tower that is not trained."""
+    for info in communicator.rank_module_map.values():
+        info.bridge_comms_as_src_module = _one_way(info.bridge_comms_as_src_module)
+        info.bridge_comms_as_dest_module = _one_way(info.bridge_comms_as_dest_module)
+
+
+def _one_way(bridges: Sequence[BridgeCommunicator]) -> list[OneWayBridge]:
+    return [OneWayBridge(bridge) for bridge in bridges]
+
+
+class OneWayBridge:
+    """A bridge between modules on which nothing goes back.
+
+    Args:
+        bridge: megatron-core's.
+    """
+
+    def __init__(self, bridge: BridgeCommunicator) -> None:
+        self._bridge = bridge
+        self.src_module_name, self.dest_module_name = bridge.src_module_name, bridge.dest_module_name
+
+    def send_forward(self, tensor: Tensor) -> None:
+        """Send what the tower has encoded."""
+        self._bridge.send_forward(tensor)
+
+    def recv_forward(self) -> Tensor:
+        """Receive it."""
+        return self._bridge.recv_forward()
+
+    def send_backward(self, _: Tensor | None) -> None:
+        """Send no gradient."""
+
+    def recv_backward(self) -> None:
+        """Receive no gradient."""
+
+    def send_forward_recv_backward(self, tensor: Tensor) -> None:
+        """Send what the tower has encoded, and receive nothing."""
+        self._bridge.send_forward(tensor)
+
+    def send_backward_recv_forward(self, _: Tensor | None) -> Tensor:
+        """Send nothing, and receive what the tower has encoded."""
+        return self._bridge.recv_forward()

@@ -1,0 +1,307 @@
+"""Results that are there wholly or not at all.
+
+What lives here: the hidden folder beside the target in which a result grows, its way into place, and what becomes of
+one whose process died. What may not: what the result is, whether it may be there (`target.py`).
+
+Whatever kills the process, the target is either as it was before or complete: it comes into being by one rename.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+import stat
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from qwen3vl_bridge.files.errors import CheckpointError
+from qwen3vl_bridge.files.target import Snapshot, snapshot
+
+# A folder in the hidden one that is no part of the result, and is taken out before that is moved into place.
+PRIVATE = ".journal"
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+# Letters at the end of a hidden folder's name. Other folders that begin alike are somebody's own.
+_MARK = 12
+_ANY_MARK = "[0-9a-f]" * _MARK
+
+
+@contextlib.contextmanager
+def atomic_directory(
+    target: Path,
+    say: Callable[[str], None],
+    *,
+    replace: Callable[[Path], object] | None = None,
+    sync: bool = True,
+    claim: Callable[[Path], bool] = lambda _: False,
+    keep: bool = False,
+) -> Iterator[Path]:
+    """A hidden folder beside the target, which becomes the target when the body ends without an exception.
+
+    Args:
+        target: where the result is to be.
+        say: called with a line of text when something was cleaned up, or could not be.
+        replace: called with a folder that is at the target in the end, which is replaced unless this raises; None if
+            only an empty one may be.
+        sync: whether to wait until everything is on disk before the result is put into place.
+        claim: whether to go on in a folder that a process left when it died; any other such folder is removed. It
+            raises a CheckpointError where neither is right, as where some of several processes are still alive.
+        keep: whether the hidden folder stays when the body fails, for a later run to claim.
+
+    Yields:
+        The hidden folder.
+
+    Raises:
+        CheckpointError: another process is writing this target, or the file system refuses. The target is as it was.
+    """
+    parent = target.absolute().parent
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.callback(_remove_empty, _make_parents(parent))
+            stack.enter_context(_locked(target))
+            _restore(target, say)
+            folder = _claimed(target, say, claim) or _new_folder(target)
+            own = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+            stack.callback(os.close, own)
+            _take_after(target, folder, at_least=stat.S_IRWXU)
+        except OSError as error:
+            raise CheckpointError(f"{target}: cannot be written beside: {error.strerror or error}") from error
+        private: dict[str, bytes] = {}
+        replaced: Snapshot | None = None
+        left = f"what was written so far stays in {folder}" if keep else "nothing was left behind"
+        try:
+            yield folder
+            if sync:
+                sync_tree(folder)
+            left = f"the whole result stays in {folder}" if keep else left
+            if replace is not None and target.is_dir() and any(target.iterdir()):
+                replaced = snapshot(target)
+                replace(target)  # it may not be what was there in the beginning
+            private = _taken(folder)
+            _take_after(target, folder)
+            _move_into_place(folder, target, swap=replaced is not None)
+        except BaseException as error:
+            if _is_at(own, target):  # the signal came when there was nothing left to stop
+                _settle(target, folder, replaced, say, sync=sync)
+            elif not keep:
+                shutil.rmtree(folder, ignore_errors=True)
+            elif private:
+                _put_back(folder, private)
+            if isinstance(error, OSError):
+                raise CheckpointError(f"{target}: {error.strerror or error}; {left}") from error
+            raise
+        _settle(target, folder, replaced, say, sync=sync)
+
+
+def _is_at(folder: int, path: Path) -> bool:
+    """Whether an open folder lies at a path."""
+    try:
+        return os.path.samestat(os.fstat(folder), path.stat())
+    except OSError:
+        return False
+
+
+def _taken(folder: Path) -> dict[str, bytes]:
+    """Take out what is no part of the result, if there is anything; returns its files."""
+    private = folder / PRIVATE
+    if not private.is_dir():
+        return {}
+    files = {path.name: path.read_bytes() for path in private.iterdir()}
+    shutil.rmtree(private)
+    return files
+
+
+def _put_back(folder: Path, files: dict[str, bytes]) -> None:
+    """Put it in again, so that another run can go on from it after all."""
+    (folder / PRIVATE).mkdir(exist_ok=True)
+    for name, content in files.items():
+        (folder / PRIVATE / name).write_bytes(content)
+
+
+def _take_after(target: Path, folder: Path, at_least: int = 0) -> None:
+    """Give a folder the group and the mode of the one that it replaces: who might use that one still may."""
+    if not target.is_dir():
+        return
+    found = target.stat()
+    with contextlib.suppress(OSError):  # a group that this process is not in
+        os.chown(folder, -1, found.st_gid)
+    with contextlib.suppress(OSError):  # a file system that has modes of its own
+        os.chmod(folder, stat.S_IMODE(found.st_mode) | at_least)
+
+
+def _settle(target: Path, folder: Path, replaced: Snapshot | None, say: Callable[[str], None], *, sync: bool) -> None:
+    """What is left to do when the result is in place. That it fails takes nothing from the result.
+
+    Args:
+        target: where the result is.
+        folder: where it was; what it replaced is there now.
+        replaced: what that was when it was found to be no loss; None where nothing was replaced.
+        say: called with a line of text where something is left to the user.
+        sync: whether the new name is waited for.
+    """
+    parent, whole = target.absolute().parent, f"{target} is whole and in place"
+    try:
+        if sync:
+            _sync(parent)
+    except OSError as error:
+        said = f"{parent} cannot be synced ({error.strerror or error})"
+        say(f"{whole}, but {said}: a power failure in the next seconds may undo that")
+    if replaced is None or not folder.is_dir():
+        return
+    try:
+        if snapshot(folder) == replaced:
+            shutil.rmtree(folder)
+            return
+        kept = folder.with_name(f"{target.name}.replaced-{_mark()}")
+        os.rename(folder, kept)
+        say(f"{whole}, but somebody wrote into what it replaced; that stays in {kept}: remove it yourself")
+    except OSError as error:
+        said = f"what it replaced stays in {folder} ({error.strerror or error})"
+        say(f"{whole}, but {said}: remove that yourself")
+
+
+def _prefix(target: Path) -> str:
+    return f".{target.name}.partial-"
+
+
+def _make_parents(parent: Path) -> list[Path]:
+    missing = [path for path in (parent, *parent.parents) if not path.exists()]
+    parent.mkdir(parents=True, exist_ok=True)
+    return missing
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+@contextlib.contextmanager
+def _locked(target: Path) -> Iterator[None]:
+    """Keep other processes from writing a target; the lock goes with the process, however that ends.
+
+    It is on a file beside the target, so that it outlives the move into place, and one open for writing: some network
+    file systems lock nothing else.
+
+    Raises:
+        CheckpointError: another process writes it.
+    """
+    path = target.absolute().parent / f".{target.name}.partial-lock"
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(file)
+            raise CheckpointError(f"{target} is being written by another process") from None
+        except OSError:
+            os.close(file)
+            raise
+        if _is_at(file, path):
+            break
+        os.close(file)  # of a process that ended, and removed it, since it was opened here
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        os.close(file)
+
+
+def _new_folder(target: Path) -> Path:
+    folder = target.absolute().parent / f"{_prefix(target)}{_mark()}"
+    folder.mkdir()
+    return folder
+
+
+def _restore(target: Path, say: Callable[[str], None]) -> None:
+    """Bring back what a process had moved away when it died; where its place is taken again, it may go."""
+    for old in sorted(target.absolute().parent.glob(f"{_glob_safe(_replaced(target))}{_ANY_MARK}")):
+        if os.path.lexists(target):
+            shutil.rmtree(old)
+        else:
+            os.rename(old, target)
+            say(f"brought back {target}, which a run that did not end had moved away")
+
+
+def _claimed(target: Path, say: Callable[[str], None], claim: Callable[[Path], bool]) -> Path | None:
+    """A folder to go on in. What else earlier processes left when they died is removed."""
+    found = sorted(target.absolute().parent.glob(f"{_glob_safe(_prefix(target))}{_ANY_MARK}"))
+    # All are asked before one is removed: one that is not to be lost stops the run.
+    wanted = [folder for folder in found if claim(folder)]
+    for folder in found:
+        if folder not in wanted[:1]:
+            shutil.rmtree(folder)
+            say(f"removed {folder}, left behind by a run that did not end")
+    return wanted[0] if wanted else None
+
+
+def _mark() -> str:
+    """By which a hidden folder is one of ours, and another than any before."""
+    return uuid.uuid4().hex[:_MARK]
+
+
+def _glob_safe(text: str) -> str:
+    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in text)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Give a small file new contents, wholly or not at all."""
+    aside = path.with_name(f".{path.name}.unfinished")
+    with aside.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.rename(path)
+
+
+def sync_tree(folder: Path) -> None:
+    """Wait until all files and folders below are on disk."""
+    for root, _, names in os.walk(folder):
+        for path in [*(Path(root, name) for name in names), Path(root)]:
+            _sync(path)
+
+
+def _sync(path: Path) -> None:
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def _move_into_place(folder: Path, target: Path, *, swap: bool) -> None:
+    """Make the folder the target; what it replaces, if anything, is where the folder was."""
+    if swap:
+        _exchange(folder, target)
+    else:
+        os.rename(folder, target)  # an empty folder is replaced
+
+
+def _exchange(one: Path, other: Path) -> None:
+    """Swap two folders in one step, so that at every moment there is one in either place."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    paths = os.fsencode(one), os.fsencode(other)
+    if libc.renameat2(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0:
+        return
+    number = ctypes.get_errno()
+    if number not in (errno.EINVAL, errno.ENOSYS):
+        raise OSError(number, os.strerror(number), str(other))
+    # A file system without the swap: for a moment there is none in the target's place, never half of one.
+    old = one.with_name(f"{_replaced(other)}{_mark()}")
+    os.rename(other, old)
+    try:
+        os.rename(one, other)
+    except OSError:
+        os.rename(old, other)
+        raise
+    os.rename(old, one)
+
+
+def _replaced(target: Path) -> str:
+    return f".{target.name}.replaced-"

@@ -1,0 +1,83 @@
+"""Paths that a user or a checkpoint's own files name.
+
+What lives here: where they lead, the check that those of a checkpoint stay inside its folder, and that a file read as a
+whole is not endless. What may not: what is in the files.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path, PurePosixPath
+
+from qwen3vl_bridge.files import parsing
+from qwen3vl_bridge.files.errors import CheckpointError
+
+
+def expanded(path: str | Path) -> Path:
+    """The path a user means, with `~` and `~someone` spelled out.
+
+    Raises:
+        CheckpointError: there is no such user.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise CheckpointError(f"{path}: {Path(path).parts[0]} is no user's home folder here") from None
+
+
+def place(path: str | Path) -> Path:
+    """The place a user means, absolute; links stay as they are.
+
+    Raises:
+        CheckpointError: it is below the home folder of a user that there is not.
+    """
+    return Path(os.path.abspath(expanded(path)))
+
+
+def read_whole(path: Path, at_most: int) -> bytes:
+    """The contents of a file that may not be longer than it could rightly be.
+
+    Raises:
+        CheckpointError: it is longer.
+        OSError: it cannot be read.
+    """
+    try:
+        return parsing.read_whole(path, at_most)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def inside(folder: Path, relative: object, named_by: str) -> Path:
+    """The file of `folder` that an index or a metadata file names.
+
+    The check is of the spelling alone: a download cache keeps its files as links to elsewhere, rightly so.
+
+    Args:
+        folder: the checkpoint's folder.
+        relative: the path as it was read.
+        named_by: who names it, for the error.
+
+    Raises:
+        CheckpointError: the path is empty, absolute or leads out of the folder.
+    """
+    if not isinstance(relative, str) or not relative or "\0" in relative:
+        raise CheckpointError(f"{named_by} names the file {relative!r}, expected a path inside {folder}")
+    path = PurePosixPath(relative)
+    if path.is_absolute() or ".." in path.parts or "\\" in relative or path == PurePosixPath("."):
+        raise CheckpointError(f"{named_by} names the file {relative!r}, which is outside {folder}")
+    return folder / path
+
+
+def file_size(path: Path, named_by: str) -> int:
+    """Size of a file that must be there.
+
+    Raises:
+        CheckpointError: it is missing, unreadable, or not a file.
+    """
+    try:
+        if not path.is_file():
+            found = "something that is not a file" if path.exists() else "nothing"
+            raise CheckpointError(f"{path}: found {found}, expected a file, which {named_by} names")
+        return path.stat().st_size
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}; {named_by} names it") from error

@@ -1,0 +1,140 @@
+"""The place where a result is to be: whether it may be written there, and what would be lost.
+
+What lives here: the checks before work starts, what a folder holds, space on the disk. What may not: writing
+(`atomic_directory.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+
+from qwen3vl_bridge.files.errors import CheckpointError
+
+_SPARE = 16 << 20
+# How many files that stand in the way are named.
+_SHOWN = 20
+
+# What a folder's files were, by path relative to it: size, time of the last change, number of the file.
+Snapshot = dict[str, tuple[int, int, int]]
+
+
+def check_target(
+    target: Path,
+    *,
+    overwrite: bool,
+    replaceable: Callable[[Path], None],
+    sources: tuple[Path, ...] = (),
+) -> None:
+    """Check that a result may be put at a place.
+
+    Args:
+        target: the place.
+        overwrite: whether an earlier result may be replaced.
+        replaceable: raises a CheckpointError for a folder that is not an earlier result and nothing besides.
+        sources: folders that are read meanwhile.
+
+    Raises:
+        CheckpointError: it may not.
+    """
+    for source in sources:
+        one, other = target.resolve(), source.resolve()
+        if one == other or one in other.parents or other in one.parents:
+            raise CheckpointError(f"{target} and the source {source} overlap, expected folders apart from each other")
+    if target.is_symlink() or os.path.ismount(target):
+        kind = "a link" if target.is_symlink() else "where a file system is mounted"
+        raise CheckpointError(f"{target} is {kind}, expected a place that a folder can be moved to")
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return
+    if not overwrite:
+        raise CheckpointError(f"{target} exists already, expected a new or empty folder; --overwrite replaces it")
+    if not target.is_dir():
+        raise CheckpointError(f"{target} is a file, so --overwrite does not replace it; remove it yourself")
+    replaceable(target)
+
+
+def snapshot(folder: Path) -> Snapshot:
+    """What lies in a folder, so that another look shows whether somebody has touched it.
+
+    Raises:
+        OSError: a part of it cannot be looked at.
+    """
+    found = ((path, path.lstat()) for path in leaves(folder))
+    return {path.relative_to(folder).as_posix(): (it.st_size, it.st_mtime_ns, it.st_ino) for path, it in found}
+
+
+def refuse_others(folder: Path, own: Collection[str], kind: str) -> None:
+    """Check that a folder, which is to be replaced, holds nothing but some files.
+
+    Args:
+        folder: the folder.
+        own: those files, relative to it.
+        kind: what a result is called.
+
+    Raises:
+        CheckpointError: it holds others, which would be lost.
+    """
+    names = (path.relative_to(folder).as_posix() for path in leaves(folder))
+    refuse_loss(folder, [name for name in names if name not in own], f"files beside a {kind} of ours")
+
+
+def refuse_loss(folder: Path, names: Collection[str], what: str) -> None:
+    """Raise a CheckpointError that lists files of a folder which would be lost, if there are any.
+
+    Args:
+        folder: the folder, which is to be replaced.
+        names: the files, relative to it.
+        what: what they are.
+    """
+    if not names:
+        return
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    raise CheckpointError(
+        f"{folder} holds {len(names)} {what}, which would be lost: "
+        f"{', '.join(sorted(names)[:_SHOWN])}{more}; move them elsewhere, or remove {folder} yourself"
+    )
+
+
+def leaves(folder: Path) -> Iterator[Path]:
+    """All files and links below; where links lead is not looked at.
+
+    Raises:
+        OSError: a folder cannot be looked into.
+    """
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for root, folders, names in os.walk(folder, onerror=fail):
+        links = [name for name in folders if os.path.islink(os.path.join(root, name))]
+        yield from (Path(root, name) for name in (*names, *links))
+
+
+def disk_of(target: Path) -> Path:
+    """The folder nearest to a target that is there: what is put there lies on the same disk."""
+    return next(path for path in target.absolute().parents if path.exists())
+
+
+def free_space(target: Path) -> int:
+    """Bytes free on the disk where a result is to be."""
+    return shutil.disk_usage(disk_of(target)).free
+
+
+def space_of(folder: Path) -> int:
+    """Bytes of the disk that a folder's files take."""
+    return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+
+
+def check_space(target: Path, nbytes: int) -> None:
+    """Check that a result fits on the disk.
+
+    Raises:
+        CheckpointError: it does not.
+    """
+    free = free_space(target)
+    if free < nbytes + _SPARE:
+        raise CheckpointError(
+            f"{disk_of(target)} has {free:,} bytes free, expected {nbytes + _SPARE:,} for {target.name}"
+        )

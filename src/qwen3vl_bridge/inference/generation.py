@@ -1,0 +1,264 @@
+"""Greedy decoding with the Megatron model, to see what a checkpoint says without exporting it.
+
+What lives here: prompts as rows with room for their answers, and the loop that fills them. What may not: the model's
+own work (`models/`), collectives (`parallel/collectives.py`), sampling and serving (export the checkpoint for those).
+
+Legend: B prompts, S tokens of a prompt with its padding, b prompts of one length n, r tokens of a row.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from qwen3vl_bridge.batch import ModelInputs, PackedBatch, SequenceLayout, VisionInputs
+from qwen3vl_bridge.models.common.inputs.model_inputs import as_model_inputs
+from qwen3vl_bridge.models.common.wrappers import callable_in_parts, megatron_fsdp, unwrapped
+from qwen3vl_bridge.models.qwen3_vl.model import Qwen3VLModel
+from qwen3vl_bridge.parallel.collectives import gather_vocabulary, sequence_ranks, tell_group
+
+import torch
+import torch.nn.functional as F
+from megatron.core.inference.contexts import StaticInferenceContext
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module | list[nn.Module],
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    max_new_tokens: int,
+    pixel_values: Tensor | None = None,
+    image_grid_thw: Tensor | None = None,
+    pixel_values_videos: Tensor | None = None,
+    video_grid_thw: Tensor | None = None,
+    mm_token_type_ids: Tensor | None = None,
+    eos_token_id: int | Sequence[int] | None = None,
+    pad_token_id: int | None = None,
+) -> Tensor:
+    """What transformers' `generate(do_sample=False)` returns for the same arguments, which its processor makes.
+
+    The vision tower runs once. Keys and values are kept, so a new token costs the work of one; under sequence
+    parallelism, where one token does not divide over the ranks, each costs the work of the whole sequence. Prompts of
+    one length are decoded together, one length after the other, so no padding gets between a prompt and its answer.
+
+    Ranks that share weights decode in step: all of them must be given the same prompts (`ranks_in_step`), and answer
+    with the first one's words.
+
+    Args:
+        model: a Qwen3VLModel, wrapped or not, or a list of one. It is in eval mode during the call, and then as before.
+        input_ids: [B, S] int64.
+        attention_mask: [B, S], 0 at padding, which may be on either side. None: no padding.
+        max_new_tokens: longest answer.
+        pixel_values, image_grid_thw: patches and grids of the images, as the processor gives them.
+        pixel_values_videos, video_grid_thw: the same of videos.
+        mm_token_type_ids: accepted because the processor gives it; `input_ids` says the same.
+        eos_token_id: ids that end an answer; an empty list for none, None for the provider's.
+        pad_token_id: what follows an answer's end; None for the provider's, or the first of `eos_token_id`.
+
+    Returns:
+        [B, S + longest answer] int64: `input_ids` as they are, then the answers with their ends.
+
+    Raises:
+        ValueError: a model split by pipeline or context parallelism, shapes that don't belong together, a prompt
+            without tokens, pictures that don't fit the tokens.
+    """
+    wrapped, model = model, _whole_model(model)
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}, expected 1 or more")
+    ends = model.config.eos_token_id if eos_token_id is None else eos_token_id
+    ends = [ends] if isinstance(ends, int) else list(ends)
+    pad = next((i for i in (pad_token_id, model.config.pad_token_id, *ends) if i is not None), 0)
+    prompts = _prompts(input_ids, attention_mask)
+    room = _round_up(max(map(len, prompts)) + max_new_tokens, model)
+    ids = torch.stack([F.pad(prompt, (0, room - len(prompt)), value=pad) for prompt in prompts]).to(input_ids.device)
+    inputs, _ = as_model_inputs(
+        model.config,
+        model.pg_collection,
+        ids,
+        attention_mask=torch.ones_like(ids),  # answers too: whatever they say, they count on as text
+        pixel_values=pixel_values,
+        image_grid_thw=image_grid_thw,
+        pixel_values_videos=pixel_values_videos,
+        video_grid_thw=video_grid_thw,
+    )
+    answers = input_ids.new_full((len(prompts), max_new_tokens), pad)
+    longest = 0
+    group = ranks_in_step(wrapped)
+    with _evaluating(model), callable_in_parts(_only(wrapped)):
+        for rows in _by_length(model, inputs, [len(prompt) for prompt in prompts], max_new_tokens):
+            found = _decode(model, rows, max_new_tokens, ends, pad, group)
+            answers[rows.numbers, : found.shape[1]] = found
+            longest = max(longest, found.shape[1])
+    return torch.cat((input_ids, answers[:, :longest]), dim=1)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Prompts of one length, as rows with room for their answers.
+
+    Attributes:
+        numbers: which of the caller's rows they are.
+        length: n.
+        ids: [b, r] int64, the prompt and then padding, until something is written over it.
+        position_ids: [3, b, r] int64.
+        vision_slot: [b, r] int64, row of each token in the vision output, or -1.
+        vision: pictures of all prompts, or None.
+        encoded: what the vision tower made of them, see `Qwen3VLModel.encode`.
+    """
+
+    numbers: list[int]
+    length: int
+    ids: Tensor
+    position_ids: Tensor
+    vision_slot: Tensor
+    vision: VisionInputs | None
+    encoded: tuple[Tensor, Tensor]
+
+
+def ranks_in_step(model: nn.Module | list[nn.Module]) -> ProcessGroup | None:
+    """The ranks that must be given the same prompts because a forward pass of one needs all of them; None for no rule.
+
+    Ranks of tensor parallelism aside, which have the same tokens by themselves: those that Megatron-FSDP shares out
+    parameters to, or that have different experts.
+
+    Args:
+        model: as for `generate`.
+    """
+    groups = _whole_model(model).pg_collection
+    if megatron_fsdp(_only(model)) is not None:
+        return groups.dp
+    return groups.ep if groups.ep.size() > 1 else None
+
+
+def _only(model: nn.Module | list[nn.Module]) -> nn.Module:
+    return model[0] if isinstance(model, list) else model
+
+
+def _whole_model(model: nn.Module | list[nn.Module]) -> Qwen3VLModel:
+    chunks = [unwrapped(chunk) for chunk in (model if isinstance(model, list) else [model])]
+    if len(chunks) != 1 or not isinstance(chunks[0], Qwen3VLModel):
+        found = [type(chunk).__name__ for chunk in chunks]
+        raise ValueError(f"model is {found}, expected one Qwen3VLModel: pipeline stages don't generate")
+    groups = chunks[0].pg_collection
+    for name, size in (("pipeline", groups.pp.size()), ("context", groups.cp.size())):
+        if size > 1:
+            raise ValueError(f"{name}-parallel size is {size}, expected 1: load the checkpoint without it to generate")
+    return chunks[0]
+
+
+def _prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[Tensor]:
+    """The tokens of each row without its padding, on the host."""
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    if input_ids.dim() != 2 or mask.shape != input_ids.shape:
+        raise ValueError(
+            f"input_ids has shape {list(input_ids.shape)} and attention_mask {list(mask.shape)}, expected "
+            "[prompts, tokens] both"
+        )
+    prompts = [ids[keep] for ids, keep in zip(input_ids.cpu(), mask.cpu().bool(), strict=True)]
+    empty = [row for row, prompt in enumerate(prompts) if not len(prompt)]
+    if empty or not prompts:
+        raise ValueError(f"found {len(prompts)} prompts, of which {empty} have no token, expected one token or more")
+    return prompts
+
+
+def _round_up(tokens: int, model: Qwen3VLModel) -> int:
+    """So many that sequence-parallel ranks hold equal parts of them."""
+    parts = sequence_ranks(model.config, model.pg_collection)["sp_size"]
+    return -(-tokens // parts) * parts
+
+
+def _by_length(model: Qwen3VLModel, inputs: ModelInputs, lengths: list[int], new: int) -> Iterator[_Rows]:
+    """The rows of `inputs`, those of one length together."""
+    rows, tokens = inputs.input_ids.shape
+    encoded = model.encode(inputs)
+    slots = inputs.input_ids.new_full((tokens * rows,), -1)  # of hidden states [s, b]
+    if inputs.fuse is not None:
+        slots[inputs.fuse.positions] = inputs.fuse.rows
+    slots = slots.view(tokens, rows).T
+    numbers = defaultdict(list)
+    for number, length in enumerate(lengths):
+        numbers[length].append(number)
+    for length, same in numbers.items():
+        end = _round_up(length + new, model)
+        ids, positions = inputs.input_ids[same, :end], inputs.position_ids[:, same, :end]
+        yield _Rows(same, length, ids, positions, slots[same, :end], inputs.vision, encoded)
+
+
+def _decode(
+    model: Qwen3VLModel, rows: _Rows, new: int, ends: list[int], pad: int, group: ProcessGroup | None
+) -> Tensor:
+    """[b, at most new] answers; shorter when all of them have ended.
+
+    All ranks of the group take the first one's tokens: two that differ in a last bit would not end together.
+    """
+    one_divides = _round_up(1, model) == 1
+    cache = StaticInferenceContext(*rows.ids.shape) if one_divides else None
+    running = torch.ones(len(rows.ids), dtype=torch.bool, device=rows.ids.device)
+    ends = torch.tensor(ends, dtype=torch.long, device=rows.ids.device)
+    start = 0
+    for stop in range(rows.length, rows.length + new):
+        chosen = _next_tokens(model, rows, start, stop, cache)
+        if group is not None:
+            chosen = tell_group(chosen, group)
+        rows.ids[:, stop] = torch.where(running, chosen, pad)
+        running &= ~torch.isin(chosen, ends)
+        if not running.any():
+            break
+        if cache is not None:
+            cache.sequence_len_offset = start = stop
+    return rows.ids[:, rows.length : stop + 1]
+
+
+def _next_tokens(
+    model: Qwen3VLModel,
+    rows: _Rows,
+    start: int,
+    stop: int,
+    cache: StaticInferenceContext | None,
+) -> Tensor:
+    """[b] the likeliest token at `stop`, from those before it; the cache has those before `start`."""
+    config, groups = model.config, model.pg_collection
+    length = _round_up(stop - start, model)
+    piece = slice(start, start + length)
+    ids = rows.ids[:, piece]
+    batch = PackedBatch(
+        input_ids=ids,
+        labels=ids,  # neither these nor the mask is used
+        loss_mask=torch.zeros(ids.shape, device=ids.device),
+        position_ids=rows.position_ids[:, :, piece],
+        vision_slot=rows.vision_slot[:, piece].flatten(),
+        layout=SequenceLayout.rows([stop - start] * len(ids), length).to(ids.device),
+        vision=rows.vision,
+    )
+    inputs = batch.local(**sequence_ranks(config, groups))
+    hidden, deepstack = model.embed(inputs, rows.encoded)
+    logits = model.language_model(
+        inputs.input_ids,
+        inputs.position_ids,
+        attention_mask=None,
+        decoder_input=hidden,
+        inference_context=cache,
+        padding_mask=inputs.padding_mask,
+        extra_block_kwargs=deepstack,
+        runtime_gather_output=False,
+    )
+    # The output layer may have more rows than there are tokens.
+    return gather_vocabulary(logits[:, stop - start - 1], groups)[:, : config.vocab_size].argmax(-1)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Every module in eval mode, and afterwards in the mode it had."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

@@ -1,0 +1,1 @@
+"""What families share: attention, rotary embeddings, vision tower, layer specs, router, freezing, FLOPs."""

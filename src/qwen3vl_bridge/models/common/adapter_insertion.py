@@ -1,0 +1,189 @@
+"""Adapters put into a chunk, by our classes or by Megatron-Bridge's own: LoRA, VLMLoRA, DoRA, CanonicalLoRA.
+
+What lives here: what every way of putting them in needs of this model (names of the whole model, gradients through
+recomputation), and what of Megatron-Bridge's classes is put right or refused. What may not: our own configurations
+(`peft/lora.py`), Hugging Face forms (`peft/hf_export.py`).
+
+Megatron-Bridge puts adapters in by walking over modules, and hands the walk over to a module that has a method `map`
+(`megatron.bridge.peft.walk_utils.map`). `Qwen3VLModel.map` is that method, so all callers come by here, before they
+wrap the model and before a step is taken.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from qwen3vl_bridge.models.common.dora_linear import MagnitudeLinear
+from qwen3vl_bridge.models.common.freezing import freeze_parts
+from qwen3vl_bridge.models.qwen3_vl.table import OUTPUT_LAYER, is_of_experts
+from qwen3vl_bridge.weights.model_parts import Part, part_of
+
+import torch
+from megatron.bridge.peft.adapter_wrapper import AdapterWrapper
+from megatron.bridge.peft.base import PEFT
+from megatron.bridge.peft.canonical_lora import LoRALinearSplitFC1UpGate, LoRALinearSplitQKV
+from megatron.bridge.peft.dora import DoRA
+from megatron.bridge.peft.dora_layers import DoRALinear
+from megatron.bridge.peft.lora import VLMLoRA
+from megatron.bridge.peft.utils import is_grouped_expert_linear
+from megatron.bridge.peft.walk_utils import walk
+from megatron.core.transformer.transformer_block import TransformerBlock
+from torch import nn
+
+if TYPE_CHECKING:
+    from qwen3vl_bridge.models.qwen3_vl.model import Qwen3VLModel
+    from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
+
+Transform = Callable[..., nn.Module]
+
+_TEXT_LAYER = re.compile(r"(?<=^language_model\.decoder\.layers\.)\d+")
+_FLAGS = tuple(f"freeze_{part.value}" for part in Part)
+
+
+def map_modules(chunk: Qwen3VLModel, func: Callable[..., Any], *, leaf_only: bool) -> nn.Module:
+    """Megatron-Bridge's walk over a chunk's modules, by their names in it, whatever wraps it.
+
+    Args:
+        chunk: is changed in place.
+        func: called with each module. Where it is the `transform` of one of Megatron-Bridge's own classes, adapters
+            are made those that this model needs.
+        leaf_only: whether modules without parameters of their own are left out.
+
+    Raises:
+        ValueError: adapters that would be trained, merged or saved wrongly.
+    """
+    peft = getattr(func, "__self__", None)
+    if not isinstance(peft, PEFT) or func.__name__ != "transform":
+        return walk(chunk, func, leaf_only=leaf_only, _skip_map=True)
+    _prepare(chunk, peft)
+    adapted = walk(chunk, transform_in(chunk, peft.transform), leaf_only=leaf_only, _skip_map=True)
+    _refuse_wrong_adapters(chunk, peft)
+    let_recompute_see_gradients(chunk)
+    return adapted
+
+
+def transform_in(chunk: Qwen3VLModel, transform: Transform) -> Transform:
+    """A configuration's `transform`, told names of the whole model: patterns choose among its layers, wherever."""
+
+    def transform_whole(m: nn.Module, name: str | None = None, prefix: str | None = None) -> nn.Module:
+        adapted = transform(m, name, whole_name(prefix or "", chunk))
+        return MagnitudeLinear(adapted.to_wrap, adapted.adapter) if type(adapted) is DoRALinear else adapted
+
+    return transform_whole
+
+
+def whole_name(name: str, chunk: Qwen3VLModel) -> str:
+    """A module's name in the whole model. A chunk counts its text layers from 0."""
+    layers = chunk.language_model.decoder.layers
+    return _TEXT_LAYER.sub(lambda number: str(layers[int(number[0])].layer_number - 1), name)
+
+
+def let_recompute_see_gradients(chunk: Qwen3VLModel) -> None:
+    """Have blocks that recompute, and train something, take inputs that require a gradient.
+
+    A recomputed function gets no gradient, and so its parameters neither, when none of its inputs requires one.
+    Megatron-Bridge sees to it only where the text model recomputes and no base weight is trained, and then for both
+    towers.
+    """
+    for block in chunk.modules():
+        if isinstance(block, TransformerBlock) and block.config.recompute_granularity is not None:
+            block.register_forward_pre_hook(_require_gradient, with_kwargs=True)
+
+
+def _require_gradient(
+    block: TransformerBlock, args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict[str, Any]] | None:
+    hidden, *rest = args or (kwargs["hidden_states"],)
+    if not torch.is_grad_enabled() or hidden is None or hidden.requires_grad:
+        return None
+    if not any(parameter.requires_grad for parameter in block.layers.parameters()):
+        return None
+    hidden = hidden.detach().requires_grad_()
+    return ((hidden, *rest), kwargs) if args else (args, kwargs | {"hidden_states": hidden})
+
+
+def refuse_dora(peft: DoRA, config: Qwen3VLModelProvider) -> None:
+    """Refuse DoRA where it would be trained or saved wrongly.
+
+    Raises:
+        ValueError: it has dropout, or weights are spread over ranks.
+    """
+    if peft.dropout:
+        # Megatron-Bridge would send the difference that dropout makes through a fused norm, and drop twice.
+        raise ValueError(f"dropout is {peft.dropout}, expected 0: DoRA has none here")
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+        # A rank's norm of its columns is not the norm of the row, and magnitudes are read from one rank.
+        if (size := getattr(config, name)) > 1:
+            raise ValueError(f"{name} is {size}, expected 1 for DoRA")
+
+
+def refuse_cut_experts(config: Qwen3VLModelProvider) -> None:
+    """Refuse adapters of experts whose weights are cut: what ranks have of the inner product is not added up.
+
+    Raises:
+        ValueError: they are.
+    """
+    if (size := config.expert_tensor_parallel_size or 1) > 1:
+        raise ValueError(f"expert_tensor_parallel_size is {size}, expected 1 where experts have adapters")
+
+
+def _prepare(chunk: Qwen3VLModel, peft: PEFT) -> None:
+    """What a configuration of Megatron-Bridge's asks for, before its adapters are put in."""
+    if isinstance(peft, DoRA):
+        refuse_dora(peft, chunk.config)
+    if isinstance(peft, VLMLoRA):
+        # It freezes a rank's first chunk alone, and the mergers with the vision model, which they hang under.
+        freeze_parts(chunk, **{flag: getattr(peft, flag) for flag in _FLAGS})
+        if not peft.freeze_vision_projection and not chunk.config.freeze_vision_projection:
+            for parameter in () if chunk.vision_projection is None else chunk.vision_projection.parameters():
+                parameter.requires_grad = True
+
+
+def _refuse_wrong_adapters(chunk: Qwen3VLModel, peft: PEFT) -> None:
+    kind = type(peft).__name__
+    adapted = {name: module for name, module in chunk.named_modules() if isinstance(module, AdapterWrapper)}
+    if OUTPUT_LAYER in adapted and chunk.share_embeddings_and_output_weights:
+        raise ValueError(
+            f"{kind} adapts {OUTPUT_LAYER}, and its weight is the embedding's here, into which nothing can be merged; "
+            "expected it among exclude_modules, or target_modules without it"
+        )
+    for name, module in adapted.items():
+        if isinstance(module, LoRALinearSplitQKV | LoRALinearSplitFC1UpGate):
+            _refuse_missing_halves(whole_name(name, chunk), module, kind)
+    if experts := [name for name in adapted if is_of_experts(name)]:
+        _refuse_experts(whole_name(experts[0], chunk), peft, chunk.config)
+    for name, module in adapted.items():
+        if any(parameter.requires_grad for parameter in module.to_wrap.parameters()):
+            flag = f"freeze_{part_of(name).value}"
+            raise ValueError(
+                f"{flag} is False, and {whole_name(name, chunk)} has an adapter: its own weight would be trained, and "
+                f"left out of Megatron-Bridge's checkpoints; expected {flag}=True, target_modules of other parts (such "
+                "as '*language_model*.linear_qkv'), or qwen3vl_bridge.Qwen3VLLoRA, which saves both"
+            )
+
+
+def _refuse_missing_halves(name: str, module: AdapterWrapper, kind: str) -> None:
+    missing = [key.removeprefix("adapter_") for key, adapter in module.adapter.items() if adapter is None]
+    if missing:
+        wanted = [f"{name.rpartition('.')[2]}_{key}" for key in missing]
+        wanted = [target.replace("linear_qkv_", "linear_") for target in wanted]
+        raise ValueError(
+            f"{kind} adapts a part of {name}, whose forward calls the adapters of all; expected target_modules with "
+            f"{', '.join(wanted)} too, or none of its parts"
+        )
+
+
+def _refuse_experts(layer: str, peft: PEFT, config: Qwen3VLModelProvider) -> None:
+    if isinstance(peft, DoRA):
+        raise ValueError(
+            f"{type(peft).__name__} adapts {layer}, and peft has no magnitudes for experts; expected target_modules "
+            "that name none of theirs, or qwen3vl_bridge.Qwen3VLDoRA, which leaves them out"
+        )
+    refuse_cut_experts(config)
+    if getattr(peft, "experts_shared_outer_loras", False) and not is_grouped_expert_linear(layer):
+        raise ValueError(
+            f"experts_shared_outer_loras is True, and {layer} is an expert's own (moe_grouped_gemm is "
+            f"{config.moe_grouped_gemm}); expected False, since each has an adapter of its own"
+        )

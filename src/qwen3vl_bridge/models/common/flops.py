@@ -1,0 +1,198 @@
+"""What a sample costs each of the two towers, in floating-point operations: of a forward pass, or of a training step.
+
+What lives here: the formula, from a Hugging Face configuration or a model's dimensions. Standard library only. What may
+not: measured times, who does the work (`data/loading/balance.py`), what a run trains
+(`training/monitoring/throughput.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from qwen3vl_bridge.weights.dimensions import Dimensions, dimensions_of
+
+
+@dataclass(frozen=True)
+class TowerCosts:
+    """Multiplications and additions. Of a forward pass, unless it is said of which step.
+
+    Matrix products alone are counted, as in PaLM (arXiv 2204.02311, appendix B), and half of the causal attention,
+    which is all that its kernels compute. What is computed again in a backward pass to save memory is not counted:
+    these are the model's operations, whatever way they are done.
+
+    Attributes:
+        token: of the language model, for each token.
+        token_pair: of its attention, for the square of a sample's tokens.
+        patch: of the vision tower and its mergers, for each patch.
+        patch_pair: of its attention, for the square of a frame's patches.
+    """
+
+    token: float
+    token_pair: float
+    patch: float
+    patch_pair: float
+
+    def of(self, *, tokens: int, patches: int, patch_pairs: int) -> float:
+        """The cost of one sample.
+
+        Args:
+            tokens: of the language model.
+            patches: of all its pictures.
+            patch_pairs: the squares of the patches of each frame, added up.
+        """
+        return self.of_many(tokens=tokens, token_pairs=tokens**2, patches=patches, patch_pairs=patch_pairs)
+
+    def of_many(self, *, tokens: int, token_pairs: int, patches: int, patch_pairs: int) -> float:
+        """The cost of many samples.
+
+        Args:
+            tokens: of all of them.
+            token_pairs: the squares of the tokens of each, added up.
+            patches: of all their pictures.
+            patch_pairs: the squares of the patches of each frame, added up.
+        """
+        language = self.token * tokens + self.token_pair * token_pairs
+        return language + self.patch * patches + self.patch_pair * patch_pairs
+
+
+def _none(layer: str) -> int:
+    return 0
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What of a model is trained, which decides what a backward pass has to compute.
+
+    Attributes:
+        language_model, vision_model, vision_projection: whether that part's own weights are. The vision projection is
+            the mergers.
+        rank: of the adapter that a linear layer has, by the layer's name in the Megatron model, which is one for all
+            experts of a layer; 0 for none. Adapters are trained.
+    """
+
+    language_model: bool = True
+    vision_model: bool = True
+    vision_projection: bool = True
+    rank: Callable[[str], int] = _none
+
+
+class _Chain:
+    """Layers one after the other, and how far down a gradient has to go.
+
+    A linear layer's forward pass, the gradient of its input and the gradient of its weight are as many operations
+    each. The first is always done, the second where something before it is trained, the third where it is trained.
+    """
+
+    def __init__(self, trained: Trained | None, reached: bool = False) -> None:
+        self.trained, self.reached, self.linear, self.pair = trained, reached, 0.0, 0.0
+
+    def add(self, name: str, inputs: int, outputs: int, trained: bool, times: float = 1) -> None:
+        """A linear layer.
+
+        Args:
+            name: in the Megatron model; "" where it can have no adapter.
+            inputs, outputs: its sizes.
+            trained: whether its own weight is.
+            times: how often it is applied to a token (or patch).
+        """
+        if self.trained is None:
+            self.linear += times * inputs * outputs
+            return
+        rank = self.trained.rank(name) if name else 0
+        self.linear += times * inputs * outputs * (1 + self.reached + trained)
+        if rank:
+            self.linear += times * rank * (inputs * (2 + self.reached) + 3 * outputs)
+        self.reached = self.reached or trained or rank > 0
+
+    def attend(self, width: int) -> None:
+        """Attention with heads of this width together, both of its products, for each pair of tokens."""
+        self.pair += 2 * width * (1 + 2 * self.reached)
+
+
+def tower_costs(config: Mapping, trained: Trained | None = None) -> TowerCosts:
+    """The costs of a model.
+
+    Args:
+        config: a Qwen3-VL `config.json` as a mapping.
+        trained: what a training step trains; None for a forward pass alone.
+
+    Raises:
+        KeyError: the mapping lacks a field; the message names it.
+    """
+    dimensions = dimensions_of(config)
+    chosen = config["text_config"]["num_experts_per_tok"] if dimensions.indices["moe_layers"] else 0
+    return model_costs(dimensions, chosen, config["vision_config"]["deepstack_visual_indexes"], trained)
+
+
+def model_costs(n: Dimensions, chosen_experts: int, taps: Sequence[int], trained: Trained | None = None) -> TowerCosts:
+    """As `tower_costs`, of a model with these dimensions.
+
+    Args:
+        n: its numbers.
+        chosen_experts: of each token.
+        taps: vision layers with a DeepStack merger.
+        trained: as for `tower_costs`.
+    """
+    vision, (*deepstack, embedded) = _vision(n.sizes, len(n.indices["vision_layers"]), taps, trained)
+    of_language = trained is not None and trained.language_model
+    text = _Chain(trained, reached=embedded or of_language)  # the embedding comes before all layers
+    for layer in n.indices["text_layers"]:
+        name = f"language_model.decoder.layers.{layer}"
+        text.add(f"{name}.self_attention.linear_qkv", n["hidden"], n["q"] + 2 * n["kv"], of_language)
+        text.attend(n["q"])
+        text.add(f"{name}.self_attention.linear_proj", n["q"], n["hidden"], of_language)
+        if layer in n.indices["moe_layers"]:
+            text.add("", n["hidden"], n["experts"], of_language)
+            experts = f"{name}.mlp.experts"
+            text.add(f"{experts}.linear_fc1", n["hidden"], 2 * n["moe_ffn"], of_language, times=chosen_experts)
+            text.add(f"{experts}.linear_fc2", n["moe_ffn"], n["hidden"], of_language, times=chosen_experts)
+        else:
+            text.add(f"{name}.mlp.linear_fc1", n["hidden"], 2 * n["ffn"], of_language)
+            text.add(f"{name}.mlp.linear_fc2", n["ffn"], n["hidden"], of_language)
+        text.reached = text.reached or any(deepstack[layer : layer + 1])  # which is added behind the first layers
+    text.add("", n["hidden"], n["vocab"], of_language)
+    # Causal attention is half of all pairs.
+    return TowerCosts(token=2 * text.linear, token_pair=text.pair, patch=2 * vision.linear, patch_pair=2 * vision.pair)
+
+
+def vision_costs(n: Mapping[str, int], layers: int, taps: int) -> tuple[float, float]:
+    """`TowerCosts.patch` and `patch_pair` of a vision tower's forward pass.
+
+    Args:
+        n: `dimensions.vision_sizes`, and `hidden`, the text model's width.
+        layers: of the tower.
+        taps: DeepStack mergers.
+    """
+    tower, _ = _vision(n, layers, range(taps), None)
+    return 2 * tower.linear, 2 * tower.pair
+
+
+def _vision(
+    n: Mapping[str, int], layers: int, taps: Sequence[int], trained: Trained | None
+) -> tuple[_Chain, list[bool]]:
+    """The tower with its mergers, for each patch; and which of them need a gradient, those of DeepStack first."""
+    of_tower = trained is not None and trained.vision_model
+    of_mergers = trained is not None and trained.vision_projection
+    share = n["v_hidden"] / n["v_merged"]  # of a token, that one patch is
+    tower, mergers = _Chain(trained), list[_Chain]()
+
+    def merge(name: str) -> None:
+        merger = _Chain(trained, tower.reached or of_mergers)  # its norm comes before its linear layers
+        merger.add(f"{name}.linear_fc1", n["v_merged"], n["v_merged"], of_mergers)
+        merger.add(f"{name}.linear_fc2", n["v_merged"], n["hidden"], of_mergers)
+        mergers.append(merger)
+
+    tower.add("", n["v_channels"] * n["v_temporal_patch"] * n["v_patch"] ** 2, n["v_hidden"], of_tower)
+    for layer in range(layers):
+        name = f"vision_model.decoder.layers.{layer}"
+        tower.add(f"{name}.self_attention.linear_qkv", n["v_hidden"], n["v_qkv"], of_tower)
+        tower.attend(n["v_hidden"])
+        tower.add(f"{name}.self_attention.linear_proj", n["v_hidden"], n["v_hidden"], of_tower)
+        tower.add(f"{name}.mlp.linear_fc1", n["v_hidden"], n["v_ffn"], of_tower)
+        tower.add(f"{name}.mlp.linear_fc2", n["v_ffn"], n["v_hidden"], of_tower)
+        if layer in taps:
+            merge(f"vision_model.decoder.deepstack_merger_list.{len(mergers)}")
+    merge("vision_model.merger")
+    tower.linear += share * sum(merger.linear for merger in mergers)
+    return tower, [merger.reached for merger in mergers]

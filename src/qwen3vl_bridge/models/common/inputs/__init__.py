@@ -1,0 +1,1 @@
+"""The callers' door: arguments in a caller's convention become `ModelInputs`, outputs go back in it."""

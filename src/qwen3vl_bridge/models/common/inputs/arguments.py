@@ -1,0 +1,98 @@
+"""Checks at the model's door: of single arguments, and of settings that only matter to a model that is called.
+
+What lives here: refusals, with what was found and what was expected. What may not: making anything of the arguments
+(`model_inputs.py`), masks and offsets (`masks.py`), whether pictures fit the tokens (`batch/`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qwen3vl_bridge.models.common.settings.kernels import check_float32
+from qwen3vl_bridge.models.common.settings.parallelism import check_training
+from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
+
+import torch
+from torch import Tensor
+
+_NO_CACHE = "forward keeps no cache; `qwen3vl_bridge.generate` does"
+_FROM_IDS = "it is worked out from the token ids and grids"
+
+# Arguments that transformers, Megatron-Bridge or RL frameworks may pass, and why this model takes None alone.
+REFUSED = {
+    "inputs_embeds": "the model embeds input_ids itself, pictures included",
+    "past_key_values": _NO_CACHE,
+    "inference_params": _NO_CACHE,
+    "cu_seqlens": "give packed_seq_params",
+    "extra_block_kwargs": "they carry DeepStack features, which the model makes itself",
+    "second_per_grid_ts": "Qwen3-VL has times in the text",
+    "image_input_mask": _FROM_IDS,
+    "video_input_mask": _FROM_IDS,
+    "cp_img_num": _FROM_IDS,
+    "images_padded": _FROM_IDS,
+    "return_logprobs_for_linear_ce_fusion": "logits are made and then a loss; NeMo-RL: use_fused_linear_logprobs=false",
+    "temperature": "give output_processor, which divides logits by itself as verl's fused kernels do",
+}
+
+# What processors give along, and NeMo-RL in rows of another length: the token ids say the same.
+_NOT_NEEDED = {"mm_token_type_ids"}
+
+
+def check_settings(config: Qwen3VLModelProvider, training: bool) -> None:
+    """Refuses what could not be computed, or trained, with a model's settings, before a step computes anything.
+
+    Frameworks that build models by `provide` or Megatron-Bridge's `get_model` (miles, NeMo-RL) say nowhere before that
+    they train them; `provide_distributed_model` is told. A model that is only loaded, or asked in evaluation mode or
+    without gradients, may have the schedules' settings of the run that saved it.
+
+    Args:
+        config: the model's.
+        training: whether the model is in training mode.
+
+    Raises:
+        ValueError: as `check_float32`, and with gradients as `check_training`.
+    """
+    check_float32(config)
+    if training and torch.is_grad_enabled():
+        check_training(config)
+
+
+def check_pixels(config: Qwen3VLModelProvider, **pixels: Tensor | None) -> None:
+    """Refuses pixels that are not [patches, features] floating point, by name."""
+    vision = config.vision_config
+    width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    for name, values in pixels.items():
+        if values is not None and (values.dim() != 2 or values.shape[1] != width or not values.is_floating_point()):
+            raise ValueError(
+                f"{name} has shape {list(values.shape)} {values.dtype}, expected [patches, {width}] floating point, as "
+                "the processor gives it"
+            )
+
+
+def check_inference(context: Any, gathers: bool | None, labels: Tensor | None) -> None:
+    """Refuses what Megatron's inference may ask for beside whole prompts.
+
+    Args:
+        context: megatron-core's, or None.
+        gathers: whether logits are to be gathered; None: as the provider says.
+        labels: of the call.
+    """
+    if context is not None and getattr(context, "sequence_len_offset", None) != 0:
+        raise ValueError(f"inference_context holds tokens already, expected it to hold none: {_NO_CACHE}")
+    if gathers and labels is not None:
+        raise ValueError("runtime_gather_output is True with labels, expected None: the loss is of logits as they lie")
+
+
+def check_others(others: dict[str, Any]) -> None:
+    """Refuses arguments that the model has no use for; None says that the caller means nothing by them.
+
+    Raises:
+        ValueError: one of `REFUSED` is given.
+        TypeError: an argument that is not known.
+    """
+    for name in others.keys() - _NOT_NEEDED:
+        value = others[name]
+        if name not in REFUSED:
+            raise TypeError(f"unexpected argument {name!r}; expected those of as_model_inputs")
+        if value is not None:
+            raise ValueError(f"{name} is given, expected None: {REFUSED[name]}")

@@ -1,0 +1,197 @@
+"""What a caller's mask and packed-sequence parameters say, read and checked on the host.
+
+What lives here: one thing at a time, as lengths and booleans. What may not: which convention they make together
+(`conventions.py`).
+Legend: B rows, S tokens a row, n segments.
+"""
+
+from __future__ import annotations
+
+from qwen3vl_bridge.batch import SequenceLayout
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+# From here on an additive mask means that a token is not seen; Megatron's own number.
+_NEVER = -10000.0
+
+
+def real_tokens(attention_mask: Tensor | None, padding_mask: Tensor | None, ids: Tensor) -> Tensor | None:
+    """What a caller's masks say of padding.
+
+    Args:
+        attention_mask: [B, S], 1 for real tokens; or what each token sees, see `_real_of_square`; or None.
+        padding_mask: [B, S], 1 for padding, as megatron-core's experts take it; or None.
+        ids: [B, S] on the host.
+
+    Returns:
+        [B, S] bool on the host, True for real tokens; or None where no mask says anything.
+
+    Raises:
+        ValueError: masks of other shapes, with other entries, that contradict each other or mean something else.
+    """
+    real = None
+    if attention_mask is not None:
+        square = attention_mask.dim() > 2
+        real = _real_of_square(attention_mask, *ids.shape) if square else check_mask(attention_mask, ids)
+    if padding_mask is None:
+        return real
+    without = ~check_mask(padding_mask, ids, "padding_mask", "1 for padding, 0 for real tokens")
+    if real is not None and not torch.equal(real, without):
+        row, token = (int(place) for place in (real != without).nonzero()[0])
+        raise ValueError(
+            f"padding_mask has {int(not without[row, token])} for token {token} of row {row}, expected "
+            f"{int(not real[row, token])}, as attention_mask has it"
+        )
+    return without
+
+
+def check_mask(
+    mask: Tensor, ids: Tensor, name: str = "attention_mask", meaning: str = "1 for real tokens, 0 for padding"
+) -> Tensor:
+    """[B, S] bool on the host."""
+    if mask.shape != ids.shape:
+        raise ValueError(f"{name} has shape {list(mask.shape)}, expected {list(ids.shape)}: {meaning}")
+    return _as_booleans(mask, name, meaning).cpu()
+
+
+def _as_booleans(mask: Tensor, name: str, meaning: str) -> Tensor:
+    """A mask of 0 and 1, of any type, as booleans where it is."""
+    found = mask.bool()
+    if not torch.equal(found.to(mask.dtype), mask):
+        wrong = mask[found.to(mask.dtype) != mask][0].item()
+        raise ValueError(f"{name} has an entry {wrong}, expected {meaning}")
+    return found
+
+
+def _real_of_square(mask: Tensor, rows: int, tokens: int) -> Tensor | None:
+    """The real tokens of rows, by a mask that says what each token sees.
+
+    It has to be causal, with padding that no real token sees: attention here is so by itself, and padding comes last.
+    Which entries hide is told by the last token, which the first one cannot see; so Megatron's booleans, transformers'
+    opposite ones and numbers to be added are all read. A token that doesn't see itself is padding.
+
+    Args:
+        mask: [B, 1, S, S] or [B, S, S], or of one row for all.
+        rows: B.
+        tokens: S.
+
+    Returns:
+        [B, S] bool on the host; or None for a causal mask that is one for all rows, which says nothing of padding.
+    """
+    squares = mask.squeeze(1) if mask.dim() == 4 else mask
+    if squares.dim() != 3 or len(squares) not in (1, rows) or squares.shape[1:] != (tokens, tokens):
+        raise ValueError(
+            f"attention_mask has shape {list(mask.shape)}, expected [{rows}, {tokens}], 1 for real tokens and 0 for "
+            f"padding, or what tokens see, [{rows} or 1, 1, {tokens}, {tokens}]"
+        )
+    if tokens == 1:
+        return None
+    last = squares[:, 0, -1]
+    if bool((last != last[0]).any()):
+        raise _not_causal("some rows hide the last token from the first one and others don't")
+    real = torch.stack([_real_of_row(square, last[0]) for square in squares])
+    if not real.any():
+        raise _not_causal("no token sees itself, or all see the last one")
+    if len(real) == 1 and real.all():
+        return None
+    return real.expand(rows, tokens).cpu()
+
+
+def _real_of_row(square: Tensor, hides: Tensor) -> Tensor:
+    """[S] bool, where tokens of one row see themselves; a token's row of `square` [S, S] is what it sees."""
+    if square.is_floating_point() and hides < 0:
+        hidden = square <= _NEVER
+        if bool((~hidden & (square != 0)).any()):
+            raise _not_causal("it has numbers between 0 and -10000, which is a bias and no mask")
+    else:
+        hidden = _as_booleans(square, "attention_mask", "booleans, 0 and 1, or numbers to be added") == hides.bool()
+    real = ~hidden.diagonal()
+    wrong = (hidden == real.expand(square.shape).tril()) & real[:, None]
+    if bool(wrong.any()):
+        token, other = (int(place) for place in wrong.nonzero()[0])
+        raise _not_causal(f"token {token} {'does not see' if hidden[token, other] else 'sees'} token {other}")
+    return real
+
+
+def _not_causal(found: str) -> ValueError:
+    return ValueError(
+        f"attention_mask says what each token sees, and {found}. Expected a causal mask with padding hidden besides, "
+        "or [rows, tokens] that tells padding alone; several documents in a row need packed_seq_params"
+    )
+
+
+def runs(keep: Tensor) -> tuple[Tensor, Tensor]:
+    """[B] first real token and [B] their number, of rows whose real tokens are one run."""
+    first, lengths = keep.int().argmax(-1), keep.sum(-1)
+    place = torch.arange(keep.shape[1])
+    run = (place >= first[:, None]) & (place < (first + lengths)[:, None])
+    holes = (keep != run).any(-1).nonzero()
+    if len(holes):
+        raise ValueError(
+            f"attention_mask has padding between real tokens in row {int(holes[0])}; expected padding on the left or "
+            "right of a row. Several documents in a row need packed_seq_params"
+        )
+    return first, lengths
+
+
+def without_trailing(ids: Tensor, pad_token_id: int | None) -> Tensor:
+    """[B, S] bool, False for a run of `pad_token_id` at the end of a row."""
+    real = torch.ones_like(ids, dtype=torch.bool) if pad_token_id is None else ids != pad_token_id
+    return real.flip(-1).cummax(-1).values.flip(-1)
+
+
+def segment_lengths(packed: PackedSeqParams) -> tuple[Tensor, Tensor]:
+    """Logical and physical lengths [n], int64 on the host."""
+    given = {name: getattr(packed, f"cu_seqlens_{name}") for name in ("q", "kv", "q_padded", "kv_padded")}
+    offsets = {name: tensor.cpu().long() for name, tensor in given.items() if tensor is not None}
+    logical = offsets.get("q")
+    if packed.qkv_format != "thd" or logical is None:
+        raise ValueError(
+            f"packed_seq_params has qkv_format {packed.qkv_format!r} and cu_seqlens_q {given['q']}, expected 'thd' "
+            "and the offsets of the segments"
+        )
+    if packed.local_cp_size is not None:
+        raise ValueError(
+            f"packed_seq_params has local_cp_size {packed.local_cp_size}, expected None: this model's rows are shared "
+            "by all context-parallel ranks; turn dynamic context parallelism off"
+        )
+    physical = offsets.get("q_padded", logical)
+    for name, tensor in offsets.items():
+        if tensor.dim() != 1 or len(tensor) < 2 or tensor[0] != 0 or (tensor.diff() < 0).any():
+            raise ValueError(f"cu_seqlens_{name} is {tensor.tolist()}, expected offsets that ascend from 0")
+        ours = physical if "padded" in name else logical
+        if not torch.equal(tensor, ours):
+            raise ValueError(f"cu_seqlens_{name} is {tensor.tolist()}, expected {ours.tolist()} as for queries")
+    if logical.shape != physical.shape:
+        raise ValueError(f"cu_seqlens_q has {len(logical)} entries, cu_seqlens_q_padded {len(physical)}")
+    return logical.diff(), physical.diff()
+
+
+def check_counts(lengths: Tensor, logical: Tensor, physical: Tensor) -> None:
+    """Refuses a mask whose real tokens are not as many as the offsets have.
+
+    Offsets may have counted a segment's padding in: RL frameworks round lengths up and keep only those.
+    """
+    agree = (lengths == logical) | ((logical == physical) & (lengths <= logical))
+    wrong = (~agree).nonzero()
+    if len(wrong):
+        segment = int(wrong[0])
+        raise ValueError(
+            f"segment {segment}: attention_mask has {int(lengths[segment])} real tokens, packed_seq_params "
+            f"{int(logical[segment])} in a length of {int(physical[segment])}"
+        )
+
+
+def packed_layout(lengths: Tensor, physical: Tensor) -> SequenceLayout:
+    """One packed row. Segments without a token are left out: tables of a fixed size repeat their last offset."""
+    if (lengths > physical).any() or not physical.any():
+        raise ValueError(
+            f"packed_seq_params has segments of {lengths.tolist()} tokens in lengths of {physical.tolist()}, expected "
+            "no more tokens than their lengths, and at least one token"
+        )
+    lengths, physical = lengths[physical > 0], physical[physical > 0]
+    offsets = (F.pad(values.cumsum(0), (1, 0)).int() for values in (lengths, physical))
+    return SequenceLayout(*offsets, 1, tuple(lengths.tolist()), tuple(physical.tolist()))

@@ -1,0 +1,84 @@
+"""Positions as callers give them.
+
+What lives here: what transformers, Megatron-Bridge and RL frameworks mean by `position_ids` of each shape. What may
+not: positions worked out from tokens and pictures (`batch/positions.py`), angles (`models/common/rope.py`).
+Legend: B rows, S tokens a row.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+
+from qwen3vl_bridge.models.common.inputs.conventions import Arrangement
+from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+
+def given_positions(
+    config: Qwen3VLModelProvider, position_ids: Tensor, ids: Tensor, arranged: Arrangement, has_masks: bool
+) -> Tensor | None:
+    """What was given as positions on three axes, [3, B, S], or None where they are to be worked out.
+
+    transformers takes [B, S] for all three axes and [4, B, S] with text positions first, and reads documents of a
+    packed row from text positions that don't count up, unless a mask is given. Positions [B, S] of a batch with
+    pictures are those of text, which people give out of habit: Megatron-Bridge ignores them, and so does this where
+    they say no more than the order of tokens.
+
+    Args:
+        config: the provider.
+        position_ids: [3, B, S], [4, B, S] or [B, S].
+        ids: [b, s] arranged.
+        arranged: where the caller's tokens lie in the layout.
+        has_masks: whether the caller says otherwise which tokens are real, or which belong together.
+
+    Raises:
+        ValueError: another shape, or text positions that don't count up where they would have to.
+    """
+    rows = list(arranged.shape)
+    if position_ids.is_floating_point() or list(position_ids.shape) not in (rows, [3, *rows], [4, *rows]):
+        raise ValueError(
+            f"position_ids has shape {list(position_ids.shape)} {position_ids.dtype}, expected {[3, *rows]} integers "
+            f"(temporal, height and width position of each token), {[4, *rows]} (text positions first), {rows} of "
+            "text, or None to derive them from the tokens and grids"
+        )
+    if position_ids.dim() == 3 and len(position_ids) == 3:
+        return position_ids
+    in_order = _counts_up(position_ids if position_ids.dim() == 2 else position_ids[0], arranged)
+    if not has_masks and not in_order:
+        raise ValueError(
+            "position_ids has text positions that don't count up by one in a row: where it packs several documents, "
+            "give packed_seq_params; where it is padded, an attention_mask"
+        )
+    if position_ids.dim() == 3:
+        return position_ids[1:]
+    if not ((ids == config.image_token_id) | (ids == config.video_token_id)).any():
+        return position_ids.expand(3, *rows)
+    if not in_order:
+        raise ValueError(
+            f"position_ids has shape {rows} in a batch with pictures, whose tokens have three positions, and does not "
+            f"count up by one over the tokens: expected {[3, *rows]}, or None to derive them"
+        )
+    _warn()
+    return None
+
+
+def _counts_up(text: Tensor, arranged: Arrangement) -> bool:
+    """Whether positions [B, S] count up by one over the real tokens of each segment; where they begin is all one."""
+    layout, flat = arranged.layout, arranged.take(text.cpu()).flatten()
+    segment, real = layout.per_token(torch.arange(len(layout.lengths))), ~layout.padding_mask()
+    together = real[1:] & (segment[1:] == segment[:-1])
+    return not bool((together & (flat.diff() != 1)).any())
+
+
+@cache
+def _warn() -> None:
+    """Once a process."""
+    logger.warning(
+        "position_ids [rows, tokens] are those of text, in a batch with pictures: they are ignored, and positions on "
+        "three axes are worked out from the tokens and grids"
+    )

@@ -1,0 +1,162 @@
+"""Layer specs: which modules the two towers' transformer layers are made of, with and without Transformer Engine.
+
+What lives here: the choice of modules, and the small ones the choice needs (norms, the layer that adds DeepStack
+features). What may not: attention (`attention.py`), the towers (`vision_tower.py`, `models/qwen3_vl/model.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+from qwen3vl_bridge.models.common.attention import ContextParallelAttention, RotarySelfAttention, SegmentAttention
+from qwen3vl_bridge.models.common.router import BalancedRouter
+
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.utils import make_viewless_tensor
+from torch import Tensor, nn
+
+
+class DeepStackLayer(TransformerLayer):
+    """A text layer that adds its DeepStack features to the vision tokens it has put out.
+
+    Features arrive as `context`, which megatron-core hands to every layer, through recompute too; a decoder without
+    cross attention has no other use for it.
+    """
+
+    def forward(
+        self, *args: Any, context: Tensor | None = None, context_mask: Tensor | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """As TransformerLayer.forward.
+
+        Args:
+            context: [t, K, h] features of this rank's vision tokens, one slice for each of the first text layers. On a
+                later pipeline stage, the last t of them.
+            context_mask: [K] place of each vision token in the hidden states flattened from [s, b].
+        """
+        hidden, _ = super().forward(*args, context=None, context_mask=None, **kwargs)
+        layer, taps = self.layer_number - 1, len(self.config.vision_config.deepstack_visual_indexes)
+        if context is not None and layer < taps:
+            features = context[layer - taps].to(hidden.dtype)  # counted from the end, where stages' slices agree
+            added = hidden.flatten(0, 1).index_add(0, context_mask, features).view_as(hidden)
+            # Recompute keeps a part of it on each rank if asked to, which it can't of a view.
+            hidden = make_viewless_tensor(added, requires_grad=added.requires_grad, keep_graph=True)
+        return hidden, context
+
+
+def _sequence_parallel_norm(base: type[nn.Module]) -> type[nn.Module]:
+    class Norm(base):
+        """torch's norm with megatron-core's constructor; its gradients are reduced under sequence parallelism."""
+
+        def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+            super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+            for parameter in self.parameters():
+                parameter.sequence_parallel = config.sequence_parallel
+
+    Norm.__name__ = Norm.__qualname__ = base.__name__
+    return Norm
+
+
+RMSNorm = _sequence_parallel_norm(nn.RMSNorm)
+LayerNorm = _sequence_parallel_norm(nn.LayerNorm)
+
+
+class LocalBackend(LocalSpecProvider):
+    """Modules without Transformer Engine: torch norms and our core attention, whatever else is installed."""
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type[nn.Module]:
+        """RMSNorm or LayerNorm of torch."""
+        return RMSNorm if rms_norm else LayerNorm
+
+    def core_attention(self) -> type[SegmentAttention]:
+        """Attention by torch's scaled_dot_product_attention."""
+        return SegmentAttention
+
+
+def backend(config: TransformerConfig) -> BackendSpecProvider:
+    """The modules `config.transformer_impl` names.
+
+    Raises:
+        ModuleNotFoundError: Transformer Engine is asked for and not installed.
+        ValueError: an implementation this model does not have.
+    """
+    if config.transformer_impl == "local":
+        return LocalBackend()
+    if config.transformer_impl != "transformer_engine":
+        raise ValueError(f"transformer_impl is {config.transformer_impl!r}, expected 'transformer_engine' or 'local'")
+    if not HAVE_TE:
+        raise ModuleNotFoundError("transformer_impl is 'transformer_engine', which is not installed; use 'local'")
+    return TESpecProvider()
+
+
+def _use_local_modules(spec: ModuleSpec, config: TransformerConfig) -> None:
+    modules = LocalBackend()
+    norm = modules.layer_norm(rms_norm=config.normalization == "RMSNorm")
+    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = norm
+    shared = config.context_parallel_size > 1
+    attention.core_attention = ContextParallelAttention if shared else modules.core_attention()
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = norm
+    if _has_experts(layer.mlp):
+        # A checkpoint has the Transformer Engine spec's names, whose norm before experts is a module of its own too.
+        # megatron-core's map is made for dense layers, where it is a part of `linear_fc1`.
+        layer.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
+
+
+def _has_experts(mlp: Any) -> bool:
+    return isinstance(mlp, functools.partial) and mlp.func is MoELayer
+
+
+def _adapt(spec: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
+    spec.submodules.self_attention.module = RotarySelfAttention
+    mlp = spec.submodules.mlp
+    if _has_experts(mlp):
+        modules = dataclasses.replace(mlp.keywords["submodules"], router=BalancedRouter)
+        spec.submodules.mlp = functools.partial(mlp.func, *mlp.args, **mlp.keywords | dict(submodules=modules))
+    if isinstance(backend(config), LocalBackend):
+        _use_local_modules(spec, config)
+    return spec
+
+
+def text_block_spec(config: TransformerConfig, vp_stage: int | None, pp_rank: int) -> TransformerBlockSubmodules:
+    """The text decoder's layers of one pipeline stage."""
+    modules = backend(config)
+    block = get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=not isinstance(modules, LocalBackend),
+        normalization=config.normalization,
+        vp_stage=vp_stage,
+        pp_rank=pp_rank,
+    )
+    for spec in block.layer_specs:
+        _adapt(spec, config).module = DeepStackLayer
+    block.layer_norm = modules.layer_norm(rms_norm=config.normalization == "RMSNorm")
+    return block
+
+
+def vision_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """The vision tower's layers: full attention within a frame, no final norm (each merger has its own)."""
+    if isinstance(backend(config), LocalBackend):
+        make_spec = functools.partial(get_gpt_layer_local_spec, normalization=config.normalization)
+    else:
+        make_spec = get_gpt_layer_with_transformer_engine_spec
+    specs = [_adapt(make_spec(qk_layernorm=False), config) for _ in range(config.num_layers)]
+    for spec in specs:
+        spec.submodules.self_attention.params = {"attn_mask_type": AttnMaskType.no_mask}
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=IdentityOp)

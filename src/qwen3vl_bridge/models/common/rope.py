@@ -1,0 +1,129 @@
+"""Rotary embeddings: interleaved multimodal RoPE of the text model and 2-D RoPE of the vision tower.
+
+What lives here: angles from positions, and the rotation itself. What may not: positions (`batch/positions.py`,
+`batch/vision_indices.py`). Angles travel through Megatron's transformer block as one tensor, cosine and sine stacked,
+so that they are computed once a step and not once a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Qwen3VLTextConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+
+def inverse_frequencies(dim: int, theta: float, device: torch.device) -> Tensor:
+    """theta^(-2i/dim) for i in [0, dim/2), float32. Not a buffer: a half-precision model would round it.
+
+    Source: Su et al., RoFormer, equation 15.
+    """
+    return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
+
+
+def cos_sin(angles: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    """[..., d/2] angles -> [2, ..., d] cosine and sine, both halves of a head rotating by the same angles."""
+    angles = torch.cat((angles, angles), dim=-1)
+    return (torch.stack((angles.cos(), angles.sin())) * scale).to(dtype)
+
+
+def scaled_frequencies(parameters: dict[str, Any], dim: int, device: torch.device) -> tuple[Tensor, float]:
+    """Frequencies [d/2] of a scaled rotary embedding (YaRN and the like), and the factor of its cosines and sines.
+
+    transformers' own functions compute them.
+
+    Args:
+        parameters: as transformers' `rope_parameters`.
+        dim: head dimension d.
+        device: where to.
+    """
+    config = Qwen3VLTextConfig(head_dim=dim, rope_parameters=dict(parameters))
+    return ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, device)
+
+
+def rotate(x: Tensor, rotary: Tensor) -> Tensor:
+    """Rotate heads by their angles, in the precision of the angles.
+
+    Args:
+        x: [s, b, heads, d].
+        rotary: [2, s, b, 1, d] from `cos_sin`.
+    """
+    cos, sin = rotary
+    heads = x.to(cos.dtype)
+    first, second = heads.chunk(2, dim=-1)
+    return (heads * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+
+
+class InterleavedMRoPE(nn.Module):
+    """Angles of the text model: frequencies are dealt out to the axes t, h, w, t, h, w, ..., the rest to t.
+
+    Source: transformers, Qwen3VLTextRotaryEmbedding.apply_interleaved_mrope.
+
+    Args:
+        dim: head dimension d.
+        theta: RoPE base.
+        mrope_section: how many of the d/2 frequencies each axis (temporal, height, width) has.
+        dtype: precision in which heads are rotated.
+        scaled: gives the frequencies and the factor of a scaled embedding on a device; None for unscaled.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        theta: float,
+        mrope_section: list[int],
+        dtype: torch.dtype,
+        scaled: Callable[[torch.device], tuple[Tensor, float]] | None = None,
+    ) -> None:
+        super().__init__()
+        if sum(mrope_section) != dim // 2:
+            raise ValueError(f"mrope_section {mrope_section} has sum {sum(mrope_section)}, expected {dim // 2}")
+        self.dim, self.theta, self.dtype, self.mrope_section = dim, theta, dtype, mrope_section
+        self.scaled = scaled
+
+    def axes(self, device: torch.device) -> Tensor:
+        """[d/2] which axis each frequency turns by. Not a buffer: one on the meta device would stay empty."""
+        frequency = torch.arange(self.dim // 2, device=device)
+        _, height, width = (3 * n for n in self.mrope_section)
+        by_height = (frequency % 3 == 1) & (frequency < height)
+        by_width = (frequency % 3 == 2) & (frequency < width)
+        return by_height.long() + 2 * by_width.long()
+
+    def forward(self, position_ids: Tensor | None, mrope_section: object = None, cp_group: object = None) -> Tensor:
+        """Angles of local positions.
+
+        Args:
+            position_ids: [3, b, s] temporal, height and width positions, or [b, s] of text, the same on all axes.
+            mrope_section, cp_group: GPTModel's, and not needed.
+
+        Returns:
+            [2, s, b, 1, d].
+
+        Raises:
+            ValueError: positions of another shape, or none.
+        """
+        shape = None if position_ids is None else list(position_ids.shape)
+        if shape is None or len(shape) < 2 or shape[:-2] not in ([], [3]):
+            raise ValueError(f"position_ids has shape {shape}, expected [3, rows, tokens], or [rows, tokens] for text")
+        device = position_ids.device
+        axes = position_ids.float().expand(3, -1, -1)
+        positions = axes[self.axes(device)].permute(2, 1, 0)  # [s, b, d/2]
+        if self.scaled is None:
+            frequencies, scale = inverse_frequencies(self.dim, self.theta, device), 1.0
+        else:
+            frequencies, scale = self.scaled(device)
+        return cos_sin(positions * frequencies, self.dtype, scale)[:, :, :, None]
+
+
+def vision_rotary(position_ids: Tensor, dim: int, theta: float = 10000.0) -> Tensor:
+    """[N, 2] row and column of each patch -> [2, N, 1, 1, d]: half of the frequencies turn by row, half by column.
+
+    In float32 whatever the model's precision, as the reference rotates. Source: transformers,
+    Qwen3VLVisionRotaryEmbedding and apply_rotary_pos_emb_vision.
+    """
+    frequencies = inverse_frequencies(dim // 2, theta, position_ids.device)
+    angles = (position_ids[:, :, None] * frequencies).flatten(1)
+    return cos_sin(angles, torch.float32)[:, :, None, None]

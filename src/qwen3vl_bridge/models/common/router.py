@@ -1,0 +1,119 @@
+"""The router of experts: auxiliary losses that weigh every real token alike, however tokens are split.
+
+What lives here: how tokens are counted for the balancing loss and the z-loss. What may not: routing itself, which is
+megatron-core's.
+
+The balancing loss is E / (N^2 k) * sum_e f_e P_e over N real tokens that choose k of E experts each, f_e of them expert
+e, with the sum P_e of their scores. A rank has the scores of its own tokens alone, so the ranks' losses add up to the
+whole one. It is the mean over microbatches: of their tokens where losses are divided by the tokens of the global batch
+(`calculate_per_token_loss`), and of the microbatches where megatron-core divides by how many there are. megatron-core
+0.19 weighs the first by the rank's own tokens times the ranks; and with a padding mask by N times the ranks, since it
+adds up over ranks in the very tensor that it then takes for the rank's own. Source of the loss: Fedus et al., Switch
+Transformers, equation 4; over all ranks, Qiu et al. (arXiv 2501.11873).
+"""
+
+from __future__ import annotations
+
+from qwen3vl_bridge.parallel.collectives import sum_counts
+
+import torch
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, switch_load_balancing_loss_func
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+class BalancedRouter(TopKRouter):
+    """megatron-core's, with the tokens of its auxiliary losses counted over all ranks that share them."""
+
+    def _apply_aux_loss(
+        self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
+    ) -> Tensor:
+        """As TopKRouter's: balance within a microbatch, over the ranks that share it."""
+        if not self.get_aux_loss_coeff("aux_loss"):
+            return probs
+        chosen = sum_counts(routing_map.sum(0), self.tp_cp_group)
+        return self._balance(
+            "aux_loss", "load_balancing_loss", probs, scores_for_aux_loss, chosen, chosen, self.tp_cp_group
+        )
+
+    def _apply_global_aux_loss(
+        self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
+    ) -> Tensor:
+        """As TopKRouter's: balance over all ranks, and over the microbatches of a step so far."""
+        if not self.get_aux_loss_coeff("global_aux_loss"):
+            return probs
+        chosen = sum_counts(routing_map.sum(0), self.tp_dp_cp_group)
+        self.global_tokens_per_expert += chosen
+        self.ga_steps += 1
+        mean = self.global_tokens_per_expert / self.ga_steps
+        return self._balance(
+            "global_aux_loss",
+            "global_load_balancing_loss",
+            probs,
+            scores_for_aux_loss,
+            chosen,
+            mean,
+            self.tp_dp_cp_group,
+        )
+
+    def _balance(
+        self, kind: str, name: str, probs: Tensor, scores: Tensor, chosen: Tensor, wanted: Tensor, group: ProcessGroup
+    ) -> Tensor:
+        """`probs` with a loss attached; of a microbatch without a real token it is 0, and so is its gradient.
+
+        Args:
+            kind: of the loss, whose coefficient is taken.
+            name: under which it is logged.
+            probs: [tokens, E] of this rank.
+            scores: [tokens, E] of this rank, zero for padding.
+            chosen: [E] how often each expert is chosen by real tokens of all ranks of `group`.
+            wanted: [E] the f_e of the loss.
+            group: ranks whose tokens are balanced together.
+        """
+        coefficient, tokens = self.get_aux_loss_coeff(kind), (chosen.sum() / self.topk).clamp(min=1)
+        loss = switch_load_balancing_loss_func(
+            probs=scores,
+            tokens_per_expert=wanted,
+            total_num_tokens=tokens,
+            topk=self.topk,
+            num_experts=self.config.num_moe_experts,
+            moe_aux_loss_coeff=coefficient,
+            # Transformer Engine's kernel wants the number of tokens on the host (before 2.18), and more than none.
+            fused=False,
+        )
+        # Where losses are divided by microbatches, gradients are by data-parallel ranks as well; over all of them, the
+        # ranks' losses add up to one whole loss, and not to one each.
+        whole = 1 if self.calculate_per_token_loss else group.size() / self.tp_cp_group.size()
+        return self.attach_and_log_load_balancing_loss(
+            probs,
+            coefficient * whole,  # by which what is logged is divided
+            loss * whole,
+            name,
+            group,
+            needs_dp_avg=kind == "aux_loss",
+            # It multiplies by the ranks that share a microbatch, so that a rank's tokens stand for all of them.
+            valid_token_count=tokens / self.tp_cp_group.size(),
+        )
+
+    def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """As TopKRouter's, but where losses are divided by microbatches the mean over all tokens of one.
+
+        megatron-core takes the mean of ranks' means then, which depends on where padding lies.
+
+        Args:
+            logits: [tokens, E] of this rank.
+            padding_mask: [tokens] True for padding, or None where there is none.
+        """
+        coefficient, ranks = self.config.moe_z_loss_coeff, self.tp_cp_group.size()
+        learns = coefficient is not None and self.training and torch.is_grad_enabled()
+        if not learns or self.calculate_per_token_loss or padding_mask is None or ranks == 1:
+            return super().apply_z_loss(logits, padding_mask=padding_mask)
+        real = ~padding_mask
+        tokens = sum_counts(real.sum(), self.tp_cp_group).clamp(min=1)
+        loss = (logits.logsumexp(-1).square() * real).sum() / tokens  # this rank's part of the mean
+        get_moe_metrics_tracker().record(
+            "z_loss", loss * ranks, self.layer_number, self.config.num_layers, avg_group=self.tp_dp_cp_group
+        )
+        return MoEAuxLossAutoScaler.apply(logits, loss * coefficient)

@@ -1,0 +1,1 @@
+"""Checks of a provider's settings: kernels, parallel sizes, experts, recompute, vision on ranks of its own."""

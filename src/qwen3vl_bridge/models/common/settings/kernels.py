@@ -1,0 +1,176 @@
+"""Settings of kernels: what computes the model, in which precision, what is fused and what is captured in graphs.
+
+What lives here: defaults that follow what is installed, settings that are completed with a line in the log, and those
+that would be ignored or give something else. What may not: fields (`models/qwen3_vl/provider.py`), layer specs
+(`models/common/layer_specs.py`), how a model is split (`parallelism.py`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from typing import TYPE_CHECKING
+
+from qwen3vl_bridge.models.common.settings.activations import text_activation
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import layers
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.utils import get_te_version, is_te_min_version
+
+if TYPE_CHECKING:
+    from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
+
+logger = logging.getLogger(__name__)
+
+# From which release of Transformer Engine on its attention takes packed rows, as every padded row and every picture is
+# one here: without a kernel of its own (as in float32), and under each kind of context parallelism. Before, it raises.
+# Source: transformer_engine/pytorch/attention/dot_product_attention of the releases 2.8 to 2.18.
+PACKED_UNFUSED, PACKED_CONTEXT = "2.11", {"a2a": "2.10", "all_gather": "2.18"}
+
+
+def has_transformer_engine() -> bool:
+    """Whether Transformer Engine is installed and there is a GPU for it."""
+    return importlib.util.find_spec("transformer_engine") is not None and torch.cuda.is_available()
+
+
+def default_transformer_impl() -> str:
+    """Transformer Engine where it can run, else modules of torch and megatron-core."""
+    return "transformer_engine" if has_transformer_engine() else "local"
+
+
+def can_fuse_weight_gradients() -> bool:
+    """Whether every linear layer can add a weight's gradient to the sum of them at once.
+
+    Transformer Engine's can. The output layer is megatron-core's with either layer spec; it needs APEX' extension, and
+    raises where it is asked to and finds none.
+    """
+    return layers._grad_accum_fusion_available and torch.cuda.is_available()
+
+
+def complete_kernels(provider: Qwen3VLModelProvider) -> None:
+    """Bring settings into megatron-core's spelling, and turn off what there is no kernel for, saying so.
+
+    Raises:
+        ValueError: an attention backend that megatron-core does not have, or an activation that no model here has.
+    """
+    if provider.mtp_num_layers == 0:
+        provider.mtp_num_layers = None  # megatron-core counts the layers of a model that has some
+    if isinstance(provider.attention_backend, str):
+        if provider.attention_backend not in AttnBackend.__members__:
+            known = ", ".join(AttnBackend.__members__)
+            raise ValueError(f"attention_backend is {provider.attention_backend!r}, expected one of {known}")
+        provider.attention_backend = AttnBackend[provider.attention_backend]
+    if provider.apply_rope_fusion:
+        logger.warning(
+            "apply_rope_fusion is True and set to False: there is no fused kernel for interleaved multimodal rotary "
+            "embedding, whose angles are computed once a step"
+        )
+        provider.apply_rope_fusion = False
+    if isinstance(provider.activation_func, str):
+        provider.activation_func = text_activation(provider.activation_func.removeprefix("torch.nn.functional."))
+    if provider.bias_activation_fusion and provider.activation_func is not F.silu:
+        logger.info(
+            "bias_activation_fusion is set to False: megatron-core fuses SiLU, and for %s would compute another one",
+            provider.activation_func,
+        )
+        provider.bias_activation_fusion = False
+    if provider.gradient_accumulation_fusion and not can_fuse_weight_gradients():
+        logger.warning(
+            "gradient_accumulation_fusion is True and set to False: megatron-core's output layer needs APEX' "
+            "fused_weight_gradient_mlp_cuda for it, and a GPU"
+        )
+        provider.gradient_accumulation_fusion = False
+
+
+def complete_precision(provider: Qwen3VLModelProvider) -> None:
+    """Turn off what is wrong in the parameters' precision, saying so; megatron-core has completed the fields."""
+    if _attends_without_kernel(provider):
+        logger.warning("Transformer Engine keeps all attention scores in float32; transformer_impl='local' does not")
+    native = provider.cross_entropy_loss_fusion and provider.cross_entropy_fusion_impl == "native"
+    if native and provider.params_dtype != torch.bfloat16:
+        logger.info(
+            "cross_entropy_loss_fusion is set to False: megatron-core's native fused loss rounds the gradient of %s "
+            "logits to bfloat16; cross_entropy_fusion_impl 'te' does not",
+            provider.params_dtype,
+        )
+        provider.cross_entropy_loss_fusion = False
+
+
+def check_kernels(provider: Qwen3VLModelProvider) -> None:
+    """Check settings that the model would ignore, or that would leave a part of it out.
+
+    Raises:
+        ValueError: CUDA graphs; a precision or a kernel of Transformer Engine's without its layers, or one that leaves
+            its layers without attention.
+    """
+    _check_graphs(provider)
+    if provider.transformer_impl == "local":
+        _check_local(provider)
+        return
+    if provider.attention_backend == AttnBackend.local:
+        raise ValueError(
+            "attention_backend is local with transformer_impl 'transformer_engine', whose attention it would leave "
+            "without a kernel. Expected another, or transformer_impl='local'"
+        )
+    for precision in ("fp8", "fp4"):
+        if getattr(provider, precision):
+            logger.info("%s is for the text model's layers; the vision tower computes in its parameters'", precision)
+
+
+def _check_graphs(provider: Qwen3VLModelProvider) -> None:
+    """A replayed layer is what megatron-core captured: without DeepStack's features, packed rows or a padding mask."""
+    wanted = {
+        "cuda_graph_impl": "none",
+        "enable_cuda_graph": False,
+        "external_cuda_graph": False,
+        "vision_cuda_graph_impl": "none",
+        "vision_cuda_graph_scope": [],
+        "max_vision_cuda_graph_seq_length": None,
+    }
+    for name, expected in wanted.items():
+        if (found := getattr(provider, name)) not in (expected, None):
+            raise ValueError(
+                f"{name} is {found!r}, expected {expected!r}: rows, pictures and their places differ from batch to "
+                "batch, and a replayed layer would add no DeepStack features and take padding for tokens"
+            )
+
+
+def _check_local(provider: Qwen3VLModelProvider) -> None:
+    for precision in ("fp8", "fp4"):
+        if found := getattr(provider, precision):
+            raise ValueError(
+                f"{precision} is {found!r} with transformer_impl 'local', which would ignore it: expected None, or "
+                "transformer_impl='transformer_engine'"
+            )
+    if provider.attention_backend not in (AttnBackend.auto, AttnBackend.local):
+        logger.info(
+            "attention_backend %s chooses among Transformer Engine's kernels; with transformer_impl 'local' torch "
+            "chooses by itself",
+            provider.attention_backend.name,
+        )
+
+
+def check_float32(provider: Qwen3VLModelProvider) -> None:
+    """Check that Transformer Engine can attend in a model's precision; its kernels know 16 and 8 bits alone.
+
+    Without one it keeps all scores, in releases that take packed rows so, and not over context-parallel ranks. What is
+    only loaded, exported or saved attends to nothing.
+
+    Raises:
+        ValueError: it could not in the first forward.
+    """
+    if not _attends_without_kernel(provider):
+        return
+    if provider.context_parallel_size > 1 or not is_te_min_version(PACKED_UNFUSED):
+        raise ValueError(
+            "params_dtype is torch.float32 with transformer_impl 'transformer_engine', expected transformer_impl="
+            f"'local' or 16 bits: Transformer Engine {get_te_version()} has no attention in float32 for packed rows on "
+            f"{provider.context_parallel_size} context-parallel ranks"
+        )
+
+
+def _attends_without_kernel(provider: Qwen3VLModelProvider) -> bool:
+    float32 = provider.params_dtype == torch.float32 and not provider.enable_autocast
+    return float32 and provider.transformer_impl != "local"

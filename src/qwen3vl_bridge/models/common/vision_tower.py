@@ -1,0 +1,191 @@
+"""The vision tower: patches in, vision tokens and DeepStack features out.
+
+What lives here: patch embedding, position embedding, the block with its taps, the patch mergers. What may not: indices
+and offsets computed from grids (`batch/vision_indices.py`), where tokens go in the text (`models/qwen3_vl/model.py`).
+"""
+
+from __future__ import annotations
+
+from qwen3vl_bridge.batch.packed_batch import VisionInputs
+from qwen3vl_bridge.models.common.attention import packed_seq_params
+from qwen3vl_bridge.models.common.layer_specs import backend, vision_block_spec
+from qwen3vl_bridge.models.common.rope import vision_rotary
+
+import torch
+import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from transformers import Qwen3VLVisionConfig
+
+
+class PatchConv(nn.Conv3d):
+    """A convolution whose kernel is the whole patch: a product of matrices, and called as a module.
+
+    Sharded training gathers a module's parameters when the module itself is called.
+    """
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        """[N, channels * temporal_patch * patch * patch] -> [N, h]."""
+        return F.linear(pixel_values.to(self.weight.dtype), self.weight.flatten(1), self.bias)
+
+
+class PatchEmbed(MegatronModule):
+    """Projects flattened patches. Its parameters are a convolution's, as in the reference."""
+
+    def __init__(
+        self, config: TransformerConfig, vision: Qwen3VLVisionConfig, tp_group: torch.distributed.ProcessGroup
+    ) -> None:
+        super().__init__(config=config)
+        self.tp_group = tp_group
+        kernel = (vision.temporal_patch_size, vision.patch_size, vision.patch_size)
+        self.proj = PatchConv(vision.in_channels, vision.hidden_size, kernel, stride=kernel, dtype=config.params_dtype)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        """[N, channels * temporal_patch * patch * patch] -> [N, h]."""
+        return self.proj(pixel_values)
+
+
+class PatchMerger(MegatronModule):
+    """Joins merge x merge neighbouring patches into one vision token of the text model's width.
+
+    The main merger normalises patches before they are joined, a DeepStack merger after. Its GELU is the exact one,
+    unlike the blocks'. Source: transformers, Qwen3VLVisionPatchMerger.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        vision: Qwen3VLVisionConfig,
+        tp_group: torch.distributed.ProcessGroup,
+        *,
+        norm_after_shuffle: bool,
+    ) -> None:
+        super().__init__(config=config)
+        self.tp_group = tp_group
+        self.merged_size = vision.hidden_size * vision.spatial_merge_size**2
+        norm_size = self.merged_size if norm_after_shuffle else vision.hidden_size
+        modules = backend(config)
+        common = dict(config=config, init_method=config.init_method, bias=True, is_expert=False, tp_group=tp_group)
+        self.patch_norm = modules.layer_norm()(config=config, hidden_size=norm_size, eps=config.layernorm_epsilon)
+        self.linear_fc1 = modules.column_parallel_linear()(
+            self.merged_size, self.merged_size, gather_output=False, skip_bias_add=False, **common
+        )
+        self.linear_fc2 = modules.row_parallel_linear()(
+            self.merged_size, vision.out_hidden_size, input_is_parallel=True, skip_bias_add=False, **common
+        )
+        self.norm_size = norm_size
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[N, h] patches in merge order -> [M, text h]."""
+        tokens = self.patch_norm(hidden.view(-1, self.norm_size)).view(-1, self.merged_size)
+        return self.linear_fc2(F.gelu(self.linear_fc1(tokens)[0]))[0]
+
+
+class VisionBlock(TransformerBlock):
+    """A transformer block that owns the DeepStack mergers, where checkpoints have them."""
+
+    def __init__(
+        self, config: TransformerConfig, vision: Qwen3VLVisionConfig, pg_collection: ProcessGroupCollection
+    ) -> None:
+        super().__init__(
+            config,
+            vision_block_spec(config),
+            pre_process=True,
+            post_process=False,
+            post_layer_norm=False,
+            pg_collection=pg_collection,
+        )
+        self.deepstack_merger_list = nn.ModuleList(
+            PatchMerger(config, vision, pg_collection.tp, norm_after_shuffle=True)
+            for _ in vision.deepstack_visual_indexes
+        )
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> ShardedStateDict:
+        """As TransformerBlock's, which takes whatever a list of modules holds to be whole on every rank.
+
+        Mergers are stacked like layers, [taps, ...] under one name, or named one by one where layers are.
+        """
+        mergers, taps = f"{prefix}deepstack_merger_list.", len(self.deepstack_merger_list)
+        everything = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        state = {name: part for name, part in everything.items() if not name.startswith(mergers)}
+        # megatron-core decides by many settings whether layers are stacked; what it has named the first one tells.
+        stacked = not any(part.key.startswith(f"{prefix}layers.0.") for part in state.values())
+        for i, merger in enumerate(self.deepstack_merger_list):
+            here = f"{mergers}{i}."
+            parts = merger.sharded_state_dict(here, ((0, i, taps),) if stacked else (), metadata)
+            if stacked:
+                replace_prefix_for_sharding(parts, here, mergers)
+            state.update(parts)
+        return state
+
+
+class Qwen3VLVisionModel(MegatronModule):
+    """The vision tower.
+
+    Args:
+        config: of its transformer block (`provider.vision_transformer_config`).
+        vision: the Hugging Face configuration.
+        pg_collection: process groups; the tower uses the tensor-parallel one.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, vision: Qwen3VLVisionConfig, pg_collection: ProcessGroupCollection
+    ) -> None:
+        super().__init__(config=config)
+        self.tp_group = pg_collection.tp
+        self.taps = list(vision.deepstack_visual_indexes)
+        self.patches_per_token = vision.spatial_merge_size**2
+        self.values_per_patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        self.patch_embed = PatchEmbed(config, vision, pg_collection.tp)
+        self.pos_embed = nn.Embedding(vision.num_position_embeddings, vision.hidden_size, dtype=config.params_dtype)
+        self.decoder = VisionBlock(config, vision, pg_collection)
+        self.merger = PatchMerger(config, vision, pg_collection.tp, norm_after_shuffle=False)
+
+    def position_embedding(self, vision: VisionInputs) -> Tensor:
+        """[N, h], bilinear between the four learned positions around each patch."""
+        weights = vision.interpolation_weight.to(self.pos_embed.weight.dtype)[:, :, None]
+        first, *others = (self.pos_embed(i) * w for i, w in zip(vision.interpolation_index, weights, strict=True))
+        return sum(others, start=first)
+
+    def forward(self, vision: VisionInputs) -> tuple[Tensor, Tensor]:
+        """Encode all pictures of a batch.
+
+        Returns:
+            Vision tokens [M, text h], and DeepStack features [t, M, text h].
+        """
+        hidden = self.patch_embed(vision.pixel_values) + self.position_embedding(vision)
+        encoded = self.decoder(
+            hidden[:, None],
+            attention_mask=None,
+            rotary_pos_emb=vision_rotary(vision.position_ids, self.config.kv_channels),
+            packed_seq_params=packed_seq_params(vision.cu_seqlens, vision.lengths),
+            extract_layer_indices=set(self.taps),
+        )
+        hidden, tapped = encoded if self.taps else (encoded, ())
+        features = [merge(tap[:, 0]) for merge, tap in zip(self.decoder.deepstack_merger_list, tapped, strict=True)]
+        tokens = self.merger(hidden[:, 0])
+        return tokens, torch.stack(features) if features else tokens.new_empty(0, *tokens.shape)
+
+    def blank_picture(self, device: torch.device) -> VisionInputs:
+        """The smallest picture, for a batch that has none.
+
+        Every rank then runs the same modules, and every parameter gets a gradient, zero here: sharded training and
+        overlapped reductions wait for both.
+        """
+        n = self.patches_per_token
+        indices = torch.zeros(4, n, dtype=torch.long, device=device)
+        return VisionInputs(
+            pixel_values=torch.zeros(n, self.values_per_patch, device=device),
+            position_ids=torch.zeros(n, 2, dtype=torch.long, device=device),
+            interpolation_index=indices,
+            interpolation_weight=indices.float(),
+            cu_seqlens=torch.arange(0, n + 1, n, dtype=torch.int32, device=device),
+            lengths=(n,),
+        )

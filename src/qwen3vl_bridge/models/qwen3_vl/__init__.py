@@ -1,0 +1,1 @@
+"""Qwen3-VL: weight table, configuration, provider, presets, bridge, model."""

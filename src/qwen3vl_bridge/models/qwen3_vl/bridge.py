@@ -1,0 +1,238 @@
+"""The bridge: a Hugging Face configuration becomes our provider, the weight table becomes Megatron-Bridge's mappings.
+
+What lives here: the two translations and the registration with Megatron-Bridge. What may not: parameter names
+(`table.py`), defaults (`provider.py`), what is refused (`config_checks.py`), how a kind of row moves numbers
+(`weights/bridge_mappings.py`).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import types
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from qwen3vl_bridge.models.common.settings.activations import text_activation
+from qwen3vl_bridge.models.qwen3_vl import table
+from qwen3vl_bridge.models.qwen3_vl.config_checks import check_settings, rope_parameters
+from qwen3vl_bridge.models.qwen3_vl.model import Qwen3VLModel
+from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
+from qwen3vl_bridge.peft.hf_export import AdapterConversion
+from qwen3vl_bridge.weights.bridge_mappings import param_mappings
+from qwen3vl_bridge.weights.dimensions import dimensions_of, moe_layers_of
+from qwen3vl_bridge.weights.rows import expand
+
+import torch
+from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
+from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
+from megatron.bridge.models.hf_pretrained.state import SafeTensorsStateSource
+from megatron.bridge.models.qwen_vl import qwen3_vl_provider as stock
+from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
+from safetensors import safe_open
+from transformers import (
+    CONFIG_MAPPING,
+    PretrainedConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeForConditionalGeneration,
+)
+
+# A saved run_config.yaml names our classes; Megatron-Bridge builds only what is allowed.
+register_allowed_target_prefix("qwen3vl_bridge.")
+
+# Who asks whether a provider is Megatron-Bridge's Qwen3-VL, asks whether it may be treated as one.
+stock.Qwen3VLModelProvider.register(Qwen3VLModelProvider)
+stock.Qwen3VLMoEModelProvider.register(Qwen3VLMoEModelProvider)
+
+
+@MegatronModelBridge.register_bridge(
+    source=Qwen3VLForConditionalGeneration,
+    target=Qwen3VLModel,
+    provider=Qwen3VLModelProvider,
+    model_type="qwen3_vl",
+)
+class Qwen3VLBridge(AdapterConversion, MegatronModelBridge):
+    """Dense Qwen3-VL for AutoBridge."""
+
+    def provider_bridge(self, hf_pretrained: Any) -> Qwen3VLModelProvider:
+        """The provider of a Hugging Face model.
+
+        Args:
+            hf_pretrained: anything with a `config`, a Qwen3VLConfig.
+
+        Raises:
+            ValueError: a setting this model does not honour.
+        """
+        return Qwen3VLModelProvider(**self.provider_fields(hf_pretrained.config))
+
+    def provider_fields(self, config: Any) -> dict[str, Any]:
+        """The provider's fields that a Hugging Face configuration decides."""
+        check_settings(config.to_dict())
+        text = config.text_config
+        rope = rope_parameters(text.to_dict())
+        dtype = self.dtype_from_hf(text, default=self.dtype_from_hf(config, default=torch.float32))
+        token_ids = ("bos_token_id", "eos_token_id", "pad_token_id")
+        return dict(
+            num_layers=text.num_hidden_layers,
+            hidden_size=text.hidden_size,
+            ffn_hidden_size=text.intermediate_size,
+            num_attention_heads=text.num_attention_heads,
+            num_query_groups=text.num_key_value_heads,
+            kv_channels=text.head_dim,
+            vocab_size=text.vocab_size,
+            seq_length=text.max_position_embeddings,
+            layernorm_epsilon=text.rms_norm_eps,
+            init_method_std=text.initializer_range,
+            activation_func=text_activation(text.hidden_act),
+            attention_dropout=text.attention_dropout,
+            rotary_base=rope["rope_theta"],
+            mrope_section=list(rope["mrope_section"]),
+            rope_parameters=None if rope["rope_type"] == "default" else rope,
+            # transformers keeps the setting on the whole model's configuration; the text part's is a default.
+            share_embeddings_and_output_weights=config.tie_word_embeddings,
+            make_vocab_size_divisible_by=self.make_vocab_size_divisible_by(text.vocab_size),
+            params_dtype=dtype,
+            bf16=dtype == torch.bfloat16,
+            fp16=dtype == torch.float16,
+            vision_config=config.vision_config,
+            image_token_id=config.image_token_id,
+            video_token_id=config.video_token_id,
+            vision_start_token_id=config.vision_start_token_id,
+            vision_end_token_id=config.vision_end_token_id,
+            **{name: getattr(text, name) for name in token_ids if getattr(text, name, None) is not None},
+        )
+
+    def load_weights_hf_to_megatron(self, hf_pretrained: Any, *args: Any, **kwargs: Any) -> Any:
+        """As Megatron-Bridge's, which leaves a weight that the checkpoint lacks as it happens to be.
+
+        Raises:
+            ValueError: tensors are missing; the message names them.
+        """
+        self.hf_pretrained = hf_pretrained
+        rows = table.table(self.expert_layout())
+        wanted = {name for row in expand(rows, dimensions_of(hf_pretrained.config.to_dict())) for name in row.hf}
+        if missing := sorted(wanted - set(hf_pretrained.state.keys())):
+            shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+            raise ValueError(f"{hf_pretrained.model_name_or_path} lacks {len(missing)} tensors: {shown}")
+        return super().load_weights_hf_to_megatron(hf_pretrained, *args, **kwargs)
+
+    @classmethod
+    def megatron_to_hf_config(cls, provider: Qwen3VLModelProvider) -> dict[str, Any]:
+        """A provider's model as transformers describes it, for `AutoBridge.from_auto_config`.
+
+        Megatron-Bridge's own finds no place for a text model's sizes, and would leave them as its reference has them.
+        What is left out here is the reference's: the longest row, of which a provider knows a run's.
+        """
+        text, vision = provider.hf_text_config.to_dict(), provider.vision_config.to_dict()
+        del text["max_position_embeddings"]
+        ids = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+        return dict(
+            architectures=[cls.SOURCE_NAME],
+            model_type=cls.MODEL_TYPE,
+            text_config={name: value for name, value in text.items() if value is not None},
+            vision_config={name: value for name, value in vision.items() if value is not None},
+            tie_word_embeddings=provider.share_embeddings_and_output_weights,
+            **{name: getattr(provider, name) for name in ids},
+        )
+
+    def mapping_registry(self) -> MegatronMappingRegistry:
+        """The weight table as Megatron-Bridge's mappings."""
+        return MegatronMappingRegistry(*param_mappings(table.table(self.expert_layout())))
+
+    def expert_layout(self) -> table.ExpertLayout:
+        """How the checkpoint at hand holds its experts; without one, or without experts, as the released ones do.
+
+        Raises:
+            ValueError: they are held in none of the known ways.
+        """
+        pretrained = getattr(self, "hf_pretrained", None)
+        source = getattr(getattr(pretrained, "state", None), "source", None)
+        if not isinstance(source, SafeTensorsStateSource):
+            return table.ExpertLayout.INPUT_MAJOR
+        dimensions = dimensions_of(pretrained.config.to_dict())
+        if not dimensions.indices["moe_layers"]:
+            return table.ExpertLayout.INPUT_MAJOR
+        return table.expert_layout_of(_expert_shapes(source, dimensions.indices["moe_layers"][0]), dimensions)
+
+
+@MegatronModelBridge.register_bridge(
+    source=Qwen3VLMoeForConditionalGeneration,
+    target=Qwen3VLModel,
+    provider=Qwen3VLMoEModelProvider,
+    model_type="qwen3_vl_moe",
+)
+class Qwen3VLMoEBridge(Qwen3VLBridge):
+    """Qwen3-VL with experts for AutoBridge."""
+
+    def provider_bridge(self, hf_pretrained: Any) -> Qwen3VLMoEModelProvider:
+        """The provider of a Hugging Face model.
+
+        Args:
+            hf_pretrained: anything with a `config`, a Qwen3VLMoeConfig.
+
+        Raises:
+            ValueError: a setting this model does not honour.
+        """
+        return Qwen3VLMoEModelProvider(**self.provider_fields(hf_pretrained.config))
+
+    def provider_fields(self, config: Any) -> dict[str, Any]:
+        """The provider's fields that a Hugging Face configuration decides."""
+        text = config.text_config
+        return dict(
+            **super().provider_fields(config),
+            num_moe_experts=text.num_experts,
+            moe_router_topk=text.num_experts_per_tok,
+            moe_ffn_hidden_size=text.moe_intermediate_size,
+            moe_aux_loss_coeff=text.router_aux_loss_coef,
+            moe_layer_freq=_moe_layer_freq(text),
+        )
+
+
+def provider_from_hf_config(hf_config: Mapping[str, Any], **settings: Any) -> Qwen3VLModelProvider:
+    """The provider of a `config.json`. The `run_config.yaml` of a converted checkpoint names this function.
+
+    Args:
+        hf_config: the whole file.
+        settings: fields of the provider.
+
+    Returns:
+        The provider, not finalized.
+
+    Raises:
+        ValueError: a setting this model does not honour, or another model's configuration.
+        TypeError: a setting that is no field of the provider.
+    """
+    bridges = {bridge.MODEL_TYPE: bridge for bridge in (Qwen3VLBridge, Qwen3VLMoEBridge)}
+    kind = hf_config.get("model_type")
+    if kind not in bridges:
+        raise ValueError(f"model_type is {kind!r}, expected one of {', '.join(bridges)}")
+    # Some of transformers' configuration classes complete the mapping they are given.
+    config = CONFIG_MAPPING[kind].from_dict(copy.deepcopy(dict(hf_config)))
+    provider = bridges[kind]().provider_bridge(types.SimpleNamespace(config=config))
+    if unknown := settings.keys() - {field.name for field in dataclasses.fields(provider)}:
+        raise TypeError(f"{type(provider).__name__} has no {', '.join(sorted(unknown))}")
+    for name, value in settings.items():
+        setattr(provider, name, value)
+    return provider
+
+
+def _moe_layer_freq(text: PretrainedConfig) -> int | list[int]:
+    """megatron-core takes layers for different ones wherever this is a list, and a checkpoint then names each."""
+    moe_layers = moe_layers_of(text.to_dict())
+    if len(moe_layers) == text.num_hidden_layers:
+        return 1
+    return [int(layer in moe_layers) for layer in range(text.num_hidden_layers)]
+
+
+def _expert_shapes(source: SafeTensorsStateSource, layer: int) -> dict[str, list[int]]:
+    """Shapes of a layer's expert tensors, from the files' headers: the tensors are not read."""
+    by_file = defaultdict(list)
+    for name, file in source.key_to_filename_map.items():
+        if f".layers.{layer}.mlp.experts." in name:
+            by_file[file].append(name)
+    shapes = {}
+    for file, names in by_file.items():
+        with safe_open(source.path / file, framework="pt") as tensors:
+            shapes.update((name, tensors.get_slice(name).get_shape()) for name in names)
+    return shapes

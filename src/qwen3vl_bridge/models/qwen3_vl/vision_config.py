@@ -1,0 +1,86 @@
+"""The vision tower's transformer configuration and what its work costs, derived from the provider.
+
+What lives here: the derivation, and whether the tower fits the text model. What may not: fields (`provider.py`),
+modules (`models/common/vision_tower.py`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from qwen3vl_bridge.batch import VisionWork
+from qwen3vl_bridge.models.common.flops import vision_costs
+from qwen3vl_bridge.models.common.settings.activations import vision_activation
+from qwen3vl_bridge.models.common.settings.encoder_parallel import vision_tensor_ranks
+from qwen3vl_bridge.models.qwen3_vl.config_fields import check_tower
+from qwen3vl_bridge.weights.dimensions import vision_sizes
+
+from megatron.bridge.models.transformer_config import TransformerConfig
+
+if TYPE_CHECKING:
+    from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
+
+# transformers, Qwen3VLVisionModel: every norm of the tower has this epsilon; no configuration field holds it.
+_NORM_EPSILON = 1e-6
+
+_SHARED = (
+    "params_dtype",
+    "bf16",
+    "fp16",
+    "transformer_impl",
+    "use_cpu_initialization",
+    "init_model_with_meta_device",
+    "perform_initialization",
+    "gradient_accumulation_fusion",
+    "deterministic_mode",
+)
+
+
+def vision_transformer_config(provider: Qwen3VLModelProvider) -> TransformerConfig:
+    """Configuration of the vision tower's transformer block. On ranks of its own it is split by itself."""
+    vision = provider.vision_config
+    config = TransformerConfig(
+        num_layers=vision.depth,
+        hidden_size=vision.hidden_size,
+        num_attention_heads=vision.num_heads,
+        num_query_groups=vision.num_heads,
+        kv_channels=vision.hidden_size // vision.num_heads,
+        ffn_hidden_size=vision.intermediate_size,
+        normalization="LayerNorm",
+        layernorm_epsilon=_NORM_EPSILON,
+        activation_func=vision_activation(vision.hidden_act),
+        gated_linear_unit=False,
+        add_bias_linear=True,
+        add_qkv_bias=True,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        bias_activation_fusion=False,
+        init_method_std=vision.initializer_range,
+        recompute_granularity=provider.vision_recompute_granularity,
+        recompute_modules=provider.vision_recompute_modules,
+        recompute_method=provider.vision_recompute_method,
+        recompute_num_layers=provider.vision_recompute_num_layers,
+        tensor_model_parallel_size=vision_tensor_ranks(provider),
+        **{name: getattr(provider, name) for name in _SHARED},
+    )
+    config.finalize()
+    return config
+
+
+def check_vision(provider: Qwen3VLModelProvider) -> None:
+    """Check that the tower is one that the text model can take features of.
+
+    Raises:
+        ValueError: widths or DeepStack taps that do not fit, or an activation that is not known.
+    """
+    vision = provider.vision_config
+    check_tower(vision.to_dict(), provider.hidden_size, provider.num_layers)
+    vision_activation(vision.hidden_act)
+
+
+def vision_work(provider: Qwen3VLModelProvider) -> VisionWork:
+    """What a frame costs the tower, for ranks to share frames by."""
+    vision = provider.vision_config
+    sizes = {**vision_sizes(vision.to_dict()), "hidden": provider.hidden_size}
+    patch, patch_pair = vision_costs(sizes, vision.depth, len(vision.deepstack_visual_indexes))
+    return VisionWork(patch, patch_pair, vision.spatial_merge_size**2)

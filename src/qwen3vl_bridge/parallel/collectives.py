@@ -1,0 +1,169 @@
+"""The only module with collectives of ours.
+
+What lives here: how hidden states are scattered and gathered, how figures of all ranks are added up. What may not:
+which tokens a rank holds (`batch/layout.py`), modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from qwen3vl_bridge.models.common.settings.encoder_parallel import replicas_of
+from qwen3vl_bridge.models.qwen3_vl.vision_config import vision_work
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
+
+
+def scatter_sequence(hidden: Tensor, config: TransformerConfig, groups: ProcessGroupCollection) -> Tensor:
+    """[s, b, h] -> this rank's [s / tp, b, h] under sequence parallelism, the whole of it otherwise."""
+    if not config.sequence_parallel:
+        return hidden
+    return tensor_parallel.scatter_to_sequence_parallel_region(hidden, group=groups.tp)
+
+
+def sequence_ranks(config: Qwen3VLModelProvider, groups: ProcessGroupCollection) -> dict[str, Any]:
+    """What chooses the tokens and pictures of this rank, as `PackedBatch.local` takes it."""
+    return dict(
+        vision_work=vision_work(config),
+        encoders=None if config.add_encoder else replicas_of(config).encoders,
+        cp_size=groups.cp.size(),
+        cp_rank=groups.cp.rank(),
+        sp_size=groups.tp.size() if config.sequence_parallel else 1,
+        sp_rank=groups.tp.rank() if config.sequence_parallel else 0,
+    )
+
+
+def sum_losses(values: Tensor, groups: ProcessGroupCollection) -> Tensor:
+    """`values` of all ranks that see different tokens added up; zero on all pipeline stages but the last."""
+    return sum_over_ranks(values if groups.tp.rank() == 0 else torch.zeros_like(values))
+
+
+def sum_counts(counts: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
+    """`counts` of all ranks of a group added up, in a tensor of its own."""
+    counts = counts.clone()
+    torch.distributed.all_reduce(counts, group=group)
+    return counts
+
+
+def sum_amounts(amounts: Sequence[int], groups: ProcessGroupCollection) -> list[int]:
+    """Whole numbers that the host knows, of all ranks that read different batches added up."""
+    first = groups.tp.rank() == groups.cp.rank() == groups.pp.rank() == 0
+    values = torch.tensor(amounts, device=_device_of_collectives())
+    return sum_over_ranks(values if first else torch.zeros_like(values)).tolist()
+
+
+def largest(value: float) -> float:
+    """The largest of all ranks."""
+    values = torch.tensor(value, dtype=torch.float64, device=_device_of_collectives())
+    torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.MAX)
+    return values.item()
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """`values` of all ranks added up, the same to the last bit on each, on the device that ranks talk over."""
+    values = values.to(_device_of_collectives(), copy=True)
+    torch.distributed.all_reduce(values)
+    return values
+
+
+def _device_of_collectives() -> torch.device:
+    on_gpu = torch.distributed.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def tell_from(value: Tensor, rank: int) -> float:
+    """The number that one rank has in a tensor, on every one."""
+    value = value.to(_device_of_collectives(), copy=True)
+    torch.distributed.broadcast(value, src=rank)
+    return value.item()
+
+
+def tell_group(values: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
+    """`values` of a group's first rank, on every one, in a tensor of its own."""
+    values = values.clone()
+    torch.distributed.broadcast(values, src=torch.distributed.get_global_rank(group, 0), group=group)
+    return values
+
+
+def wait_for_all() -> None:
+    """Return when every process is here."""
+    torch.distributed.barrier()
+
+
+def tell_all[Value](value: Value, rank: int = 0) -> Value:
+    """What one process has, by default the first, on every one; it can be pickled."""
+    told = [value]
+    torch.distributed.broadcast_object_list(told, src=rank)
+    return told[0]
+
+
+def hear_all[Value](value: Value, group: torch.distributed.ProcessGroup | None = None) -> list[Value]:
+    """What every process has, of a group or of all, on every one, by rank; it can be pickled."""
+    heard: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(heard, value, group=group)
+    return heard
+
+
+def sum_gradients_over_sequence(features: Tensor, config: TransformerConfig, groups: ProcessGroupCollection) -> Tensor:
+    """`features` as they are; their gradient is the sum over the ranks that share a sequence.
+
+    Under sequence parallelism each rank uses the rows of its own tokens, so its gradient is a part of the whole.
+    """
+    if not config.sequence_parallel:
+        return features
+    return tensor_parallel.copy_to_tensor_model_parallel_region(features, group=groups.tp)
+
+
+def gather_over_context(local: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
+    """[s, ...] of each context-parallel rank -> [cp, s, ...] of all; backward, each gets the sum of its gradients."""
+    return tensor_parallel.gather_from_sequence_parallel_region(local, group=group).view(group.size(), *local.shape)
+
+
+@torch.no_grad()
+def gather_shares(local: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
+    """[s, ...] numbers of each context-parallel rank -> [cp, s, ...] of all, in the order of ranks; without gradients.
+
+    Every rank of the group has to give a tensor of the same shape and type, on the device that the group talks over.
+    """
+    shares = local.new_empty(group.size() * len(local), *local.shape[1:])  # gloo takes no other shape
+    torch.distributed.all_gather_into_tensor(shares, local.contiguous(), group=group)
+    return shares.view(group.size(), *local.shape)
+
+
+def gather_encoded(
+    tokens: Tensor, features: Tensor, counts: tuple[int, ...] | None, groups: ProcessGroupCollection
+) -> tuple[Tensor, Tensor]:
+    """What context-parallel ranks have encoded, one rank's after the other's.
+
+    Ranks have different numbers of rows, known on the host, and send as many: a row goes to every rank once, and what
+    comes back for it is the sum of the ranks' gradients.
+
+    Args:
+        tokens: [m, h] vision tokens of this rank's pictures; of a blank one where `counts` has 0 for it.
+        features: [t, m, h] the same of DeepStack.
+        counts: how many each rank has; None where they are not shared.
+        groups: process groups.
+
+    Returns:
+        [M, h] and [t, M, h].
+    """
+    if counts is None:
+        return tokens, features
+    size, own = groups.cp.size(), counts[groups.cp.rank()]
+    rows = torch.cat((tokens[None], features)).transpose(0, 1)[:own]  # [m, 1 + t, h]
+    copies = rows.expand(size, *rows.shape).flatten(0, 1)
+    gathered = tensor_parallel.all_to_all(groups.cp, copies, list(counts), [own] * size).transpose(0, 1)
+    return gathered[0], gathered[1:]
+
+
+def gather_vocabulary(logits: Tensor, groups: ProcessGroupCollection) -> Tensor:
+    """[..., padded vocabulary / tp] logits of this rank -> those of all tensor-parallel ranks, side by side."""
+    return tensor_parallel.gather_from_tensor_model_parallel_region(logits, group=groups.tp)

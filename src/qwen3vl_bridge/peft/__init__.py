@@ -1,0 +1,20 @@
+"""LoRA and DoRA, and adapters in Hugging Face's form.
+
+Saved configurations name the classes by this package (`_target_: qwen3vl_bridge.peft.Qwen3VLLoRA`).
+"""
+
+from qwen3vl_bridge import lazy
+
+_PUBLIC = {
+    "Qwen3VLDoRA": "qwen3vl_bridge.peft.lora",
+    "Qwen3VLLoRA": "qwen3vl_bridge.peft.lora",
+}
+__all__ = sorted(_PUBLIC)
+
+
+def __getattr__(name: str):
+    return lazy.load(__name__, _PUBLIC, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})

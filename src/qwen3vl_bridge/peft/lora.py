@@ -1,0 +1,247 @@
+"""LoRA and DoRA of Qwen3-VL: Megatron-Bridge's, with parts of the model that can be frozen and adapted one by one.
+
+What lives here: the two configurations and what they do to a model. What may not: what any adapters need of this model,
+Megatron-Bridge's own too (`models/common/adapter_insertion.py`), Hugging Face names and layouts (`hf_export.py`), which
+parameters make up a part (`weights/model_parts.py`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from qwen3vl_bridge.models.common.adapter_insertion import (
+    let_recompute_see_gradients,
+    refuse_cut_experts,
+    refuse_dora,
+    transform_in,
+    whole_name,
+)
+from qwen3vl_bridge.models.common.freezing import log_trained_parameters
+from qwen3vl_bridge.models.qwen3_vl.model import Qwen3VLModel
+from qwen3vl_bridge.models.qwen3_vl.table import is_of_experts, shared_name
+from qwen3vl_bridge.weights.adapter_rows import ALL_LINEAR_LAYERS, AdapterSettings, plain_name
+from qwen3vl_bridge.weights.model_parts import Part, part_of
+
+from megatron.bridge.peft.adapter_wrapper import AdapterWrapper
+from megatron.bridge.peft.dora import DoRA
+from megatron.bridge.peft.lora import VLMLoRA
+from megatron.bridge.peft.utils import is_grouped_expert_linear
+from megatron.core.utils import unwrap_model
+from torch import nn
+
+if TYPE_CHECKING:
+    from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
+
+_ADAPT = {f"adapt_{part.value}": part for part in Part}
+_ALL_LINEAR_LAYERS = list(ALL_LINEAR_LAYERS)  # target_modules, where nobody sets it
+# Fields of LoRA for other ways to adapt experts, and their defaults.
+_OTHER_WAYS = {"normalize_moe_lora": False, "experts_shared_outer_loras": False}
+
+
+@dataclass
+class Qwen3VLParts:
+    """What LoRA and DoRA share: which parts get adapters, and which parts' own weights rest.
+
+    `target_modules` (and `exclude_modules`) choose among the linear layers of the adapted parts: a name such as
+    "linear_qkv", or a pattern such as "*.layers.0.*.linear_qkv". Layers are linear_qkv and linear_proj of attention,
+    linear_fc1 and linear_fc2 of MLPs; the mergers have linear_fc1 and linear_fc2. Experts of a layer go by one name,
+    such as "language_model.decoder.layers.0.mlp.experts.linear_fc1": all of them are adapted, or none.
+
+    Attributes:
+        freeze_language_model, freeze_vision_model, freeze_vision_projection: whether that part's own weights rest.
+            False leaves them as the provider's fields of the same name have left them. The vision projection is the
+            mergers. Adapters are trained in any case.
+        adapt_language_model, adapt_vision_model, adapt_vision_projection: whether that part's linear layers get
+            adapters.
+        adapt_experts: whether experts, of the adapted language model, get adapters too: each its own, on both linear
+            layers. Not of DoRA, nor where a rank's experts are one product (`moe_grouped_gemm`).
+    """
+
+    freeze_language_model: bool = True
+    freeze_vision_model: bool = True
+    freeze_vision_projection: bool = True
+
+    adapt_language_model: bool = True
+    adapt_vision_model: bool = False
+    adapt_vision_projection: bool = False
+    adapt_experts: bool = False
+
+    def __call__(self, model: Any, training: bool = True) -> Any:
+        """Freeze, and put adapters in. Megatron-Bridge calls this before it wraps the model.
+
+        Args:
+            model: a Qwen3VLModel or the list of a rank's virtual stages, wrapped or not. It is changed in place.
+            training: whether adapters are to be trained; if not, nothing is.
+
+        Returns:
+            `model`.
+
+        Raises:
+            TypeError: it is not a Qwen3VLModel.
+            ValueError: it has adapters already, a field of this configuration would have no effect on it, or its
+                experts cannot have adapters.
+        """
+        # Not Megatron-Bridge's own way, which would replace `forward` of blocks that recompute, trained or not.
+        chunks = _chunks(model)
+        self._refuse_what_would_be_ignored(chunks)
+        self.freeze_model(chunks)
+        for chunk in chunks:
+            self._walk_model(chunk, transform_in(chunk, self.transform))
+        if training:
+            for chunk in chunks:
+                let_recompute_see_gradients(chunk)
+        else:
+            self.freeze_model(chunks, training=False)
+        for module in model if isinstance(model, list) else [model]:
+            module.train(mode=training)
+        log_trained_parameters(chunks)
+        return model
+
+    def match(self, m: nn.Module, name: str | None = None, prefix: str | None = None) -> tuple[str, str] | None:
+        """The entry of `target_modules` that names a module of an adapted part, and the module's whole name."""
+        full_name = f"{prefix}.{name}" if prefix else name or ""
+        # Not the embeddings, the output layer, or the patch projection.
+        inside = ".layers." in full_name or part_of(full_name) is Part.VISION_PROJECTION
+        if not inside or not getattr(self, f"adapt_{part_of(full_name).value}"):
+            return None
+        if not is_of_experts(full_name):
+            return super().match(m, name, prefix)
+        shared_prefix, _, last = shared_name(full_name).rpartition(".")
+        found = super().match(m, last, shared_prefix) if self.adapt_experts else None
+        return None if found is None else (found[0], full_name)
+
+    def freeze_model(self, model: Any, training: bool = True) -> None:
+        """Stop training of the parts' own weights; of everything where nothing is to be trained."""
+        for chunk in _chunks(model):
+            chunk.freeze(
+                freeze_language_model=self.freeze_language_model or not training,
+                freeze_vision_model=self.freeze_vision_model or not training,
+                freeze_vision_projection=self.freeze_vision_projection or not training,
+            )
+
+    def set_params_to_save(self, model: Any) -> None:
+        """Note what is trained, for checkpoints: they know an adapted layer's own weights by their plain names."""
+        super().set_params_to_save(model)
+        self.params_to_save |= {plain_name(name) for name in self.params_to_save}
+
+    @property
+    def settings(self) -> AdapterSettings:
+        """What says which adapters there are, without Megatron."""
+        return AdapterSettings(
+            dim=self.dim,
+            alpha=self.alpha,
+            dora=isinstance(self, DoRA),
+            parts=frozenset(part.value for field, part in _ADAPT.items() if getattr(self, field)),
+            target_modules=tuple(self.target_modules or ()),
+            exclude_modules=tuple(self.exclude_modules or ()),
+            experts=self.adapt_experts,
+        )
+
+    @property
+    def layers_differ(self) -> bool:
+        """Whether some layers of a tower may have adapters that others lack."""
+        return any("." in entry or "*" in entry for entry in (*self.target_modules, *self.exclude_modules))
+
+    def to_cfg_dict(self) -> dict[str, Any]:
+        """What a saved configuration holds: all that was set, and nothing that is noted during a run."""
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.init}
+        values["canonical_mapping"] = {name: sorted(modules) for name, modules in self.canonical_mapping.items()}
+        module = type(self).__module__.removesuffix(".lora")  # of the package: files of users name it so
+        return {"_target_": f"{module}.{type(self).__qualname__}"} | values
+
+    def _targets(self, chunks: list[Qwen3VLModel]) -> dict[str, list[str]]:
+        targets = defaultdict(list)
+        for chunk in chunks:
+            for full_name, module in chunk.named_modules():
+                prefix, _, name = whole_name(full_name, chunk).rpartition(".")
+                if (found := self.match(module, name, prefix)) is not None:
+                    targets[found[0]].append(found[1])
+        return targets
+
+    def _refuse_what_would_be_ignored(self, chunks: list[Qwen3VLModel]) -> None:
+        if adapted := [n for chunk in chunks for n, m in chunk.named_modules() if isinstance(m, AdapterWrapper)]:
+            raise ValueError(f"the model has {len(adapted)} adapters already, such as {adapted[0]}; expected none")
+        if self.canonical_mapping:
+            raise ValueError(f"canonical_mapping is {dict(self.canonical_mapping)}, expected it to be empty")
+        if self.target_modules and self.exclude_modules:
+            raise ValueError(
+                f"target_modules is {self.target_modules} and exclude_modules {self.exclude_modules}, expected one of "
+                "them: set target_modules to [] to adapt all linear layers but some"
+            )
+        targets = self._targets(chunks)
+        names = [name for found in targets.values() for name in found]
+        self._refuse_experts([name for name in names if is_of_experts(name)], chunks[0].config)
+        # A pipeline stage may rightly lack what another one has.
+        if any(chunk.pre_process for chunk in chunks) and any(chunk.post_process for chunk in chunks):
+            self._refuse_idle_fields(targets, names)
+
+    def _refuse_experts(self, layers: list[str], config: Qwen3VLModelProvider) -> None:
+        """Refuse those that cannot be trained rightly, or loaded elsewhere."""
+        if grouped := [layer for layer in layers if is_grouped_expert_linear(layer)]:
+            raise ValueError(
+                f"moe_grouped_gemm is {config.moe_grouped_gemm}, so that {grouped[0]} is all of a rank's experts; "
+                "expected False where experts have adapters, each its own"
+            )
+        if layers:
+            refuse_cut_experts(config)
+        adapted = {shared_name(layer) for layer in layers}
+        for layer in sorted(adapted):
+            if (other := layer[:-1] + ("2" if layer.endswith("1") else "1")) not in adapted:
+                raise ValueError(
+                    f"{layer} would have adapters and {other} none, expected both or neither: vLLM loads no others"
+                )
+
+    def _refuse_idle_fields(self, targets: dict[str, list[str]], names: list[str]) -> None:
+        parts = [part for part in _ADAPT if getattr(self, part)]
+        asked_for = [] if self.target_modules == _ALL_LINEAR_LAYERS else self.target_modules or []
+        if self.adapt_experts and not any(is_of_experts(name) for name in names):
+            raise ValueError(
+                f"adapt_experts is True, and among the adapted layers, {names[:1]} and others, are none of experts: "
+                "expected adapt_language_model=True, a model with experts, and target_modules that name theirs"
+            )
+        if idle := [entry for entry in asked_for if entry not in targets]:
+            experts = "" if self.adapt_experts else " (experts' need adapt_experts=True)"
+            raise ValueError(f"target_modules {idle} add no linear layer of the adapted parts, {parts}{experts}")
+        if idle := [part for part in parts if not any(part_of(name) is _ADAPT[part] for name in names)]:
+            raise ValueError(f"{', '.join(idle)} is True, and target_modules {self.target_modules} name nothing there")
+        if not names:
+            raise ValueError(f"nothing would be adapted; expected one of {', '.join(_ADAPT)} to be True")
+
+
+@dataclass
+class Qwen3VLLoRA(Qwen3VLParts, VLMLoRA):
+    """LoRA. Fields beside those of `Qwen3VLParts` are Megatron-Bridge's (`dim`, `alpha`, `dropout`, ...)."""
+
+    def _refuse_what_would_be_ignored(self, chunks: list[Qwen3VLModel]) -> None:
+        if self.lora_dtype is not None:
+            raise ValueError(f"lora_dtype is {self.lora_dtype}, expected None: adapters have their layer's dtype")
+        for name, default in _OTHER_WAYS.items():
+            if (value := getattr(self, name)) != default:
+                raise ValueError(f"{name} is {value}, expected {default}: experts have adapters of their own, or none")
+        if not self.share_expert_adapters and not self.adapt_experts:
+            raise ValueError("share_expert_adapters is False, expected adapt_experts=True with it")
+        super()._refuse_what_would_be_ignored(chunks)
+
+
+@dataclass
+class Qwen3VLDoRA(Qwen3VLParts, DoRA):
+    """DoRA. Fields beside those of `Qwen3VLParts` are Megatron-Bridge's (`dim`, `alpha`, ...).
+
+    Not yet with dropout, nor with tensor or pipeline parallelism: an error says so.
+    """
+
+    def _refuse_what_would_be_ignored(self, chunks: list[Qwen3VLModel]) -> None:
+        if self.adapt_experts:
+            raise ValueError("adapt_experts is True, expected False for DoRA: peft has no magnitudes for experts")
+        refuse_dora(self, chunks[0].config)
+        super()._refuse_what_would_be_ignored(chunks)
+
+
+def _chunks(model: Any) -> list[Qwen3VLModel]:
+    chunks = unwrap_model(model if isinstance(model, list) else [model])
+    for chunk in chunks:
+        if not isinstance(chunk, Qwen3VLModel):
+            raise TypeError(f"found a {type(chunk).__name__}, expected a Qwen3VLModel")
+    return chunks

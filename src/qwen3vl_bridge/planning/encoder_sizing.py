@@ -1,0 +1,195 @@
+"""How many ranks the vision tower should have, where it has ranks of its own.
+
+What lives here: the rule, and the sizes that are tried. Standard library only. What may not: seconds of a microbatch
+(`planning/speed/stage_times.py`), memory (`encoder_ranks.py`).
+
+The rule. A microbatch of a language replica takes the slowest of its stages T seconds, and its pictures take one
+tensor-parallel group of v vision ranks E seconds; both forwards, backwards, and what is recomputed. With R language
+replicas and V vision ranks, V / v groups do the work of R such, so that they keep up only if
+
+    V >= v * R * E / T
+
+V / v is a multiple or a divisor of R. A multiple k: k groups share the pictures of a replica, and none has less than a
+frame, so a microbatch takes them max(E / k, largest frame) + S, with S for sending; a divisor: R * v / V times (E + S).
+That must not exceed T. V and the language ranks are all ranks there are, and both kinds have to fit. Of what is left
+the shortest step is taken, and of equals that with fewer vision ranks: m microbatches through p stages, the tower's
+among them, whose seconds are t,
+
+    (m - 1) * max(t) + sum(t)
+
+and what the slower one waits for gradients and weights of its replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from qwen3vl_bridge.planning.communication import Passes, boundary_seconds, payload_seconds
+from qwen3vl_bridge.planning.encoder_ranks import TOWER, DistSplit, dist_estimate, dist_microbatches
+from qwen3vl_bridge.planning.hardware import Gpu
+from qwen3vl_bridge.planning.memory.estimate import Estimate
+from qwen3vl_bridge.planning.proposals import MARGIN, splits, ways
+from qwen3vl_bridge.planning.settings import Sharding, Training
+from qwen3vl_bridge.planning.speed.data_parallel import data_seconds, stage_data_seconds
+from qwen3vl_bridge.planning.speed.microbatch_flops import Costs
+from qwen3vl_bridge.planning.speed.stage_times import PUBLISHED, Contents, Mix, language_paces, mean_passes, tower_pace
+from qwen3vl_bridge.planning.split import Split
+from qwen3vl_bridge.weights.dimensions import Dimensions, dimensions_of
+
+
+@dataclass(frozen=True)
+class Sized:
+    """A way to train with vision on ranks of its own.
+
+    Attributes:
+        split: both towers' ranks.
+        training: rows, sharding, recomputation.
+        needed: vision ranks that the rule asks for, at the same tensor parallelism.
+        vision: seconds of a microbatch on the vision ranks.
+        language: of each stage of the language model.
+        data: seconds of a step that wait for gradients and weights of replicas.
+    """
+
+    split: DistSplit
+    training: Training
+    needed: float
+    vision: float
+    language: tuple[float, ...]
+    data: float
+
+    @property
+    def keeps_up(self) -> bool:
+        """Whether the tower is no slower than the slowest stage of the language model."""
+        return self.vision <= max(self.language)
+
+    @property
+    def rows(self) -> int:
+        """Of a step, on all ranks."""
+        return dist_microbatches(self.split, self.training) * self.split.language.dp * self.training.micro_batch_size
+
+    @property
+    def seconds_per_row(self) -> float:
+        """What orders sizes."""
+        times, microbatches = (self.vision, *self.language), dist_microbatches(self.split, self.training)
+        return ((microbatches - 1) * max(times) + sum(times) + self.data) / self.rows
+
+
+@dataclass(frozen=True)
+class DistProposal:
+    """Sizes that fit, and what their ranks hold."""
+
+    sized: Sized
+    estimate: Estimate
+
+
+def measure(costs: Costs, n: Dimensions, split: DistSplit, training: Training, gpu: Gpu, mix: Mix = PUBLISHED) -> Sized:
+    """Work out the times of sizes.
+
+    Args:
+        costs: the model's.
+        n: its numbers.
+        split: its ranks.
+        training: what is trained and recomputed.
+        gpu: of which there are `split.world`.
+        mix: what rows hold.
+    """
+    row, joined = Contents.of(training, mix), n["v_merged"] // n["v_hidden"]
+    sent = payload_seconds(n, split.language, training, gpu, row.patches / joined)
+    back = sent.backward * bool(costs.step.patch - costs.forward.patch)
+    pace = tower_pace(costs, n, split.vision, training, gpu)
+    tower = pace.both.of(row.patches, row.patch_pairs)
+    share = tower / split.replicas.encoders
+    if split.replicas.encoders > 1:
+        share = max(share, min(pace.both.of(mix.largest, mix.largest**2), tower))
+    paces = language_paces(costs, n, split.language, training, gpu)
+    # In each direction a stage sends to one neighbour while it receives from the other.
+    hop = boundary_seconds(n, split.language, training, gpu, len(n.indices["deepstack_taps"]), row.tokens, 0)
+    hops = 2 * hop * (split.language.pp > 1)
+    language = [pace.both.of(row.tokens, row.token_pairs) + hops for pace in paces]
+    # The first stage receives one vision rank's part after the other; a vision rank sends to one replica at a time.
+    language[0] += sent.forward + back
+    vision = split.replicas.served * (share + sent.forward + back)
+    needed = split.vision.tp * split.language.dp * tower / max(language)
+    served = split.replicas.served * share / tower if tower else 0.0
+    of_tower = Passes(*(served * way.of(row.patches, row.patch_pairs) for way in (pace.forward, pace.backward)))
+    data = max(
+        data_seconds(n, split.language, training, 1, gpu, mean_passes(paces, row)),
+        stage_data_seconds(n, split.vision, (TOWER,), training, 1, gpu, of_tower),
+    )
+    return Sized(split, training, needed, vision, tuple(language), data)
+
+
+def size(
+    config: Mapping,
+    gpus: int,
+    gpu: Gpu,
+    training: Training,
+    *,
+    language: Split | None = None,
+    mix: Mix = PUBLISHED,
+    fixed: Mapping[str, int] | None = None,
+    best: int = 5,
+) -> list[DistProposal]:
+    """The best sizes for so many GPUs, best first; none if nothing fits, or no tower keeps up.
+
+    Args:
+        config: a Qwen3-VL `config.json` as a mapping.
+        gpus: vision and language ranks together.
+        gpu: of which kind.
+        training: as it is used with `language`; otherwise its sharding and recomputation are chosen here.
+        language: the language model's sizes, whose `world` is worked out here; None to choose them.
+        mix: what rows hold.
+        fixed: without `language`, sizes of `Split` that stay; "vision" and "vision_tp" are those of the tower's ranks.
+            With vision ranks that are given, the tower need not keep up.
+        best: how many at most.
+
+    Raises:
+        ValueError: with `language`, if no number of vision ranks can be beside it; the message has the last reason.
+    """
+    n, costs, fixed = dimensions_of(config), Costs.of(config, training), dict(fixed or {})
+    tried, refused = list[Sized](), ""
+    for split in _candidates(n, gpus, gpu, training, language, fixed):
+        try:
+            split.check(n, training)
+        except ValueError as error:
+            refused = str(error)
+            continue  # not a way to split this model, or these rows
+        chosen = [training] if language else _ways(n, split, training)
+        tried += [measure(costs, n, split, way, gpu, mix) for way in chosen]
+    if language and not tried:
+        raise ValueError(
+            f"{gpus} GPUs are no number of vision ranks beside this language model{refused and ': '}{refused}"
+        )
+    if "vision" not in fixed:
+        tried = [one for one in tried if one.keeps_up]
+    found: dict[DistSplit, DistProposal] = {}
+    for one in sorted(tried, key=lambda one: (round(one.seconds_per_row, 9), one.split.vision.world)):
+        if one.split not in found:
+            held = dist_estimate(n, one.split, one.training, costs.chosen)
+            if held.worst.total <= gpu.memory_bytes * (1 - MARGIN):
+                found[one.split] = DistProposal(one, held)
+        if len(found) == best:
+            break
+    return list(found.values())
+
+
+def _candidates(
+    n: Dimensions, gpus: int, gpu: Gpu, training: Training, language: Split | None, fixed: Mapping[str, int]
+) -> Iterator[DistSplit]:
+    sizes = {name: value for name, value in fixed.items() if not name.startswith("vision")} | {"cp": 1}
+    for vision in [fixed["vision"]] if "vision" in fixed else range(1, gpus):
+        world = gpus - vision
+        if language is None:
+            beside = splits(n, world, gpu, training.seq_length, sizes)
+        elif world % (language.tp * language.pp * language.cp):
+            continue
+        else:
+            beside = iter([replace(language, world=world)])
+        widths = [fixed["vision_tp"]] if "vision_tp" in fixed else [1, 2, 4, 8]
+        for one in beside:
+            yield from (DistSplit.of(vision, tp, one) for tp in widths if not vision % tp)
+
+
+def _ways(n: Dimensions, split: DistSplit, training: Training) -> list[Training]:
+    return [one for one in ways(n, split.language, training) if one.sharding is Sharding.OPTIMIZER]

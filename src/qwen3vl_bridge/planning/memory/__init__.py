@@ -1,0 +1,1 @@
+"""Bytes that a rank holds: parameters, optimizer state, activations."""

@@ -1,0 +1,168 @@
+"""What each rank of a run holds, and which holds most.
+
+What lives here: states, activations and the reserve added up. Standard library only. What may not: their formulas,
+which splits to try (`planning/proposals.py`), words (`planning/reports.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from qwen3vl_bridge.planning.hardware import GIB
+from qwen3vl_bridge.planning.memory.in_flight_microbatches import most_in_flight
+from qwen3vl_bridge.planning.memory.microbatch_activations import Activations, chunk_activations
+from qwen3vl_bridge.planning.memory.model_states import States, stage_states
+from qwen3vl_bridge.planning.settings import Training
+from qwen3vl_bridge.planning.split import Split
+from qwen3vl_bridge.weights.dimensions import Dimensions, dimensions_of
+
+# Assumed, not measured: the CUDA context and its kernels, NCCL's buffers of several groups, workspaces of cuBLAS and
+# Transformer Engine.
+FIXED_RESERVE = 4 * GIB
+# Assumed too: what the allocator cannot use between tensors that come and go. States are allocated once, in one piece.
+FRAGMENTED = 0.10
+
+
+@dataclass(frozen=True)
+class StageEstimate:
+    """Bytes on each rank of a pipeline stage, when it holds most.
+
+    Attributes:
+        stage: pipeline rank; -1 for ranks of the vision tower alone.
+        layers: text layers of its chunks.
+        states: parameters, gradients, optimizer.
+        activations: what microbatches in flight keep, by where.
+        in_flight: microbatches of each of its chunks.
+        passing: what comes on top while a layer is at work.
+        reserve: for what is no tensor of the run.
+    """
+
+    stage: int
+    layers: int
+    states: States
+    activations: Mapping[str, float]
+    in_flight: tuple[int, ...]
+    passing: float
+    reserve: float
+
+    @property
+    def total(self) -> float:
+        """All of it in a step, or what there is before the model is sharded, whichever is more."""
+        step = self.states.total + sum(self.activations.values()) + self.passing + self.reserve
+        return max(step, self.states.unsharded + FIXED_RESERVE)
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON, in bytes."""
+        return {
+            "stage": self.stage,
+            "layers": self.layers,
+            "parameters": self.states.parameters,
+            "gradients": self.states.gradients,
+            "optimizer": self.states.optimizer,
+            "gathered": self.states.gathered,
+            "unsharded": self.states.unsharded,
+            "activations": {name: round(value) for name, value in self.activations.items()},
+            "microbatches_in_flight": list(self.in_flight),
+            "passing": round(self.passing),
+            "reserve": round(self.reserve),
+            "total": round(self.total),
+            "host_while_saving": self.states.written + self.states.whole,
+        }
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """All stages of a run; `worst` is the one that has to fit.
+
+    Attributes:
+        split: of the language model, and of the tower unless it has ranks of its own.
+        training: how it is trained.
+        stages: the language model's, and before them that of the tower's own ranks.
+        dist: those ranks (`planning/encoder_ranks.py`), or None.
+    """
+
+    split: Split
+    training: Training
+    stages: tuple[StageEstimate, ...]
+    dist: Split | None = None
+
+    @property
+    def worst(self) -> StageEstimate:
+        """The stage whose ranks hold most."""
+        return max(self.stages, key=lambda stage: stage.total)
+
+    @property
+    def saving(self) -> States:
+        """Of the stage whose ranks hold most on the host while a checkpoint is saved."""
+        return max((stage.states for stage in self.stages), key=lambda states: states.written + states.whole)
+
+
+def estimate(config: Mapping, split: Split, training: Training, *, vocab: int | None = None) -> Estimate:
+    """What each rank holds.
+
+    Args:
+        config: a Qwen3-VL `config.json` as a mapping.
+        split: over how many ranks.
+        training: rows, precision, what is trained, recomputation.
+        vocab: rows of the embedding, where they are more than the configuration says.
+
+    Raises:
+        ValueError: the model cannot be split so, or the settings contradict each other.
+        KeyError: the configuration lacks a field; the message names it.
+    """
+    n = dimensions_of(config)
+    if vocab is not None:
+        n = n.with_vocab(vocab)
+    check(n, split, training)
+    chosen = config["text_config"].get("num_experts_per_tok") or 0
+    return estimate_of(n, split, training, chosen)
+
+
+def check(n: Dimensions, split: Split, training: Training) -> None:
+    """Check that a model can be trained so.
+
+    Raises:
+        ValueError: it cannot; the message says why.
+    """
+    split.check(n)
+    split.check_rows(training.seq_length)
+    split.microbatches(training.global_batch_size, training.micro_batch_size)
+    if training.lora is not None:
+        dense = bool(n.indices["dense_layers"])
+        if not dense and not {"linear_qkv", "linear_proj"} & set(training.lora.targets):
+            raise ValueError(f"LoRA's targets are {training.lora.targets}: experts get no adapters, and there is no "
+                             "other MLP; expected linear_qkv or linear_proj")  # fmt: skip
+    moe = {"moe", "moe_act"} & training.recompute.modules
+    if moe and not n.indices["moe_layers"]:
+        raise ValueError(f"recompute_modules has {sorted(moe)}, expected neither: this model has no experts")
+    if "mlp" in training.recompute.modules and not n.indices["dense_layers"]:
+        raise ValueError("recompute_modules has 'mlp', expected 'moe': every layer of this model has experts")
+
+
+def estimate_of(
+    n: Dimensions, split: Split, training: Training, chosen: int, *, stages: Collection[int] | None = None
+) -> Estimate:
+    """As `estimate`, of numbers that have been checked, and of these pipeline stages alone; None for all."""
+    microbatches = split.microbatches(training.global_batch_size, training.micro_batch_size)
+    estimated = []
+    for chunks in split.chunks(len(n.indices["text_layers"])):
+        if stages is not None and chunks[0].stage not in stages:
+            continue
+        found = [chunk_activations(n, split, training, chunk, chosen=chosen) for chunk in chunks]
+        _, in_flight = most_in_flight(split, chunks[0].stage, microbatches, [one.total for one in found])
+        activations = _add(found, in_flight)
+        passing = max(one.passing for one in found)
+        reserve = FIXED_RESERVE + FRAGMENTED * (sum(activations.values()) + passing)
+        states = stage_states(n, split, chunks, training)
+        layers = sum(len(chunk.layers) for chunk in chunks)
+        estimated.append(StageEstimate(chunks[0].stage, layers, states, activations, in_flight, passing, reserve))
+    return Estimate(split, training, tuple(estimated))
+
+
+def _add(found: list[Activations], counts: tuple[int, ...]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for one, count in zip(found, counts, strict=True):
+        for name, value in one.kept.items():
+            total[name] = total.get(name, 0.0) + count * value
+    return total

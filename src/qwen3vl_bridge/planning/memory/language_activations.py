@@ -1,0 +1,204 @@
+"""What a layer of the language model keeps for its backward pass: one row for each tensor that autograd holds on to.
+
+What lives here: the tables, in numbers for each token of a context-parallel rank. Standard library only. What may not:
+counts of layers, recomputation of whole layers, pipelines (`microbatch_activations.py`); the vision tower
+(`vision_activations.py`).
+
+The method is that of Korthikanti et al. (arXiv 2205.05198): a linear layer and a norm keep their input, a product its
+factors. Their layer of a GPT keeps 34 bytes for each number of the hidden state, attention's own matrix aside. Here
+there is no dropout and its masks (2 bytes); attention keeps queries, keys, values, its output and one number for each
+head (Dao et al., arXiv 2205.14135); queries and keys have a norm and a rotation, and the MLP is gated.
+
+Two kinds of layers. Megatron-core's local ones, with our attention, are counted out in tests against what autograd
+really keeps. Transformer Engine's differ in the terms that are marked here: its norms keep their input alone, in the
+model's precision, where torch's on a CPU also keep the normalised input and compute in float32; values are copied out
+of the product that made queries, keys and values; its attention puts out what the next layer takes, where ours copies
+packed rows; experts' tokens are permuted by a map.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qwen3vl_bridge.planning.memory.parameters import adapter_widths
+from qwen3vl_bridge.planning.settings import Training
+from qwen3vl_bridge.planning.split import Split
+from qwen3vl_bridge.weights.dimensions import Dimensions
+
+NORM, LOG, INDEX = 4, 4, 8  # bytes: of a statistic, of attention's logarithms, of an index
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A tensor that is kept.
+
+    Attributes:
+        what: it is.
+        nbytes: on a rank, for each token (or patch) of a context-parallel rank.
+        freed_by: `recompute_modules` of which any one frees it.
+    """
+
+    what: str
+    nbytes: float
+    freed_by: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Numbers of the language model, of one tensor-parallel rank.
+
+    Attributes:
+        hidden: between layers, where sequence parallelism cuts tokens.
+        q, kv, ffn: of queries, of keys, of the MLP.
+        heads, groups: of queries and of keys.
+        weight: bytes of a number.
+        norm: bytes of a number inside of torch's norm.
+    """
+
+    hidden: float
+    q: float
+    kv: float
+    ffn: float
+    heads: float
+    groups: float
+    weight: int
+    norm: int
+
+    @classmethod
+    def of(cls, n: Dimensions, split: Split, training: Training) -> Widths:
+        """Those of a model on a rank."""
+        groups = max(n["kv_heads"] / split.tp, 1.0)
+        return cls(
+            hidden=n["hidden"] / split.sequence_ranks,
+            q=n["q"] / split.tp,
+            kv=groups * n["head_dim"],
+            ffn=n["ffn"] / split.tp,
+            heads=n["heads"] / split.tp,
+            groups=groups,
+            weight=training.precision.weight,
+            norm=training.precision.weight if training.transformer_engine else 4,
+        )
+
+
+def norm(what: str, numbers: float, groups: float, w: Widths, training: Training) -> list[Kept]:
+    """A norm over `groups` parts of `numbers` numbers: its input and statistic; torch's keeps the result before scaling
+    as well.
+    """
+    found = [Kept(f"{what}: input", numbers * w.norm), Kept(f"{what}: statistic", groups * NORM)]
+    if not training.transformer_engine:
+        found.append(Kept(f"{what}: normalised", numbers * w.norm))
+    return found
+
+
+def attention(n: Dimensions, split: Split, training: Training) -> list[Kept]:
+    """Self attention of one layer, with the norm before it."""
+    w, e = Widths.of(n, split, training), training.precision.weight
+    statistic = 1 / split.sequence_ranks
+    core = frozenset({"core_attn"})
+    found = [
+        *norm("norm before attention", w.hidden, statistic, w, training),
+        Kept("linear_qkv: input", w.hidden * e),
+        *norm("norm of queries", w.q, w.heads, w, training),
+        *norm("norm of keys", w.kv, w.groups, w, training),
+        Kept("queries", w.q * e),
+        Kept("linear_proj: input", w.q * e),
+        Kept("attention: logarithms", w.heads * LOG, core),
+    ]
+    if training.transformer_engine:
+        return [*found, Kept("keys", w.kv * e), Kept("values", w.kv * e)]
+    if e == w.norm:  # norms of what is no copy, but a part of linear_qkv's output, keep that, which is kept anyway
+        parts = {"norm of keys: input"} | ({"norm of queries: input"} if w.groups == 1 else set())
+        found = [row for row in found if row.what not in parts]
+    found.append(Kept("linear_qkv: output", (w.q + 2 * w.kv) * e))
+    if split.cp > 1:
+        found.append(Kept("keys and values of all context-parallel ranks", 2 * w.kv * e * split.cp))
+    else:
+        found.append(Kept("keys", w.kv * e))
+    if training.packed or split.cp > 1:
+        found.append(Kept("attention: output", w.q * e, core))
+    return found
+
+
+def gated(what: str, numbers: float, training: Training, freed: frozenset[str], *, weighed: bool) -> list[Kept]:
+    """SwiGLU between two linear layers of `numbers` inner numbers.
+
+    Unfused, it keeps what goes into each product: both halves, one of them activated, one with megatron-core's offset
+    added; and the result, where it is weighed by the router.
+    """
+    e = training.precision.weight
+    activation = freed | {"moe_act"} if weighed else freed
+    found = [
+        Kept(f"{what}: output of linear_fc1", 2 * numbers * e, freed),
+        Kept(f"{what}: input of linear_fc2", numbers * e, activation),
+    ]
+    if not training.fused_activation:
+        found.append(Kept(f"{what}: factors", (2 + weighed) * numbers * e, activation))
+    return found
+
+
+def dense_mlp(n: Dimensions, split: Split, training: Training) -> list[Kept]:
+    """The MLP of a layer without experts, with the norm before it."""
+    w, freed = Widths.of(n, split, training), frozenset({"mlp"})
+    # Transformer Engine's norm is a part of linear_fc1, and is recomputed with it.
+    inside = freed if training.transformer_engine else frozenset()
+    return [
+        *norm("norm before MLP", w.hidden, 1 / split.sequence_ranks, w, training),
+        Kept("linear_fc1: input", w.hidden * w.weight, inside),
+        *gated("MLP", w.ffn, training, freed, weighed=False),
+    ]
+
+
+def experts(n: Dimensions, split: Split, training: Training, chosen: int) -> list[Kept]:
+    """The router and the experts of a layer, with the norm before them.
+
+    Args:
+        n, split, training: as everywhere.
+        chosen: experts that a token visits.
+    """
+    w, freed = Widths.of(n, split, training), frozenset({"moe"})
+    token, number = 1 / split.sequence_ranks, n["experts"]
+    # Expert-tensor-parallel ranks see each other's tokens, with a part of the width each.
+    routed = chosen * token * training.expert_load
+    seen = routed * split.expert_tp if split.expert_tp > 1 else routed
+    scores = number * NORM * training.balancing_loss
+    if training.transformer_engine:
+        maps = 4 * (2 * number + 1)
+    else:
+        maps = (number + chosen) * INDEX
+    return [
+        *norm("norm before experts", w.hidden, token, w, training),
+        Kept("router: input", w.hidden * w.weight, frozenset({"layernorm"})),
+        Kept("router: choice", token * (chosen * (2 * INDEX + NORM) + scores + 1), freed),
+        Kept("experts: where tokens go", token * maps, freed),
+        Kept("experts: probabilities", seen * NORM, freed),
+        Kept("experts: linear_fc1 input", seen * n["hidden"] * w.weight, freed),
+        *gated("experts", seen * n["moe_ffn"] / split.expert_tp, training, freed, weighed=True),
+    ]
+
+
+def adapters(n: Dimensions, split: Split, training: Training, *, dense: bool) -> list[Kept]:
+    """Between the two matrices of each adapter of a layer."""
+    if training.lora is None:
+        return []
+    names = [name for name in adapter_widths(n) if name in training.lora.targets and (dense or "fc" not in name)]
+    return [Kept(f"adapter of {name}", training.lora.rank * training.precision.weight) for name in names]
+
+
+def head(n: Dimensions, split: Split, training: Training) -> list[Kept]:
+    """The norm at the end, the output layer and the loss, which keeps the softmax in float32.
+
+    Transformer Engine's own keeps the gradient in place of the logits instead.
+    """
+    w = Widths.of(n, split, training)
+    scores = w.weight if training.fused_loss else 4
+    return [
+        *norm("norm at the end", w.hidden, 1 / split.sequence_ranks, w, training),
+        Kept("output_layer: input", w.hidden * w.weight),
+        Kept("loss: softmax", n["vocab"] / split.tp * scores),
+        Kept("loss: labels", INDEX + 1),
+    ]
+
+
+def embedding(n: Dimensions, training: Training, *, first: bool) -> list[Kept]:
+    """The angles that all layers share; token ids, where they are embedded."""
+    return [Kept("rotary angles", 2 * n["head_dim"] * training.precision.weight), Kept("token ids", INDEX * first)]

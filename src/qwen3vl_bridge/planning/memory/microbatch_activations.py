@@ -1,0 +1,189 @@
+"""Bytes that one microbatch keeps in one part of the pipeline, and what comes on top while a layer is at work.
+
+What lives here: counts of layers, tokens and patches, recomputation of whole layers. Standard library only. What may
+not: what a layer keeps (`language_activations.py`, `vision_activations.py`), how many microbatches there are
+(`in_flight_microbatches.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from qwen3vl_bridge.planning.memory import language_activations as kept
+from qwen3vl_bridge.planning.memory import vision_activations
+from qwen3vl_bridge.planning.memory.language_activations import Kept
+from qwen3vl_bridge.planning.settings import Recompute, Training
+from qwen3vl_bridge.planning.split import Chunk, Split
+from qwen3vl_bridge.weights.dimensions import Dimensions
+from qwen3vl_bridge.weights.model_parts import Part
+
+
+@dataclass(frozen=True)
+class Work:
+    """One microbatch on one rank.
+
+    Attributes:
+        tokens: of its context-parallel share.
+        patches: that it encodes.
+        vision_tokens: among `tokens`.
+    """
+
+    tokens: float
+    patches: float
+    vision_tokens: float
+
+    @classmethod
+    def of(cls, n: Dimensions, split: Split, training: Training) -> Work:
+        """The most that rows can hold; pictures are shared evenly over context-parallel ranks.
+
+        A row without pictures has a blank one of a single vision token, and so has a rank that gets none.
+        """
+        joined = n["v_merged"] // n["v_hidden"]
+        most = joined * training.seq_length
+        patches = most if training.max_patches is None else min(training.max_patches, most)
+        tokens, patches = (training.micro_batch_size * size / split.cp for size in (training.seq_length, patches))
+        return cls(tokens, max(patches, joined), patches / joined)
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of one microbatch in one chunk.
+
+    Attributes:
+        kept: until its backward pass, by where.
+        passing: at the most beside them, for a while: what is recomputed, gradients of a layer, logits.
+    """
+
+    kept: dict[str, float]
+    passing: float
+
+    @property
+    def total(self) -> float:
+        """What is kept."""
+        return sum(self.kept.values())
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer as recomputation sees it, in bytes for each token or patch.
+
+    Attributes:
+        rows: what it keeps.
+        entry: its input, which is all that is kept where it is recomputed as a whole.
+        gradients: of its widest tensors, while its backward pass runs.
+    """
+
+    rows: tuple[Kept, ...]
+    entry: float
+    gradients: float
+
+    @property
+    def whole(self) -> float:
+        """Without recomputation."""
+        return sum(row.nbytes for row in self.rows)
+
+    def freed(self, modules: frozenset[str]) -> float:
+        """What recomputing these modules frees."""
+        return sum(row.nbytes for row in self.rows if row.freed_by & modules)
+
+
+def chunk_activations(
+    n: Dimensions, split: Split, training: Training, chunk: Chunk, *, chosen: int = 0, work: Work | None = None
+) -> Activations:
+    """What one microbatch keeps in a chunk.
+
+    Args:
+        n: the model's numbers.
+        split: over how many ranks.
+        training: rows, precision, recomputation.
+        chunk: of the pipeline.
+        chosen: experts that a token visits.
+        work: tokens and patches; None for the most that rows can hold.
+    """
+    work = work or Work.of(n, split, training)
+    found: dict[str, float] = {}
+    layers = _text_layers(n, split, training, chunk, chosen)
+    text, passing = _recomputed(layers, training.recompute)
+    found["language model"] = text * work.tokens
+    passing *= work.tokens
+    found["language model"] += _sum(kept.embedding(n, training, first=chunk.first)) * work.tokens
+    trained = not training.resting >= {Part.VISION_MODEL, Part.VISION_PROJECTION}
+    received = len(n.indices["deepstack_taps"]) - chunk.layers.start
+    if chunk.layers and received > 0:
+        found["DeepStack"] = _sum(vision_activations.deepstack(n, split, training, received)) * work.vision_tokens
+    if chunk.tower:
+        tower, mergers, at_work = _tower(n, split, training)
+        found["vision model"], found["vision projection"] = tower * work.patches, mergers * work.patches
+        passing = max(passing, at_work * work.patches)
+    if chunk.first and trained:
+        fused = _sum(vision_activations.fused(n, training)) * work.vision_tokens
+        found["vision projection"] = found.get("vision projection", 0.0) + fused
+    if chunk.last:
+        found["loss"] = _sum(kept.head(n, split, training)) * work.tokens
+        # Logits, and then their gradient, in the model's precision beside the softmax; float32 models have both in one.
+        copies = training.precision.weight if training.precision.weight < 4 else 0
+        passing = max(passing, n["vocab"] / split.tp * copies * work.tokens)
+    if chunk.first != chunk.tower:  # the other side of it is on other ranks; every rank has the whole replica's
+        found["sent between towers"] = _sum(vision_activations.payload(n, training)) * work.vision_tokens * split.cp
+        passing += found["sent between towers"] * trained  # its gradient
+    return Activations({name: value for name, value in found.items() if value}, passing)
+
+
+def _text_layers(n: Dimensions, split: Split, training: Training, chunk: Chunk, chosen: int) -> list[Layer]:
+    w, moe = kept.Widths.of(n, split, training), set(n.indices["moe_layers"])
+    attention = kept.attention(n, split, training)
+
+    def layer(mlp: list[Kept], wide: float, *, dense: bool) -> Layer:
+        rows = (*attention, *mlp, *kept.adapters(n, split, training, dense=dense))
+        return Layer(rows, w.hidden * w.weight, (3 * wide + 2 * w.hidden) * w.weight)
+
+    seen = chosen * training.expert_load / split.sequence_ranks
+    of_experts = seen * (n["moe_ffn"] + 2 * n["hidden"] * split.expert_tp / 3)
+    kinds = {
+        False: lambda: layer(kept.dense_mlp(n, split, training), w.ffn, dense=True),
+        True: lambda: layer(kept.experts(n, split, training, chosen), of_experts, dense=False),
+    }
+    made = {kind: kinds[kind]() for kind in {number in moe for number in chunk.layers}}
+    return [made[number in moe] for number in chunk.layers]
+
+
+def _tower(n: Dimensions, split: Split, training: Training) -> tuple[float, float, float]:
+    """For each patch: what the tower keeps, what the mergers keep, and what comes on top for a while."""
+    rests, projection = (part in training.resting for part in (Part.VISION_MODEL, Part.VISION_PROJECTION))
+    e, v, taps = training.precision.weight, n["v_hidden"], len(n.indices["deepstack_taps"])
+    mergers = taps * _sum(vision_activations.merger(n, split, training, after_shuffle=True))
+    mergers += _sum(vision_activations.merger(n, split, training, after_shuffle=False))
+    if rests:  # a merger's input is then kept for the merger alone
+        return 0.0, 0.0 if projection else mergers + taps * v * e, 0.0
+    rows = tuple(vision_activations.vision_layer(n, split, training))
+    layer = Layer(rows, v * e, (2 * n["v_ffn"] / split.tp + 2 * v) * e)
+    tower, passing = _recomputed([layer] * len(n.indices["vision_layers"]), training.vision_recompute)
+    return tower + _sum(vision_activations.patches(n, training)), mergers, passing
+
+
+def _recomputed(layers: Sequence[Layer], recompute: Recompute) -> tuple[float, float]:
+    """What layers keep under a setting, and what comes on top while one is at work."""
+    if not layers:
+        return 0.0, 0.0
+    gradients = max(layer.gradients for layer in layers)
+    if recompute.granularity is None:
+        return sum(layer.whole for layer in layers), gradients
+    if recompute.granularity == "selective":
+        freed: Callable[[Layer], float] = lambda layer: layer.freed(recompute.modules)  # noqa: E731
+        return sum(layer.whole - freed(layer) for layer in layers), gradients + max(map(freed, layers))
+    number = recompute.num_layers or 1
+    if recompute.method == "block":
+        again, rest = layers[:number], layers[number:]
+        return (
+            sum(layer.entry for layer in again) + sum(layer.whole for layer in rest),
+            gradients + max(layer.whole for layer in again),
+        )
+    groups = [layers[begin : begin + number] for begin in range(0, len(layers), number)]
+    most = max(sum(layer.whole for layer in group) for group in groups)
+    return math.fsum(group[0].entry for group in groups), gradients + most
+
+
+def _sum(rows: Sequence[Kept]) -> float:
+    return math.fsum(row.nbytes for row in rows)

@@ -1,0 +1,108 @@
+"""Bytes of parameters, gradients and optimizer state on one rank.
+
+What lives here: what each kind of sharding leaves on a rank, and what of it passes through the host when it is saved.
+Standard library only. What may not: counting parameters (`parameters.py`), activations (`microbatch_activations.py`).
+
+Weights and gradients of the model, the optimizer's own copy of the weights, Adam's two moments: mixed precision after
+Micikevicius et al. (arXiv 1710.03740), sharding after Rajbhandari et al. (ZeRO, arXiv 1910.02054).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from qwen3vl_bridge.planning.memory.parameters import Count, adapter_count, chunk_count, layer_count, vision_layer_count
+from qwen3vl_bridge.planning.settings import Sharding, Training
+from qwen3vl_bridge.planning.split import Chunk, Split
+from qwen3vl_bridge.weights.dimensions import Dimensions
+
+# Layers whose weights, and whose gradients, lie whole on a rank under ZeRO-3: the one at work and its neighbour, which
+# is fetched ahead or still being reduced.
+UNITS = 2
+# In checkpoints a parameter of the optimizer's is three float32 numbers: its own copy, and Adam's moments.
+STORED = 12
+_ORDER = list(Sharding)
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes on one rank.
+
+    Attributes:
+        parameters: weights, of what rests too.
+        gradients: of what is trained.
+        optimizer: its copy of the weights, and the moments.
+        gathered: under ZeRO-3, weights and gradients that lie whole for a while.
+        unsharded: under Megatron-FSDP, before it begins: weights, which are made whole on each rank.
+        written: on the host, while a checkpoint is saved: the rank's share of it.
+        whole: on the host too, where the optimizer's state is saved by parameters (`Training.saved_by_parameters`):
+            that of all parameters of the rank, which every data-parallel rank gathers. Source: megatron-core 0.19,
+            `DistributedOptimizer.sharded_param_state_fully_reshardable`.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    unsharded: int
+    written: int
+    whole: int
+
+    @property
+    def total(self) -> int:
+        """All that lies on the GPU in a step."""
+        return self.parameters + self.gradients + self.optimizer + self.gathered
+
+
+def stage_states(n: Dimensions, split: Split, chunks: tuple[Chunk, ...], training: Training) -> States:
+    """What a rank of one pipeline stage holds.
+
+    Args:
+        n: the model's numbers.
+        split: over how many ranks.
+        chunks: those of the stage.
+        training: precision, sharding, what rests.
+
+    Raises:
+        ValueError: a kind of sharding that does not go with pipeline stages.
+    """
+    if training.sharding in (Sharding.GRADIENTS, Sharding.ALL) and split.pp > 1:
+        raise ValueError(f"pp is {split.pp} with {training.sharding.value}, expected 1: Megatron-FSDP has no stages")
+    held = sum((chunk_count(n, split, chunk) for chunk in chunks), Count())
+    trained = held.without(training.resting)
+    if training.lora is not None:
+        adapters = sum(adapter_count(n, split, chunk, training.lora) for chunk in chunks)
+        held, trained = held + Count(language_model=adapters), trained + Count(language_model=adapters)
+    precision, sharding = training.precision, training.sharding
+    gradient, main = precision.under(sharding)
+
+    def share(count: Count, at: Sharding) -> float:
+        if _ORDER.index(sharding) < _ORDER.index(at):
+            return count.total
+        return count.shared / split.replicas + count.experts / split.expert_replicas
+
+    divided = trained.shared / split.replicas + trained.experts / split.expert_replicas
+    by_parameters = sharding is Sharding.OPTIMIZER and training.saved_by_parameters
+    made_whole = sharding in (Sharding.GRADIENTS, Sharding.ALL) and not training.made_on_host
+    return States(
+        parameters=round(precision.weight * share(held, Sharding.ALL)),
+        gradients=round(gradient * share(trained, Sharding.GRADIENTS)),
+        optimizer=round((main + precision.moments) * share(trained, Sharding.OPTIMIZER)),
+        gathered=_gathered(n, split, chunks, training, held) if sharding is Sharding.ALL else 0,
+        unsharded=precision.weight * held.total * made_whole,
+        written=round((precision.weight + STORED) * divided),
+        whole=STORED * trained.total * by_parameters,
+    )
+
+
+def _gathered(n: Dimensions, split: Split, chunks: tuple[Chunk, ...], training: Training, held: Count) -> int:
+    """Under ZeRO-3: what lies outside of layers for the whole step, and some layers of the largest kind."""
+    kinds = [n.indices[name][:1] for name in ("dense_layers", "moe_layers")]
+    units = [layer_count(n, split, layer).total for kind in kinds for layer in kind]
+    only_layers = [replace(chunk, first=False, last=False, tower=False) for chunk in chunks]
+    in_layers = sum(chunk_count(n, split, chunk).total for chunk in only_layers)
+    in_tower = vision_layer_count(n, split) * len(n.indices["vision_layers"]) * any(chunk.tower for chunk in chunks)
+    whole = held.total - in_layers - in_tower + UNITS * max(units)
+    gradient, _ = training.precision.under(training.sharding)
+    trained = gradient * (training.lora is None)
+    return (training.precision.weight + trained) * whole

@@ -1,0 +1,145 @@
+"""Operations of a microbatch: of each pipeline stage's text layers, and of the vision tower.
+
+What lives here: forward passes, backward passes, and what is done again in them. Standard library only. What may not:
+what a token or a patch costs (`models/common/flops.py`), seconds (`stage_times.py`, `step_time.py`).
+
+A stage has as many operations for each token as its share of all text layers; the last one has the output layer too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from qwen3vl_bridge.models.common.flops import TowerCosts, Trained, tower_costs
+from qwen3vl_bridge.planning.settings import Training
+from qwen3vl_bridge.planning.split import Split
+from qwen3vl_bridge.weights.dimensions import Dimensions
+from qwen3vl_bridge.weights.model_parts import Part
+
+
+@dataclass(frozen=True)
+class Line:
+    """What things cost that attend to each other within their sample or frame: each * number + square * squares.
+
+    Attributes:
+        each: for a token or a patch.
+        square: for the square of a sample's tokens, or of a frame's patches.
+    """
+
+    each: float = 0.0
+    square: float = 0.0
+
+    def of(self, number: float, squares: float) -> float:
+        """The cost of so many, whose squares add up to `squares`."""
+        return self.each * number + self.square * squares
+
+    def __add__(self, other: Line) -> Line:
+        return Line(self.each + other.each, self.square + other.square)
+
+    def __sub__(self, other: Line) -> Line:
+        return self + other * -1
+
+    def __mul__(self, factor: float) -> Line:
+        return Line(self.each * factor, self.square * factor)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a model costs, as `models/common/flops.py` has it.
+
+    Attributes:
+        forward: a forward pass.
+        step: a training step, recomputation left out.
+        chosen: experts that a token visits.
+    """
+
+    forward: TowerCosts
+    step: TowerCosts
+    chosen: int
+
+    @classmethod
+    def of(cls, config: Mapping, training: Training) -> Costs:
+        """Those of a configuration.
+
+        Args:
+            config: a Qwen3-VL `config.json` as a mapping.
+            training: what is trained.
+        """
+        chosen = config["text_config"].get("num_experts_per_tok") or 0
+        return cls(tower_costs(config), tower_costs(config, _trained(training)), chosen)
+
+
+@dataclass(frozen=True)
+class Operations:
+    """Multiplications and additions, for each token or patch and for each pair.
+
+    Attributes:
+        forward, backward: of the model.
+        again: what a backward pass does once more, to save memory.
+    """
+
+    forward: Line
+    backward: Line
+    again: Line
+
+
+def language_operations(costs: Costs, n: Dimensions, split: Split, training: Training) -> list[Operations]:
+    """Of each pipeline stage, without the tower; for the tokens of all context-parallel ranks.
+
+    Args:
+        costs: the model's.
+        n: its numbers.
+        split: its stages.
+        training: what is trained, and recomputed.
+    """
+    layers, forward, step = len(n.indices["text_layers"]), costs.forward, costs.step
+    head = Line(2 * n["hidden"] * n["vocab"])
+    # Something before the output layer is trained, so a gradient always goes through it.
+    head_step = head * (2 + (Part.LANGUAGE_MODEL not in training.resting))
+    layer = (Line(forward.token, forward.token_pair) - head) * (1 / layers)
+    layer_step = (Line(step.token, step.token_pair) - head_step) * (1 / layers)
+    again = _again(costs.chosen, n, training, layer)
+    found = []
+    for chunks in split.chunks(layers):
+        count, last = sum(len(chunk.layers) for chunk in chunks), chunks[-1].last
+        backward = (layer_step - layer) * count + (head_step - head) * last
+        found.append(Operations(layer * count + head * last, backward, again * count))
+    return found
+
+
+def tower_operations(costs: Costs, training: Training) -> Operations:
+    """Of the vision tower and its mergers, for each patch."""
+    once, step = Line(costs.forward.patch, costs.forward.patch_pair), Line(costs.step.patch, costs.step.patch_pair)
+    whole = training.vision_recompute.granularity == "full" and Part.VISION_MODEL not in training.resting
+    return Operations(once, step - once, once * whole)
+
+
+def _again(chosen: int, n: Dimensions, training: Training, layer: Line) -> Line:
+    """What is recomputed of the mean text layer."""
+    if training.recompute.granularity == "full":
+        return layer
+    layers, mlp = len(n.indices["text_layers"]), 6 * n["hidden"]
+    recomputed = {
+        "mlp": Line(mlp * n["ffn"] * len(n.indices["dense_layers"]) / layers),
+        "moe": Line(mlp * n["moe_ffn"] * chosen * len(n.indices["moe_layers"]) / layers),
+        "core_attn": Line(0.0, layer.square),
+    }
+    return sum((recomputed.get(name, Line()) for name in training.recompute.modules), Line())
+
+
+def _trained(training: Training) -> Trained:
+    resting, lora = training.resting, training.lora
+    whole = Trained(
+        language_model=Part.LANGUAGE_MODEL not in resting,
+        vision_model=Part.VISION_MODEL not in resting,
+        vision_projection=Part.VISION_PROJECTION not in resting,
+    )
+    if lora is None:
+        return whole
+
+    def rank(layer: str) -> int:
+        of_text = layer.startswith("language_model.") and layer.rpartition(".")[2] in lora.targets
+        return lora.rank if of_text else 0
+
+    return replace(whole, rank=rank)

@@ -1,0 +1,161 @@
+"""A run's tensors in the fsdp_dtensor layout, written and read by torch.distributed.checkpoint.
+
+What lives here: their keys on disk, and whether a checkpoint has them. What may not: which part of a parameter a rank
+has (`stored_parameters.py`), files around the tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qwen3vl_bridge.checkpoint.formats.dcp.metadata import read_metadata
+from qwen3vl_bridge.checkpoint.formats.megatron.folder import key_of
+from qwen3vl_bridge.checkpoint.formats.megatron.side_files import BYTE_ITEMS
+from qwen3vl_bridge.files.errors import CheckpointError
+from qwen3vl_bridge.parallel.collectives import hear_all
+from qwen3vl_bridge.training.checkpointing.all_or_none import together
+from qwen3vl_bridge.training.checkpointing.optimizer_state import MOMENTS, adam_states
+from qwen3vl_bridge.training.checkpointing.stored_parameters import StoredParameter, stored_parameters
+
+import torch
+import torch.distributed.checkpoint as dcp
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from qwen3vl_bridge.peft.lora import Qwen3VLParts
+
+_OPTIMIZER = "optimizer.state.module.module.module."
+
+
+def save(
+    folder: Path,
+    model: Sequence[torch.nn.Module],
+    optimizer: MegatronOptimizer | None,
+    groups: ProcessGroupCollection,
+    step: int,
+    peft: Qwen3VLParts | None = None,
+) -> None:
+    """Write the tensors of all ranks.
+
+    Args:
+        folder: that all ranks see.
+        model: this rank's chunks. In float32 where the optimizer keeps such a copy.
+        optimizer: whose moments are written too; None for none.
+        groups: process groups.
+        step: how many the run has made.
+        peft: that put adapters in; then only what is trained is written.
+    """
+    with together():
+        parameters = list(stored_parameters(model, groups, peft))
+        tensors = _weights(parameters) | ({} if optimizer is None else _moments(parameters, optimizer))
+    dcp.save({**tensors, **BYTE_ITEMS, "iteration": step}, checkpoint_id=folder)
+
+
+def load(
+    folder: Path,
+    model: Sequence[torch.nn.Module],
+    optimizer: MegatronOptimizer | None,
+    groups: ProcessGroupCollection,
+    peft: Qwen3VLParts | None = None,
+) -> None:
+    """Fill this rank's tensors, all of them; arguments as for `save`.
+
+    Raises:
+        CheckpointError: a tensor is missing, extra or of another shape; all are listed.
+    """
+    with together():
+        parameters = list(stored_parameters(model, groups, peft))
+        tensors, prefixes = _weights(parameters), (key_of(""),)
+        if optimizer is not None:
+            tensors |= _moments(parameters, optimizer)
+            prefixes += (_OPTIMIZER,)
+        # Read by our own reader first: it unpickles nothing but descriptions of tensors.
+        stored = read_metadata(folder).tensors
+        found = {key: spec.shape for key, (spec, _) in stored.items() if key.startswith(prefixes)}
+        padded = _padded_otherwise(found, tensors, parameters, unwrap_model(list(model))[0].config.vocab_size)
+        whole = {key: tensor for key, tensor in tensors.items() if key not in padded}
+        problems = misfits(found, {key: tuple(tensor.shape) for key, tensor in whole.items()})
+    wanted = set(tensors).union(*hear_all(list(tensors)))
+    raise_problems(folder, problems + strangers(found, wanted))
+    with together():
+        dcp.load(whole, checkpoint_id=folder, no_dist=True)
+        for key, part in padded.items():
+            _load_rows(folder, key, part, torch.empty(found[key], dtype=part.dtype))
+
+
+def _weights(parameters: Sequence[StoredParameter]) -> dict[str, Tensor]:
+    """Every weight as stored. Views: loading fills the model."""
+    return {key_of(name): part for stored in parameters for name, part in stored.parts(stored.main)}
+
+
+def _moments(parameters: Sequence[StoredParameter], optimizer: MegatronOptimizer) -> dict[str, Tensor]:
+    """The optimizer's tensors as stored; views too."""
+    states = adam_states(optimizer)
+    return {
+        f"{_OPTIMIZER}{name}.{moment}": part
+        for stored in parameters
+        if stored.parameter.requires_grad
+        for moment in MOMENTS
+        for name, part in stored.parts(states[stored.main][moment])
+    }
+
+
+def _padded_otherwise(
+    found: dict[str, tuple[int, ...]], tensors: dict[str, Tensor], parameters: Sequence[StoredParameter], tokens: int
+) -> dict[str, Tensor]:
+    """Tensors with a row for each token that were saved with another number of rows beyond those."""
+    rows = {name for stored in parameters if stored.row.of_vocabulary for name in stored.row.stored}
+    keys = {key_of(name) for name in rows} | {f"{_OPTIMIZER}{name}.{moment}" for name in rows for moment in MOMENTS}
+    return {
+        key: tensors[key]
+        for key in keys & found.keys() & tensors.keys()
+        if found[key] != tuple(tensors[key].shape)
+        and found[key][0] >= tokens
+        and found[key][1:] == tensors[key].shape[1:]
+    }
+
+
+def _load_rows(folder: Path, key: str, part: Tensor, whole: Tensor) -> None:
+    """Fill a part of a tensor from one with more rows, or fewer; rows that are not there are of no token, and zero."""
+    dcp.load({key: whole}, checkpoint_id=folder, no_dist=True)
+    first = 0
+    if isinstance(part, DTensor):
+        first, part = part.device_mesh.get_local_rank() * len(part.to_local()), part.to_local()
+    rows = whole[first : first + len(part)]
+    part[: len(rows)] = rows
+    part[len(rows) :] = 0
+
+
+def misfits(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...] | None]) -> list[str]:
+    """What is wanted of a checkpoint that it lacks, or has in another shape; None is any shape."""
+    missing = [f"missing: {key} {list(shape or ())}" for key, shape in wanted.items() if key not in found]
+    return missing + [
+        f"misshapen: {key} is {list(found[key])}, expected {list(shape)}"
+        for key, shape in wanted.items()
+        if shape is not None and found.get(key, shape) != shape
+    ]
+
+
+def strangers(found: Mapping[str, tuple[int, ...]], wanted: Collection[str]) -> list[str]:
+    """What a checkpoint has that nobody wants."""
+    return [f"unexpected: {key} {list(shape)}" for key, shape in found.items() if key not in wanted]
+
+
+def raise_problems(folder: Path, mine: Sequence[str]) -> None:
+    """Raise what any rank has found wrong with a checkpoint, the same error on all.
+
+    Args:
+        folder: the checkpoint's.
+        mine: what this rank has found.
+
+    Raises:
+        CheckpointError: one has found something.
+    """
+    if problems := sorted(set().union(*hear_all(list(mine)))):
+        raise CheckpointError("\n  ".join([f"{folder} does not fit the model:", *problems]))

@@ -1,0 +1,103 @@
+"""Megatron-Bridge's own loader of `fsdp_dtensor` checkpoints, for our models: all weights arrive, or it is an error.
+
+What lives here: which tensors a checkpoint has under the other layer spec's names, and reading those. What may not:
+reading the others, which is Megatron-Bridge's; where it is asked (`compat/import_hook.py`); our own loaders
+(`weight_loading.py`).
+
+Under Megatron-FSDP a model asks for its own parameter names, which follow its layer spec: norms are parts of linear
+layers or modules of their own, experts are grouped or not. Unless `checkpoint.strict_fsdp_dtensor_load` is set,
+Megatron-Bridge's loader passes over a name that a checkpoint lacks, and the parameter stays as it was initialised.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from qwen3vl_bridge.files.errors import CheckpointError
+from qwen3vl_bridge.models.qwen3_vl import table
+from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
+from qwen3vl_bridge.parallel.collectives import hear_all
+from qwen3vl_bridge.training.checkpointing.all_or_none import together
+from qwen3vl_bridge.training.checkpointing.fsdp_dtensor import raise_problems
+from qwen3vl_bridge.training.checkpointing.stored_parameters import rows_by_name
+
+import torch.distributed.checkpoint as dcp
+from megatron.bridge.training import checkpointing
+from megatron.core.utils import get_model_config
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+_SECTION, _OPTIMIZER, _WRAPPER = "model.", "optimizer.", "module."
+_HALVES = ("_w", "_v")  # Megatron-FSDP keeps gate and up projection apart
+
+
+def load_every_weight(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """As Megatron-Bridge's `load_fsdp_dtensor_checkpoint`, which returns after passing over what it does not find.
+
+    Args:
+        theirs: that function.
+        args, kwargs: its arguments.
+
+    Raises:
+        CheckpointError: weights of a model of ours are in the checkpoint under no name; all are listed. Or optimizer
+            state is asked for, which is under names that this model's optimizer has not.
+    """
+    given = inspect.signature(theirs).bind(*args, **kwargs)
+    given.apply_defaults()
+    asked = given.arguments
+    state = asked["sharded_state_dict"]
+    chunks = None if asked["rank0"] or state is None or "model" not in state else state.get("_model")
+    if not chunks or not isinstance(provider := get_model_config(chunks[0]), Qwen3VLModelProvider):
+        return theirs(*args, **kwargs)
+    folder = asked["checkpoint_path_override"] or checkpointing.get_checkpoint_name(
+        asked["load_dir"], asked["iteration"], asked["release"]
+    )
+    weights = checkpointing.preprocess_fsdp_dtensor_state_dict(asked["cfg"], {"model": dict(state["model"])}, chunks[0])
+    with together():
+        found = checkpointing._get_filesystem_reader(folder).read_metadata().state_dict_metadata
+        renamed, problems = other_names(weights["model"], found, provider)
+        if renamed and "optimizer" in state and any(key.startswith(_OPTIMIZER) for key in found):
+            raise CheckpointError(
+                f"{folder} was saved with other layers than this model's, and its optimizer state has their names: "
+                "expected checkpoint.load_optim=False, or the transformer_impl and moe_grouped_gemm it was saved with"
+            )
+    raise_problems(folder, problems)
+    loaded = theirs(*args, **kwargs)
+    if any(hear_all(bool(renamed))):
+        logger.info("%d weights of %s are read under the names of other layers than this model's", len(renamed), folder)
+        dcp.load({"model": renamed}, storage_reader=checkpointing._get_filesystem_reader(folder))
+    return loaded
+
+
+def other_names(
+    weights: Mapping[str, Any], found: Mapping[str, Any], provider: Qwen3VLModelProvider
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Which weights a checkpoint has under the other layer spec's name, and which under none.
+
+    Args:
+        weights: the model's, as Megatron-FSDP names what it stores.
+        found: names in the checkpoint.
+        provider: of the model.
+
+    Returns:
+        The first by the name in the checkpoint, and a line on each of the others.
+    """
+    rows, renamed, problems = rows_by_name(provider), {}, []
+    for key, tensor in weights.items():
+        if not isinstance(tensor, Tensor) or key.endswith("_extra_state") or _SECTION + key in found:
+            continue
+        name = key[key.rfind(_WRAPPER) + len(_WRAPPER) :] if _WRAPPER in key else key
+        half = next((half for half in _HALVES if name.endswith(half)), "")
+        row = rows.get(name.removesuffix(half))
+        spellings = [] if row is None else [row.megatron, table.local_name(row.megatron)]
+        prefix = key[: len(key) - len(name)]
+        there = [spelt for one in spellings if _SECTION + (spelt := f"{prefix}{one}{half}") in found]
+        if there:
+            renamed[there[0]] = tensor
+        else:
+            problems.append(f"missing: {_SECTION}{key} {list(tensor.shape)}")
+    return renamed, problems

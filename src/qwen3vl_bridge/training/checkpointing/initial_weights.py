@@ -1,0 +1,129 @@
+"""First weights in Megatron-Bridge's own loop, by the loader of the small one.
+
+What lives here: where in Megatron-Bridge's set-up they are read. What may not: reading them (`weight_loading.py`), what
+keeps it from reading them again (`training/checkpoint_manager.py`).
+
+Megatron-Bridge reads them into the model that is wrapped already, in the format that the run saves in; Hugging Face
+weights do not get into Megatron-FSDP's shards so. Here they are read before the model is wrapped, in any format, by the
+provider's hooks. The model is whole on each rank then: on the GPU, or with `model.init_model_with_meta_device` on the
+host, from where Megatron-FSDP takes one group of parameters after the other.
+"""
+
+from __future__ import annotations
+
+from qwen3vl_bridge.files.errors import CheckpointError
+from qwen3vl_bridge.training.checkpoint_manager import has_checkpoint, is_managed
+from qwen3vl_bridge.training.checkpointing.all_or_none import together
+from qwen3vl_bridge.training.checkpointing.weight_loading import Pretrained
+
+import torch
+from megatron.bridge.training.config import ConfigContainer
+
+Chunks = list[torch.nn.Module]
+
+
+class FirstWeights:
+    """A hook of a provider: reads a run's first weights into its chunks before they are wrapped.
+
+    Where the run trains adapters they are put in too. Megatron-Bridge's own hook for that comes later, and would read
+    the weights in one format alone; it does nothing where `cfg.peft` is None, which is so from here until the model is
+    wrapped.
+
+    Attributes:
+        cfg: the run's configuration.
+        peft: its adapters, while the configuration has none.
+    """
+
+    def __init__(self, cfg: ConfigContainer) -> None:
+        self.cfg = cfg
+        self.peft = None
+
+    def __deepcopy__(self, memo: dict) -> FirstWeights:
+        """Itself: layers copy their provider, and the whole run's configuration has no part in that."""
+        return self
+
+    def __call__(self, chunks: Chunks) -> Chunks:
+        """Fill this rank's chunks, unless the run goes on from a checkpoint of its own that has all weights.
+
+        Args:
+            chunks: bare, on any device and in any precision.
+
+        Raises:
+            CheckpointError: weights that are not there or don't fit.
+        """
+        cfg = self.cfg
+        peft = cfg.peft or self.peft  # ours already where a set-up that failed is repeated
+        with together():
+            for chunk in chunks:
+                _give_host_memory(chunk)
+        if peft is None and has_checkpoint(cfg.checkpoint):
+            return chunks
+        with together():
+            pretrained = Pretrained.find(cfg.checkpoint.pretrained_checkpoint)
+            pretrained.check(cfg.model)
+        pretrained.load(chunks, cfg.model._pg_collection)
+        if peft is not None:
+            chunks = peft(chunks, training=True)
+            peft.set_params_to_save(chunks)
+            self.peft, cfg.peft = peft, None
+        return chunks
+
+    def after(self, chunks: Chunks) -> Chunks:
+        """A hook for when chunks are wrapped: the configuration has its adapters again."""
+        self.give_back()
+        return chunks
+
+    def give_back(self) -> None:
+        """Let the configuration have its adapters, where this has them."""
+        if self.peft is not None:
+            self.cfg.peft, self.peft = self.peft, None
+
+
+def read_first_weights(cfg: ConfigContainer) -> None:
+    """Let Megatron-Bridge's set-up read a run's first weights by our loader; nothing where it has none.
+
+    A checkpoint manager of the user's own is left alone, and loads them itself.
+
+    Args:
+        cfg: changed in place; a second call changes nothing more.
+    """
+    leave_first_weights(cfg)
+    if cfg.checkpoint.pretrained_checkpoint is None or not is_managed(cfg):
+        return
+    hook = FirstWeights(cfg)
+    cfg.model.register_pre_wrap_hook(hook)
+    cfg.model.register_post_wrap_hook(hook.after)
+
+
+def leave_first_weights(cfg: ConfigContainer) -> None:
+    """Undo `read_first_weights`, for a loop that reads them itself.
+
+    Args:
+        cfg: changed in place.
+    """
+    hooks = getattr(cfg.model, "_pre_wrap_hooks", ())
+    for hook in [hook for hook in hooks if isinstance(hook, FirstWeights)]:
+        cfg.model._pre_wrap_hooks.remove(hook)
+        cfg.model._post_wrap_hooks.remove(hook.after)
+        hook.give_back()
+
+
+def _give_host_memory(chunk: torch.nn.Module) -> None:
+    """Let parameters without memory have some on the host, with what megatron-core has noted on them.
+
+    Raises:
+        CheckpointError: a buffer without memory, whose values nobody knows.
+    """
+    if lost := [name for name, buffer in chunk.named_buffers() if buffer.is_meta]:
+        raise CheckpointError(
+            f"model.init_model_with_meta_device is True, expected False: {', '.join(lost)} would have no values"
+        )
+    made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    for module in chunk.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.is_meta:
+                if parameter not in made:  # or tied to one that was
+                    data = torch.empty_like(parameter, device="cpu")
+                    made[parameter] = torch.nn.Parameter(data, requires_grad=parameter.requires_grad)
+                    vars(made[parameter]).update(vars(parameter))
+                setattr(module, name, made[parameter])

@@ -1,0 +1,40 @@
+"""A whole model with a checkpoint's weights, to be asked or compared rather than trained.
+
+What lives here: the one function. What may not: what a checkpoint holds (`weight_loading.py`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qwen3vl_bridge.training.checkpointing.weight_loading import load_weights
+from qwen3vl_bridge.training.process_groups import initialize
+
+import torch
+from megatron.bridge import AutoBridge
+
+if TYPE_CHECKING:
+    from qwen3vl_bridge.models.qwen3_vl.model import Qwen3VLModel
+
+
+def load_model(hf_path: str | Path, megatron_path: str | Path | None = None) -> list[Qwen3VLModel]:
+    """Build the Megatron model on this process, or these, and fill it.
+
+    Args:
+        hf_path: Hugging Face folder or hub id: the configuration, and the weights where nothing else gives them.
+        megatron_path: a checkpoint of either format, or a run's folder; its weights are taken instead.
+
+    Raises:
+        CheckpointError: the Megatron checkpoint is not there or does not fit.
+        ValueError: the Hugging Face one does not.
+    """
+    provider = AutoBridge.from_hf_pretrained(str(hf_path)).to_megatron_provider(load_weights=megatron_path is None)
+    provider.finalize()
+    groups = initialize(provider, seed=0)
+    model = provider.provide_distributed_model(
+        wrap_with_ddp=False, use_cpu_initialization=not torch.cuda.is_available(), pg_collection=groups
+    )
+    if megatron_path is not None:
+        load_weights(megatron_path, model, groups)
+    return model

@@ -1,0 +1,72 @@
+"""The process that saving in `torch_dist` starts in Megatron-Bridge's loop.
+
+What lives here: starting it before the run, keeping the run's signals from it, and refusing to train in it. What may
+not: what is saved (`training/checkpoint_manager.py`); the small loop, whose saving starts none.
+
+megatron-core's writer passes what its threads have done through a process of `multiprocessing`'s. It starts with the
+first save, hours into a run, and lives as long as the run. It is spawned, so it runs the user's script again as a
+module: where the script trains at once, instead of under `if __name__ == "__main__":`, both would wait for each other
+forever. And launchers send it the signal that asks the run to save and leave.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import signal
+import threading
+from collections.abc import Iterator
+from multiprocessing import resource_tracker
+
+logger = logging.getLogger(__name__)
+
+_PATIENCE = 120.0  # seconds, of which the script's imports may take some
+_LATE = "the process that saving needs has not answered for %.0f s; it runs what the script imports, and %s"
+_GUARD = 'expected what the script does to stand under `if __name__ == "__main__":`'
+
+
+def check_script() -> None:
+    """Refuse to go on where a process that was spawned runs the user's script again.
+
+    Raises:
+        RuntimeError: this is such a process.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # as multiprocessing itself asks
+        raise RuntimeError(f"this process was started to save checkpoints, and runs the script again: {_GUARD}")
+
+
+def start_saving_process() -> None:
+    """Start it now. Megatron-core keeps it for all saves.
+
+    Raises:
+        RuntimeError: it ended at once.
+    """
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import get_write_results_queue
+
+    late = threading.Timer(_PATIENCE, logger.warning, [_LATE, _PATIENCE, _GUARD])
+    late.daemon = True
+    late.start()
+    try:
+        with signals_kept():
+            get_write_results_queue()
+    except (EOFError, OSError) as error:
+        raise RuntimeError(f"the process that saving needs ended at once, as it says above; {_GUARD}") from error
+    finally:
+        late.cancel()
+
+
+@contextlib.contextmanager
+def signals_kept() -> Iterator[None]:
+    """Processes that the body starts never get the signals that this process handles; it gets them as ever.
+
+    They inherit what this thread blocks. Another thread takes a signal meanwhile, or this one afterwards, and Python
+    calls the handler.
+    """
+    handled = {number for number in signal.valid_signals() if callable(signal.getsignal(number))} - {signal.SIGINT}
+    resource_tracker.ensure_running()  # or the first process would start it, which ends with SIGTERM unblocked
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, handled)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,0 +1,104 @@
+"""Which of a checkpoint's tensors a rank holds, and which part of each.
+
+What lives here: from a rank's parameters to the names and places in the fsdp_dtensor layout. What may not: files,
+optimizers, other formats.
+
+A checkpoint knows no ranks: each parameter is whole in it, layers and experts are counted through the model, gate and
+up projection are apart. What of a tensor a rank holds is said by a DTensor over the group of ranks that share it, a
+view of the rank's own memory; torch.distributed.checkpoint cuts, joins and leaves out copies by that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from qwen3vl_bridge.models.qwen3_vl import table
+from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
+from qwen3vl_bridge.weights.adapter_rows import MARK, adapter_row, plain_name
+from qwen3vl_bridge.weights.rows import Row, expand
+
+import torch
+from megatron.bridge.models.conversion.model_bridge import _megatron_local_name_to_global
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+if TYPE_CHECKING:
+    from qwen3vl_bridge.peft.lora import Qwen3VLParts
+
+# The last pipeline stage of a tied model has an embedding of its own by this name.
+_OUTPUT, _EMBEDDING = "language_model.output_layer.weight", "language_model.embedding.word_embeddings.weight"
+
+
+@dataclass(frozen=True)
+class StoredParameter:
+    """A parameter of this rank.
+
+    Attributes:
+        row: of the weight table, expanded.
+        parameter: this rank's part.
+        mesh: the ranks that have the other parts; None where the part is the whole.
+        dimension: along which it is cut.
+    """
+
+    row: Row
+    parameter: torch.nn.Parameter
+    mesh: DeviceMesh | None = None
+    dimension: int = 0
+
+    @property
+    def main(self) -> Tensor:
+        """What the optimizer steps: the parameter, or a copy in float32."""
+        return getattr(self.parameter, "main_param", self.parameter)
+
+    def parts(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """What a tensor shaped as the parameter is stored as: names, and views of it."""
+        stored = self.row.stored
+        for name, part in zip(stored, tensor.detach().chunk(len(stored)), strict=True):
+            if self.mesh is None:
+                yield name, part
+            else:
+                yield name, DTensor.from_local(part, self.mesh, [Shard(self.dimension)], run_check=False)
+
+
+def rows_by_name(provider: Qwen3VLModelProvider) -> dict[str, Row]:
+    """The whole model's rows under the parameter names of both layer specs, which its experts' and others' may be."""
+    rows = list(expand(table.TABLE, provider.dimensions()))
+    return {name: row for row in rows for name in (row.megatron, table.local_name(row.megatron))}
+
+
+def stored_parameters(
+    model: Sequence[torch.nn.Module], groups: ProcessGroupCollection, peft: Qwen3VLParts | None = None
+) -> Iterator[StoredParameter]:
+    """This rank's parameters.
+
+    Args:
+        model: its chunks, wrapped or not.
+        groups: its process groups.
+        peft: that put adapters in, where these and what else is trained are stored alone; None for all parameters.
+    """
+    chunks = unwrap_model(list(model))
+    config = chunks[0].config
+    rows, meshes = rows_by_name(config), {}
+    for stage, chunk in enumerate(chunks):
+        for name, parameter in chunk.named_parameters():
+            if peft is not None and not parameter.requires_grad:
+                continue
+            layer, mark, kind = plain_name(name).partition(MARK)
+            # Of adapters, Megatron-Bridge leaves experts' numbers as they are on this rank.
+            own = f"{layer}.weight" if mark else layer
+            whole = _megatron_local_name_to_global(chunks, config, own, stage)
+            if whole == _OUTPUT and config.share_embeddings_and_output_weights:
+                whole = _EMBEDDING
+            row = adapter_row(rows[whole], kind, peft.dim) if mark else rows[whole]
+            group = groups.expt_tp if "experts" in row.indices else groups.tp
+            if group.size() == 1 or not getattr(parameter, "tensor_model_parallel", False):
+                yield StoredParameter(row, parameter)
+                continue
+            if group not in meshes:
+                meshes[group] = DeviceMesh.from_group(group, parameter.device.type)
+            yield StoredParameter(row, parameter, meshes[group], parameter.partition_dim)

@@ -1,0 +1,178 @@
+"""Where a run's first weights come from: a checkpoint of either Megatron format, or Hugging Face weights.
+
+What lives here: telling them apart, refusing those of another model, loading them. What may not: how tensors of a
+format are read (`fsdp_dtensor.py`, `torch_dist.py`, Megatron-Bridge).
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qwen3vl_bridge.checkpoint.adapters.settings import refuse_adapters_alone
+from qwen3vl_bridge.checkpoint.engine.manifest import MANIFEST, read_manifest, tool
+from qwen3vl_bridge.checkpoint.formats.megatron.folder import HF_FILES, TORCH_DIST, find_iteration, format_of
+from qwen3vl_bridge.checkpoint.formats.safetensors.model_folder import copy_side_files
+from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
+from qwen3vl_bridge.checkpoint.stored_models.hf_model import open_model
+from qwen3vl_bridge.files.errors import CheckpointError
+from qwen3vl_bridge.files.json_files import write_object
+from qwen3vl_bridge.models.qwen3_vl.bridge import provider_from_hf_config
+from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
+from qwen3vl_bridge.training.checkpointing import fsdp_dtensor, torch_dist
+from qwen3vl_bridge.training.checkpointing.all_or_none import together
+from qwen3vl_bridge.training.checkpointing.optimizer_state import copy_main_to_model, copy_model_to_main
+from qwen3vl_bridge.weights.dimensions import vision_sizes
+
+import torch
+from megatron.bridge import AutoBridge
+from megatron.bridge.training.utils.checkpoint_utils import is_hf_checkpoint_dir
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+if TYPE_CHECKING:
+    from qwen3vl_bridge.peft.lora import Qwen3VLParts
+
+# Fields of a provider that say which weights there are, and of which shapes.
+_SIZES = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+    *("vocab_size", "share_embeddings_and_output_weights", "moe_layers", "num_moe_experts", "moe_ffn_hidden_size"),
+)
+_WITH_EXPERTS = ("num_moe_experts", "moe_ffn_hidden_size")
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """First weights.
+
+    Attributes:
+        folder: an iteration's, or of Hugging Face.
+        is_hf: whether it is that.
+    """
+
+    folder: Path
+    is_hf: bool
+
+    @classmethod
+    def find(cls, path: str | Path) -> Pretrained:
+        """What a path names.
+
+        Raises:
+            CheckpointError: nothing that weights could come from.
+        """
+        if is_hf_checkpoint_dir(str(path)):
+            return cls(Path(path), is_hf=True)
+        return cls(find_iteration(Path(path)), is_hf=False)
+
+    def check(self, provider: Qwen3VLModelProvider) -> None:
+        """Refuse weights of another model, as far as can be told without reading them.
+
+        Raises:
+            CheckpointError: sizes that differ; all are listed. Or they are adapters, of weights that are elsewhere.
+        """
+        if not self.is_hf:
+            # Names and shapes are all in one file there, and compared before weights are read.
+            refuse_adapters_alone(self.folder)
+            return
+        theirs, ours = _sizes(provider_from_hf_config(ModelConfig(self.folder).raw)), _sizes(provider)
+        differ = [f"{name} is {theirs[name]}, expected {ours[name]}" for name in ours if theirs[name] != ours[name]]
+        if differ:
+            raise CheckpointError("\n  ".join([f"{self.folder} is another model than the run's:", *differ]))
+
+    def load(self, model: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> None:
+        """Fill a model.
+
+        Args:
+            model: this rank's chunks, wrapped or not, without adapters.
+            groups: process groups.
+
+        Raises:
+            CheckpointError: weights that don't fit; all are listed.
+        """
+        if self.is_hf:
+            bridge = AutoBridge.from_hf_pretrained(str(self.folder))
+            bridge.load_hf_weights(list(model))
+            copy_model_to_main(model)
+        else:
+            load_tensors(self.folder, model, None, groups)
+
+    def travel_along(self, folder: Path, provider: Qwen3VLModelProvider) -> None:
+        """Write what an export asks for: configuration, tokenizer, processor, and how experts were held.
+
+        Args:
+            folder: the checkpoint's.
+            provider: the run's.
+        """
+        if self.is_hf:
+            copy_side_files(self.folder, folder / HF_FILES)
+            experts = open_model(self.folder).experts.name if provider.moe_layers else None
+        else:
+            if (files := self.folder / HF_FILES).exists():
+                shutil.copytree(files, folder / HF_FILES)
+            experts = read_manifest(self.folder).get("expert_layout")
+        manifest = tool() | {"source": str(self.folder), "expert_layout": experts}
+        if provider.should_pad_vocab:
+            manifest["vocab_divisor"] = provider.make_vocab_size_divisible_by
+        write_object(folder / MANIFEST, manifest)
+
+
+def load_weights(folder: str | Path, model: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> None:
+    """Fill a model's weights from a checkpoint of either Megatron format, all of them.
+
+    Args:
+        folder: the run's or the checkpoint's own.
+        model: this rank's chunks, wrapped or not.
+        groups: process groups.
+
+    Raises:
+        CheckpointError: weights that don't fit; all are listed.
+    """
+    with together():
+        folder = find_iteration(Path(folder))
+    load_tensors(folder, model, None, groups)
+
+
+def load_tensors(
+    folder: Path,
+    model: Sequence[torch.nn.Module],
+    optimizer: MegatronOptimizer | None,
+    groups: ProcessGroupCollection,
+    peft: Qwen3VLParts | None = None,
+) -> None:
+    """Fill a model, and what an optimizer keeps, from an iteration's folder of either format.
+
+    Args:
+        folder: it.
+        model: this rank's chunks, wrapped or not.
+        optimizer: whose tensors are filled too; None for none.
+        groups: process groups.
+        peft: that put adapters in, where these and what else is trained are filled alone.
+
+    Raises:
+        CheckpointError: tensors that don't fit; all are listed.
+    """
+    with together():
+        if peft is None:
+            refuse_adapters_alone(folder)
+        ckpt_format = format_of(folder)
+    if ckpt_format == TORCH_DIST:
+        torch_dist.load(folder, model, optimizer, groups, peft)
+        if optimizer is None:
+            copy_model_to_main(model)
+    else:
+        fsdp_dtensor.load(folder, model, optimizer, groups, peft)
+        copy_main_to_model(model)
+
+
+def _sizes(provider: Qwen3VLModelProvider) -> dict[str, object]:
+    names = [name for name in _SIZES if provider.moe_layers or name not in _WITH_EXPERTS]
+    vision = provider.vision_config
+    return {
+        **{name: getattr(provider, name, None) for name in names},
+        **vision_sizes(vision.to_dict()),
+        "vision layers": vision.depth,
+        "deepstack_visual_indexes": list(vision.deepstack_visual_indexes),
+    }

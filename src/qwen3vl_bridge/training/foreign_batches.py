@@ -1,0 +1,231 @@
+"""Batches of Megatron-Bridge's collators, which are dicts, as batches of ours.
+
+What lives here: which keys such a batch has and what they mean, and checks of what would train silently on something
+else. What may not: masks, packing and pictures themselves (the model's door has them,
+`models/common/inputs/model_inputs.py`), where batches come from (`training/small_loop/data_streams.py`), devices.
+
+Their batches are whole and on the host when they leave the data loader. They are turned into ours there, so that the
+step waits for no device.
+Legend: B rows, S tokens a row, T tokens of a packed row.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from qwen3vl_bridge.batch import PackedBatch
+from qwen3vl_bridge.models.common.inputs.conventions import Arrangement
+from qwen3vl_bridge.models.common.inputs.masks import check_mask, without_trailing
+from qwen3vl_bridge.models.common.inputs.model_inputs import as_packed_batch
+from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+_OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+_READ = {
+    *("input_ids", "tokens", "labels", "loss_mask", "position_ids", "attention_mask"),
+    *("visual_inputs", *_OFFSETS),
+}
+# Follow from the others, or are for people.
+_NOT_NEEDED = {"max_seqlen_q", "max_seqlen_kv", "total_tokens", "metadata", "token_count", "mm_token_type_ids"}
+_OURS = "qwen3vl_bridge.Qwen3VLConversationProvider"
+_WARNINGS = {
+    "image_grid_thw": "images from Megatron-Bridge's collators are resized twice, which can change their proportions, "
+    f"and by other limits than the checkpoint's processor has. {_OURS} follows the processor",
+    "video_grid_thw": "videos from Megatron-Bridge's collators: frames are left out, and the times in the text are "
+    f"wrong, as if every video were at 24 frames a second. {_OURS} reads videos with their own times",
+    "cut": "rows from Megatron-Bridge's collators are cut at dataset.seq_length, in the middle of an answer here. "
+    f"{_OURS} refuses, drops or cuts such samples as on_long says, and counts them",
+}
+_PICTURES = {"pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"}
+
+
+def from_collator(batch: Mapping[str, Any], config: Qwen3VLModelProvider, dataset: Any = None) -> PackedBatch:
+    """A batch of Megatron-Bridge's collators as one of ours.
+
+    Rows stay rows, and what the collator packed stays one packed row. Rows that the configuration wants packed in the
+    step are packed here, without their padding.
+
+    Args:
+        batch: on the host: input_ids (or tokens), labels and loss_mask, all [B, S] or [1, T] integers and numbers,
+            labels shifted already; attention_mask [B, S]; for a packed row cu_seqlens_q and, where its segments are
+            padded, cu_seqlens_q_padded; position_ids; visual_inputs with pixels [patches, features] and grids [K, 3].
+        config: the model's provider.
+        dataset: the configuration that the batch is of, which may ask for packing; or None.
+
+    Returns:
+        The batch on the host. Pixels are the given ones: most of a batch, in page-locked memory already where the
+        loader saw to that, and cast by the model where it is cheap.
+
+    Raises:
+        ValueError: keys that are missing or unknown, shapes, masks, offsets and pictures that don't fit each other,
+            labels that are not the next tokens, a loss on padding.
+        TypeError: no mapping.
+    """
+    if not isinstance(batch, Mapping):
+        raise TypeError(f"found a batch of type {type(batch).__name__}, expected a PackedBatch or a collator's dict")
+    given = _check_keys(batch)
+    pictures = _pictures(given.get("visual_inputs"))
+    try:
+        ours, arranged = _arranged(given, pictures, config, dataset)
+    except ValueError as error:
+        for note in _known_causes(given, pictures, dataset):
+            error.add_note(note)
+        raise
+    _check_positions(given.get("position_ids"), ours, arranged)
+    _check_labels(ours)
+    _check_row_length(ours, config)
+    return replace(ours, sample_ids=tuple(str(key) for key in batch.get("__keys__") or ()))
+
+
+def _check_keys(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """What is given of the keys that are read, the tokens as input_ids."""
+    # Energon's bookkeeping has underscores.
+    unknown = sorted(k for k, v in batch.items() if v is not None and k not in _READ | _NOT_NEEDED and k[:2] != "__")
+    if unknown:
+        raise ValueError(f"the batch has the keys {unknown}, expected none but {sorted(_READ | _NOT_NEEDED)}")
+    given = {key: batch[key] for key in _READ if batch.get(key) is not None}
+    tokens = given.pop("tokens", None)
+    if tokens is not None and not torch.equal(given.setdefault("input_ids", tokens), tokens):
+        raise ValueError("the batch has tokens that differ from input_ids, expected one of them, or the same twice")
+    if missing := sorted({"input_ids", "labels", "loss_mask"} - given.keys()):
+        raise ValueError(f"the batch lacks {missing}; found {sorted(batch)}")
+    if "cu_seqlens_q" not in given and (stray := sorted(given.keys() & set(_OFFSETS))):
+        raise ValueError(f"the batch has {stray} without cu_seqlens_q, expected the offsets of the real tokens too")
+    shape = given["input_ids"].shape
+    for name in ("labels", "loss_mask"):
+        if given[name].shape != shape:
+            raise ValueError(f"{name} has shape {list(given[name].shape)}, expected {list(shape)} as input_ids")
+    return given
+
+
+def _pictures(visual: Any) -> dict[str, Tensor]:
+    """The pictures of a batch, as arguments of the model's door."""
+    if visual is None:
+        return {}
+    given = visual.normalized_for_model()
+    if unknown := sorted(given.keys() - _PICTURES - {"mm_token_type_ids"}):
+        raise ValueError(f"visual_inputs has {unknown}, which Qwen3-VL has no use for: expected {sorted(_PICTURES)}")
+    for name in sorted(given.keys() & _WARNINGS.keys()):
+        _warn(name)
+    return {name: value for name, value in given.items() if name in _PICTURES}
+
+
+@cache
+def _warn(kind: str) -> None:
+    """Once a process: of what cannot be told from a batch, nor repaired in it."""
+    logger.warning(_WARNINGS[kind])
+
+
+def _arranged(
+    given: dict[str, Any], pictures: dict[str, Tensor], config: Qwen3VLModelProvider, dataset: Any
+) -> tuple[PackedBatch, Arrangement]:
+    ids, mask = given["input_ids"], given.get("attention_mask")
+    if "cu_seqlens_q" in given:
+        packed = PackedSeqParams("thd", **{name: given.get(name) for name in _OFFSETS})
+    else:
+        mask = _guessed_mask(given, config) if mask is None else mask
+        packed = _offsets_of_rows(mask, ids, dataset)
+    positions = given.get("position_ids")
+    return as_packed_batch(
+        config,
+        ids,
+        labels=given["labels"],
+        loss_mask=given["loss_mask"],
+        # Those of text alone, [B, S], come with pictures too and count on through them; they are derived instead.
+        position_ids=positions if positions is not None and positions.dim() == 3 else None,
+        attention_mask=mask,
+        packed_seq_params=packed,
+        **pictures,
+    )
+
+
+def _known_causes(given: dict[str, Any], pictures: dict[str, Tensor], dataset: Any) -> Iterator[str]:
+    """What Megatron-Bridge may have done to a batch whose pictures and tokens differ."""
+    if pictures and getattr(dataset, "dataloader_type", None) == "batch":
+        yield (
+            "dataset.dataloader_type is 'batch': Megatron-Bridge's loop cuts a global batch into microbatches and "
+            "gives each of them the pictures of all. Expected 'single' or 'cyclic' for data with pictures"
+        )
+    if pictures and given["input_ids"].shape[1] == getattr(dataset, "seq_length", None):
+        yield (
+            f"rows have dataset.seq_length, {dataset.seq_length}, tokens: Megatron-Bridge's collators cut longer ones, "
+            "through pictures too. Expected a seq_length that the longest sample fits"
+        )
+
+
+def _guessed_mask(given: dict[str, Any], config: Qwen3VLModelProvider) -> Tensor:
+    """[B, S] bool: a run at a row's end of the padding token, or of token 0, is padding where nothing is trained on.
+
+    The last resort. Their collators all give a mask, whatever `skip_getting_attention_mask_from_dataset` says, which
+    their step alone obeys. They lengthen rows with token 0 behind the processor's own padding. A wrong guess changes
+    what experts see and count, and nothing for the tokens before the run.
+    """
+    ids, pad = given["input_ids"].cpu(), config.pad_token_id or 0
+    return without_trailing(ids.masked_fill((ids == 0) & (given["loss_mask"].cpu() == 0), pad), pad)
+
+
+def _offsets_of_rows(mask: Tensor, ids: Tensor, dataset: Any) -> PackedSeqParams | None:
+    """Offsets that make one packed row of rows, where the collator left packing to the step."""
+    wanted = ("enable_in_batch_packing", "defer_in_batch_packing_to_step")
+    if not all(getattr(dataset, name, False) for name in wanted):
+        return None
+    lengths, multiple = check_mask(mask, ids).sum(-1), dataset.in_batch_packing_pad_to_multiple_of
+    padded = -(-lengths // multiple) * multiple
+    logical, physical = (F.pad(values.cumsum(0), (1, 0)).int() for values in (lengths, padded))
+    return PackedSeqParams("thd", logical, logical, physical, physical)
+
+
+def _check_positions(given: Tensor | None, batch: PackedBatch, arranged: Arrangement) -> None:
+    """Refuses positions of text that don't count up in each segment: they would say that more is packed."""
+    if given is None or given.dim() == 3:
+        return
+    if given.shape != arranged.shape:
+        raise ValueError(f"position_ids has shape {list(given.shape)}, expected {list(arranged.shape)} as input_ids")
+    layout = batch.layout
+    expected = torch.arange(layout.total) - layout.per_token(layout.cu_seqlens_padded[:-1].long())
+    wrong = (arranged.take(given.cpu()).flatten() != expected) & ~layout.padding_mask()
+    if wrong.any():
+        first = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"position_ids has {int(arranged.take(given.cpu()).flatten()[first])} for token {int(expected[first])} of "
+            "a segment, expected positions that count up from 0: documents packed in a row need cu_seqlens_q"
+        )
+
+
+def _check_labels(batch: PackedBatch) -> None:
+    """Refuses a loss on padding, and labels that are not the next tokens: either would train on something else."""
+    layout, ids = batch.layout, batch.input_ids.flatten()
+    trained, labels = batch.loss_mask.flatten() != 0, batch.labels.flatten()
+    padding, segment = layout.padding_mask(), layout.per_token(torch.arange(len(layout.lengths)))
+    if on_padding := int((trained & padding).sum()):
+        raise ValueError(f"loss_mask counts {on_padding} tokens of padding, expected 0 where attention_mask is 0")
+    has_next = ~padding[1:] & (segment[1:] == segment[:-1])
+    if (trained & ~F.pad(has_next, (0, 1))).any():
+        _warn("cut")
+    wrong = (trained[:-1] & has_next & (labels[:-1] != ids[1:])).nonzero()
+    if len(wrong):
+        place = int(wrong[0])
+        raise ValueError(
+            f"labels has {int(labels[place])} at token {place} of the batch, whose next token is "
+            f"{int(ids[place + 1])}: expected labels that are shifted already, and loss_mask with them"
+        )
+
+
+def _check_row_length(batch: PackedBatch, config: Qwen3VLModelProvider) -> None:
+    """Refuses rows that a pipeline stage would not expect."""
+    found = batch.input_ids.shape[1]
+    if config.pipeline_model_parallel_size > 1 and not config.variable_seq_lengths and found != config.seq_length:
+        raise ValueError(
+            f"the batch has rows of {found} tokens, expected seq_length, {config.seq_length}, under pipeline "
+            "parallelism: set dataset.pad_to_max_length, or model.variable_seq_lengths"
+        )

@@ -1,0 +1,1 @@
+"""Figures of a run: throughput, expert load, accuracy, learning rates, progress, trackers."""

@@ -1,0 +1,99 @@
+"""Right answers on held-out conversations while a model is trained.
+
+What lives here: the callback that asks, and what counts as right. What may not: decoding (`inference/generation.py`),
+what a question is (`data/questions.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from qwen3vl_bridge.data.questions import Question, questions
+from qwen3vl_bridge.data.row_settings import ConversationRows
+from qwen3vl_bridge.data.sources.opening import open_source
+from qwen3vl_bridge.inference.generation import generate, ranks_in_step
+from qwen3vl_bridge.parallel.collectives import sum_counts
+from qwen3vl_bridge.training.config import AccuracyConfig
+from qwen3vl_bridge.training.monitoring.trackers import publish
+
+import torch
+import torch.nn.functional as F
+from megatron.bridge.training.callbacks import Callback, CallbackContext
+from megatron.bridge.training.config import ConfigContainer
+from megatron.core.utils import get_attr_wrapped_model
+
+logger = logging.getLogger(__name__)
+
+_TOGETHER = 16  # questions of one batch
+
+
+class Accuracy(Callback):
+    """Asks at each evaluation; the share of right answers is `accuracy`.
+
+    Data-parallel ranks ask different questions. Where they share experts, or parameters under Megatron-FSDP, they have
+    to decode in step, and all ask all.
+    """
+
+    def __init__(self, cfg: ConfigContainer) -> None:
+        self.settings: AccuracyConfig = cfg.accuracy
+        self.rows: ConversationRows = cfg.dataset
+        self._questions: list[Question] | None = None
+
+    def on_eval_end(self, context: CallbackContext) -> None:
+        """Ask."""
+        groups = get_attr_wrapped_model(context.model[0], "pg_collection")
+        shared = ranks_in_step(context.model) is not None
+        rank, ranks = (0, 1) if shared else (groups.dp.rank(), groups.dp.size())
+        if self._questions is None:
+            self._questions = self._read()[rank::ranks]
+        counts = torch.tensor(self.ask(context.model), device=next(context.model[0].parameters()).device)
+        right, asked = (counts if shared else sum_counts(counts, groups.dp)).tolist()
+        publish(context, {"accuracy": right / max(asked, 1)})
+
+    def ask(self, model: Sequence[torch.nn.Module]) -> list[int]:
+        """Let the model answer this rank's questions.
+
+        Returns:
+            How many answers are right, and how many questions there are.
+        """
+        asked = self._questions or []
+        right, tokenizer = 0, self.rows.checkpoint().encoder.processor.tokenizer
+        device = next(model[0].parameters()).device
+        for first in range(0, len(asked), _TOGETHER):
+            batch = asked[first : first + _TOGETHER]
+            prompts = _side_by_side(batch, device)
+            answers = generate(list(model), **prompts, max_new_tokens=self.settings.max_new_tokens)
+            texts = tokenizer.batch_decode(answers[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
+            for question, text in zip(batch, texts, strict=True):
+                is_right = self._is_right(question.answer.strip(), text.strip())
+                right += is_right
+                if not is_right:
+                    logger.info("%s: expected %r, the model says %r", question.sample_id, question.answer, text)
+        return [right, len(asked)]
+
+    def _read(self) -> list[Question]:
+        source = open_source(
+            self.settings.path,
+            getattr(self.rows, "media_root", None),
+            allowed_urls=getattr(self.rows, "allowed_urls", ()),
+            url_cache=getattr(self.rows, "url_cache", None),
+        )
+        return questions(source, self.rows, self.settings.samples)
+
+    def _is_right(self, expected: str, answer: str) -> bool:
+        return answer == expected if self.settings.metric == "exact" else expected in answer
+
+
+def _side_by_side(batch: Sequence[Question], device: torch.device) -> dict[str, Any]:
+    """Prompts as rows with padding behind, and the pictures of all of them in their order."""
+    prompts = [question.prompt.input_ids for question in batch]
+    longest = max(map(len, prompts))
+    rows: dict[str, Any] = {
+        "input_ids": torch.stack([F.pad(prompt, (0, longest - len(prompt))) for prompt in prompts]),
+        "attention_mask": torch.stack([F.pad(torch.ones_like(p), (0, longest - len(p))) for p in prompts]),
+    }
+    for name in sorted({name for question in batch for name in question.pictures}):
+        rows[name] = torch.cat([question.pictures[name] for question in batch if name in question.pictures])
+    return {name: value.to(device) for name, value in rows.items()}

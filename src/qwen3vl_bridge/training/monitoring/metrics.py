@@ -1,0 +1,164 @@
+"""How fast a run trains, how well it uses what it has, and what its parts do: figures of the log, in either loop.
+
+What lives here: when figures are taken, and which. What may not: counting microbatches (`batch_meter.py`), experts'
+tokens (`expert_load.py`), operations (`throughput.py`), where figures go (`trackers.py`).
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+
+from qwen3vl_bridge.parallel.collectives import largest, sum_amounts
+from qwen3vl_bridge.training.monitoring.batch_meter import Amounts, meter_of
+from qwen3vl_bridge.training.monitoring.expert_load import ExpertLoad
+from qwen3vl_bridge.training.monitoring.learning_rates import PartRates
+from qwen3vl_bridge.training.monitoring.progress import Progress
+from qwen3vl_bridge.training.monitoring.throughput import peak_operations, step_costs
+from qwen3vl_bridge.training.monitoring.trackers import check_trackers, publish, step_of
+from qwen3vl_bridge.training.optimizer.before_step import TOWER_NORMS
+from qwen3vl_bridge.training.small_loop.events import LoopContext
+
+import torch
+from megatron.bridge.training.callbacks import Callback, CallbackContext
+from megatron.bridge.training.config import ConfigContainer
+from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_attr_wrapped_model
+
+# What differs from run to run of the same training. All else in a log is the same each time.
+TIMED = (
+    "seconds",
+    "tokens_per_second",
+    "images_per_second",
+    "tflops_per_gpu",
+    "mfu",
+    "memory_gb",
+)
+
+
+class Metrics(Callback):
+    """Takes figures every `logger.log_interval` steps.
+
+    Rates are means over these steps, without the time of evaluations and checkpoints. What does not depend on time is
+    the step's own, so that it is the same in a run that was resumed. Real tokens count, not padding; operations are
+    those that the model needs for them (`cost.TowerCosts`).
+
+    Args:
+        cfg: the run's configuration.
+
+    Raises:
+        ValueError: a tracker that is asked for cannot be had.
+    """
+
+    def __init__(self, cfg: ConfigContainer) -> None:
+        check_trackers(cfg)
+        self.cfg = cfg
+        self._interval, self._seconds, self._since = Amounts(), 0.0, None
+        self._load: ExpertLoad | None = None
+        self._console: Progress | None = None
+
+    def on_train_start(self, context: CallbackContext) -> None:
+        """Find out what steps cost, and what the device can do."""
+        self.cfg = context.state.cfg  # complete by now
+        self._groups: ProcessGroupCollection = get_attr_wrapped_model(context.model[0], "pg_collection")
+        self._costs = step_costs(self.cfg)
+        on_gpu = torch.cuda.is_available()
+        self._peak = peak_operations(torch.cuda.get_device_name()) if on_gpu else None
+        self._rates = PartRates(context)
+        if not isinstance(context, LoopContext):  # the small loop has a console of its own
+            steps = context.state.train_state.step
+            self._console = Progress(self.cfg.train.train_iters, steps, self.cfg.logger.log_interval, bar=False)
+
+    def on_train_step_start(self, context: CallbackContext) -> None:
+        """Start the clock; where this step's figures are wanted, take its learning rates and count experts' tokens."""
+        if self._since is None:
+            self._since = time.perf_counter()
+        if (context.state.train_state.step + 1) % self.cfg.logger.log_interval:
+            return
+        self._lr = get_canonical_lr_for_logging(context.optimizer.param_groups)
+        self._lr_of_parts = self._rates.now(context.optimizer)
+        if self.cfg.model.moe_layers:
+            self._load = ExpertLoad(context.model, losses=isinstance(context, LoopContext))
+
+    def on_train_step_end(self, context: CallbackContext) -> None:
+        """Add the step up; after the last one of an interval, hand its figures on."""
+        step = meter_of(context.state).take()
+        self._interval += step
+        if step_of(context) % self.cfg.logger.log_interval:
+            self._tick()
+            return
+        figures = self._figures(context, step)
+        publish(context, figures)
+        if self._console is not None:
+            self._show(context, figures)
+
+    def on_eval_start(self, context: CallbackContext) -> None:
+        """Stop the clock until the next step."""
+        self._since = None
+
+    def on_checkpoint_save(self, context: CallbackContext) -> None:
+        """Stop the clock until the next step; what the checkpoint took is not counted."""
+        self._since = None
+
+    def on_train_end(self, context: CallbackContext) -> None:
+        """Leave the console."""
+        if self._console is not None:
+            self._console.close()
+
+    def _tick(self) -> None:
+        now = time.perf_counter()
+        self._seconds += now - self._since
+        self._since = now
+
+    def _figures(self, context: CallbackContext, step: Amounts) -> dict[str, float]:
+        own = (*self._interval.values(), *step.values())
+        sums = sum_amounts(own, self._groups)  # which also waits for the device
+        self._tick()
+        interval, step = Amounts(*sums[: Amounts.count()]), Amounts(*sums[Amounts.count() :])
+        figures = {"tokens": step.tokens, "images": step.images, "video_frames": step.video_frames}
+        figures |= {"filled": step.tokens / max(step.slots, 1)}
+        figures |= self._speed(interval) | {"memory_gb": largest(_memory()) / 1e9}
+        figures |= self._lr_of_parts
+        if not isinstance(context, LoopContext):  # whose log has them for every step
+            norms = context.user_state.get(TOWER_NORMS) or {}
+            figures |= {f"grad_norm_{part}": float(norm) for part, norm in norms.items()}
+        if self._load is not None:
+            figures |= self._load.take(self.cfg)
+            self._load = None
+        self._interval, self._seconds = Amounts(), 0.0
+        return figures
+
+    def _speed(self, interval: Amounts) -> dict[str, float]:
+        figures = {
+            "tokens_per_second": interval.tokens / self._seconds,
+            "images_per_second": interval.images / self._seconds,
+        }
+        if self._costs is not None:
+            done = self._costs.of_many(
+                tokens=interval.tokens,
+                token_pairs=interval.token_pairs,
+                patches=interval.patches,
+                patch_pairs=interval.patch_pairs,
+            )
+            each = done / self._seconds / torch.distributed.get_world_size()
+            figures["tflops_per_gpu"] = each / 1e12
+            if self._peak is not None:
+                figures["mfu"] = each / self._peak
+        return figures
+
+    def _show(self, context: CallbackContext, figures: dict[str, float]) -> None:
+        """In Megatron-Bridge's loop: a line on the rank that has the losses, which is where its own lines are."""
+        entry = dict(figures, step=step_of(context), lr=self._lr)
+        if context.grad_norm is not None:
+            entry["grad_norm"] = float(context.grad_norm)
+        if "lm loss" in context.loss_dict:
+            entry["loss"] = float(context.loss_dict["lm loss"])
+        self._console.advance(entry | ({"skipped": 1} if context.skipped_iter else {}))
+
+
+def _memory() -> float:
+    """Bytes: the most that tensors had on this process's GPU, or that the process had on a CPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

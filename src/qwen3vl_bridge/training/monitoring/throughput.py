@@ -1,0 +1,66 @@
+"""How many operations a run's training step has, and how many a second its GPU could do.
+
+What lives here: what a run trains, adapters counted in; finding a GPU by the name that its driver gives. What may not:
+the formula (`models/common/flops.py`), the vendor's numbers (`planning/hardware.py`).
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+
+from qwen3vl_bridge.models.common.flops import TowerCosts, Trained
+from qwen3vl_bridge.models.common.provider_flops import provider_costs, trained_parts
+from qwen3vl_bridge.peft.lora import Qwen3VLParts
+from qwen3vl_bridge.planning.hardware import GPUS
+
+import torch
+from megatron.bridge.training.config import ConfigContainer
+
+# Variants of a name that run slower than what the table has under it: other boards, and parts of a GPU.
+_SLOWER = {"PCIE", "NVL", "MIG"}
+
+
+def step_costs(cfg: ConfigContainer) -> TowerCosts | None:
+    """What tokens and patches cost a training step of a run.
+
+    Args:
+        cfg: its configuration.
+
+    Returns:
+        None under adapters that are not this package's: what they train is not known.
+    """
+    trained, peft = trained_parts(cfg.model), getattr(cfg, "peft", None)
+    if peft is None:
+        return provider_costs(cfg.model, trained)
+    if not isinstance(peft, Qwen3VLParts):
+        return None
+    peft = copy.deepcopy(peft)  # it notes what it was asked for
+    linear = torch.nn.Linear(1, 1, device="meta")
+
+    def rank(layer: str) -> int:
+        prefix, _, name = layer.rpartition(".")
+        return peft.dim if peft.match(linear, name, prefix) else 0
+
+    return provider_costs(
+        cfg.model,
+        Trained(
+            language_model=trained.language_model and not peft.freeze_language_model,
+            vision_model=trained.vision_model and not peft.freeze_vision_model,
+            vision_projection=trained.vision_projection and not peft.freeze_vision_projection,
+            rank=rank,
+        ),
+    )
+
+
+def peak_operations(device: str) -> float | None:
+    """The most operations a second in bfloat16 of a GPU, None where it is not in the table.
+
+    Args:
+        device: its name, such as "NVIDIA A100-SXM4-40GB".
+    """
+    words = set(re.split(r"[\s-]+", device.upper()))
+    found = [name for name in GPUS if set(name.upper().split("-")) <= words]
+    if not found or words & _SLOWER:
+        return None
+    return GPUS[max(found, key=len)].bf16_flops

@@ -1,0 +1,73 @@
+"""TensorBoard and Weights & Biases, as Megatron-Bridge's configuration asks for them.
+
+What lives here: where figures go in either loop. What may not: what they are (`metrics.py`,
+`training/small_loop/log.py`), making the two (Megatron-Bridge's state does, on the last rank).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+
+from qwen3vl_bridge.training.small_loop.events import MEASURED, LoopContext
+
+from megatron.bridge.training.callbacks import CallbackContext
+from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.training.state import GlobalState
+
+# Before the names of what Megatron-Bridge does not log itself.
+PREFIX = "qwen3vl/"
+
+
+def check_trackers(cfg: ConfigContainer) -> None:
+    """Refuse, before training, what would fail at the first figure.
+
+    Raises:
+        ValueError: Weights & Biases is asked for and not installed, or would refuse the name.
+    """
+    settings = cfg.logger
+    if not settings.wandb_project:
+        return
+    if importlib.util.find_spec("wandb") is None:
+        raise ValueError(
+            f"logger.wandb_project is {settings.wandb_project!r}, and wandb is not installed: expected it to be "
+            "(pip install wandb), or logger.wandb_project None"
+        )
+    if settings.wandb_exp_name == "":
+        raise ValueError("logger.wandb_exp_name is '', expected a name for the run, or None")
+
+
+def publish(context: CallbackContext, figures: Mapping[str, float]) -> None:
+    """Hand on what a callback has measured: to the small loop's log, or in Megatron-Bridge's loop to the trackers.
+
+    Args:
+        context: of the event. Every rank may call it; one of them writes.
+        figures: by name.
+    """
+    if isinstance(context, LoopContext):
+        context.user_state[MEASURED].update(figures)
+    else:
+        write(context.state, {PREFIX + name: value for name, value in figures.items()}, step_of(context))
+
+
+def step_of(context: CallbackContext) -> int:
+    """The latest step done. Megatron-Bridge tells of a step before it counts it."""
+    early = context.loss_dict is not None and not isinstance(context, LoopContext)
+    return context.state.train_state.step + early
+
+
+def write(state: GlobalState, figures: Mapping[str, float], step: int) -> None:
+    """Write figures under these names, on the rank that has a tracker."""
+    if (board := state.tensorboard_logger) is not None:
+        for name, value in figures.items():
+            board.add_scalar(name, value, step)
+    if (wandb := state.wandb_logger) is not None:
+        wandb.log(dict(figures), step)
+
+
+def close(state: GlobalState) -> None:
+    """See to it that all is written; for the small loop, since Megatron-Bridge does it in its own."""
+    if (board := state.tensorboard_logger) is not None:
+        board.close()
+    if (wandb := state.wandb_logger) is not None:
+        wandb.finish()

@@ -1,0 +1,165 @@
+"""What the forward step keeps of a training step for those who look at it before the weights change.
+
+What lives here: the losses of a step's microbatches, where the forward step leaves and callbacks find them, and which
+sample each of them is of. What may not: judging them (`step_guard.py`), collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+from qwen3vl_bridge.batch import PackedBatch, SequenceLayout, token_index
+from qwen3vl_bridge.encoder_parallel.step import is_split_unjoined
+from qwen3vl_bridge.training.optimizer.tower_settings import Qwen3VLTowers
+
+import torch
+from megatron.bridge.training.state import GlobalState
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+
+
+class SampleLoss(NamedTuple):
+    """The part of a sample's loss that a rank has seen.
+
+    Attributes:
+        place: data-parallel rank, microbatch and segment: the same on all context-parallel ranks.
+        name: of the sample.
+        loss: sum over tokens.
+        tokens: how many of them count.
+    """
+
+    place: tuple[int, int, int]
+    name: str
+    loss: float
+    tokens: float
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """What one microbatch came to on this rank; nothing of it is on the host before somebody asks.
+
+    Attributes:
+        losses: [b, s] float32, of every token.
+        mask: [b, s] float32, 1 where it counts.
+        sums: [2] float32, sum of the losses that count, and how many do.
+        layout: of the whole batch, on the host.
+        sample_ids: of its segments, as far as they are known.
+    """
+
+    losses: Tensor
+    mask: Tensor
+    sums: Tensor
+    layout: SequenceLayout
+    sample_ids: tuple[str, ...]
+
+    def samples(self, number: int, groups: ProcessGroupCollection) -> list[SampleLoss]:
+        """The samples that this rank has seen tokens of; waits for the device.
+
+        Args:
+            number: of the microbatch in its step.
+            groups: process groups.
+        """
+        layout, rank = self.layout, groups.dp.rank()
+        index = token_index(layout, groups.cp.size(), groups.cp.rank()).T.flatten()
+        segment = layout.per_token(torch.arange(len(layout.lengths)))[index]
+        counted = torch.stack((self.losses.float() * self.mask, self.mask), -1).view(-1, 2).double().cpu()
+        sums = torch.zeros(len(layout.lengths), 2, dtype=torch.float64).index_add_(0, segment, counted)
+        names = dict(enumerate(self.sample_ids))
+        return [
+            SampleLoss(
+                (rank, number, i),
+                names.get(i, f"segment {i} of microbatch {number} on data-parallel rank {rank}"),
+                *sums[i].tolist(),
+            )
+            for i, length in enumerate(layout.lengths)
+            if length
+        ]
+
+
+@dataclass
+class Watch:
+    """The microbatches of the step that is under way, on ranks that compute losses.
+
+    Attributes:
+        state: of the run.
+        microbatches: in their order.
+    """
+
+    state: GlobalState
+    microbatches: list[Microbatch] = field(default_factory=list)
+
+    def sums(self) -> Tensor:
+        """[2] float64, sum of all losses that count and how many do, on their device."""
+        if not self.microbatches:
+            return torch.zeros(2, dtype=torch.float64)
+        return torch.stack([one.sums for one in self.microbatches]).double().sum(0)
+
+    def samples(self, groups: ProcessGroupCollection) -> list[SampleLoss]:
+        """Of all microbatches."""
+        return [sample for i, one in enumerate(self.microbatches) for sample in one.samples(i, groups)]
+
+
+# By the identity of the run's state, which a watch keeps alive; those who look keep the watch.
+_WATCHES: WeakValueDictionary[int, Watch] = WeakValueDictionary()
+
+
+def start_watch(state: GlobalState) -> Watch:
+    """Have the forward step keep a run's losses.
+
+    Raises:
+        ValueError: somebody does already.
+    """
+    if id(state) in _WATCHES:
+        raise ValueError(
+            "the callbacks of training_callbacks(cfg) were given twice; expected once, and not at all in the small "
+            "loop, which adds them by itself"
+        )
+    watch = _WATCHES[id(state)] = Watch(state)
+    return watch
+
+
+def end_watch(state: GlobalState) -> None:
+    """Keep no more of a run's losses."""
+    _WATCHES.pop(id(state), None)
+
+
+def watched(count: Callable, state: GlobalState, batch: PackedBatch, mask: Tensor) -> Callable:
+    """The loss function of a training microbatch, which leaves what it has seen where it is asked for.
+
+    Args:
+        count: from losses [b, s] to (sum, tokens, what to report).
+        state: the run.
+        batch: the microbatch, on the host.
+        mask: [b, s] this rank's share of its loss mask, on the device.
+
+    Raises:
+        ValueError: the configuration has settings that callbacks follow, and none has started.
+    """
+    if (watch := _WATCHES.get(id(state))) is None:
+        _check_nothing_is_ignored(state.cfg)
+        return count
+
+    def count_and_keep(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        counted = count(losses)
+        sums = counted[2]["lm loss"]
+        watch.microbatches.append(Microbatch(losses.detach(), mask, sums, batch.layout, batch.sample_ids))
+        return counted
+
+    return count_and_keep
+
+
+def _check_nothing_is_ignored(cfg: Any) -> None:
+    towers = getattr(cfg, "optimizer_config_override_provider", None)
+    settings = {
+        "model.dist_train.use_dist_train": is_split_unjoined(cfg.model),
+        "guard": getattr(cfg, "guard", None) is not None,
+        "optimizer_config_override_provider.freeze_*_steps": isinstance(towers, Qwen3VLTowers) and towers.rests(),
+    }
+    if ignored := [name for name, is_set in settings.items() if is_set]:
+        raise ValueError(
+            f"nothing follows {' and '.join(ignored)}: the callbacks have not started; expected "
+            "finetune(cfg, qwen3vl_bridge.forward_step, callbacks=qwen3vl_bridge.training_callbacks(cfg))"
+        )

@@ -1,0 +1,38 @@
+"""The warm-up of the learning rate: one without an end is refused.
+
+What lives here: telling that before a run. What may not: the schedule of a run that goes on
+(`training/small_loop/schedule.py`), rates of the model's parts (`tower_settings.py`).
+"""
+
+from __future__ import annotations
+
+from megatron.bridge.training.config import ConfigContainer
+
+
+def check_warmup(cfg: ConfigContainer) -> None:
+    """Refuse a warm-up that is as long as the schedule, such as a recipe's in a run that was made short.
+
+    Megatron-Bridge cuts it to one sample less, and the rate gets to `optimizer.lr` in the last step or never.
+
+    Args:
+        cfg: a run's.
+
+    Raises:
+        ValueError: it is.
+    """
+    schedule, kind = cfg.scheduler, "iters" if cfg.train.train_samples is None else "samples"
+    lengths = {
+        "scheduler.max_steps": schedule.max_steps if kind == "iters" else None,
+        f"scheduler.lr_decay_{kind}": getattr(schedule, f"lr_decay_{kind}"),
+        f"train.train_{kind}": getattr(cfg.train, f"train_{kind}"),
+    }
+    name, length = next(((name, found) for name, found in lengths.items() if found is not None), ("", None))
+    warmup, wanted = f"scheduler.lr_warmup_{kind}", getattr(schedule, f"lr_warmup_{kind}")
+    if schedule.lr_warmup_fraction is not None and schedule.lr_warmup_fraction >= 1:
+        raise ValueError(f"scheduler.lr_warmup_fraction is {schedule.lr_warmup_fraction}, expected less than 1")
+    if length is not None and wanted >= length > 0 and wanted:
+        raise ValueError(
+            f"{warmup} is {wanted} with {name} {length}: the learning rate would rise to the end and never be "
+            f"optimizer.lr; expected less than {length}, such as {warmup}={length // 20}, or, for the first part of a "
+            f"longer run, that one's length as scheduler.lr_decay_{kind}"
+        )

@@ -1,0 +1,148 @@
+"""Processes and groups: torch.distributed and megatron-core's parallel state from a provider's sizes.
+
+What lives here: setting both up, seeding random generators and tearing them down. What may not: collectives of ours
+(`parallel/collectives.py`), what checkpoints hold of random generators (`training/small_loop/random_states.py`).
+"""
+
+import contextlib
+import gc
+import os
+import random
+from collections.abc import Iterator
+
+from qwen3vl_bridge.models.common.settings.encoder_parallel import check_world
+from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
+
+import numpy as np
+import torch
+from megatron.bridge.training.initialize import _create_dist_train_pgs
+from megatron.bridge.utils.common_utils import get_local_rank_preinit
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+
+def initialize(provider: Qwen3VLModelProvider, seed: int) -> ProcessGroupCollection:
+    """Join the processes torchrun started, or be the only one, and build the provider's parallel groups.
+
+    Args:
+        provider: its parallel sizes are used, and it is given the groups.
+        seed: of random generators.
+    """
+    if provider.dist_train.use_dist_train:
+        _join()
+        check_world(provider, torch.distributed.get_world_size())
+        leave_groups()
+        parallel_state._set_global_memory_buffer()
+        # Megatron-Bridge's own wiring, which its set-up calls where `dist.use_decentralized_pg` is on.
+        with groups_to_leave():
+            provider._pg_collection = _create_dist_train_pgs(provider, 1, None, None)
+    else:
+        if not _groups_serve(provider):
+            _join()
+            leave_groups()
+            with groups_to_leave():
+                provider.initialize_model_parallel()
+        provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+    seed_generators(seed, provider._pg_collection)
+    return provider._pg_collection
+
+
+def seed_generators(seed: int, groups: ProcessGroupCollection) -> None:
+    """Seed every generator of this rank. Pipeline stages draw different numbers, as under Megatron-Bridge's loop.
+
+    Args:
+        seed: the run's.
+        groups: process groups.
+    """
+    seed += 100 * groups.pp.rank()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(
+        seed,
+        force_reset_rng=True,
+        tp_rank=groups.tp.rank(),
+        ep_rank=groups.ep.rank(),
+        etp_rank=groups.expt_tp.rank(),
+    )
+
+
+def _groups_serve(provider: Qwen3VLModelProvider) -> bool:
+    """Whether there are groups of the provider's sizes already."""
+    if not parallel_state.model_parallel_is_initialized():
+        return False
+    tensor = provider.tensor_model_parallel_size
+    wanted = {
+        parallel_state.get_tensor_model_parallel_world_size: tensor,
+        parallel_state.get_pipeline_model_parallel_world_size: provider.pipeline_model_parallel_size,
+        parallel_state.get_virtual_pipeline_model_parallel_world_size: provider.virtual_pipeline_model_parallel_size,
+        parallel_state.get_context_parallel_world_size: provider.context_parallel_size,
+        parallel_state.get_expert_model_parallel_world_size: provider.expert_model_parallel_size,
+        parallel_state.get_expert_tensor_parallel_world_size: provider.expert_tensor_parallel_size or tensor,
+    }
+    return all(find() == size for find, size in wanted.items())
+
+
+def _alone() -> bool:
+    return "WORLD_SIZE" not in os.environ
+
+
+def _join() -> None:
+    if torch.distributed.is_initialized():  # processes that torchrun started meet once
+        return
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if _alone():
+        # No port to collide on with another run on this machine.
+        torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+    else:
+        if torch.cuda.is_available():  # or all processes of a machine would be on its first GPU
+            torch.cuda.set_device(get_local_rank_preinit())
+        torch.distributed.init_process_group(backend)
+
+
+def leave_groups() -> None:
+    """Leave the groups that `initialize` has made, for others to be made. Every process calls this.
+
+    A group of gloo's has three threads that look for work a hundred times a second. Sets of groups that nobody uses any
+    more, each of dozens, would take all of a machine's time.
+    """
+    parallel_state.destroy_model_parallel()
+    BridgeCommunicator._broadcast_pg_cache.clear()  # which it keeps for the next one
+    BridgeCommunicator._bridge_pg_cache.clear()
+    left = [group for group in _known_groups() if group in _made]
+    _made.clear()
+    if left:
+        _clear_sharding_prop_cache()  # torch would give equal meshes' results the mesh of the groups that are left
+        gc.collect()  # a model that is gone, in a circle of references, would hold them
+        torch.distributed.barrier()
+        for group in left:
+            torch.distributed.destroy_process_group(group)
+
+
+_made: list[torch.distributed.ProcessGroup] = []
+
+
+@contextlib.contextmanager
+def groups_to_leave() -> Iterator[None]:
+    """Remember the groups that the body makes, for `leave_groups`."""
+    before = _known_groups()
+    try:
+        yield
+    finally:
+        _made.extend(group for group in _known_groups() if group not in before)
+
+
+def _known_groups() -> list[torch.distributed.ProcessGroup]:
+    """All but that of all processes."""
+    everyone = torch.distributed.group.WORLD
+    return [group for group in torch.distributed.distributed_c10d._world.pg_map if group is not everyone]
+
+
+def shutdown() -> None:
+    """Leave the groups and the processes."""
+    leave_groups()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,4 @@
+"""The weight table's language.
+
+What lives here: kinds of rows, a model's dimensions and parts, adapters' rows, mappings for Megatron-Bridge.
+"""

@@ -1,0 +1,233 @@
+"""What LoRA and DoRA add to a linear layer, as rows like those of the weight table.
+
+What lives here: names and shapes of adapters, Hugging Face's `peft` library on one side, Megatron on the other, derived
+from the row of the layer's own weight; which layers a configuration adapts. Standard library only. What may not: names
+of the model's own parameters (`models/qwen3_vl/table.py`), tensors, files.
+
+A layer in Megatron may be several in Hugging Face (q, k and v; gate and up). Its adapter has one `linear_in`, which is
+the `lora_A` of each of them, and one `linear_out`, whose rows lie as those of the layer's weight do.
+
+Experts that are one tensor in Hugging Face have adapters of their own in Megatron, and in `peft` two matrices for all
+of them (source: peft 0.21, `ParamWrapper`; vLLM reads the same). `lora_A` is [experts * dim, in], expert by expert.
+`lora_B` is [out, dim * experts], in which the experts are the faster index: a column for each expert, `dim` times.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from qwen3vl_bridge.models.qwen3_vl.table import is_of_experts, local_name, shared_name
+from qwen3vl_bridge.weights.model_parts import part_of
+from qwen3vl_bridge.weights.rows import Copy, ExpertInput, ExpertOutput, GatedMLP, PackedExpert, Row
+
+# What Megatron-Bridge calls the parts of an adapter, behind the name of its layer.
+MARK = ".adapter."
+IN, OUT, MAGNITUDE = "linear_in.weight", "linear_out.weight", "weight_magnitude"
+# What it puts into the names of a layer's own parameters.
+_WRAPPED = ".to_wrap."
+_HF = {IN: "lora_A.weight", OUT: "lora_B.weight", MAGNITUDE: "lora_magnitude_vector"}
+# How `peft` begins the names in a file of adapters.
+HF_PREFIX = "base_model.model."
+ALL_LINEAR_LAYERS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+_LINEAR = re.compile(rf"\.({'|'.join(ALL_LINEAR_LAYERS)})\.weight\d*$")
+
+
+class WholeGatedMLP(GatedMLP):
+    """A stacked gate and up projection that an fsdp_dtensor checkpoint stores as one."""
+
+    @property
+    def stored(self) -> tuple[str, ...]:
+        """As the parameter is."""
+        return (self.megatron,)
+
+
+@dataclass(frozen=True)
+class AdapterSettings:
+    """What of a configuration says which adapters there are, and how much they weigh.
+
+    Attributes:
+        dim: of the space between the two matrices.
+        alpha: an adapter's product is scaled by alpha / dim.
+        dora: whether it is DoRA.
+        parts: values of `Part` whose layers are adapted.
+        target_modules, exclude_modules: names of layers or patterns, as Megatron-Bridge matches them.
+        experts: whether linear layers of experts are adapted too, those of the language model.
+    """
+
+    dim: int
+    alpha: float
+    dora: bool
+    parts: frozenset[str]
+    target_modules: tuple[str, ...]
+    exclude_modules: tuple[str, ...] = ()
+    experts: bool = False
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The parts of an adapter."""
+        return (IN, OUT, MAGNITUDE) if self.dora else (IN, OUT)
+
+    def adapts(self, layer: str) -> bool:
+        """Whether a linear layer gets an adapter. Those of a layer's experts all do, or none."""
+        if part_of(layer).value not in self.parts or (is_of_experts(layer) and not self.experts):
+            return False
+        name = shared_name(layer)
+        if self.target_modules:
+            return _named(name, self.target_modules)
+        return not _named(name, self.exclude_modules)
+
+
+def _named(layer: str, entries: Iterable[str]) -> bool:
+    """Whether one of them is the layer's last name, or a pattern of its whole name in which `*` is any text."""
+    return any(entry == _last_part(layer) or re.fullmatch(entry.replace("*", ".*"), layer) for entry in entries)
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """The space between an adapter's matrices, and what their product is scaled by: alpha / rank."""
+
+    rank: int
+    alpha: float
+
+
+def adapter_config(
+    usual: Scaled,
+    targets: dict[str, list[str]],
+    base_model: str,
+    *,
+    dora: bool,
+    others: Mapping[str, Scaled] = MappingProxyType({}),
+) -> dict[str, object]:
+    """Contents of `adapter_config.json`, as `peft` and vLLM read it.
+
+    Args:
+        usual: of adapters that are not among `others`.
+        targets: from `hf_targets`.
+        base_model: name or folder of the model without adapters.
+        dora: whether they are DoRA's.
+        others: by the Hugging Face name of the adapted tensor.
+    """
+    differ = {name.removesuffix(".weight") if _is_of_module(name) else name: it for name, it in others.items()}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": usual.rank,
+        "lora_alpha": usual.alpha,
+        "lora_dropout": 0.0,
+        "use_dora": dora,
+        "use_rslora": False,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        **targets,
+        "rank_pattern": {name: it.rank for name, it in differ.items() if it.rank != usual.rank},
+        "alpha_pattern": {name: it.alpha for name, it in differ.items() if it.alpha != usual.alpha},
+        "modules_to_save": None,
+        "inference_mode": True,
+        "init_lora_weights": True,
+    }
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name as it is without adapters."""
+    return name.replace(_WRAPPED, ".")
+
+
+def layer_of(row: Row) -> str:
+    """The layer whose weight a row is; of an expert, the module of its own that it has to be to have an adapter."""
+    return local_name(row.megatron).removesuffix(".weight")
+
+
+def linear_rows(rows: Iterable[Row]) -> Iterator[Row]:
+    """Of expanded rows, the weights of linear layers that can be adapted."""
+    return (row for row in rows if _LINEAR.search(row.megatron))
+
+
+def adapter_row(weight: Row, kind: str, dim: int, *, whole: bool = False) -> Row:
+    """A part of a layer's adapter.
+
+    Args:
+        weight: the row of the layer's own weight, expanded.
+        kind: IN, OUT or MAGNITUDE.
+        dim: of the adapter.
+        whole: whether an fsdp_dtensor checkpoint has gate and up in one, as Megatron-FSDP leaves those of adapters.
+
+    Returns:
+        A row; of IN, the first Hugging Face tensor only (`input_names` has all).
+    """
+    names = {
+        "megatron": layer_of(weight) + MARK + kind,
+        "pattern": local_name(weight.pattern).removesuffix(".weight") + MARK + kind,
+    }
+    if isinstance(weight, PackedExpert):
+        return _of_expert(weight, kind, dim, names, whole=whole)
+    if kind == IN:
+        name, width = input_names(weight)[0], weight.shapes[0][1]
+        row = Copy(names["megatron"], (name,), ((dim, width),), weight.indices, weight.condition)
+        return replace(row, position=weight.position, pattern=names["pattern"])
+    shapes = tuple((shape[0], dim) if kind == OUT else (shape[0],) for shape in weight.shapes)
+    row = replace(weight, hf=_hf_names(weight, kind), shapes=shapes, **names)
+    if whole and isinstance(row, GatedMLP):
+        return WholeGatedMLP(**{field: getattr(row, field) for field in row.__dataclass_fields__})
+    return row
+
+
+def _of_expert(weight: PackedExpert, kind: str, dim: int, names: dict[str, str], *, whole: bool) -> Row:
+    """A part of the adapter of an expert that lies with others in one tensor."""
+    shape = weight.shapes[0]
+    out, width = reversed(shape) if weight.transposed else shape
+    place = {"hf": _hf_names(weight, kind), "indices": weight.indices, "position": weight.position}
+    if kind == IN:
+        return ExpertInput(shapes=((dim, width),), **names, **place)
+    return ExpertOutput(shapes=((out, dim),), gated=weight.gated, whole=whole, **names, **place)
+
+
+def input_names(weight: Row) -> tuple[str, ...]:
+    """Hugging Face names of the tensors that a layer's `linear_in` is."""
+    return _hf_names(weight, IN)
+
+
+def _hf_names(weight: Row, kind: str) -> tuple[str, ...]:
+    if isinstance(weight, PackedExpert):
+        # `peft` wraps the module of the experts once for each parameter: down_proj's wrapper is around gate_up_proj's.
+        module = weight.hf[0].rpartition(".")[0] + ".base_layer" * weight.gated
+        return (f"{HF_PREFIX}{module}.{_HF[kind]}",)
+    return tuple(f"{HF_PREFIX}{name.removesuffix('weight')}{_HF[kind]}" for name in weight.hf)
+
+
+def hf_targets(adapted: Iterable[str], tensors: Iterable[str]) -> dict[str, list[str]]:
+    """What of an adapter_config.json names exactly these weights.
+
+    Args:
+        adapted: Hugging Face names of the weights that have adapters.
+        tensors: those of all the model's tensors.
+
+    Returns:
+        `target_modules` of weights that are modules', and `target_parameters`, where there are any, of those that are
+        not: the last part of a name where all that end so are adapted ("q_proj"), else whole names.
+    """
+    adapted, tensors = set(adapted), set(tensors)
+    parameters = _shortest({name for name in adapted if not _is_of_module(name)}, tensors)
+    targets = {"target_modules": _shortest(_modules(adapted), _modules(tensors))}
+    return targets | ({"target_parameters": parameters} if parameters else {})
+
+
+def _is_of_module(tensor: str) -> bool:
+    """Whether `peft` adapts the module whose weight it is: a linear layer, which experts and routers are not."""
+    return tensor.endswith(".weight") and not tensor.endswith(".mlp.gate.weight")
+
+
+def _modules(tensors: set[str]) -> set[str]:
+    return {name.removesuffix(".weight") for name in tensors if _is_of_module(name)}
+
+
+def _shortest(chosen: set[str], names: set[str]) -> list[str]:
+    ambiguous = {_last_part(name) for name in names - chosen}
+    return sorted({name if _last_part(name) in ambiguous else _last_part(name) for name in chosen})
+
+
+def _last_part(name: str) -> str:
+    return name.rpartition(".")[2]

@@ -1,0 +1,38 @@
+"""The parts of the model that can be frozen, adapted and counted one by one.
+
+What lives here: which parameter belongs to which part, by its name. Standard library only. What may not: modules
+(`models/common/freezing.py`), deciding what is trained (`Qwen3VLModel.freeze`, `peft/lora.py`).
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Part(Enum):
+    """As in the names of the freeze flags."""
+
+    LANGUAGE_MODEL = "language_model"
+    VISION_MODEL = "vision_model"  # without the mergers
+    VISION_PROJECTION = "vision_projection"  # the mergers, main and DeepStack
+
+
+def part_of(name: str) -> Part:
+    """The part of a Qwen3VLModel's parameter or module, by its name in the model."""
+    if name.startswith("language_model."):
+        return Part.LANGUAGE_MODEL
+    is_merger = name.startswith(("vision_model.merger.", "vision_model.decoder.deepstack_merger_list."))
+    return Part.VISION_PROJECTION if is_merger else Part.VISION_MODEL
+
+
+def part_of_wrapped(name: str) -> Part:
+    """The part of a parameter, by its name in a Qwen3VLModel or in what wraps one.
+
+    Raises:
+        ValueError: it is of another model.
+    """
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    if not name.startswith(("language_model.", "vision_model.")):
+        raise ValueError(f"found the parameter {name}, expected one of language_model or vision_model")
+    return part_of(name)

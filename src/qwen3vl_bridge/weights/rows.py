@@ -1,0 +1,170 @@
+"""Kinds of rows of the weight table: how a Megatron parameter and its Hugging Face tensors relate.
+
+What lives here: the kinds, and what can be asked of any rows. Standard library only. What may not: names of
+parameters (`models/qwen3_vl/table.py`), tensors, files, process groups.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from qwen3vl_bridge.weights.dimensions import Dimensions
+
+Shape = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One Megatron parameter and the Hugging Face tensors it is made of.
+
+    Attributes:
+        megatron: Megatron parameter name, Transformer Engine spelling.
+        hf: names of its Hugging Face tensors, in the order Megatron's parameter has them.
+        shapes: shape of each Hugging Face tensor; a string names a size of `Dimensions`.
+        indices: what each `*` counts, entries of `Dimensions.indices`. A Hugging Face name may have fewer of them.
+        condition: key of `dimensions` that must be true for the row to exist, or None.
+        replicated: the parameter is a plain torch one, whole on every tensor-parallel rank.
+        position: the numbers that stand for the `*`, in an expanded row.
+        pattern: the Megatron parameter name as the table has it, in an expanded row.
+    """
+
+    megatron: str
+    hf: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+    indices: tuple[str, ...] = ()
+    condition: str | None = None
+    replicated: bool = False
+    position: tuple[int, ...] = ()
+    pattern: str = ""
+
+    @property
+    def stored(self) -> tuple[str, ...]:
+        """Names of the tensors an fsdp_dtensor checkpoint keeps the parameter in, equal parts along dimension 0."""
+        return (self.megatron,)
+
+    @property
+    def of_vocabulary(self) -> bool:
+        """Whether the parameter has a row for each token, so that Megatron may pad it."""
+        return self.shapes[0][0] == "vocab"
+
+    @property
+    def expert(self) -> int:
+        """Which expert an expanded row is, of those with experts."""
+        return self.position[self.indices.index("experts")]
+
+    def at(self, *numbers: int) -> Row:
+        """This row with its `*` replaced by `numbers`, from left to right, on both sides."""
+        hf = tuple(_fill(name, numbers) for name in self.hf)
+        return replace(self, megatron=_fill(self.megatron, numbers), hf=hf, position=numbers, pattern=self.megatron)
+
+    def numbers(self, dimensions: Dimensions) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the Hugging Face tensors as numbers; of a packed tensor, the row's expert's part of it."""
+        return tuple(tuple(dimensions[d] if isinstance(d, str) else d for d in shape) for shape in self.shapes)
+
+
+class Copy(Row):
+    """One tensor, the same on both sides."""
+
+
+class QKV(Row):
+    """Three tensors q, k, v; Megatron interleaves them by query group: [q heads of the group, its k, its v] ..."""
+
+
+class ConcatenatedQKV(Row):
+    """One tensor [q; k; v]; Megatron interleaves it by head: [q, k, v of head 0], [q, k, v of head 1] ..."""
+
+
+class GatedMLP(Row):
+    """Two tensors gate, up; Megatron stacks them [gate; up]. An fsdp_dtensor checkpoint stores them apart."""
+
+    @property
+    def stored(self) -> tuple[str, ...]:
+        """As `gate_and_up` names them."""
+        return gate_and_up(self.megatron)
+
+
+@dataclass(frozen=True)
+class PackedExpert(Row):
+    """One expert of a tensor that holds all experts of a layer, [experts, ...].
+
+    Attributes:
+        transposed: the tensor is input-major, [experts, in, out], against Megatron's [out, in].
+        gated: it is the gate above the up projection; stored apart in an fsdp_dtensor checkpoint, as `GatedMLP` is.
+    """
+
+    transposed: bool = False
+    gated: bool = False
+
+    @property
+    def stored(self) -> tuple[str, ...]:
+        """As of a GatedMLP where it is one."""
+        return gate_and_up(self.megatron) if self.gated else (self.megatron,)
+
+
+@dataclass(frozen=True)
+class ExpertInput(Row):
+    """One expert's rows of a matrix of all experts of a layer, [experts * rows, in]: one expert after the other."""
+
+
+@dataclass(frozen=True)
+class ExpertOutput(Row):
+    """One expert's columns of a matrix of all experts of a layer, [out, columns * experts].
+
+    The first column of every expert comes first, then the second of every expert, and so on.
+
+    Attributes:
+        gated: it is the gate above the up projection.
+        whole: these are one tensor in an fsdp_dtensor checkpoint, where those of a `GatedMLP` are two.
+    """
+
+    gated: bool = False
+    whole: bool = False
+
+    @property
+    def stored(self) -> tuple[str, ...]:
+        """As of a GatedMLP where it is one."""
+        return gate_and_up(self.megatron) if self.gated and not self.whole else (self.megatron,)
+
+
+def gate_and_up(megatron: str) -> tuple[str, str]:
+    """What an fsdp_dtensor checkpoint calls a stacked parameter's gate and its up projection."""
+    return f"{megatron}_w", f"{megatron}_v"
+
+
+def _fill(name: str, numbers: Sequence[int]) -> str:
+    for number in numbers:
+        name = name.replace("*", str(number), 1)
+    return name
+
+
+def hf_shapes(row: Row, dimensions: Dimensions) -> tuple[tuple[int, ...], ...]:
+    """Shapes of a row's whole Hugging Face tensors: some have all experts, where `Row.numbers` gives one's part."""
+    shapes, experts = row.numbers(dimensions), dimensions["experts"]
+    if isinstance(row, PackedExpert):
+        return tuple((experts, *shape) for shape in shapes)
+    if isinstance(row, ExpertInput):
+        return tuple((experts * rows, width) for rows, width in shapes)
+    if isinstance(row, ExpertOutput):
+        return tuple((out, columns * experts) for out, columns in shapes)
+    return shapes
+
+
+def expand(rows: tuple[Row, ...], dimensions: Dimensions) -> Iterator[Row]:
+    """The rows a model of these dimensions really has, one per Megatron parameter, no `*` left.
+
+    Args:
+        rows: rows of the table, with `*`.
+        dimensions: from `dimensions_of`.
+    """
+    for row in rows:
+        if row.condition is None or dimensions[row.condition]:
+            for numbers in itertools.product(*(dimensions.indices[name] for name in row.indices)):
+                yield row.at(*numbers)
+
+
+def parameter_count(rows: tuple[Row, ...], dimensions: Dimensions) -> int:
+    """Number of parameters of a model of these dimensions, without building it."""
+    return sum(math.prod(shape) for row in expand(rows, dimensions) for shape in row.numbers(dimensions))
