@@ -33,8 +33,8 @@ from pathlib import Path
 
 from qwen3vl_bridge.checkpoint import export_checkpoint, import_checkpoint, verify_checkpoint
 from qwen3vl_bridge.checkpoint.formats.layouts import HuggingFace
-from qwen3vl_bridge.checkpoint.formats.safetensors.writer import layout, write_index
-from qwen3vl_bridge.checkpoint.formats.slices import Pieces, Zeros
+from qwen3vl_bridge.checkpoint.formats.safetensors.writer import shard_files, write_index
+from qwen3vl_bridge.checkpoint.formats.slices import Segments, Zeros
 from qwen3vl_bridge.checkpoint.formats.tensor_specs import TensorSpec
 from qwen3vl_bridge.checkpoint.planning.plan import Task, tensors_of
 from qwen3vl_bridge.models.qwen3_vl import presets
@@ -65,7 +65,7 @@ def _tasks(config: dict) -> list[Task]:
     dimensions = dimensions_of(config)
     shapes = tensors_of(expand(TABLE, dimensions), HuggingFace(dimensions))
     specs = (TensorSpec(name, "bfloat16", shape) for name, shape in shapes.items())
-    return [Task(spec, Pieces([Zeros(spec.numel)])) for spec in specs]
+    return [Task(spec, Segments([Zeros(spec.numel)])) for spec in specs]
 
 
 def make_model(folder: Path, config: dict) -> int:
@@ -73,15 +73,15 @@ def make_model(folder: Path, config: dict) -> int:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     tasks = _tasks(config)
-    files = layout(tasks)
+    files = shard_files(tasks)
     for file in files:
         with (folder / file.name).open("wb") as out:
-            for segment in file.segments:
-                if isinstance(segment, bytes):
-                    out.write(segment)
+            for content in file.contents:
+                if isinstance(content, bytes):
+                    out.write(content)
                     continue
-                for start in range(0, len(segment), 1 << 22):
-                    out.write(os.urandom(min(1 << 22, len(segment) - start)))
+                for start in range(0, len(content), 1 << 22):
+                    out.write(os.urandom(min(1 << 22, len(content) - start)))
     write_index(folder, tasks)
     return sum(file.nbytes for file in files)
 
@@ -93,9 +93,9 @@ def _plan_largest(work: Path) -> float:
     config = presets.config_dict("235B-A22B")
     (folder / "config.json").write_text(json.dumps(config))
     tasks = _tasks(config)
-    for file in layout(tasks):
+    for file in shard_files(tasks):
         with (folder / file.name).open("wb") as out:
-            out.write(file.segments[0])
+            out.write(file.contents[0])
             out.truncate(file.nbytes)
     write_index(folder, tasks)
     command = [sys.executable, _ROOT / "conversion" / "convert.py", "import", "--dry-run", "--ep", "8"]

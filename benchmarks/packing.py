@@ -147,7 +147,7 @@ def measure(sizes: list[Size], capacity: int) -> Iterator[list]:
         ("best fit", fitting, tight, lambda: planned(fitting, capacity, tight, 512)),
         ("before training", fitting, tight, lambda: planned(fitting, capacity, tight, 2**16)),
     ]
-    for how, used, most, make in ways:
+    for options, used, most, make in ways:
         started = time.perf_counter()
         rows = make()
         seconds = time.perf_counter() - started
@@ -155,9 +155,9 @@ def measure(sizes: list[Size], capacity: int) -> Iterator[list]:
         patches = np.array([sum(used[sample].patches for sample in row) for row in rows])
         largest = patches.max() if most is None else most
         few = np.percentile(patches, 5) / patches.mean()
-        yield [capacity, most or "", "fill", how, f"{tokens:.4f}", f"{patches.mean() / largest:.3f}", f"{few:.2f}",
+        yield [capacity, most or "", "fill", options, f"{tokens:.4f}", f"{patches.mean() / largest:.3f}", f"{few:.2f}",
                round(len(used) / seconds)]  # fmt: skip
-        if (how, most) == ("best fit", tight):
+        if (options, most) == ("best fit", tight):
             yield from _waiting(capacity, tight, used, rows)
 
 
@@ -167,13 +167,13 @@ def _waiting(capacity: int, most: int, sizes: list[Size], rows: Rows) -> Iterato
         costs = tower_costs(hf_config(model).to_dict())
         each = [sum(costs.of(**sizes[sample]._asdict()) for sample in row) for row in rows]
         batches = [each[first : first + batch] for first in range(0, len(each) - batch + 1, batch)]
-        for how in ("as they come", "dealt out"):
-            orders = [range(batch) if how == "as they come" else deal(one, _RANKS) for one in batches]
+        for options in ("as they come", "dealt out"):
+            orders = [range(batch) if options == "as they come" else deal(one, _RANKS) for one in batches]
             waits = [imbalance(one, order, _RANKS) for one, order in zip(batches, orders, strict=True)]
             if waits:
                 step, turn = np.mean(waits, 0)
-                yield [capacity, most, f"waiting, {model}, step", how, f"{step:.3f}", "", "", ""]
-                yield [capacity, most, f"waiting, {model}, microbatch", how, f"{turn:.3f}", "", "", ""]
+                yield [capacity, most, f"waiting, {model}, step", options, f"{step:.3f}", "", "", ""]
+                yield [capacity, most, f"waiting, {model}, microbatch", options, f"{turn:.3f}", "", "", ""]
 
 
 def main() -> None:

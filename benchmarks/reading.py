@@ -31,7 +31,7 @@ from qwen3vl_bridge.checkpoint.formats.megatron.folder import FORMATS, key_of
 from qwen3vl_bridge.checkpoint.formats.tensor_specs import Shape, TensorSpec
 from qwen3vl_bridge.checkpoint.planning.plan import Plan, make_plan, tensors_of
 from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
-from qwen3vl_bridge.checkpoint.stored_models.megatron_writer import Storage
+from qwen3vl_bridge.checkpoint.stored_models.megatron_writer import MegatronTarget
 from qwen3vl_bridge.models.qwen3_vl import presets
 from qwen3vl_bridge.models.qwen3_vl.table import ExpertLayout
 from qwen3vl_bridge.weights.rows import Row
@@ -53,21 +53,21 @@ class Layer(torch.nn.Module):
     """A unit of Megatron-FSDP."""
 
 
-def storage_of(size: str, ckpt_format: str, topology: Topology) -> Storage:
+def target_of(size: str, ckpt_format: str, topology: Topology) -> MegatronTarget:
     """A checkpoint of a released size."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(presets.config_dict(size)))
         config = ModelConfig(folder)
-    storage = Storage(ckpt_format, TRANSFORMER_ENGINE, topology, config, size, ExpertLayout.INPUT_MAJOR)
-    storage.check()
-    return storage
+    target = MegatronTarget(ckpt_format, TRANSFORMER_ENGINE, topology, config, size, ExpertLayout.INPUT_MAJOR)
+    target.check()
+    return target
 
 
-def plan_of(storage: Storage) -> Plan:
+def plan_of(target: MegatronTarget) -> Plan:
     """How it is made of the released model."""
-    rows, source = storage.config.rows(), HuggingFace(storage.dimensions)
+    rows, source = target.config.rows(), HuggingFace(target.dimensions)
     found = {name: TensorSpec(name, "bfloat16", shape) for name, shape in tensors_of(rows, source).items()}
-    return make_plan(rows, source, storage.side, found, where=storage.hf_model)
+    return make_plan(rows, source, target.layout, found, where=target.hf_model)
 
 
 def _tensor_parallel(row: Row, tp: int) -> tuple[int, int]:
@@ -79,10 +79,10 @@ def _tensor_parallel(row: Row, tp: int) -> tuple[int, int]:
     return (1, tp) if ".linear_proj.weight" in row.megatron or ".linear_fc2.weight" in row.megatron else (1, 1)
 
 
-def _modules(rows: list[Row], storage: Storage) -> tuple[torch.nn.Module, dict[str, Row]]:
+def _modules(rows: list[Row], target: MegatronTarget) -> tuple[torch.nn.Module, dict[str, Row]]:
     """The parameters of the first expert-parallel rank, where they are in the model, in the order they are made in."""
-    root, found, topology = torch.nn.Module(), {}, storage.topology
-    experts = storage.dimensions["experts"] // topology.ep if storage.dimensions["experts"] else 0
+    root, found, topology = torch.nn.Module(), {}, target.topology
+    experts = target.dimensions["experts"] // topology.ep if target.dimensions["experts"] else 0
     # As the model has them: attention's output before its input, the last merger behind the others.
     for row in sorted(rows, key=lambda row: ("linear_proj" not in row.megatron, ".merger." in row.megatron)):
         of_experts = "experts" in row.indices
@@ -95,17 +95,17 @@ def _modules(rows: list[Row], storage: Storage) -> tuple[torch.nn.Module, dict[s
                 module.add_module(part, Layer() if i and path[i - 1] == "layers" else torch.nn.Module())
             module = module._modules[part]
         by_rows, by_columns = _tensor_parallel(row, topology.expert_tp if of_experts else topology.tp)
-        shape = megatron_shape(row, storage.dimensions)
+        shape = megatron_shape(row, target.dimensions)
         local = (shape[0] // by_rows, *(shape[1:-1]), shape[-1] // by_columns) if len(shape) > 1 else shape
         module.register_parameter(name, torch.nn.Parameter(torch.empty(local, dtype=torch.bfloat16, device="meta")))
         found[row.megatron] = row
     return root, found
 
 
-def held_by_fsdp(storage: Storage) -> Held:
+def held_by_fsdp(target: MegatronTarget) -> Held:
     """What ranks of Megatron-FSDP hold."""
-    topology, rows = storage.topology, storage.config.rows()
-    module, by_name = _modules(rows, storage)
+    topology, rows = target.topology, target.config.rows()
+    module, by_name = _modules(rows, target)
     names = {parameter: name for name, parameter in module.named_parameters()}
     policy = megatron_fsdp.BucketingPolicy(None, [Layer], _STRATEGY)
     settings = DistributedDataParallelConfig(data_parallel_sharding_strategy=_STRATEGY)
@@ -119,7 +119,7 @@ def held_by_fsdp(storage: Storage) -> Held:
         share = bucket.size // ranks
         for number, parameter in enumerate(group.params):
             row, start = by_name[names[parameter]], items[number].global_data_index
-            tensors = list(storage.side.tensors(row))
+            tensors = list(target.layout.tensors(row))
             height, width = parameter.shape[0] // len(tensors), parameter[0].numel()
             by_rows, _ = _tensor_parallel(row, tp)
             for k, tensor in enumerate(tensors):
@@ -130,7 +130,7 @@ def held_by_fsdp(storage: Storage) -> Held:
                     for t in range(tp):
                         above = t * height if by_rows > 1 else 0
                         for e in range(ep):
-                            name = _of_group(tensor, e * storage.dimensions["experts"] // ep) if ep > 1 else tensor
+                            name = _of_group(tensor, e * target.dimensions["experts"] // ep) if ep > 1 else tensor
                             yield (shard * ep + e) * tp + t, name, (), above + low, above + high
 
 
@@ -140,18 +140,18 @@ def _of_group(tensor: str, first_expert: int) -> str:
     return f"{head}.weight{int(number) + first_expert}{dot}{part}"
 
 
-def held_by_stages(storage: Storage) -> Held:
+def held_by_stages(target: MegatronTarget) -> Held:
     """What ranks of a torch_dist model hold; data-parallel copies hold the same and count once."""
-    topology, layers = storage.topology, len(storage.dimensions.indices["text_layers"])
-    for row in storage.config.rows():
-        name, stacked = storage.side.name(row)
-        of_experts, shape = "experts" in row.indices, megatron_shape(row, storage.dimensions)
+    topology, layers = target.topology, len(target.dimensions.indices["text_layers"])
+    for row in target.config.rows():
+        name, stacked = target.layout.name(row)
+        of_experts, shape = "experts" in row.indices, megatron_shape(row, target.dimensions)
         stage = row.position[0] * topology.pp // layers if "language_model.decoder.layers" in row.megatron else 0
         if "final_layernorm" in row.megatron or "output_layer" in row.megatron:
             stage = topology.pp - 1
         tp, halves = topology.expert_tp if of_experts else topology.tp, len(row.stored)
         by_rows, _ = _tensor_parallel(row, tp)
-        for e in [row.expert * topology.ep // storage.dimensions["experts"]] if of_experts else range(topology.ep):
+        for e in [row.expert * topology.ep // target.dimensions["experts"]] if of_experts else range(topology.ep):
             for t in range(topology.tp):
                 height, part = shape[0] // halves // by_rows, t % tp if by_rows > 1 else 0
                 for k in range(halves):
@@ -160,21 +160,21 @@ def held_by_stages(storage: Storage) -> Held:
                     yield rank, name, tuple(number for number, _ in stacked), first, first + height
 
 
-def count(layout: DcpLayout, storage: Storage) -> dict[str, list[int]]:
+def count(dcp: DcpLayout, target: MegatronTarget) -> dict[str, list[int]]:
     """Bytes held and read, and files opened, by each rank."""
-    is_fsdp = storage.ckpt_format == FORMATS[0]
-    leading = {} if is_fsdp else {row: len(storage.side.name(row)[1]) for row in storage.config.rows()}
-    depth = {storage.side.name(row)[0]: count for row, count in leading.items()}
+    is_fsdp = target.ckpt_format == FORMATS[0]
+    leading = {} if is_fsdp else {row: len(target.layout.name(row)[1]) for row in target.config.rows()}
+    depth = {target.layout.name(row)[0]: count for row, count in leading.items()}
     boxes: dict[tuple[str, Shape], list[tuple[int, int, str, int]]] = defaultdict(list)
-    for key, offsets, sizes, file, nbytes in layout.chunks:
-        name = key.removeprefix(key_of("", storage.ckpt_format))
+    for key, offsets, sizes, file, nbytes in dcp.chunks:
+        name = key.removeprefix(key_of("", target.ckpt_format))
         n = depth.get(name, 0)
         row = 2 * math.prod(sizes[n + 1 :])
         boxes[name, offsets[:n]].append((offsets[n] if offsets[n:] else 0, row, file, nbytes))
     held, read, files = defaultdict(int), defaultdict(int), defaultdict(set)
     for found in boxes.values():
         found.sort()
-    for rank, name, index, first, end in held_by_fsdp(storage) if is_fsdp else held_by_stages(storage):
+    for rank, name, index, first, end in held_by_fsdp(target) if is_fsdp else held_by_stages(target):
         found = boxes[name, index]
         at = bisect_right(found, first, key=lambda box: box[0]) - 1
         held[rank] += (end - first) * found[at][1]
@@ -209,14 +209,14 @@ def main() -> None:
 
 
 def _case(size: str, ckpt_format: str, topology: Topology, *, stated: bool) -> dict[str, object]:
-    storage = storage_of(size, ckpt_format, topology)
-    plan, written = plan_of(storage), storage_of(size, ckpt_format, topology if stated else Topology())
+    target = target_of(size, ckpt_format, topology)
+    plan, written = plan_of(target), target_of(size, ckpt_format, topology if stated else Topology())
     begun = time.perf_counter()
-    layout = written.layout(plan)
+    dcp = written.laid_out(plan)
     seconds = time.perf_counter() - begun
-    found = count(layout, storage)
+    found = count(dcp, target)
     with tempfile.TemporaryDirectory() as folder:
-        layout.write_metadata(Path(folder), {}, "")
+        dcp.write_metadata(Path(folder), {}, "")
         metadata = (Path(folder) / ".metadata").stat().st_size
         begun = time.perf_counter()
         pickle.loads((Path(folder) / ".metadata").read_bytes())
@@ -234,8 +234,8 @@ def _case(size: str, ckpt_format: str, topology: Topology, *, stated: bool) -> d
         "GB read, most": f"{max(found['read']) / 1e9:.3f}",
         "files opened, mean": f"{mean['files']:.1f}",
         "files opened, most": max(found["files"]),
-        "items": sum(1 for _ in layout.chunks),
-        "files": len(layout.files),
+        "items": sum(1 for _ in dcp.chunks),
+        "files": len(dcp.files),
         "seconds to lay out": f"{seconds:.2f}",
         "MB of metadata": f"{metadata / 1e6:.1f}",
         "seconds to unpickle it": f"{unpickled:.2f}",

@@ -87,13 +87,13 @@ def balance(rows: list[list[int]], capacity: int) -> Iterator[list]:
         mean = np.array([sum(each) / ranks for each in costs])
         least = np.maximum(mean, [max(each) for each in costs])
         yield [capacity, model, ranks, "least over mean", "", *_figures(least / mean)]
-        for how, deal in WAYS.items():
+        for options, deal in WAYS.items():
             shares = [deal(patches, work, ranks) for patches in rows]
             most = np.array(
                 [max(sum(each[n] for n in share) for share in s) for each, s in zip(costs, shares, strict=True)]
             )
-            yield [capacity, model, ranks, "over mean", how, *_figures(most / mean)]
-            yield [capacity, model, ranks, "over least", how, *_figures(most / least)]
+            yield [capacity, model, ranks, "over mean", options, *_figures(most / mean)]
+            yield [capacity, model, ranks, "over least", options, *_figures(most / least)]
 
 
 def _figures(ratios: np.ndarray) -> list[str]:

@@ -7,10 +7,10 @@ import shutil
 import struct
 from pathlib import Path
 
-from qwen3vl_bridge.checkpoint.formats.byte_streams import PieceReader
+from qwen3vl_bridge.checkpoint.formats.byte_streams import SegmentReader
 from qwen3vl_bridge.checkpoint.formats.dcp.metadata import read_metadata
 from qwen3vl_bridge.checkpoint.formats.dcp.reader import DcpTensors
-from qwen3vl_bridge.checkpoint.formats.slices import Run
+from qwen3vl_bridge.checkpoint.formats.slices import Slice
 from qwen3vl_bridge.cli.convert import main
 
 import torch
@@ -50,9 +50,9 @@ def read_everything(folder) -> dict[str, torch.Tensor]:
     metadata = read_metadata(folder)
     source = DcpTensors(metadata, {key: key for key in metadata.tensors})
     found = {}
-    with PieceReader(source, block=8) as reader:
+    with SegmentReader(source, block=8) as reader:
         for name, spec in source.specs.items():
-            data = b"".join(bytes(block) for block in reader.blocks([Run(name, 0, spec.numel)], spec.dtype))
+            data = b"".join(bytes(block) for block in reader.blocks([Slice(name, 0, spec.numel)], spec.dtype))
             found[name] = torch.frombuffer(bytearray(data), dtype=getattr(torch, spec.dtype)).reshape(spec.shape)
     return found
 

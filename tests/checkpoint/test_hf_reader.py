@@ -8,8 +8,8 @@ import struct
 
 from qwen3vl_bridge.checkpoint import CheckpointError
 from qwen3vl_bridge.checkpoint.formats.safetensors.reader import INDEX, SINGLE, HFWeights
-from qwen3vl_bridge.checkpoint.formats.safetensors.writer import layout, write_index
-from qwen3vl_bridge.checkpoint.formats.slices import Pieces, Zeros
+from qwen3vl_bridge.checkpoint.formats.safetensors.writer import shard_files, write_index
+from qwen3vl_bridge.checkpoint.formats.slices import Segments, Zeros
 from qwen3vl_bridge.checkpoint.formats.tensor_specs import TensorSpec
 from qwen3vl_bridge.checkpoint.planning.plan import Task
 
@@ -82,8 +82,8 @@ def test_an_index_that_lies(index, message, tmp_path):
 
 def test_what_the_writer_writes_safetensors_reads(tmp_path):
     specs = [TensorSpec("b", "bfloat16", (3,)), TensorSpec("f", "float32", (2, 2)), TensorSpec("h", "float16", (5,))]
-    tasks = [Task(spec, Pieces([Zeros(spec.numel)])) for spec in specs]
-    files = layout(tasks, max_shard_bytes=22)
+    tasks = [Task(spec, Segments([Zeros(spec.numel)])) for spec in specs]
+    files = shard_files(tasks, max_shard_bytes=22)
     for file in files:
         data = b"".join(segment if isinstance(segment, bytes) else bytes(len(segment)) for segment in file.segments)
         assert len(data) == file.nbytes

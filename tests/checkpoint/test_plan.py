@@ -7,7 +7,7 @@ import math
 
 from qwen3vl_bridge.checkpoint import CheckpointError, Topology
 from qwen3vl_bridge.checkpoint.formats.layouts import FsdpDtensor, HuggingFace, TorchDist
-from qwen3vl_bridge.checkpoint.formats.slices import Pieces, Run, Transposed, Zeros
+from qwen3vl_bridge.checkpoint.formats.slices import Segments, Slice, TransposedSlice, Zeros
 from qwen3vl_bridge.checkpoint.formats.tensor_specs import TensorSpec
 from qwen3vl_bridge.checkpoint.planning.plan import make_plan, tensors_of
 from qwen3vl_bridge.checkpoint.planning.proof import prove
@@ -70,11 +70,11 @@ def test_an_export_has_the_tensors_of_the_model_transformers_builds(size):
 
 
 def tasks(*runs, shape=(4,), name="out"):
-    pieces = tuple(run if isinstance(run, Transposed | Zeros) else Run(*run) for run in runs)
-    return [(TensorSpec(name, "float32", shape), pieces)]
+    segments = tuple(run if isinstance(run, TransposedSlice | Zeros) else Slice(*run) for run in runs)
+    return [(TensorSpec(name, "float32", shape), segments)]
 
 
-TURNED = Transposed((Run("a", 0, 4),), 2, 0, 4)
+TURNED = TransposedSlice((Slice("a", 0, 4),), 2, 0, 4)
 
 
 @pytest.mark.parametrize(
@@ -118,26 +118,26 @@ def test_long_lists_are_cut():
     assert f"{count} missing" in str(error.value) and f"and {count - 20} more" in str(error.value)
 
 
-PIECES = (Run("a", 10, 5), Zeros(2), Transposed((Run("b", 0, 6),), 2, 0, 6), Run("a", 0, 4))
+PIECES = (Slice("a", 10, 5), Zeros(2), TransposedSlice((Slice("b", 0, 6),), 2, 0, 6), Slice("a", 0, 4))
 
 
 @given(st.integers(0, 17), st.integers(0, 17))
 def test_pieces_are_cut_by_element(one, other):
-    def elements(pieces):
-        for piece in pieces:
-            if isinstance(piece, Run):
-                yield from ((piece.source, piece.start + i) for i in range(piece.length))
-            elif isinstance(piece, Zeros):
-                yield from [None] * piece.length
+    def elements(segments):
+        for segment in segments:
+            if isinstance(segment, Slice):
+                yield from ((segment.source, segment.start + i) for i in range(segment.length))
+            elif isinstance(segment, Zeros):
+                yield from [None] * segment.length
             else:
-                yield from (("turned", piece.start + i) for i in range(piece.length))
+                yield from (("turned", segment.start + i) for i in range(segment.length))
 
     start, end = sorted((one, other))
-    pieces = Pieces(PIECES)
-    assert list(elements(pieces.cut(start, end - start))) == list(elements(PIECES))[start:end]
-    assert all(piece.length for piece in pieces.cut(start, end - start))
+    segments = Segments(PIECES)
+    assert list(elements(segments.cut(start, end - start))) == list(elements(PIECES))[start:end]
+    assert all(segment.length for segment in segments.cut(start, end - start))
     with pytest.raises(AssertionError, match="elements up to 18 of 17"):
-        list(pieces.cut(start, 18 - start))
+        list(segments.cut(start, 18 - start))
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 8])

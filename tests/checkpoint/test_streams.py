@@ -6,7 +6,7 @@ import itertools
 
 from qwen3vl_bridge.checkpoint.formats import byte_streams
 from qwen3vl_bridge.checkpoint.formats.safetensors.reader import SINGLE, HFWeights
-from qwen3vl_bridge.checkpoint.formats.slices import Run, Transposed
+from qwen3vl_bridge.checkpoint.formats.slices import Slice, TransposedSlice
 from qwen3vl_bridge.checkpoint.formats.tensor_specs import ITEMSIZE
 
 import pytest
@@ -45,12 +45,12 @@ def test_a_turned_matrix_is_the_transpose(stored, rows, more_rows, columns, dtyp
     folder, tensors = stored
     lengths, (first, second, target) = [rows * columns, more_rows * columns], dtypes
     names = [f"gate {first}", f"up {second}"]
-    runs = tuple(Run(name, 7, length) for name, length in zip(names, lengths, strict=True) if length)
+    runs = tuple(Slice(name, 7, length) for name, length in zip(names, lengths, strict=True) if length)
     parts = [tensors[run.source][7 : 7 + run.length].to(getattr(torch, target)) for run in runs]
     expected = torch.cat(parts).view(-1, columns).t().contiguous().view(-1)
     places = sorted({0, len(expected), *(cut for cut in cuts if cut < len(expected))})
-    matrix = Transposed(runs, columns, 0, len(expected))
-    with pytest.MonkeyPatch.context() as patch, byte_streams.PieceReader(HFWeights(folder), block=64) as reader:
+    matrix = TransposedSlice(runs, columns, 0, len(expected))
+    with pytest.MonkeyPatch.context() as patch, byte_streams.SegmentReader(HFWeights(folder), block=64) as reader:
         patch.setattr(byte_streams, "_STRIP", strip)
         found = b"".join(
             bytes(block)
@@ -64,11 +64,11 @@ def test_a_turned_matrix_is_the_transpose(stored, rows, more_rows, columns, dtyp
 def test_a_matrix_gives_its_memory_to_the_next(stored):
     """Experts come by the thousand; each must not take memory of its own."""
     folder, _ = stored
-    with byte_streams.PieceReader(HFWeights(folder)) as reader:
+    with byte_streams.SegmentReader(HFWeights(folder)) as reader:
         memory = set()
         for start in range(3):
-            list(reader.blocks([Transposed((Run("gate float32", start, 12),), 3, 0, 12)], "float32"))
+            list(reader.blocks([TransposedSlice((Slice("gate float32", start, 12),), 3, 0, 12)], "float32"))
             memory.add(id(reader._matrix[1]))
         assert len(memory) == 1
-        list(reader.blocks([Transposed((Run("gate float32", 0, 20),), 5, 0, 20)], "float32"))
+        list(reader.blocks([TransposedSlice((Slice("gate float32", 0, 20),), 5, 0, 20)], "float32"))
         assert len(reader._matrix[1]) == 80

@@ -54,4 +54,4 @@ def _run_merge(options: argparse.Namespace) -> int:
 
 def _asked(options: argparse.Namespace) -> dict:
     names = ("base_model", "torch_dtype", "iteration", "trust_remote_code")
-    return {name: getattr(options, name) for name in names} | convert_options.how_of(options)
+    return {name: getattr(options, name) for name in names} | convert_options.conversion_options(options)

@@ -237,7 +237,7 @@ def _run_import(options: argparse.Namespace) -> int:
         strict=not options.not_strict,
         trust_remote_code=options.trust_remote_code,
         **_stored(options),
-        **convert_options.how_of(options),
+        **convert_options.conversion_options(options),
     )
     return convert_output.conversion(report, options)
 
@@ -255,7 +255,7 @@ def _run_export(options: argparse.Namespace) -> int:
         strict=not options.not_strict,
         drop_vocab_padding=options.drop_vocab_padding,
         trust_remote_code=options.trust_remote_code,
-        **convert_options.how_of(options),
+        **convert_options.conversion_options(options),
     )
     return convert_output.conversion(report, options)
 
@@ -270,7 +270,7 @@ def _run_reformat(options: argparse.Namespace) -> int:
         iteration=options.iteration,
         trust_remote_code=options.trust_remote_code,
         **_stored(options),
-        **convert_options.how_of(options),
+        **convert_options.conversion_options(options),
     )
     return convert_output.conversion(report, options)
 

@@ -48,7 +48,7 @@ def writing_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-progress", action="store_true", help="show no progress")
 
 
-def how_of(options: argparse.Namespace) -> dict[str, Any]:
-    """What `writing_options` gave, as `How`."""
+def conversion_options(options: argparse.Namespace) -> dict[str, Any]:
+    """What `writing_options` gave, as `ConversionOptions`."""
     names = ("overwrite", "resume", "verify", "checksums", "dry_run", "ranks")
     return {name: getattr(options, name) for name in names} | {"progress": not options.no_progress}

@@ -47,7 +47,7 @@ def read_whole(path: Path, at_most: int) -> bytes:
         raise CheckpointError(str(error)) from error
 
 
-def inside(folder: Path, relative: object, named_by: str) -> Path:
+def resolve_within(folder: Path, relative: object, named_by: str) -> Path:
     """The file of `folder` that an index or a metadata file names.
 
     The check is of the spelling alone: a download cache keeps its files as links to elsewhere, rightly so.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Unpack
 
 from qwen3vl_bridge.checkpoint.adapters.stored_adapters import StoredAdapters, open_adapters
-from qwen3vl_bridge.checkpoint.engine.conversion import Conversion, How, carry_out
+from qwen3vl_bridge.checkpoint.engine.conversion import Conversion, ConversionOptions, run_conversion
 from qwen3vl_bridge.checkpoint.engine.reports import ConversionReport
 from qwen3vl_bridge.checkpoint.formats.safetensors.reader import HFWeights
 from qwen3vl_bridge.checkpoint.formats.safetensors.writer import one_file
@@ -33,7 +33,7 @@ def export_adapters(
     torch_dtype: str | None = None,
     iteration: int | None = None,
     trust_remote_code: bool = False,
-    **how: Unpack[How],
+    **options: Unpack[ConversionOptions],
 ) -> ConversionReport:
     """Write the adapters of a run, from its checkpoint of either format.
 
@@ -44,7 +44,7 @@ def export_adapters(
         torch_dtype: "float32", "float16" or "bfloat16" to cast them; None to leave their bytes as they are.
         iteration: which iteration; None for the latest.
         trust_remote_code: whether that model may bring code. It is never run here.
-        how: overwrite, resume, verify and more, see `How`.
+        options: overwrite, resume, verify and more, see `ConversionOptions`.
 
     Returns:
         What was done.
@@ -66,7 +66,7 @@ def export_adapters(
         path, folders = place(hf_path), (stored.folder,)
         return Conversion("export", str(megatron_path), path, plan, stored.tensors, folders, output, [])
 
-    return carry_out(planned, how)
+    return run_conversion(planned, options)
 
 
 class _AdapterOutput:

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from qwen3vl_bridge.checkpoint.formats.byte_streams import PieceReader, cast
-from qwen3vl_bridge.checkpoint.formats.slices import Piece, Pieces, Run, Transposed
+from qwen3vl_bridge.checkpoint.formats.byte_streams import SegmentReader, cast
+from qwen3vl_bridge.checkpoint.formats.slices import Segment, Segments, Slice, TransposedSlice
 from qwen3vl_bridge.checkpoint.formats.tensor_specs import ITEMSIZE, Extent, TensorSource, TensorSpec
 from qwen3vl_bridge.checkpoint.planning.plan import Task
 
@@ -56,10 +56,10 @@ class JoinedTensors:
             source, inner = self._find(name)
             source.check([inner])
 
-    def extents(self, run: Run) -> Iterator[Extent]:
+    def extents(self, wanted: Slice) -> Iterator[Extent]:
         """As of any source."""
-        source, inner = self._find(run.source)
-        return source.extents(run._replace(source=inner))
+        source, inner = self._find(wanted.source)
+        return source.extents(wanted._replace(source=inner))
 
     def _find(self, name: str) -> tuple[TensorSource, str]:
         prefix = next(prefix for prefix in self._sources if name.startswith(prefix))
@@ -67,16 +67,18 @@ class JoinedTensors:
 
 
 def prefixed(task: Task, prefix: str) -> Task:
-    """A task whose pieces are read from a source that was joined under a prefix."""
+    """A task whose segments are read from a source that was joined under a prefix."""
 
-    def renamed(piece: Piece) -> Piece:
-        if isinstance(piece, Run):
-            return piece._replace(source=prefix + piece.source)
-        if isinstance(piece, Transposed):
-            return piece._replace(runs=tuple(run._replace(source=prefix + run.source) for run in piece.runs))
-        return piece
+    def renamed(segment: Segment) -> Segment:
+        if isinstance(segment, Slice):
+            return segment._replace(source=prefix + segment.source)
+        if isinstance(segment, TransposedSlice):
+            return segment._replace(
+                slices=tuple(wanted._replace(source=prefix + wanted.source) for wanted in segment.slices)
+            )
+        return segment
 
-    return replace(task, pieces=Pieces(renamed(piece) for piece in task.pieces))
+    return replace(task, segments=Segments(renamed(segment) for segment in task.segments))
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ class MergedTensors:
         merged = {name: replace(merge.weight.target, name=name) for name, merge in self._merges.items()}
         self.specs: Mapping[str, TensorSpec] = {**joined.specs, **merged}
         # A reader of its own: the one who asks is in the middle of filling a buffer.
-        self._reader = PieceReader(joined)
+        self._reader = SegmentReader(joined)
         # One file for all: readers keep what they open by its path, which a second file might get again.
         self._file, self._latest = tempfile.TemporaryFile(), ""  # noqa: SIM115
 
@@ -137,33 +139,33 @@ class MergedTensors:
         """As of any source."""
         self._joined.check(name for name in names if name not in self._merges)
 
-    def extents(self, run: Run) -> Iterator[Extent]:
+    def extents(self, wanted: Slice) -> Iterator[Extent]:
         """As of any source."""
-        if run.source not in self._merges:
-            yield from self._joined.extents(run)
+        if wanted.source not in self._merges:
+            yield from self._joined.extents(wanted)
             return
-        if run.source != self._latest:
+        if wanted.source != self._latest:
             self._latest = ""
-            self._compute(self._merges[run.source])
-            self._latest = run.source
-        size = ITEMSIZE[self.specs[run.source].dtype]
-        yield Extent(Path(f"/proc/self/fd/{self._file.fileno()}"), run.start * size, run.length * size)
+            self._compute(self._merges[wanted.source])
+            self._latest = wanted.source
+        size = ITEMSIZE[self.specs[wanted.source].dtype]
+        yield Extent(Path(f"/proc/self/fd/{self._file.fileno()}"), wanted.start * size, wanted.length * size)
 
     def _compute(self, merge: Merge) -> None:
         target = merge.weight.target
         count, width = target.shape
-        right = self._floats(merge.a.pieces, merge.a)
-        left = torch.cat([self._floats(part.pieces, part) for part in merge.b])
+        right = self._floats(merge.a.segments, merge.a)
+        left = torch.cat([self._floats(part.segments, part) for part in merge.b])
         if merge.transposed:
             left, right = right.t(), left.t()
-        magnitude = None if merge.magnitude is None else self._floats(merge.magnitude.pieces, merge.magnitude)
+        magnitude = None if merge.magnitude is None else self._floats(merge.magnitude.segments, merge.magnitude)
         self._file.seek(0)
         self._file.truncate()
         step = max(1, _BLOCK // width)
         for start in range(0, count, step):
             rows = slice(start, min(start + step, count))
-            pieces = merge.weight.pieces.cut(start * width, (rows.stop - start) * width)
-            weight = self._floats(pieces).view(-1, width)
+            segments = merge.weight.segments.cut(start * width, (rows.stop - start) * width)
+            weight = self._floats(segments).view(-1, width)
             weight += merge.scale * (left[rows] @ right)
             if magnitude is not None:
                 weight *= (magnitude[rows] / torch.linalg.norm(weight, dim=1))[:, None]
@@ -171,10 +173,10 @@ class MergedTensors:
             self._file.write(cast(data, "float32", target.dtype, target.name))
         self._file.flush()
 
-    def _floats(self, pieces: Iterable[Piece], whole: Task | None = None) -> Tensor:
+    def _floats(self, segments: Iterable[Segment], whole: Task | None = None) -> Tensor:
         """Elements in float32; in the shape of a task that they are all of."""
         data = bytearray()
-        for block in self._reader.blocks(pieces, "float32"):
+        for block in self._reader.blocks(segments, "float32"):
             data += block
         values = torch.frombuffer(data, dtype=torch.float32)
         return values if whole is None else values.view(whole.target.shape)

@@ -15,18 +15,18 @@ from typing import Unpack
 
 from qwen3vl_bridge.checkpoint.adapters.merged_tensors import JoinedTensors, Merge, MergedTensors, prefixed
 from qwen3vl_bridge.checkpoint.adapters.stored_adapters import StoredAdapters, open_adapters
-from qwen3vl_bridge.checkpoint.commands.exporting import HFOutput
-from qwen3vl_bridge.checkpoint.engine.conversion import Conversion, How, carry_out
+from qwen3vl_bridge.checkpoint.engine.conversion import Conversion, ConversionOptions, run_conversion
 from qwen3vl_bridge.checkpoint.engine.reports import ConversionReport
 from qwen3vl_bridge.checkpoint.formats.layouts import HuggingFace
 from qwen3vl_bridge.checkpoint.formats.megatron import folder as megatron
 from qwen3vl_bridge.checkpoint.formats.safetensors.writer import MAX_SHARD_BYTES
-from qwen3vl_bridge.checkpoint.formats.slices import Pieces, Run
+from qwen3vl_bridge.checkpoint.formats.slices import Segments, Slice
 from qwen3vl_bridge.checkpoint.formats.tensor_specs import TensorSource
 from qwen3vl_bridge.checkpoint.planning.plan import Plan, Task, make_plan
 from qwen3vl_bridge.checkpoint.planning.vocab_padding import check_vocab_padding
 from qwen3vl_bridge.checkpoint.stored_models.config_comparison import check_same_model
 from qwen3vl_bridge.checkpoint.stored_models.hf_model import open_model
+from qwen3vl_bridge.checkpoint.stored_models.hf_writer import HFOutput
 from qwen3vl_bridge.checkpoint.stored_models.stored_model import StoredModel, open_stored
 from qwen3vl_bridge.files.errors import CheckpointError
 from qwen3vl_bridge.files.paths import expanded, place
@@ -47,7 +47,7 @@ def merge_adapters(
     drop_vocab_padding: bool = False,
     trust_remote_code: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    **how: Unpack[How],
+    **options: Unpack[ConversionOptions],
 ) -> ConversionReport:
     """Write a whole Hugging Face model: the one that adapters are of, with these merged in.
 
@@ -64,7 +64,7 @@ def merge_adapters(
             trained with a padded vocabulary; otherwise they are an error.
         trust_remote_code: whether `base_model` may bring code. It is never run here.
         max_shard_bytes: how large a file of weights may be.
-        how: overwrite, resume, verify and more, see `How`.
+        options: overwrite, resume, verify and more, see `ConversionOptions`.
 
     Returns:
         What was done.
@@ -91,7 +91,7 @@ def merge_adapters(
             threads=1,  # merged weights are computed one at a time
         )
 
-    return carry_out(planned, how)
+    return run_conversion(planned, options)
 
 
 def _open_base(run: StoredAdapters, base_model: str | Path | None, *, trust_remote_code: bool) -> StoredModel:
@@ -115,32 +115,32 @@ def _open_base(run: StoredAdapters, base_model: str | Path | None, *, trust_remo
 def _padding(run: StoredAdapters, base: StoredModel, *, drop: bool) -> list[str]:
     """What is to be said of rows beyond the vocabulary, wherever the rows that are kept come from."""
     rows, names, notes = base.rows, run.trained if run.own else set(), []
-    for part, side, source, where in (
-        ([row for row in rows if row.megatron not in names], base.side, base.tensors, base.folder),
+    for part, layout, source, where in (
+        ([row for row in rows if row.megatron not in names], base.layout, base.tensors, base.folder),
         ([row for row in rows if row.megatron in names], None, run.tensors, run.folder),
     ):
-        side, vocabulary = side or run.side(part), base.config.dimensions["vocab"]
-        notes += check_vocab_padding(source, part, side, vocabulary, where=where, drop=drop)
+        layout, vocabulary = layout or run.layout(part), base.config.dimensions["vocab"]
+        notes += check_vocab_padding(source, part, layout, vocabulary, where=where, drop=drop)
     return notes
 
 
 def _plan(run: StoredAdapters, base: StoredModel, dtype: str | None) -> tuple[Plan, TensorSource]:
     """Every tensor of the model: of the base, trained by the run, or merged of a weight and its adapter."""
     target, rows = HuggingFace(base.config.dimensions), base.rows
-    plan = make_plan(rows, base.side, target, base.tensors.specs, where=str(base.folder), dtype=dtype)
+    plan = make_plan(rows, base.layout, target, base.tensors.specs, where=str(base.folder), dtype=dtype)
     tasks = {task.target.name: prefixed(task, _BASE) for task in plan.tasks}
     if own := run.own:
         names = run.trained
         trained = [row for row in rows if row.megatron in names]
-        for task in make_plan(trained, run.side(trained), target, own, where=str(run.folder)).tasks:
+        for task in make_plan(trained, run.layout(trained), target, own, where=str(run.folder)).tasks:
             cast = replace(task.target, dtype=tasks[task.target.name].target.dtype)
             tasks[cast.name] = prefixed(replace(task, target=cast), _RUN)
     merges: dict[str, list[Merge]] = defaultdict(list)  # of a tensor, one after the other
     for name, merge in _merges(run, linear_rows(rows), tasks):
         merges[name].append(merge)
     for name, parts in merges.items():
-        runs = (Run(merge.name, 0, merge.weight.target.numel) for merge in parts)
-        tasks[name] = replace(tasks[name], pieces=Pieces(runs))
+        runs = (Slice(merge.name, 0, merge.weight.target.numel) for merge in parts)
+        tasks[name] = replace(tasks[name], segments=Segments(runs))
     joined = JoinedTensors({_BASE: base.tensors, _RUN: run.tensors})
     source = MergedTensors(joined, itertools.chain.from_iterable(merges.values()))
     return replace(plan, tasks=tuple(tasks.values())), source
@@ -186,4 +186,4 @@ def _expert(packed: Task, row: PackedExpert) -> Task:
     """One expert of a tensor that holds all of a layer."""
     shape = packed.target.shape[1:]
     target = replace(packed.target, name=f"{packed.target.name}[{row.expert}]", shape=shape)
-    return Task(target, Pieces(packed.pieces.cut(row.expert * target.numel, target.numel)))
+    return Task(target, Segments(packed.segments.cut(row.expert * target.numel, target.numel)))

@@ -79,8 +79,8 @@ class StoredAdapters:
         return [adapter_row(layer, kind, self.settings.dim, whole=self._whole(layer, kind))
                 for layer in self.layers(experts) for kind in self.settings.kinds]  # fmt: skip
 
-    def side(self, rows: Collection[Row]) -> FsdpDtensor | TorchDist:
-        """The checkpoint's side of a conversion of some rows that are in it."""
+    def layout(self, rows: Collection[Row]) -> FsdpDtensor | TorchDist:
+        """How the checkpoint lays out some rows that are in it."""
         dimensions, names = self.config.dimensions, self.tensors.specs
         if self.ckpt_format == megatron.TORCH_DIST:
             return TorchDist.found(rows, dimensions, names)
@@ -99,7 +99,7 @@ class StoredAdapters:
         """
         rows, found = self.rows(experts), {name: spec for name, spec in self.tensors.specs.items() if MARK in name}
         target = HuggingFace(self.config.dimensions)
-        return make_plan(rows, self.side(rows), target, found, where=str(self.folder), dtype=dtype)
+        return make_plan(rows, self.layout(rows), target, found, where=str(self.folder), dtype=dtype)
 
     def _whole(self, layer: Row, kind: str) -> bool:
         """Whether gate and up of an adapter are one tensor, as Megatron-FSDP leaves them."""

@@ -8,15 +8,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Unpack
 
-from qwen3vl_bridge.checkpoint.engine.conversion import Conversion, How, carry_out
+from qwen3vl_bridge.checkpoint.commands.converting import convert
+from qwen3vl_bridge.checkpoint.engine.conversion import Conversion, ConversionOptions, run_conversion
 from qwen3vl_bridge.checkpoint.engine.reports import ConversionReport
 from qwen3vl_bridge.checkpoint.formats.layouts import TRANSFORMER_ENGINE
 from qwen3vl_bridge.checkpoint.formats.megatron import folder as megatron
-from qwen3vl_bridge.checkpoint.planning.plan import make_plan
 from qwen3vl_bridge.checkpoint.planning.topology import Topology
 from qwen3vl_bridge.checkpoint.stored_models.hf_model import open_model
-from qwen3vl_bridge.checkpoint.stored_models.megatron_writer import MegatronOutput, Storage
-from qwen3vl_bridge.files.paths import place
+from qwen3vl_bridge.checkpoint.stored_models.megatron_writer import MegatronTarget
 
 
 def import_checkpoint(
@@ -30,7 +29,7 @@ def import_checkpoint(
     vocab_divisor: int | None = None,
     strict: bool = True,
     trust_remote_code: bool = False,
-    **how: Unpack[How],
+    **options: Unpack[ConversionOptions],
 ) -> ConversionReport:
     """Write a Megatron checkpoint from a Hugging Face model.
 
@@ -45,7 +44,7 @@ def import_checkpoint(
             `make_vocab_size_divisible_by`; None for no padding. An fsdp_dtensor checkpoint must have the model's rows.
         strict: whether tensors that the model does not call for are an error; otherwise they are left aside.
         trust_remote_code: whether to take along code that the model's configuration calls for. It is never run here.
-        how: overwrite, resume, verify and more, see `How`.
+        options: overwrite, resume, verify and more, see `ConversionOptions`.
 
     Returns:
         What was done.
@@ -56,14 +55,10 @@ def import_checkpoint(
 
     def planned() -> Conversion:
         model = open_model(hf_model, strict=strict, trust_remote_code=trust_remote_code)
-        storage = Storage(
+        target = MegatronTarget(
             ckpt_format, naming, topology or Topology(), model.config, str(hf_model), model.experts, vocab_divisor
         )
-        storage.check()
-        where, specs = str(model.folder), model.tensors.specs
-        plan = make_plan(model.rows, model.side, storage.side, specs, where=where, dtype=torch_dtype)
-        folders, output = (model.folder,), MegatronOutput(plan, storage)
-        path = place(megatron_path)
-        return Conversion("import", str(hf_model), path, plan, model.tensors, folders, output, list(model.notes))
+        target.check()
+        return convert("import", hf_model, megatron_path, model, target, torch_dtype=torch_dtype)
 
-    return carry_out(planned, how)
+    return run_conversion(planned, options)

@@ -8,14 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Unpack
 
-from qwen3vl_bridge.checkpoint.engine.conversion import Conversion, How, carry_out
+from qwen3vl_bridge.checkpoint.commands.converting import convert
+from qwen3vl_bridge.checkpoint.engine.conversion import Conversion, ConversionOptions, run_conversion
 from qwen3vl_bridge.checkpoint.engine.reports import ConversionReport
 from qwen3vl_bridge.checkpoint.formats.layouts import TRANSFORMER_ENGINE
-from qwen3vl_bridge.checkpoint.planning.plan import make_plan
 from qwen3vl_bridge.checkpoint.planning.topology import Topology
-from qwen3vl_bridge.checkpoint.stored_models.megatron_writer import MegatronOutput, Storage
+from qwen3vl_bridge.checkpoint.stored_models.megatron_writer import MegatronTarget
 from qwen3vl_bridge.checkpoint.stored_models.stored_model import open_stored
-from qwen3vl_bridge.files.paths import place
 
 
 def reformat_checkpoint(
@@ -30,7 +29,7 @@ def reformat_checkpoint(
     vocab_divisor: int | None = None,
     iteration: int | None = None,
     trust_remote_code: bool = False,
-    **how: Unpack[How],
+    **options: Unpack[ConversionOptions],
 ) -> ConversionReport:
     """Write the weights of a Megatron checkpoint in another format, layer spec or dtype.
 
@@ -50,7 +49,7 @@ def reformat_checkpoint(
         iteration: which iteration; None for the latest.
         trust_remote_code: whether to take along code that the configuration of `hf_model` calls for. It is never run
             here.
-        how: overwrite, resume, verify and more, see `How`.
+        options: overwrite, resume, verify and more, see `ConversionOptions`.
 
     Returns:
         What was done.
@@ -62,7 +61,7 @@ def reformat_checkpoint(
     def planned() -> Conversion:
         stored = open_stored(megatron_path, iteration, hf_model, trust_remote_code=trust_remote_code).with_padding()
         origin = stored.manifest.get("hf_model") or hf_model or megatron_path
-        storage = Storage(
+        target = MegatronTarget(
             ckpt_format,
             naming,
             topology or Topology(),
@@ -71,11 +70,7 @@ def reformat_checkpoint(
             stored.experts,
             stored.vocab_divisor if vocab_divisor is None else vocab_divisor,
         )
-        storage.check()
-        where, specs = str(stored.folder), stored.tensors.specs
-        plan = make_plan(stored.rows, stored.side, storage.side, specs, where=where, dtype=torch_dtype)
-        folders, output = (stored.folder, stored.config.folder), MegatronOutput(plan, storage)
-        path, notes = place(new_path), list(stored.notes)
-        return Conversion("reformat", str(megatron_path), path, plan, stored.tensors, folders, output, notes)
+        target.check()
+        return convert("reformat", megatron_path, new_path, stored, target, torch_dtype=torch_dtype)
 
-    return carry_out(planned, how)
+    return run_conversion(planned, options)

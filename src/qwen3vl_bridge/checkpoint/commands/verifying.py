@@ -55,8 +55,8 @@ def verify_checkpoint(
     stored = open_stored(megatron_path, iteration, model.folder, trust_remote_code=True)
     # Both sides must be complete before a comparison means anything.
     where = str(model.folder)
-    make_plan(model.rows, model.side, stored.side, model.tensors.specs, where=where, dtype="float32")
-    plan = make_plan(model.rows, stored.side, model.side, stored.tensors.specs, where=str(stored.folder))
+    make_plan(model.rows, model.layout, stored.layout, model.tensors.specs, where=where, dtype="float32")
+    plan = make_plan(model.rows, stored.layout, model.layout, stored.tensors.specs, where=str(stored.folder))
     padding = stored.check_padding(model.config.dimensions["vocab"], drop=drop_vocab_padding)
     notes = [*model.notes, *padding, *stored.notes]
     found = _compared(plan, stored.tensors, model.tensors, progress, ranks or Ranks())
@@ -95,8 +95,8 @@ def verify_reformatted(
     source = open_stored(megatron_path, iteration, hf_model, trust_remote_code=True).with_padding()
     target = open_stored(new_path, None, hf_model or source.config.folder, trust_remote_code=True).with_padding()
     rows = source.config.rows()
-    plan = make_plan(rows, source.side, target.side, source.tensors.specs, where=str(source.folder))
-    make_plan(rows, target.side, source.side, target.tensors.specs, where=str(target.folder), dtype="float32")
+    plan = make_plan(rows, source.layout, target.layout, source.tensors.specs, where=str(source.folder))
+    make_plan(rows, target.layout, source.layout, target.tensors.specs, where=str(target.folder), dtype="float32")
     # Where the other has more rows than the first, the plan has zeros to compare them with.
     padding = source.check_padding(target.config.dimensions["vocab"], drop=drop_vocab_padding)
     notes = [*padding, *source.notes, *target.notes]
@@ -141,7 +141,7 @@ def verify_checksums(
         with Progress("checksums", nbytes, shown=progress and ranks.first) as meter:
             return checksums(mine, stored.tensors, meter)
 
-    found = {name: value for part in ranks.each(check) for name, value in part.items()}
+    found = {name: value for part in ranks.all_gather(check) for name, value in part.items()}
     numel = {name: spec.numel for name, spec in stored.tensors.specs.items()}
     different = (Difference(name, None, None, numel[name]) for name in names if found[name] != expected[name])
     return VerifyReport(len(names), _nbytes(stored), tuple(different))
@@ -155,7 +155,7 @@ def _compared(plan: Plan, source: TensorSource, target: TensorSource, progress: 
         with Progress("verify", nbytes, shown=progress and ranks.first) as meter:
             return list(differences(tasks, source, target, meter))
 
-    return [entry for part in ranks.each(compare) for entry in part]
+    return [entry for part in ranks.all_gather(compare) for entry in part]
 
 
 def _nbytes(stored: StoredModel) -> int:

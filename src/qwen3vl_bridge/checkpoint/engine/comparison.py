@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 
 from qwen3vl_bridge.checkpoint.engine.progress import Progress
 from qwen3vl_bridge.checkpoint.engine.reports import Difference
-from qwen3vl_bridge.checkpoint.formats.byte_streams import PieceReader
-from qwen3vl_bridge.checkpoint.formats.slices import Run
+from qwen3vl_bridge.checkpoint.formats.byte_streams import SegmentReader
+from qwen3vl_bridge.checkpoint.formats.slices import Slice
 from qwen3vl_bridge.checkpoint.formats.tensor_specs import ITEMSIZE, TensorSource
 from qwen3vl_bridge.checkpoint.planning.plan import Task
 
@@ -30,11 +30,11 @@ def differences(
         target: what is compared with it.
         meter: is told of every block.
     """
-    with PieceReader(source) as ours, PieceReader(target) as theirs:
+    with SegmentReader(source) as ours, SegmentReader(target) as theirs:
         for task in tasks:
             name, dtype, numel = task.target.name, task.target.dtype, task.target.numel
-            one = ours.blocks(task.pieces, dtype)
-            other = meter.counted(theirs.blocks([Run(name, 0, numel)], dtype))
+            one = ours.blocks(task.segments, dtype)
+            other = meter.counted(theirs.blocks([Slice(name, 0, numel)], dtype))
             found = difference(name, numel, dtype, one, other)
             if found is not None:
                 yield found
@@ -49,17 +49,17 @@ def checksums(names: Iterable[str], source: TensorSource, meter: Progress) -> di
         meter: is told of every block.
     """
     found = {}
-    with PieceReader(source) as reader:
+    with SegmentReader(source) as reader:
         for name in names:
             spec, digest = source.specs[name], hashlib.sha256()
-            for block in meter.counted(reader.blocks([Run(name, 0, spec.numel)], spec.dtype)):
+            for block in meter.counted(reader.blocks([Slice(name, 0, spec.numel)], spec.dtype)):
                 digest.update(block)
             found[name] = digest.hexdigest()
     return found
 
 
 def _paired(one: Iterator[memoryview], other: Iterator[memoryview]) -> Iterator[tuple[memoryview, memoryview]]:
-    """Two streams of the same length as pieces of the same length."""
+    """Two streams of the same length as segments of the same length."""
     left, right = next(one, None), next(other, None)
     while left is not None and right is not None:
         count = min(len(left), len(right))

@@ -35,7 +35,7 @@ from qwen3vl_bridge.files.target import check_space, check_target, disk_of, free
 _OVERHEAD = 64 << 20
 
 
-class How(TypedDict, total=False):
+class ConversionOptions(TypedDict, total=False):
     """How a conversion is carried out; every entry may be left out.
 
     Attributes:
@@ -61,8 +61,8 @@ class How(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class _Conduct:
-    """`How` with what is left out filled in."""
+class _Options:
+    """`ConversionOptions` with what is left out filled in."""
 
     overwrite: bool = False
     resume: bool = False
@@ -141,9 +141,9 @@ class Conversion:
             found = path.stat()
             digest.update(repr((str(path.resolve()), found.st_size, found.st_mtime_ns)).encode())
         for task in self.plan.tasks:
-            digest.update(repr((task.target, tuple(task.pieces))).encode())
+            digest.update(repr((task.target, tuple(task.segments))).encode())
         for file in self.output.files:
-            digest.update(repr((file.name, [len(segment) for segment in file.segments])).encode())
+            digest.update(repr((file.name, [len(content) for content in file.contents])).encode())
         return digest.hexdigest()
 
     def write_manifest(self, result: Path, digest: str, sums: dict[str, str]) -> None:
@@ -160,41 +160,43 @@ class Conversion:
         write_object(result / self.output.inner / MANIFEST, manifest | ({"sha256": sums} if sums else {}))
 
 
-def carry_out(planned: Callable[[], Conversion], how: How) -> ConversionReport:
+def run_conversion(planned: Callable[[], Conversion], given: ConversionOptions) -> ConversionReport:
     """Plan a conversion and do it.
 
     Args:
         planned: makes the plan, the same in every process.
-        how: how to do it.
+        given: how to do it.
 
     Raises:
         CheckpointError: the source, an option, the target or the file system is not as it must be, or a process failed.
             The target is as it was before.
     """
-    conduct = _Conduct(**how)
-    ranks = conduct.ranks
+    options = _Options(**given)
+    ranks = options.ranks
     with _no_collection():
-        conversion = ranks.alike(planned)
+        conversion = ranks.all_run(planned)
     target = conversion.target
     needed = sum(file.nbytes for file in conversion.output.files) + _OVERHEAD
-    replaceable = Replaceable(conversion.output.inner, progress=conduct.progress)
-    ranks.once(lambda: _check_target(conversion, conduct, replaceable))
+    replaceable = Replaceable(conversion.output.inner, progress=options.progress)
+    ranks.run_on_rank0(lambda: _check_target(conversion, options, replaceable))
     report = ConversionReport.of(conversion, needed, free_space(target), ranks.size)
-    if conduct.dry_run:
-        return replace(report, estimate=ranks.once(lambda: _estimate(conversion, conduct)))
-    digests = ranks.each(lambda: conversion.digest(sync=conduct.sync))
+    if options.dry_run:
+        return replace(report, estimate=ranks.run_on_rank0(lambda: _estimate(conversion, options)))
+    digests = ranks.all_gather(lambda: conversion.digest(sync=options.sync))
     if len(set(digests)) > 1:
         raise CheckpointError(f"{conversion.origin} is not the same for all {ranks.size} processes; do they share it?")
     with contextlib.ExitStack() as stack:
-        work = ranks.once(lambda: stack.enter_context(_begun(conversion, conduct, replaceable, digests[0], needed)))
-        seconds, resumed, written = _write(conversion, conduct, work)
-        with _advice(work, conduct):
-            _finish_and_prove(conversion, conduct, work, digests[0])
-        if ranks.once(lambda: conversion.digest(sync=conduct.sync)) != digests[0]:
+        work = ranks.run_on_rank0(
+            lambda: stack.enter_context(_begun(conversion, options, replaceable, digests[0], needed))
+        )
+        seconds, resumed, written = _write(conversion, options, work)
+        with _advice(work, options):
+            _finish_and_prove(conversion, options, work, digests[0])
+        if ranks.run_on_rank0(lambda: conversion.digest(sync=options.sync)) != digests[0]:
             raise CheckpointError(f"{conversion.origin} changed while it was read; {work} is of no use")
         into_place = stack.pop_all()
-    ranks.once(into_place.close)
-    return report.done(ranks.once(lambda: conversion.notes), seconds, resumed, written)
+    ranks.run_on_rank0(into_place.close)
+    return report.done(ranks.run_on_rank0(lambda: conversion.notes), seconds, resumed, written)
 
 
 @contextlib.contextmanager
@@ -209,21 +211,21 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _estimate(conversion: Conversion, conduct: _Conduct) -> float:
+def _estimate(conversion: Conversion, options: _Options) -> float:
     """Seconds all of it may take."""
     return estimate(
         conversion.plan,
         conversion.source,
         disk_of(conversion.target),
-        processes=conduct.ranks.size,
-        passes=2 * conduct.verify + conduct.checksums,
+        processes=options.ranks.size,
+        passes=2 * options.verify + options.checksums,
     )
 
 
-def _check_target(conversion: Conversion, conduct: _Conduct, replaceable: Replaceable) -> None:
+def _check_target(conversion: Conversion, options: _Options, replaceable: Replaceable) -> None:
     check_target(
         conversion.target,
-        overwrite=conduct.overwrite,
+        overwrite=options.overwrite,
         replaceable=replaceable,
         sources=conversion.folders,
     )
@@ -231,14 +233,14 @@ def _check_target(conversion: Conversion, conduct: _Conduct, replaceable: Replac
 
 @contextlib.contextmanager
 def _begun(
-    conversion: Conversion, conduct: _Conduct, replaceable: Replaceable, digest: str, needed: int
+    conversion: Conversion, options: _Options, replaceable: Replaceable, digest: str, needed: int
 ) -> Iterator[Path]:
     """The folder in which the result grows, with a journal."""
 
     def claim(folder: Path) -> bool:
         if journal.is_written_by_another(folder):  # the first process has died, and its lock with it
             raise CheckpointError(f"{conversion.target} is being written by another process, in {folder}")
-        begun = journal.plan_of(folder) if conduct.resume else ""
+        begun = journal.plan_of(folder) if options.resume else ""
         if len(begun) == len(digest) and begun != digest:
             raise CheckpointError(
                 f"{folder} is the unfinished result of another source, other options or another version, so --resume "
@@ -250,10 +252,10 @@ def _begun(
     with atomic.atomic_directory(
         target,
         conversion.notes.append,
-        replace=replaceable if conduct.overwrite else None,
-        sync=conduct.sync,
+        replace=replaceable if options.overwrite else None,
+        sync=options.sync,
         claim=claim,
-        keep=conduct.resume,
+        keep=options.resume,
     ) as work:
         check_space(target, needed - space_of(work))
         journal.begin(work, digest)
@@ -261,17 +263,17 @@ def _begun(
         yield work
 
 
-def _write(conversion: Conversion, conduct: _Conduct, work: Path) -> tuple[float, int, int]:
+def _write(conversion: Conversion, options: _Options, work: Path) -> tuple[float, int, int]:
     """Write all files with tensors; returns how long it took, the bytes that were there already, and the others."""
-    ranks, folder, everything = conduct.ranks, work / conversion.output.inner, units(conversion.output.files)
-    there = _there(conversion, conduct, work, everything)
+    ranks, folder, everything = options.ranks, work / conversion.output.inner, units(conversion.output.files)
+    there = _there(conversion, options, work, everything)
     left = [unit for unit in everything if unit not in there]
     mine = share(left, [unit.nbytes for unit in left], ranks.rank, ranks.size)
 
     def write() -> float:
         with (
             journal.Journal(work, ranks.rank) as lines,
-            _meter(conversion.name, sum(unit.nbytes for unit in mine), conduct) as meter,
+            _meter(conversion.name, sum(unit.nbytes for unit in mine), options) as meter,
         ):
             write_units(
                 folder,
@@ -280,28 +282,28 @@ def _write(conversion: Conversion, conduct: _Conduct, work: Path) -> tuple[float
                 conversion.source,
                 lines,
                 meter,
-                sync=conduct.sync,
+                sync=options.sync,
                 threads=conversion.threads,
             )
             return meter.seconds
 
-    return max(ranks.each(write)), sum(unit.nbytes for unit in there), sum(unit.nbytes for unit in left)
+    return max(ranks.all_gather(write)), sum(unit.nbytes for unit in there), sum(unit.nbytes for unit in left)
 
 
-def _there(conversion: Conversion, conduct: _Conduct, work: Path, everything: list[Unit]) -> set[Unit]:
+def _there(conversion: Conversion, options: _Options, work: Path, everything: list[Unit]) -> set[Unit]:
     """The units that an earlier run has written, read again to see that they still are what it wrote."""
-    ranks, folder = conduct.ranks, work / conversion.output.inner
+    ranks, folder = options.ranks, work / conversion.output.inner
     # Asked once, and all have read before one of them writes.
-    noted = list(ranks.once(lambda: journal.noted(work, conversion.output.files, everything)).items())
+    noted = list(ranks.run_on_rank0(lambda: journal.noted(work, conversion.output.files, everything)).items())
     mine = share(noted, [unit.nbytes for unit, _ in noted], ranks.rank, ranks.size)
     if not noted:
         return set()
 
     def check() -> list[Unit]:
-        with _meter("resume", sum(unit.nbytes for unit, _ in mine), conduct) as meter:
+        with _meter("resume", sum(unit.nbytes for unit, _ in mine), options) as meter:
             return journal.intact(folder, conversion.output.files, mine, meter)
 
-    there = {unit for part in ranks.each(check) for unit in part}
+    there = {unit for part in ranks.all_gather(check) for unit in part}
     if spoilt := len(noted) - len(there):
         conversion.notes.append(
             f"{spoilt} of {len(noted)} parts that an earlier run had written are not as it left them; written once more"
@@ -310,26 +312,26 @@ def _there(conversion: Conversion, conduct: _Conduct, work: Path, everything: li
 
 
 @contextlib.contextmanager
-def _advice(work: Path, conduct: _Conduct) -> Iterator[None]:
+def _advice(work: Path, options: _Options) -> Iterator[None]:
     """What is wrong with files that stay for the next run would be wrong in that one too."""
     try:
         yield
     except CheckpointError as error:
-        if conduct.resume:
+        if options.resume:
             raise CheckpointError(f"{error}; {work} is of no use: run without --resume, which starts anew") from error
         raise
 
 
-def _finish_and_prove(conversion: Conversion, conduct: _Conduct, work: Path, digest: str) -> None:
+def _finish_and_prove(conversion: Conversion, options: _Options, work: Path, digest: str) -> None:
     """Write everything else, read back what was written, and compare if asked to."""
-    ranks = conduct.ranks
+    ranks = options.ranks
 
     def finish() -> None:
         check_sizes(work / conversion.output.inner, conversion.output.files)
         _remove_others(work, {Path(conversion.output.inner, file.name) for file in conversion.output.files})
         conversion.output.finish(work, digest)
 
-    ranks.once(finish)
+    ranks.run_on_rank0(finish)
     tasks = tasks_of(conversion.plan, ranks)
     nbytes = sum(task.target.nbytes for task in tasks)
 
@@ -339,17 +341,19 @@ def _finish_and_prove(conversion: Conversion, conduct: _Conduct, work: Path, dig
             if written.specs != conversion.plan.specs:
                 raise CheckpointError(f"{work}: what is there is not what was to be written")
             written.check(task.target.name for task in tasks)
-        if conduct.verify:
-            with _meter("verify", nbytes, conduct) as meter:
+        if options.verify:
+            with _meter("verify", nbytes, options) as meter:
                 for found in differences(tasks, conversion.source, written, meter):
                     raise CheckpointError(f"{work}: was not written as it should be: {found}")
-        if not conduct.checksums:
+        if not options.checksums:
             return {}
-        with _meter("checksums", nbytes, conduct) as meter:
+        with _meter("checksums", nbytes, options) as meter:
             return checksums((task.target.name for task in tasks), written, meter)
 
-    sums = ranks.each(check)
-    ranks.once(lambda: conversion.write_manifest(work, digest, {name: s for part in sums for name, s in part.items()}))
+    sums = ranks.all_gather(check)
+    ranks.run_on_rank0(
+        lambda: conversion.write_manifest(work, digest, {name: s for part in sums for name, s in part.items()})
+    )
 
 
 def _remove_others(work: Path, tensors: set[Path]) -> None:
@@ -365,8 +369,8 @@ def tasks_of(plan: Plan, ranks: Ranks) -> list[Task]:
     return share(plan.tasks, [task.target.nbytes for task in plan.tasks], ranks.rank, ranks.size)
 
 
-def _meter(label: str, total: int, conduct: _Conduct) -> Progress:
-    ranks = conduct.ranks
+def _meter(label: str, total: int, options: _Options) -> Progress:
+    ranks = options.ranks
     if ranks.size > 1:
         label = f"{label}, process {ranks.rank} of {ranks.size}"
-    return Progress(label, total, shown=conduct.progress and ranks.first)
+    return Progress(label, total, shown=options.progress and ranks.first)

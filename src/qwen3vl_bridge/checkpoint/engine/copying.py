@@ -1,6 +1,6 @@
 """Writes the units of files that were laid out.
 
-What lives here: from segments to bytes on disk. What may not: what the files are, who writes which units.
+What lives here: from contents to bytes on disk. What may not: what the files are, who writes which units.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 from qwen3vl_bridge.checkpoint.engine.journal import Journal, new_digest
 from qwen3vl_bridge.checkpoint.engine.progress import Progress
-from qwen3vl_bridge.checkpoint.formats.byte_streams import PieceReader
+from qwen3vl_bridge.checkpoint.formats.byte_streams import SegmentReader
 from qwen3vl_bridge.checkpoint.formats.planned_files import OutputFile, Unit
 from qwen3vl_bridge.checkpoint.formats.tensor_specs import TensorSource
 from qwen3vl_bridge.files.errors import CheckpointError
@@ -60,7 +60,7 @@ def write_units(
             return None if stop.is_set() else next(left, None)
 
     def write_some() -> None:
-        with PieceReader(source) as reader:
+        with SegmentReader(source) as reader:
             while (unit := take()) is not None:
                 try:
                     _write_unit(folder, files[unit.file], unit, reader, meter, journal, sync)
@@ -77,7 +77,7 @@ def write_units(
 
 
 def _write_unit(
-    folder: Path, output: OutputFile, unit: Unit, reader: PieceReader, meter: Progress, journal: Journal, sync: bool
+    folder: Path, output: OutputFile, unit: Unit, reader: SegmentReader, meter: Progress, journal: Journal, sync: bool
 ) -> None:
     file = _open_at(folder / output.name, unit)
     try:
@@ -90,21 +90,21 @@ def _write_unit(
     _commit(file, output, unit, digest, journal, sync)
 
 
-def _write(file: BinaryIO, output: OutputFile, unit: Unit, reader: PieceReader, meter: Progress) -> str:
+def _write(file: BinaryIO, output: OutputFile, unit: Unit, reader: SegmentReader, meter: Progress) -> str:
     """Write a unit; returns the digest of its bytes."""
     digest = new_digest()
-    for segment in output.segments_of(unit):
-        if isinstance(segment, bytes):
-            file.write(segment)
-            digest.update(segment)
-            meter.advance(len(segment))
+    for content in output.contents_of(unit):
+        if isinstance(content, bytes):
+            file.write(content)
+            digest.update(content)
+            meter.advance(len(content))
             continue
-        pieces, written = segment.pieces.cut(segment.start, segment.length), 0
-        for block in meter.counted(reader.blocks(pieces, segment.dtype)):
+        segments, written = content.segments.cut(content.start, content.length), 0
+        for block in meter.counted(reader.blocks(segments, content.dtype)):
             written += file.write(block)
             digest.update(block)
-        if written != len(segment):
-            raise AssertionError(f"{output.name}: {written} bytes written of {len(segment)}")
+        if written != len(content):
+            raise AssertionError(f"{output.name}: {written} bytes written of {len(content)}")
     return digest.hexdigest()
 
 

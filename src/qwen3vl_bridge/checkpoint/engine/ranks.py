@@ -50,7 +50,7 @@ class Ranks:
 
         # A process that simply ends makes gloo's threads in another abort that one.
         if kind is None:
-            self.each(lambda: None)
+            self.all_gather(lambda: None)
         dist.destroy_process_group(None if self._started else self._group)
         self._group = None
 
@@ -87,7 +87,7 @@ class Ranks:
         """Whether this is the process that does what is done once."""
         return self.rank == 0
 
-    def each[Result](self, work: Callable[[], Result]) -> list[Result]:
+    def all_gather[Result](self, work: Callable[[], Result]) -> list[Result]:
         """Have every process do something.
 
         Returns:
@@ -111,7 +111,7 @@ class Ranks:
                 raise CheckpointError(f"process {rank} of {self.size}: {message}")
         return [outcome for outcome, _ in outcomes]
 
-    def alike[Result](self, work: Callable[[], Result]) -> Result:
+    def all_run[Result](self, work: Callable[[], Result]) -> Result:
         """Have every process do the same and keep its own result.
 
         Returns:
@@ -121,10 +121,10 @@ class Ranks:
             CheckpointError: one of them could not, or died. All processes raise it.
         """
         mine: list[Result] = []
-        self.each(lambda: mine.append(work()))
+        self.all_gather(lambda: mine.append(work()))
         return mine[0]
 
-    def once[Result](self, work: Callable[[], Result]) -> Result:
+    def run_on_rank0[Result](self, work: Callable[[], Result]) -> Result:
         """Have the first process do something.
 
         Returns:
@@ -133,7 +133,7 @@ class Ranks:
         Raises:
             CheckpointError: it could not, or a process died. All processes raise it.
         """
-        return self.each(lambda: work() if self.first else None)[0]  # pyright: ignore[reportReturnType]
+        return self.all_gather(lambda: work() if self.first else None)[0]  # pyright: ignore[reportReturnType]
 
     def _exchange(self, mine: Any) -> list[Any]:
         import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Reads pieces of tensors as a stream of bytes, through one buffer of a fixed size.
+"""Reads segments of tensors as a stream of bytes, through one buffer of a fixed size.
 
 What lives here: reading byte ranges, turning a matrix, and the cast of a buffer from one dtype to another. What may
 not: formats, plans.
@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from qwen3vl_bridge.checkpoint.formats.slices import Piece, Pieces, Run, Transposed, Zeros
+from qwen3vl_bridge.checkpoint.formats.slices import Segment, Segments, Slice, TransposedSlice, Zeros
 from qwen3vl_bridge.checkpoint.formats.tensor_specs import ITEMSIZE, TensorSource
 from qwen3vl_bridge.files.errors import CheckpointError
 
@@ -27,17 +27,17 @@ _OPEN_FILES = 32
 _STRIP = 1 << 19
 
 
-class PieceReader:
-    """Reads pieces of one source. Not for several threads at once."""
+class SegmentReader:
+    """Reads segments of one source. Not for several threads at once."""
 
     def __init__(self, source: TensorSource, block: int = _BLOCK) -> None:
         self._source = source
         self._buffer = memoryview(bytearray(block))
         self._files: OrderedDict[Path, int] = OrderedDict()
         # The latest matrix, since its parts are asked for one after the other: a gate, then its up projection.
-        self._matrix: tuple[tuple[tuple[Run, ...], int, str], mmap.mmap] | None = None
+        self._matrix: tuple[tuple[tuple[Slice, ...], int, str], mmap.mmap] | None = None
 
-    def __enter__(self) -> PieceReader:
+    def __enter__(self) -> SegmentReader:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -48,12 +48,12 @@ class PieceReader:
         while self._files:
             os.close(self._files.popitem()[1])
 
-    def blocks(self, pieces: Iterable[Piece], dtype: str) -> Iterator[memoryview]:
-        """The bytes of a row of pieces.
+    def blocks(self, segments: Iterable[Segment], dtype: str) -> Iterator[memoryview]:
+        """The bytes of a row of segments.
 
         Args:
-            pieces: the pieces.
-            dtype: what the bytes are to be; pieces of another dtype are cast.
+            segments: the segments.
+            dtype: what the bytes are to be; segments of another dtype are cast.
 
         Yields:
             Blocks; each is valid until the next is asked for.
@@ -62,27 +62,27 @@ class PieceReader:
             CheckpointError: a file cannot be read, or ends early, or a value does not fit the dtype.
         """
         used, current, name = 0, dtype, ""
-        for piece in pieces:
-            if not isinstance(piece, Run) and used:
+        for segment in segments:
+            if not isinstance(segment, Slice) and used:
                 yield cast(self._buffer[:used], current, dtype, name)
                 used = 0
-            if isinstance(piece, Zeros):
-                yield from self._zeros(piece.length * ITEMSIZE[dtype])
+            if isinstance(segment, Zeros):
+                yield from self._zeros(segment.length * ITEMSIZE[dtype])
                 continue
-            if isinstance(piece, Transposed):
-                yield from self._turned(piece, dtype)
+            if isinstance(segment, TransposedSlice):
+                yield from self._turned(segment, dtype)
                 continue
-            previous, name = name, piece.source
-            found = self._source.specs[piece.source].dtype
+            previous, name = name, segment.source
+            found = self._source.specs[segment.source].dtype
             if found != current:
                 if used:
                     yield cast(self._buffer[:used], current, dtype, previous)
                 used, current = 0, found
-            for path, offset, length in self._source.extents(piece):
-                file = self._open(path, piece.source)
+            for path, offset, length in self._source.extents(segment):
+                file = self._open(path, segment.source)
                 while length:
                     take = min(length, len(self._buffer) - used)
-                    self._read(file, self._buffer[used : used + take], offset, path, piece.source)
+                    self._read(file, self._buffer[used : used + take], offset, path, segment.source)
                     used, offset, length = used + take, offset + take, length - take
                     if used == len(self._buffer):
                         yield cast(self._buffer, current, dtype, name)
@@ -96,27 +96,27 @@ class PieceReader:
             yield zeros[:length]
             length -= min(length, len(zeros))
 
-    def _turned(self, piece: Transposed, dtype: str) -> Iterator[memoryview]:
-        dtypes = {self._source.specs[run.source].dtype for run in piece.runs}
+    def _turned(self, segment: TransposedSlice, dtype: str) -> Iterator[memoryview]:
+        dtypes = {self._source.specs[one.source].dtype for one in segment.slices}
         found = dtypes.pop() if len(dtypes) == 1 else dtype
-        start, end = (number * ITEMSIZE[found] for number in (piece.start, piece.start + piece.length))
-        matrix = self._transpose(piece, found)
+        start, end = (number * ITEMSIZE[found] for number in (segment.start, segment.start + segment.length))
+        matrix = self._transpose(segment, found)
         for position in range(start, end, len(self._buffer)):
             block = matrix[position : min(position + len(self._buffer), end)]
-            yield cast(block, found, dtype, piece.runs[0].source)
+            yield cast(block, found, dtype, segment.slices[0].source)
 
-    def _transpose(self, piece: Transposed, dtype: str) -> memoryview:
-        """The whole matrix that a piece is of, turned, in a dtype."""
-        key = (piece.runs, piece.columns, dtype)
+    def _transpose(self, segment: TransposedSlice, dtype: str) -> memoryview:
+        """The whole matrix that a segment is of, turned, in a dtype."""
+        key = (segment.slices, segment.columns, dtype)
         if self._matrix is None or self._matrix[0] != key:
-            size, rows, columns = ITEMSIZE[dtype], piece.rows, piece.columns
+            size, rows, columns = ITEMSIZE[dtype], segment.rows, segment.columns
             memory = self._memory(rows * columns * size)
             turned = np.frombuffer(memory, f"i{size}").reshape(columns, rows)
-            pieces, step = Pieces(piece.runs), max(1, _STRIP // (columns * size))
+            segments, step = Segments(segment.slices), max(1, _STRIP // (columns * size))
             strip = np.empty((min(step, rows), columns), turned.dtype)
             for first in range(0, rows, step):
                 count = min(step, rows - first)
-                self._fill(memoryview(strip[:count]).cast("B"), pieces.cut(first * columns, count * columns), dtype)
+                self._fill(memoryview(strip[:count]).cast("B"), segments.cut(first * columns, count * columns), dtype)
                 turned[:, first : first + count] = _transposed(strip[:count])
             self._matrix = (key, memory)
         return memoryview(self._matrix[1])
@@ -128,18 +128,18 @@ class PieceReader:
             return last[1]
         return mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
-    def _fill(self, into: memoryview, runs: Iterable[Piece], dtype: str) -> None:
+    def _fill(self, into: memoryview, slices: Iterable[Segment], dtype: str) -> None:
         """Read runs of tensors, each in its dtype or cast to the one wanted."""
         done = 0
-        for run in runs:
-            assert isinstance(run, Run)
-            if self._source.specs[run.source].dtype != dtype:
-                for block in self.blocks([run], dtype):
+        for one in slices:
+            assert isinstance(one, Slice)
+            if self._source.specs[one.source].dtype != dtype:
+                for block in self.blocks([one], dtype):
                     into[done : done + len(block)] = block
                     done += len(block)
                 continue
-            for path, offset, length in self._source.extents(run):
-                self._read(self._open(path, run.source), into[done : done + length], offset, path, run.source)
+            for path, offset, length in self._source.extents(one):
+                self._read(self._open(path, one.source), into[done : done + length], offset, path, one.source)
                 done += length
 
     def _open(self, path: Path, name: str) -> int:

@@ -1,10 +1,10 @@
-"""The formats as sides of a conversion: which tensors each has, and where the elements of a Megatron parameter lie.
+"""How each format lays out the weights: which tensors it has, and where the elements of a Megatron parameter lie.
 
 What lives here: the arithmetic of the weight table's kinds of row, stated once for each format; planning joins any two.
 What may not: names (`models/qwen3_vl/table.py`), files, torch.
 
-Every side tells where a row's Megatron parameter lies, element by element in its row-major order. That order is what
-two sides have in common.
+Every layout tells where a row's Megatron parameter lies, element by element in its row-major order. That order is what
+two layouts have in common.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TRANSFORMER_ENGINE = "transformer_engine"
 LOCAL = "local"
 
 
-class Place(NamedTuple):
+class ParamSlice(NamedTuple):
     """Where consecutive elements of a Megatron parameter lie: elements [start, start + length) of a tensor.
 
     Where `columns` is not 0 they are a matrix of so many columns, and lie transposed. Where `stride` is not 1,
@@ -49,7 +49,7 @@ class Place(NamedTuple):
     stride: int = 1
 
 
-class Side(Protocol):
+class TensorLayout(Protocol):
     """A format, for one model.
 
     Attributes:
@@ -62,7 +62,7 @@ class Side(Protocol):
         """Names and shapes of the tensors that hold an expanded row; they may hold others too."""
         ...
 
-    def places(self, row: Row) -> Iterator[Place]:
+    def slices(self, row: Row) -> Iterator[ParamSlice]:
         """Where the elements of an expanded row's Megatron parameter lie, in order."""
         ...
 
@@ -87,15 +87,15 @@ class HuggingFace:
     pads_vocabulary: ClassVar[bool] = False
 
     def tensors(self, row: Row) -> dict[str, Shape]:
-        """As of any side."""
+        """As of any layout."""
         return dict(zip(row.hf, hf_shapes(row, self.dimensions), strict=True))
 
     def leading(self, row: Row) -> int:
-        """As of any side."""
+        """As of any layout."""
         return int(isinstance(row, PackedExpert))
 
-    def places(self, row: Row) -> Iterator[Place]:
-        """As of any side."""
+    def slices(self, row: Row) -> Iterator[ParamSlice]:
+        """As of any layout."""
         dimensions, shapes = self.dimensions, row.numbers(self.dimensions)
         if isinstance(row, QKV):
             heads, groups, head_dim = dimensions["heads"], dimensions["kv_heads"], dimensions["head_dim"]
@@ -108,23 +108,23 @@ class HuggingFace:
             yield from _interleaved([(row.hf[0], i * third, third // groups) for i in range(3)], groups)
         elif isinstance(row, PackedExpert):
             size = math.prod(shapes[0])
-            yield Place(row.hf[0], row.expert * size, size, columns=shapes[0][0] if row.transposed else 0)
+            yield ParamSlice(row.hf[0], row.expert * size, size, columns=shapes[0][0] if row.transposed else 0)
         elif isinstance(row, ExpertInput):
-            yield Place(row.hf[0], row.expert * math.prod(shapes[0]), math.prod(shapes[0]))
+            yield ParamSlice(row.hf[0], row.expert * math.prod(shapes[0]), math.prod(shapes[0]))
         elif isinstance(row, ExpertOutput):
-            yield Place(row.hf[0], row.expert, math.prod(shapes[0]), stride=dimensions["experts"])
+            yield ParamSlice(row.hf[0], row.expert, math.prod(shapes[0]), stride=dimensions["experts"])
         elif isinstance(row, Copy | GatedMLP):
             for name, shape in zip(row.hf, shapes, strict=True):
-                yield Place(name, 0, math.prod(shape))
+                yield ParamSlice(name, 0, math.prod(shape))
         else:
             raise TypeError(f"{row.megatron}: no rule for rows of the kind {type(row).__name__}")
 
 
-def _interleaved(parts: list[tuple[str, int, int]], groups: int) -> Iterator[Place]:
+def _interleaved(parts: list[tuple[str, int, int]], groups: int) -> Iterator[ParamSlice]:
     """For each group, its share of every part in turn. A part is (tensor, first element, elements per group)."""
     for group in range(groups):
         for name, first, length in parts:
-            yield Place(name, first + group * length, length)
+            yield ParamSlice(name, first + group * length, length)
 
 
 @dataclass(frozen=True)
@@ -145,20 +145,20 @@ class FsdpDtensor:
             raise CheckpointError(f"naming is {self.naming!r}, expected {TRANSFORMER_ENGINE!r} or {LOCAL!r}")
 
     def tensors(self, row: Row) -> dict[str, Shape]:
-        """As of any side."""
+        """As of any layout."""
         shape = megatron_shape(row, self.dimensions)
         names = (local_name(name) if self.naming == LOCAL else name for name in row.stored)
         return dict.fromkeys(names, (shape[0] // len(row.stored), *shape[1:]))
 
     def leading(self, row: Row) -> int:
-        """As of any side."""
+        """As of any layout."""
         del row
         return 0
 
-    def places(self, row: Row) -> Iterator[Place]:
-        """As of any side."""
+    def slices(self, row: Row) -> Iterator[ParamSlice]:
+        """As of any layout."""
         for name, shape in self.tensors(row).items():
-            yield Place(name, 0, math.prod(shape))
+            yield ParamSlice(name, 0, math.prod(shape))
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ class TorchDist:
             if first is not None and stacked_name(first, dimensions, stack)[0] in names:
                 named |= stack
         spelled = {local: cls(dimensions, named, local) for local in (False, True)}
-        count = {local: sum(side.name(row)[0] in names for row in rows) for local, side in spelled.items()}
+        count = {local: sum(layout.name(row)[0] in names for row in rows) for local, layout in spelled.items()}
         return spelled[count[True] > count[False]]
 
     def name(self, row: Row) -> tuple[str, tuple[tuple[int, int], ...]]:
@@ -206,19 +206,19 @@ class TorchDist:
         return stacked_name(row, self.dimensions, self.named, local=self.local)
 
     def tensors(self, row: Row) -> dict[str, Shape]:
-        """As of any side."""
+        """As of any layout."""
         name, stacked = self.name(row)
         return {name: (*(count for _, count in stacked), *megatron_shape(row, self.dimensions))}
 
     def leading(self, row: Row) -> int:
-        """As of any side."""
+        """As of any layout."""
         return len(self.name(row)[1])
 
-    def places(self, row: Row) -> Iterator[Place]:
-        """As of any side."""
+    def slices(self, row: Row) -> Iterator[ParamSlice]:
+        """As of any layout."""
         name, stacked = self.name(row)
         index = 0
         for number, count in stacked:
             index = index * count + number
         size = math.prod(megatron_shape(row, self.dimensions))
-        yield Place(name, index * size, size)
+        yield ParamSlice(name, index * size, size)

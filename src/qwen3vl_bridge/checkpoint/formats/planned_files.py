@@ -1,6 +1,6 @@
 """Files to be, byte by byte, before the first byte is written.
 
-What lives here: a file as segments, each literal bytes or tensor data, and its division into units of work. What may
+What lives here: a file as contents, each literal bytes or tensor data, and its division into units of work. What may
 not: what the bytes mean (`checkpoint/formats/dcp/writer.py`, `checkpoint/formats/safetensors/writer.py`), writing them
 (`checkpoint/engine/copying.py`).
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from qwen3vl_bridge.checkpoint.formats.slices import Pieces
+from qwen3vl_bridge.checkpoint.formats.slices import Segments
 from qwen3vl_bridge.checkpoint.formats.tensor_specs import ITEMSIZE
 
 # A unit is what one process writes at a time and what an interrupted run need not write again. A multiple of any page
@@ -27,9 +27,9 @@ UNIT_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """Elements of a tensor: `pieces` cut to [start, start + length), in `dtype`."""
+    """Elements of a tensor: `segments` cut to [start, start + length), in `dtype`."""
 
-    pieces: Pieces
+    segments: Segments
     dtype: str
     start: int
     length: int
@@ -38,7 +38,7 @@ class Data:
         return self.length * ITEMSIZE[self.dtype]
 
 
-Segment = bytes | Data
+Content = bytes | Data
 
 
 @dataclass
@@ -48,33 +48,33 @@ class OutputFile:
     Attributes:
         name: relative to the result's folder.
         divisible: whether several processes may write parts of it.
-        segments: its contents, in order.
+        contents: its contents, in order.
         nbytes: how many bytes they are.
     """
 
     name: str
     divisible: bool = True
-    segments: list[Segment] = field(default_factory=list)
+    contents: list[Content] = field(default_factory=list)
     nbytes: int = 0
 
-    def append(self, segment: Segment) -> None:
-        """Add a segment at the end."""
-        self.segments.append(segment)
-        self.nbytes += len(segment)
+    def append(self, content: Content) -> None:
+        """Add a content at the end."""
+        self.contents.append(content)
+        self.nbytes += len(content)
 
     @cached_property
     def _starts(self) -> list[int]:
-        return list(itertools.accumulate(map(len, self.segments), initial=0))
+        return list(itertools.accumulate(map(len, self.contents), initial=0))
 
-    def segments_of(self, unit: Unit) -> Iterator[Segment]:
-        """What lies in a unit, as segments; cut where it begins or ends within one."""
+    def contents_of(self, unit: Unit) -> Iterator[Content]:
+        """What lies in a unit, as contents; cut where it begins or ends within one."""
         at = bisect_right(self._starts, unit.start) - 1
         position = unit.start
         while position < unit.end:
-            segment, first = self.segments[at], self._starts[at]
-            take = min(unit.end, first + len(segment)) - position
+            content, first = self.contents[at], self._starts[at]
+            take = min(unit.end, first + len(content)) - position
             if take:
-                yield segment if take == len(segment) else _cut(segment, position - first, take)
+                yield content if take == len(content) else _cut(content, position - first, take)
             position, at = position + take, at + 1
 
 
@@ -91,13 +91,13 @@ class Unit(NamedTuple):
         return self.end - self.start
 
 
-def _cut(segment: Segment, start: int, nbytes: int) -> Segment:
-    if isinstance(segment, bytes):
-        return segment[start : start + nbytes]
-    size = ITEMSIZE[segment.dtype]
+def _cut(content: Content, start: int, nbytes: int) -> Content:
+    if isinstance(content, bytes):
+        return content[start : start + nbytes]
+    size = ITEMSIZE[content.dtype]
     if start % size or nbytes % size:
-        raise AssertionError(f"a cut at byte {start} of a segment with elements of {size}")
-    return Data(segment.pieces, segment.dtype, segment.start + start // size, nbytes // size)
+        raise AssertionError(f"a cut at byte {start} of a content with elements of {size}")
+    return Data(content.segments, content.dtype, content.start + start // size, nbytes // size)
 
 
 def units(files: Sequence[OutputFile]) -> list[Unit]:

@@ -1,6 +1,6 @@
 """What a target tensor is made of: stretches of source tensors, transposed matrices of them, and zeros.
 
-What lives here: the three kinds of piece, and a row of them that can be cut anywhere. What may not: names, files,
+What lives here: the three kinds of segment, and a row of them that can be cut anywhere. What may not: names, files,
 torch.
 """
 
@@ -13,25 +13,25 @@ from functools import cached_property
 from typing import NamedTuple
 
 
-class Run(NamedTuple):
+class Slice(NamedTuple):
     """Consecutive elements of a source tensor, in row-major order."""
 
     source: str
     start: int
     length: int
 
-    def part(self, start: int, length: int) -> Run:
+    def part(self, start: int, length: int) -> Slice:
         """Some of its elements."""
-        return Run(self.source, self.start + start, length)
+        return Slice(self.source, self.start + start, length)
 
 
-class Transposed(NamedTuple):
+class TransposedSlice(NamedTuple):
     """Elements [start, start + length) of a transposed matrix.
 
-    The matrix has `columns` columns, and its elements are those of `runs`, one run after the other.
+    The matrix has `columns` columns, and its elements are those of `slices`, one slice after the other.
     """
 
-    runs: tuple[Run, ...]
+    slices: tuple[Slice, ...]
     columns: int
     start: int
     length: int
@@ -39,14 +39,14 @@ class Transposed(NamedTuple):
     @property
     def numel(self) -> int:
         """Elements of the whole matrix."""
-        return sum(run.length for run in self.runs)
+        return sum(one.length for one in self.slices)
 
     @property
     def rows(self) -> int:
         """Rows of the matrix: columns of what it is turned into."""
         return self.numel // self.columns
 
-    def part(self, start: int, length: int) -> Transposed:
+    def part(self, start: int, length: int) -> TransposedSlice:
         """Some of its elements."""
         return self._replace(start=self.start + start, length=length)
 
@@ -62,20 +62,20 @@ class Zeros(NamedTuple):
         return Zeros(length)
 
 
-Piece = Run | Transposed | Zeros
+Segment = Slice | TransposedSlice | Zeros
 
 
-class Pieces:
-    """Pieces one after the other, to be cut anywhere at little cost."""
+class Segments:
+    """Segments one after the other, to be cut anywhere at little cost."""
 
-    def __init__(self, pieces: Iterable[Piece]) -> None:
-        self._pieces = tuple(pieces)
+    def __init__(self, segments: Iterable[Segment]) -> None:
+        self._pieces = tuple(segments)
 
     @cached_property
     def _starts(self) -> list[int]:
-        return list(itertools.accumulate((piece.length for piece in self._pieces), initial=0))
+        return list(itertools.accumulate((segment.length for segment in self._pieces), initial=0))
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[Segment]:
         return iter(self._pieces)
 
     def __len__(self) -> int:
@@ -86,8 +86,8 @@ class Pieces:
         """Number of elements."""
         return self._starts[-1]
 
-    def cut(self, start: int, length: int) -> Iterator[Piece]:
-        """Elements [start, start + length) as pieces.
+    def cut(self, start: int, length: int) -> Iterator[Segment]:
+        """Elements [start, start + length) as segments.
 
         Raises:
             AssertionError: there are fewer.
@@ -97,26 +97,26 @@ class Pieces:
             raise AssertionError(f"elements up to {end} of {self.length}")
         at = bisect_right(self._starts, start) - 1
         while start < end:
-            piece, first = self._pieces[at], self._starts[at]
-            take = min(end, first + piece.length) - start
+            segment, first = self._pieces[at], self._starts[at]
+            take = min(end, first + segment.length) - start
             if take:
-                yield piece if take == piece.length else piece.part(start - first, take)
+                yield segment if take == segment.length else segment.part(start - first, take)
             start, at = start + take, at + 1
 
 
-def joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """The same elements in fewer pieces: neighbouring runs of a tensor as one."""
-    last: Piece | None = None
-    for piece in pieces:
+def joined(segments: Iterable[Segment]) -> Iterator[Segment]:
+    """The same elements in fewer segments: neighbouring slices of a tensor as one."""
+    last: Segment | None = None
+    for segment in segments:
         if (
-            isinstance(last, Run)
-            and isinstance(piece, Run)
-            and (last.source, last.start + last.length) == (piece.source, piece.start)
+            isinstance(last, Slice)
+            and isinstance(segment, Slice)
+            and (last.source, last.start + last.length) == (segment.source, segment.start)
         ):
-            last = Run(last.source, last.start, last.length + piece.length)
+            last = Slice(last.source, last.start, last.length + segment.length)
             continue
         if last is not None:
             yield last
-        last = piece
+        last = segment
     if last is not None:
         yield last

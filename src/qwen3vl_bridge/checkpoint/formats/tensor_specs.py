@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from qwen3vl_bridge.checkpoint.formats.slices import Run
+from qwen3vl_bridge.checkpoint.formats.slices import Slice
 
 # torch name -> (name in a safetensors header, bytes per element)
 _DTYPES: dict[str, tuple[str, int]] = {
@@ -98,6 +98,6 @@ class TensorSource(Protocol):
         """
         ...
 
-    def extents(self, run: Run) -> Iterator[Extent]:
-        """Where the elements of a run are, in order."""
+    def extents(self, wanted: Slice) -> Iterator[Extent]:
+        """Where the elements of a slice are, in order."""
         ...

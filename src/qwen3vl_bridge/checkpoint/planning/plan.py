@@ -1,7 +1,7 @@
 """What a conversion has to do, worked out from headers alone.
 
 What lives here: the comparison of what is there with what the weight table expects, and the work items: each target
-tensor as pieces of source tensors. What may not: opening files, torch, names of parameters, formats
+tensor as segments of source tensors. What may not: opening files, torch, names of parameters, formats
 (`checkpoint/formats/layouts.py`).
 """
 
@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from qwen3vl_bridge.checkpoint.formats.layouts import LOCAL, TRANSFORMER_ENGINE, Place, Side
-from qwen3vl_bridge.checkpoint.formats.slices import Piece, Pieces, Run, Transposed, Zeros, joined
+from qwen3vl_bridge.checkpoint.formats.layouts import LOCAL, TRANSFORMER_ENGINE, ParamSlice, TensorLayout
+from qwen3vl_bridge.checkpoint.formats.slices import Segment, Segments, Slice, TransposedSlice, Zeros, joined
 from qwen3vl_bridge.checkpoint.formats.tensor_specs import Shape, TensorSource, TensorSpec
 from qwen3vl_bridge.checkpoint.planning.proof import check_same, check_weights_dtype, prove
 from qwen3vl_bridge.models.qwen3_vl.table import local_name
@@ -24,12 +24,12 @@ class Task:
 
     Attributes:
         target: what it is.
-        pieces: its elements, in order; cast to its dtype where theirs differs.
+        segments: its elements, in order; cast to its dtype where theirs differs.
         leading: how many of its first dimensions count layers or experts.
     """
 
     target: TensorSpec
-    pieces: Pieces
+    segments: Segments
     leading: int = 0
 
 
@@ -81,17 +81,17 @@ def naming_of(rows: Iterable[Row], names: Collection[str]) -> str:
     return TRANSFORMER_ENGINE
 
 
-def tensors_of(rows: Iterable[Row], side: Side) -> dict[str, Shape]:
-    """Every tensor a side has for a model: name -> shape.
+def tensors_of(rows: Iterable[Row], layout: TensorLayout) -> dict[str, Shape]:
+    """Every tensor that a layout has for a model: name -> shape.
 
     Args:
         rows: expanded rows.
         side: the format.
     """
-    return {name: shape for row in rows for name, shape in side.tensors(row).items()}
+    return {name: shape for row in rows for name, shape in layout.tensors(row).items()}
 
 
-def leave_unexpected(source: TensorSource, rows: Iterable[Row], side: Side) -> list[str]:
+def leave_unexpected(source: TensorSource, rows: Iterable[Row], layout: TensorLayout) -> list[str]:
     """Forget the tensors that a model does not call for.
 
     Args:
@@ -102,7 +102,7 @@ def leave_unexpected(source: TensorSource, rows: Iterable[Row], side: Side) -> l
     Returns:
         A line of text for each.
     """
-    expected = tensors_of(rows, side)
+    expected = tensors_of(rows, layout)
     unexpected = [spec for name, spec in source.specs.items() if name not in expected]
     for spec in unexpected:
         source.drop(spec.name)
@@ -111,14 +111,14 @@ def leave_unexpected(source: TensorSource, rows: Iterable[Row], side: Side) -> l
 
 def make_plan(
     rows: Collection[Row],
-    source: Side,
-    target: Side,
+    source: TensorLayout,
+    target: TensorLayout,
     found: Mapping[str, TensorSpec],
     *,
     where: str,
     dtype: str | None = None,
 ) -> Plan:
-    """Plan the way from one side to the other.
+    """Plan the way from one layout to another.
 
     Args:
         rows: the weight table, expanded for the model.
@@ -134,87 +134,94 @@ def make_plan(
         CheckpointError: tensors are missing, unexpected or misshapen; it lists them.
     """
     vocabulary = [row for row in rows if row.of_vocabulary]
-    padding = (side for side in (source, target) if side.pads_vocabulary)
-    padded = {name for side in padding for row in vocabulary for name in side.tensors(row)}
+    padding = (layout for layout in (source, target) if layout.pads_vocabulary)
+    padded = {name for layout in padding for row in vocabulary for name in layout.tensors(row)}
     check_same(found, tensors_of(rows, source), where, may_be_longer=padded)
     shapes = tensors_of(rows, target)
     leading = {name: target.leading(row) for row in rows for name in target.tensors(row)}
     tasks, cast, transposed = [], set(), set()
-    for name, pieces in _grouped(_joined_sides(rows, source, target)):
-        sources = [found[run.source] for run in _runs(pieces)]
+    for name, segments in _grouped(_joined_layouts(rows, source, target)):
+        sources = [found[one.source] for one in _slices(segments)]
         spec = TensorSpec(name, check_weights_dtype(name, sources, dtype, where), shapes[name])
-        tasks.append(Task(spec, Pieces(pieces), leading[name]))
+        tasks.append(Task(spec, Segments(segments), leading[name]))
         if any(source.dtype != spec.dtype for source in sources):
             cast.add(name)
-        if any(isinstance(piece, Transposed) for piece in pieces):
+        if any(isinstance(segment, TransposedSlice) for segment in segments):
             transposed.add(name)
-    prove(((task.target, task.pieces) for task in tasks), found, shapes, padded)
+    prove(((task.target, task.segments) for task in tasks), found, shapes, padded)
     return Plan(tuple(tasks), frozenset(cast), frozenset(transposed))
 
 
-def _runs(pieces: Iterable[Piece]) -> Iterator[Run]:
-    for piece in pieces:
-        if isinstance(piece, Run):
-            yield piece
-        elif isinstance(piece, Transposed):
-            yield from piece.runs
+def _slices(segments: Iterable[Segment]) -> Iterator[Slice]:
+    for segment in segments:
+        if isinstance(segment, Slice):
+            yield segment
+        elif isinstance(segment, TransposedSlice):
+            yield from segment.slices
 
 
-def _joined_sides(rows: Iterable[Row], source: Side, target: Side) -> Iterator[tuple[str, int, Piece]]:
+def _joined_layouts(
+    rows: Iterable[Row], source: TensorLayout, target: TensorLayout
+) -> Iterator[tuple[str, int, Segment]]:
     """All elements: which target tensor, from which of its elements on, what is there."""
-    woven: dict[str, dict[int, tuple[Piece, ...]]] = {}
+    woven: dict[str, dict[int, tuple[Segment, ...]]] = {}
     for row in rows:
-        pieces = Pieces(_read(place) for place in source.places(row))
+        segments = Segments(_read(param) for param in source.slices(row))
         position = 0
-        for place in target.places(row):
-            here = min(place.length, pieces.length - position)
-            part = tuple(joined(pieces.cut(position, here)))
-            position += place.length
-            if place.stride > 1:
-                woven.setdefault(place.tensor, {})[place.start] = part
+        for param in target.slices(row):
+            here = min(param.length, segments.length - position)
+            part = tuple(joined(segments.cut(position, here)))
+            position += param.length
+            if param.stride > 1:
+                woven.setdefault(param.tensor, {})[param.start] = part
                 continue
-            if place.columns:
-                part = _turned(part, place.columns)
-            if here < place.length:
-                part += (Zeros(place.length - here),)
-            start = place.start
-            for piece in part:
-                yield place.tensor, start, piece
-                start += piece.length
+            if param.columns:
+                part = _turned(part, param.columns)
+            if here < param.length:
+                part += (Zeros(param.length - here),)
+            start = param.start
+            for segment in part:
+                yield param.tensor, start, segment
+                start += segment.length
     for tensor, strands in woven.items():
         # One below the other they are a matrix, and lie transposed.
-        runs = tuple(run for _, strand in sorted(strands.items()) for run in strand)
-        (matrix,) = _turned(runs, sum(run.length for run in runs) // len(strands))
+        slices = tuple(one for _, strand in sorted(strands.items()) for one in strand)
+        (matrix,) = _turned(slices, sum(one.length for one in slices) // len(strands))
         yield tensor, 0, matrix
 
 
-def _read(place: Place) -> Piece:
+def _read(param: ParamSlice) -> Segment:
     """What lies at a place, in the order of the Megatron parameter."""
-    if place.stride > 1:
-        raise AssertionError(f"{place.tensor}: every {place.stride}th element cannot be read, only written")
-    run = Run(place.tensor, place.start, place.length)
-    if not place.columns:
-        return run
+    if param.stride > 1:
+        raise AssertionError(f"{param.tensor}: every {param.stride}th element cannot be read, only written")
+    one = Slice(param.tensor, param.start, param.length)
+    if not param.columns:
+        return one
     # There it is the transpose of what it is to be, so it has as many columns as that has rows.
-    return Transposed((run,), place.length // place.columns, 0, place.length)
+    return TransposedSlice((one,), param.length // param.columns, 0, param.length)
 
 
-def _turned(pieces: tuple[Piece, ...], columns: int) -> tuple[Piece, ...]:
+def _turned(segments: tuple[Segment, ...], columns: int) -> tuple[Segment, ...]:
     """The transpose of a matrix of so many columns."""
-    first = pieces[0]
-    if isinstance(first, Transposed) and first.rows == columns and first.length == first.numel and len(pieces) == 1:
-        return first.runs  # both sides have it so
-    runs = tuple(piece for piece in pieces if isinstance(piece, Run))
-    if len(runs) != len(pieces):
+    first = segments[0]
+    if (
+        isinstance(first, TransposedSlice)
+        and first.rows == columns
+        and first.length == first.numel
+        and len(segments) == 1
+    ):
+        return first.slices  # both sides have it so
+    slices = tuple(segment for segment in segments if isinstance(segment, Slice))
+    if len(slices) != len(segments):
         raise AssertionError("a matrix to be transposed lies transposed, or is padded")
-    return (Transposed(runs, columns, 0, sum(run.length for run in runs)),)
+    return (TransposedSlice(slices, columns, 0, sum(one.length for one in slices)),)
 
 
-def _grouped(pieces: Iterable[tuple[str, int, Piece]]) -> Iterator[tuple[str, tuple[Piece, ...]]]:
+def _grouped(segments: Iterable[tuple[str, int, Segment]]) -> Iterator[tuple[str, tuple[Segment, ...]]]:
     """Pieces by target, in the order of the targets' elements."""
-    targets: dict[str, list[tuple[int, Piece]]] = {}
-    for target, start, piece in pieces:
-        targets.setdefault(target, []).append((start, piece))
+    targets: dict[str, list[tuple[int, Segment]]] = {}
+    for target, start, segment in segments:
+        targets.setdefault(target, []).append((start, segment))
     for target, parts in targets.items():
         parts.sort(key=lambda part: part[0])
-        yield target, tuple(joined(piece for _, piece in parts))
+        yield target, tuple(joined(segment for _, segment in parts))

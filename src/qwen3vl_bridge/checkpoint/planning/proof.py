@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from qwen3vl_bridge.checkpoint.formats.slices import Piece, Run, Transposed
+from qwen3vl_bridge.checkpoint.formats.slices import Segment, Slice, TransposedSlice
 from qwen3vl_bridge.checkpoint.formats.tensor_specs import WEIGHT_DTYPES, Shape, TensorSpec
 from qwen3vl_bridge.files.errors import CheckpointError
 
@@ -94,7 +94,7 @@ def check_weights_dtype(name: str, sources: Sequence[TensorSpec], dtype: str | N
 
 
 def prove(
-    tasks: Iterable[tuple[TensorSpec, Iterable[Piece]]],
+    tasks: Iterable[tuple[TensorSpec, Iterable[Segment]]],
     sources: Mapping[str, TensorSpec],
     targets: Mapping[str, Shape],
     padded: Collection[str] = (),
@@ -104,7 +104,7 @@ def prove(
     This guards against errors of ours, in the weight table or the planner, not of the input.
 
     Args:
-        tasks: target and pieces of each work item.
+        tasks: target and segments of each work item.
         sources: the source tensors.
         targets: shapes of the target tensors.
         padded: names of source tensors that may have elements behind the last one read, and of targets that may have
@@ -114,20 +114,20 @@ def prove(
         AssertionError: the plan is wrong.
     """
     read: dict[str, list[tuple[int, int]]] = {name: [] for name in sources}
-    turned: dict[Transposed, list[tuple[int, int]]] = {}
+    turned: dict[TransposedSlice, list[tuple[int, int]]] = {}
     produced: set[str] = set()
-    for target, pieces in tasks:
+    for target, segments in tasks:
         if target.name in produced or target.shape != targets[target.name]:
             raise AssertionError(f"{target.name} is planned twice or in another shape than {targets[target.name]}")
         produced.add(target.name)
         planned = 0
-        for piece in pieces:
-            planned += piece.length
-            if isinstance(piece, Run):
-                read[piece.source].append((piece.start, piece.start + piece.length))
-            elif isinstance(piece, Transposed):
-                whole = piece._replace(start=0, length=piece.numel)
-                turned.setdefault(whole, []).append((piece.start, piece.start + piece.length))
+        for segment in segments:
+            planned += segment.length
+            if isinstance(segment, Slice):
+                read[segment.source].append((segment.start, segment.start + segment.length))
+            elif isinstance(segment, TransposedSlice):
+                whole = segment._replace(start=0, length=segment.numel)
+                turned.setdefault(whole, []).append((segment.start, segment.start + segment.length))
             elif target.name not in padded:
                 raise AssertionError(f"{target.name}: zeros are planned for it")
         if planned != target.numel:
@@ -135,10 +135,10 @@ def prove(
     if produced != set(targets):
         raise AssertionError(f"nothing planned for {sorted(set(targets) - produced)}")
     for matrix, ranges in turned.items():
-        if _read_once(ranges, matrix.runs[0].source) != matrix.numel or matrix.numel % matrix.columns:
-            raise AssertionError(f"{matrix.runs[0].source}: a matrix is not read as a whole")
-        for run in matrix.runs:
-            read[run.source].append((run.start, run.start + run.length))
+        if _read_once(ranges, matrix.slices[0].source) != matrix.numel or matrix.numel % matrix.columns:
+            raise AssertionError(f"{matrix.slices[0].source}: a matrix is not read as a whole")
+        for one in matrix.slices:
+            read[one.source].append((one.start, one.start + one.length))
     for name, ranges in read.items():
         position = _read_once(ranges, name)
         if position != sources[name].numel and not (name in padded and position < sources[name].numel):

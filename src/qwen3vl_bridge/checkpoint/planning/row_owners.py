@@ -30,7 +30,7 @@ _LAST_STAGE = ("language_model.decoder.final_layernorm.", "language_model.output
 Holders = Mapping[str, Mapping[Shape, Sequence[Part]]]
 
 
-def holders(rows: Collection[Row], side: FsdpDtensor | TorchDist, topology: Topology) -> Holders:
+def holders(rows: Collection[Row], layout: FsdpDtensor | TorchDist, topology: Topology) -> Holders:
     """What ranks hold.
 
     Args:
@@ -42,10 +42,10 @@ def holders(rows: Collection[Row], side: FsdpDtensor | TorchDist, topology: Topo
         Parts of every tensor; nothing where one rank reads each as a whole. torch_dist's ranks read gate and up
         projection apart, even if there is one.
     """
-    if topology.ranks == 1 and isinstance(side, FsdpDtensor):
+    if topology.ranks == 1 and isinstance(layout, FsdpDtensor):
         return {}
     found: dict[str, dict[Shape, list[Part]]] = {}
-    parts = _in_units(rows, side, topology) if isinstance(side, FsdpDtensor) else _in_stages(rows, side, topology)
+    parts = _in_units(rows, layout, topology) if isinstance(layout, FsdpDtensor) else _in_stages(rows, layout, topology)
     for name, index, part in parts:
         found.setdefault(name, {}).setdefault(index, []).append(part)
     for of_tensor in found.values():
@@ -67,20 +67,20 @@ class _Parameter(NamedTuple):
         return len(self.names) * self.rows * self.columns
 
 
-def _in_units(rows: Collection[Row], side: FsdpDtensor, topology: Topology) -> Iterator[tuple[str, Shape, Part]]:
+def _in_units(rows: Collection[Row], layout: FsdpDtensor, topology: Topology) -> Iterator[tuple[str, Shape, Part]]:
     """A unit of Megatron-FSDP is a layer, its experts apart; what is in no layer is one too.
 
     Source: megatron-core 0.19, `_get_parameter_groups` of Megatron-FSDP's `param_and_grad_buffer.py`.
     """
     units: dict[tuple[str, int, bool, int], list[_Parameter]] = {}
     for row in rows:
-        of_experts, tensors = "experts" in row.indices, side.tensors(row)
+        of_experts, tensors = "experts" in row.indices, layout.tensors(row)
         tp, shape = topology.expert_tp if of_experts else topology.tp, next(iter(tensors.values()))
         copies = tp if _BY_ROWS.search(row.megatron) else 1
         columns = math.prod(shape[1:]) // (tp if _BY_COLUMNS.search(row.megatron) else 1)
         in_layer = row.indices[:1] and row.indices[0].endswith("layers")
         tower, layer = (row.megatron.partition(".")[0], row.position[0]) if in_layer else ("", 0)
-        key = (tower, layer, of_experts, _expert_group(row, side.dimensions, topology))
+        key = (tower, layer, of_experts, _expert_group(row, layout.dimensions, topology))
         units.setdefault(key, []).append(_Parameter(tuple(tensors), shape[0] // copies, columns, copies))
     for (_, _, of_experts, group), parameters in units.items():
         ranks = topology.ranks // (topology.ep * topology.expert_tp if of_experts else topology.tp)
@@ -115,15 +115,15 @@ def _shards(parameters: Sequence[_Parameter], ranks: int, owner: Owner) -> Itera
                     yield name, (), Part(copy * one.rows + row, (*owner, shard, copy))
 
 
-def _in_stages(rows: Collection[Row], side: TorchDist, topology: Topology) -> Iterator[tuple[str, Shape, Part]]:
+def _in_stages(rows: Collection[Row], layout: TorchDist, topology: Topology) -> Iterator[tuple[str, Shape, Part]]:
     """A pipeline stage has layers that follow one another; the vision tower is with the first."""
-    layers = len(side.dimensions.indices["text_layers"]) // topology.pp
+    layers = len(layout.dimensions.indices["text_layers"]) // topology.pp
     for row in rows:
-        name, stacked = side.name(row)
-        of_experts, shape = "experts" in row.indices, megatron_shape(row, side.dimensions)
+        name, stacked = layout.name(row)
+        of_experts, shape = "experts" in row.indices, megatron_shape(row, layout.dimensions)
         stage = row.position[0] // layers if row.indices[:1] and row.indices[0] in _TEXT_LAYERS else 0
         stage = topology.pp - 1 if row.megatron.startswith(_LAST_STAGE) else stage
-        group = _expert_group(row, side.dimensions, topology)
+        group = _expert_group(row, layout.dimensions, topology)
         # The gate lies above the up projection, and each rank has its rows of both.
         tp = topology.expert_tp if of_experts else topology.tp
         halves, copies = len(row.stored), tp if _BY_ROWS.search(row.megatron) else 1

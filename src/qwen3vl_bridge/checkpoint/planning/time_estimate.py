@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from qwen3vl_bridge.checkpoint.formats.byte_streams import PieceReader, cast
+from qwen3vl_bridge.checkpoint.formats.byte_streams import SegmentReader, cast
 from qwen3vl_bridge.checkpoint.formats.tensor_specs import ITEMSIZE, TensorSource
 from qwen3vl_bridge.checkpoint.planning.plan import Plan, Task
 
@@ -46,10 +46,10 @@ def _reading(tasks: Sequence[Task], source: TensorSource) -> float:
     """Seconds a byte takes to be read, cast and turned."""
     cast(memoryview(bytearray(4)), "float32", "bfloat16", "")  # imports torch, which takes seconds, once
     sampled, begun = 0, time.monotonic()
-    with PieceReader(source) as reader:
+    with SegmentReader(source) as reader:
         for task in tasks:
-            length = min(task.pieces.length, max(1, _SAMPLE_BYTES // ITEMSIZE[task.target.dtype]))
-            sampled += sum(map(len, reader.blocks(task.pieces.cut(0, length), task.target.dtype)))
+            length = min(task.segments.length, max(1, _SAMPLE_BYTES // ITEMSIZE[task.target.dtype]))
+            sampled += sum(map(len, reader.blocks(task.segments.cut(0, length), task.target.dtype)))
     return (time.monotonic() - begun) / max(sampled, 1)
 
 

@@ -163,8 +163,8 @@ class Topology:
         for part in (*held[1:], Part(rows, ())):
             if part.first < rows and (part.first - first < least or rows - part.first < least):
                 continue
-            pieces = math.ceil((part.first - first) / most)
-            step = math.ceil((part.first - first) / max(pieces, 1))
+            segments = math.ceil((part.first - first) / most)
+            step = math.ceil((part.first - first) / max(segments, 1))
             for start in range(first, part.first, max(step, 1)):
                 yield start, min(step, part.first - start), owner
             first, owner = part.first, part.owner

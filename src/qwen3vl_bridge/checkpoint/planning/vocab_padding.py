@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from qwen3vl_bridge.checkpoint.formats.byte_streams import PieceReader
-from qwen3vl_bridge.checkpoint.formats.layouts import Side
-from qwen3vl_bridge.checkpoint.formats.slices import Run
+from qwen3vl_bridge.checkpoint.formats.byte_streams import SegmentReader
+from qwen3vl_bridge.checkpoint.formats.layouts import TensorLayout
+from qwen3vl_bridge.checkpoint.formats.slices import Slice
 from qwen3vl_bridge.checkpoint.formats.tensor_specs import ITEMSIZE, TensorSource, TensorSpec
 from qwen3vl_bridge.files.errors import CheckpointError
 from qwen3vl_bridge.weights.rows import Row
@@ -24,7 +24,7 @@ import numpy as np
 
 
 def check_vocab_padding(
-    source: TensorSource, rows: Iterable[Row], side: Side, vocabulary: int, *, where: Path, drop: bool
+    source: TensorSource, rows: Iterable[Row], layout: TensorLayout, vocabulary: int, *, where: Path, drop: bool
 ) -> list[str]:
     """Check that rows beyond a vocabulary are zero, by reading them.
 
@@ -43,7 +43,7 @@ def check_vocab_padding(
         CheckpointError: a row that is not zero would be lost.
     """
     notes = []
-    names = [name for row in rows if row.of_vocabulary for name in side.tensors(row)]
+    names = [name for row in rows if row.of_vocabulary for name in layout.tensors(row)]
     for spec in (source.specs[name] for name in names):
         count = spec.shape[0] - vocabulary
         if count <= 0:
@@ -67,8 +67,8 @@ def _rows_not_zero(source: TensorSource, spec: TensorSpec, first: int) -> list[i
     width, size = spec.numel // spec.shape[0], ITEMSIZE[spec.dtype]
     found: set[int] = set()
     position = first * width
-    with PieceReader(source) as reader:
-        for block in reader.blocks([Run(spec.name, position, spec.numel - position)], spec.dtype):
+    with SegmentReader(source) as reader:
+        for block in reader.blocks([Slice(spec.name, position, spec.numel - position)], spec.dtype):
             values = np.frombuffer(block, f"<u{size}") & np.array(2 ** (8 * size - 1) - 1, f"<u{size}")  # no sign
             found.update(np.unique((position + np.flatnonzero(values)) // width).tolist())
             position += len(values)

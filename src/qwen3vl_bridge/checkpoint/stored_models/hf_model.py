@@ -9,10 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from qwen3vl_bridge.checkpoint.engine.comparison import difference
-from qwen3vl_bridge.checkpoint.formats.byte_streams import PieceReader
+from qwen3vl_bridge.checkpoint.formats.byte_streams import SegmentReader
 from qwen3vl_bridge.checkpoint.formats.safetensors.model_folder import HUGGINGFACE, find_model
 from qwen3vl_bridge.checkpoint.formats.safetensors.reader import HFWeights
-from qwen3vl_bridge.checkpoint.formats.slices import Run
+from qwen3vl_bridge.checkpoint.formats.slices import Slice
 from qwen3vl_bridge.checkpoint.planning.plan import leave_unexpected
 from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
 from qwen3vl_bridge.checkpoint.stored_models.stored_model import StoredModel
@@ -42,7 +42,7 @@ def open_model(hf_model: str | Path, *, strict: bool = True, trust_remote_code: 
     experts = config.expert_layout({name: spec.shape for name, spec in weights.specs.items()})
     model = StoredModel(folder, HUGGINGFACE, weights, config, experts, notes=notes)
     if not strict:
-        notes.extend(leave_unexpected(weights, model.rows, model.side))
+        notes.extend(leave_unexpected(weights, model.rows, model.layout))
     return model
 
 
@@ -57,9 +57,9 @@ def _check_copy(weights: HFWeights, folder: Path, copy: str, original: str) -> N
     if one.describe() != other.describe():
         found = f"{one.describe()}, not {other.describe()}"
     else:
-        with PieceReader(weights) as left, PieceReader(weights) as right:
+        with SegmentReader(weights) as left, SegmentReader(weights) as right:
             streams = (
-                reader.blocks([Run(spec.name, 0, spec.numel)], spec.dtype)
+                reader.blocks([Slice(spec.name, 0, spec.numel)], spec.dtype)
                 for reader, spec in ((left, one), (right, other))
             )
             found = difference(copy, one.numel, one.dtype, *streams)

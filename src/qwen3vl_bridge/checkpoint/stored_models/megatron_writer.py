@@ -39,7 +39,7 @@ _NORM = re.compile(r"(\w+_layernorm|patch_norm)")
 
 
 @dataclass(frozen=True)
-class Storage:
+class MegatronTarget:
     """A Megatron checkpoint to be.
 
     Attributes:
@@ -70,8 +70,8 @@ class Storage:
         return dimensions.with_vocab(-(-dimensions["vocab"] // step) * step)
 
     @property
-    def side(self) -> FsdpDtensor | TorchDist:
-        """Its side of a conversion."""
+    def layout(self) -> FsdpDtensor | TorchDist:
+        """How its format lays out the weights."""
         if self.ckpt_format == megatron.TORCH_DIST:
             return TorchDist.of(self.dimensions)
         return FsdpDtensor(self.dimensions, self.naming)
@@ -93,27 +93,31 @@ class Storage:
         self.topology.check_numbers()  # before one of them is divided by
         self.topology.check(self.dimensions, stages=self.ckpt_format == megatron.TORCH_DIST)
 
-    def layout(self, plan: Plan) -> DcpLayout:
+    def output(self, plan: Plan) -> MegatronOutput:
+        """Its files."""
+        return MegatronOutput(plan, self)
+
+    def laid_out(self, plan: Plan) -> DcpLayout:
         """All files with tensors, and the byte items a loader wants."""
-        layout, side = DcpLayout(), self.side
-        held, chunks = holders(self.config.rows(), side, self.topology), []
+        dcp, layout = DcpLayout(), self.layout
+        held, chunks = holders(self.config.rows(), layout, self.topology), []
         for task in plan.tasks:
             key = megatron.key_of(task.target.name, self.ckpt_format)
             spec, position = TensorSpec(key, task.target.dtype, task.target.shape), 0
             for owner, offsets, sizes in self.topology.chunks(spec, task.leading, held.get(task.target.name)):
-                chunks.append((owner, spec, offsets, sizes, task.pieces, position))
+                chunks.append((owner, spec, offsets, sizes, task.segments, position))
                 position += math.prod(sizes)
         # What a rank reads lies together, in few files.
         for _, *chunk in sorted(chunks, key=itemgetter(0)):
-            layout.add_chunk(*chunk)
-        if isinstance(side, FsdpDtensor):
+            dcp.add_chunk(*chunk)
+        if isinstance(layout, FsdpDtensor):
             for key, value in BYTE_ITEMS.items():
-                layout.add_bytes(key, value)
-            return layout
-        layout.add_bytes(*COMMON_STATE)
-        for key in extra_states(self.config.rows(), side, with_norms=self.naming == TRANSFORMER_ENGINE):
-            layout.add_bytes(key, [None])
-        return layout
+                dcp.add_bytes(key, value)
+            return dcp
+        dcp.add_bytes(*COMMON_STATE)
+        for key in extra_states(self.config.rows(), layout, with_norms=self.naming == TRANSFORMER_ENGINE):
+            dcp.add_bytes(key, [None])
+        return dcp
 
 
 class MegatronOutput:
@@ -121,33 +125,33 @@ class MegatronOutput:
 
     inner = megatron.iteration_folder(Path(), 0).name
 
-    def __init__(self, plan: Plan, storage: Storage) -> None:
-        self._names, self._storage = [task.target.name for task in plan.tasks], storage
-        self._layout = storage.layout(plan)
-        self.files = self._layout.files
+    def __init__(self, plan: Plan, target: MegatronTarget) -> None:
+        self._names, self._target = [task.target.name for task in plan.tasks], target
+        self._dcp = target.laid_out(plan)
+        self.files = self._dcp.files
 
     @property
     def settings(self) -> dict[str, Any]:
         """What the manifest says."""
-        storage = self._storage
+        target = self._target
         return {
-            "format": storage.ckpt_format,
-            "layer_spec": storage.naming,
-            "hf_model": storage.hf_model,
-            "expert_layout": storage.experts.name if storage.dimensions.indices["moe_layers"] else None,
-            "vocab_divisor": storage.vocab_divisor,
-            "topology": asdict(storage.topology),
+            "format": target.ckpt_format,
+            "layer_spec": target.naming,
+            "hf_model": target.hf_model,
+            "expert_layout": target.experts.name if target.dimensions.indices["moe_layers"] else None,
+            "vocab_divisor": target.vocab_divisor,
+            "topology": asdict(target.topology),
         }
 
     def finish(self, root: Path, digest: str) -> None:
         """Write all files but those with tensors and the manifest."""
-        storage, folder = self._storage, megatron.iteration_folder(root, 0)
-        ckpt_format = storage.ckpt_format
+        target, folder = self._target, megatron.iteration_folder(root, 0)
+        ckpt_format = target.ckpt_format
         paths = {megatron.key_of(name, ckpt_format): megatron.path_of(name, ckpt_format) for name in self._names}
-        self._layout.write_metadata(folder, paths, digest)
-        copy_side_files(storage.config.folder, folder / megatron.HF_FILES)
-        rows = storage.dimensions["vocab"]
-        config = run_config(storage.config.raw, storage.hf_model, ckpt_format, rows, storage.vocab_divisor)
+        self._dcp.write_metadata(folder, paths, digest)
+        copy_side_files(target.config.folder, folder / megatron.HF_FILES)
+        rows = target.dimensions["vocab"]
+        config = run_config(target.config.raw, target.hf_model, ckpt_format, rows, target.vocab_divisor)
         write_run_files(root, folder, config, ckpt_format)
 
     def open(self, root: Path) -> DcpTensors:
@@ -157,12 +161,12 @@ class MegatronOutput:
             CheckpointError: it is not what was laid out.
         """
         metadata = read_metadata(megatron.iteration_folder(root, 0))
-        if set(metadata.byte_items) != set(self._layout.byte_items):
+        if set(metadata.byte_items) != set(self._dcp.byte_items):
             raise CheckpointError(f"{metadata.folder}: what is there is not what was to be written")
-        return DcpTensors(metadata, megatron.model_keys(metadata, self._storage.ckpt_format))
+        return DcpTensors(metadata, megatron.model_keys(metadata, self._target.ckpt_format))
 
 
-def extra_states(rows: Collection[Row], side: TorchDist, *, with_norms: bool) -> Iterator[str]:
+def extra_states(rows: Collection[Row], layout: TorchDist, *, with_norms: bool) -> Iterator[str]:
     """Keys of the states that megatron-core stores beside weights.
 
     Source: megatron-core 0.19, `make_sharded_tensors_for_checkpoint` and the modules' own `_extra_state`.
@@ -174,7 +178,7 @@ def extra_states(rows: Collection[Row], side: TorchDist, *, with_norms: bool) ->
     """
     seen: set[str] = set()
     for row in rows:
-        name, stacked = side.name(row)
+        name, stacked = layout.name(row)
         module = name.rpartition(".")[0]
         last = module.rpartition(".")[2]
         if not (_LINEAR.fullmatch(last) or (with_norms and _NORM.fullmatch(last))):

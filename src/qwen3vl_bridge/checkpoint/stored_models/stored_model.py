@@ -14,7 +14,7 @@ from qwen3vl_bridge.checkpoint.adapters.settings import read_run_config
 from qwen3vl_bridge.checkpoint.engine.manifest import MANIFEST, read_manifest
 from qwen3vl_bridge.checkpoint.formats.dcp.metadata import read_metadata
 from qwen3vl_bridge.checkpoint.formats.dcp.reader import DcpTensors
-from qwen3vl_bridge.checkpoint.formats.layouts import FsdpDtensor, HuggingFace, Side, TorchDist
+from qwen3vl_bridge.checkpoint.formats.layouts import FsdpDtensor, HuggingFace, TensorLayout, TorchDist
 from qwen3vl_bridge.checkpoint.formats.megatron import folder as megatron
 from qwen3vl_bridge.checkpoint.formats.safetensors.model_folder import find_model
 from qwen3vl_bridge.checkpoint.formats.safetensors.reader import HFWeights, has_weights
@@ -58,8 +58,8 @@ class StoredModel:
         return self.config.rows(self.experts)
 
     @property
-    def side(self) -> Side:
-        """Its side of a conversion."""
+    def layout(self) -> TensorLayout:
+        """How its format lays out the weights."""
         dimensions, names = self.config.dimensions, self.tensors.specs
         if self.ckpt_format == megatron.TORCH_DIST:
             return TorchDist.found(self.rows, dimensions, names)
@@ -92,7 +92,7 @@ class StoredModel:
 
     def check_padding(self, vocabulary: int, *, drop: bool) -> list[str]:
         """As `check_vocab_padding`, of all rows beyond a vocabulary."""
-        return check_vocab_padding(self.tensors, self.rows, self.side, vocabulary, where=self.folder, drop=drop)
+        return check_vocab_padding(self.tensors, self.rows, self.layout, vocabulary, where=self.folder, drop=drop)
 
 
 def open_stored(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from qwen3vl_bridge.checkpoint.formats.dcp.unpickling import Record, restricted_loads
 from qwen3vl_bridge.checkpoint.formats.tensor_specs import ITEMSIZE, Extent, Shape, TensorSpec
 from qwen3vl_bridge.files.errors import CheckpointError
-from qwen3vl_bridge.files.paths import file_size, inside, read_whole
+from qwen3vl_bridge.files.paths import file_size, read_whole, resolve_within
 
 FILE = ".metadata"
 _MAX_DIMENSIONS, _MAX_BYTES = 32, 1 << 31
@@ -148,7 +148,7 @@ class _Checker:
         relative = self.expect(info.field("relative_path"), str, f"{where}, file")
         offset, length = self.numbers((info.field("offset"), info.field("length")), f"{where}, place")
         if relative not in self.sizes:
-            path = inside(self.folder, relative, f"{self.path}, {where}")
+            path = resolve_within(self.folder, relative, f"{self.path}, {where}")
             self.sizes[relative] = path, file_size(path, f"{self.path}, {where}")
         path, size = self.sizes[relative]
         if offset + length > size:

@@ -17,7 +17,7 @@ from typing import IO
 from qwen3vl_bridge.checkpoint.formats.dcp.boxes import Tiling
 from qwen3vl_bridge.checkpoint.formats.dcp.items import NotPlain, find_payload, open_item
 from qwen3vl_bridge.checkpoint.formats.dcp.metadata import Chunk, DcpMetadata
-from qwen3vl_bridge.checkpoint.formats.slices import Run
+from qwen3vl_bridge.checkpoint.formats.slices import Slice
 from qwen3vl_bridge.checkpoint.formats.tensor_specs import ITEMSIZE, Extent, TensorSpec
 from qwen3vl_bridge.files.errors import CheckpointError
 
@@ -52,15 +52,15 @@ class DcpTensors:
         self._tilings = {name: self._tiling(name) for name in specs}
         self._check_items()
 
-    def extents(self, run: Run) -> Iterator[Extent]:
+    def extents(self, wanted: Slice) -> Iterator[Extent]:
         """Where the elements of a run are.
 
         Raises:
             CheckpointError: an item is damaged or holds another tensor than the metadata says.
         """
-        size, chunks = ITEMSIZE[self.specs[run.source].dtype], self._chunks[run.source]
-        for block in self._tilings[run.source].blocks(run.start, run.length):
-            payload = self._payload(run.source, chunks[block.box])
+        size, chunks = ITEMSIZE[self.specs[wanted.source].dtype], self._chunks[wanted.source]
+        for block in self._tilings[wanted.source].blocks(wanted.start, wanted.length):
+            payload = self._payload(wanted.source, chunks[block.box])
             yield Extent(payload.path, payload.offset + block.first * size, block.length * size)
 
     @property

@@ -19,7 +19,7 @@ from qwen3vl_bridge.checkpoint.formats import planned_files
 from qwen3vl_bridge.checkpoint.formats.dcp.metadata import FILE
 from qwen3vl_bridge.checkpoint.formats.dcp.template import template
 from qwen3vl_bridge.checkpoint.formats.planned_files import Data, OutputFile
-from qwen3vl_bridge.checkpoint.formats.slices import Pieces
+from qwen3vl_bridge.checkpoint.formats.slices import Segments
 from qwen3vl_bridge.checkpoint.formats.tensor_specs import Shape, TensorSpec
 
 import torch
@@ -63,18 +63,18 @@ class DcpLayout:
                 info = self._storage[MetadataIndex(key, chunk.offsets)]
                 yield key, tuple(chunk.offsets), tuple(chunk.sizes), info.relative_path, info.length
 
-    def add_chunk(self, spec: TensorSpec, offsets: Shape, sizes: Shape, pieces: Pieces, start: int) -> None:
+    def add_chunk(self, spec: TensorSpec, offsets: Shape, sizes: Shape, segments: Segments, start: int) -> None:
         """Add a box of a tensor.
 
         Args:
             spec: the whole tensor, by its key.
             offsets: where in it the box begins.
             sizes: the box.
-            pieces: the whole tensor's elements.
+            segments: the whole tensor's elements.
             start: which of them is the box's first; its others follow.
         """
         frame, dtype = template(spec.dtype, sizes), getattr(torch, spec.dtype)
-        data = Data(pieces, spec.dtype, start, frame.nbytes // dtype.itemsize)
+        data = Data(segments, spec.dtype, start, frame.nbytes // dtype.itemsize)
         info = self._append(frame.head, data, frame.tail)
         entry = self._entries.get(spec.name)
         if entry is None:
@@ -91,15 +91,15 @@ class DcpLayout:
         self._entries[key] = BytesStorageMetadata()
         self._storage[MetadataIndex(key)] = self._append(data.getvalue())
 
-    def _append(self, *segments: bytes | Data) -> _StorageInfo:
-        size = sum(map(len, segments))
+    def _append(self, *contents: bytes | Data) -> _StorageInfo:
+        size = sum(map(len, contents))
         if not self.files or self.files[-1].nbytes + size > planned_files.UNIT_BYTES:
             self.files.append(OutputFile(f"__0_{len(self.files)}.distcp", divisible=False))
         file = self.files[-1]
         info = _StorageInfo(file.name, file.nbytes, size)
-        for segment in segments:
-            if segment:
-                file.append(segment)
+        for content in contents:
+            if content:
+                file.append(content)
         return info
 
     def write_metadata(self, folder: Path, paths: dict[str, tuple[str, ...]], save_id: str) -> None:

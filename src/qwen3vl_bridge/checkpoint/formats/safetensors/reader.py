@@ -14,12 +14,12 @@ from operator import mul
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.checkpoint.formats.slices import Run
+from qwen3vl_bridge.checkpoint.formats.slices import Slice
 from qwen3vl_bridge.checkpoint.formats.tensor_specs import DTYPE_OF_SAFETENSORS, ITEMSIZE, Extent, TensorSpec
 from qwen3vl_bridge.files.errors import CheckpointError
 from qwen3vl_bridge.files.json_files import read_object
 from qwen3vl_bridge.files.parsing import parse_json
-from qwen3vl_bridge.files.paths import file_size, inside
+from qwen3vl_bridge.files.paths import file_size, resolve_within
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -57,11 +57,11 @@ class HFWeights:
         self._stored = {stored.spec.name: stored for stored in found}
         self.specs: Mapping[str, TensorSpec] = {name: stored.spec for name, stored in self._stored.items()}
 
-    def extents(self, run: Run) -> Iterator[Extent]:
+    def extents(self, wanted: Slice) -> Iterator[Extent]:
         """Where the elements of a run are."""
-        stored = self._stored[run.source]
+        stored = self._stored[wanted.source]
         size = ITEMSIZE[stored.spec.dtype]
-        yield Extent(stored.path, stored.offset + run.start * size, run.length * size)
+        yield Extent(stored.path, stored.offset + wanted.start * size, wanted.length * size)
 
     @property
     def files(self) -> list[Path]:
@@ -105,7 +105,7 @@ def _read_shards(folder: Path) -> list[_Stored]:
         raise CheckpointError(f"{index} has no weight_map, expected {{tensor: file}}")
     files: dict[Path, set[str]] = {}
     for name, relative in weight_map.items():
-        files.setdefault(inside(folder, relative, f"{index}, tensor {name}"), set()).add(name)
+        files.setdefault(resolve_within(folder, relative, f"{index}, tensor {name}"), set()).add(name)
     tensors = []
     for path, names in sorted(files.items()):
         shard = read_header(path, named_by=index.name)

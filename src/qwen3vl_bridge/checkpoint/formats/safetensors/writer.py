@@ -20,7 +20,7 @@ from qwen3vl_bridge.files.json_files import write_object
 MAX_SHARD_BYTES = 5_000_000_000
 
 
-def layout(tasks: Sequence[Task], max_shard_bytes: int = MAX_SHARD_BYTES) -> list[OutputFile]:
+def shard_files(tasks: Sequence[Task], max_shard_bytes: int = MAX_SHARD_BYTES) -> list[OutputFile]:
     """Distribute tensors over files in their order; a tensor larger than a shard gets one of its own.
 
     Args:
@@ -64,7 +64,7 @@ def one_file(name: str, tasks: Sequence[Task]) -> OutputFile:
     file = OutputFile(name)
     file.append(len(text).to_bytes(8, "little") + text)
     for task in ordered:
-        file.append(Data(task.pieces, task.target.dtype, 0, task.target.numel))
+        file.append(Data(task.segments, task.target.dtype, 0, task.target.numel))
     return file
 
 

@@ -1,0 +1,66 @@
+"""What import, export and reformatting are: a model in one format becomes a model in another.
+
+What lives here: that, for any two formats. What may not: which options a command has (`importing.py` and its
+neighbours), how anything is done (`engine`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from qwen3vl_bridge.checkpoint.engine.conversion import Conversion, Output
+from qwen3vl_bridge.checkpoint.formats.layouts import TensorLayout
+from qwen3vl_bridge.checkpoint.planning.plan import Plan, make_plan
+from qwen3vl_bridge.checkpoint.stored_models.stored_model import StoredModel
+from qwen3vl_bridge.files.paths import place
+from qwen3vl_bridge.models.qwen3_vl.table import ExpertLayout
+
+
+class Target(Protocol):
+    """A model to be, in one format.
+
+    Attributes:
+        layout: how the format lays out the weights.
+        experts: how it holds its experts, or, in Megatron's formats, how an export of it is to.
+    """
+
+    @property
+    def layout(self) -> TensorLayout: ...  # noqa: D102
+    @property
+    def experts(self) -> ExpertLayout: ...  # noqa: D102
+
+    def output(self, plan: Plan) -> Output:
+        """The files of the result."""
+        ...
+
+
+def convert(
+    name: str,
+    origin: str | Path,
+    path: str | Path,
+    source: StoredModel,
+    target: Target,
+    *,
+    torch_dtype: str | None = None,
+    drop_vocab_padding: bool = False,
+) -> Conversion:
+    """Plan a conversion.
+
+    Args:
+        name: what it is called.
+        origin: what was asked to be read, in the user's words.
+        path: where the result is to be.
+        source: the model that is read.
+        target: what it becomes.
+        torch_dtype: to cast the weights to; None to leave their bytes as they are.
+        drop_vocab_padding: whether rows beyond the vocabulary may be left out where they are not zero.
+
+    Raises:
+        CheckpointError: a tensor is missing, unexpected or of another shape, or rows would be lost.
+    """
+    rows, where = source.config.rows(target.experts), str(source.folder)
+    plan = make_plan(rows, source.layout, target.layout, source.tensors.specs, where=where, dtype=torch_dtype)
+    padding = source.check_padding(source.config.dimensions["vocab"], drop=drop_vocab_padding)
+    folders, notes = (source.folder, source.config.folder), [*source.notes, *padding]
+    return Conversion(name, str(origin), place(path), plan, source.tensors, folders, target.output(plan), notes)
