@@ -55,7 +55,7 @@ def moe_folder(tmp_path_factory):
 @pytest.fixture(scope="session")
 def moe_folders(moe_folder, tmp_path_factory):
     """The same model in each expert layout."""
-    from qwen3vl_bridge.models.qwen3_vl.table import ExpertLayout
+    from qwen3vl_bridge.weights.names import ExpertLayout
 
     from tests.expert_layouts import rewrite
 

@@ -15,7 +15,7 @@ from qwen3vl_bridge.checkpoint.formats.dcp.metadata import read_metadata
 from qwen3vl_bridge.cli.convert import main
 from qwen3vl_bridge.files import atomic
 from qwen3vl_bridge.files.json_files import read_object, write_object
-from qwen3vl_bridge.models.qwen3_vl.table import ExpertLayout
+from qwen3vl_bridge.weights.names import ExpertLayout
 
 import pytest
 import torch

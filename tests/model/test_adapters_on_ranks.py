@@ -12,7 +12,7 @@ import re
 import warnings
 from dataclasses import asdict, replace
 
-from qwen3vl_bridge.models.qwen3_vl.table import ExpertLayout
+from qwen3vl_bridge.weights.names import ExpertLayout
 
 import pytest
 import torch

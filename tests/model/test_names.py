@@ -4,6 +4,7 @@ import importlib.util
 
 from qwen3vl_bridge.models.qwen3_vl import table as mappings
 from qwen3vl_bridge.weights.dimensions import Dimensions, dimensions_of
+from qwen3vl_bridge.weights.names import ExpertLayout, local_name
 from qwen3vl_bridge.weights.rows import PackedExpert, Row, expand, hf_shapes
 
 import pytest
@@ -34,7 +35,7 @@ def build(folder, transformer_impl: str) -> dict[str, tuple[int, ...]]:
     return {name: tuple(p.shape) for name, p in provider.provide(True, True).named_parameters()}
 
 
-def table(folder, layout=mappings.ExpertLayout.INPUT_MAJOR) -> tuple[list[Row], Dimensions]:
+def table(folder, layout=ExpertLayout.INPUT_MAJOR) -> tuple[list[Row], Dimensions]:
     from transformers import AutoConfig
 
     dimensions = dimensions_of(AutoConfig.from_pretrained(folder).to_dict())
@@ -42,11 +43,11 @@ def table(folder, layout=mappings.ExpertLayout.INPUT_MAJOR) -> tuple[list[Row], 
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied", "moe"])
-@pytest.mark.parametrize("layout", mappings.ExpertLayout)
+@pytest.mark.parametrize("layout", ExpertLayout)
 def test_local_spec_has_the_tables_names(kind, layout, request):
     folder = request.getfixturevalue(f"{kind}_folder")
     rows, dimensions = table(folder, layout)
-    expected = {mappings.local_name(row.megatron): megatron_shape(row, dimensions) for row in rows}
+    expected = {local_name(row.megatron): megatron_shape(row, dimensions) for row in rows}
     assert build(folder, "local") == expected
 
 
@@ -71,7 +72,7 @@ def test_the_provider_names_what_the_configuration_does(moe_folder):
     assert ours["untied"] == dimensions["untied"]
 
 
-@pytest.mark.parametrize("layout", mappings.ExpertLayout)
+@pytest.mark.parametrize("layout", ExpertLayout)
 @pytest.mark.parametrize(("hidden", "moe_ffn"), [(64, 24), (64, 32), (64, 64)])
 def test_the_layout_of_experts_is_told_by_shapes_even_where_one_is_square(layout, hidden, moe_ffn):
     sizes = dict(hidden=hidden, moe_ffn=moe_ffn, moe_gate_up=2 * moe_ffn, experts=4)

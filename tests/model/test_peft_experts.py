@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 
-from qwen3vl_bridge.models.qwen3_vl.table import ExpertLayout
 from qwen3vl_bridge.peft.hf_export import save_hf_adapter
 from qwen3vl_bridge.peft.lora import Qwen3VLDoRA, Qwen3VLLoRA
+from qwen3vl_bridge.weights.names import ExpertLayout
 
 import pytest
 from safetensors.torch import load_file

@@ -10,10 +10,10 @@ import types
 import warnings
 
 from qwen3vl_bridge.models.common.dora_linear import MagnitudeLinear
-from qwen3vl_bridge.models.qwen3_vl.table import ExpertLayout
 from qwen3vl_bridge.training.monitoring.expert_load import ExpertLoad
 from qwen3vl_bridge.weights.adapter_rows import IN, OUT
 from qwen3vl_bridge.weights.bridge_mappings import InputMajorExpertMapping
+from qwen3vl_bridge.weights.names import ExpertLayout
 
 import pytest
 import torch

@@ -2,7 +2,7 @@
 
 import json
 
-from qwen3vl_bridge.models.qwen3_vl.table import ExpertLayout
+from qwen3vl_bridge.weights.names import ExpertLayout
 
 from tests.forked import run_ranks
 

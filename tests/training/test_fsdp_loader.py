@@ -9,11 +9,11 @@ import types
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.files.errors import CheckpointError
-from qwen3vl_bridge.models.qwen3_vl import table
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLMoEModelProvider
 from qwen3vl_bridge.training.checkpointing import fsdp_loader
 from qwen3vl_bridge.training.checkpointing.stored_parameters import rows_by_name
 from qwen3vl_bridge.training.process_groups import initialize
+from qwen3vl_bridge.weights.names import local_name
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def stored_names(model: Qwen3VLMoEModelProvider, spec: str) -> list[str]:
     """What Megatron-FSDP calls all that it stores of a model made of one spec's layers."""
     rows = {row.megatron: row for row in rows_by_name(model).values()}.values()
     names = [name for row in rows for name in row.stored]
-    return [WRAPPER + (table.local_name(name) if spec == "local" else name) for name in names]
+    return [WRAPPER + (local_name(name) if spec == "local" else name) for name in names]
 
 
 @pytest.mark.parametrize(("wanted", "on_disk"), [("local", "te"), ("te", "local"), ("te", "te"), ("local", "local")])

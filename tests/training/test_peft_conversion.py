@@ -13,10 +13,10 @@ from qwen3vl_bridge.checkpoint.adapters.exporting import export_adapters
 from qwen3vl_bridge.checkpoint.adapters.merging import merge_adapters
 from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
 from qwen3vl_bridge.cli import convert
-from qwen3vl_bridge.models.qwen3_vl.table import ExpertLayout
 from qwen3vl_bridge.peft.lora import Qwen3VLDoRA
 from qwen3vl_bridge.training.small_loop.checkpoint import latest
 from qwen3vl_bridge.weights.adapter_rows import layer_of, linear_rows
+from qwen3vl_bridge.weights.names import ExpertLayout
 
 import pytest
 import torch

@@ -25,8 +25,8 @@ from qwen3vl_bridge.cli import adapters as adapters_cli
 from qwen3vl_bridge.cli import convert_options, convert_output
 from qwen3vl_bridge.files.errors import CheckpointError
 from qwen3vl_bridge.files.paths import expanded
-from qwen3vl_bridge.models.qwen3_vl.table import ExpertLayout
 from qwen3vl_bridge.terminal import BAD_INPUT, INTERRUPTED, show, show_anything
+from qwen3vl_bridge.weights.names import ExpertLayout
 
 _SIZES = {
     "tp": "tensor-parallel size",

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from qwen3vl_bridge.checkpoint.adapters.settings import read_run_config
 from qwen3vl_bridge.checkpoint.formats.megatron.folder import RUN_CONFIG
-from qwen3vl_bridge.models.qwen3_vl.table import OUTPUT_LAYER, TABLE, is_of_experts, shared_name
+from qwen3vl_bridge.models.qwen3_vl.table import TABLE
 from qwen3vl_bridge.parallel.collectives import wait_for_all
 from qwen3vl_bridge.weights.adapter_rows import (
     HF_PREFIX,
@@ -30,6 +30,7 @@ from qwen3vl_bridge.weights.adapter_rows import (
 )
 from qwen3vl_bridge.weights.bridge_mappings import InputMajor
 from qwen3vl_bridge.weights.joined_adapters import join, pack_experts
+from qwen3vl_bridge.weights.names import OUTPUT_LAYER, is_of_experts, shared_name
 from qwen3vl_bridge.weights.rows import ConcatenatedQKV, Row, expand
 
 import torch

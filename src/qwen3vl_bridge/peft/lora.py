@@ -20,9 +20,9 @@ from qwen3vl_bridge.models.common.adapter_insertion import (
 )
 from qwen3vl_bridge.models.common.freezing import log_trained_parameters
 from qwen3vl_bridge.models.qwen3_vl.model import Qwen3VLModel
-from qwen3vl_bridge.models.qwen3_vl.table import is_of_experts, shared_name
 from qwen3vl_bridge.weights.adapter_rows import ALL_LINEAR_LAYERS, AdapterSettings, plain_name
 from qwen3vl_bridge.weights.model_parts import Part, part_of
+from qwen3vl_bridge.weights.names import is_of_experts, shared_name
 
 from megatron.bridge.peft.adapter_wrapper import AdapterWrapper
 from megatron.bridge.peft.dora import DoRA

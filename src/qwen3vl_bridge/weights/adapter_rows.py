@@ -19,8 +19,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from qwen3vl_bridge.models.qwen3_vl.table import is_of_experts, local_name, shared_name
 from qwen3vl_bridge.weights.model_parts import part_of
+from qwen3vl_bridge.weights.names import is_of_experts, local_name, shared_name
 from qwen3vl_bridge.weights.rows import Copy, ExpertInput, ExpertOutput, GatedMLP, PackedExpert, Row
 
 # What Megatron-Bridge calls the parts of an adapter, behind the name of its layer.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from qwen3vl_bridge.models.qwen3_vl.table import local_name
+from qwen3vl_bridge.weights.names import local_name
 from qwen3vl_bridge.weights.rows import QKV, ConcatenatedQKV, Copy, GatedMLP, PackedExpert, Row
 
 import torch.nn.functional as F

@@ -30,8 +30,8 @@ from qwen3vl_bridge.checkpoint.stored_models.hf_writer import HFOutput
 from qwen3vl_bridge.checkpoint.stored_models.stored_model import StoredModel, open_stored
 from qwen3vl_bridge.files.errors import CheckpointError
 from qwen3vl_bridge.files.paths import expanded, place
-from qwen3vl_bridge.models.qwen3_vl.table import ExpertLayout
 from qwen3vl_bridge.weights.adapter_rows import IN, MAGNITUDE, OUT, adapter_row, layer_of, linear_rows
+from qwen3vl_bridge.weights.names import ExpertLayout
 from qwen3vl_bridge.weights.rows import PackedExpert, Row
 
 _BASE, _RUN = "base/", "run/"

@@ -24,9 +24,9 @@ from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
 from qwen3vl_bridge.checkpoint.stored_models.stored_model import compared_with_run, own_config
 from qwen3vl_bridge.files.errors import CheckpointError
 from qwen3vl_bridge.files.paths import expanded
-from qwen3vl_bridge.models.qwen3_vl.table import NAMED_IF_MIXED, ExpertLayout, local_name
 from qwen3vl_bridge.weights.adapter_rows import MARK, AdapterSettings, adapter_row, layer_of, linear_rows
 from qwen3vl_bridge.weights.dimensions import Dimensions
+from qwen3vl_bridge.weights.names import NAMED_IF_MIXED, ExpertLayout, local_name
 from qwen3vl_bridge.weights.rows import Row
 
 # All indices that a torch_dist checkpoint may leave in names.

@@ -15,8 +15,9 @@ from qwen3vl_bridge.checkpoint.formats.tensor_specs import Shape
 from qwen3vl_bridge.files.errors import CheckpointError
 from qwen3vl_bridge.files.json_files import read_object
 from qwen3vl_bridge.models.qwen3_vl.config_checks import check_settings
-from qwen3vl_bridge.models.qwen3_vl.table import ExpertLayout, expert_layout_of, table
+from qwen3vl_bridge.models.qwen3_vl.table import expert_layout_of, table
 from qwen3vl_bridge.weights.dimensions import Dimensions, dimensions_of
+from qwen3vl_bridge.weights.names import ExpertLayout
 from qwen3vl_bridge.weights.rows import Row, expand
 
 # model_type -> (architecture, whether it has experts)
@@ -69,6 +70,11 @@ class ModelConfig:
         changed = copy(self)
         changed.dimensions = self.dimensions.with_vocab(rows)
         return changed
+
+    @property
+    def table(self) -> tuple[Row, ...]:
+        """The weight table of the model's family."""
+        return table()
 
     def rows(self, experts: ExpertLayout = ExpertLayout.INPUT_MAJOR) -> list[Row]:
         """The weight table, expanded for this model."""

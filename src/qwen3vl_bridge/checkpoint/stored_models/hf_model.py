@@ -17,7 +17,6 @@ from qwen3vl_bridge.checkpoint.planning.plan import leave_unexpected
 from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
 from qwen3vl_bridge.checkpoint.stored_models.stored_model import StoredModel
 from qwen3vl_bridge.files.errors import CheckpointError
-from qwen3vl_bridge.models.qwen3_vl.table import TABLE
 
 
 def open_model(hf_model: str | Path, *, strict: bool = True, trust_remote_code: bool = False) -> StoredModel:
@@ -34,7 +33,7 @@ def open_model(hf_model: str | Path, *, strict: bool = True, trust_remote_code: 
     folder = find_model(hf_model, trust_remote_code=trust_remote_code)
     config, weights, notes = ModelConfig(folder), HFWeights(folder), []
     if config.tied:
-        for copy, original in _tied_pairs():
+        for copy, original in _tied_pairs(config):
             if copy in weights.specs and original in weights.specs:
                 _check_copy(weights, folder, copy, original)
                 weights.drop(copy)
@@ -46,10 +45,10 @@ def open_model(hf_model: str | Path, *, strict: bool = True, trust_remote_code: 
     return model
 
 
-def _tied_pairs() -> list[tuple[str, str]]:
+def _tied_pairs(config: ModelConfig) -> list[tuple[str, str]]:
     """Tensors that a tied model has only under the second name."""
-    embedding = next(row for row in TABLE if row.of_vocabulary and row.condition is None)
-    return [(row.hf[0], embedding.hf[0]) for row in TABLE if row.condition == "untied"]
+    embedding = next(row for row in config.table if row.of_vocabulary and row.condition is None)
+    return [(row.hf[0], embedding.hf[0]) for row in config.table if row.condition == "untied"]
 
 
 def _check_copy(weights: HFWeights, folder: Path, copy: str, original: str) -> None:

@@ -17,7 +17,7 @@ from qwen3vl_bridge.checkpoint.planning.plan import Plan
 from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig, with_dtype
 from qwen3vl_bridge.files.errors import CheckpointError
 from qwen3vl_bridge.files.json_files import write_object
-from qwen3vl_bridge.models.qwen3_vl.table import ExpertLayout
+from qwen3vl_bridge.weights.names import ExpertLayout
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from qwen3vl_bridge.checkpoint.stored_models.config_comparison import check_mode
 from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
 from qwen3vl_bridge.files.errors import CheckpointError
 from qwen3vl_bridge.files.paths import expanded
-from qwen3vl_bridge.models.qwen3_vl.table import TABLE, ExpertLayout
 from qwen3vl_bridge.weights.adapter_rows import MARK
+from qwen3vl_bridge.weights.names import ExpertLayout
 from qwen3vl_bridge.weights.rows import Row
 
 
@@ -84,7 +84,7 @@ class StoredModel:
 
         Where one of its tensors has fewer than another, planning refuses it.
         """
-        names = [row.megatron for row in TABLE if row.of_vocabulary]
+        names = [row.megatron for row in self.config.table if row.of_vocabulary]
         shapes = [self.tensors.specs[name].shape for name in names if name in self.tensors.specs]
         rows = max((shape[0] for shape in shapes if shape), default=0)
         config = self.config if rows <= self.config.dimensions["vocab"] else self.config.with_vocab(rows)

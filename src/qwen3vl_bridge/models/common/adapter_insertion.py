@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from qwen3vl_bridge.models.common.dora_linear import MagnitudeLinear
 from qwen3vl_bridge.models.common.freezing import freeze_parts
-from qwen3vl_bridge.models.qwen3_vl.table import OUTPUT_LAYER, is_of_experts
 from qwen3vl_bridge.weights.model_parts import Part, part_of
+from qwen3vl_bridge.weights.names import OUTPUT_LAYER, is_of_experts
 
 import torch
 from megatron.bridge.peft.adapter_wrapper import AdapterWrapper

@@ -17,12 +17,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from qwen3vl_bridge.files.errors import CheckpointError
-from qwen3vl_bridge.models.qwen3_vl import table
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
 from qwen3vl_bridge.parallel.collectives import hear_all
 from qwen3vl_bridge.training.checkpointing.all_or_none import together
 from qwen3vl_bridge.training.checkpointing.fsdp_dtensor import raise_problems
 from qwen3vl_bridge.training.checkpointing.stored_parameters import rows_by_name
+from qwen3vl_bridge.weights.names import local_name
 
 import torch.distributed.checkpoint as dcp
 from megatron.bridge.training import checkpointing
@@ -93,7 +93,7 @@ def other_names(
         name = key[key.rfind(_WRAPPER) + len(_WRAPPER) :] if _WRAPPER in key else key
         half = next((half for half in _HALVES if name.endswith(half)), "")
         row = rows.get(name.removesuffix(half))
-        spellings = [] if row is None else [row.megatron, table.local_name(row.megatron)]
+        spellings = [] if row is None else [row.megatron, local_name(row.megatron)]
         prefix = key[: len(key) - len(name)]
         there = [spelt for one in spellings if _SECTION + (spelt := f"{prefix}{one}{half}") in found]
         if there:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from qwen3vl_bridge.models.qwen3_vl import table
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
 from qwen3vl_bridge.weights.adapter_rows import MARK, adapter_row, plain_name
+from qwen3vl_bridge.weights.names import local_name
 from qwen3vl_bridge.weights.rows import Row, expand
 
 import torch
@@ -68,7 +69,7 @@ class StoredParameter:
 def rows_by_name(provider: Qwen3VLModelProvider) -> dict[str, Row]:
     """The whole model's rows under the parameter names of both layer specs, which its experts' and others' may be."""
     rows = list(expand(table.TABLE, provider.dimensions()))
-    return {name: row for row in rows for name in (row.megatron, table.local_name(row.megatron))}
+    return {name: row for row in rows for name in (row.megatron, local_name(row.megatron))}
 
 
 def stored_parameters(

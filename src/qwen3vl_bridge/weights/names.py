@@ -1,0 +1,97 @@
+"""Names that megatron-core and transformers give the same weights, whichever family they are of.
+
+What lives here: layer specs' and formats' spellings of a parameter's name, and how experts are held. What may not: a
+family's table (`models/*/table.py`), torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from enum import Enum
+
+from qwen3vl_bridge.weights.dimensions import Dimensions
+from qwen3vl_bridge.weights.rows import Row
+
+
+class ExpertLayout(Enum):
+    """How a Hugging Face checkpoint holds the experts of a layer."""
+
+    INPUT_MAJOR = "packed [experts, in, out]"  # the released checkpoints
+    OUTPUT_MAJOR = "packed [experts, out, in]"  # a model that transformers 5 has made and saved
+    PER_EXPERT = "one tensor per expert"
+
+
+OUTPUT_LAYER = "language_model.output_layer"
+
+# Where a layer spec has no fused norm-and-linear module, its norms are modules of their own; where it has no grouped
+# experts, each expert is.
+_LOCAL_NAMES = (
+    (r"self_attention\.linear_qkv\.layer_norm_", "input_layernorm."),
+    (r"mlp\.linear_fc1\.layer_norm_", "pre_mlp_layernorm."),
+    (r"mlp\.experts\.(linear_fc[12])\.weight(\d+|\*)", r"mlp.experts.local_experts.\2.\1.weight"),
+)
+
+
+def local_name(name: str) -> str:
+    """The local layer spec's name of a parameter given in Transformer Engine spelling."""
+    for pattern, instead in _LOCAL_NAMES:
+        name = re.sub(pattern, instead, name)
+    return name
+
+
+_ONE_EXPERT = re.compile(r"(?<=\.mlp\.experts)\.local_experts\.\d+(?=\.)")
+
+
+def is_of_experts(layer: str) -> bool:
+    """Whether a linear layer, by its name in either layer spec, is of experts."""
+    return ".mlp.experts." in layer
+
+
+def shared_name(layer: str) -> str:
+    """A linear layer's name as all experts of its layer share it; any other layer's own name."""
+    return _ONE_EXPERT.sub("", layer)
+
+
+# Indices that megatron-core's own format turns into dimensions of a tensor, with the index that counts the dimension.
+_STACKED: Mapping[str, str] = {
+    "text_layers": "text_layers",
+    "dense_layers": "text_layers",
+    "moe_layers": "text_layers",
+    "vision_layers": "vision_layers",
+    "deepstack_taps": "deepstack_taps",
+    "experts": "experts",
+}
+# They stay in the name where layers of one stack differ, as the layers of a model with dense and MoE layers do.
+NAMED_IF_MIXED = ("text_layers", "dense_layers", "moe_layers")
+
+
+def stacked_name(
+    row: Row, dimensions: Dimensions, named: Collection[str] = (), *, local: bool = False
+) -> tuple[str, tuple[tuple[int, int], ...]]:
+    """What megatron-core's own format, `torch_dist`, calls the tensor that an expanded row is a part of.
+
+    Source: megatron-core 0.19, `sharded_state_dict` of TransformerBlock, SequentialMLP and TEGroupedMLP.
+
+    Args:
+        row: an expanded row.
+        dimensions: from `dimensions_of`.
+        named: indices that stay in the name.
+        local: whether it was saved with megatron-core's own local layer spec. That renames norms as if they were all
+            fused, as the norm before experts is in no spec; ours leaves that one alone.
+
+    Returns:
+        The name, and for each dimension in front of the parameter's own: the row's number in it, and its size.
+    """
+    name = re.sub(r"mlp\.experts\.(local_experts\.)?", "mlp.experts.experts.", row.pattern)
+    name = name.replace("weight*", "weight.*")
+    if local:
+        name = name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+    stacked = []
+    for index, number in zip(row.indices, row.position, strict=True):
+        if index in named:
+            name = name.replace("*", str(number), 1)
+        else:
+            name = name.replace(".*", "", 1)
+            stacked.append((number, len(dimensions.indices[_STACKED[index]])))
+    return name, tuple(stacked)
