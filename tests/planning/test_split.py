@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qwen3vl_bridge.batch.layout import row_multiple
+from qwen3vl_bridge.batch.token_layout import row_multiple
 from qwen3vl_bridge.models.qwen3_vl import presets
 from qwen3vl_bridge.planning.memory.estimate import estimate
 from qwen3vl_bridge.planning.settings import Lora, Recompute, Sharding, Training

@@ -2,9 +2,9 @@
 
 from qwen3vl_bridge.batch.encoder_shards import EncoderInputs, Parcel
 from qwen3vl_bridge.batch.grids import frame_lengths
-from qwen3vl_bridge.batch.layout import SequenceLayout, gathered_index, token_index
 from qwen3vl_bridge.batch.packed_batch import ModelInputs, PackedBatch, VisionRows
 from qwen3vl_bridge.batch.positions import mrope_positions
+from qwen3vl_bridge.batch.token_layout import SequenceLayout, gathered_index, token_index
 from qwen3vl_bridge.batch.vision_indices import interpolation, make_vision_inputs, patch_positions, vision_slots
 from qwen3vl_bridge.batch.vision_inputs import VisionInputs
 from qwen3vl_bridge.batch.vision_sharding import VisionWork

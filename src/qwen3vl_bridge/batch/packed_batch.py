@@ -1,7 +1,7 @@
 """The batch as data: what collate makes, what travels to the device, what one rank's model reads.
 
 What lives here: the dataclasses and the selection of one rank's share. What may not: reading or tokenising data
-(`data/`), computing positions or indices (`positions.py`, `vision_indices.py`, `layout.py`), pictures
+(`data/`), computing positions or indices (`positions.py`, `vision_indices.py`, `token_layout.py`), pictures
 (`vision_inputs.py`, `vision_sharding.py`), process groups, Megatron.
 
 Legend: B rows, S tokens a row, T = B * S, K vision tokens of a rank.
@@ -14,7 +14,7 @@ from typing import Self
 
 from qwen3vl_bridge.batch.device_transfer import Movable
 from qwen3vl_bridge.batch.encoder_shards import Parcel, parcels_of
-from qwen3vl_bridge.batch.layout import SequenceLayout, token_index
+from qwen3vl_bridge.batch.token_layout import SequenceLayout, token_index
 from qwen3vl_bridge.batch.vision_inputs import VisionInputs
 from qwen3vl_bridge.batch.vision_sharding import VisionWork, deal_vision
 

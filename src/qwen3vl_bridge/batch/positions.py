@@ -1,7 +1,7 @@
 """Multimodal rotary positions: a temporal, a height and a width position for each token.
 
 What lives here: the rule that gives them, and the check that pictures and placeholder tokens agree, which the rule
-rests on. What may not: rotary angles (the model's), layout questions (`layout.py`), Megatron.
+rests on. What may not: rotary angles (the model's), layout questions (`token_layout.py`), Megatron.
 
 The rule: text counts up by one on all three axes. A run of vision tokens (an image, or one frame of a video) keeps
 the count it began with and adds each token's frame, row and column; the count goes on after it from the longer of
@@ -12,7 +12,7 @@ Legend: B rows, S tokens a row, T = B * S, K runs of vision tokens with R rows, 
 from __future__ import annotations
 
 from qwen3vl_bridge.batch.grids import check_grids, describe, frames
-from qwen3vl_bridge.batch.layout import SequenceLayout
+from qwen3vl_bridge.batch.token_layout import SequenceLayout
 
 import torch
 from torch import Tensor

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, ClassVar, Self
 
-from qwen3vl_bridge.batch.layout import segment_multiple
+from qwen3vl_bridge.batch.token_layout import segment_multiple
 from qwen3vl_bridge.data.choices import check_choice
 from qwen3vl_bridge.data.processing.collation import Collator, VisionSettings, pad_token_id
 from qwen3vl_bridge.data.processing.encoding import Answers, Encoder

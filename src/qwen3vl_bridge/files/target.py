@@ -1,7 +1,7 @@
 """The place where a result is to be: whether it may be written there, and what would be lost.
 
 What lives here: the checks before work starts, what a folder holds, space on the disk. What may not: writing
-(`atomic_directory.py`).
+(`atomic.py`).
 """
 
 from __future__ import annotations

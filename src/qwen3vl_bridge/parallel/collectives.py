@@ -1,7 +1,7 @@
 """The only module with collectives of ours.
 
 What lives here: how hidden states are scattered and gathered, how figures of all ranks are added up. What may not:
-which tokens a rank holds (`batch/layout.py`), modules.
+which tokens a rank holds (`batch/token_layout.py`), modules.
 """
 
 from __future__ import annotations

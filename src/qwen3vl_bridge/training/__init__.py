@@ -1,5 +1,6 @@
 """Training: the forward step for any Megatron loop, and a small loop of our own for machines without CUDA.
 
-What lives here: steps, losses, other people's batches as ours, the loop and its checkpoints. What may not: the model,
+What lives here: the step, its configuration and callbacks, other people's batches as ours; checkpoints, figures, what
+is done around the optimizer's step and the small loop in folders of their own. What may not: the model,
 reading data.
 """

@@ -18,9 +18,9 @@ from functools import cache
 from typing import Any
 
 from qwen3vl_bridge.batch import PackedBatch
-from qwen3vl_bridge.models.common.inputs.conventions import Arrangement
 from qwen3vl_bridge.models.common.inputs.masks import check_mask, without_trailing
 from qwen3vl_bridge.models.common.inputs.model_inputs import as_packed_batch
+from qwen3vl_bridge.models.common.inputs.padding_and_packing import Arrangement
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
 
 import torch

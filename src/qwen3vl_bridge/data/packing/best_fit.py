@@ -1,4 +1,4 @@
-"""Which samples share a row: best-fit packing, by tokens and by the patches of their pictures.
+"""Best-fit packing: which samples share a row, by tokens and by the patches of their pictures.
 
 What lives here: numbers into rows. What may not: tensors, samples, order of reading (`row_plan.py`).
 """

@@ -1,4 +1,4 @@
-"""Which samples make up which row: an endless sequence of rows, the same on every rank and in every process.
+"""The endless sequence of rows of a run, window by window: the same on every rank and in every process.
 
 What lives here: epochs, and packing over a window of samples. Plain numbers: a sample is its number, and all that is
 asked about it is its size. What may not: the order of an epoch (`sample_order.py`), reading samples, tensors.

@@ -1,7 +1,7 @@
 """A conversation as tokens, labels and pixels, by the checkpoint's own processor and chat template.
 
-What lives here: rendering, tokenising, and the loss mask. What may not: reading files (`data/sources/opening.py`), rows
-and batches (`data/packing/best_fit.py`, `collation.py`).
+What lives here: rendering, and the loss mask. What may not: tokens of pictures (`tokenization.py`), reading files
+(`data/sources/opening.py`), rows and batches (`data/packing/best_fit.py`, `collation.py`).
 
 Which tokens are trained on is asked of the template, not of the tokens: what the template renders for the messages
 before an answer, with the prompt to generate, is what a model will be given; the rest of the turn, up to the token

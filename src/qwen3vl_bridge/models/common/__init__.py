@@ -1,1 +1,5 @@
-"""What families share: attention, rotary embeddings, vision tower, layer specs, router, freezing, FLOPs."""
+"""What families share.
+
+What lives here: attention, rotary embeddings, vision tower, layer specs, router, freezing, adapters in place, wrappers,
+FLOPs; callers' arguments in `inputs`, checks of settings in `settings`. What may not: a family.
+"""

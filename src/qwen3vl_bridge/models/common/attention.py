@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from qwen3vl_bridge.batch.layout import SequenceLayout
+from qwen3vl_bridge.batch.token_layout import SequenceLayout
 from qwen3vl_bridge.models.common.rope import rotate
 from qwen3vl_bridge.parallel.collectives import gather_over_context
 

@@ -1,8 +1,8 @@
 """Rows that context-parallel ranks have shared out before the model: the whole row, put together again.
 
 What lives here: how a share is told from a whole row, and each argument of the whole row from those of the shares. What
-may not: which tokens a rank holds (`batch/layout.py`), the collective (`parallel/collectives.py`), what arguments mean
-(`model_inputs.py`).
+may not: which tokens a rank holds (`batch/token_layout.py`), the collective (`parallel/collectives.py`), what arguments
+mean (`model_inputs.py`).
 
 RL frameworks cut a packed row before they call the model, by the same rule as `token_index`, and keep the offsets of
 the whole row. Positions and pictures need the whole row: a rank's share has pieces of pictures.

@@ -1,7 +1,7 @@
 """Labels and loss masks as callers give them: for the whole batch, or for this context-parallel rank's tokens alone.
 
 What lives here: which labels there can be a loss of, and where they lie. What may not: where tokens lie
-(`conventions.py`), losses (`models/qwen3_vl/model.py`).
+(`padding_and_packing.py`), losses (`models/qwen3_vl/model.py`).
 
 Megatron-Bridge's `qwen3_vl_step` and verl's fused kernels give whole rows of tokens, whose pictures need them, and
 labels that are cut over context-parallel ranks already. They are told by their shape, and nobody else's are needed.
@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from qwen3vl_bridge.batch import ModelInputs, PackedBatch
-from qwen3vl_bridge.models.common.inputs.conventions import Arrangement
+from qwen3vl_bridge.models.common.inputs.padding_and_packing import Arrangement
 
 import torch
 from torch import Tensor

@@ -1,7 +1,7 @@
 """What a caller's mask and packed-sequence parameters say, read and checked on the host.
 
 What lives here: one thing at a time, as lengths and booleans. What may not: which convention they make together
-(`conventions.py`).
+(`padding_and_packing.py`).
 Legend: B rows, S tokens a row, n segments.
 """
 

@@ -1,9 +1,9 @@
 """The model's door: a batch in a caller's convention becomes `ModelInputs`.
 
 What lives here: what people call vision-language models with, turned into a batch of ours. What may not: where real
-tokens lie (`conventions.py`, `masks.py`), rows that context-parallel ranks have shared out already (`cp_shards.py`),
-labels (`labels.py`), positions (`position_ids.py`), checks of single arguments (`arguments.py`), the model's own work.
-Batches of our own data path do not come through here.
+tokens lie (`padding_and_packing.py`, `masks.py`), rows that context-parallel ranks have shared out already
+(`cp_shards.py`), labels (`labels.py`), positions (`position_ids.py`), checks of single arguments (`arguments.py`), the
+model's own work. Batches of our own data path do not come through here.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 
 from qwen3vl_bridge.batch import ModelInputs, PackedBatch, make_vision_inputs, mrope_positions, vision_slots
 from qwen3vl_bridge.models.common.inputs.arguments import check_others, check_pixels
-from qwen3vl_bridge.models.common.inputs.conventions import Arrangement, arrange
 from qwen3vl_bridge.models.common.inputs.cp_shards import with_whole_row
 from qwen3vl_bridge.models.common.inputs.labels import are_cut, with_labels, with_own_labels, without_ignored
 from qwen3vl_bridge.models.common.inputs.masks import real_tokens
 from qwen3vl_bridge.models.common.inputs.outputs import Answer, CallerOrder
+from qwen3vl_bridge.models.common.inputs.padding_and_packing import Arrangement, arrange
 from qwen3vl_bridge.models.common.inputs.position_ids import given_positions
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
 from qwen3vl_bridge.parallel.collectives import sequence_ranks

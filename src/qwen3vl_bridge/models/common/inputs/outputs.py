@@ -1,7 +1,7 @@
 """What a caller is given for the model's output.
 
 What lives here: the way from outputs of our layout back to what the caller expects. What may not: which way that is
-(`conventions.py`, `model_inputs.py`), the model.
+(`padding_and_packing.py`, `model_inputs.py`), the model.
 Legend: B rows, S tokens a row, b and s a rank's own of the layout.
 """
 

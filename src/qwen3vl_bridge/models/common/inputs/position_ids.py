@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from functools import cache
 
-from qwen3vl_bridge.models.common.inputs.conventions import Arrangement
+from qwen3vl_bridge.models.common.inputs.padding_and_packing import Arrangement
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
 
 import torch

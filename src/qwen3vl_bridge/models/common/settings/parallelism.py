@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from qwen3vl_bridge.batch.layout import row_multiple
+from qwen3vl_bridge.batch.token_layout import row_multiple
 from qwen3vl_bridge.models.common.settings.kernels import PACKED_CONTEXT
 
 import torch

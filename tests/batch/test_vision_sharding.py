@@ -18,7 +18,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from .test_layout import layouts
+from .test_token_layout import layouts
 
 IMAGE, VIDEO = 90, 91
 # Far more for a patch than for a pair, as much for both at 4 patches, and the other way round.

@@ -1,6 +1,6 @@
 """Callers' conventions of rows, masks and packing: where the real tokens of a batch lie, and our layout of them.
 
-What lives here: which convention a batch has, the way from the caller's token order to our layout's, and which way
+What lives here: which convention a batch has (left padding, right padding, packed), the way from the caller's token order to our layout's, and which way
 leads back. What may not: reading masks and offsets (`masks.py`), labels (`labels.py`), token positions, pictures, the
 model.
 
