@@ -1,8 +1,8 @@
 """Callers' conventions of rows, masks and packing: where the real tokens of a batch lie, and our layout of them.
 
-What lives here: which convention a batch has (left padding, right padding, packed), the way from the caller's token order to our layout's, and which way
-leads back. What may not: reading masks and offsets (`masks.py`), labels (`labels.py`), token positions, pictures, the
-model.
+What lives here: which convention a batch has (left padding, right padding, packed), the way from the caller's token
+order to our layout's, and which way leads back. What may not: reading masks and offsets (`masks.py`), labels
+(`labels.py`), token positions, pictures, the model.
 
 A layout wants the real tokens of a segment first and its padding after them: then causal attention needs no mask. So
 rows with padding on the left are rolled on their way in, and outputs are rolled back.
