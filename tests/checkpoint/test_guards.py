@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -164,9 +165,43 @@ def test_without_a_swap_the_old_result_is_never_lost(tmp_path, monkeypatch):
     monkeypatch.setattr(atomic.os, "rename", rename)
     rename(target, tmp_path / ".target.replaced-0123456789ab")  # as a process leaves it that dies between the two steps
     said: list[str] = []
-    with pytest.raises(KeyError), atomic.atomic_directory(target, said.append):
-        raise KeyError
+    with pytest.raises(CheckpointError, match="brought back"), atomic.atomic_directory(target, said.append):
+        pass
     assert "brought back" in said[0] and (target / "old").exists()
+    # Where somebody has made a folder in its place, that is replaced if it is empty, and else what was there stays.
+    for number, found in enumerate((["old"], ["mine"])):
+        rename(target, tmp_path / ".target.replaced-0123456789ab")
+        target.mkdir()
+        if number:
+            (target / "mine").touch()
+        with pytest.raises(KeyError), atomic.atomic_directory(target, said.append, replace=lambda _: True):
+            raise KeyError
+        assert [path.name for path in target.iterdir()] == found
+    assert (tmp_path / "target.replaced-0123456789ab" / "old").exists() and "remove it yourself" in said[-1]
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_a_signal_between_the_renames_loses_nothing(step, tmp_path, monkeypatch):
+    target, rename, steps = tmp_path / "target", os.rename, []
+    target.mkdir()
+    (target / "old").write_text("x")
+    monkeypatch.setattr(atomic, "_RENAME_EXCHANGE", 1 << 20)
+
+    def interrupted(one, other):
+        rename(one, other)
+        if ".replaced-" in f"{one}{other}" or ".partial-" in str(one):
+            steps.append(other)
+            if len(steps) == step:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(atomic.os, "rename", interrupted)
+    with (
+        pytest.raises(KeyboardInterrupt) if step == 1 else contextlib.nullcontext(),
+        atomic.atomic_directory(target, print, replace=lambda _: True) as work,
+    ):
+        (work / "new").touch()
+    assert [path.name for path in target.iterdir()] == ["old" if step == 1 else "new"]
+    assert [path.name for path in tmp_path.iterdir()] == ["target"]
 
 
 def test_a_target_that_nothing_can_be_moved_to(capsys, tmp_path, untied_folder):

@@ -85,7 +85,7 @@ def test_what_the_writer_writes_safetensors_reads(tmp_path):
     tasks = [Task(spec, Segments([Zeros(spec.numel)])) for spec in specs]
     files = shard_files(tasks, max_shard_bytes=22)
     for file in files:
-        data = b"".join(segment if isinstance(segment, bytes) else bytes(len(segment)) for segment in file.segments)
+        data = b"".join(content if isinstance(content, bytes) else bytes(len(content)) for content in file.contents)
         assert len(data) == file.nbytes
         (tmp_path / file.name).write_bytes(data)
     write_index(tmp_path, tasks, max_shard_bytes=22)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from qwen3vl_bridge.checkpoint import CheckpointError, export_checkpoint, import_checkpoint, verify_checkpoint
 from qwen3vl_bridge.checkpoint.engine import copying
-from qwen3vl_bridge.checkpoint.engine.manifest import MANIFEST, tool
+from qwen3vl_bridge.checkpoint.engine.manifest import MANIFEST, Replaceable, tool
 from qwen3vl_bridge.checkpoint.formats import planned_files
 from qwen3vl_bridge.files import atomic
 from qwen3vl_bridge.files.json_files import read_object, write_object
@@ -76,6 +76,13 @@ def test_a_result_is_replaced_by_another(ckpt_format, tmp_path, tied_folder, moe
     export_checkpoint(tmp_path / "m", tmp_path / "hf", overwrite=True)
     assert verify_checkpoint(tmp_path / "hf", tmp_path / "m").same
     assert not list((tmp_path / "hf").glob("model-*"))
+
+
+def test_a_result_of_another_kind_stays(tmp_path, imported):
+    export_checkpoint(imported, tmp_path / "hf")
+    Replaceable(".", "huggingface")(tmp_path / "hf")
+    with pytest.raises(CheckpointError, match="conversion of this kind"):
+        Replaceable(".", "peft")(tmp_path / "hf")
 
 
 def test_a_result_of_an_earlier_version_stays(tmp_path, imported):
@@ -201,7 +208,7 @@ def test_a_result_is_in_place_when_its_parent_cannot_be_synced(tmp_path, untied_
 
 def test_a_result_is_in_place_when_the_earlier_one_cannot_be_removed(tmp_path, tied_folder, untied_folder, monkeypatch):
     import_checkpoint(tied_folder, tmp_path / "m")
-    refuse(monkeypatch, "rmtree", Path(".m.partial-*"))
+    refuse(monkeypatch, "rmtree", Path(".m.partial-????????????"))
     report = import_checkpoint(untied_folder, tmp_path / "m", overwrite=True)
     (left,) = tmp_path.glob(".m.partial-*")
     assert any("is whole and in place" in note and str(left) in note for note in report.notes)

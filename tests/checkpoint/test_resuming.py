@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from qwen3vl_bridge.checkpoint import CheckpointError, import_checkpoint, verify_checkpoint
-from qwen3vl_bridge.checkpoint.engine import copying, journal
+from qwen3vl_bridge.checkpoint.engine import conversion, copying, journal
 from qwen3vl_bridge.checkpoint.formats import planned_files
 from qwen3vl_bridge.cli.convert import main
 
@@ -98,6 +98,27 @@ def whole(untied_folder, tmp_path, monkeypatch) -> Path:
         import_checkpoint(model, tmp_path / "m", resume=True)
     monkeypatch.setattr(os, "rename", rename)
     return model
+
+
+def test_a_process_that_dies_while_it_moves_the_result_loses_nothing(whole, tmp_path):
+    (folder,) = tmp_path.glob(".m.partial-*")
+    os.rename(folder / journal.FOLDER, folder.with_name(folder.name + journal.FOLDER))
+    report = import_checkpoint(whole, tmp_path / "m", resume=True)
+    assert report.resumed and not report.written
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "model"]
+
+
+def test_an_error_that_is_none_of_the_files_gives_no_advice(begun, untied_folder, tmp_path, monkeypatch):
+    def fail(*_):
+        raise CheckpointError("the disk is gone")
+
+    original = conversion.differences
+    monkeypatch.setattr(conversion, "differences", fail)
+    with pytest.raises(CheckpointError) as error:
+        import_checkpoint(untied_folder, tmp_path / "m", resume=True, verify=True)
+    assert "of no use" not in str(error.value)
+    monkeypatch.setattr(conversion, "differences", original)
+    assert import_checkpoint(untied_folder, tmp_path / "m", resume=True, verify=True).resumed
 
 
 def test_what_lies_beside_the_tensors_is_written_anew(whole, tmp_path):

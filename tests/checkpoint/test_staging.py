@@ -101,10 +101,7 @@ def test_a_signal_after_the_move_takes_nothing(tmp_path, monkeypatch, keep, earl
         raise KeyboardInterrupt
 
     monkeypatch.setattr(atomic, "_move_into_place", interrupted)
-    with (
-        pytest.raises(KeyboardInterrupt),
-        atomic.atomic_directory(target, quiet, keep=keep, replace=lambda _: None) as work,
-    ):
+    with atomic.atomic_directory(target, quiet, keep=keep, replace=lambda _: None) as work:
         (work / journal.FOLDER).mkdir()
         (work / journal.FOLDER / "plan").touch()
         (work / "new").touch()

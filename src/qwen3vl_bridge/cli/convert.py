@@ -92,10 +92,9 @@ def _stoppable(first: bool) -> Iterator[None]:
 
     def stop(*_: object) -> None:
         nonlocal count, latest
-        before, latest = latest, time.monotonic()
-        if latest - before < _ONE:
+        if time.monotonic() - latest < _ONE:
             return
-        count += 1
+        count, latest = count + 1, time.monotonic()
         if count == 1:
             raise KeyboardInterrupt
         if count > _ENDS_AT_ONCE:

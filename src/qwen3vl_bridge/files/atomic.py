@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from qwen3vl_bridge.files.errors import CheckpointError
-from qwen3vl_bridge.files.target import Snapshot, snapshot
+from qwen3vl_bridge.files.target import Snapshot, leaves, snapshot
 
 # A folder in the hidden one that is no part of the result, and is taken out before that is moved into place.
 PRIVATE = ".journal"
@@ -64,14 +64,14 @@ def atomic_directory(
         try:
             stack.callback(_remove_empty, _make_parents(parent))
             stack.enter_context(_locked(target))
-            _restore(target, say)
+            if _restore(target, say) and replace is None:
+                raise CheckpointError(f"{target} exists, brought back just now; --overwrite replaces it")
             folder = _claimed(target, say, claim) or _new_folder(target)
             own = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
             stack.callback(os.close, own)
             _take_after(target, folder, at_least=stat.S_IRWXU)
         except OSError as error:
             raise CheckpointError(f"{target}: cannot be written beside: {error.strerror or error}") from error
-        private: dict[str, bytes] = {}
         replaced: Snapshot | None = None
         left = f"what was written so far stays in {folder}" if keep else "nothing was left behind"
         try:
@@ -82,19 +82,21 @@ def atomic_directory(
             if replace is not None and target.is_dir() and any(target.iterdir()):
                 replaced = snapshot(target)
                 replace(target)  # it may not be what was there in the beginning
-            private = _taken(folder)
+            _take_out(folder)
             _take_after(target, folder)
             _move_into_place(folder, target, swap=replaced is not None)
         except BaseException as error:
-            if _is_at(own, target):  # the signal came when there was nothing left to stop
-                _settle(target, folder, replaced, say, sync=sync)
-            elif not keep:
-                shutil.rmtree(folder, ignore_errors=True)
-            elif private:
-                _put_back(folder, private)
-            if isinstance(error, OSError):
-                raise CheckpointError(f"{target}: {error.strerror or error}; {left}") from error
-            raise
+            if not _is_at(own, target):
+                if keep:
+                    _put_back(folder)
+                else:
+                    shutil.rmtree(folder, ignore_errors=True)
+                    shutil.rmtree(_aside(folder), ignore_errors=True)
+                if isinstance(error, OSError):
+                    raise CheckpointError(f"{target}: {error.strerror or error}; {left}") from error
+                raise
+            if not isinstance(error, KeyboardInterrupt):  # which came when there was nothing left to stop
+                raise
         _settle(target, folder, replaced, say, sync=sync)
 
 
@@ -106,21 +108,21 @@ def _is_at(folder: int, path: Path) -> bool:
         return False
 
 
-def _taken(folder: Path) -> dict[str, bytes]:
-    """Take out what is no part of the result, if there is anything; returns its files."""
-    private = folder / PRIVATE
-    if not private.is_dir():
-        return {}
-    files = {path.name: path.read_bytes() for path in private.iterdir()}
-    shutil.rmtree(private)
-    return files
+def _aside(folder: Path) -> Path:
+    """Where a hidden folder's private part lies while that is moved into place."""
+    return folder.with_name(f"{folder.name}{PRIVATE}")
 
 
-def _put_back(folder: Path, files: dict[str, bytes]) -> None:
+def _take_out(folder: Path) -> None:
+    """Take out what is no part of the result, if there is anything."""
+    if (folder / PRIVATE).is_dir():
+        os.rename(folder / PRIVATE, _aside(folder))
+
+
+def _put_back(folder: Path) -> None:
     """Put it in again, so that another run can go on from it after all."""
-    (folder / PRIVATE).mkdir(exist_ok=True)
-    for name, content in files.items():
-        (folder / PRIVATE / name).write_bytes(content)
+    if _aside(folder).is_dir() and folder.is_dir():
+        os.rename(_aside(folder), folder / PRIVATE)
 
 
 def _take_after(target: Path, folder: Path, at_least: int = 0) -> None:
@@ -151,8 +153,11 @@ def _settle(target: Path, folder: Path, replaced: Snapshot | None, say: Callable
     except OSError as error:
         said = f"{parent} cannot be synced ({error.strerror or error})"
         say(f"{whole}, but {said}: a power failure in the next seconds may undo that")
-    if replaced is None or not folder.is_dir():
+    shutil.rmtree(_aside(folder), ignore_errors=True)
+    if replaced is None:
         return
+    if not folder.is_dir():  # there was no swapping, and the last of three renames failed
+        folder = next(iter(_found(target, _replaced(target))), folder)
     try:
         if snapshot(folder) == replaced:
             shutil.rmtree(folder)
@@ -219,19 +224,36 @@ def _new_folder(target: Path) -> Path:
     return folder
 
 
-def _restore(target: Path, say: Callable[[str], None]) -> None:
-    """Bring back what a process had moved away when it died; where its place is taken again, it may go."""
-    for old in sorted(target.absolute().parent.glob(f"{_glob_safe(_replaced(target))}{_ANY_MARK}")):
-        if os.path.lexists(target):
-            shutil.rmtree(old)
-        else:
+def _restore(target: Path, say: Callable[[str], None]) -> bool:
+    """Bring back what a process had moved away when it died; whether anything was.
+
+    Where its place is taken again it stays, under a name that is seen.
+    """
+    restored = False
+    for old in _found(target, _replaced(target)):
+        if not os.path.lexists(target) or (target.is_dir() and not target.is_symlink() and not any(target.iterdir())):
             os.rename(old, target)
+            restored = True
             say(f"brought back {target}, which a run that did not end had moved away")
+        else:
+            kept = old.with_name(old.name[1:])
+            os.rename(old, kept)
+            say(f"what a run that did not end had moved away from {target} stays in {kept}: remove it yourself")
+    return restored
+
+
+def _found(target: Path, prefix: str) -> list[Path]:
+    """The folders beside a target that have a mark after some prefix."""
+    return sorted(target.absolute().parent.glob(f"{_glob_safe(prefix)}{_ANY_MARK}"))
 
 
 def _claimed(target: Path, say: Callable[[str], None], claim: Callable[[Path], bool]) -> Path | None:
     """A folder to go on in. What else earlier processes left when they died is removed."""
-    found = sorted(target.absolute().parent.glob(f"{_glob_safe(_prefix(target))}{_ANY_MARK}"))
+    found = _found(target, _prefix(target))
+    for folder in found:  # of a process that died while it moved the result into place
+        _put_back(folder)
+    for aside in target.absolute().parent.glob(f"{_glob_safe(_prefix(target))}{_ANY_MARK}{PRIVATE}"):
+        shutil.rmtree(aside)
     # All are asked before one is removed: one that is not to be lost stops the run.
     wanted = [folder for folder in found if claim(folder)]
     for folder in found:
@@ -262,9 +284,11 @@ def replace_file(path: Path, content: bytes) -> None:
 
 def sync_tree(folder: Path) -> None:
     """Wait until all files and folders below are on disk."""
-    for root, _, names in os.walk(folder):
-        for path in [*(Path(root, name) for name in names), Path(root)]:
+    for path in leaves(folder):
+        if not path.is_symlink():
             _sync(path)
+    for root, _, _ in os.walk(folder):
+        _sync(Path(root))
 
 
 def _sync(path: Path) -> None:
@@ -294,13 +318,15 @@ def _exchange(one: Path, other: Path) -> None:
         raise OSError(number, os.strerror(number), str(other))
     # A file system without the swap: for a moment there is none in the target's place, never half of one.
     old = one.with_name(f"{_replaced(other)}{_mark()}")
-    os.rename(other, old)
     try:
+        os.rename(other, old)
         os.rename(one, other)
-    except OSError:
-        os.rename(old, other)
+    except BaseException:
+        if old.is_dir() and not os.path.lexists(other):
+            os.rename(old, other)
         raise
-    os.rename(old, one)
+    with contextlib.suppress(OSError):  # else it is removed under the name that it has
+        os.rename(old, one)
 
 
 def _replaced(target: Path) -> str:

@@ -63,7 +63,7 @@ def export_adapters(
         plan = stored.plan(torch_dtype)
         plan = replace(plan, tasks=(*plan.tasks, *_shared_inputs(stored, plan)))
         output = _AdapterOutput(plan, stored, str(base_model or stored.hf_model or stored.base))
-        path, folders = place(hf_path), (stored.folder,)
+        path, folders = place(hf_path), (stored.folder, stored.config.folder)
         return Conversion("export", str(megatron_path), path, plan, stored.tensors, folders, output, [])
 
     return run_conversion(planned, options)

@@ -143,7 +143,8 @@ class Conversion:
         for task in self.plan.tasks:
             digest.update(repr((task.target, tuple(task.segments))).encode())
         for file in self.output.files:
-            digest.update(repr((file.name, [len(content) for content in file.contents])).encode())
+            parts = (content if isinstance(content, bytes) else len(content) for content in file.contents)
+            digest.update(repr((file.name, list(parts))).encode())
         return digest.hexdigest()
 
     def write_manifest(self, result: Path, digest: str, sums: dict[str, str]) -> None:
@@ -154,7 +155,9 @@ class Conversion:
         written: dict[str, Parts] = {}
         for unit, part in journal.noted(result, self.output.files, units(self.output.files)).items():
             name = Path(self.output.inner, self.output.files[unit.file].name).as_posix()
-            written.setdefault(name, []).append((unit.end, part))
+            parts = written.setdefault(name, [])
+            if unit.start == (parts[-1][0] if parts else 0):  # else a line is missing, and the file is read
+                parts.append((unit.end, part))
         made["files"] = files_of(result, self.output.inner, written)
         manifest = tool() | {"source": self.origin} | self.output.settings | made
         write_object(result / self.output.inner / MANIFEST, manifest | ({"sha256": sums} if sums else {}))
@@ -177,7 +180,10 @@ def run_conversion(planned: Callable[[], Conversion], given: ConversionOptions) 
         conversion = ranks.all_run(planned)
     target = conversion.target
     needed = sum(file.nbytes for file in conversion.output.files) + _OVERHEAD
-    replaceable = Replaceable(conversion.output.inner, progress=options.progress)
+    output = conversion.output
+    replaceable = Replaceable(
+        output.inner, output.settings["format"], contents=not options.dry_run, progress=options.progress
+    )
     ranks.run_on_rank0(lambda: _check_target(conversion, options, replaceable))
     report = ConversionReport.of(conversion, needed, free_space(target), ranks.size)
     if options.dry_run:
@@ -190,8 +196,7 @@ def run_conversion(planned: Callable[[], Conversion], given: ConversionOptions) 
             lambda: stack.enter_context(_begun(conversion, options, replaceable, digests[0], needed))
         )
         seconds, resumed, written = _write(conversion, options, work)
-        with _advice(work, options):
-            _finish_and_prove(conversion, options, work, digests[0])
+        _finish_and_prove(conversion, options, work, digests[0])
         if ranks.run_on_rank0(lambda: conversion.digest(sync=options.sync)) != digests[0]:
             raise CheckpointError(f"{conversion.origin} changed while it was read; {work} is of no use")
         into_place = stack.pop_all()
@@ -313,7 +318,7 @@ def _there(conversion: Conversion, options: _Options, work: Path, everything: li
 
 @contextlib.contextmanager
 def _advice(work: Path, options: _Options) -> Iterator[None]:
-    """What is wrong with files that stay for the next run would be wrong in that one too."""
+    """Where files that stay for the next run are found to be wrong: they would be wrong in that one too."""
     try:
         yield
     except CheckpointError as error:
@@ -327,7 +332,8 @@ def _finish_and_prove(conversion: Conversion, options: _Options, work: Path, dig
     ranks = options.ranks
 
     def finish() -> None:
-        check_sizes(work / conversion.output.inner, conversion.output.files)
+        with _advice(work, options):
+            check_sizes(work / conversion.output.inner, conversion.output.files)
         _remove_others(work, {Path(conversion.output.inner, file.name) for file in conversion.output.files})
         conversion.output.finish(work, digest)
 
@@ -336,7 +342,7 @@ def _finish_and_prove(conversion: Conversion, options: _Options, work: Path, dig
     nbytes = sum(task.target.nbytes for task in tasks)
 
     def check() -> dict[str, str]:
-        with _no_collection():
+        with _no_collection(), _advice(work, options):
             written = conversion.output.open(work)
             if written.specs != conversion.plan.specs:
                 raise CheckpointError(f"{work}: what is there is not what was to be written")
@@ -344,7 +350,8 @@ def _finish_and_prove(conversion: Conversion, options: _Options, work: Path, dig
         if options.verify:
             with _meter("verify", nbytes, options) as meter:
                 for found in differences(tasks, conversion.source, written, meter):
-                    raise CheckpointError(f"{work}: was not written as it should be: {found}")
+                    with _advice(work, options):
+                        raise CheckpointError(f"{work}: was not written as it should be: {found}")
         if not options.checksums:
             return {}
         with _meter("checksums", nbytes, options) as meter:

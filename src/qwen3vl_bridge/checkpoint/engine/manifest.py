@@ -14,6 +14,7 @@ from typing import Any
 from qwen3vl_bridge.checkpoint.engine import journal
 from qwen3vl_bridge.checkpoint.engine.journal import digest_of as _digest
 from qwen3vl_bridge.checkpoint.engine.progress import Progress
+from qwen3vl_bridge.checkpoint.formats.megatron.folder import FORMATS
 from qwen3vl_bridge.files.errors import CheckpointError
 from qwen3vl_bridge.files.json_files import read_object
 from qwen3vl_bridge.files.target import Snapshot, leaves, refuse_loss, refuse_others, snapshot
@@ -52,7 +53,11 @@ def files_of(root: Path, inner: str, written: Mapping[str, Parts]) -> dict[str, 
     """
     paths, aside = sorted(path.relative_to(root) for path in leaves(root)), Path(inner, MANIFEST)
     names = [path.as_posix() for path in paths if path != aside and path.parts[0] != journal.FOLDER]
-    return {name: written.get(name) or _parts(root / name) for name in names}
+    return {name: written[name] if _covers(root / name, written.get(name)) else _parts(root / name) for name in names}
+
+
+def _covers(path: Path, parts: Parts | None) -> bool:
+    return parts is not None and _size(parts) == path.stat().st_size
 
 
 def _parts(path: Path) -> Parts:
@@ -63,14 +68,19 @@ def _parts(path: Path) -> Parts:
 class Replaceable:
     """Checks that a folder is the result of an earlier conversion, as that wrote it, and nothing besides."""
 
-    def __init__(self, inner: str, *, progress: bool = False) -> None:
+    def __init__(self, inner: str, kind: str, *, contents: bool = True, progress: bool = False) -> None:
         """A check.
 
         Args:
             inner: the folder in it that has the manifest.
+            kind: format of what replaces it: a Megatron checkpoint replaces one of either format, anything else its
+                like.
+            contents: whether files are compared with their digests; otherwise by size alone.
             progress: whether to show progress on standard error.
         """
         self._manifest = Path(inner, MANIFEST).as_posix()
+        self._kinds = FORMATS if kind in FORMATS else (kind,)
+        self._contents = contents
         self._progress = progress
         self._checked: Snapshot | None = None
 
@@ -87,9 +97,17 @@ class Replaceable:
         refuse_others(root, {self._manifest, *written}, "checkpoint")
         there = {name: written[name] for name in found if name in written}
         with Progress("earlier result", sum(_size(it) for it in there.values()), shown=self._progress) as meter:
-            changed = [name for name, parts in there.items() if not _is_as_written(root / name, parts, meter)]
+            changed = [name for name, parts in there.items() if not self._is_as_written(root / name, parts, meter)]
         refuse_loss(root, changed, "files that have changed since a conversion wrote them")
         self._checked = found
+
+    def _is_as_written(self, path: Path, parts: Parts, meter: Progress) -> bool:
+        if not path.is_file() or path.stat().st_size != _size(parts):
+            return False
+        if not self._contents:
+            return True
+        starts = (0, *(end for end, _ in parts))
+        return all(_digest(path, start, end, meter) == it for start, (end, it) in zip(starts, parts, strict=False))
 
     def _written(self, root: Path) -> dict[str, Parts]:
         """The files of a result as its manifest has them.
@@ -99,7 +117,7 @@ class Replaceable:
         """
         manifest = read_manifest((root / self._manifest).parent)
         # A trainer of ours writes a manifest too, which has no format.
-        if manifest.get("tool") != _TOOL or "format" not in manifest:
+        if manifest.get("tool") != _TOOL or manifest.get("format") not in self._kinds:
             raise CheckpointError(
                 f"{root} is no checkpoint that a conversion of this kind wrote: it has no {self._manifest} that says "
                 "so; so it is not replaced, remove it yourself"
@@ -116,10 +134,3 @@ class Replaceable:
 
 def _size(parts: Parts) -> int:
     return parts[-1][0] if parts else 0
-
-
-def _is_as_written(path: Path, parts: Parts, meter: Progress) -> bool:
-    if not path.is_file() or path.stat().st_size != _size(parts):
-        return False
-    starts = (0, *(end for end, _ in parts))
-    return all(_digest(path, start, end, meter) == it for start, (end, it) in zip(starts, parts, strict=False))

@@ -86,7 +86,7 @@ def tensors_of(rows: Iterable[Row], layout: TensorLayout) -> dict[str, Shape]:
 
     Args:
         rows: expanded rows.
-        side: the format.
+        layout: the format.
     """
     return {name: shape for row in rows for name, shape in layout.tensors(row).items()}
 
@@ -97,7 +97,7 @@ def leave_unexpected(source: TensorSource, rows: Iterable[Row], layout: TensorLa
     Args:
         source: what is there; only what is called for stays.
         rows: the weight table, expanded for the model.
-        side: format of what is there.
+        layout: format of what is there.
 
     Returns:
         A line of text for each.
@@ -218,7 +218,7 @@ def _turned(segments: tuple[Segment, ...], columns: int) -> tuple[Segment, ...]:
 
 
 def _grouped(segments: Iterable[tuple[str, int, Segment]]) -> Iterator[tuple[str, tuple[Segment, ...]]]:
-    """Pieces by target, in the order of the targets' elements."""
+    """Segments by target, in the order of the targets' elements."""
     targets: dict[str, list[tuple[int, Segment]]] = {}
     for target, start, segment in segments:
         targets.setdefault(target, []).append((start, segment))

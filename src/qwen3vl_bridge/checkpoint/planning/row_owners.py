@@ -35,7 +35,7 @@ def holders(rows: Collection[Row], layout: FsdpDtensor | TorchDist, topology: To
 
     Args:
         rows: the weight table, expanded for the model.
-        side: the format.
+        layout: the format.
         topology: sizes that fit the model.
 
     Returns:

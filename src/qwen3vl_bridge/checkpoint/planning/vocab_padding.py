@@ -31,7 +31,7 @@ def check_vocab_padding(
     Args:
         source: tensors, of the shapes that `make_plan` expects.
         rows: rows of the weight table that are converted.
-        side: the tensors' format.
+        layout: the tensors' format.
         vocabulary: how many rows are kept.
         where: the tensors' folder, for the error.
         drop: whether rows that are not zero may be left out too.

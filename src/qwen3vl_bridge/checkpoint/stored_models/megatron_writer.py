@@ -1,6 +1,6 @@
 """Lays out a Megatron checkpoint for a plan, and writes the files around its tensors.
 
-What lives here: what import and reformatting have in common: the side that is written. What may not: the one that is
+What lives here: what import and reformatting have in common: what is written. What may not: the one that is
 read.
 """
 
@@ -173,7 +173,7 @@ def extra_states(rows: Collection[Row], layout: TorchDist, *, with_norms: bool) 
 
     Args:
         rows: the weight table, expanded for the model.
-        side: names of tensors.
+        layout: names of tensors.
         with_norms: whether norms have one too.
     """
     seen: set[str] = set()
