@@ -62,5 +62,5 @@ def convert(
     rows, where = source.config.rows(target.experts), str(source.folder)
     plan = make_plan(rows, source.layout, target.layout, source.tensors.specs, where=where, dtype=torch_dtype)
     padding = source.check_padding(source.config.dimensions["vocab"], drop=drop_vocab_padding)
-    folders, notes = (source.folder, source.config.folder), [*source.notes, *padding]
+    folders, notes = (source.folder, source.config.folder), [*padding, *source.notes]
     return Conversion(name, str(origin), place(path), plan, source.tensors, folders, target.output(plan), notes)
