@@ -63,7 +63,7 @@ def export_checkpoint(
         stored = open_stored(megatron_path, iteration, hf_model, trust_remote_code=trust_remote_code)
         experts = stored.experts if expert_layout is None else _layout_named(expert_layout)
         if not strict:
-            stored.notes.extend(leave_unexpected(stored.tensors, stored.config.rows(experts), stored.layout))
+            stored.notes[:0] = leave_unexpected(stored.tensors, stored.config.rows(experts), stored.layout)
         target = HFTarget(stored.config, experts, stored.ckpt_format, max_shard_bytes)
         cast, drop = torch_dtype, drop_vocab_padding
         return convert("export", megatron_path, hf_path, stored, target, torch_dtype=cast, drop_vocab_padding=drop)
