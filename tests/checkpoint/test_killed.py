@@ -9,7 +9,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from qwen3vl_bridge.checkpoint import (
@@ -37,7 +37,7 @@ from safetensors.numpy import save_file
 pytestmark = pytest.mark.filterwarnings(
     "ignore:This process .* is multi-threaded", "ignore:.*fork.*:DeprecationWarning"
 )
-MOMENTS, INTERRUPTED, GRACE = 50, 15, 3
+MOMENTS, INTERRUPTED, GRACE = 50, 15, 1
 
 
 @pytest.fixture(scope="module", params=["untied_folder", "moe_folder"])
@@ -100,6 +100,10 @@ def run(work: Callable[[Ranks], object], processes: int, kill: Callable[[list[in
     return list(statuses.values())
 
 
+def is_alive(child: int) -> bool:
+    return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -121,6 +125,9 @@ def test_killed_at_any_moment(direction, processes, larger, tmp_path):
             ckpt_format = "torch_dist" if direction == "torch_dist" else "fsdp_dtensor"
             import_checkpoint(larger, target, ckpt_format=ckpt_format, **how)
 
+    def journaled() -> Iterator[Path]:
+        return target.parent.glob(".target.partial-*/.journal/rank-*")
+
     def whole() -> bool:
         return verify_checkpoint(*((target, source) if direction == "export" else (larger, target))).same
 
@@ -138,13 +145,18 @@ def test_killed_at_any_moment(direction, processes, larger, tmp_path):
         before = target.exists()
 
         def kill(children: list[int]) -> None:
-            time.sleep(generator.uniform(0, 1.1) * duration)
+            if generator.random() < 0.5:  # at any moment, also before the work and at its end
+                time.sleep(generator.uniform(0, 1.1) * duration)
+            else:  # while it writes, however long its start took
+                while not any(journaled()) and is_alive(children[0]):
+                    time.sleep(0.001)
+                time.sleep(generator.uniform(0, 0.1) * duration)
             for child in generator.sample(children, generator.randint(1, len(children))):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child, signal.SIGKILL)
 
         interrupted += any(run(work, processes, kill))
-        left_something += any(target.parent.glob(".target.partial-*/.journal/rank-*"))
+        left_something += any(journaled())
         if target.exists():
             assert contents(target) == expected
         else:

@@ -29,9 +29,10 @@ def measured(monkeypatch, tmp_path):
 
     def noted(self, read, place):
         time.sleep(0.002)  # long enough for others to come by
-        with path.open("a") as file:
+        size = measure(self, read, place)
+        with path.open("a") as file:  # what it had not ended with, a worker that is stopped leaves to others
             file.write(f"{place}\n")
-        return measure(self, read, place)
+        return size
 
     monkeypatch.setattr(Admission, "measure", noted)
     return lambda: path.read_text().splitlines()
@@ -72,7 +73,9 @@ def test_ranks_of_one_machine_and_their_workers_measure_each_conversation_once(
             train_path=str(train_file), hf_processor_path=str(checkpoint), seq_length=256, window_size=8, num_workers=2
         )
         stream = provider.stream("train")
-        return [next(stream).sample_ids for _ in range(6)]
+        rows = [next(stream).sample_ids for _ in range(6)]
+        dist.barrier()  # nobody's workers are stopped while others measure
+        return rows
 
     shutdown()  # groups of other tests, of which each rank would have a copy
     shared_sizes._job.cache_clear()
