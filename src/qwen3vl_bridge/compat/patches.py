@@ -17,6 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from qwen3vl_bridge.compat.linear_attention_kernels import PATCHES as KERNELS
+
 _DATASETS = "megatron.core.datasets"
 
 
@@ -103,6 +105,7 @@ def _save_adapters_of_ours(module: Any) -> None:
 # By module: where a saved configuration's classes are found, where the one format of checkpoint is read whose names
 # depend on what a model is made of, and where adapters are written.
 _PATCHES: Mapping[str, Callable[[Any], None]] = {
+    **KERNELS,
     "megatron.bridge.utils.instantiate_utils": _give_ours,
     "megatron.bridge.training.checkpointing": _read_every_weight,
     "megatron.bridge.models.conversion.auto_bridge": _save_adapters_of_ours,

@@ -1,7 +1,7 @@
 """Layer specs: which modules the two towers' transformer layers are made of, with and without Transformer Engine.
 
-What lives here: the choice of modules, and the small ones the choice needs (norms, the layer that adds DeepStack
-features). What may not: attention (`attention.py`), the towers (`vision_tower.py`, `models/qwen3_vl/model.py`).
+What lives here: the choice of modules, and the layer that adds DeepStack features. What may not:
+attention (`attention.py`), norms (`norms.py`), the towers (`vision_tower.py`, `models/qwen3_vl/model.py`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import functools
 from typing import Any
 
 from qwen3vl_bridge.models.common.attention import ContextParallelAttention, RotarySelfAttention, SegmentAttention
+from qwen3vl_bridge.models.common.norms import LayerNorm, RMSNorm
 from qwen3vl_bridge.models.common.router import BalancedRouter
 
 from megatron.core.extensions.transformer_engine import HAVE_TE
@@ -57,23 +58,6 @@ class DeepStackLayer(TransformerLayer):
             # Recompute keeps a part of it on each rank if asked to, which it can't of a view.
             hidden = make_viewless_tensor(added, requires_grad=added.requires_grad, keep_graph=True)
         return hidden, context
-
-
-def _sequence_parallel_norm(base: type[nn.Module]) -> type[nn.Module]:
-    class Norm(base):
-        """torch's norm with megatron-core's constructor; its gradients are reduced under sequence parallelism."""
-
-        def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-            super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-            for parameter in self.parameters():
-                parameter.sequence_parallel = config.sequence_parallel
-
-    Norm.__name__ = Norm.__qualname__ = base.__name__
-    return Norm
-
-
-RMSNorm = _sequence_parallel_norm(nn.RMSNorm)
-LayerNorm = _sequence_parallel_norm(nn.LayerNorm)
 
 
 class LocalBackend(LocalSpecProvider):

@@ -1,0 +1,113 @@
+"""Linear attention against transformers': the same weights, rows and packed rows, outputs and all gradients."""
+
+from __future__ import annotations
+
+import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
+from qwen3vl_bridge.models.common.attention import packed_seq_params
+from qwen3vl_bridge.models.qwen3_5.layer_specs import linear_attention_spec
+from qwen3vl_bridge.models.qwen3_5.linear_attention import LinearAttention
+
+import pytest
+import torch
+from megatron.core.transformer.spec_utils import build_module
+from torch import Tensor, nn
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
+
+from tests.qwen3_5.tiny import hf_text_config, megatron_config, one_rank, perturb
+
+# Relative to the largest entry of the same tensor.
+OUTPUT, GRADIENT = 2e-6, 1e-5  # measured: 5e-7, 2e-6
+LENGTHS = [61, 64, 3, 130]
+
+
+@pytest.fixture(scope="module")
+def groups():
+    with one_rank() as groups:
+        yield groups
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return perturb(Qwen3_5GatedDeltaNet(hf_text_config(), 0))
+
+
+def ours(reference: nn.Module, groups, **settings) -> LinearAttention:
+    config = megatron_config(**settings)
+    module = build_module(linear_attention_spec(config), config=config, layer_number=1, pg_collection=groups)
+    found = module.load_state_dict(renamed(reference.state_dict(), norm_shift=-1), strict=False)
+    assert not found.unexpected_keys and all("_extra_state" in name for name in found.missing_keys)
+    return module
+
+
+def renamed(state: dict[str, Tensor], norm_shift: float = 0) -> dict[str, Tensor]:
+    """Transformers' names to megatron-core's, of weights or of gradients."""
+    projections = [state[f"in_proj_{part}.weight"] for part in ("qkv", "z", "b", "a")]
+    same = {name: state[name] for name in ("conv1d.weight", "A_log", "dt_bias", "out_proj.weight")}
+    return same | {"in_proj.weight": torch.cat(projections), "out_norm.weight": state["norm.weight"] + norm_shift}
+
+
+def gradients(module: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.grad for name, parameter in module.named_parameters()}
+
+
+def worst(a: Tensor, b: Tensor) -> float:
+    return float((a - b).detach().abs().max() / b.detach().abs().max())
+
+
+def run(call, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    x = x.clone().requires_grad_()
+    out = call(x)
+    (out * weight).sum().backward()
+    return out, x.grad
+
+
+def check(module: LinearAttention, reference: nn.Module, x: Tensor, call_reference, **kwargs) -> None:
+    """`x` is [b, s, h]."""
+    weight = torch.randn(x.shape, generator=torch.Generator().manual_seed(2))
+    for one in (module, reference):
+        one.zero_grad()
+    found, found_x = run(lambda x: module(x.transpose(0, 1).contiguous(), None, **kwargs)[0].transpose(0, 1), x, weight)
+    expected, expected_x = run(call_reference, x, weight)
+    theirs = renamed(gradients(reference))
+    errors = {name: worst(gradient, theirs[name]) for name, gradient in gradients(module).items()}
+    print(f"output {worst(found, expected):.1e}, input {worst(found_x, expected_x):.1e}, {max(errors.values()):.1e}")
+    assert worst(found, expected) < OUTPUT
+    assert worst(found_x, expected_x) < GRADIENT
+    assert errors.keys() == theirs.keys() and max(errors.values()) < GRADIENT, errors
+
+
+def hidden(*shape: int) -> Tensor:
+    return torch.randn(*shape, megatron_config().hidden_size, generator=torch.Generator().manual_seed(1))
+
+
+def test_rows(reference, groups):
+    check(ours(reference, groups), reference, hidden(2, 150), reference)
+
+
+def test_packed_row(reference, groups):
+    """Each segment as if it were alone. transformers does not start anew within a row, so it gets one at a time."""
+    cu_seqlens = torch.tensor([0, 61, 125, 128, 258], dtype=torch.int32)
+    check(
+        ours(reference, groups),
+        reference,
+        hidden(1, sum(LENGTHS)),
+        lambda x: torch.cat([reference(segment) for segment in x.split(LENGTHS, 1)], 1),
+        packed_seq_params=packed_seq_params(cu_seqlens, tuple(LENGTHS)),
+    )
+
+
+def test_deterministic_mode_takes_packed_rows(reference, groups):
+    x, cu_seqlens = hidden(1, 258).transpose(0, 1), torch.tensor([0, 61, 125, 128, 258], dtype=torch.int32)
+    params = packed_seq_params(cu_seqlens, tuple(LENGTHS))
+    with pytest.raises(AssertionError, match="deterministic"):
+        ours(reference, groups, deterministic_mode=True)(x, None, packed_seq_params=params)
+
+
+def test_decay_in_half_precision(groups):
+    """exp(A_log) of the same bfloat16 number in float32, as transformers has it."""
+    config = megatron_config(params_dtype=torch.bfloat16, bf16=True)
+    module = build_module(linear_attention_spec(config), config=config, layer_number=1, pg_collection=groups)
+    alpha = torch.zeros(1, 1, len(module.A_log), dtype=torch.bfloat16)
+    decay, _ = module._compute_g_and_beta(module.A_log, module.dt_bias, alpha, alpha)
+    expected = -module.A_log.float().exp() * nn.functional.softplus(module.dt_bias.float())
+    assert decay.dtype is torch.float32 and torch.equal(decay[0, 0], expected)

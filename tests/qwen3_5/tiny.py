@@ -1,0 +1,107 @@
+"""Tiny Qwen3.5 text models: configurations for transformers and megatron-core, process groups of one rank."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig
+
+HIDDEN, HEADS, GROUPS, HEAD_DIM, FFN, LAYERS, VOCAB = 48, 4, 2, 32, 64, 4, 96
+LINEAR = dict(
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+    linear_conv_kernel_dim=4,
+)
+ROPE = dict(
+    rope_type="default", rope_theta=1e4, partial_rotary_factor=0.25, mrope_section=[2, 1, 1], mrope_interleaved=True
+)
+
+
+def hf_text_config(**changes: Any) -> Qwen3_5TextConfig | Qwen3_5MoeTextConfig:
+    """transformers', with experts where `num_experts` is given."""
+    with_experts = "num_experts" in changes
+    fields = dict(
+        hidden_size=HIDDEN,
+        num_hidden_layers=LAYERS,
+        vocab_size=VOCAB,
+        num_attention_heads=HEADS,
+        num_key_value_heads=GROUPS,
+        head_dim=HEAD_DIM,
+        rope_parameters=dict(ROPE),
+        **LINEAR,
+        **({} if with_experts else {"intermediate_size": FFN}),
+    )
+    return (Qwen3_5MoeTextConfig if with_experts else Qwen3_5TextConfig)(
+        **fields | changes, attn_implementation="eager"
+    )
+
+
+def megatron_config(**changes: Any) -> TransformerConfig:
+    """megatron-core's of the same model."""
+    fields = dict(
+        num_layers=LAYERS,
+        hidden_size=HIDDEN,
+        ffn_hidden_size=FFN,
+        num_attention_heads=HEADS,
+        num_query_groups=GROUPS,
+        kv_channels=HEAD_DIM,
+        normalization="RMSNorm",
+        layernorm_epsilon=1e-6,
+        layernorm_zero_centered_gamma=True,
+        qk_layernorm=True,
+        attention_output_gate=True,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        experimental_attention_variant="gated_delta_net",
+        linear_attention_freq=4,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        gradient_accumulation_fusion=False,
+        params_dtype=torch.float32,
+        pipeline_dtype=torch.float32,
+        moe_token_dispatcher_type="alltoall",
+        transformer_impl="local",
+        **LINEAR,
+    )
+    return TransformerConfig(**fields | changes)
+
+
+@contextlib.contextmanager
+def one_rank() -> Iterator[ProcessGroupCollection]:
+    """Process groups of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
+    try:
+        yield ProcessGroupCollection.use_mpu_process_groups()
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def perturb(module: nn.Module, seed: int = 0) -> nn.Module:
+    """Random weights, also where they start at zero or one; slow decays, since fast ones multiply rounding errors."""
+    random = torch.Generator().manual_seed(seed)
+    for name, parameter in module.named_parameters():
+        if parameter.ndim > 1:
+            parameter.data.normal_(0, 0.15, generator=random)
+        elif name.endswith("A_log"):
+            parameter.data.uniform_(0.02, 0.5, generator=random).log_()
+        else:
+            parameter.data.add_(torch.randn(parameter.shape, generator=random), alpha=0.2)
+    return module
