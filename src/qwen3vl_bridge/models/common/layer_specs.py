@@ -11,7 +11,7 @@ import functools
 from typing import Any
 
 from qwen3vl_bridge.models.common.attention import ContextParallelAttention, RotarySelfAttention, SegmentAttention
-from qwen3vl_bridge.models.common.norms import LayerNorm, RMSNorm
+from qwen3vl_bridge.models.common.norms import LayerNorm, rms_norm_of
 from qwen3vl_bridge.models.common.router import BalancedRouter
 
 from megatron.core.extensions.transformer_engine import HAVE_TE
@@ -63,9 +63,13 @@ class DeepStackLayer(TransformerLayer):
 class LocalBackend(LocalSpecProvider):
     """Modules without Transformer Engine: torch norms and our core attention, whatever else is installed."""
 
+    def __init__(self, config: TransformerConfig) -> None:
+        """Choose for a model."""
+        self.config = config
+
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type[nn.Module]:
-        """RMSNorm or LayerNorm of torch."""
-        return RMSNorm if rms_norm else LayerNorm
+        """RMSNorm, zero-centred if the model's are, or LayerNorm."""
+        return rms_norm_of(self.config) if rms_norm else LayerNorm
 
     def core_attention(self) -> type[SegmentAttention]:
         """Attention by torch's scaled_dot_product_attention."""
@@ -80,7 +84,7 @@ def backend(config: TransformerConfig) -> BackendSpecProvider:
         ValueError: an implementation this model does not have.
     """
     if config.transformer_impl == "local":
-        return LocalBackend()
+        return LocalBackend(config)
     if config.transformer_impl != "transformer_engine":
         raise ValueError(f"transformer_impl is {config.transformer_impl!r}, expected 'transformer_engine' or 'local'")
     if not HAVE_TE:
@@ -89,7 +93,7 @@ def backend(config: TransformerConfig) -> BackendSpecProvider:
 
 
 def _use_local_modules(spec: ModuleSpec, config: TransformerConfig) -> None:
-    modules = LocalBackend()
+    modules = LocalBackend(config)
     norm = modules.layer_norm(rms_norm=config.normalization == "RMSNorm")
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = norm
@@ -118,8 +122,8 @@ def _adapt(spec: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
     return spec
 
 
-def text_block_spec(config: TransformerConfig, vp_stage: int | None, pp_rank: int) -> TransformerBlockSubmodules:
-    """The text decoder's layers of one pipeline stage."""
+def decoder_block_spec(config: TransformerConfig, vp_stage: int | None, pp_rank: int) -> TransformerBlockSubmodules:
+    """The layers of one pipeline stage of a decoder with attention everywhere."""
     modules = backend(config)
     block = get_gpt_decoder_block_spec(
         config,
@@ -129,8 +133,16 @@ def text_block_spec(config: TransformerConfig, vp_stage: int | None, pp_rank: in
         pp_rank=pp_rank,
     )
     for spec in block.layer_specs:
-        _adapt(spec, config).module = DeepStackLayer
+        _adapt(spec, config)
     block.layer_norm = modules.layer_norm(rms_norm=config.normalization == "RMSNorm")
+    return block
+
+
+def text_block_spec(config: TransformerConfig, vp_stage: int | None, pp_rank: int) -> TransformerBlockSubmodules:
+    """The text decoder's layers of one pipeline stage, which add DeepStack features."""
+    block = decoder_block_spec(config, vp_stage, pp_rank)
+    for spec in block.layer_specs:
+        spec.module = DeepStackLayer
     return block
 
 

@@ -42,6 +42,6 @@ class ZeroCenteredRMSNorm(RMSNorm):
         return F.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).to(x.dtype)
 
 
-def rms_norm(config: TransformerConfig) -> type[nn.Module]:
+def rms_norm_of(config: TransformerConfig) -> type[nn.Module]:
     """The class that a configuration asks for."""
     return ZeroCenteredRMSNorm if config.layernorm_zero_centered_gamma else RMSNorm

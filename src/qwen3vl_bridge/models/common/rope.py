@@ -49,12 +49,14 @@ def rotate(x: Tensor, rotary: Tensor) -> Tensor:
 
     Args:
         x: [s, b, heads, d].
-        rotary: [2, s, b, 1, d] from `cos_sin`.
+        rotary: [2, s, b, 1, r] from `cos_sin`; the first r of the d dimensions turn, the others stay.
     """
     cos, sin = rotary
-    heads = x.to(cos.dtype)
+    turning, staying = x.tensor_split([cos.size(-1)], dim=-1)
+    heads = turning.to(cos.dtype)
     first, second = heads.chunk(2, dim=-1)
-    return (heads * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+    turned = (heads * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+    return torch.cat((turned, staying), dim=-1) if staying.size(-1) else turned
 
 
 class InterleavedMRoPE(nn.Module):

@@ -6,13 +6,51 @@ What lives here: which layers are which, and what they are made of. What may not
 
 from __future__ import annotations
 
-from qwen3vl_bridge.models.common.layer_specs import LocalBackend, backend
-from qwen3vl_bridge.models.common.norms import rms_norm
+import copy
+
+from qwen3vl_bridge.models.common.layer_specs import LocalBackend, backend, decoder_block_spec
 from qwen3vl_bridge.models.qwen3_5.linear_attention import LinearAttention
 
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import get_linear_attention_pattern
 from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+
+def text_block_spec(config: TransformerConfig, vp_stage: int | None, pp_rank: int) -> TransformerBlockSubmodules:
+    """The text decoder's layers of one pipeline stage."""
+    # megatron-core makes no block of this variant without Transformer Engine, so the layers are made without it first.
+    plain = copy.copy(config)
+    plain.experimental_attention_variant = None
+    block = decoder_block_spec(plain, vp_stage, pp_rank)
+    is_linear = get_linear_attention_pattern(config)
+    for layer, spec in zip(_layers_of_stage(config, vp_stage, pp_rank), block.layer_specs, strict=True):
+        if is_linear[layer]:
+            _use_linear_attention(spec, config)
+    return block
+
+
+def _layers_of_stage(config: TransformerConfig, vp_stage: int | None, pp_rank: int) -> list[int]:
+    """Their numbers in the whole model, from 0."""
+    if (layout := config.pipeline_model_parallel_layout) is not None:
+        return layout.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=vp_stage, pp_rank=pp_rank)
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pp_rank)
+    return list(range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank)))
+
+
+def _use_linear_attention(spec: ModuleSpec, config: TransformerConfig) -> None:
+    layer = spec.submodules
+    layer.self_attention = linear_attention_spec(config)
+    if not isinstance(backend(config), LocalBackend):
+        layer.input_layernorm = IdentityOp  # Transformer Engine's is a part of the projection
+        return
+    # A checkpoint has the Transformer Engine spec's names; megatron-core's map is made for attention's projection.
+    names = layer.sharded_state_dict_keys_map
+    layer.sharded_state_dict_keys_map = names | {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
 
 
 def linear_attention_spec(config: TransformerConfig) -> ModuleSpec:
@@ -23,7 +61,7 @@ def linear_attention_spec(config: TransformerConfig) -> ModuleSpec:
         module=LinearAttention,
         submodules=GatedDeltaNetSubmodules(
             in_proj=modules.column_parallel_linear() if local else modules.column_parallel_layer_norm_linear(),
-            out_norm=rms_norm(config) if local else modules.layer_norm(rms_norm=True, for_qk=False),
+            out_norm=modules.layer_norm(rms_norm=True, for_qk=False),
             out_proj=modules.row_parallel_linear(),
         ),
     )
