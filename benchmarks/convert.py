@@ -39,7 +39,7 @@ from qwen3vl_bridge.checkpoint.formats.tensor_specs import TensorSpec
 from qwen3vl_bridge.checkpoint.planning.plan import Task, tensors_of
 from qwen3vl_bridge.models.qwen3_vl import presets
 from qwen3vl_bridge.models.qwen3_vl.table import TABLE
-from qwen3vl_bridge.weights.dimensions import dimensions_of
+from qwen3vl_bridge.registry import dimensions_of
 from qwen3vl_bridge.weights.rows import expand
 
 import record

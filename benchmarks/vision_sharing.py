@@ -34,7 +34,7 @@ from qwen3vl_bridge.models.common.flops import tower_costs
 from qwen3vl_bridge.models.qwen3_vl.pipeline_payload import Stage
 from qwen3vl_bridge.models.qwen3_vl.presets import config_dict
 from qwen3vl_bridge.models.qwen3_vl.table import VISION_ROWS
-from qwen3vl_bridge.weights.dimensions import dimensions_of
+from qwen3vl_bridge.registry import dimensions_of
 from qwen3vl_bridge.weights.rows import parameter_count
 
 import host

@@ -20,6 +20,8 @@ _PUBLIC = {
     "Qwen3VLConversationProvider": "qwen3vl_bridge.data.provider",
     "Qwen3VLEnergonProvider": "qwen3vl_bridge.data.energon.provider",
     "Qwen3VLConfigContainer": "qwen3vl_bridge.training.config",
+    "Family": "qwen3vl_bridge.registry",
+    "register_family": "qwen3vl_bridge.registry",
     "Qwen3VLTowers": "qwen3vl_bridge.training.optimizer.tower_settings",
     "forward_step": "qwen3vl_bridge.training.step",
     "training_callbacks": "qwen3vl_bridge.training.callbacks",

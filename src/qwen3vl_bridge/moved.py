@@ -41,7 +41,7 @@ MOVED = {
     "qwen3vl_bridge.data.plan": "qwen3vl_bridge.data.packing.row_plan",
     "qwen3vl_bridge.data.rows": "qwen3vl_bridge.data.loading.row_dataset",
     "qwen3vl_bridge.data.sizes": "qwen3vl_bridge.data.packing.sample_sizes",
-    "qwen3vl_bridge.dimensions": "qwen3vl_bridge.weights.dimensions",
+    "qwen3vl_bridge.dimensions": "qwen3vl_bridge.models.qwen3_vl.config_dimensions",
     "qwen3vl_bridge.dist_train": "qwen3vl_bridge.models.common.settings.encoder_parallel",
     "qwen3vl_bridge.generation": "qwen3vl_bridge.inference.generation",
     "qwen3vl_bridge.hooks": "qwen3vl_bridge.compat.import_hook",

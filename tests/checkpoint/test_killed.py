@@ -26,7 +26,7 @@ from qwen3vl_bridge.checkpoint.formats.safetensors.model_folder import copy_side
 from qwen3vl_bridge.checkpoint.planning.plan import tensors_of
 from qwen3vl_bridge.files.json_files import read_object, write_object
 from qwen3vl_bridge.models.qwen3_vl.table import TABLE
-from qwen3vl_bridge.weights.dimensions import dimensions_of
+from qwen3vl_bridge.registry import dimensions_of
 from qwen3vl_bridge.weights.rows import expand
 
 import numpy as np

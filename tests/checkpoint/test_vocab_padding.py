@@ -98,7 +98,9 @@ def test_another_format_keeps_every_row_or_none(which, tmp_path, untied_folder, 
 @given(st.integers(1, 3_000), st.integers(0, 3_000), st.integers(1, 500) | st.none())
 def test_a_run_file_pads_to_the_rows_that_are_there(vocabulary, padding, divisor):
     rows = vocabulary + padding
-    model = run_config({"text_config": {"vocab_size": vocabulary}}, "x", "torch_dist", rows, divisor)["model"]
+    model = run_config({}, "x", "torch_dist", provider="", vocabulary=vocabulary, rows=rows, vocab_divisor=divisor)[
+        "model"
+    ]
     assert model["tensor_model_parallel_size"] == 1
     number = model["make_vocab_size_divisible_by"] if model.get("should_pad_vocab") else 1
     assert -(-vocabulary // number) * number == rows

@@ -3,8 +3,9 @@
 import importlib.util
 
 from qwen3vl_bridge.models.qwen3_vl import table as mappings
-from qwen3vl_bridge.weights.dimensions import Dimensions, dimensions_of
-from qwen3vl_bridge.weights.names import ExpertLayout, local_name
+from qwen3vl_bridge.registry import dimensions_of
+from qwen3vl_bridge.weights.dimensions import Dimensions
+from qwen3vl_bridge.weights.names import ExpertLayout, expert_layout_of, local_name
 from qwen3vl_bridge.weights.rows import PackedExpert, Row, expand, hf_shapes
 
 import pytest
@@ -76,13 +77,13 @@ def test_the_provider_names_what_the_configuration_does(moe_folder):
 @pytest.mark.parametrize(("hidden", "moe_ffn"), [(64, 24), (64, 32), (64, 64)])
 def test_the_layout_of_experts_is_told_by_shapes_even_where_one_is_square(layout, hidden, moe_ffn):
     sizes = dict(hidden=hidden, moe_ffn=moe_ffn, moe_gate_up=2 * moe_ffn, experts=4)
-    dimensions = Dimensions(sizes, dict(moe_layers=(1, 2), experts=range(4)))
+    dimensions = Dimensions(sizes, dict(moe_layers=(1, 2), experts=range(4)), "qwen3_vl")
     shapes = {
         name: shape
         for row in expand(mappings.EXPERT_ROWS[layout], dimensions)
         for name, shape in zip(row.hf, hf_shapes(row, dimensions), strict=True)
     }
-    assert mappings.expert_layout_of(shapes, dimensions) is layout
+    assert expert_layout_of(mappings.table, shapes, dimensions) is layout
     name = next(iter(shapes))
     with pytest.raises(ValueError, match=r"experts of layer 1: found .*expected 4 experts of 64"):
-        mappings.expert_layout_of(shapes | {name: (4, 63, 1)}, dimensions)
+        expert_layout_of(mappings.table, shapes | {name: (4, 63, 1)}, dimensions)

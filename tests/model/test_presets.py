@@ -7,7 +7,7 @@ import sys
 from qwen3vl_bridge.models.qwen3_vl import presets
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
 from qwen3vl_bridge.models.qwen3_vl.table import TABLE
-from qwen3vl_bridge.weights.dimensions import dimensions_of
+from qwen3vl_bridge.registry import dimensions_of
 from qwen3vl_bridge.weights.rows import parameter_count
 
 import pytest

@@ -16,6 +16,7 @@ from qwen3vl_bridge.checkpoint import CheckpointError
 from qwen3vl_bridge.checkpoint.formats.megatron.run_config import run_config
 from qwen3vl_bridge.checkpoint.stored_models.config_comparison import check_model_of_run
 from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
+from qwen3vl_bridge.registry import family
 
 import pytest
 import yaml
@@ -62,7 +63,14 @@ def described(who: str, folder: Path) -> dict[str, Any]:
     """The `model` section of a run's file."""
     if who == "converted":
         config = json.loads((folder / "config.json").read_text())
-        return run_config(config, str(folder), "torch_dist", config["text_config"]["vocab_size"])["model"]
+        return run_config(
+            config,
+            str(folder),
+            "torch_dist",
+            provider=family("qwen3_vl").provider,
+            vocabulary=(rows := config["text_config"]["vocab_size"]),
+            rows=rows,
+        )["model"]
     if who == "ours":
         provider = AutoBridge.from_hf_pretrained(str(folder)).to_megatron_provider(load_weights=False)
         provider.finalize()

@@ -10,8 +10,8 @@ from qwen3vl_bridge.planning.memory.estimate import estimate
 from qwen3vl_bridge.planning.memory.microbatch_activations import chunk_activations
 from qwen3vl_bridge.planning.settings import BF16, FP32, FULL, Recompute, Training
 from qwen3vl_bridge.planning.split import Split
+from qwen3vl_bridge.registry import dimensions_of
 from qwen3vl_bridge.training.process_groups import initialize
-from qwen3vl_bridge.weights.dimensions import dimensions_of
 
 import pytest
 import torch

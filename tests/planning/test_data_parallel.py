@@ -10,7 +10,7 @@ from qwen3vl_bridge.planning.hardware import GPUS
 from qwen3vl_bridge.planning.settings import BF16, FP32, Lora, Sharding, Training
 from qwen3vl_bridge.planning.speed.data_parallel import data_seconds, ring_seconds
 from qwen3vl_bridge.planning.split import Split
-from qwen3vl_bridge.weights.dimensions import dimensions_of
+from qwen3vl_bridge.registry import dimensions_of
 from qwen3vl_bridge.weights.model_parts import Part
 
 import pytest

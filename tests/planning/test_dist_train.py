@@ -17,7 +17,7 @@ from qwen3vl_bridge.planning.settings import FULL, Lora, Recompute, Sharding, Tr
 from qwen3vl_bridge.planning.speed.microbatch_flops import Costs, language_operations, tower_operations
 from qwen3vl_bridge.planning.speed.stage_times import PUBLISHED
 from qwen3vl_bridge.planning.split import Split
-from qwen3vl_bridge.weights.dimensions import dimensions_of
+from qwen3vl_bridge.registry import dimensions_of
 from qwen3vl_bridge.weights.model_parts import Part
 
 import pytest

@@ -15,7 +15,7 @@ from qwen3vl_bridge.planning.memory.estimate import estimate
 from qwen3vl_bridge.planning.settings import BF16, FP32, LINEAR_LAYERS, Lora, Precision, Recompute, Sharding, Training
 from qwen3vl_bridge.planning.speed.microbatch_flops import Costs
 from qwen3vl_bridge.planning.split import Split
-from qwen3vl_bridge.weights.dimensions import dimensions_of
+from qwen3vl_bridge.registry import dimensions_of
 from qwen3vl_bridge.weights.model_parts import Part
 
 import pytest

@@ -11,7 +11,8 @@ from qwen3vl_bridge.planning.memory.model_states import stage_states
 from qwen3vl_bridge.planning.memory.parameters import Count, chunk_count
 from qwen3vl_bridge.planning.settings import FP32, Sharding, Training
 from qwen3vl_bridge.planning.split import Chunk, Split
-from qwen3vl_bridge.weights.dimensions import Dimensions, dimensions_of
+from qwen3vl_bridge.registry import dimensions_of
+from qwen3vl_bridge.weights.dimensions import Dimensions
 
 import pytest
 

@@ -11,7 +11,8 @@ from qwen3vl_bridge.planning.memory.estimate import estimate
 from qwen3vl_bridge.planning.memory.in_flight_microbatches import most_in_flight
 from qwen3vl_bridge.planning.settings import FULL, Lora, Training
 from qwen3vl_bridge.planning.split import Split
-from qwen3vl_bridge.weights.dimensions import Dimensions, dimensions_of, indices_of
+from qwen3vl_bridge.registry import dimensions_of
+from qwen3vl_bridge.weights.dimensions import Dimensions, indices_of
 from qwen3vl_bridge.weights.model_parts import Part
 
 import pytest
@@ -23,8 +24,8 @@ H100 = GPUS["H100"].memory_bytes
 def gpt(hidden: int = 4800) -> Dimensions:
     """As many keys as queries as hidden numbers, and a gated MLP that keeps what GPT's of 4 h does: 3 f = 8 h."""
     sizes = dict(hidden=hidden, q=hidden, kv=hidden, ffn=8 * hidden // 3, heads=48, kv_heads=48, head_dim=hidden // 48)
-    indices = indices_of(layers=1, moe_layers=(), experts=0, vision_layers=0, deepstack_taps=0)
-    return Dimensions(sizes, indices)
+    indices = indices_of(layers=1)
+    return Dimensions(sizes, indices, "qwen3_vl")
 
 
 # What Korthikanti et al. (arXiv 2205.05198) do not have: norms of queries and keys, attention's logarithms; and

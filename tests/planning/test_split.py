@@ -7,7 +7,7 @@ from qwen3vl_bridge.models.qwen3_vl import presets
 from qwen3vl_bridge.planning.memory.estimate import estimate
 from qwen3vl_bridge.planning.settings import Lora, Recompute, Sharding, Training
 from qwen3vl_bridge.planning.split import Split
-from qwen3vl_bridge.weights.dimensions import dimensions_of
+from qwen3vl_bridge.registry import dimensions_of
 
 import pytest
 

@@ -11,9 +11,9 @@ from qwen3vl_bridge.planning.memory.model_states import stage_states
 from qwen3vl_bridge.planning.memory.parameters import Count, chunk_count
 from qwen3vl_bridge.planning.settings import BF16, FP32, LINEAR_LAYERS, Lora, Precision, Sharding, Training
 from qwen3vl_bridge.planning.split import Split
+from qwen3vl_bridge.registry import dimensions_of
 from qwen3vl_bridge.training.small_loop.loop import train_step
 from qwen3vl_bridge.training.small_loop.setup import assemble
-from qwen3vl_bridge.weights.dimensions import dimensions_of
 from qwen3vl_bridge.weights.model_parts import Part
 
 import pytest

@@ -9,7 +9,7 @@ from qwen3vl_bridge.planning.settings import FULL, Training
 from qwen3vl_bridge.planning.speed.microbatch_flops import Costs
 from qwen3vl_bridge.planning.speed.stage_times import PUBLISHED, Mix
 from qwen3vl_bridge.planning.split import Split
-from qwen3vl_bridge.weights.dimensions import dimensions_of
+from qwen3vl_bridge.registry import dimensions_of
 
 import dist_train as benchmark
 import pytest

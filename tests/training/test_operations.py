@@ -39,7 +39,7 @@ def test_a_provider_has_its_configurations_numbers(size):
     from qwen3vl_bridge.models.common.provider_flops import operations_of_a_step, provider_costs
     from qwen3vl_bridge.models.qwen3_vl import presets
     from qwen3vl_bridge.models.qwen3_vl.bridge import provider_from_hf_config
-    from qwen3vl_bridge.weights.dimensions import dimensions_of
+    from qwen3vl_bridge.registry import dimensions_of
 
     config = presets.hf_config(size).to_dict()
     provider = provider_from_hf_config(config)

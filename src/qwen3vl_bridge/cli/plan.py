@@ -14,8 +14,6 @@ from typing import Any
 
 from qwen3vl_bridge.cli import plan_encoder_ranks
 from qwen3vl_bridge.files.parsing import read_json
-from qwen3vl_bridge.models.qwen3_vl import presets
-from qwen3vl_bridge.models.qwen3_vl.config_checks import check_settings
 from qwen3vl_bridge.planning import reports
 from qwen3vl_bridge.planning.hardware import GIB, GPUS, gpu_of
 from qwen3vl_bridge.planning.memory.estimate import estimate
@@ -30,6 +28,7 @@ from qwen3vl_bridge.planning.settings import (
     Training,
 )
 from qwen3vl_bridge.planning.split import Split
+from qwen3vl_bridge.registry import family_of, preset, preset_sizes
 from qwen3vl_bridge.terminal import BAD_INPUT, show_anything
 from qwen3vl_bridge.weights.model_parts import Part
 
@@ -69,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         "propose ways to split the model that fit. docs/memory.md says what is counted and what is assumed.",
     )
     add = parser.add_argument
-    add("--model", required=True, metavar="MODEL", help=f"{', '.join(presets.PRESETS)}, a hub id, or a folder")
+    add("--model", required=True, metavar="MODEL", help=f"{', '.join(preset_sizes())}, a hub id, or a folder")
     add("--gpus", required=True, type=_positive, metavar="N", help="how many there are")
     add("--gpu", default="H100", metavar="NAME", help=f"{', '.join(GPUS)} (default: %(default)s)")
     add("--gpu-memory", type=float, metavar="GIB", help="memory of one, where it is not the table's")
@@ -149,14 +148,14 @@ def load_config(model: str) -> Mapping[str, Any]:
     """The `config.json` of a folder, or of a preset.
 
     Raises:
-        ValueError: there is neither, or it is no Qwen3-VL.
+        ValueError: there is neither, or it is of no family.
     """
     path = Path(model) / "config.json"
     if not path.is_file():
-        return presets.config_dict(model)
+        return preset(model)
     config = read_json(path)
     try:
-        check_settings(config)
+        family_of(config).check_settings(config)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return config

@@ -111,7 +111,9 @@ class _Imports(MetaPathFinder):
         self.register_later |= module.__name__ == _BRIDGE_MODELS
         if self.register_later and not self.ours_running:
             self.register_later = False
-            importlib.import_module("qwen3vl_bridge.models.qwen3_vl.bridge")
+            from qwen3vl_bridge import registry
+
+            registry.import_bridges()
 
 
 def _is_installed(package: str) -> bool:

@@ -35,7 +35,8 @@ from qwen3vl_bridge.planning.speed.data_parallel import data_seconds, stage_data
 from qwen3vl_bridge.planning.speed.microbatch_flops import Costs
 from qwen3vl_bridge.planning.speed.stage_times import PUBLISHED, Contents, Mix, language_paces, mean_passes, tower_pace
 from qwen3vl_bridge.planning.split import Split
-from qwen3vl_bridge.weights.dimensions import Dimensions, dimensions_of
+from qwen3vl_bridge.registry import dimensions_of
+from qwen3vl_bridge.weights.dimensions import Dimensions
 
 
 @dataclass(frozen=True)

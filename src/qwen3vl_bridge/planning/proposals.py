@@ -16,7 +16,8 @@ from qwen3vl_bridge.planning.settings import FULL, Recompute, Sharding, Training
 from qwen3vl_bridge.planning.speed.microbatch_flops import Costs
 from qwen3vl_bridge.planning.speed.step_time import StepTime, step_time
 from qwen3vl_bridge.planning.split import Split
-from qwen3vl_bridge.weights.dimensions import Dimensions, dimensions_of
+from qwen3vl_bridge.registry import dimensions_of
+from qwen3vl_bridge.weights.dimensions import Dimensions
 from qwen3vl_bridge.weights.model_parts import Part
 
 MARGIN = 0.05  # of the memory, beside the reserve

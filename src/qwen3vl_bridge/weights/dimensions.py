@@ -1,13 +1,13 @@
 """The numbers of one model: what the weight table's symbols stand for.
 
-What lives here: reading them off a Hugging Face configuration. Standard library only. What may not: parameter names
-(`models/qwen3_vl/table.py`), whether a configuration is one we honour (`models/qwen3_vl/config_checks.py`).
+What lives here: the numbers, and those that families have in common. Standard library only. What may not: parameter
+names (`models/*/table.py`), reading a configuration (a family's `dimensions`, see `registry.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -17,76 +17,19 @@ class Dimensions:
     Attributes:
         sizes: by name, those in the rows' shapes, conditions (0 or 1) and counts of heads.
         indices: by name, the numbers that a `*` takes.
+        family: whose table it is, a name that `registry.family` knows.
     """
 
     sizes: Mapping[str, int]
     indices: Mapping[str, Sequence[int]]
+    family: str
 
     def __getitem__(self, name: str) -> int:
         return self.sizes[name]
 
     def with_vocab(self, rows: int) -> Dimensions:
         """The same with a vocabulary of so many rows."""
-        return Dimensions({**self.sizes, "vocab": rows}, self.indices)
-
-
-def moe_layers_of(text: Mapping) -> tuple[int, ...]:
-    """Which layers of a text configuration have experts. Source: transformers, Qwen3VLMoeTextDecoderLayer."""
-    if not experts_of(text):
-        return ()
-    step, dense = text.get("decoder_sparse_step", 1), text.get("mlp_only_layers") or ()
-    return tuple(i for i in range(text["num_hidden_layers"]) if i not in dense and (i + 1) % step == 0)
-
-
-def experts_of(text: Mapping) -> int:
-    """Experts of a MoE layer, in the spelling of the released files or of transformers 5; 0 in a dense model."""
-    return text.get("num_experts", text.get("num_local_experts")) or 0
-
-
-def head_dim_of(text: Mapping) -> int:
-    """Dimensions of a head of a text configuration."""
-    # What a file without the field means: in transformers the dense model has a default, the other has not.
-    head_dim = text.get("head_dim", None if experts_of(text) else 128)
-    return head_dim or text["hidden_size"] // text["num_attention_heads"]
-
-
-def dimensions_of(config: Mapping) -> Dimensions:
-    """The numbers that the table's symbols stand for.
-
-    Args:
-        config: a Qwen3-VL `config.json` as a mapping (`text_config`, `vision_config`, `tie_word_embeddings`).
-
-    Raises:
-        KeyError: the mapping lacks a field; the message names it.
-    """
-    text, vision = config["text_config"], config["vision_config"]
-    head_dim = head_dim_of(text)
-    kv_heads = text["num_key_value_heads"] or text["num_attention_heads"]
-    moe_layers = moe_layers_of(text)
-    moe_ffn = text["moe_intermediate_size"] if moe_layers else 0
-    sizes = {
-        "vocab": text["vocab_size"],
-        "hidden": text["hidden_size"],
-        "ffn": text["intermediate_size"],
-        "head_dim": head_dim,
-        "heads": text["num_attention_heads"],
-        "kv_heads": kv_heads,
-        "q": text["num_attention_heads"] * head_dim,
-        "kv": kv_heads * head_dim,
-        "experts": experts_of(text),
-        "moe_ffn": moe_ffn,
-        "moe_gate_up": 2 * moe_ffn,
-        "untied": int(not config.get("tie_word_embeddings", False)),
-        **vision_sizes(vision),
-    }
-    indices = indices_of(
-        layers=text["num_hidden_layers"],
-        moe_layers=moe_layers,
-        experts=experts_of(text),
-        vision_layers=vision["depth"],
-        deepstack_taps=len(vision["deepstack_visual_indexes"]),
-    )
-    return Dimensions(sizes, indices)
+        return replace(self, sizes={**self.sizes, "vocab": rows})
 
 
 def vision_sizes(vision: Mapping) -> dict[str, int]:
@@ -105,14 +48,28 @@ def vision_sizes(vision: Mapping) -> dict[str, int]:
 
 
 def indices_of(
-    *, layers: int, moe_layers: Sequence[int], experts: int, vision_layers: int, deepstack_taps: int
+    *,
+    layers: int,
+    moe_layers: Sequence[int] = (),
+    experts: int = 0,
+    vision_layers: int = 0,
+    tapped_layers: Sequence[int] = (),
 ) -> dict[str, Sequence[int]]:
-    """`Dimensions.indices` of a model with these counts, whose `moe_layers` have experts and whose others have not."""
+    """`Dimensions.indices` of a model with these counts.
+
+    Args:
+        layers: of the text model.
+        moe_layers: those with experts.
+        experts: of each of them.
+        vision_layers: of the tower.
+        tapped_layers: those of the tower that have a DeepStack merger.
+    """
     return {
         "text_layers": range(layers),
         "dense_layers": tuple(i for i in range(layers) if i not in moe_layers),
         "moe_layers": moe_layers,
         "experts": range(experts),
         "vision_layers": range(vision_layers),
-        "deepstack_taps": range(deepstack_taps),
+        "tapped_layers": tuple(tapped_layers),
+        "deepstack_taps": range(len(tapped_layers)),
     }

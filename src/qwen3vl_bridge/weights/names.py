@@ -6,12 +6,13 @@ family's table (`models/*/table.py`), torch.
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
 
 from qwen3vl_bridge.weights.dimensions import Dimensions
-from qwen3vl_bridge.weights.rows import Row
+from qwen3vl_bridge.weights.rows import Row, hf_shapes
 
 
 class ExpertLayout(Enum):
@@ -53,15 +54,8 @@ def shared_name(layer: str) -> str:
     return _ONE_EXPERT.sub("", layer)
 
 
-# Indices that megatron-core's own format turns into dimensions of a tensor, with the index that counts the dimension.
-_STACKED: Mapping[str, str] = {
-    "text_layers": "text_layers",
-    "dense_layers": "text_layers",
-    "moe_layers": "text_layers",
-    "vision_layers": "vision_layers",
-    "deepstack_taps": "deepstack_taps",
-    "experts": "experts",
-}
+# Indices that megatron-core's own format turns into dimensions of a tensor which another index counts.
+_STACKED: Mapping[str, str] = {"dense_layers": "text_layers", "moe_layers": "text_layers"}
 # They stay in the name where layers of one stack differ, as the layers of a model with dense and MoE layers do.
 NAMED_IF_MIXED = ("text_layers", "dense_layers", "moe_layers")
 
@@ -93,5 +87,39 @@ def stacked_name(
             name = name.replace("*", str(number), 1)
         else:
             name = name.replace(".*", "", 1)
-            stacked.append((number, len(dimensions.indices[_STACKED[index]])))
+            stacked.append((number, len(dimensions.indices[_STACKED.get(index, index)])))
     return name, tuple(stacked)
+
+
+def expert_layout_of(
+    table: Callable[[ExpertLayout], Sequence[Row]], shapes: Mapping[str, Sequence[int]], dimensions: Dimensions
+) -> ExpertLayout:
+    """How a checkpoint holds its experts, told by the shapes of one layer's tensors.
+
+    No model is ambiguous: where one tensor's two orientations have the same shape, the other's have not.
+
+    Args:
+        table: the rows of a checkpoint that holds them so.
+        shapes: of the checkpoint's tensors, by Hugging Face name. Only those of the first MoE layer are looked at.
+        dimensions: of a model with MoE layers.
+
+    Raises:
+        ValueError: they are held in none of the known ways.
+    """
+    layer = dimensions.indices["moe_layers"][0]
+    names: list[str] = []
+    for layout in ExpertLayout:
+        expected: dict[str, tuple[int, ...]] = {}
+        rows = (row for row in table(layout) if row.indices == ("moe_layers", "experts"))
+        for row, expert in itertools.product(rows, dimensions.indices["experts"]):
+            one = row.at(layer, expert)
+            expected.update(zip(one.hf, hf_shapes(one, dimensions), strict=True))
+        if all(tuple(shapes.get(name, ())) == shape for name, shape in expected.items()):
+            return layout
+        names += expected
+    prefix = names[0].rpartition(".")[0] + "."  # of a packed tensor
+    found = sorted((name, list(shape)) for name, shape in shapes.items() if name.startswith(prefix))
+    raise ValueError(
+        f"experts of layer {layer}: found {found[:4] or 'no tensors'}, expected {dimensions['experts']} experts of "
+        f"{dimensions['hidden']} x {dimensions['moe_ffn']}, {' or '.join(layout.value for layout in ExpertLayout)}"
+    )

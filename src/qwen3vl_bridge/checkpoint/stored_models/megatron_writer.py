@@ -150,8 +150,15 @@ class MegatronOutput:
         paths = {megatron.key_of(name, ckpt_format): megatron.path_of(name, ckpt_format) for name in self._names}
         self._dcp.write_metadata(folder, paths, digest)
         copy_side_files(target.config.folder, folder / megatron.HF_FILES)
-        rows = target.dimensions["vocab"]
-        config = run_config(target.config.raw, target.hf_model, ckpt_format, rows, target.vocab_divisor)
+        config = run_config(
+            target.config.raw,
+            target.hf_model,
+            ckpt_format,
+            provider=target.config.family.provider,
+            vocabulary=target.config.vocabulary,
+            rows=target.dimensions["vocab"],
+            vocab_divisor=target.vocab_divisor,
+        )
         write_run_files(root, folder, config, ckpt_format)
 
     def open(self, root: Path) -> DcpTensors:

@@ -189,12 +189,12 @@ def own_config(folder: Path) -> ModelConfig | None:
 def _experts(config: ModelConfig, manifest: dict[str, Any], folder: Path) -> ExpertLayout:
     """As the model whose configuration it is has them, else as the manifest says, else as released."""
     if not config.dimensions.indices["moe_layers"]:
-        return ExpertLayout.INPUT_MAJOR
+        return config.family.released_experts
     if has_weights(config.folder):
         return config.expert_layout({name: spec.shape for name, spec in HFWeights(config.folder).specs.items()})
     name = manifest.get("expert_layout")
     if name is None:
-        return ExpertLayout.INPUT_MAJOR
+        return config.family.released_experts
     for layout in ExpertLayout:
         if layout.name == name:
             return layout

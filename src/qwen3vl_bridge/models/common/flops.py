@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from qwen3vl_bridge.weights.dimensions import Dimensions, dimensions_of
+from qwen3vl_bridge.registry import dimensions_of, family
+from qwen3vl_bridge.weights.dimensions import Dimensions
 
 
 @dataclass(frozen=True)
@@ -114,27 +115,25 @@ def tower_costs(config: Mapping, trained: Trained | None = None) -> TowerCosts:
     """The costs of a model.
 
     Args:
-        config: a Qwen3-VL `config.json` as a mapping.
+        config: a `config.json` as a mapping.
         trained: what a training step trains; None for a forward pass alone.
 
     Raises:
         KeyError: the mapping lacks a field; the message names it.
     """
     dimensions = dimensions_of(config)
-    chosen = config["text_config"]["num_experts_per_tok"] if dimensions.indices["moe_layers"] else 0
-    return model_costs(dimensions, chosen, config["vision_config"]["deepstack_visual_indexes"], trained)
+    return family(dimensions.family).costs(dimensions, trained)
 
 
-def model_costs(n: Dimensions, chosen_experts: int, taps: Sequence[int], trained: Trained | None = None) -> TowerCosts:
-    """As `tower_costs`, of a model with these dimensions.
+def model_costs(n: Dimensions, trained: Trained | None = None) -> TowerCosts:
+    """As `tower_costs`, of a model with these dimensions: the formula of families whose layers all attend.
 
     Args:
         n: its numbers.
-        chosen_experts: of each token.
-        taps: vision layers with a DeepStack merger.
         trained: as for `tower_costs`.
     """
-    vision, (*deepstack, embedded) = _vision(n.sizes, len(n.indices["vision_layers"]), taps, trained)
+    tapped, chosen_experts = n.indices["tapped_layers"], n["chosen_experts"]
+    vision, (*deepstack, embedded) = _vision(n.sizes, len(n.indices["vision_layers"]), tapped, trained)
     of_language = trained is not None and trained.language_model
     text = _Chain(trained, reached=embedded or of_language)  # the embedding comes before all layers
     for layer in n.indices["text_layers"]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from qwen3vl_bridge.models.common.flops import TowerCosts, Trained, model_costs
+from qwen3vl_bridge.models.common.flops import TowerCosts, Trained
+from qwen3vl_bridge.registry import family
 from qwen3vl_bridge.weights.dimensions import vision_sizes
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ def provider_sizes(provider: Qwen3VLModelProvider) -> dict[str, int]:
         "q": provider.num_attention_heads * provider.kv_channels,
         "kv": groups * provider.kv_channels,
         "experts": provider.num_moe_experts or 0,
+        "chosen_experts": provider.moe_router_topk if provider.moe_layers else 0,
         "moe_ffn": moe_ffn,
         "moe_gate_up": 2 * moe_ffn,
         "untied": int(not provider.share_embeddings_and_output_weights),
@@ -38,9 +40,8 @@ def provider_sizes(provider: Qwen3VLModelProvider) -> dict[str, int]:
 
 def provider_costs(provider: Qwen3VLModelProvider, trained: Trained | None) -> TowerCosts:
     """As `cost.tower_costs`."""
-    chosen = provider.moe_router_topk if provider.moe_layers else 0
-    taps = provider.vision_config.deepstack_visual_indexes
-    return model_costs(provider.dimensions(), chosen, taps, trained)
+    dimensions = provider.dimensions()
+    return family(dimensions.family).costs(dimensions, trained)
 
 
 def trained_parts(provider: Qwen3VLModelProvider) -> Trained:

@@ -17,11 +17,12 @@ from typing import Any
 from qwen3vl_bridge.models.common.settings.activations import text_activation
 from qwen3vl_bridge.models.qwen3_vl import table
 from qwen3vl_bridge.models.qwen3_vl.config_checks import check_settings, rope_parameters
+from qwen3vl_bridge.models.qwen3_vl.config_dimensions import dimensions_of, moe_layers_of
 from qwen3vl_bridge.models.qwen3_vl.model import Qwen3VLModel
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
 from qwen3vl_bridge.peft.hf_export import AdapterConversion
 from qwen3vl_bridge.weights.bridge_mappings import param_mappings
-from qwen3vl_bridge.weights.dimensions import dimensions_of, moe_layers_of
+from qwen3vl_bridge.weights.names import ExpertLayout, expert_layout_of
 from qwen3vl_bridge.weights.rows import expand
 
 import torch
@@ -140,7 +141,7 @@ class Qwen3VLBridge(AdapterConversion, MegatronModelBridge):
         """The weight table as Megatron-Bridge's mappings."""
         return MegatronMappingRegistry(*param_mappings(table.table(self.expert_layout())))
 
-    def expert_layout(self) -> table.ExpertLayout:
+    def expert_layout(self) -> ExpertLayout:
         """How the checkpoint at hand holds its experts; without one, or without experts, as the released ones do.
 
         Raises:
@@ -149,11 +150,11 @@ class Qwen3VLBridge(AdapterConversion, MegatronModelBridge):
         pretrained = getattr(self, "hf_pretrained", None)
         source = getattr(getattr(pretrained, "state", None), "source", None)
         if not isinstance(source, SafeTensorsStateSource):
-            return table.ExpertLayout.INPUT_MAJOR
+            return ExpertLayout.INPUT_MAJOR
         dimensions = dimensions_of(pretrained.config.to_dict())
         if not dimensions.indices["moe_layers"]:
-            return table.ExpertLayout.INPUT_MAJOR
-        return table.expert_layout_of(_expert_shapes(source, dimensions.indices["moe_layers"][0]), dimensions)
+            return ExpertLayout.INPUT_MAJOR
+        return expert_layout_of(table.table, _expert_shapes(source, dimensions.indices["moe_layers"][0]), dimensions)
 
 
 @MegatronModelBridge.register_bridge(

@@ -1,8 +1,8 @@
 """Settings of a Hugging Face configuration that would change the result: honoured, or refused here.
 
 What lives here: the check, and the rotary settings in one spelling. Standard library only, so that a converter can ask
-too. What may not: fields by themselves (`config_fields.py`), sizes (`weights/dimensions.py`), the translation of what
-is honoured (`bridge.py`).
+too. What may not: fields by themselves (`config_fields.py`), sizes (`config_dimensions.py`), the translation of what is
+honoured (`bridge.py`).
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from qwen3vl_bridge.models.qwen3_vl.config_dimensions import experts_of, head_dim_of, moe_layers_of
 from qwen3vl_bridge.models.qwen3_vl.config_fields import check_fields, check_rope_fields
-from qwen3vl_bridge.weights.dimensions import experts_of, head_dim_of, moe_layers_of
 
 # Rotary embeddings whose frequencies don't depend on a batch's length.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_WITH_EXPERTS = {"qwen3_vl": False, "qwen3_vl_moe": True}  # by model_type
 
 
 def check_settings(config: Mapping[str, Any]) -> None:
@@ -42,6 +43,9 @@ def check_settings(config: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} is {found!r}, expected {expected!r}: this model has nothing else")
     _check_mrope(text)
     _check_experts(text)
+    layers = len(moe_layers_of(text))
+    if bool(layers) != _WITH_EXPERTS.get(str(config.get("model_type")), bool(layers)):
+        raise ValueError(f"{layers} layers have experts, which model_type {config['model_type']} does not allow")
 
 
 def _check_mrope(text: Mapping[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Fields of a Hugging Face configuration: which kind of value each has, and which values go together.
 
 What lives here: the check, with the names that `config.json` has. Standard library only. What may not: well-formed
-settings that this model does not compute (`config_checks.py`), what follows from the values (`weights/dimensions.py`).
+settings that this model does not compute (`config_checks.py`), what follows from the values (`config_dimensions.py`).
 """
 
 from __future__ import annotations

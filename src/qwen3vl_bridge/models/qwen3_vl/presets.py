@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from qwen3vl_bridge.models.qwen3_vl.config_dimensions import dimensions_of
 from qwen3vl_bridge.models.qwen3_vl.table import TABLE
-from qwen3vl_bridge.weights.dimensions import dimensions_of
 from qwen3vl_bridge.weights.rows import parameter_count as count_parameters
 
 if TYPE_CHECKING:

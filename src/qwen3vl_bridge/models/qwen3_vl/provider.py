@@ -23,6 +23,7 @@ from qwen3vl_bridge.models.common.settings.encoder_parallel import (
 )
 from qwen3vl_bridge.models.common.settings.experts import check_experts, layers_with_experts
 from qwen3vl_bridge.models.common.settings.recompute import check_recompute
+from qwen3vl_bridge.models.qwen3_vl.config_dimensions import FAMILY
 from qwen3vl_bridge.models.qwen3_vl.fixed_settings import FIXED, FIXED_WITH_EXPERTS
 from qwen3vl_bridge.models.qwen3_vl.upstream_names import UpstreamExpertNames, UpstreamNames, check_names
 from qwen3vl_bridge.models.qwen3_vl.vision_config import check_vision
@@ -182,9 +183,9 @@ class Qwen3VLModelProvider(UpstreamNames, GPTModelProvider):
             moe_layers=self.moe_layers,
             experts=self.num_moe_experts or 0,
             vision_layers=self.vision_config.depth,
-            deepstack_taps=len(self.vision_config.deepstack_visual_indexes),
+            tapped_layers=self.vision_config.deepstack_visual_indexes,
         )
-        return Dimensions(provider_sizes(self), indices)
+        return Dimensions(provider_sizes(self), indices, FAMILY)
 
     @property
     def moe_layers(self) -> tuple[int, ...]:

@@ -11,12 +11,10 @@ the rows of its dense layers and those of its MoE layers, whichever it has.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from qwen3vl_bridge.weights.dimensions import Dimensions
 from qwen3vl_bridge.weights.names import OUTPUT_LAYER, ExpertLayout
-from qwen3vl_bridge.weights.rows import QKV, ConcatenatedQKV, Copy, GatedMLP, PackedExpert, Row, Shape, hf_shapes
+from qwen3vl_bridge.weights.rows import QKV, ConcatenatedQKV, Copy, GatedMLP, PackedExpert, Row, Shape
 
 _TEXT = "language_model.decoder.layers.*."
 _HF_TEXT = "model.language_model.layers.*."
@@ -169,31 +167,3 @@ def table(experts: ExpertLayout = ExpertLayout.INPUT_MAJOR) -> tuple[Row, ...]:
 
 
 TABLE = table()
-
-
-def expert_layout_of(shapes: Mapping[str, Sequence[int]], dimensions: Dimensions) -> ExpertLayout:
-    """How a checkpoint holds its experts, told by the shapes of one layer's tensors.
-
-    No model is ambiguous: where one tensor's two orientations have the same shape, the other's have not.
-
-    Args:
-        shapes: of the checkpoint's tensors, by Hugging Face name. Only those of the first MoE layer are looked at.
-        dimensions: of a model with MoE layers.
-
-    Raises:
-        ValueError: they are held in none of the known ways.
-    """
-    layer = dimensions.indices["moe_layers"][0]
-    for layout, rows in EXPERT_ROWS.items():
-        expected: dict[str, tuple[int, ...]] = {}
-        for row, expert in itertools.product(rows, dimensions.indices["experts"]):
-            one = row.at(layer, expert)
-            expected.update(zip(one.hf, hf_shapes(one, dimensions), strict=True))
-        if all(tuple(shapes.get(name, ())) == shape for name, shape in expected.items()):
-            return layout
-    prefix = _HF_EXPERTS.replace("*", str(layer))
-    found = sorted((name, list(shape)) for name, shape in shapes.items() if name.startswith(prefix))
-    raise ValueError(
-        f"experts of layer {layer}: found {found[:4] or 'no tensors'}, expected {dimensions['experts']} experts of "
-        f"{dimensions['hidden']} x {dimensions['moe_ffn']}, {' or '.join(layout.value for layout in ExpertLayout)}"
-    )

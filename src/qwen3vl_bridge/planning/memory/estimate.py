@@ -15,7 +15,8 @@ from qwen3vl_bridge.planning.memory.microbatch_activations import Activations, c
 from qwen3vl_bridge.planning.memory.model_states import States, stage_states
 from qwen3vl_bridge.planning.settings import Training
 from qwen3vl_bridge.planning.split import Split
-from qwen3vl_bridge.weights.dimensions import Dimensions, dimensions_of
+from qwen3vl_bridge.registry import dimensions_of
+from qwen3vl_bridge.weights.dimensions import Dimensions
 
 # Assumed, not measured: the CUDA context and its kernels, NCCL's buffers of several groups, workspaces of cuBLAS and
 # Transformer Engine.
@@ -102,7 +103,7 @@ def estimate(config: Mapping, split: Split, training: Training, *, vocab: int | 
     """What each rank holds.
 
     Args:
-        config: a Qwen3-VL `config.json` as a mapping.
+        config: a `config.json` as a mapping.
         split: over how many ranks.
         training: rows, precision, what is trained, recomputation.
         vocab: rows of the embedding, where they are more than the configuration says.
@@ -115,8 +116,7 @@ def estimate(config: Mapping, split: Split, training: Training, *, vocab: int | 
     if vocab is not None:
         n = n.with_vocab(vocab)
     check(n, split, training)
-    chosen = config["text_config"].get("num_experts_per_tok") or 0
-    return estimate_of(n, split, training, chosen)
+    return estimate_of(n, split, training, n["chosen_experts"])
 
 
 def check(n: Dimensions, split: Split, training: Training) -> None:

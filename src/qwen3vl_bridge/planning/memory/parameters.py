@@ -1,18 +1,19 @@
 """Parameters that one rank holds, from the weight table.
 
 What lives here: which dimension of a row each kind of parallelism divides, and the sums. Standard library only. What
-may not: shapes and names of parameters (`models/qwen3_vl/table.py`), bytes (`model_states.py`).
+may not: shapes and names of parameters (a family's table), bytes (`model_states.py`).
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from qwen3vl_bridge.models.qwen3_vl.table import TABLE
 from qwen3vl_bridge.planning.settings import Lora
 from qwen3vl_bridge.planning.split import Chunk, Split
+from qwen3vl_bridge.registry import family
 from qwen3vl_bridge.weights.dimensions import Dimensions
 from qwen3vl_bridge.weights.model_parts import Part, part_of
 from qwen3vl_bridge.weights.rows import PackedExpert, Row
@@ -66,7 +67,7 @@ def chunk_count(n: Dimensions, split: Split, chunk: Chunk) -> Count:
     """
     inside = {name: len(_inside(n, chunk, name)) for name in _LAYERS}
     found: dict[str, int] = {kind: 0 for kind in _KINDS}  # noqa: C420
-    for row, kind, divided in _ROWS:
+    for row, kind, divided in _rows(n.family):
         if copies := _copies(row, n, split, chunk, inside):
             found[kind] += copies * _numbers(row, n) // divided(split)
     return Count(**found)
@@ -79,8 +80,8 @@ def layer_count(n: Dimensions, split: Split, layer: int) -> Count:
 
 def vision_layer_count(n: Dimensions, split: Split) -> int:
     """Parameters of one layer of the tower that a rank holds."""
-    rows = (row for row in TABLE if row.indices == ("vision_layers",))
-    return sum(_numbers(row, n) // _divisor(row)(split) for row in rows)
+    rows = ((row, divided) for row, _, divided in _rows(n.family) if row.indices == ("vision_layers",))
+    return sum(_numbers(row, n) // divided(split) for row, divided in rows)
 
 
 def adapter_count(n: Dimensions, split: Split, chunk: Chunk, lora: Lora) -> int:
@@ -118,7 +119,10 @@ def _kind(row: Row) -> str:
     return "experts" if isinstance(row, PackedExpert) else part_of(row.megatron).value
 
 
-_ROWS = [(row, _kind(row), _divisor(row)) for row in TABLE]
+@functools.cache
+def _rows(name: str) -> list[tuple[Row, str, Callable[[Split], int]]]:
+    """A family's table, each row with its kind and what its ranks divide it by."""
+    return [(row, _kind(row), _divisor(row)) for row in family(name).rows()]
 
 
 def _copies(row: Row, n: Dimensions, split: Split, chunk: Chunk, inside: Mapping[str, int]) -> int:

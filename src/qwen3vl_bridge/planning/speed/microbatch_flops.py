@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from qwen3vl_bridge.models.common.flops import TowerCosts, Trained, tower_costs
+from qwen3vl_bridge.models.common.flops import TowerCosts, Trained
 from qwen3vl_bridge.planning.settings import Training
 from qwen3vl_bridge.planning.split import Split
+from qwen3vl_bridge.registry import dimensions_of, family
 from qwen3vl_bridge.weights.dimensions import Dimensions
 from qwen3vl_bridge.weights.model_parts import Part
 
@@ -63,11 +64,12 @@ class Costs:
         """Those of a configuration.
 
         Args:
-            config: a Qwen3-VL `config.json` as a mapping.
+            config: a `config.json` as a mapping.
             training: what is trained.
         """
-        chosen = config["text_config"].get("num_experts_per_tok") or 0
-        return cls(tower_costs(config), tower_costs(config, _trained(training)), chosen)
+        n = dimensions_of(config)
+        costs = family(n.family).costs
+        return cls(costs(n), costs(n, _trained(training)), n["chosen_experts"])
 
 
 @dataclass(frozen=True)

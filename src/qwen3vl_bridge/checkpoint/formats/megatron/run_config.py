@@ -10,12 +10,16 @@ from typing import Any
 
 from qwen3vl_bridge.files.errors import CheckpointError
 
-# Makes our provider of a config.json. Megatron-Bridge calls it once `import qwen3vl_bridge` has allowed it to.
-TARGET = "qwen3vl_bridge.models.qwen3_vl.bridge.provider_from_hf_config"
-
 
 def run_config(
-    hf_config: Mapping[str, Any], hf_model: str, ckpt_format: str, rows: int, vocab_divisor: int | None = None
+    hf_config: Mapping[str, Any],
+    hf_model: str,
+    ckpt_format: str,
+    *,
+    provider: str,
+    vocabulary: int,
+    rows: int,
+    vocab_divisor: int | None = None,
 ) -> dict[str, Any]:
     """Contents of `run_config.yaml` for a checkpoint that no run has written.
 
@@ -26,6 +30,9 @@ def run_config(
         hf_config: the model's `config.json`.
         hf_model: where it came from: a folder or a hub id.
         ckpt_format: which of the two formats.
+        provider: dotted name of what makes a provider of `hf_config`. Megatron-Bridge calls it once the package that
+            it is in has allowed it to (`register_allowed_target_prefix`).
+        vocabulary: tokens.
         rows: of the vocabulary, padding counted in.
         vocab_divisor: what they were padded to a multiple of, for each tensor-parallel rank; None where that is not
             known, or they are not padded.
@@ -38,11 +45,11 @@ def run_config(
     """
     _check_passive(hf_config, "config.json")
     _check_passive(hf_model, "the name of the model")
-    divisor = _divisor(hf_config["text_config"]["vocab_size"], rows, vocab_divisor)
+    divisor = _divisor(vocabulary, rows, vocab_divisor)
     padding = {} if divisor is None else {"should_pad_vocab": True, "make_vocab_size_divisible_by": divisor}
     return {
         "model": {
-            "_target_": TARGET,
+            "_target_": provider,
             "hf_config": dict(hf_config),
             "tensor_model_parallel_size": 1,
             "pipeline_model_parallel_size": 1,

@@ -1,0 +1,73 @@
+"""The numbers of a Qwen3-VL, read off its Hugging Face configuration.
+
+What lives here: the reading, in every spelling that there is. Standard library only. What may not: parameter names
+(`table.py`), whether a configuration is one we honour (`config_checks.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from qwen3vl_bridge.weights.dimensions import Dimensions, indices_of, vision_sizes
+
+FAMILY = "qwen3_vl"
+
+
+def moe_layers_of(text: Mapping) -> tuple[int, ...]:
+    """Which layers of a text configuration have experts. Source: transformers, Qwen3VLMoeTextDecoderLayer."""
+    if not experts_of(text):
+        return ()
+    step, dense = text.get("decoder_sparse_step", 1), text.get("mlp_only_layers") or ()
+    return tuple(i for i in range(text["num_hidden_layers"]) if i not in dense and (i + 1) % step == 0)
+
+
+def experts_of(text: Mapping) -> int:
+    """Experts of a MoE layer, in the spelling of the released files or of transformers 5; 0 in a dense model."""
+    return text.get("num_experts", text.get("num_local_experts")) or 0
+
+
+def head_dim_of(text: Mapping) -> int:
+    """Dimensions of a head of a text configuration."""
+    # What a file without the field means: in transformers the dense model has a default, the other has not.
+    head_dim = text.get("head_dim", None if experts_of(text) else 128)
+    return head_dim or text["hidden_size"] // text["num_attention_heads"]
+
+
+def dimensions_of(config: Mapping) -> Dimensions:
+    """The numbers that the table's symbols stand for.
+
+    Args:
+        config: a Qwen3-VL `config.json` as a mapping (`text_config`, `vision_config`, `tie_word_embeddings`).
+
+    Raises:
+        KeyError: the mapping lacks a field; the message names it.
+    """
+    text, vision = config["text_config"], config["vision_config"]
+    head_dim = head_dim_of(text)
+    kv_heads = text["num_key_value_heads"] or text["num_attention_heads"]
+    moe_layers = moe_layers_of(text)
+    moe_ffn = text["moe_intermediate_size"] if moe_layers else 0
+    sizes = {
+        "vocab": text["vocab_size"],
+        "hidden": text["hidden_size"],
+        "ffn": text["intermediate_size"],
+        "head_dim": head_dim,
+        "heads": text["num_attention_heads"],
+        "kv_heads": kv_heads,
+        "q": text["num_attention_heads"] * head_dim,
+        "kv": kv_heads * head_dim,
+        "experts": experts_of(text),
+        "chosen_experts": text["num_experts_per_tok"] if moe_layers else 0,
+        "moe_ffn": moe_ffn,
+        "moe_gate_up": 2 * moe_ffn,
+        "untied": int(not config.get("tie_word_embeddings", False)),
+        **vision_sizes(vision),
+    }
+    indices = indices_of(
+        layers=text["num_hidden_layers"],
+        moe_layers=moe_layers,
+        experts=experts_of(text),
+        vision_layers=vision["depth"],
+        tapped_layers=vision["deepstack_visual_indexes"],
+    )
+    return Dimensions(sizes, indices, FAMILY)
