@@ -28,7 +28,7 @@ OUTPUT_LAYER = "language_model.output_layer"
 # Where a layer spec has no fused norm-and-linear module, its norms are modules of their own; where it has no grouped
 # experts, each expert is.
 _LOCAL_NAMES = (
-    (r"self_attention\.linear_qkv\.layer_norm_", "input_layernorm."),
+    (r"self_attention\.(linear_qkv|in_proj)\.layer_norm_", "input_layernorm."),
     (r"mlp\.linear_fc1\.layer_norm_", "pre_mlp_layernorm."),
     (r"mlp\.experts\.(linear_fc[12])\.weight(\d+|\*)", r"mlp.experts.local_experts.\2.\1.weight"),
 )
@@ -55,9 +55,10 @@ def shared_name(layer: str) -> str:
 
 
 # Indices that megatron-core's own format turns into dimensions of a tensor which another index counts.
-_STACKED: Mapping[str, str] = {"dense_layers": "text_layers", "moe_layers": "text_layers"}
+_KINDS_OF_TEXT_LAYERS = ("dense_layers", "moe_layers", "linear_layers", "full_layers")
+_STACKED: Mapping[str, str] = dict.fromkeys(_KINDS_OF_TEXT_LAYERS, "text_layers")
 # They stay in the name where layers of one stack differ, as the layers of a model with dense and MoE layers do.
-NAMED_IF_MIXED = ("text_layers", "dense_layers", "moe_layers")
+NAMED_IF_MIXED = ("text_layers", *_KINDS_OF_TEXT_LAYERS)
 
 
 def stacked_name(

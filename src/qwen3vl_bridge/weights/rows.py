@@ -42,7 +42,7 @@ class Row:
 
     @property
     def stored(self) -> tuple[str, ...]:
-        """Names of the tensors an fsdp_dtensor checkpoint keeps the parameter in, equal parts along dimension 0."""
+        """Names of the tensors an fsdp_dtensor checkpoint keeps the parameter in, parts of it along dimension 0."""
         return (self.megatron,)
 
     @property
@@ -75,6 +75,36 @@ class QKV(Row):
 
 class ConcatenatedQKV(Row):
     """One tensor [q; k; v]; Megatron interleaves it by head: [q, k, v of head 0], [q, k, v of head 1] ..."""
+
+
+class GatedQKV(Row):
+    """Three tensors q, k, v, where q has each head's queries and then its output gate.
+
+    Megatron interleaves them by query group: [queries of its heads, their gates, its k, its v] ...
+    """
+
+
+class ZeroCentered(Row):
+    """One tensor; Megatron's is less by one, as its norms multiply by 1 + weight.
+
+    In bfloat16 that is exact for weights in [0.5, 256), in float32 within one rounding.
+    """
+
+
+@dataclass(frozen=True)
+class Sectioned(Row):
+    """Tensors that Megatron stacks; a checkpoint of either format keeps the sections of the stack apart.
+
+    Attributes:
+        sections: the name of each, and its size along dimension 0, an entry of `Dimensions`.
+    """
+
+    sections: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def stored(self) -> tuple[str, ...]:
+        """The sections by name."""
+        return tuple(f"{self.megatron}.{name}" for name, _ in self.sections)
 
 
 class GatedMLP(Row):
@@ -127,6 +157,13 @@ class ExpertOutput(Row):
     def stored(self) -> tuple[str, ...]:
         """As of a GatedMLP where it is one."""
         return gate_and_up(self.megatron) if self.gated and not self.whole else (self.megatron,)
+
+
+def stored_rows(row: Row, rows: int, dimensions: Dimensions) -> tuple[int, ...]:
+    """How many of a parameter's rows each of `Row.stored` has: its section's, or as many as the others."""
+    if isinstance(row, Sectioned):
+        return tuple(dimensions[size] for _, size in row.sections)
+    return (rows // len(row.stored),) * len(row.stored)
 
 
 def gate_and_up(megatron: str) -> tuple[str, str]:

@@ -23,6 +23,7 @@ import numpy as np
 # Small enough to stay in a processor's cache between reading and writing.
 _BLOCK = 1 << 18
 _OPEN_FILES = 32
+_SUM = "float32"
 # Bytes of a matrix that are turned at a time: the more rows, the longer the stretches that they become.
 _STRIP = 1 << 19
 
@@ -63,7 +64,7 @@ class SegmentReader:
         """
         used, current, name = 0, dtype, ""
         for segment in segments:
-            if not isinstance(segment, Slice) and used:
+            if used and (not isinstance(segment, Slice) or segment.plus):
                 yield cast(self._buffer[:used], current, dtype, name)
                 used = 0
             if isinstance(segment, Zeros):
@@ -71,6 +72,9 @@ class SegmentReader:
                 continue
             if isinstance(segment, TransposedSlice):
                 yield from self._turned(segment, dtype)
+                continue
+            if segment.plus:
+                yield from self._shifted(segment, dtype)
                 continue
             previous, name = name, segment.source
             found = self._source.specs[segment.source].dtype
@@ -95,6 +99,13 @@ class SegmentReader:
         while length:
             yield zeros[:length]
             length -= min(length, len(zeros))
+
+    def _shifted(self, segment: Slice, dtype: str) -> Iterator[memoryview]:
+        """Added to in float32, whatever the tensor is, and rounded once."""
+        for block in self.blocks([segment._replace(plus=0)], _SUM):
+            yield cast(
+                memoryview(np.frombuffer(block, _SUM) + np.float32(segment.plus)).cast("B"), _SUM, dtype, segment.source
+            )
 
     def _turned(self, segment: TransposedSlice, dtype: str) -> Iterator[memoryview]:
         dtypes = {self._source.specs[one.source].dtype for one in segment.slices}

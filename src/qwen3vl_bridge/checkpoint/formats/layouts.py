@@ -25,9 +25,13 @@ from qwen3vl_bridge.weights.rows import (
     ExpertInput,
     ExpertOutput,
     GatedMLP,
+    GatedQKV,
     PackedExpert,
     Row,
+    Sectioned,
+    ZeroCentered,
     hf_shapes,
+    stored_rows,
 )
 
 # Layer specs, whose parameter names differ where one fuses a norm and a linear layer, or groups experts.
@@ -39,7 +43,7 @@ class ParamSlice(NamedTuple):
     """Where consecutive elements of a Megatron parameter lie: elements [start, start + length) of a tensor.
 
     Where `columns` is not 0 they are a matrix of so many columns, and lie transposed. Where `stride` is not 1,
-    they lie that far apart.
+    they lie that far apart. What lies there is `plus` more than they are.
     """
 
     tensor: str
@@ -47,6 +51,7 @@ class ParamSlice(NamedTuple):
     length: int
     columns: int = 0
     stride: int = 1
+    plus: int = 0
 
 
 class TensorLayout(Protocol):
@@ -113,7 +118,11 @@ class HuggingFace:
             yield ParamSlice(row.hf[0], row.expert * math.prod(shapes[0]), math.prod(shapes[0]))
         elif isinstance(row, ExpertOutput):
             yield ParamSlice(row.hf[0], row.expert, math.prod(shapes[0]), stride=dimensions["experts"])
-        elif isinstance(row, Copy | GatedMLP):
+        elif isinstance(row, GatedQKV):
+            yield from _gated_qkv(row, shapes, dimensions)
+        elif isinstance(row, ZeroCentered):
+            yield ParamSlice(row.hf[0], 0, math.prod(shapes[0]), plus=1)
+        elif isinstance(row, Copy | GatedMLP | Sectioned):
             for name, shape in zip(row.hf, shapes, strict=True):
                 yield ParamSlice(name, 0, math.prod(shape))
         else:
@@ -125,6 +134,18 @@ def _interleaved(parts: list[tuple[str, int, int]], groups: int) -> Iterator[Par
     for group in range(groups):
         for name, first, length in parts:
             yield ParamSlice(name, first + group * length, length)
+
+
+def _gated_qkv(row: Row, shapes: tuple[Shape, ...], dimensions: Dimensions) -> Iterator[ParamSlice]:
+    query, *others = row.hf
+    heads = dimensions["heads"] // dimensions["kv_heads"]  # of a group
+    head = dimensions["head_dim"] * math.prod(shapes[0][1:])
+    for group in range(dimensions["kv_heads"]):
+        for part in range(2):  # queries, gates
+            for number in range(group * heads, (group + 1) * heads):
+                yield ParamSlice(query, (2 * number + part) * head, head)
+        for name in others:
+            yield ParamSlice(name, group * head, head)
 
 
 @dataclass(frozen=True)
@@ -146,9 +167,9 @@ class FsdpDtensor:
 
     def tensors(self, row: Row) -> dict[str, Shape]:
         """As of any layout."""
-        shape = megatron_shape(row, self.dimensions)
+        rows, *width = megatron_shape(row, self.dimensions)
         names = (local_name(name) if self.naming == LOCAL else name for name in row.stored)
-        return dict.fromkeys(names, (shape[0] // len(row.stored), *shape[1:]))
+        return {name: (part, *width) for name, part in zip(names, stored_rows(row, rows, self.dimensions), strict=True)}
 
     def leading(self, row: Row) -> int:
         """As of any layout."""
@@ -178,8 +199,9 @@ class TorchDist:
 
     @classmethod
     def of(cls, dimensions: Dimensions) -> TorchDist:
-        """As megatron-core saves a model: layers that differ, dense and MoE ones, keep their indices in their names."""
-        mixed = bool(dimensions.indices["dense_layers"]) and bool(dimensions.indices["moe_layers"])
+        """As megatron-core saves a model: layers that differ keep their indices in their names."""
+        indices = dimensions.indices
+        mixed = (bool(indices["dense_layers"]) and bool(indices["moe_layers"])) or bool(indices.get("linear_layers"))
         return cls(dimensions, frozenset(NAMED_IF_MIXED) if mixed else frozenset())
 
     @classmethod
@@ -208,7 +230,15 @@ class TorchDist:
     def tensors(self, row: Row) -> dict[str, Shape]:
         """As of any layout."""
         name, stacked = self.name(row)
-        return {name: (*(count for _, count in stacked), *megatron_shape(row, self.dimensions))}
+        rows, *width = megatron_shape(row, self.dimensions)
+        counts = tuple(count for _, count in stacked)
+        return {name + section: (*counts, part, *width) for section, part in self._sections(row, rows)}
+
+    def _sections(self, row: Row, rows: int) -> list[tuple[str, int]]:
+        """What follows the name, and how many of the parameter's rows there are."""
+        if not isinstance(row, Sectioned):
+            return [("", rows)]
+        return [(f".{name}", self.dimensions[size]) for name, size in row.sections]
 
     def leading(self, row: Row) -> int:
         """As of any layout."""
@@ -220,5 +250,7 @@ class TorchDist:
         index = 0
         for number, count in stacked:
             index = index * count + number
-        size = math.prod(megatron_shape(row, self.dimensions))
-        yield ParamSlice(name, index * size, size)
+        rows, *width = megatron_shape(row, self.dimensions)
+        for section, part in self._sections(row, rows):
+            size = part * math.prod(width)
+            yield ParamSlice(name + section, index * size, size)

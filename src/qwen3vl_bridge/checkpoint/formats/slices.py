@@ -14,15 +14,16 @@ from typing import NamedTuple
 
 
 class Slice(NamedTuple):
-    """Consecutive elements of a source tensor, in row-major order."""
+    """Consecutive elements of a source tensor, in row-major order; `plus` is added to each."""
 
     source: str
     start: int
     length: int
+    plus: int = 0
 
     def part(self, start: int, length: int) -> Slice:
         """Some of its elements."""
-        return Slice(self.source, self.start + start, length)
+        return Slice(self.source, self.start + start, length, self.plus)
 
 
 class TransposedSlice(NamedTuple):
@@ -111,9 +112,9 @@ def joined(segments: Iterable[Segment]) -> Iterator[Segment]:
         if (
             isinstance(last, Slice)
             and isinstance(segment, Slice)
-            and (last.source, last.start + last.length) == (segment.source, segment.start)
+            and (last.source, last.start + last.length, last.plus) == (segment.source, segment.start, segment.plus)
         ):
-            last = Slice(last.source, last.start, last.length + segment.length)
+            last = last._replace(length=last.length + segment.length)
             continue
         if last is not None:
             yield last

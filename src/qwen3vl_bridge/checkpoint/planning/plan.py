@@ -177,6 +177,8 @@ def _joined_layouts(
                 continue
             if param.columns:
                 part = _turned(part, param.columns)
+            if param.plus:
+                part = tuple(_more(segment, param.plus) for segment in part)
             if here < param.length:
                 part += (Zeros(param.length - here),)
             start = param.start
@@ -194,11 +196,17 @@ def _read(param: ParamSlice) -> Segment:
     """What lies at a place, in the order of the Megatron parameter."""
     if param.stride > 1:
         raise AssertionError(f"{param.tensor}: every {param.stride}th element cannot be read, only written")
-    one = Slice(param.tensor, param.start, param.length)
+    one = Slice(param.tensor, param.start, param.length, -param.plus)
     if not param.columns:
         return one
     # There it is the transpose of what it is to be, so it has as many columns as that has rows.
     return TransposedSlice((one,), param.length // param.columns, 0, param.length)
+
+
+def _more(segment: Segment, plus: int) -> Slice:
+    if not isinstance(segment, Slice):
+        raise AssertionError("a number can be added to slices alone")
+    return segment._replace(plus=segment.plus + plus)
 
 
 def _turned(segments: tuple[Segment, ...], columns: int) -> tuple[Segment, ...]:

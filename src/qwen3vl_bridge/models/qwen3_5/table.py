@@ -1,0 +1,109 @@
+"""The weight table of Qwen3.5-VL: every parameter, Hugging Face on one side, Megatron on the other.
+
+What lives here: names, shapes (as symbols) and how the two sides relate. Data only, standard library only, as in
+Qwen3-VL's table. What may not: tensors, files, process groups.
+
+Layers are of two kinds, with linear or with full attention, and each has a dense MLP or experts. Source of Megatron's
+names and values: Megatron-Bridge 0.6, qwen35_vl_bridge.py.
+"""
+
+from __future__ import annotations
+
+from qwen3vl_bridge.models.common.table_rows import VISION_ROWS, dense_mlp_rows, moe_rows
+from qwen3vl_bridge.weights.names import OUTPUT_LAYER, ExpertLayout
+from qwen3vl_bridge.weights.rows import Copy, GatedMLP, GatedQKV, Row, Sectioned, Shape, ZeroCentered
+
+_TEXT = "language_model.decoder.layers.*."
+_HF_TEXT = "model.language_model.layers.*."
+_LINEAR = ("linear_layers",)
+_LINEAR_ATTENTION = f"{_TEXT}self_attention."
+_HF_LINEAR_ATTENTION = f"{_HF_TEXT}linear_attn."
+
+
+def _full_attention_rows(megatron: str, hf: str, layers: str) -> tuple[Row, ...]:
+    """Rows of attention whose output each head gates, and the norm before it."""
+
+    def copy(name: str, other: str, shape: Shape) -> Row:
+        return Copy(f"{megatron}self_attention.{name}", (f"{hf}{other}",), (shape,), (layers,))
+
+    return (
+        copy("linear_qkv.layer_norm_weight", "input_layernorm.weight", ("hidden",)),
+        GatedQKV(
+            f"{megatron}self_attention.linear_qkv.weight",
+            tuple(f"{hf}self_attn.{part}_proj.weight" for part in "qkv"),
+            (("gated_q", "hidden"), ("kv", "hidden"), ("kv", "hidden")),
+            (layers,),
+        ),
+        copy("q_layernorm.weight", "self_attn.q_norm.weight", ("head_dim",)),
+        copy("k_layernorm.weight", "self_attn.k_norm.weight", ("head_dim",)),
+        copy("linear_proj.weight", "self_attn.o_proj.weight", ("hidden", "q")),
+    )
+
+
+def _linear(kind: type[Row], name: str, other: str, shape: Shape) -> Row:
+    return kind(_LINEAR_ATTENTION + name, (_HF_LINEAR_ATTENTION + other,), (shape,), _LINEAR)
+
+
+_QKV = (("query", "l_key"), ("key", "l_key"), ("value", "l_value"))
+LINEAR_ATTENTION_ROWS: tuple[Row, ...] = (
+    Copy(
+        f"{_LINEAR_ATTENTION}in_proj.layer_norm_weight", (f"{_HF_TEXT}input_layernorm.weight",), (("hidden",),), _LINEAR
+    ),
+    Sectioned(
+        f"{_LINEAR_ATTENTION}in_proj.weight",
+        tuple(f"{_HF_LINEAR_ATTENTION}in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")),
+        (("l_qkv", "hidden"), ("l_value", "hidden"), ("l_value_heads", "hidden"), ("l_value_heads", "hidden")),
+        _LINEAR,
+        sections=(*_QKV, ("z", "l_value"), ("beta", "l_value_heads"), ("alpha", "l_value_heads")),
+    ),
+    Sectioned(
+        f"{_LINEAR_ATTENTION}conv1d.weight",
+        (f"{_HF_LINEAR_ATTENTION}conv1d.weight",),
+        (("l_qkv", 1, "l_conv"),),
+        _LINEAR,
+        sections=_QKV,
+    ),
+    _linear(Copy, "A_log", "A_log", ("l_value_heads",)),
+    _linear(Copy, "dt_bias", "dt_bias", ("l_value_heads",)),
+    _linear(ZeroCentered, "out_norm.weight", "norm.weight", ("l_value_dim",)),
+    _linear(Copy, "out_proj.weight", "out_proj.weight", ("hidden", "l_value")),
+)
+
+TEXT_ROWS: tuple[Row, ...] = (
+    Copy(
+        "language_model.embedding.word_embeddings.weight",
+        ("model.language_model.embed_tokens.weight",),
+        (("vocab", "hidden"),),
+    ),
+    *_full_attention_rows(_TEXT, _HF_TEXT, "full_layers"),
+    *LINEAR_ATTENTION_ROWS,
+    Copy("language_model.decoder.final_layernorm.weight", ("model.language_model.norm.weight",), (("hidden",),)),
+    Copy(f"{OUTPUT_LAYER}.weight", ("lm_head.weight",), (("vocab", "hidden"),), condition="untied"),
+)
+
+
+def _shared_expert_rows(megatron: str, hf: str, layers: str) -> tuple[Row, ...]:
+    """Rows of the expert that every token visits, and of the gate of its output."""
+    megatron, hf = f"{megatron}mlp.shared_experts.", f"{hf}mlp.shared_expert"
+    indices, half = (layers,), ("shared_ffn", "hidden")
+    return (
+        GatedMLP(
+            f"{megatron}linear_fc1.weight",
+            (f"{hf}.gate_proj.weight", f"{hf}.up_proj.weight"),
+            (half, half),
+            indices,
+        ),
+        Copy(f"{megatron}linear_fc2.weight", (f"{hf}.down_proj.weight",), (("hidden", "shared_ffn"),), indices),
+        Copy(f"{megatron}gate_weight", (f"{hf}_gate.weight",), ((1, "hidden"),), indices, replicated=True),
+    )
+
+
+def table(experts: ExpertLayout = ExpertLayout.OUTPUT_MAJOR) -> tuple[Row, ...]:
+    """The whole table, for a checkpoint that holds its experts so."""
+    return (
+        *VISION_ROWS,
+        *TEXT_ROWS,
+        *dense_mlp_rows(_TEXT, _HF_TEXT, "dense_layers"),
+        *moe_rows(_TEXT, _HF_TEXT, "moe_layers", experts),
+        *_shared_expert_rows(_TEXT, _HF_TEXT, "moe_layers"),
+    )

@@ -1,0 +1,60 @@
+"""The weight table against transformers: the same tensors in the same shapes; and the released sizes' parameters."""
+
+from __future__ import annotations
+
+import math
+
+from qwen3vl_bridge.checkpoint.formats.layouts import HuggingFace
+from qwen3vl_bridge.checkpoint.planning.plan import tensors_of
+from qwen3vl_bridge.models.qwen3_5.config_dimensions import dimensions_of
+from qwen3vl_bridge.models.qwen3_5.presets import PRESETS, config_dict, hf_config
+from qwen3vl_bridge.models.qwen3_5.table import table
+from qwen3vl_bridge.weights.names import ExpertLayout
+from qwen3vl_bridge.weights.rows import expand, parameter_count
+
+import pytest
+import torch
+from transformers import Qwen3_5ForConditionalGeneration, Qwen3_5MoeForConditionalGeneration
+
+PARAMETERS = {  # of transformers' models on the meta device
+    "0.8B": 852_985_920,
+    "2B": 2_213_241_664,
+    "4B": 4_539_265_536,
+    "9B": 9_409_813_744,
+    "27B": 27_356_728_560,
+    "35B-A3B": 35_107_181_936,
+    "122B-A10B": 122_562_817_776,
+    "397B-A17B": 396_802_360_816,
+}
+
+
+@pytest.mark.parametrize("size", PRESETS)
+def test_tensors_of_every_size(size):
+    config = hf_config(size)
+    is_moe = PRESETS[size].experts is not None
+    with torch.device("meta"):
+        model = (Qwen3_5MoeForConditionalGeneration if is_moe else Qwen3_5ForConditionalGeneration)(config)
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if PRESETS[size].tied:
+        del expected["lm_head.weight"]
+    dimensions = dimensions_of(config_dict(size))
+    found = tensors_of(expand(table(), dimensions), HuggingFace(dimensions))
+    assert found == expected
+    assert parameter_count(table(), dimensions) == PARAMETERS[size] == sum(map(math.prod, expected.values()))
+
+
+def test_layers_without_a_list():
+    """transformers drops the interval where it saves, older files have nothing else."""
+    config = config_dict("2B")
+    listed = dimensions_of(config)
+    del config["text_config"]["layer_types"]
+    assert dimensions_of(config) == listed
+    config["text_config"]["full_attention_interval"] = 3
+    assert dimensions_of(config).indices["full_layers"] == tuple(range(2, 24, 3))
+
+
+@pytest.mark.parametrize("experts", ExpertLayout)
+def test_a_row_for_every_tensor_once(experts):
+    dimensions = dimensions_of(config_dict("35B-A3B"))
+    rows = list(expand(table(experts), dimensions))
+    assert len({row.megatron for row in rows}) == len(rows)
