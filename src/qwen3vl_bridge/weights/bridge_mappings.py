@@ -9,7 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from qwen3vl_bridge.weights.names import local_name
-from qwen3vl_bridge.weights.rows import QKV, ConcatenatedQKV, Copy, GatedMLP, PackedExpert, Row
+from qwen3vl_bridge.weights.rows import (
+    QKV,
+    ConcatenatedQKV,
+    Copy,
+    GatedMLP,
+    GatedQKV,
+    PackedExpert,
+    Row,
+    Sectioned,
+    ZeroCentered,
+)
 
 import torch.nn.functional as F
 from megatron.bridge.models.conversion.param_mapping import (
@@ -18,21 +28,31 @@ from megatron.bridge.models.conversion.param_mapping import (
     FusedExpertMapping,
     FusedGatedExpertMapping,
     GatedMLPMapping,
+    GDNConv1dMapping,
+    GDNLinearMappingSeparate,
     MegatronParamMapping,
     QKVMapping,
     ReplicatedMapping,
+    RMSNorm2ZeroCenteredRMSNormMapping,
 )
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-# Megatron-Bridge tells by a module's class how its weight is split: as megatron-core's router's.
-AutoMapping.register_module_type("BalancedRouter", "replicated")
+# Megatron-Bridge tells by a module's class how its weight is split: as those of megatron-core's that they are made of.
+for _name, _split in (
+    ("BalancedRouter", "replicated"),
+    ("ZeroCenteredRMSNorm", "replicated"),
+    ("LinearAttention", "column"),
+):
+    AutoMapping.register_module_type(_name, _split)
 
 _MAPPING_OF: dict[type[Row], Callable[..., MegatronParamMapping]] = {
     Copy: AutoMapping,
     QKV: QKVMapping,
     ConcatenatedQKV: ConcatenatedQKVMapping,
     GatedMLP: GatedMLPMapping,
+    GatedQKV: QKVMapping,
+    ZeroCentered: RMSNorm2ZeroCenteredRMSNormMapping,
 }
 
 
@@ -97,6 +117,8 @@ def param_mappings(rows: tuple[Row, ...]) -> Iterator[MegatronParamMapping]:
     for row in rows:
         if isinstance(row, PackedExpert):
             make = _PACKED[row.gated, row.transposed]
+        elif isinstance(row, Sectioned):
+            make = GDNLinearMappingSeparate if len(row.hf) > 1 else GDNConv1dMapping
         elif row.of_vocabulary:
             make = VocabularyMapping
         else:
