@@ -209,3 +209,22 @@ register_family(
         presets=f"{_QWEN3_VL}.presets",
     )
 )
+_QWEN3_5 = "qwen3vl_bridge.models.qwen3_5"
+register_family(
+    Family(
+        name="qwen3_5",
+        architectures={
+            "qwen3_5": "Qwen3_5ForConditionalGeneration",
+            "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+        },
+        table=f"{_QWEN3_5}.table.table",
+        dimensions=f"{_QWEN3_5}.config_dimensions.dimensions_of",
+        check=f"{_QWEN3_5}.config_checks.check_settings",
+        fields=f"{_QWEN3_5}.config_identity.fields_of",
+        fields_of_run=f"{_QWEN3_5}.config_identity.fields_of_run",
+        provider=f"{_QWEN3_5}.bridge.provider_from_hf_config",
+        bridge=f"{_QWEN3_5}.bridge",
+        presets=f"{_QWEN3_5}.presets",
+        released_experts=ExpertLayout.OUTPUT_MAJOR,
+    )
+)

@@ -44,7 +44,7 @@ def test_tensors_of_every_size(size):
 
 
 def test_layers_without_a_list():
-    """transformers drops the interval where it saves, older files have nothing else."""
+    """Transformers drops the interval where it saves, older files have nothing else."""
     config = config_dict("2B")
     listed = dimensions_of(config)
     del config["text_config"]["layer_types"]

@@ -1,9 +1,10 @@
-"""Tiny Qwen3.5 text models: configurations for transformers and megatron-core, process groups of one rank."""
+"""Tiny Qwen3.5 models: configurations for transformers and megatron-core, checkpoints, process groups of one rank."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,16 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
-from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig
+from transformers import (
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+)
+
+from examples.digits.processor import MERGE, PATCH, TEMPORAL_PATCH, make_processor
 
 HIDDEN, HEADS, GROUPS, HEAD_DIM, FFN, LAYERS, VOCAB = 48, 4, 2, 32, 64, 4, 96
 LINEAR = dict(
@@ -105,3 +115,43 @@ def perturb(module: nn.Module, seed: int = 0) -> nn.Module:
         else:
             parameter.data.add_(torch.randn(parameter.shape, generator=random), alpha=0.2)
     return module
+
+
+EXPERTS = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=20, shared_expert_intermediate_size=28)
+_VOCAB = 512
+
+
+def make_config(*, moe: bool = False, tied: bool = False) -> Qwen3_5Config | Qwen3_5MoeConfig:
+    """A whole model's, with the token ids of the digits' processor."""
+    tokens = make_processor(_VOCAB).tokenizer.convert_tokens_to_ids
+    text = hf_text_config(**(EXPERTS if moe else {}), vocab_size=_VOCAB, tie_word_embeddings=tied)
+    vision = dict(
+        depth=3,
+        hidden_size=64,
+        intermediate_size=176,
+        num_heads=4,
+        patch_size=PATCH,
+        temporal_patch_size=TEMPORAL_PATCH,
+        spatial_merge_size=MERGE,
+        out_hidden_size=HIDDEN,
+        num_position_embeddings=36,
+    )
+    return (Qwen3_5MoeConfig if moe else Qwen3_5Config)(
+        text_config=text.to_dict() | {"dtype": "float32"},
+        vision_config=vision,
+        image_token_id=tokens("<|image_pad|>"),
+        video_token_id=tokens("<|video_pad|>"),
+        vision_start_token_id=tokens("<|vision_start|>"),
+        vision_end_token_id=tokens("<|vision_end|>"),
+        tie_word_embeddings=tied,
+        dtype="float32",
+    )
+
+
+def make_checkpoint(folder: Path, *, seed: int = 0, moe: bool = False, tied: bool = False) -> Path:
+    """A random model and its processor as a Hugging Face folder, as transformers saves it."""
+    config = make_config(moe=moe, tied=tied)
+    model = (Qwen3_5MoeForConditionalGeneration if moe else Qwen3_5ForConditionalGeneration)(config)
+    perturb(model, seed).save_pretrained(folder)
+    make_processor(_VOCAB).save_pretrained(folder)
+    return folder

@@ -1,0 +1,85 @@
+"""Settings of a Qwen3.5-VL configuration that would change the result: honoured, or refused here.
+
+What lives here: the check, and the rotary settings in one spelling. Standard library only, so that a converter can ask
+too. What may not: fields by themselves (`config_fields.py`), sizes (`config_dimensions.py`), the translation of what is
+honoured (`bridge.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from qwen3vl_bridge.models.qwen3_5.config_dimensions import HEAD_DIM, experts_of
+from qwen3vl_bridge.models.qwen3_5.config_fields import check_fields
+
+_WITH_EXPERTS = {"qwen3_5": False, "qwen3_5_moe": True}  # by model_type
+# What transformers completes a file without them to. Source: Qwen3_5TextConfig.
+_ROPE: Mapping[str, Any] = {
+    "rope_type": "default",
+    "rope_theta": 10_000.0,
+    "partial_rotary_factor": 0.25,
+    "mrope_section": [11, 11, 10],
+}
+
+
+def check_settings(config: Mapping[str, Any]) -> None:
+    """Refuse what this model does not compute.
+
+    Args:
+        config: a Qwen3.5-VL `config.json` as a mapping.
+
+    Raises:
+        ValueError: a setting that would otherwise be ignored, or a field that is not as it must be; the message names
+            it.
+    """
+    check_fields(config)
+    text = config["text_config"]
+    taps = list(config["vision_config"].get("deepstack_visual_indexes") or ())
+    wanted = {
+        "text_config.attention_bias": (text.get("attention_bias") or False, False),
+        "text_config.attn_output_gate": (text.get("attn_output_gate", True), True),
+        "text_config.use_sliding_window": (text.get("use_sliding_window") or False, False),
+        # Every layer has experts, or none.
+        "text_config.mlp_only_layers": (list(text.get("mlp_only_layers") or ()), []),
+        "text_config.mtp_use_dedicated_embeddings": (text.get("mtp_use_dedicated_embeddings") or False, False),
+        "vision_config.deepstack_visual_indexes": (taps, []),
+        "quantization_config": (config.get("quantization_config"), None),
+        # transformers divides the chosen experts' weights by their sum whatever this says.
+        "text_config.norm_topk_prob": (text.get("norm_topk_prob", True), True),
+    }
+    for name, (found, expected) in wanted.items():
+        if found != expected:
+            raise ValueError(f"{name} is {found!r}, expected {expected!r}: this model has nothing else")
+    rope_parameters(text)
+    experts = experts_of(text)
+    if bool(experts) != _WITH_EXPERTS.get(str(config.get("model_type")), bool(experts)):
+        raise ValueError(f"{experts} experts, which model_type {config['model_type']} does not allow")
+
+
+def rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary settings of a text configuration, in the spelling of transformers 5 and completed as it does.
+
+    Returns:
+        `rope_type`, `rope_theta`, `partial_rotary_factor`, `mrope_section`.
+
+    Raises:
+        ValueError: a kind of rotary embedding that this model does not compute, or a section that does not fit.
+    """
+    given = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
+    kind = given.get("rope_type") or given.get("type") or "default"
+    if kind not in ("default", "mrope"):
+        raise ValueError(f"rope_type is {kind!r}, expected 'default'")
+    if not given.get("mrope_interleaved", True):
+        raise ValueError("mrope_interleaved is False, expected True as in every Qwen3.5-VL")
+    found = {
+        name: given[name] if given.get(name) is not None else text.get(name, default) for name, default in _ROPE.items()
+    }
+    found["rope_type"] = "default"
+    turning = int((text.get("head_dim") or HEAD_DIM) * found["partial_rotary_factor"])
+    if 2 * sum(found["mrope_section"]) != turning:
+        raise ValueError(
+            f"mrope_section is {list(found['mrope_section'])} with the sum {sum(found['mrope_section'])}, expected "
+            f"half of the {turning} dimensions of a head that partial_rotary_factor turns"
+        )
+    return found

@@ -1,0 +1,18 @@
+"""Tiny checkpoints of each kind."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.qwen3_5.tiny import make_checkpoint
+
+KINDS = {"dense": {}, "tied": {"tied": True}, "moe": {"moe": True}}
+
+
+@pytest.fixture(scope="session")
+def qwen3_5_folders(tmp_path_factory):
+    """Hugging Face folders by kind."""
+    return {
+        kind: make_checkpoint(tmp_path_factory.mktemp(kind), seed=seed, **options)
+        for seed, (kind, options) in enumerate(KINDS.items())
+    }
