@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from qwen3vl_bridge.weights.names import ExpertLayout
 
 if TYPE_CHECKING:
-    from qwen3vl_bridge.models.common.flops import TowerCosts, Trained
     from qwen3vl_bridge.weights.dimensions import Dimensions
     from qwen3vl_bridge.weights.rows import Row
 
@@ -64,34 +63,35 @@ class Family:
 
     def rows(self, experts: ExpertLayout | None = None) -> tuple[Row, ...]:
         """The weight table, with `*` for indices; None: with experts as in released checkpoints."""
-        return _load(self.table)(experts or self.released_experts)
+        return load(self.table)(experts or self.released_experts)
 
     def check_settings(self, config: Mapping[str, Any]) -> None:
         """Refuse (ValueError) what the model does not compute."""
-        _load(self.check)(config)
+        load(self.check)(config)
 
     def dimensions_of(self, config: Mapping[str, Any]) -> Dimensions:
         """What the table's symbols stand for."""
-        return _load(self.dimensions)(config)
+        return load(self.dimensions)(config)
 
     def fields_of(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """See `fields`."""
-        return _load(self.fields)(config)
+        return load(self.fields)(config)
 
     def said_by_run(self, model: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
         """See `fields_of_run`."""
-        return _load(self.fields_of_run)(model, found)
+        return load(self.fields_of_run)(model, found)
 
     def provider_of(self, config: Mapping[str, Any], **settings: Any) -> Any:
         """The model's provider, with these of its fields set."""
-        return _load(self.provider)(config, **settings)
+        return load(self.provider)(config, **settings)
 
-    def costs(self, dimensions: Dimensions, trained: Trained | None = None) -> TowerCosts:
-        """Operations of a forward pass, or of a step that trains something."""
-        return _load(self.flops)(dimensions, trained)
+    def costs(self, dimensions: Dimensions, trained: Any = None) -> Any:
+        """`TowerCosts` of `models/common/flops.py`: of a forward pass, or of a step that trains something."""
+        return load(self.flops)(dimensions, trained)
 
 
-def _load(dotted: str) -> Any:
+def load(dotted: str) -> Any:
+    """What a dotted name, "package.module.name", stands for."""
     module, _, name = dotted.rpartition(".")
     return getattr(importlib.import_module(module), name)
 

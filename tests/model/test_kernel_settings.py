@@ -3,10 +3,11 @@
 import logging
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
-from qwen3vl_bridge.models.common.settings.kernels import can_fuse_weight_gradients, check_float32, check_kernels
+from qwen3vl_bridge.models.common.settings.fields import can_fuse_weight_gradients
+from qwen3vl_bridge.models.common.settings.kernels import check_float32, check_kernels
 from qwen3vl_bridge.models.common.settings.parallelism import check_parallel
+from qwen3vl_bridge.models.common.vision_config import vision_transformer_config
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
-from qwen3vl_bridge.models.qwen3_vl.vision_config import vision_transformer_config
 
 import pytest
 import torch

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from qwen3vl_bridge.models.common.vision_config import vision_transformer_config
 from qwen3vl_bridge.models.common.vision_tower import PatchMerger
-from qwen3vl_bridge.models.qwen3_vl.vision_config import vision_transformer_config
 from qwen3vl_bridge.training.process_groups import initialize
 
 import pytest

@@ -5,8 +5,8 @@ import logging
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.models.common.settings.parallelism import check_parallel
+from qwen3vl_bridge.models.common.vision_config import vision_transformer_config
 from qwen3vl_bridge.models.qwen3_vl import presets
-from qwen3vl_bridge.models.qwen3_vl.vision_config import vision_transformer_config
 
 import pytest
 from hypothesis import given, settings

@@ -3,10 +3,10 @@
 import copy
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
+from qwen3vl_bridge.models.common.vision_config import vision_transformer_config
 from qwen3vl_bridge.models.qwen3_vl.bridge import Qwen3VLBridge
 from qwen3vl_bridge.models.qwen3_vl.config_checks import check_settings
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
-from qwen3vl_bridge.models.qwen3_vl.vision_config import vision_transformer_config
 
 import pytest
 import torch

@@ -12,8 +12,8 @@ from typing import Any
 
 from qwen3vl_bridge.batch import PackedBatch, SequenceLayout
 from qwen3vl_bridge.models.common.attention import layout_packed_seq_params
+from qwen3vl_bridge.models.common.inputs.local_ranks import sequence_ranks
 from qwen3vl_bridge.models.qwen3_vl.model import Qwen3VLGPTModel
-from qwen3vl_bridge.parallel.collectives import sequence_ranks
 
 import torch
 import torch.distributed as dist

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.batch import PackedBatch
-from qwen3vl_bridge.parallel.collectives import sequence_ranks
+from qwen3vl_bridge.models.common.inputs.local_ranks import sequence_ranks
 from qwen3vl_bridge.training.small_loop.loop import forward_backward
 
 import torch

@@ -11,7 +11,7 @@ import json
 import sys
 from collections import Counter
 
-from qwen3vl_bridge.parallel.collectives import sequence_ranks
+from qwen3vl_bridge.models.common.inputs.local_ranks import sequence_ranks
 from qwen3vl_bridge.training.small_loop.loop import forward_backward, train_step
 from qwen3vl_bridge.weights.model_parts import part_of
 

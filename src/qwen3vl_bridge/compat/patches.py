@@ -86,16 +86,18 @@ def _save_adapters_of_ours(module: Any) -> None:
 
     @functools.wraps(save)
     def save_hf_adapter(self: Any, *args: Any, **kwargs: Any) -> None:
+        from qwen3vl_bridge.models.common.adapter_conversion import AdapterConversion
         from qwen3vl_bridge.peft import hf_export
 
-        ours = isinstance(self._model_bridge, hf_export.AdapterConversion)
+        ours = isinstance(self._model_bridge, AdapterConversion)
         (hf_export.save_hf_adapter if ours else save)(self, *args, **kwargs)
 
     @functools.wraps(export)
     def export_adapter_ckpt(self: Any, peft_checkpoint: str | Path, *args: Any, **kwargs: Any) -> None:
+        from qwen3vl_bridge.models.common.adapter_conversion import AdapterConversion
         from qwen3vl_bridge.peft import hf_export
 
-        if isinstance(self._model_bridge, hf_export.AdapterConversion):
+        if isinstance(self._model_bridge, AdapterConversion):
             hf_export.refuse_run_of_dora(peft_checkpoint)
         export(self, peft_checkpoint, *args, **kwargs)
 

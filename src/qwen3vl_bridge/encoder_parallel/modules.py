@@ -11,10 +11,10 @@ from typing import Any
 from qwen3vl_bridge.batch import EncoderInputs, ModelInputs
 from qwen3vl_bridge.encoder_parallel.payload import pack, unpack
 from qwen3vl_bridge.models.common.settings.encoder_parallel import LANGUAGE, VISION, trains_vision
+from qwen3vl_bridge.models.common.vision_config import vision_transformer_config
 from qwen3vl_bridge.models.common.vision_tower import Qwen3VLVisionModel
 from qwen3vl_bridge.models.qwen3_vl.model import Qwen3VLModel
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
-from qwen3vl_bridge.models.qwen3_vl.vision_config import vision_transformer_config
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import ModelType

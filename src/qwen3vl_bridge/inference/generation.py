@@ -14,10 +14,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from qwen3vl_bridge.batch import ModelInputs, PackedBatch, SequenceLayout, VisionInputs
+from qwen3vl_bridge.models.common.inputs.local_ranks import sequence_ranks
 from qwen3vl_bridge.models.common.inputs.model_inputs import as_model_inputs
 from qwen3vl_bridge.models.common.wrappers import callable_in_parts, megatron_fsdp, unwrapped
 from qwen3vl_bridge.models.qwen3_vl.model import Qwen3VLModel
-from qwen3vl_bridge.parallel.collectives import gather_vocabulary, sequence_ranks, tell_group
+from qwen3vl_bridge.parallel.collectives import gather_vocabulary, tell_group
 
 import torch
 import torch.nn.functional as F

@@ -7,10 +7,7 @@ which tokens a rank holds (`batch/token_layout.py`), modules.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
-
-from qwen3vl_bridge.models.common.settings.encoder_parallel import replicas_of
-from qwen3vl_bridge.models.qwen3_vl.vision_config import vision_work
+from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
@@ -18,27 +15,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
-
 
 def scatter_sequence(hidden: Tensor, config: TransformerConfig, groups: ProcessGroupCollection) -> Tensor:
     """[s, b, h] -> this rank's [s / tp, b, h] under sequence parallelism, the whole of it otherwise."""
     if not config.sequence_parallel:
         return hidden
     return tensor_parallel.scatter_to_sequence_parallel_region(hidden, group=groups.tp)
-
-
-def sequence_ranks(config: Qwen3VLModelProvider, groups: ProcessGroupCollection) -> dict[str, Any]:
-    """What chooses the tokens and pictures of this rank, as `PackedBatch.local` takes it."""
-    return dict(
-        vision_work=vision_work(config),
-        encoders=None if config.add_encoder else replicas_of(config).encoders,
-        cp_size=groups.cp.size(),
-        cp_rank=groups.cp.rank(),
-        sp_size=groups.tp.size() if config.sequence_parallel else 1,
-        sp_rank=groups.tp.rank() if config.sequence_parallel else 0,
-    )
 
 
 def sum_losses(values: Tensor, groups: ProcessGroupCollection) -> Tensor:

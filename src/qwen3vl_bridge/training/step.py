@@ -13,10 +13,10 @@ from typing import Any
 from qwen3vl_bridge.batch import EncoderInputs, PackedBatch
 from qwen3vl_bridge.batch.device_transfer import Movable
 from qwen3vl_bridge.encoder_parallel.encoder_batches import next_served
+from qwen3vl_bridge.models.common.inputs.local_ranks import sequence_ranks
 from qwen3vl_bridge.models.common.settings.encoder_parallel import replicas_of
+from qwen3vl_bridge.models.common.vision_config import vision_work
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
-from qwen3vl_bridge.models.qwen3_vl.vision_config import vision_work
-from qwen3vl_bridge.parallel.collectives import sequence_ranks
 from qwen3vl_bridge.training.foreign_batches import from_collator
 from qwen3vl_bridge.training.global_batch import check_balance
 from qwen3vl_bridge.training.monitoring.batch_meter import Amounts, count_microbatch, count_operations

@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from qwen3vl_bridge.checkpoint.formats.megatron.folder import RUN_CONFIG
+from qwen3vl_bridge.checkpoint.formats.megatron.run_config import read_run_config
 from qwen3vl_bridge.files.errors import CheckpointError
-from qwen3vl_bridge.files.parsing import check_plain, read_yaml
 from qwen3vl_bridge.weights.adapter_rows import AdapterSettings
 from qwen3vl_bridge.weights.model_parts import Part
 
-# Those that are read here.
-_SECTIONS = ("model", "checkpoint", "peft")
 _METHODS = {"qwen3vl_bridge.peft.Qwen3VLLoRA": False, "qwen3vl_bridge.peft.Qwen3VLDoRA": True}
 # Megatron-Bridge's own, which adapt all parts, and experts where they are not DoRA.
 _BRIDGES = {
@@ -39,34 +37,6 @@ class PeftConfig(Protocol):
     def to_cfg_dict(self) -> dict[str, Any]:
         """Its fields, and its class as `_target_`."""
         ...
-
-
-def read_run_config(folder: Path) -> dict[str, Any]:
-    """The configuration of the run that a checkpoint is of.
-
-    Args:
-        folder: the iteration's.
-
-    Raises:
-        CheckpointError: it is missing, or no YAML of plain values.
-    """
-    path = folder / RUN_CONFIG
-    try:
-        found = read_yaml(path)
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise CheckpointError(str(error)) from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} holds a {type(found).__name__}, expected sections of settings")
-    for name in _SECTIONS:
-        if not isinstance(found.get(name) or {}, dict):
-            raise CheckpointError(f"{path}: {name} is {str(found[name])[:80]}, expected a section of settings")
-    try:
-        check_plain(found.get("peft"), "peft")
-    except ValueError as error:
-        raise CheckpointError(f"{path}: {error}") from error
-    return found
 
 
 def adapter_settings(config: dict[str, Any], where: Path) -> AdapterSettings:

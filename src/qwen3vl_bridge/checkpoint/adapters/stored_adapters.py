@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.checkpoint.adapters.settings import adapter_settings, read_run_config
+from qwen3vl_bridge.checkpoint.adapters.settings import adapter_settings
 from qwen3vl_bridge.checkpoint.formats.dcp.metadata import read_metadata
 from qwen3vl_bridge.checkpoint.formats.dcp.reader import DcpTensors
 from qwen3vl_bridge.checkpoint.formats.layouts import FsdpDtensor, HuggingFace, TorchDist
 from qwen3vl_bridge.checkpoint.formats.megatron import folder as megatron
+from qwen3vl_bridge.checkpoint.formats.megatron.run_config import read_run_config
 from qwen3vl_bridge.checkpoint.formats.safetensors.model_folder import find_model
 from qwen3vl_bridge.checkpoint.formats.tensor_specs import TensorSpec
 from qwen3vl_bridge.checkpoint.planning.plan import Plan, make_plan, naming_of

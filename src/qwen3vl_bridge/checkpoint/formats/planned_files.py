@@ -1,7 +1,7 @@
 """Files to be, byte by byte, before the first byte is written.
 
-What lives here: a file as contents, each literal bytes or tensor data, and its division into units of work. What may
-not: what the bytes mean (`checkpoint/formats/dcp/writer.py`, `checkpoint/formats/safetensors/writer.py`), writing them
+What lives here: a tensor to be; a file as contents, each literal bytes or tensor data, and its division into units of
+work. What may not: what the bytes mean (`writer.py` of `dcp` and of `safetensors`), writing them
 (`checkpoint/engine/copying.py`).
 
 Since everything is laid out beforehand, a result does not depend on how many processes write it, or on how often they
@@ -18,11 +18,26 @@ from functools import cached_property
 from typing import NamedTuple
 
 from qwen3vl_bridge.checkpoint.formats.slices import Segments
-from qwen3vl_bridge.checkpoint.formats.tensor_specs import ITEMSIZE
+from qwen3vl_bridge.checkpoint.formats.tensor_specs import ITEMSIZE, TensorSpec
 
 # A unit is what one process writes at a time and what an interrupted run need not write again. A multiple of any page
 # size, so that two machines never write to the same page of a shared file.
 UNIT_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One target tensor.
+
+    Attributes:
+        target: what it is.
+        segments: its elements, in order; cast to its dtype where theirs differs.
+        leading: how many of its first dimensions count layers or experts.
+    """
+
+    target: TensorSpec
+    segments: Segments
+    leading: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,26 +11,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from qwen3vl_bridge.checkpoint.formats.layouts import LOCAL, TRANSFORMER_ENGINE, ParamSlice, TensorLayout
+from qwen3vl_bridge.checkpoint.formats.planned_files import Task
 from qwen3vl_bridge.checkpoint.formats.slices import Segment, Segments, Slice, TransposedSlice, Zeros, joined
 from qwen3vl_bridge.checkpoint.formats.tensor_specs import Shape, TensorSource, TensorSpec
 from qwen3vl_bridge.checkpoint.planning.proof import check_same, check_weights_dtype, prove
 from qwen3vl_bridge.weights.names import local_name
 from qwen3vl_bridge.weights.rows import Row
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """One target tensor.
-
-    Attributes:
-        target: what it is.
-        segments: its elements, in order; cast to its dtype where theirs differs.
-        leading: how many of its first dimensions count layers or experts.
-    """
-
-    target: TensorSpec
-    segments: Segments
-    leading: int = 0
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.checkpoint.adapters.settings import read_run_config
 from qwen3vl_bridge.checkpoint.engine.manifest import MANIFEST, read_manifest
 from qwen3vl_bridge.checkpoint.formats.dcp.metadata import read_metadata
 from qwen3vl_bridge.checkpoint.formats.dcp.reader import DcpTensors
 from qwen3vl_bridge.checkpoint.formats.layouts import FsdpDtensor, HuggingFace, TensorLayout, TorchDist
 from qwen3vl_bridge.checkpoint.formats.megatron import folder as megatron
+from qwen3vl_bridge.checkpoint.formats.megatron.run_config import read_run_config
 from qwen3vl_bridge.checkpoint.formats.safetensors.model_folder import find_model
 from qwen3vl_bridge.checkpoint.formats.safetensors.reader import HFWeights, has_weights
 from qwen3vl_bridge.checkpoint.formats.tensor_specs import TensorSource

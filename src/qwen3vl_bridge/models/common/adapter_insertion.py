@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from qwen3vl_bridge.models.common.dora_linear import MagnitudeLinear
 from qwen3vl_bridge.models.common.freezing import freeze_parts
+from qwen3vl_bridge.models.common.settings.fields import VisionLanguageFields
 from qwen3vl_bridge.weights.model_parts import Part, part_of
 from qwen3vl_bridge.weights.names import OUTPUT_LAYER, is_of_experts
 
@@ -29,12 +30,9 @@ from megatron.bridge.peft.dora_layers import DoRALinear
 from megatron.bridge.peft.lora import VLMLoRA
 from megatron.bridge.peft.utils import is_grouped_expert_linear
 from megatron.bridge.peft.walk_utils import walk
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import nn
-
-if TYPE_CHECKING:
-    from qwen3vl_bridge.models.qwen3_vl.model import Qwen3VLModel
-    from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
 
 Transform = Callable[..., nn.Module]
 
@@ -42,7 +40,7 @@ _TEXT_LAYER = re.compile(r"(?<=^language_model\.decoder\.layers\.)\d+")
 _FLAGS = tuple(f"freeze_{part.value}" for part in Part)
 
 
-def map_modules(chunk: Qwen3VLModel, func: Callable[..., Any], *, leaf_only: bool) -> nn.Module:
+def map_modules(chunk: MegatronModule, func: Callable[..., Any], *, leaf_only: bool) -> nn.Module:
     """Megatron-Bridge's walk over a chunk's modules, by their names in it, whatever wraps it.
 
     Args:
@@ -64,7 +62,7 @@ def map_modules(chunk: Qwen3VLModel, func: Callable[..., Any], *, leaf_only: boo
     return adapted
 
 
-def transform_in(chunk: Qwen3VLModel, transform: Transform) -> Transform:
+def transform_in(chunk: MegatronModule, transform: Transform) -> Transform:
     """A configuration's `transform`, told names of the whole model: patterns choose among its layers, wherever."""
 
     def transform_whole(m: nn.Module, name: str | None = None, prefix: str | None = None) -> nn.Module:
@@ -74,13 +72,13 @@ def transform_in(chunk: Qwen3VLModel, transform: Transform) -> Transform:
     return transform_whole
 
 
-def whole_name(name: str, chunk: Qwen3VLModel) -> str:
+def whole_name(name: str, chunk: MegatronModule) -> str:
     """A module's name in the whole model. A chunk counts its text layers from 0."""
     layers = chunk.language_model.decoder.layers
     return _TEXT_LAYER.sub(lambda number: str(layers[int(number[0])].layer_number - 1), name)
 
 
-def let_recompute_see_gradients(chunk: Qwen3VLModel) -> None:
+def let_recompute_see_gradients(chunk: MegatronModule) -> None:
     """Have blocks that recompute, and train something, take inputs that require a gradient.
 
     A recomputed function gets no gradient, and so its parameters neither, when none of its inputs requires one.
@@ -104,7 +102,7 @@ def _require_gradient(
     return ((hidden, *rest), kwargs) if args else (args, kwargs | {"hidden_states": hidden})
 
 
-def refuse_dora(peft: DoRA, config: Qwen3VLModelProvider) -> None:
+def refuse_dora(peft: DoRA, config: VisionLanguageFields) -> None:
     """Refuse DoRA where it would be trained or saved wrongly.
 
     Raises:
@@ -119,7 +117,7 @@ def refuse_dora(peft: DoRA, config: Qwen3VLModelProvider) -> None:
             raise ValueError(f"{name} is {size}, expected 1 for DoRA")
 
 
-def refuse_cut_experts(config: Qwen3VLModelProvider) -> None:
+def refuse_cut_experts(config: VisionLanguageFields) -> None:
     """Refuse adapters of experts whose weights are cut: what ranks have of the inner product is not added up.
 
     Raises:
@@ -129,7 +127,7 @@ def refuse_cut_experts(config: Qwen3VLModelProvider) -> None:
         raise ValueError(f"expert_tensor_parallel_size is {size}, expected 1 where experts have adapters")
 
 
-def _prepare(chunk: Qwen3VLModel, peft: PEFT) -> None:
+def _prepare(chunk: MegatronModule, peft: PEFT) -> None:
     """What a configuration of Megatron-Bridge's asks for, before its adapters are put in."""
     if isinstance(peft, DoRA):
         refuse_dora(peft, chunk.config)
@@ -141,7 +139,7 @@ def _prepare(chunk: Qwen3VLModel, peft: PEFT) -> None:
                 parameter.requires_grad = True
 
 
-def _refuse_wrong_adapters(chunk: Qwen3VLModel, peft: PEFT) -> None:
+def _refuse_wrong_adapters(chunk: MegatronModule, peft: PEFT) -> None:
     kind = type(peft).__name__
     adapted = {name: module for name, module in chunk.named_modules() if isinstance(module, AdapterWrapper)}
     if OUTPUT_LAYER in adapted and chunk.share_embeddings_and_output_weights:
@@ -175,7 +173,7 @@ def _refuse_missing_halves(name: str, module: AdapterWrapper, kind: str) -> None
         )
 
 
-def _refuse_experts(layer: str, peft: PEFT, config: Qwen3VLModelProvider) -> None:
+def _refuse_experts(layer: str, peft: PEFT, config: VisionLanguageFields) -> None:
     if isinstance(peft, DoRA):
         raise ValueError(
             f"{type(peft).__name__} adapts {layer}, and peft has no magnitudes for experts; expected target_modules "

@@ -13,10 +13,10 @@ from qwen3vl_bridge.registry import family
 from qwen3vl_bridge.weights.dimensions import vision_sizes
 
 if TYPE_CHECKING:
-    from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
+    from qwen3vl_bridge.models.common.settings.fields import VisionLanguageFields
 
 
-def provider_sizes(provider: Qwen3VLModelProvider) -> dict[str, int]:
+def provider_sizes(provider: VisionLanguageFields) -> dict[str, int]:
     """`Dimensions.sizes` of a provider's model; its vocabulary without padding."""
     groups = provider.num_query_groups or provider.num_attention_heads
     moe_ffn = (provider.moe_ffn_hidden_size or 0) if provider.moe_layers else 0
@@ -38,13 +38,13 @@ def provider_sizes(provider: Qwen3VLModelProvider) -> dict[str, int]:
     }
 
 
-def provider_costs(provider: Qwen3VLModelProvider, trained: Trained | None) -> TowerCosts:
+def provider_costs(provider: VisionLanguageFields, trained: Trained | None) -> TowerCosts:
     """As `cost.tower_costs`."""
     dimensions = provider.dimensions()
     return family(dimensions.family).costs(dimensions, trained)
 
 
-def trained_parts(provider: Qwen3VLModelProvider) -> Trained:
+def trained_parts(provider: VisionLanguageFields) -> Trained:
     """What is trained without adapters."""
     return Trained(
         language_model=not provider.freeze_language_model,
@@ -54,7 +54,7 @@ def trained_parts(provider: Qwen3VLModelProvider) -> Trained:
 
 
 def operations_of_a_step(
-    provider: Qwen3VLModelProvider,
+    provider: VisionLanguageFields,
     *,
     batch_size: int,
     seqlen_sum: int | None = None,

@@ -7,33 +7,21 @@ What lives here: the two translations and the registration with Megatron-Bridge.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-import types
-from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
+from qwen3vl_bridge.models.common.bridge import FamilyBridge, provider_of
 from qwen3vl_bridge.models.common.settings.activations import text_activation
-from qwen3vl_bridge.models.qwen3_vl import table
 from qwen3vl_bridge.models.qwen3_vl.config_checks import check_settings, rope_parameters
-from qwen3vl_bridge.models.qwen3_vl.config_dimensions import dimensions_of, moe_layers_of
+from qwen3vl_bridge.models.qwen3_vl.config_dimensions import FAMILY, moe_layers_of
 from qwen3vl_bridge.models.qwen3_vl.model import Qwen3VLModel
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
-from qwen3vl_bridge.peft.hf_export import AdapterConversion
-from qwen3vl_bridge.weights.bridge_mappings import param_mappings
-from qwen3vl_bridge.weights.names import ExpertLayout, expert_layout_of
-from qwen3vl_bridge.weights.rows import expand
 
 import torch
-from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
-from megatron.bridge.models.hf_pretrained.state import SafeTensorsStateSource
 from megatron.bridge.models.qwen_vl import qwen3_vl_provider as stock
 from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
-from safetensors import safe_open
 from transformers import (
-    CONFIG_MAPPING,
     PretrainedConfig,
     Qwen3VLForConditionalGeneration,
     Qwen3VLMoeForConditionalGeneration,
@@ -53,8 +41,10 @@ stock.Qwen3VLMoEModelProvider.register(Qwen3VLMoEModelProvider)
     provider=Qwen3VLModelProvider,
     model_type="qwen3_vl",
 )
-class Qwen3VLBridge(AdapterConversion, MegatronModelBridge):
+class Qwen3VLBridge(FamilyBridge):
     """Dense Qwen3-VL for AutoBridge."""
+
+    family = FAMILY
 
     def provider_bridge(self, hf_pretrained: Any) -> Qwen3VLModelProvider:
         """The provider of a Hugging Face model.
@@ -104,20 +94,6 @@ class Qwen3VLBridge(AdapterConversion, MegatronModelBridge):
             **{name: getattr(text, name) for name in token_ids if getattr(text, name, None) is not None},
         )
 
-    def load_weights_hf_to_megatron(self, hf_pretrained: Any, *args: Any, **kwargs: Any) -> Any:
-        """As Megatron-Bridge's, which leaves a weight that the checkpoint lacks as it happens to be.
-
-        Raises:
-            ValueError: tensors are missing; the message names them.
-        """
-        self.hf_pretrained = hf_pretrained
-        rows = table.table(self.expert_layout())
-        wanted = {name for row in expand(rows, dimensions_of(hf_pretrained.config.to_dict())) for name in row.hf}
-        if missing := sorted(wanted - set(hf_pretrained.state.keys())):
-            shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
-            raise ValueError(f"{hf_pretrained.model_name_or_path} lacks {len(missing)} tensors: {shown}")
-        return super().load_weights_hf_to_megatron(hf_pretrained, *args, **kwargs)
-
     @classmethod
     def megatron_to_hf_config(cls, provider: Qwen3VLModelProvider) -> dict[str, Any]:
         """A provider's model as transformers describes it, for `AutoBridge.from_auto_config`.
@@ -136,25 +112,6 @@ class Qwen3VLBridge(AdapterConversion, MegatronModelBridge):
             tie_word_embeddings=provider.share_embeddings_and_output_weights,
             **{name: getattr(provider, name) for name in ids},
         )
-
-    def mapping_registry(self) -> MegatronMappingRegistry:
-        """The weight table as Megatron-Bridge's mappings."""
-        return MegatronMappingRegistry(*param_mappings(table.table(self.expert_layout())))
-
-    def expert_layout(self) -> ExpertLayout:
-        """How the checkpoint at hand holds its experts; without one, or without experts, as the released ones do.
-
-        Raises:
-            ValueError: they are held in none of the known ways.
-        """
-        pretrained = getattr(self, "hf_pretrained", None)
-        source = getattr(getattr(pretrained, "state", None), "source", None)
-        if not isinstance(source, SafeTensorsStateSource):
-            return ExpertLayout.INPUT_MAJOR
-        dimensions = dimensions_of(pretrained.config.to_dict())
-        if not dimensions.indices["moe_layers"]:
-            return ExpertLayout.INPUT_MAJOR
-        return expert_layout_of(table.table, _expert_shapes(source, dimensions.indices["moe_layers"][0]), dimensions)
 
 
 @MegatronModelBridge.register_bridge(
@@ -204,18 +161,7 @@ def provider_from_hf_config(hf_config: Mapping[str, Any], **settings: Any) -> Qw
         ValueError: a setting this model does not honour, or another model's configuration.
         TypeError: a setting that is no field of the provider.
     """
-    bridges = {bridge.MODEL_TYPE: bridge for bridge in (Qwen3VLBridge, Qwen3VLMoEBridge)}
-    kind = hf_config.get("model_type")
-    if kind not in bridges:
-        raise ValueError(f"model_type is {kind!r}, expected one of {', '.join(bridges)}")
-    # Some of transformers' configuration classes complete the mapping they are given.
-    config = CONFIG_MAPPING[kind].from_dict(copy.deepcopy(dict(hf_config)))
-    provider = bridges[kind]().provider_bridge(types.SimpleNamespace(config=config))
-    if unknown := settings.keys() - {field.name for field in dataclasses.fields(provider)}:
-        raise TypeError(f"{type(provider).__name__} has no {', '.join(sorted(unknown))}")
-    for name, value in settings.items():
-        setattr(provider, name, value)
-    return provider
+    return provider_of((Qwen3VLBridge, Qwen3VLMoEBridge), hf_config, settings)
 
 
 def _moe_layer_freq(text: PretrainedConfig) -> int | list[int]:
@@ -224,16 +170,3 @@ def _moe_layer_freq(text: PretrainedConfig) -> int | list[int]:
     if len(moe_layers) == text.num_hidden_layers:
         return 1
     return [int(layer in moe_layers) for layer in range(text.num_hidden_layers)]
-
-
-def _expert_shapes(source: SafeTensorsStateSource, layer: int) -> dict[str, list[int]]:
-    """Shapes of a layer's expert tensors, from the files' headers: the tensors are not read."""
-    by_file = defaultdict(list)
-    for name, file in source.key_to_filename_map.items():
-        if f".layers.{layer}.mlp.experts." in name:
-            by_file[file].append(name)
-    shapes = {}
-    for file, names in by_file.items():
-        with safe_open(source.path / file, framework="pt") as tensors:
-            shapes.update((name, tensors.get_slice(name).get_shape()) for name in names)
-    return shapes

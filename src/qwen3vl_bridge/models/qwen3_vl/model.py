@@ -20,10 +20,10 @@ from qwen3vl_bridge.models.common.inputs.model_inputs import as_model_inputs
 from qwen3vl_bridge.models.common.layer_specs import text_block_spec
 from qwen3vl_bridge.models.common.rope import InterleavedMRoPE, scaled_frequencies
 from qwen3vl_bridge.models.common.settings.parallelism import LOGITS
+from qwen3vl_bridge.models.common.vision_config import vision_transformer_config
 from qwen3vl_bridge.models.common.vision_tower import Qwen3VLVisionModel
 from qwen3vl_bridge.models.qwen3_vl.pipeline_payload import Stage, check_features
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
-from qwen3vl_bridge.models.qwen3_vl.vision_config import vision_transformer_config
 from qwen3vl_bridge.parallel.collectives import gather_encoded, scatter_sequence, sum_gradients_over_sequence
 
 import torch

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from qwen3vl_bridge.models.common.settings.encoder_parallel import DistTrainConfig
-from qwen3vl_bridge.models.common.settings.kernels import default_transformer_impl
+from qwen3vl_bridge.models.common.settings.fields import default_transformer_impl
 from qwen3vl_bridge.models.qwen3_vl.config_checks import rope_parameters
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
 

@@ -10,14 +10,12 @@ import copy
 import dataclasses
 import difflib
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from qwen3vl_bridge.models.common.settings.activations import name_of
+from qwen3vl_bridge.models.common.settings.fields import VisionLanguageFields
 
 from transformers import Qwen3VLMoeTextConfig, Qwen3VLTextConfig
-
-if TYPE_CHECKING:
-    from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +37,10 @@ class _OfVision:
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
 
-    def __get__(self, provider: Qwen3VLModelProvider | None, owner: type | None = None) -> Any:
+    def __get__(self, provider: VisionLanguageFields | None, owner: type | None = None) -> Any:
         return self if provider is None else getattr(provider.vision_config, self.name)
 
-    def __set__(self, provider: Qwen3VLModelProvider, value: Any) -> None:
+    def __set__(self, provider: VisionLanguageFields, value: Any) -> None:
         provider.vision_config = copy.deepcopy(provider.vision_config)
         setattr(provider.vision_config, self.name, value)
 
@@ -122,7 +120,7 @@ class UpstreamExpertNames:
             raise ValueError(f"{name} is {found}, expected {expected}, as moe_layer_freq says; set moe_layer_freq")
 
 
-def hf_text_config(provider: Qwen3VLModelProvider) -> Qwen3VLTextConfig | Qwen3VLMoeTextConfig:
+def hf_text_config(provider: VisionLanguageFields) -> Qwen3VLTextConfig | Qwen3VLMoeTextConfig:
     """The text part of a provider's model as transformers describes it.
 
     Args:
@@ -160,7 +158,7 @@ def hf_text_config(provider: Qwen3VLModelProvider) -> Qwen3VLTextConfig | Qwen3V
     )
 
 
-def check_names(provider: Qwen3VLModelProvider) -> None:
+def check_names(provider: VisionLanguageFields) -> None:
     """Check what is set on a provider beside its fields, which nothing would follow.
 
     Others may keep notes there; so a name that is like no field's gets a line in the log.

@@ -1,14 +1,20 @@
 """`run_config.yaml`: what Megatron-Bridge's tools read about the run a checkpoint comes from.
 
-What lives here: the one function that says what a converted checkpoint's file holds. What may not: reading it.
+What lives here: what a converted checkpoint's file holds, and reading a run's, as data and without calling anything. What
+may not: what a section means.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from qwen3vl_bridge.checkpoint.formats.megatron.folder import RUN_CONFIG
 from qwen3vl_bridge.files.errors import CheckpointError
+from qwen3vl_bridge.files.parsing import check_plain, read_yaml
+
+_SECTIONS = ("model", "checkpoint", "peft")  # those that are read
 
 
 def run_config(
@@ -89,3 +95,31 @@ def _check_passive(value: Any, where: str) -> None:
             _check_passive(inner, where)
     elif isinstance(value, str) and "${" in value:
         raise CheckpointError(f"{where} is {value[:80]!r}, expected no text that Megatron-Bridge would replace")
+
+
+def read_run_config(folder: Path) -> dict[str, Any]:
+    """The configuration of the run that a checkpoint is of.
+
+    Args:
+        folder: the iteration's.
+
+    Raises:
+        CheckpointError: it is missing, or no YAML of plain values.
+    """
+    path = folder / RUN_CONFIG
+    try:
+        found = read_yaml(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} holds a {type(found).__name__}, expected sections of settings")
+    for name in _SECTIONS:
+        if not isinstance(found.get(name) or {}, dict):
+            raise CheckpointError(f"{path}: {name} is {str(found[name])[:80]}, expected a section of settings")
+    try:
+        check_plain(found.get("peft"), "peft")
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    return found

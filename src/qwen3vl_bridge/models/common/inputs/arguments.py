@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
 from qwen3vl_bridge.models.common.settings.kernels import check_float32
 from qwen3vl_bridge.models.common.settings.parallelism import check_training
-from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ REFUSED = {
 _NOT_NEEDED = {"mm_token_type_ids"}
 
 
-def check_settings(config: Qwen3VLModelProvider, training: bool) -> None:
+def check_settings(config: VisionLanguageProvider, training: bool) -> None:
     """Refuses what could not be computed, or trained, with a model's settings, before a step computes anything.
 
     Frameworks that build models by `provide` or Megatron-Bridge's `get_model` (miles, NeMo-RL) say nowhere before that
@@ -57,7 +57,7 @@ def check_settings(config: Qwen3VLModelProvider, training: bool) -> None:
         check_training(config)
 
 
-def check_pixels(config: Qwen3VLModelProvider, **pixels: Tensor | None) -> None:
+def check_pixels(config: VisionLanguageProvider, **pixels: Tensor | None) -> None:
     """Refuses pixels that are not [patches, features] floating point, by name."""
     vision = config.vision_config
     width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2

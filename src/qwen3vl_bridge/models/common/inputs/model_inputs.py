@@ -17,12 +17,12 @@ from qwen3vl_bridge.batch import ModelInputs, PackedBatch, make_vision_inputs, m
 from qwen3vl_bridge.models.common.inputs.arguments import check_others, check_pixels
 from qwen3vl_bridge.models.common.inputs.cp_shards import with_whole_row
 from qwen3vl_bridge.models.common.inputs.labels import are_cut, with_labels, with_own_labels, without_ignored
+from qwen3vl_bridge.models.common.inputs.local_ranks import sequence_ranks
 from qwen3vl_bridge.models.common.inputs.masks import real_tokens
 from qwen3vl_bridge.models.common.inputs.outputs import Answer, CallerOrder
 from qwen3vl_bridge.models.common.inputs.padding_and_packing import Arrangement, arrange
 from qwen3vl_bridge.models.common.inputs.position_ids import given_positions
-from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
-from qwen3vl_bridge.parallel.collectives import sequence_ranks
+from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 def as_model_inputs(
-    config: Qwen3VLModelProvider,
+    config: VisionLanguageProvider,
     groups: ProcessGroupCollection,
     input_ids: Tensor | None,
     *,
@@ -97,7 +97,7 @@ def _answered(
 
 
 def as_packed_batch(
-    config: Qwen3VLModelProvider,
+    config: VisionLanguageProvider,
     input_ids: Tensor | None,
     *,
     labels: Tensor | None = None,
@@ -137,7 +137,7 @@ def as_packed_batch(
 
 
 def _unlabelled(
-    config: Qwen3VLModelProvider,
+    config: VisionLanguageProvider,
     input_ids: Tensor | None,
     *,
     encodes: bool,
@@ -211,7 +211,7 @@ def _way_back(arranged: Arrangement, labels: Tensor | None, cp_size: int) -> Cal
 
 
 def _positions(
-    config: Qwen3VLModelProvider,
+    config: VisionLanguageProvider,
     ids: Tensor,
     arranged: Arrangement,
     image_grid_thw: Tensor | None,
@@ -233,7 +233,7 @@ def _positions(
     return arranged.take(given.cpu()).long().masked_fill(arranged.layout.padding_mask().view(ids.shape), 0)
 
 
-def _slots(config: Qwen3VLModelProvider, ids: Tensor, image_grid_thw: Tensor | None) -> Tensor:
+def _slots(config: VisionLanguageProvider, ids: Tensor, image_grid_thw: Tensor | None) -> Tensor:
     patches = 0 if image_grid_thw is None else int(image_grid_thw.prod(-1).sum())
     tokens = patches // config.vision_config.spatial_merge_size**2
     return vision_slots(ids, config.image_token_id, config.video_token_id, tokens)

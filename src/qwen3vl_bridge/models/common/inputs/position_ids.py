@@ -11,7 +11,7 @@ import logging
 from functools import cache
 
 from qwen3vl_bridge.models.common.inputs.padding_and_packing import Arrangement
-from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
+from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def given_positions(
-    config: Qwen3VLModelProvider, position_ids: Tensor, ids: Tensor, arranged: Arrangement, has_masks: bool
+    config: VisionLanguageProvider, position_ids: Tensor, ids: Tensor, arranged: Arrangement, has_masks: bool
 ) -> Tensor | None:
     """What was given as positions on three axes, [3, B, S], or None where they are to be worked out.
 

@@ -1,7 +1,7 @@
 """Vision and language on ranks of their own: the settings.
 
-What lives here: the fields of `provider.dist_train` and their checks. What may not: who encodes for whom
-(`parallel/encoder_replicas.py`), process groups (Megatron-Bridge's set-up makes them from these fields), tensors,
+What lives here: checks of the fields of `provider.dist_train`. What may not: the fields (`fields.py`), who encodes for
+whom (`parallel/encoder_replicas.py`), process groups (Megatron-Bridge's set-up makes them from these fields), tensors,
 modules.
 
 The first ranks are the vision tower's, the others the language model's. Both have data-parallel replicas of their own;
@@ -12,15 +12,14 @@ fewer, each encodes the pictures of several.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from qwen3vl_bridge.models.common.settings.fields import DistTrainConfig as DistTrainConfig  # saved runs name it so
+from qwen3vl_bridge.models.common.settings.fields import VisionLanguageFields
 from qwen3vl_bridge.models.common.settings.parallelism import vision_widths
 from qwen3vl_bridge.parallel.encoder_replicas import Replicas
 
 if TYPE_CHECKING:
-    from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
-
     from megatron.core.process_groups_config import ProcessGroupCollection
 
 # The modules' names in Megatron-Bridge's set-up: of grids, and of what they send each other.
@@ -28,33 +27,7 @@ VISION, LANGUAGE = "vision_module", "language_module"
 SIZES = ("vision_world_size", "language_world_size", "vision_tensor_model_parallel_size")
 
 
-@dataclass
-class DistTrainConfig:
-    """Megatron-Bridge's fields for training both modules on ranks of their own.
-
-    Attributes:
-        use_dist_train: whether to.
-        vision_world_size: ranks of the vision tower, the first ones.
-        language_world_size: ranks of the language model, all others.
-        vision_tensor_model_parallel_size: of the tower. Its ranks left over are data-parallel.
-        vision_pipeline_model_parallel_size, vision_context_parallel_size: 1; the tower has neither.
-        vision_expert_tensor_parallel_size, vision_expert_model_parallel_size: 1; it has no experts.
-        vision_to_llm_dp_ratio: the tower's replicas for each of the language model's. None to work it out; where there
-            are fewer of the tower's it has to be None.
-    """
-
-    use_dist_train: bool = False
-    vision_world_size: int | None = None
-    language_world_size: int | None = None
-    vision_tensor_model_parallel_size: int = 1
-    vision_pipeline_model_parallel_size: int = 1
-    vision_context_parallel_size: int = 1
-    vision_expert_tensor_parallel_size: int = 1
-    vision_expert_model_parallel_size: int = 1
-    vision_to_llm_dp_ratio: int | None = None
-
-
-def replicas_of(provider: Qwen3VLModelProvider) -> Replicas:
+def replicas_of(provider: VisionLanguageFields) -> Replicas:
     """Those of a provider that trains this way."""
     split = provider.dist_train
     return Replicas(
@@ -63,22 +36,22 @@ def replicas_of(provider: Qwen3VLModelProvider) -> Replicas:
     )
 
 
-def _language_size(provider: Qwen3VLModelProvider) -> int:
+def _language_size(provider: VisionLanguageFields) -> int:
     return provider.tensor_model_parallel_size * provider.pipeline_model_parallel_size * provider.context_parallel_size
 
 
-def vision_tensor_ranks(provider: Qwen3VLModelProvider) -> int:
+def vision_tensor_ranks(provider: VisionLanguageFields) -> int:
     """Ranks that share each layer of the vision tower."""
     split = provider.dist_train
     return split.vision_tensor_model_parallel_size if split.use_dist_train else provider.tensor_model_parallel_size
 
 
-def trains_vision(provider: Qwen3VLModelProvider) -> bool:
+def trains_vision(provider: VisionLanguageFields) -> bool:
     """Whether some part of the vision tower is trained."""
     return not (provider.freeze_vision_model and provider.freeze_vision_projection)
 
 
-def check_dist_train(provider: Qwen3VLModelProvider) -> None:
+def check_dist_train(provider: VisionLanguageFields) -> None:
     """Check a provider whose fields megatron-core has completed, before any process group is made.
 
     Raises:
@@ -108,7 +81,7 @@ def expect(settings: Mapping[str, tuple[object, object, str]], where: str = "") 
             raise ValueError(f"{name} is {found!r} with dist_train.use_dist_train, expected {expected!r}{where}: {why}")
 
 
-def check_world(provider: Qwen3VLModelProvider, world: int) -> None:
+def check_world(provider: VisionLanguageFields, world: int) -> None:
     """Check that every process is a rank of one of the modules.
 
     Args:
@@ -130,7 +103,7 @@ def check_world(provider: Qwen3VLModelProvider, world: int) -> None:
         )
 
 
-def _check_unused(provider: Qwen3VLModelProvider) -> None:
+def _check_unused(provider: VisionLanguageFields) -> None:
     usual, split = DistTrainConfig(), provider.dist_train
     # Megatron-Bridge's own class has None for what is not set.
     found = [f"dist_train.{name}" for name, value in vars(usual).items() if getattr(split, name) not in (value, None)]
@@ -139,7 +112,7 @@ def _check_unused(provider: Qwen3VLModelProvider) -> None:
         raise ValueError(f"{', '.join(found)} set, expected dist_train.use_dist_train=True, or they would be ignored")
 
 
-def _check_sizes(provider: Qwen3VLModelProvider) -> None:
+def _check_sizes(provider: VisionLanguageFields) -> None:
     split = provider.dist_train
     for name in SIZES:
         if (found := getattr(split, name)) is None or found < 1:
@@ -171,7 +144,7 @@ def _check_sizes(provider: Qwen3VLModelProvider) -> None:
         )
 
 
-def _check_replicas(provider: Qwen3VLModelProvider) -> None:
+def _check_replicas(provider: VisionLanguageFields) -> None:
     replicas, ratio = replicas_of(provider), provider.dist_train.vision_to_llm_dp_ratio
     replicas.check(
         ": dist_train.vision_world_size / vision_tensor_model_parallel_size, and language_world_size / "
@@ -185,7 +158,7 @@ def _check_replicas(provider: Qwen3VLModelProvider) -> None:
         )
 
 
-def _check_schedule(provider: Qwen3VLModelProvider) -> None:
+def _check_schedule(provider: VisionLanguageFields) -> None:
     wrong = {
         "context_parallel_size": (
             provider.context_parallel_size,
@@ -223,7 +196,7 @@ def _check_schedule(provider: Qwen3VLModelProvider) -> None:
         )
 
 
-def complete_dist_train(provider: Qwen3VLModelProvider) -> None:
+def complete_dist_train(provider: VisionLanguageFields) -> None:
     """Say what the modules send each other in; megatron-core asks for it under pipeline parallelism alone."""
     if provider.dist_train.use_dist_train and provider.pipeline_dtype is None:
         provider.pipeline_dtype = provider.params_dtype
@@ -233,7 +206,7 @@ def complete_dist_train(provider: Qwen3VLModelProvider) -> None:
 _SAME = {"tp_ep_pp_with_egtp_remat": "tp_ep_pp", "dp_cp_gtp_remat": "dp_cp", "expt_dp_gtp_remat": "expt_dp"}
 
 
-def complete_groups(provider: Qwen3VLModelProvider, groups: ProcessGroupCollection | None, *, training: bool) -> None:
+def complete_groups(provider: VisionLanguageFields, groups: ProcessGroupCollection | None, *, training: bool) -> None:
     """Give a module the groups that Megatron-Bridge's collection of them has None for.
 
     megatron-core takes None for all ranks, of experts' gradient norms: language ranks would wait for a sum that vision

@@ -1,22 +1,19 @@
 """Settings of experts: which layers have some, and what would contradict itself or change real tokens' training.
 
-What lives here: reading and checking them. What may not: fields (`models/qwen3_vl/provider.py`), what has one value
-(`models/qwen3_vl/fixed_settings.py`), how experts are split (`parallelism.py`), the router (`models/common/router.py`).
+What lives here: reading and checking them. What may not: fields (`fields.py`), what has one value
+(a provider's `fixed`), how experts are split (`parallelism.py`), the router (`models/common/router.py`).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLMoEModelProvider
+from qwen3vl_bridge.models.common.settings.fields import VisionLanguageFields
 
 # Kinds of load balancing that see tokens alone: not their order, and not which of them share a row.
 ROUTING = frozenset({"aux_loss", "global_aux_loss", "none"})
 _OF_TRANSFORMER_ENGINE = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion")
 
 
-def layers_with_experts(provider: Qwen3VLMoEModelProvider) -> tuple[int, ...]:
+def layers_with_experts(provider: VisionLanguageFields) -> tuple[int, ...]:
     """Layers with experts, as megatron-core reads `moe_layer_freq`.
 
     Raises:
@@ -32,7 +29,7 @@ def layers_with_experts(provider: Qwen3VLMoEModelProvider) -> tuple[int, ...]:
     return tuple(layer for layer, has_experts in enumerate(frequency) if has_experts)
 
 
-def check_experts(provider: Qwen3VLMoEModelProvider) -> None:
+def check_experts(provider: VisionLanguageFields) -> None:
     """Check a provider before megatron-core completes it.
 
     Raises:
@@ -42,7 +39,7 @@ def check_experts(provider: Qwen3VLMoEModelProvider) -> None:
     if not provider.num_moe_experts or not provider.moe_layers:
         raise ValueError(
             f"num_moe_experts is {provider.num_moe_experts}, moe_layer_freq {provider.moe_layer_freq}: expected "
-            "experts in one layer or more. A model without is Qwen3VLModelProvider's"
+            "experts in one layer or more. A model without has the provider of dense ones"
         )
     if not 0 < provider.moe_router_topk <= provider.num_moe_experts:
         raise ValueError(f"moe_router_topk is {provider.moe_router_topk}, expected 1 to {provider.num_moe_experts}")

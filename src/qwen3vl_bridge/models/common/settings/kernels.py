@@ -1,26 +1,21 @@
 """Settings of kernels: what computes the model, in which precision, what is fused and what is captured in graphs.
 
-What lives here: defaults that follow what is installed, settings that are completed with a line in the log, and those
-that would be ignored or give something else. What may not: fields (`models/qwen3_vl/provider.py`), layer specs
-(`models/common/layer_specs.py`), how a model is split (`parallelism.py`).
+What lives here: settings that are completed with a line in the log, and those that would be ignored or give something
+else. What may not: fields (`fields.py`), layer specs (`models/common/layer_specs.py`), how a model is split
+(`parallelism.py`).
 """
 
 from __future__ import annotations
 
-import importlib.util
 import logging
-from typing import TYPE_CHECKING
 
 from qwen3vl_bridge.models.common.settings.activations import text_activation
+from qwen3vl_bridge.models.common.settings.fields import VisionLanguageFields, can_fuse_weight_gradients
 
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.utils import get_te_version, is_te_min_version
-
-if TYPE_CHECKING:
-    from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
 
 logger = logging.getLogger(__name__)
 
@@ -30,26 +25,7 @@ logger = logging.getLogger(__name__)
 PACKED_UNFUSED, PACKED_CONTEXT = "2.11", {"a2a": "2.10", "all_gather": "2.18"}
 
 
-def has_transformer_engine() -> bool:
-    """Whether Transformer Engine is installed and there is a GPU for it."""
-    return importlib.util.find_spec("transformer_engine") is not None and torch.cuda.is_available()
-
-
-def default_transformer_impl() -> str:
-    """Transformer Engine where it can run, else modules of torch and megatron-core."""
-    return "transformer_engine" if has_transformer_engine() else "local"
-
-
-def can_fuse_weight_gradients() -> bool:
-    """Whether every linear layer can add a weight's gradient to the sum of them at once.
-
-    Transformer Engine's can. The output layer is megatron-core's with either layer spec; it needs APEX' extension, and
-    raises where it is asked to and finds none.
-    """
-    return layers._grad_accum_fusion_available and torch.cuda.is_available()
-
-
-def complete_kernels(provider: Qwen3VLModelProvider) -> None:
+def complete_kernels(provider: VisionLanguageFields) -> None:
     """Bring settings into megatron-core's spelling, and turn off what there is no kernel for, saying so.
 
     Raises:
@@ -84,7 +60,7 @@ def complete_kernels(provider: Qwen3VLModelProvider) -> None:
         provider.gradient_accumulation_fusion = False
 
 
-def complete_precision(provider: Qwen3VLModelProvider) -> None:
+def complete_precision(provider: VisionLanguageFields) -> None:
     """Turn off what is wrong in the parameters' precision, saying so; megatron-core has completed the fields."""
     if _attends_without_kernel(provider):
         logger.warning("Transformer Engine keeps all attention scores in float32; transformer_impl='local' does not")
@@ -98,7 +74,7 @@ def complete_precision(provider: Qwen3VLModelProvider) -> None:
         provider.cross_entropy_loss_fusion = False
 
 
-def check_kernels(provider: Qwen3VLModelProvider) -> None:
+def check_kernels(provider: VisionLanguageFields) -> None:
     """Check settings that the model would ignore, or that would leave a part of it out.
 
     Raises:
@@ -119,7 +95,7 @@ def check_kernels(provider: Qwen3VLModelProvider) -> None:
             logger.info("%s is for the text model's layers; the vision tower computes in its parameters'", precision)
 
 
-def _check_graphs(provider: Qwen3VLModelProvider) -> None:
+def _check_graphs(provider: VisionLanguageFields) -> None:
     """A replayed layer is what megatron-core captured: without DeepStack's features, packed rows or a padding mask."""
     wanted = {
         "cuda_graph_impl": "none",
@@ -137,7 +113,7 @@ def _check_graphs(provider: Qwen3VLModelProvider) -> None:
             )
 
 
-def _check_local(provider: Qwen3VLModelProvider) -> None:
+def _check_local(provider: VisionLanguageFields) -> None:
     for precision in ("fp8", "fp4"):
         if found := getattr(provider, precision):
             raise ValueError(
@@ -152,7 +128,7 @@ def _check_local(provider: Qwen3VLModelProvider) -> None:
         )
 
 
-def check_float32(provider: Qwen3VLModelProvider) -> None:
+def check_float32(provider: VisionLanguageFields) -> None:
     """Check that Transformer Engine can attend in a model's precision; its kernels know 16 and 8 bits alone.
 
     Without one it keeps all scores, in releases that take packed rows so, and not over context-parallel ranks. What is
@@ -171,6 +147,6 @@ def check_float32(provider: Qwen3VLModelProvider) -> None:
         )
 
 
-def _attends_without_kernel(provider: Qwen3VLModelProvider) -> bool:
+def _attends_without_kernel(provider: VisionLanguageFields) -> bool:
     float32 = provider.params_dtype == torch.float32 and not provider.enable_autocast
     return float32 and provider.transformer_impl != "local"

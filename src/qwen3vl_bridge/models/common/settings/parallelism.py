@@ -1,6 +1,6 @@
 """How a model is split: settings that would fail in the middle of a run's first step, or train something else.
 
-What lives here: their checks, on plain numbers. What may not: fields (`models/qwen3_vl/provider.py`), groups, modules.
+What lives here: their checks, on plain numbers. What may not: fields (`fields.py`), groups, modules.
 What megatron-core and Megatron-Bridge refuse clearly by themselves, when a configuration is finalised, is left to them:
 text heads and query groups that don't fit tensor parallelism, expert parallelism without experts, uneven pipeline
 stages and layouts that don't add up. Query groups may be fewer than tensor-parallel ranks, if they divide them.
@@ -12,6 +12,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from qwen3vl_bridge.batch.token_layout import row_multiple
+from qwen3vl_bridge.models.common.settings.fields import VisionLanguageFields
 from qwen3vl_bridge.models.common.settings.kernels import PACKED_CONTEXT
 
 import torch
@@ -20,8 +21,6 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.utils import get_te_version, is_te_min_version
 
 if TYPE_CHECKING:
-    from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
-
     from megatron.core.distributed import DistributedDataParallelConfig
 
 logger = logging.getLogger(__name__)
@@ -39,7 +38,7 @@ SIZES = (
 )
 
 
-def check_sizes(provider: Qwen3VLModelProvider) -> None:
+def check_sizes(provider: VisionLanguageFields) -> None:
     """Check what everything is divided by, before megatron-core divides.
 
     Raises:
@@ -51,7 +50,7 @@ def check_sizes(provider: Qwen3VLModelProvider) -> None:
             raise ValueError(f"{name} is {size}, expected 1 or more")
 
 
-def complete_parallel(provider: Qwen3VLModelProvider) -> None:
+def complete_parallel(provider: VisionLanguageFields) -> None:
     """Turn on what experts and split rows need, as Megatron-Bridge does, and say so; warn of what depends on it."""
     tensor, context = provider.tensor_model_parallel_size, provider.context_parallel_size
     if provider.moe_layers and tensor > 1 and not provider.sequence_parallel:
@@ -77,7 +76,7 @@ def complete_parallel(provider: Qwen3VLModelProvider) -> None:
         )
 
 
-def complete_ddp(provider: Qwen3VLModelProvider, ddp: DistributedDataParallelConfig | None) -> None:
+def complete_ddp(provider: VisionLanguageFields, ddp: DistributedDataParallelConfig | None) -> None:
     """Have gradients added up where losses are divided by tokens; Megatron-Bridge's recipes have them averaged."""
     if ddp is not None and ddp.average_in_collective and provider.calculate_per_token_loss:
         logger.info(
@@ -87,7 +86,7 @@ def complete_ddp(provider: Qwen3VLModelProvider, ddp: DistributedDataParallelCon
         ddp.average_in_collective = False
 
 
-def check_parallel(provider: Qwen3VLModelProvider) -> None:
+def check_parallel(provider: VisionLanguageFields) -> None:
     """Check a provider whose fields megatron-core has completed.
 
     Raises:
@@ -101,7 +100,7 @@ def check_parallel(provider: Qwen3VLModelProvider) -> None:
         _check_context(provider)
 
 
-def check_training(provider: Qwen3VLModelProvider) -> None:
+def check_training(provider: VisionLanguageFields) -> None:
     """Check what matters to a model that is built to be trained, and to no other.
 
     How many microbatches interleaved stages take is `check_microbatches`' question.
@@ -125,7 +124,7 @@ def check_training(provider: Qwen3VLModelProvider) -> None:
         raise ValueError(f"parallel_output is False, expected True under tensor_model_parallel_size {tensor}: {LOGITS}")
 
 
-def check_microbatches(provider: Qwen3VLModelProvider, microbatches: int, what: str) -> None:
+def check_microbatches(provider: VisionLanguageFields, microbatches: int, what: str) -> None:
     """Check how many microbatches a step of interleaved stages has.
 
     Args:
@@ -146,14 +145,14 @@ def check_microbatches(provider: Qwen3VLModelProvider, microbatches: int, what: 
         )
 
 
-def schedule_group(provider: Qwen3VLModelProvider) -> int:
+def schedule_group(provider: VisionLanguageFields) -> int:
     """Microbatches that interleaved stages take together; 1 where stages are not interleaved."""
     if provider.virtual_pipeline_model_parallel_size is None:
         return 1
     return provider.microbatch_group_size_per_vp_stage or provider.pipeline_model_parallel_size
 
 
-def _layers_of_first_stage(provider: Qwen3VLModelProvider) -> int:
+def _layers_of_first_stage(provider: VisionLanguageFields) -> int:
     """Text layers of the stage that embeds, or of its first chunk."""
     layout = provider.pipeline_model_parallel_layout
     if layout is not None:  # of which megatron-core asks the rank, and there may be no ranks yet
@@ -161,7 +160,7 @@ def _layers_of_first_stage(provider: Qwen3VLModelProvider) -> int:
     return get_num_layers_to_build(provider, 0 if provider.virtual_pipeline_model_parallel_size else None, 0)
 
 
-def _check_widths(provider: Qwen3VLModelProvider) -> None:
+def _check_widths(provider: VisionLanguageFields) -> None:
     tensor = provider.tensor_model_parallel_size
     widths = {"padded_vocab_size": provider.padded_vocab_size}  # should_pad_vocab pads it
     if not provider.dist_train.use_dist_train:
@@ -173,7 +172,7 @@ def _check_widths(provider: Qwen3VLModelProvider) -> None:
             raise ValueError(f"{name} is {width}, expected a multiple of tensor_model_parallel_size, {tensor}")
 
 
-def vision_widths(provider: Qwen3VLModelProvider) -> dict[str, int]:
+def vision_widths(provider: VisionLanguageFields) -> dict[str, int]:
     """What of the vision tower its tensor-parallel ranks divide among them."""
     vision = provider.vision_config
     return {
@@ -183,7 +182,7 @@ def vision_widths(provider: Qwen3VLModelProvider) -> dict[str, int]:
     }
 
 
-def _check_experts(provider: Qwen3VLModelProvider) -> None:
+def _check_experts(provider: VisionLanguageFields) -> None:
     tensor, of_experts = provider.tensor_model_parallel_size, provider.expert_tensor_parallel_size
     if not provider.moe_layers:
         if of_experts not in (1, tensor):
@@ -195,7 +194,7 @@ def _check_experts(provider: Qwen3VLModelProvider) -> None:
         )
 
 
-def _check_stages(provider: Qwen3VLModelProvider) -> None:
+def _check_stages(provider: VisionLanguageFields) -> None:
     """Where no setting says how layers are dealt out, megatron-core finds out while it builds them."""
     stages, chunks = provider.pipeline_model_parallel_size, provider.virtual_pipeline_model_parallel_size
     if stages == 1 and (chunks or 1) > 1:
@@ -221,7 +220,7 @@ def _check_stages(provider: Qwen3VLModelProvider) -> None:
         )
 
 
-def _check_between_stages(provider: Qwen3VLModelProvider) -> None:
+def _check_between_stages(provider: VisionLanguageFields) -> None:
     """What the schedules refuse in the first step, or get wrong.
 
     Megatron-Bridge's `comm_overlap` writes `overlap_p2p_comm` and `batch_p2p_comm` before it finalises the model.
@@ -257,7 +256,7 @@ def _check_between_stages(provider: Qwen3VLModelProvider) -> None:
         )
 
 
-def _check_rows(provider: Qwen3VLModelProvider) -> None:
+def _check_rows(provider: VisionLanguageFields) -> None:
     context = provider.context_parallel_size
     sequence = provider.tensor_model_parallel_size if provider.sequence_parallel else 1
     multiple = row_multiple(context, sequence)
@@ -268,7 +267,7 @@ def _check_rows(provider: Qwen3VLModelProvider) -> None:
         )
 
 
-def _check_context(provider: Qwen3VLModelProvider) -> None:
+def _check_context(provider: VisionLanguageFields) -> None:
     """`cp_comm_type`, for all layers or for each.
 
     Without Transformer Engine there is one way, which gathers keys and values once a layer. With it, "p2p" (the

@@ -1,14 +1,11 @@
 """Settings of activation recomputation that would lose something or fail in the middle of a step.
 
-What lives here: their check. What may not: fields (`models/qwen3_vl/provider.py`); megatron-core does the recomputing.
+What lives here: their check. What may not: fields (`fields.py`); megatron-core does the recomputing.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
+from qwen3vl_bridge.models.common.settings.fields import VisionLanguageFields
 
 _MEGATRONS_OWN = ["core_attn"]  # what finalize() writes into recompute_modules where nobody has
 # Not "mlp": megatron-core 0.19 hands a recomputed MLP's bias, which the tower's have, out of its autograd function,
@@ -18,7 +15,7 @@ _OF_VISION = {"core_attn", "layernorm"}
 _IDLE = {None: ("method", "num_layers", "modules"), "full": ("modules",), "selective": ("method", "num_layers")}
 
 
-def check_recompute(provider: Qwen3VLModelProvider) -> None:
+def check_recompute(provider: VisionLanguageFields) -> None:
     """Check the text model's and the vision tower's settings.
 
     Raises:
@@ -40,7 +37,7 @@ def check_recompute(provider: Qwen3VLModelProvider) -> None:
             )
 
 
-def _check_tower(provider: Qwen3VLModelProvider, prefix: str) -> None:
+def _check_tower(provider: VisionLanguageFields, prefix: str) -> None:
     names = ("granularity", "method", "num_layers", "modules")
     found = {name: getattr(provider, f"{prefix}recompute_{name}") for name in names}
     granularity, modules = found["granularity"], found["modules"] or ()

@@ -1,24 +1,18 @@
 """The vision tower's transformer configuration and what its work costs, derived from the provider.
 
-What lives here: the derivation, and whether the tower fits the text model. What may not: fields (`provider.py`),
-modules (`models/common/vision_tower.py`).
+What lives here: the derivation. What may not: fields (`settings/fields.py`), modules (`vision_tower.py`).
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 from qwen3vl_bridge.batch import VisionWork
 from qwen3vl_bridge.models.common.flops import vision_costs
 from qwen3vl_bridge.models.common.settings.activations import vision_activation
 from qwen3vl_bridge.models.common.settings.encoder_parallel import vision_tensor_ranks
-from qwen3vl_bridge.models.qwen3_vl.config_fields import check_tower
+from qwen3vl_bridge.models.common.settings.fields import VisionLanguageFields
 from qwen3vl_bridge.weights.dimensions import vision_sizes
 
 from megatron.bridge.models.transformer_config import TransformerConfig
-
-if TYPE_CHECKING:
-    from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
 
 # transformers, Qwen3VLVisionModel: every norm of the tower has this epsilon; no configuration field holds it.
 _NORM_EPSILON = 1e-6
@@ -36,7 +30,7 @@ _SHARED = (
 )
 
 
-def vision_transformer_config(provider: Qwen3VLModelProvider) -> TransformerConfig:
+def vision_transformer_config(provider: VisionLanguageFields) -> TransformerConfig:
     """Configuration of the vision tower's transformer block. On ranks of its own it is split by itself."""
     vision = provider.vision_config
     config = TransformerConfig(
@@ -67,20 +61,10 @@ def vision_transformer_config(provider: Qwen3VLModelProvider) -> TransformerConf
     return config
 
 
-def check_vision(provider: Qwen3VLModelProvider) -> None:
-    """Check that the tower is one that the text model can take features of.
-
-    Raises:
-        ValueError: widths or DeepStack taps that do not fit, or an activation that is not known.
-    """
-    vision = provider.vision_config
-    check_tower(vision.to_dict(), provider.hidden_size, provider.num_layers)
-    vision_activation(vision.hidden_act)
-
-
-def vision_work(provider: Qwen3VLModelProvider) -> VisionWork:
+def vision_work(provider: VisionLanguageFields) -> VisionWork:
     """What a frame costs the tower, for ranks to share frames by."""
     vision = provider.vision_config
     sizes = {**vision_sizes(vision.to_dict()), "hidden": provider.hidden_size}
-    patch, patch_pair = vision_costs(sizes, vision.depth, len(vision.deepstack_visual_indexes))
+    taps = getattr(vision, "deepstack_visual_indexes", ())
+    patch, patch_pair = vision_costs(sizes, vision.depth, len(taps))
     return VisionWork(patch, patch_pair, vision.spatial_merge_size**2)

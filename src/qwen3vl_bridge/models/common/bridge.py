@@ -1,0 +1,112 @@
+"""The bridge: what all families' bridges do with the weight table.
+
+What lives here: the table as Megatron-Bridge's mappings, and a provider made of a `config.json`. What may not:
+parameter names and configurations of a family (`models/*/table.py`, `models/*/bridge.py`), how a kind of row moves
+numbers (`weights/bridge_mappings.py`).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import types
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from qwen3vl_bridge.models.common.adapter_conversion import AdapterConversion
+from qwen3vl_bridge.registry import family
+from qwen3vl_bridge.weights.bridge_mappings import param_mappings
+from qwen3vl_bridge.weights.names import ExpertLayout, expert_layout_of
+from qwen3vl_bridge.weights.rows import expand
+
+from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
+from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
+from megatron.bridge.models.hf_pretrained.state import SafeTensorsStateSource
+from safetensors import safe_open
+from transformers import CONFIG_MAPPING
+
+
+class FamilyBridge(AdapterConversion, MegatronModelBridge):
+    """A family's model for AutoBridge: a subclass sets `family` and has `provider_bridge`, and is registered.
+
+    Class attributes:
+        family: its name in the registry.
+    """
+
+    def load_weights_hf_to_megatron(self, hf_pretrained: Any, *args: Any, **kwargs: Any) -> Any:
+        """As Megatron-Bridge's, which leaves a weight that the checkpoint lacks as it happens to be.
+
+        Raises:
+            ValueError: tensors are missing; the message names them.
+        """
+        self.hf_pretrained = hf_pretrained
+        rows = family(self.family).rows(self.expert_layout())
+        dimensions = family(self.family).dimensions_of(hf_pretrained.config.to_dict())
+        wanted = {name for row in expand(rows, dimensions) for name in row.hf}
+        if missing := sorted(wanted - set(hf_pretrained.state.keys())):
+            shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+            raise ValueError(f"{hf_pretrained.model_name_or_path} lacks {len(missing)} tensors: {shown}")
+        return super().load_weights_hf_to_megatron(hf_pretrained, *args, **kwargs)
+
+    def mapping_registry(self) -> MegatronMappingRegistry:
+        """The weight table as Megatron-Bridge's mappings."""
+        return MegatronMappingRegistry(*param_mappings(family(self.family).rows(self.expert_layout())))
+
+    def expert_layout(self) -> ExpertLayout:
+        """How the checkpoint at hand holds its experts; without one, or without experts, as the released ones do.
+
+        Raises:
+            ValueError: they are held in none of the known ways.
+        """
+        own = family(self.family)
+        pretrained = getattr(self, "hf_pretrained", None)
+        source = getattr(getattr(pretrained, "state", None), "source", None)
+        if not isinstance(source, SafeTensorsStateSource):
+            return own.released_experts
+        dimensions = own.dimensions_of(pretrained.config.to_dict())
+        if not dimensions.indices["moe_layers"]:
+            return own.released_experts
+        shapes = _expert_shapes(source, dimensions.indices["moe_layers"][0])
+        return expert_layout_of(own.rows, shapes, dimensions)
+
+
+def provider_of(
+    bridges: Iterable[type[FamilyBridge]], hf_config: Mapping[str, Any], settings: Mapping[str, Any]
+) -> Any:
+    """The provider of a `config.json`, by the bridge of its `model_type`.
+
+    Args:
+        bridges: registered ones.
+        hf_config: the whole file.
+        settings: fields of the provider.
+
+    Raises:
+        ValueError: a setting the model does not honour, or another model's configuration.
+        TypeError: a setting that is no field of the provider.
+    """
+    by_type = {bridge.MODEL_TYPE: bridge for bridge in bridges}
+    kind = hf_config.get("model_type")
+    if kind not in by_type:
+        raise ValueError(f"model_type is {kind!r}, expected one of {', '.join(by_type)}")
+    # Some of transformers' configuration classes complete the mapping they are given.
+    config = CONFIG_MAPPING[kind].from_dict(copy.deepcopy(dict(hf_config)))
+    provider = by_type[kind]().provider_bridge(types.SimpleNamespace(config=config))
+    if unknown := settings.keys() - {field.name for field in dataclasses.fields(provider)}:
+        raise TypeError(f"{type(provider).__name__} has no {', '.join(sorted(unknown))}")
+    for name, value in settings.items():
+        setattr(provider, name, value)
+    return provider
+
+
+def _expert_shapes(source: SafeTensorsStateSource, layer: int) -> dict[str, list[int]]:
+    """Shapes of a layer's expert tensors, from the files' headers: the tensors are not read."""
+    by_file = defaultdict(list)
+    for name, file in source.key_to_filename_map.items():
+        if f".layers.{layer}.mlp.experts." in name:
+            by_file[file].append(name)
+    shapes = {}
+    for file, names in by_file.items():
+        with safe_open(source.path / file, framework="pt") as tensors:
+            shapes.update((name, tensors.get_slice(name).get_shape()) for name in names)
+    return shapes

@@ -1,0 +1,27 @@
+"""Which tokens and pictures of a batch a rank has: its places among the ranks that share them.
+
+What lives here: the one function that reads them off a provider and its process groups. What may not: the choice itself
+(`PackedBatch.local`), collectives.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
+from qwen3vl_bridge.models.common.settings.encoder_parallel import replicas_of
+from qwen3vl_bridge.models.common.vision_config import vision_work
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+
+def sequence_ranks(config: VisionLanguageProvider, groups: ProcessGroupCollection) -> dict[str, Any]:
+    """What chooses the tokens and pictures of this rank, as `PackedBatch.local` takes it."""
+    return dict(
+        vision_work=vision_work(config),
+        encoders=None if config.add_encoder else replicas_of(config).encoders,
+        cp_size=groups.cp.size(),
+        cp_rank=groups.cp.rank(),
+        sp_size=groups.tp.size() if config.sequence_parallel else 1,
+        sp_rank=groups.tp.rank() if config.sequence_parallel else 0,
+    )

@@ -1,0 +1,216 @@
+"""The provider: what all families' providers do with their fields.
+
+What lives here: completing and checking the fields, building the model of a pipeline stage, and what a model with
+experts has beside. What may not: fields (`settings/fields.py`), a family's own (`models/*/provider.py`), reading
+Hugging Face configurations (`bridge.py`), modules.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
+
+from qwen3vl_bridge import registry
+from qwen3vl_bridge.models.common.provider_flops import operations_of_a_step, provider_sizes
+from qwen3vl_bridge.models.common.settings import fields, kernels, parallelism
+from qwen3vl_bridge.models.common.settings.activations import name_of, vision_activation
+from qwen3vl_bridge.models.common.settings.encoder_parallel import (
+    check_dist_train,
+    complete_dist_train,
+    complete_groups,
+)
+from qwen3vl_bridge.models.common.settings.experts import check_experts, layers_with_experts
+from qwen3vl_bridge.models.common.settings.recompute import check_recompute
+from qwen3vl_bridge.weights.dimensions import Dimensions, indices_of
+
+import torch
+from megatron.bridge.utils.vocab_utils import calculate_padded_vocab_size
+from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel.utils import (
+    is_pp_first_stage,
+    is_pp_last_stage,
+    is_vp_first_stage,
+    is_vp_last_stage,
+)
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+
+@dataclass
+class VisionLanguageProvider(fields.VisionLanguageFields):
+    """A vision tower and a language model, of any family.
+
+    Class attributes, which a family sets:
+        family: its name in the registry.
+        fixed: settings that the model does not follow, each with the only value it may have.
+        model_class, language_model_class: dotted names of what `provide` and `provide_language_model` build.
+        encoder_class, decoder_class: of the two modules that are on ranks of their own under `dist_train`.
+    """
+
+    family: ClassVar[str]
+    model_class: ClassVar[str]
+    language_model_class: ClassVar[str]
+    encoder_class: ClassVar[str]
+    decoder_class: ClassVar[str]
+    fixed: ClassVar[Mapping[str, Any]]
+    # Megatron-Bridge looks for it where it logs TFLOP/s.
+    _get_num_floating_point_operations_with_runtime_stats = operations_of_a_step
+
+    def finalize(self) -> None:
+        """Check the fields and complete them.
+
+        Raises:
+            ValueError: fields that contradict each other, or that this model would ignore.
+        """
+        kernels.complete_kernels(self)
+        parallelism.complete_parallel(self)
+        self.check_vision()
+        for name, only in self.fixed.items():
+            if getattr(self, name) != only:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, expected {only!r}: this model has nothing else")
+        name_of(self.activation_func)
+        self.check_names()
+        check_recompute(self)
+        parallelism.check_sizes(self)
+        kernels.check_kernels(self)
+        super().finalize()
+        kernels.complete_precision(self)
+        parallelism.check_parallel(self)
+        check_dist_train(self)
+        complete_dist_train(self)
+
+    def check_vision(self) -> None:
+        """Check that the tower is one that the language model can take features of; ValueError where it is not."""
+        vision_activation(self.vision_config.hidden_act)
+
+    def check_names(self) -> None:
+        """Check what else was set on the provider; ValueError for what is no setting."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy, such as layers of experts make; what talks to other ranks is the same in it."""
+        if (talks := getattr(self, "_p2p_communicator", None)) is not None:
+            memo[id(talks)] = talks
+        return super().__deepcopy__(memo)
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding and the output layer."""
+        if not self.should_pad_vocab:
+            return self.vocab_size
+        return calculate_padded_vocab_size(
+            self.vocab_size, self.make_vocab_size_divisible_by, self.tensor_model_parallel_size
+        )
+
+    def dimensions(self) -> Dimensions:
+        """What the weight table's symbols stand for; the vocabulary without padding."""
+        indices = indices_of(
+            layers=self.num_layers,
+            moe_layers=self.moe_layers,
+            experts=self.num_moe_experts or 0,
+            vision_layers=self.vision_config.depth,
+            tapped_layers=getattr(self.vision_config, "deepstack_visual_indexes", ()),
+        )
+        return Dimensions(provider_sizes(self), indices, self.family)
+
+    def provide(self, pre_process: bool | None = None, post_process: bool | None = None, vp_stage: int | None = None):
+        """Build the model of one pipeline stage, or the one of its two modules that this rank has.
+
+        Args:
+            pre_process: whether it embeds; None to tell from the rank.
+            post_process: whether it puts out logits or losses; None to tell from the rank.
+            vp_stage: virtual pipeline stage, or None.
+        """
+        groups = self._groups()
+        pre_process, post_process = self._ends(pre_process, post_process, vp_stage)
+        with self._device():
+            if not self.add_decoder:
+                model = registry.load(self.encoder_class)(self, groups)
+            else:
+                kind = registry.load(self.model_class if self.add_encoder else self.decoder_class)
+                model = kind(self, groups, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
+        model.freeze(
+            freeze_language_model=self.freeze_language_model,
+            freeze_vision_model=self.freeze_vision_model,
+            freeze_vision_projection=self.freeze_vision_projection,
+        )
+        return model
+
+    def provide_language_model(
+        self, pre_process: bool | None = None, post_process: bool | None = None, vp_stage: int | None = None
+    ) -> GPTModel:
+        """Build the text model of one pipeline stage alone; arguments as `provide`'s."""
+        pre_process, post_process = self._ends(pre_process, post_process, vp_stage)
+        with self._device():
+            return registry.load(self.language_model_class)(
+                self, self._groups(), pre_process=pre_process, post_process=post_process, vp_stage=vp_stage
+            )
+
+    def _groups(self) -> ProcessGroupCollection:
+        """Those that were set, or megatron-core's own: a caller of `provide` alone has set none."""
+        if self._pg_collection is None:
+            self._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+        return self._pg_collection
+
+    def _ends(self, pre_process: bool | None, post_process: bool | None, vp_stage: int | None) -> tuple[bool, bool]:
+        """Whether a stage embeds, and whether it puts out; of the rank where that is not given."""
+        groups, vp_size = self._groups(), self.virtual_pipeline_model_parallel_size
+        if pre_process is None:
+            pre_process = is_vp_first_stage(vp_stage=vp_stage, vp_size=vp_size) and is_pp_first_stage(groups.pp)
+        if post_process is None:
+            post_process = is_vp_last_stage(vp_stage=vp_stage, vp_size=vp_size) and is_pp_last_stage(groups.pp)
+        return pre_process, post_process
+
+    def _device(self) -> contextlib.AbstractContextManager:
+        return torch.device("meta") if self.init_model_with_meta_device else contextlib.nullcontext()
+
+    def provide_distributed_model(self, *args: Any, **kwargs: Any) -> list[torch.nn.Module]:
+        """As ModelProviderMixin's; says how many parameters of each part are trained, adapters counted in.
+
+        Raises:
+            ValueError: it is to be wrapped for training, and could not be trained as it is split.
+        """
+        from qwen3vl_bridge.models.common.freezing import log_trained_parameters
+
+        given = inspect.signature(super().provide_distributed_model).bind(*args, **kwargs).arguments
+        if training := given.get("wrap_with_ddp", True):
+            parallelism.check_training(self)
+            kernels.check_float32(self)
+            parallelism.complete_ddp(self, given.get("ddp_config"))
+        complete_groups(self, given.get("pg_collection"), training=training)
+        model = super().provide_distributed_model(*args, **kwargs)
+        log_trained_parameters(model)
+        return model
+
+
+@dataclass
+class ExpertsMixin:
+    """What the provider of a model with experts has beside; to be named before the family's dense provider as a base.
+
+    Attributes:
+        moe_layer_freq: 1 for each layer with experts, 0 for each dense one (or megatron-core's other spellings).
+        moe_grouped_gemm: experts of a rank as one grouped product; Transformer Engine's.
+        allow_random_routing: accept `moe_router_force_load_balancing`, with which tokens go to experts at random. That
+            is for measuring speed; what is trained so is lost.
+    """
+
+    moe_router_dtype: str | None = "fp32"
+    moe_router_load_balancing_type: str | list[str] = "aux_loss"
+    moe_grouped_gemm: bool = field(default_factory=fields.has_transformer_engine)
+    moe_permute_fusion: bool = field(default_factory=fields.has_transformer_engine)
+    allow_random_routing: bool = False
+
+    def finalize(self: Any) -> None:
+        """Check the fields and complete them.
+
+        Raises:
+            ValueError: fields that contradict each other, or that this model would ignore.
+        """
+        check_experts(self)
+        super().finalize()
+
+    @property
+    def moe_layers(self: Any) -> tuple[int, ...]:
+        """Layers with experts, as megatron-core reads `moe_layer_freq`."""
+        return layers_with_experts(self)

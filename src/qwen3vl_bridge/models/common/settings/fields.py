@@ -1,0 +1,148 @@
+"""The fields of a provider: everything that says what a model is and how it is computed and split.
+
+What lives here: the fields that all families share, with Megatron-Bridge's names, and defaults that follow what is
+installed. What may not: checks (the modules beside), what is done with the fields (`models/common/provider.py`), a
+family's own fields and defaults (`models/*/provider.py`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.core.tensor_parallel import layers
+
+
+def has_transformer_engine() -> bool:
+    """Whether Transformer Engine is installed and there is a GPU for it."""
+    return importlib.util.find_spec("transformer_engine") is not None and torch.cuda.is_available()
+
+
+def default_transformer_impl() -> str:
+    """Transformer Engine where it can run, else modules of torch and megatron-core."""
+    return "transformer_engine" if has_transformer_engine() else "local"
+
+
+def can_fuse_weight_gradients() -> bool:
+    """Whether every linear layer can add a weight's gradient to the sum of them at once.
+
+    Transformer Engine's can. The output layer is megatron-core's with either layer spec; it needs APEX' extension, and
+    raises where it is asked to and finds none.
+    """
+    return layers._grad_accum_fusion_available and torch.cuda.is_available()
+
+
+@dataclass
+class DistTrainConfig:
+    """Megatron-Bridge's fields for training both modules on ranks of their own.
+
+    Attributes:
+        use_dist_train: whether to.
+        vision_world_size: ranks of the vision tower, the first ones.
+        language_world_size: ranks of the language model, all others.
+        vision_tensor_model_parallel_size: of the tower. Its ranks left over are data-parallel.
+        vision_pipeline_model_parallel_size, vision_context_parallel_size: 1; the tower has neither.
+        vision_expert_tensor_parallel_size, vision_expert_model_parallel_size: 1; it has no experts.
+        vision_to_llm_dp_ratio: the tower's replicas for each of the language model's. None to work it out; where there
+            are fewer of the tower's it has to be None.
+    """
+
+    use_dist_train: bool = False
+    vision_world_size: int | None = None
+    language_world_size: int | None = None
+    vision_tensor_model_parallel_size: int = 1
+    vision_pipeline_model_parallel_size: int = 1
+    vision_context_parallel_size: int = 1
+    vision_expert_tensor_parallel_size: int = 1
+    vision_expert_model_parallel_size: int = 1
+    vision_to_llm_dp_ratio: int | None = None
+
+
+@dataclass
+class VisionLanguageFields(GPTModelProvider):
+    """Fields of a vision tower and a language model. The inherited ones describe the language model.
+
+    Attributes:
+        vision_config: the vision tower, as transformers describes it.
+        image_token_id, video_token_id, vision_start_token_id, vision_end_token_id, bos_token_id, eos_token_id: ids.
+        pad_token_id: where a caller's rows come without any mask, a run of it at a row's end is padding. None: every
+            token is real.
+        mrope_section: rotary frequencies of the temporal, height and width axis.
+        rope_parameters: a scaled rotary embedding (YaRN and the like) as transformers describes it, or None.
+        freeze_language_model, freeze_vision_model, freeze_vision_projection: parts that are not trained. The vision
+            projection is the patch mergers.
+        vision_recompute_granularity, vision_recompute_modules, vision_recompute_method, vision_recompute_num_layers:
+            activation recomputation of the vision tower, as the fields without `vision_` are of the text model.
+        apply_rotary_pos_emb_in_fp32: rotate queries and keys of the text model in float32; those of the tower always
+            are.
+        calculate_per_token_loss: whether losses are summed over tokens and divided once by those of the global batch,
+            however they are packed, as this package's recipes have it. None: as Megatron-Bridge, under context
+            parallelism alone (and with `dist_train`); else each microbatch's mean counts alike.
+        vision_dp_when_cp: whether context-parallel ranks share the pictures' work. They always do here.
+        use_hf_vision_model, vision_cuda_graph_impl, vision_cuda_graph_scope, max_vision_cuda_graph_seq_length: settings
+            of Megatron-Bridge's own model that have one value here.
+        dist_train: the vision tower and the language model on ranks of their own.
+        add_encoder, add_decoder: which of the two this rank has; Megatron-Bridge's set-up says so.
+    """
+
+    # transformers' configuration of the tower
+    vision_config: Any = None
+
+    image_token_id: int = -1
+    video_token_id: int = -1
+    vision_start_token_id: int = -1
+    vision_end_token_id: int = -1
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+    pad_token_id: int | None = None
+
+    normalization: str = "RMSNorm"
+    layernorm_epsilon: float = 1e-6
+    gated_linear_unit: bool = True
+    activation_func: object = F.silu
+    add_bias_linear: bool = False
+    attention_dropout: float = 0.0
+    hidden_dropout: float = 0.0
+
+    position_embedding_type: str = "mrope"
+    mrope_section: list[int] = field(default_factory=list)
+    rope_parameters: dict[str, Any] | None = None
+    scatter_embedding_sequence_parallel: bool = False
+    share_embeddings_and_output_weights: bool = False
+
+    transformer_impl: str = field(default_factory=default_transformer_impl)
+    gradient_accumulation_fusion: bool = field(default_factory=can_fuse_weight_gradients)
+    bias_activation_fusion: bool = True
+    cross_entropy_loss_fusion: bool = True  # but where it would round: finalize() says so
+    apply_rotary_pos_emb_in_fp32: bool = False
+    # megatron-core refuses rows of several lengths between pipeline stages with its own default, experts or not.
+    moe_token_dispatcher_type: str = "alltoall"
+    calculate_per_token_loss: bool | None = None
+
+    freeze_language_model: bool = False
+    freeze_vision_model: bool = False
+    freeze_vision_projection: bool = False
+
+    vision_recompute_granularity: str | None = None
+    vision_recompute_modules: list[str] | None = None
+    vision_recompute_method: str | None = None
+    vision_recompute_num_layers: int | None = None
+
+    use_hf_vision_model: bool = False
+    vision_dp_when_cp: bool = False
+    vision_cuda_graph_impl: str = "none"
+    vision_cuda_graph_scope: list[str] = field(default_factory=list)
+    max_vision_cuda_graph_seq_length: int | None = None
+
+    dist_train: DistTrainConfig = field(default_factory=DistTrainConfig)
+    add_encoder: bool = True
+    add_decoder: bool = True
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Layers with experts."""
+        return ()
