@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from qwen3vl_bridge.registry import family
 from qwen3vl_bridge.weights.names import ExpertLayout
+from qwen3vl_bridge.weights.rows import Row, ZeroCentered
 
 import pytest
 import torch
@@ -30,17 +32,22 @@ class Pair:
     def megatron_gradients(self) -> dict[str, torch.Tensor]:
         """Gradients of the Megatron model under Hugging Face names and in Hugging Face layouts.
 
-        They are converted as weights are: the conversion is linear and only moves numbers.
+        They are converted as weights are: the conversion is linear and only moves numbers, but for weights that
+        Megatron has less by one.
         """
         parameters = list(self.megatron.parameters())
         weights = [p.data for p in parameters]
         for p in parameters:
             p.data = torch.zeros_like(p) if p.grad is None else p.grad
         exported = self.bridge.export_hf_weights([self.megatron], cpu=True, show_progress=False)
-        gradients = {name: tensor.clone() for name, tensor in exported}
+        shifted = [row.hf[0].rpartition("*.")[2] for row in self._rows() if isinstance(row, ZeroCentered)]
+        gradients = {name: tensor - int(name.endswith(tuple(shifted))) for name, tensor in exported}
         for p, weight in zip(parameters, weights, strict=True):
             p.data = weight
         return gradients
+
+    def _rows(self) -> tuple[Row, ...]:
+        return family(self.provider.family).rows()
 
     def reference_gradients(self) -> dict[str, torch.Tensor]:
         """Gradients of the reference in the same layouts; zero for parameters it did not use."""

@@ -15,11 +15,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from qwen3vl_bridge.models.common.adapter_conversion import AdapterConversion
+from qwen3vl_bridge.models.common.settings.activations import text_activation
 from qwen3vl_bridge.registry import family
 from qwen3vl_bridge.weights.bridge_mappings import param_mappings
 from qwen3vl_bridge.weights.names import ExpertLayout, expert_layout_of
 from qwen3vl_bridge.weights.rows import expand
 
+import torch
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.models.hf_pretrained.state import SafeTensorsStateSource
@@ -48,6 +50,37 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
             shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
             raise ValueError(f"{hf_pretrained.model_name_or_path} lacks {len(missing)} tensors: {shown}")
         return super().load_weights_hf_to_megatron(hf_pretrained, *args, **kwargs)
+
+    def shared_fields(self, config: Any) -> dict[str, Any]:
+        """The provider's fields that a Hugging Face configuration decides alike in every family."""
+        text = config.text_config
+        dtype = self.dtype_from_hf(text, default=self.dtype_from_hf(config, default=torch.float32))
+        token_ids = ("bos_token_id", "eos_token_id", "pad_token_id")
+        return dict(
+            num_layers=text.num_hidden_layers,
+            hidden_size=text.hidden_size,
+            num_attention_heads=text.num_attention_heads,
+            num_query_groups=text.num_key_value_heads,
+            kv_channels=text.head_dim,
+            vocab_size=text.vocab_size,
+            seq_length=text.max_position_embeddings,
+            layernorm_epsilon=text.rms_norm_eps,
+            init_method_std=text.initializer_range,
+            activation_func=text_activation(text.hidden_act),
+            attention_dropout=text.attention_dropout,
+            # transformers keeps the setting on the whole model's configuration; the text part's is a default.
+            share_embeddings_and_output_weights=config.tie_word_embeddings,
+            make_vocab_size_divisible_by=self.make_vocab_size_divisible_by(text.vocab_size),
+            params_dtype=dtype,
+            bf16=dtype == torch.bfloat16,
+            fp16=dtype == torch.float16,
+            vision_config=config.vision_config,
+            image_token_id=config.image_token_id,
+            video_token_id=config.video_token_id,
+            vision_start_token_id=config.vision_start_token_id,
+            vision_end_token_id=config.vision_end_token_id,
+            **{name: getattr(text, name) for name in token_ids if getattr(text, name, None) is not None},
+        )
 
     def mapping_registry(self) -> MegatronMappingRegistry:
         """The weight table as Megatron-Bridge's mappings."""

@@ -126,7 +126,7 @@ def tower_costs(config: Mapping, trained: Trained | None = None) -> TowerCosts:
 
 
 def model_costs(n: Dimensions, trained: Trained | None = None) -> TowerCosts:
-    """As `tower_costs`, of a model with these dimensions: the formula of families whose layers all attend.
+    """As `tower_costs`, of a model with these dimensions.
 
     Args:
         n: its numbers.
@@ -135,17 +135,26 @@ def model_costs(n: Dimensions, trained: Trained | None = None) -> TowerCosts:
     tapped, chosen_experts = n.indices["tapped_layers"], n["chosen_experts"]
     vision, (*deepstack, embedded) = _vision(n.sizes, len(n.indices["vision_layers"]), tapped, trained)
     of_language = trained is not None and trained.language_model
+    linear, queries = n.indices.get("linear_layers", ()), n.sizes.get("gated_q", n["q"])
     text = _Chain(trained, reached=embedded or of_language)  # the embedding comes before all layers
     for layer in n.indices["text_layers"]:
         name = f"language_model.decoder.layers.{layer}"
-        text.add(f"{name}.self_attention.linear_qkv", n["hidden"], n["q"] + 2 * n["kv"], of_language)
-        text.attend(n["q"])
-        text.add(f"{name}.self_attention.linear_proj", n["q"], n["hidden"], of_language)
+        if layer in linear:
+            _attend_linearly(text, f"{name}.self_attention", n, of_language)
+        else:
+            text.add(f"{name}.self_attention.linear_qkv", n["hidden"], queries + 2 * n["kv"], of_language)
+            text.attend(n["q"])
+            text.add(f"{name}.self_attention.linear_proj", n["q"], n["hidden"], of_language)
         if layer in n.indices["moe_layers"]:
             text.add("", n["hidden"], n["experts"], of_language)
             experts = f"{name}.mlp.experts"
             text.add(f"{experts}.linear_fc1", n["hidden"], 2 * n["moe_ffn"], of_language, times=chosen_experts)
             text.add(f"{experts}.linear_fc2", n["moe_ffn"], n["hidden"], of_language, times=chosen_experts)
+            if shared := n.sizes.get("shared_ffn", 0):
+                experts = f"{name}.mlp.shared_experts"
+                text.add("", n["hidden"], 1, of_language)
+                text.add(f"{experts}.linear_fc1", n["hidden"], 2 * shared, of_language)
+                text.add(f"{experts}.linear_fc2", shared, n["hidden"], of_language)
         else:
             text.add(f"{name}.mlp.linear_fc1", n["hidden"], 2 * n["ffn"], of_language)
             text.add(f"{name}.mlp.linear_fc2", n["ffn"], n["hidden"], of_language)
@@ -153,6 +162,18 @@ def model_costs(n: Dimensions, trained: Trained | None = None) -> TowerCosts:
     text.add("", n["hidden"], n["vocab"], of_language)
     # Causal attention is half of all pairs.
     return TowerCosts(token=2 * text.linear, token_pair=text.pair, patch=2 * vision.linear, patch_pair=2 * vision.pair)
+
+
+def _attend_linearly(text: _Chain, name: str, n: Dimensions, trained: bool) -> None:
+    """A layer of linear attention: its work grows with the tokens alone.
+
+    For each token and value head three products with the state of key size times value size: what is remembered under
+    the key, what is written, what is read.
+    """
+    text.add(f"{name}.in_proj", n["hidden"], n["l_qkv"] + n["l_value"] + 2 * n["l_value_heads"], trained)
+    text.add("", n["l_conv"], n["l_qkv"], trained)
+    text.linear += 3 * n["l_key_dim"] * n["l_value"] * (1 + 2 * text.reached)
+    text.add(f"{name}.out_proj", n["l_value"], n["hidden"], trained)
 
 
 def vision_costs(n: Mapping[str, int], layers: int, taps: int) -> tuple[float, float]:

@@ -10,6 +10,7 @@ from qwen3vl_bridge.batch.packed_batch import VisionInputs
 from qwen3vl_bridge.models.common.attention import packed_seq_params
 from qwen3vl_bridge.models.common.layer_specs import backend, vision_block_spec
 from qwen3vl_bridge.models.common.rope import vision_rotary
+from qwen3vl_bridge.models.common.settings.fields import deepstack_taps
 
 import torch
 import torch.nn.functional as F
@@ -101,8 +102,7 @@ class VisionBlock(TransformerBlock):
             pg_collection=pg_collection,
         )
         self.deepstack_merger_list = nn.ModuleList(
-            PatchMerger(config, vision, pg_collection.tp, norm_after_shuffle=True)
-            for _ in vision.deepstack_visual_indexes
+            PatchMerger(config, vision, pg_collection.tp, norm_after_shuffle=True) for _ in deepstack_taps(vision)
         )
 
     def sharded_state_dict(
@@ -140,7 +140,7 @@ class Qwen3VLVisionModel(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.tp_group = pg_collection.tp
-        self.taps = list(vision.deepstack_visual_indexes)
+        self.taps = list(deepstack_taps(vision))
         self.patches_per_token = vision.spatial_merge_size**2
         self.values_per_patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
         self.patch_embed = PatchEmbed(config, vision, pg_collection.tp)

@@ -6,7 +6,7 @@ What lives here: the reading, in every spelling that there is. Standard library 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from qwen3vl_bridge.weights.dimensions import Dimensions, indices_of, vision_sizes
 
@@ -68,26 +68,35 @@ def dimensions_of(config: Mapping) -> Dimensions:
         experts=experts,
         vision_layers=vision["depth"],
     )
-    return Dimensions(sizes, {**indices, **_by_type(types)}, FAMILY)
+    return Dimensions(sizes, indices | layers_by_attention([kind == LINEAR for kind in types]), FAMILY)
 
 
-def _by_type(types: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
-    return {
-        name: tuple(layer for layer, kind in enumerate(types) if kind == wanted)
-        for name, wanted in (("linear_layers", LINEAR), ("full_layers", FULL))
-    }
+def layers_by_attention(is_linear: Sequence[bool | int]) -> dict[str, tuple[int, ...]]:
+    """`Dimensions.indices` of both kinds of layers, by what is said of each layer."""
+    linear = tuple(layer for layer, one in enumerate(is_linear) if one)
+    return {"linear_layers": linear, "full_layers": tuple(layer for layer, one in enumerate(is_linear) if not one)}
 
 
 def _linear_sizes(text: Mapping) -> dict[str, int]:
     """Those of linear attention. Source of the defaults: transformers, Qwen3_5TextConfig."""
-    key = text.get("linear_num_key_heads", 16) * text.get("linear_key_head_dim", 128)
-    value_heads, value_dim = text.get("linear_num_value_heads", 32), text.get("linear_value_head_dim", 128)
+    return linear_sizes(
+        key_heads=text.get("linear_num_key_heads", 16),
+        key_dim=text.get("linear_key_head_dim", 128),
+        value_heads=text.get("linear_num_value_heads", 32),
+        value_dim=text.get("linear_value_head_dim", 128),
+        conv=text.get("linear_conv_kernel_dim", 4),
+    )
+
+
+def linear_sizes(*, key_heads: int, key_dim: int, value_heads: int, value_dim: int, conv: int) -> dict[str, int]:
+    """Sizes of linear attention by its heads, their widths, and the taps of its convolution."""
+    key, value = key_heads * key_dim, value_heads * value_dim
     return {
         "l_key": key,
-        "l_value": value_heads * value_dim,
-        "l_qkv": 2 * key + value_heads * value_dim,
-        "l_key_heads": text.get("linear_num_key_heads", 16),
-        "l_value_heads": value_heads,
+        "l_key_dim": key_dim,
+        "l_value": value,
         "l_value_dim": value_dim,
-        "l_conv": text.get("linear_conv_kernel_dim", 4),
+        "l_value_heads": value_heads,
+        "l_qkv": 2 * key + value,
+        "l_conv": conv,
     }

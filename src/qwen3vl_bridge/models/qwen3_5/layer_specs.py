@@ -7,6 +7,8 @@ What lives here: which layers are which, and what they are made of. What may not
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
+from typing import Any
 
 from qwen3vl_bridge.models.common.layer_specs import LocalBackend, backend, decoder_block_spec
 from qwen3vl_bridge.models.qwen3_5.linear_attention import LinearAttention
@@ -28,9 +30,11 @@ def text_block_spec(config: TransformerConfig, vp_stage: int | None, pp_rank: in
     plain.experimental_attention_variant = None
     block = decoder_block_spec(plain, vp_stage, pp_rank)
     is_linear = get_linear_attention_pattern(config)
-    for layer, spec in zip(_layers_of_stage(config, vp_stage, pp_rank), block.layer_specs, strict=True):
-        if is_linear[layer]:
-            _use_linear_attention(spec, config)
+    numbers = _layers_of_stage(config, vp_stage, pp_rank)
+    block.layer_specs = [
+        _with_linear_attention(spec, config) if is_linear[number] else spec
+        for number, spec in zip(numbers, block.layer_specs, strict=True)
+    ]
     return block
 
 
@@ -42,15 +46,15 @@ def _layers_of_stage(config: TransformerConfig, vp_stage: int | None, pp_rank: i
     return list(range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank)))
 
 
-def _use_linear_attention(spec: ModuleSpec, config: TransformerConfig) -> None:
-    layer = spec.submodules
-    layer.self_attention = linear_attention_spec(config)
-    if not isinstance(backend(config), LocalBackend):
-        layer.input_layernorm = IdentityOp  # Transformer Engine's is a part of the projection
-        return
-    # A checkpoint has the Transformer Engine spec's names; megatron-core's map is made for attention's projection.
-    names = layer.sharded_state_dict_keys_map
-    layer.sharded_state_dict_keys_map = names | {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
+def _with_linear_attention(spec: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
+    changes: dict[str, Any] = {"self_attention": linear_attention_spec(config)}
+    if isinstance(backend(config), LocalBackend):
+        # A checkpoint has the Transformer Engine spec's names; megatron-core's map is made for attention's projection.
+        names = spec.submodules.sharded_state_dict_keys_map
+        changes["sharded_state_dict_keys_map"] = names | {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
+    else:
+        changes["input_layernorm"] = IdentityOp  # Transformer Engine's is a part of the projection
+    return replace(spec, submodules=replace(spec.submodules, **changes))  # layers of one kind share a spec
 
 
 def linear_attention_spec(config: TransformerConfig) -> ModuleSpec:

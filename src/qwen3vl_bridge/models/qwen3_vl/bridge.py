@@ -11,13 +11,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from qwen3vl_bridge.models.common.bridge import FamilyBridge, provider_of
-from qwen3vl_bridge.models.common.settings.activations import text_activation
 from qwen3vl_bridge.models.qwen3_vl.config_checks import check_settings, rope_parameters
 from qwen3vl_bridge.models.qwen3_vl.config_dimensions import FAMILY, moe_layers_of
 from qwen3vl_bridge.models.qwen3_vl.model import Qwen3VLModel
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
 
-import torch
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.models.qwen_vl import qwen3_vl_provider as stock
 from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
@@ -62,36 +60,12 @@ class Qwen3VLBridge(FamilyBridge):
         check_settings(config.to_dict())
         text = config.text_config
         rope = rope_parameters(text.to_dict())
-        dtype = self.dtype_from_hf(text, default=self.dtype_from_hf(config, default=torch.float32))
-        token_ids = ("bos_token_id", "eos_token_id", "pad_token_id")
         return dict(
-            num_layers=text.num_hidden_layers,
-            hidden_size=text.hidden_size,
+            **self.shared_fields(config),
             ffn_hidden_size=text.intermediate_size,
-            num_attention_heads=text.num_attention_heads,
-            num_query_groups=text.num_key_value_heads,
-            kv_channels=text.head_dim,
-            vocab_size=text.vocab_size,
-            seq_length=text.max_position_embeddings,
-            layernorm_epsilon=text.rms_norm_eps,
-            init_method_std=text.initializer_range,
-            activation_func=text_activation(text.hidden_act),
-            attention_dropout=text.attention_dropout,
             rotary_base=rope["rope_theta"],
             mrope_section=list(rope["mrope_section"]),
             rope_parameters=None if rope["rope_type"] == "default" else rope,
-            # transformers keeps the setting on the whole model's configuration; the text part's is a default.
-            share_embeddings_and_output_weights=config.tie_word_embeddings,
-            make_vocab_size_divisible_by=self.make_vocab_size_divisible_by(text.vocab_size),
-            params_dtype=dtype,
-            bf16=dtype == torch.bfloat16,
-            fp16=dtype == torch.float16,
-            vision_config=config.vision_config,
-            image_token_id=config.image_token_id,
-            video_token_id=config.video_token_id,
-            vision_start_token_id=config.vision_start_token_id,
-            vision_end_token_id=config.vision_end_token_id,
-            **{name: getattr(text, name) for name in token_ids if getattr(text, name, None) is not None},
         )
 
     @classmethod

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from qwen3vl_bridge.batch.packed_batch import ModelInputs, VisionRows
 from qwen3vl_bridge.models.common.adapter_insertion import map_modules
@@ -19,6 +19,7 @@ from qwen3vl_bridge.models.common.inputs.arguments import check_inference, check
 from qwen3vl_bridge.models.common.inputs.model_inputs import as_model_inputs
 from qwen3vl_bridge.models.common.layer_specs import text_block_spec
 from qwen3vl_bridge.models.common.rope import InterleavedMRoPE, scaled_frequencies
+from qwen3vl_bridge.models.common.settings.fields import deepstack_taps
 from qwen3vl_bridge.models.common.settings.parallelism import LOGITS
 from qwen3vl_bridge.models.common.vision_config import vision_transformer_config
 from qwen3vl_bridge.models.common.vision_tower import Qwen3VLVisionModel
@@ -32,7 +33,7 @@ from megatron.core.inference.contexts import BaseInferenceContext
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor, nn
@@ -40,7 +41,13 @@ from torch.distributed import ProcessGroup
 
 
 class Qwen3VLGPTModel(GPTModel):
-    """The text model: megatron-core's GPT with interleaved multimodal rotary embedding."""
+    """The text model: megatron-core's GPT with interleaved multimodal rotary embedding.
+
+    Class attributes:
+        block_spec: (config, virtual pipeline stage, pipeline rank) -> layers of the stage.
+    """
+
+    block_spec: ClassVar[Callable[..., TransformerBlockSubmodules]] = staticmethod(text_block_spec)
 
     def __init__(
         self,
@@ -53,7 +60,7 @@ class Qwen3VLGPTModel(GPTModel):
     ) -> None:
         super().__init__(
             config,
-            text_block_spec(config, vp_stage, pg_collection.pp.rank()),
+            self.block_spec(config, vp_stage, pg_collection.pp.rank()),
             vocab_size=config.padded_vocab_size,
             max_sequence_length=config.seq_length,
             pre_process=pre_process,
@@ -63,17 +70,15 @@ class Qwen3VLGPTModel(GPTModel):
             share_embeddings_and_output_weights=config.share_embeddings_and_output_weights,
             position_embedding_type="mrope",
             rotary_base=config.rotary_base,
+            rotary_percent=config.rotary_percent,
             scatter_embedding_sequence_parallel=False,  # pictures are fused in before
             pg_collection=pg_collection,
             vp_stage=vp_stage,
         )
-        scaled = config.rope_parameters and functools.partial(
-            scaled_frequencies, config.rope_parameters, config.kv_channels
-        )
+        turning = int(config.kv_channels * config.rotary_percent)  # dimensions of a head
+        scaled = config.rope_parameters and functools.partial(scaled_frequencies, config.rope_parameters, turning)
         precision = torch.float32 if config.apply_rotary_pos_emb_in_fp32 else config.params_dtype
-        self.rotary_pos_emb = InterleavedMRoPE(
-            config.kv_channels, config.rotary_base, config.mrope_section, precision, scaled
-        )
+        self.rotary_pos_emb = InterleavedMRoPE(turning, config.rotary_base, config.mrope_section, precision, scaled)
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Loss [b, s] of labels [b, s] under logits [s, b, padded vocabulary / tp].
@@ -122,6 +127,7 @@ class Qwen3VLModel(MegatronModule):
         vp_stage: virtual pipeline stage, or None.
     """
 
+    language_model_class: ClassVar[type[GPTModel]] = Qwen3VLGPTModel
     # NeMo-RL asks for it: rows that come with packed-sequence parameters are packed, and cut over ranks, in here.
     model_owns_packing = True
 
@@ -141,12 +147,12 @@ class Qwen3VLModel(MegatronModule):
         self.vision_model: Qwen3VLVisionModel | None = None
         if pre_process:
             self.add_tower()
-        self.language_model = Qwen3VLGPTModel(
+        self.language_model = self.language_model_class(
             config, pg_collection, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage
         )
         self.model_type = self.language_model.model_type
         self.stage = Stage.of(
-            taps=len(config.vision_config.deepstack_visual_indexes),
+            taps=len(deepstack_taps(config.vision_config)),
             first_layer=get_transformer_layer_offset(config, vp_stage, pg_collection.pp.rank()),
             layers=len(self.language_model.decoder.layers),
         )

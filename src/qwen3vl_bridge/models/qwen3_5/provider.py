@@ -1,0 +1,144 @@
+"""The provider: everything that defines a Qwen3.5-VL model and how it is trained, as one dataclass.
+
+What lives here: Qwen3.5-VL's fields and defaults, with Megatron-Bridge's names, and its own checks. What may not: what
+all families share (`models/common/provider.py`, `models/common/settings/fields.py`), reading Hugging Face
+configurations (`bridge.py`), modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+from qwen3vl_bridge.models.common.config_values import check_tower_size
+from qwen3vl_bridge.models.common.provider import ExpertsMixin, VisionLanguageProvider
+from qwen3vl_bridge.models.qwen3_5.config_dimensions import FAMILY, layers_by_attention, linear_sizes
+from qwen3vl_bridge.models.qwen3_5.fixed_settings import FIXED, FIXED_WITH_EXPERTS
+from qwen3vl_bridge.weights.dimensions import Dimensions
+
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import get_linear_attention_pattern
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
+
+
+@dataclass
+class Qwen35VLModelProvider(VisionLanguageProvider):
+    """A dense Qwen3.5-VL model, and what models with experts share with it.
+
+    All token ids and defaults are the released models'. `VisionLanguageFields` says what the other fields are.
+
+    Attributes:
+        linear_attention_freq: every so many layers one has full attention; or 1 for each layer with linear attention
+            and 0 for each other one.
+        linear_conv_kernel_dim: taps of the convolution before linear attention.
+        linear_key_head_dim, linear_value_head_dim, linear_num_key_heads, linear_num_value_heads: its heads.
+        rotary_percent: part of each head that turns.
+    """
+
+    vision_config: Qwen3_5VisionConfig = field(default_factory=Qwen3_5VisionConfig)
+
+    image_token_id: int = 248056
+    video_token_id: int = 248057
+    vision_start_token_id: int = 248053
+    vision_end_token_id: int = 248054
+    bos_token_id: int = 248045
+    eos_token_id: int = 248044
+
+    layernorm_zero_centered_gamma: bool = True
+    qk_layernorm: bool = True
+    attention_output_gate: bool = True
+    kv_channels: int | None = 256
+    rotary_base: float = 10_000_000.0
+    rotary_percent: float = 0.25
+    mrope_section: list[int] = field(default_factory=lambda: [11, 11, 10])
+
+    experimental_attention_variant: str | None = "gated_delta_net"
+    linear_attention_freq: int | list[int] = 4
+    linear_conv_kernel_dim: int = 4
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
+    linear_num_key_heads: int = 16
+    linear_num_value_heads: int = 32
+
+    family: ClassVar[str] = FAMILY
+    model_class: ClassVar[str] = "qwen3vl_bridge.models.qwen3_5.model.Qwen35VLModel"
+    language_model_class: ClassVar[str] = "qwen3vl_bridge.models.qwen3_5.model.Qwen35VLGPTModel"
+    encoder_class: ClassVar[str] = "qwen3vl_bridge.encoder_parallel.modules.Qwen3VLEncoder"
+    decoder_class: ClassVar[str] = "qwen3vl_bridge.encoder_parallel.modules.Qwen3VLDecoder"
+    fixed: ClassVar[Mapping[str, Any]] = FIXED
+
+    def finalize(self) -> None:
+        """Check the fields and complete them.
+
+        Raises:
+            ValueError: fields that contradict each other, or that this model would ignore.
+        """
+        super().finalize()
+        turning = int(self.kv_channels * self.rotary_percent)
+        if 2 * sum(self.mrope_section) != turning:
+            raise ValueError(
+                f"mrope_section {self.mrope_section} has sum {sum(self.mrope_section)}, expected half the {turning} "
+                "dimensions of a head that rotary_percent turns"
+            )
+        self._check_ranks()
+
+    def _check_ranks(self) -> None:
+        tp, cp = self.tensor_model_parallel_size, self.context_parallel_size
+        if tp > 1 and not self.sequence_parallel:
+            raise ValueError(
+                f"tensor_model_parallel_size is {tp} without sequence_parallel, expected sequence_parallel=True: else "
+                "megatron-core leaves the gradients of linear attention's output norm apart on the ranks, which share "
+                "out its heads"
+            )
+        for name in ("linear_num_key_heads", "linear_num_value_heads"):
+            if (heads := getattr(self, name)) % (tp * cp):
+                raise ValueError(
+                    f"{name} is {heads}, expected a multiple of tensor_model_parallel_size * context_parallel_size, "
+                    f"which is {tp * cp}: linear attention shares out its heads over both"
+                )
+
+    def check_vision(self) -> None:
+        """Check that the tower is one whose tokens the text model can take; ValueError where it is not."""
+        check_tower_size(self.vision_config.to_dict(), self.hidden_size)
+        super().check_vision()
+
+    def dimensions(self) -> Dimensions:
+        """What the weight table's symbols stand for; the vocabulary without padding."""
+        shared = super().dimensions()
+        sizes = {
+            "gated_q": 2 * shared["q"],
+            "shared_ffn": self.moe_shared_expert_intermediate_size or 0,
+            **linear_sizes(
+                key_heads=self.linear_num_key_heads,
+                key_dim=self.linear_key_head_dim,
+                value_heads=self.linear_num_value_heads,
+                value_dim=self.linear_value_head_dim,
+                conv=self.linear_conv_kernel_dim,
+            ),
+        }
+        indices = layers_by_attention(get_linear_attention_pattern(self))
+        return replace(shared, sizes={**shared.sizes, **sizes}, indices={**shared.indices, **indices})
+
+
+@dataclass
+class Qwen35VLMoEModelProvider(ExpertsMixin, Qwen35VLModelProvider):
+    """A Qwen3.5-VL model with experts, and only what differs from the dense one.
+
+    Attributes:
+        moe_shared_expert_intermediate_size: width of the expert that every token visits.
+        moe_shared_expert_gate: its output is gated.
+    """
+
+    num_moe_experts: int | None = 256
+    moe_router_topk: int = 8
+    moe_ffn_hidden_size: int | None = 512
+    moe_shared_expert_intermediate_size: int | None = 512
+    moe_shared_expert_gate: bool = True
+    moe_aux_loss_coeff: float | list[float] = 1e-3
+
+    fixed: ClassVar[Mapping[str, Any]] = FIXED_WITH_EXPERTS
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Layers with experts: all."""
+        return tuple(range(self.num_layers))
