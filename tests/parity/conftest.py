@@ -6,12 +6,18 @@ from dataclasses import dataclass
 
 from qwen3vl_bridge.registry import family
 from qwen3vl_bridge.weights.names import ExpertLayout
-from qwen3vl_bridge.weights.rows import Row, ZeroCentered
+from qwen3vl_bridge.weights.rows import ZeroCentered
 
 import pytest
 import torch
 
 from tests.expert_layouts import relayout
+
+
+def shifted_names(provider) -> tuple[str, ...]:
+    """How the Hugging Face names of weights end that Megatron has less by one."""
+    rows = family(provider.family).rows()
+    return tuple(row.hf[0].rpartition("*.")[2] for row in rows if isinstance(row, ZeroCentered))
 
 
 @dataclass
@@ -40,14 +46,11 @@ class Pair:
         for p in parameters:
             p.data = torch.zeros_like(p) if p.grad is None else p.grad
         exported = self.bridge.export_hf_weights([self.megatron], cpu=True, show_progress=False)
-        shifted = [row.hf[0].rpartition("*.")[2] for row in self._rows() if isinstance(row, ZeroCentered)]
-        gradients = {name: tensor - int(name.endswith(tuple(shifted))) for name, tensor in exported}
+        shifted = shifted_names(self.provider)
+        gradients = {name: tensor - int(name.endswith(shifted)) for name, tensor in exported}
         for p, weight in zip(parameters, weights, strict=True):
             p.data = weight
         return gradients
-
-    def _rows(self) -> tuple[Row, ...]:
-        return family(self.provider.family).rows()
 
     def reference_gradients(self) -> dict[str, torch.Tensor]:
         """Gradients of the reference in the same layouts; zero for parameters it did not use."""

@@ -35,6 +35,7 @@ from tests.ranks import begin, leave
 
 from . import presharded
 from .batches import Sample, make_batch
+from .conftest import shifted_names
 from .presharded import Shared
 from .references import ADAM, CLIP, DECAY, MICROBATCHES, STEPS, step_samples
 from .topologies import MODULES, TOPOLOGIES, Topology, split_by
@@ -127,14 +128,15 @@ class Split:
         return {name: tensor.clone() for name, tensor in exported}
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Gradients in the same way: conversion is linear and only moves numbers."""
+        """Gradients in the same way: conversion only moves numbers, but for weights that Megatron has less by one."""
         weights = [p.data for p in self.parameters]
         for p in self.parameters:
             p.data = p.main_grad.clone()
         gradients = self.exported()
         for p, weight in zip(self.parameters, weights, strict=True):
             p.data = weight
-        return gradients
+        shifted = shifted_names(self.run.cfg.model)
+        return {name: gradient - int(name.endswith(shifted)) for name, gradient in gradients.items()}
 
     @torch.no_grad()
     def worst_in_place(self, found: list[torch.Tensor], folder: Path, scale: float | None = None) -> float:

@@ -28,8 +28,8 @@ from examples.digits.processor import MERGE, PATCH, TEMPORAL_PATCH, make_process
 
 HIDDEN, HEADS, GROUPS, HEAD_DIM, FFN, LAYERS, VOCAB = 48, 4, 2, 32, 64, 4, 96
 LINEAR = dict(
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
+    linear_num_key_heads=4,  # which four ranks can share out
+    linear_num_value_heads=8,
     linear_key_head_dim=8,
     linear_value_head_dim=12,
     linear_conv_kernel_dim=4,

@@ -1,0 +1,30 @@
+"""However a model is split over ranks, it trains as transformers does in one process: some cases of the matrix."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.parity.matrix import run, some_cases, table, write_references
+
+# As `tests.parity.matrix.LIMITS`, wider by what linear attention multiplies rounding errors by.
+LIMITS = {"gradient": 2e-4, "loss": 1e-6, "grad_norm": 1e-5, "weight": 0.2}
+CHOSEN = {2: dict(each=1, both=False), 4: dict(each=1, both=False)}
+
+
+@pytest.fixture(scope="module")
+def folders(qwen3_5_folders):
+    folders = {"dense": qwen3_5_folders["dense"], "MoE": qwen3_5_folders["moe"]}
+    write_references(folders)
+    return folders
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_split_models_train_as_one_process_does(folders, ranks):
+    chosen = [case for case in some_cases(ranks, **CHOSEN[ranks]) if case[1] != "TP2"]  # which is refused
+    found = run(chosen, folders, ranks)
+    print(table(found))
+    assert found.keys() == set(chosen)
+    wrong = {
+        case: errors for case, errors in found.items() if any(not errors[k] <= LIMITS[k] for k in LIMITS if k in errors)
+    }
+    assert not wrong
