@@ -65,6 +65,5 @@ def vision_work(provider: VisionLanguageFields) -> VisionWork:
     """What a frame costs the tower, for ranks to share frames by."""
     vision = provider.vision_config
     sizes = {**vision_sizes(vision.to_dict()), "hidden": provider.hidden_size}
-    taps = getattr(vision, "deepstack_visual_indexes", ())
-    patch, patch_pair = vision_costs(sizes, vision.depth, len(taps))
+    patch, patch_pair = vision_costs(sizes, vision.depth, len(provider.tapped_layers))
     return VisionWork(patch, patch_pair, vision.spatial_merge_size**2)

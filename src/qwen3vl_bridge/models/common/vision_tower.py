@@ -20,7 +20,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
-from transformers import Qwen3VLVisionConfig
+from transformers import PretrainedConfig
 
 
 class PatchConv(nn.Conv3d):
@@ -38,7 +38,7 @@ class PatchEmbed(MegatronModule):
     """Projects flattened patches. Its parameters are a convolution's, as in the reference."""
 
     def __init__(
-        self, config: TransformerConfig, vision: Qwen3VLVisionConfig, tp_group: torch.distributed.ProcessGroup
+        self, config: TransformerConfig, vision: PretrainedConfig, tp_group: torch.distributed.ProcessGroup
     ) -> None:
         super().__init__(config=config)
         self.tp_group = tp_group
@@ -60,7 +60,7 @@ class PatchMerger(MegatronModule):
     def __init__(
         self,
         config: TransformerConfig,
-        vision: Qwen3VLVisionConfig,
+        vision: PretrainedConfig,
         tp_group: torch.distributed.ProcessGroup,
         *,
         norm_after_shuffle: bool,
@@ -86,11 +86,16 @@ class PatchMerger(MegatronModule):
         return self.linear_fc2(F.gelu(self.linear_fc1(tokens)[0]))[0]
 
 
+def tapped_layers(vision: PretrainedConfig) -> list[int]:
+    """Layers of a tower that have a DeepStack merger; none where its family knows none."""
+    return list(getattr(vision, "deepstack_visual_indexes", ()))
+
+
 class VisionBlock(TransformerBlock):
     """A transformer block that owns the DeepStack mergers, where checkpoints have them."""
 
     def __init__(
-        self, config: TransformerConfig, vision: Qwen3VLVisionConfig, pg_collection: ProcessGroupCollection
+        self, config: TransformerConfig, vision: PretrainedConfig, pg_collection: ProcessGroupCollection
     ) -> None:
         super().__init__(
             config,
@@ -101,8 +106,7 @@ class VisionBlock(TransformerBlock):
             pg_collection=pg_collection,
         )
         self.deepstack_merger_list = nn.ModuleList(
-            PatchMerger(config, vision, pg_collection.tp, norm_after_shuffle=True)
-            for _ in vision.deepstack_visual_indexes
+            PatchMerger(config, vision, pg_collection.tp, norm_after_shuffle=True) for _ in tapped_layers(vision)
         )
 
     def sharded_state_dict(
@@ -136,11 +140,11 @@ class Qwen3VLVisionModel(MegatronModule):
     """
 
     def __init__(
-        self, config: TransformerConfig, vision: Qwen3VLVisionConfig, pg_collection: ProcessGroupCollection
+        self, config: TransformerConfig, vision: PretrainedConfig, pg_collection: ProcessGroupCollection
     ) -> None:
         super().__init__(config=config)
         self.tp_group = pg_collection.tp
-        self.taps = list(vision.deepstack_visual_indexes)
+        self.taps = tapped_layers(vision)
         self.patches_per_token = vision.spatial_merge_size**2
         self.values_per_patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
         self.patch_embed = PatchEmbed(config, vision, pg_collection.tp)

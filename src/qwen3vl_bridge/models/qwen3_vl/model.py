@@ -146,7 +146,7 @@ class Qwen3VLModel(MegatronModule):
         )
         self.model_type = self.language_model.model_type
         self.stage = Stage.of(
-            taps=len(config.vision_config.deepstack_visual_indexes),
+            taps=len(config.tapped_layers),
             first_layer=get_transformer_layer_offset(config, vp_stage, pg_collection.pp.rank()),
             layers=len(self.language_model.decoder.layers),
         )

@@ -143,6 +143,11 @@ class VisionLanguageFields(GPTModelProvider):
     add_decoder: bool = True
 
     @property
+    def tapped_layers(self) -> tuple[int, ...]:
+        """Layers of the tower that have a DeepStack merger."""
+        return tuple(getattr(self.vision_config, "deepstack_visual_indexes", ()))
+
+    @property
     def moe_layers(self) -> tuple[int, ...]:
         """Layers with experts."""
         return ()

@@ -112,7 +112,7 @@ def check_training(provider: VisionLanguageFields) -> None:
             or a loss would give wrong gradients.
     """
     _check_between_stages(provider)
-    tensor, taps = provider.tensor_model_parallel_size, len(provider.vision_config.deepstack_visual_indexes)
+    tensor, taps = provider.tensor_model_parallel_size, len(provider.tapped_layers)
     layers = _layers_of_first_stage(provider)
     if provider.pipeline_model_parallel_size > 1 and layers < taps and not provider.variable_seq_lengths:
         raise ValueError(

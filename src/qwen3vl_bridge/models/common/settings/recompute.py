@@ -29,7 +29,7 @@ def check_recompute(provider: VisionLanguageFields) -> None:
     # megatron-core keeps a tapped layer's output only at the end of a recomputed chunk, and is silent otherwise.
     if provider.vision_recompute_granularity == "full" and provider.vision_recompute_method == "uniform":
         chunk = provider.vision_recompute_num_layers
-        lost = [tap for tap in provider.vision_config.deepstack_visual_indexes if (tap + 1) % chunk]
+        lost = [tap for tap in provider.tapped_layers if (tap + 1) % chunk]
         if lost:
             raise ValueError(
                 f"vision_recompute_num_layers is {chunk}; DeepStack taps {lost} don't end a chunk of {chunk} "
