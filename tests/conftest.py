@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import qwen3vl_bridge  # noqa: F401  before any of Megatron, whose import it prepares on this machine
+from qwen3vl_bridge.training.process_groups import shutdown
 
 import hypothesis
 import pytest
@@ -21,6 +22,14 @@ hypothesis.settings.load_profile("project")
 def _two_cores():
     # Workers share the machine's cores; the tiny models gain nothing from more threads.
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def no_groups(monkeypatch):
+    """A process as it is started: in no process group, and told of none; for tests that start others from it."""
+    shutdown()
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture(autouse=True)

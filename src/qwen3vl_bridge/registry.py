@@ -39,8 +39,8 @@ class Family:
             by names such as "text_config.hidden_size". Two models are one where these are equal.
         fields_of_run: (provider's fields in a `run_config.yaml`, fields of a config) -> what the run says of the
             latter, by the same names; nothing of what it does not say.
-        provider: (config, **settings) -> Megatron-Bridge's model provider, not finalized. The `run_config.yaml` of a
-            converted checkpoint names it.
+        provider: (hf_config, **settings) -> Megatron-Bridge's model provider of a config, with these of its fields set,
+            not finalized. The `run_config.yaml` of a converted checkpoint calls it with arguments of these names.
         bridge: module that registers the family with Megatron-Bridge when it is imported.
         flops: (Dimensions, Trained or None) -> TowerCosts.
         presets: module with `PRESETS`, whose keys are sizes, and `config_dict`, (size or hub id) -> config with

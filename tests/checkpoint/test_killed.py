@@ -34,9 +34,10 @@ import pytest
 import torch.distributed as dist
 from safetensors.numpy import save_file
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:This process .* is multi-threaded", "ignore:.*fork.*:DeprecationWarning"
-)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded", "ignore:.*fork.*:DeprecationWarning"),
+    pytest.mark.usefixtures("no_groups"),
+]
 MOMENTS, INTERRUPTED, GRACE = 50, 15, 1
 
 

@@ -129,10 +129,8 @@ def test_inspect_waits_for_nobody(variables, capsys, monkeypatch, imported):
     ],
 )
 def test_processes_that_cannot_find_each_other_do_not_wait(
-    variables, part, capsys, monkeypatch, untied_folder, tmp_path
+    variables, part, capsys, monkeypatch, untied_folder, tmp_path, no_groups
 ):
-    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
     for name, value in {"WORLD_SIZE": "2", **variables}.items():
         monkeypatch.setenv(name, value)
     expect_error(capsys, importing(untied_folder, tmp_path), part)

@@ -94,8 +94,11 @@ def test_every_process_plans_the_rows_of_one_by_itself(make_rows, measured, tmp_
     def shared():
         rows = make_rows()()
         rows.samples._sizes = SharedSizes(tmp_path / "sizes")
-        return planned(rows)
+        found = planned(rows)
+        ready.wait()  # the file goes with the process that has made it
+        return found
 
+    ready = FORK.Barrier(3)
     expected = planned(make_rows()())
     alone = len(measured())
     assert run(shared, shared, shared) == [expected] * 3

@@ -32,6 +32,37 @@ class Dimensions:
         return replace(self, sizes={**self.sizes, "vocab": rows})
 
 
+def text_sizes(
+    *,
+    vocab: int,
+    hidden: int,
+    ffn: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    untied: bool,
+    experts: int = 0,
+    chosen_experts: int = 0,
+    moe_ffn: int = 0,
+) -> dict[str, int]:
+    """Those of a text model; of one without experts, none of theirs."""
+    return {
+        "vocab": vocab,
+        "hidden": hidden,
+        "ffn": ffn,
+        "head_dim": head_dim,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "q": heads * head_dim,
+        "kv": kv_heads * head_dim,
+        "experts": experts,
+        "chosen_experts": chosen_experts,
+        "moe_ffn": moe_ffn,
+        "moe_gate_up": 2 * moe_ffn,
+        "untied": int(untied),
+    }
+
+
 def vision_sizes(vision: Mapping) -> dict[str, int]:
     """Those of the vision tower, from its configuration alone."""
     return {

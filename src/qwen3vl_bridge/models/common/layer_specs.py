@@ -51,7 +51,7 @@ class DeepStackLayer(TransformerLayer):
             context_mask: [K] place of each vision token in the hidden states flattened from [s, b].
         """
         hidden, _ = super().forward(*args, context=None, context_mask=None, **kwargs)
-        layer, taps = self.layer_number - 1, len(self.config.vision_config.deepstack_visual_indexes)
+        layer, taps = self.layer_number - 1, len(self.config.tapped_layers)
         if context is not None and layer < taps:
             features = context[layer - taps].to(hidden.dtype)  # counted from the end, where stages' slices agree
             added = hidden.flatten(0, 1).index_add(0, context_mask, features).view_as(hidden)

@@ -110,7 +110,7 @@ class VisionLanguageProvider(fields.VisionLanguageFields):
             moe_layers=self.moe_layers,
             experts=self.num_moe_experts or 0,
             vision_layers=self.vision_config.depth,
-            tapped_layers=fields.deepstack_taps(self.vision_config),
+            tapped_layers=self.tapped_layers,
         )
         return Dimensions(provider_sizes(self), indices, self.family)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from qwen3vl_bridge.models.common.flops import TowerCosts, Trained
 from qwen3vl_bridge.registry import family
-from qwen3vl_bridge.weights.dimensions import vision_sizes
+from qwen3vl_bridge.weights.dimensions import text_sizes, vision_sizes
 
 if TYPE_CHECKING:
     from qwen3vl_bridge.models.common.settings.fields import VisionLanguageFields
@@ -18,24 +18,20 @@ if TYPE_CHECKING:
 
 def provider_sizes(provider: VisionLanguageFields) -> dict[str, int]:
     """`Dimensions.sizes` of a provider's model; its vocabulary without padding."""
-    groups = provider.num_query_groups or provider.num_attention_heads
-    moe_ffn = (provider.moe_ffn_hidden_size or 0) if provider.moe_layers else 0
-    return {
-        "vocab": provider.vocab_size,
-        "hidden": provider.hidden_size,
-        "ffn": provider.ffn_hidden_size,
-        "head_dim": provider.kv_channels,
-        "heads": provider.num_attention_heads,
-        "kv_heads": groups,
-        "q": provider.num_attention_heads * provider.kv_channels,
-        "kv": groups * provider.kv_channels,
-        "experts": provider.num_moe_experts or 0,
-        "chosen_experts": provider.moe_router_topk if provider.moe_layers else 0,
-        "moe_ffn": moe_ffn,
-        "moe_gate_up": 2 * moe_ffn,
-        "untied": int(not provider.share_embeddings_and_output_weights),
-        **vision_sizes(provider.vision_config.to_dict()),
-    }
+    with_experts = bool(provider.moe_layers)
+    sizes = text_sizes(
+        vocab=provider.vocab_size,
+        hidden=provider.hidden_size,
+        ffn=provider.ffn_hidden_size,
+        heads=provider.num_attention_heads,
+        kv_heads=provider.num_query_groups or provider.num_attention_heads,
+        head_dim=provider.kv_channels,
+        untied=not provider.share_embeddings_and_output_weights,
+        experts=provider.num_moe_experts or 0,
+        chosen_experts=provider.moe_router_topk if with_experts else 0,
+        moe_ffn=(provider.moe_ffn_hidden_size or 0) if with_experts else 0,
+    )
+    return sizes | vision_sizes(provider.vision_config.to_dict())
 
 
 def provider_costs(provider: VisionLanguageFields, trained: Trained | None) -> TowerCosts:

@@ -9,7 +9,7 @@ from qwen3vl_bridge.batch import VisionWork
 from qwen3vl_bridge.models.common.flops import vision_costs
 from qwen3vl_bridge.models.common.settings.activations import vision_activation
 from qwen3vl_bridge.models.common.settings.encoder_parallel import vision_tensor_ranks
-from qwen3vl_bridge.models.common.settings.fields import VisionLanguageFields, deepstack_taps
+from qwen3vl_bridge.models.common.settings.fields import VisionLanguageFields
 from qwen3vl_bridge.weights.dimensions import vision_sizes
 
 from megatron.bridge.models.transformer_config import TransformerConfig
@@ -65,6 +65,5 @@ def vision_work(provider: VisionLanguageFields) -> VisionWork:
     """What a frame costs the tower, for ranks to share frames by."""
     vision = provider.vision_config
     sizes = {**vision_sizes(vision.to_dict()), "hidden": provider.hidden_size}
-    taps = deepstack_taps(vision)
-    patch, patch_pair = vision_costs(sizes, vision.depth, len(taps))
+    patch, patch_pair = vision_costs(sizes, vision.depth, len(provider.tapped_layers))
     return VisionWork(patch, patch_pair, vision.spatial_merge_size**2)

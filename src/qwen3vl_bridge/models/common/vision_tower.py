@@ -10,7 +10,6 @@ from qwen3vl_bridge.batch.packed_batch import VisionInputs
 from qwen3vl_bridge.models.common.attention import packed_seq_params
 from qwen3vl_bridge.models.common.layer_specs import backend, vision_block_spec
 from qwen3vl_bridge.models.common.rope import vision_rotary
-from qwen3vl_bridge.models.common.settings.fields import deepstack_taps
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +20,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
-from transformers import Qwen3VLVisionConfig
+from transformers import PretrainedConfig
 
 
 class PatchConv(nn.Conv3d):
@@ -39,7 +38,7 @@ class PatchEmbed(MegatronModule):
     """Projects flattened patches. Its parameters are a convolution's, as in the reference."""
 
     def __init__(
-        self, config: TransformerConfig, vision: Qwen3VLVisionConfig, tp_group: torch.distributed.ProcessGroup
+        self, config: TransformerConfig, vision: PretrainedConfig, tp_group: torch.distributed.ProcessGroup
     ) -> None:
         super().__init__(config=config)
         self.tp_group = tp_group
@@ -61,7 +60,7 @@ class PatchMerger(MegatronModule):
     def __init__(
         self,
         config: TransformerConfig,
-        vision: Qwen3VLVisionConfig,
+        vision: PretrainedConfig,
         tp_group: torch.distributed.ProcessGroup,
         *,
         norm_after_shuffle: bool,
@@ -87,11 +86,16 @@ class PatchMerger(MegatronModule):
         return self.linear_fc2(F.gelu(self.linear_fc1(tokens)[0]))[0]
 
 
+def tapped_layers(vision: PretrainedConfig) -> list[int]:
+    """Layers of a tower that have a DeepStack merger; none where its family knows none."""
+    return list(getattr(vision, "deepstack_visual_indexes", None) or ())
+
+
 class VisionBlock(TransformerBlock):
     """A transformer block that owns the DeepStack mergers, where checkpoints have them."""
 
     def __init__(
-        self, config: TransformerConfig, vision: Qwen3VLVisionConfig, pg_collection: ProcessGroupCollection
+        self, config: TransformerConfig, vision: PretrainedConfig, pg_collection: ProcessGroupCollection
     ) -> None:
         super().__init__(
             config,
@@ -102,7 +106,7 @@ class VisionBlock(TransformerBlock):
             pg_collection=pg_collection,
         )
         self.deepstack_merger_list = nn.ModuleList(
-            PatchMerger(config, vision, pg_collection.tp, norm_after_shuffle=True) for _ in deepstack_taps(vision)
+            PatchMerger(config, vision, pg_collection.tp, norm_after_shuffle=True) for _ in tapped_layers(vision)
         )
 
     def sharded_state_dict(
@@ -136,11 +140,11 @@ class Qwen3VLVisionModel(MegatronModule):
     """
 
     def __init__(
-        self, config: TransformerConfig, vision: Qwen3VLVisionConfig, pg_collection: ProcessGroupCollection
+        self, config: TransformerConfig, vision: PretrainedConfig, pg_collection: ProcessGroupCollection
     ) -> None:
         super().__init__(config=config)
         self.tp_group = pg_collection.tp
-        self.taps = list(deepstack_taps(vision))
+        self.taps = tapped_layers(vision)
         self.patches_per_token = vision.spatial_merge_size**2
         self.values_per_patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
         self.patch_embed = PatchEmbed(config, vision, pg_collection.tp)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from qwen3vl_bridge.weights.dimensions import Dimensions, indices_of, vision_sizes
+from qwen3vl_bridge.weights.dimensions import Dimensions, indices_of, text_sizes, vision_sizes
 
 FAMILY = "qwen3_vl"
 
@@ -43,26 +43,19 @@ def dimensions_of(config: Mapping) -> Dimensions:
         KeyError: the mapping lacks a field; the message names it.
     """
     text, vision = config["text_config"], config["vision_config"]
-    head_dim = head_dim_of(text)
-    kv_heads = text["num_key_value_heads"] or text["num_attention_heads"]
     moe_layers = moe_layers_of(text)
-    moe_ffn = text["moe_intermediate_size"] if moe_layers else 0
-    sizes = {
-        "vocab": text["vocab_size"],
-        "hidden": text["hidden_size"],
-        "ffn": text["intermediate_size"],
-        "head_dim": head_dim,
-        "heads": text["num_attention_heads"],
-        "kv_heads": kv_heads,
-        "q": text["num_attention_heads"] * head_dim,
-        "kv": kv_heads * head_dim,
-        "experts": experts_of(text),
-        "chosen_experts": text["num_experts_per_tok"] if moe_layers else 0,
-        "moe_ffn": moe_ffn,
-        "moe_gate_up": 2 * moe_ffn,
-        "untied": int(not config.get("tie_word_embeddings", False)),
-        **vision_sizes(vision),
-    }
+    sizes = text_sizes(
+        vocab=text["vocab_size"],
+        hidden=text["hidden_size"],
+        ffn=text["intermediate_size"],
+        heads=text["num_attention_heads"],
+        kv_heads=text["num_key_value_heads"] or text["num_attention_heads"],
+        head_dim=head_dim_of(text),
+        untied=not config.get("tie_word_embeddings", False),
+        experts=experts_of(text),
+        chosen_experts=text["num_experts_per_tok"] if moe_layers else 0,
+        moe_ffn=text["moe_intermediate_size"] if moe_layers else 0,
+    )
     indices = indices_of(
         layers=text["num_hidden_layers"],
         moe_layers=moe_layers,
@@ -70,4 +63,4 @@ def dimensions_of(config: Mapping) -> Dimensions:
         vision_layers=vision["depth"],
         tapped_layers=vision["deepstack_visual_indexes"],
     )
-    return Dimensions(sizes, indices, FAMILY)
+    return Dimensions(sizes | vision_sizes(vision), indices, FAMILY)

@@ -19,7 +19,6 @@ from qwen3vl_bridge.models.common.inputs.arguments import check_inference, check
 from qwen3vl_bridge.models.common.inputs.model_inputs import as_model_inputs
 from qwen3vl_bridge.models.common.layer_specs import text_block_spec
 from qwen3vl_bridge.models.common.rope import InterleavedMRoPE, scaled_frequencies
-from qwen3vl_bridge.models.common.settings.fields import deepstack_taps
 from qwen3vl_bridge.models.common.settings.parallelism import LOGITS
 from qwen3vl_bridge.models.common.vision_config import vision_transformer_config
 from qwen3vl_bridge.models.common.vision_tower import Qwen3VLVisionModel
@@ -152,7 +151,7 @@ class Qwen3VLModel(MegatronModule):
         )
         self.model_type = self.language_model.model_type
         self.stage = Stage.of(
-            taps=len(deepstack_taps(config.vision_config)),
+            taps=len(config.tapped_layers),
             first_layer=get_transformer_layer_offset(config, vp_stage, pg_collection.pp.rank()),
             layers=len(self.language_model.decoder.layers),
         )

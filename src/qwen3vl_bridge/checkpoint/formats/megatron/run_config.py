@@ -1,7 +1,7 @@
 """`run_config.yaml`: what Megatron-Bridge's tools read about the run a checkpoint comes from.
 
-What lives here: what a converted checkpoint's file holds, and reading a run's, as data and without calling anything. What
-may not: what a section means.
+What lives here: what a converted checkpoint's file holds, and reading a run's, as data and without calling anything.
+What may not: what a section means.
 """
 
 from __future__ import annotations

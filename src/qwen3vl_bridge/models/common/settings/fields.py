@@ -36,11 +36,6 @@ def can_fuse_weight_gradients() -> bool:
     return layers._grad_accum_fusion_available and torch.cuda.is_available()
 
 
-def deepstack_taps(vision_config: Any) -> tuple[int, ...]:
-    """Layers of a tower whose outputs go to the language model's first layers; none in a family without DeepStack."""
-    return tuple(getattr(vision_config, "deepstack_visual_indexes", None) or ())
-
-
 @dataclass
 class DistTrainConfig:
     """Megatron-Bridge's fields for training both modules on ranks of their own.
@@ -146,6 +141,11 @@ class VisionLanguageFields(GPTModelProvider):
     dist_train: DistTrainConfig = field(default_factory=DistTrainConfig)
     add_encoder: bool = True
     add_decoder: bool = True
+
+    @property
+    def tapped_layers(self) -> tuple[int, ...]:
+        """Layers of the tower that have a DeepStack merger."""
+        return tuple(getattr(self.vision_config, "deepstack_visual_indexes", None) or ())
 
     @property
     def moe_layers(self) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from qwen3vl_bridge.batch.token_layout import row_multiple
-from qwen3vl_bridge.models.common.settings.fields import VisionLanguageFields, deepstack_taps
+from qwen3vl_bridge.models.common.settings.fields import VisionLanguageFields
 from qwen3vl_bridge.models.common.settings.kernels import PACKED_CONTEXT
 
 import torch
@@ -112,7 +112,7 @@ def check_training(provider: VisionLanguageFields) -> None:
             or a loss would give wrong gradients.
     """
     _check_between_stages(provider)
-    tensor, taps = provider.tensor_model_parallel_size, len(deepstack_taps(provider.vision_config))
+    tensor, taps = provider.tensor_model_parallel_size, len(provider.tapped_layers)
     layers = _layers_of_first_stage(provider)
     if provider.pipeline_model_parallel_size > 1 and layers < taps and not provider.variable_seq_lengths:
         raise ValueError(

@@ -5,7 +5,7 @@ What lives here: their check. What may not: fields (`fields.py`); megatron-core 
 
 from __future__ import annotations
 
-from qwen3vl_bridge.models.common.settings.fields import VisionLanguageFields, deepstack_taps
+from qwen3vl_bridge.models.common.settings.fields import VisionLanguageFields
 
 _MEGATRONS_OWN = ["core_attn"]  # what finalize() writes into recompute_modules where nobody has
 # Not "mlp": megatron-core 0.19 hands a recomputed MLP's bias, which the tower's have, out of its autograd function,
@@ -29,7 +29,7 @@ def check_recompute(provider: VisionLanguageFields) -> None:
     # megatron-core keeps a tapped layer's output only at the end of a recomputed chunk, and is silent otherwise.
     if provider.vision_recompute_granularity == "full" and provider.vision_recompute_method == "uniform":
         chunk = provider.vision_recompute_num_layers
-        lost = [tap for tap in deepstack_taps(provider.vision_config) if (tap + 1) % chunk]
+        lost = [tap for tap in provider.tapped_layers if (tap + 1) % chunk]
         if lost:
             raise ValueError(
                 f"vision_recompute_num_layers is {chunk}; DeepStack taps {lost} don't end a chunk of {chunk} "

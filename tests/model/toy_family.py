@@ -1,0 +1,123 @@
+"""A family of models from outside the package: what a conversion needs of it, without torch and Megatron.
+
+Toy-VL is a vision tower as Qwen3-VL's, without DeepStack, and a language model without norms of queries and keys, in
+files with names of their own. `toy_model.py` is what training needs. `docs/add_a_family.md` follows both files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from qwen3vl_bridge import Family, register_family
+from qwen3vl_bridge.models.qwen3_vl.table import VISION_ROWS
+from qwen3vl_bridge.weights.dimensions import Dimensions, indices_of, text_sizes, vision_sizes
+from qwen3vl_bridge.weights.names import ExpertLayout
+from qwen3vl_bridge.weights.rows import QKV, Copy, GatedMLP, Row, Shape
+
+NAME = "toy_vl"
+# Fields of the provider and of `text_config` that say the same.
+SAME = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_attention_heads": "num_attention_heads",
+    "num_query_groups": "num_key_value_heads",
+    "kv_channels": "head_dim",
+    "rotary_base": "rope_theta",
+    "mrope_section": "mrope_section",
+}
+
+
+def _layer(kind: type[Row], megatron: str, hf: Mapping[str, Shape]) -> Row:
+    names = tuple(f"toy.layers.*.{name}.weight" for name in hf)
+    return kind(f"language_model.decoder.layers.*.{megatron}", names, tuple(hf.values()), ("text_layers",))
+
+
+def _whole(megatron: str, hf: str, *shape: str) -> Row:
+    return Copy(f"language_model.{megatron}.weight", (f"{hf}.weight",), (shape,))
+
+
+TABLE = (
+    *VISION_ROWS,
+    _whole("embedding.word_embeddings", "toy.embed", "vocab", "hidden"),
+    _layer(Copy, "self_attention.linear_qkv.layer_norm_weight", {"norm_a": ("hidden",)}),
+    _layer(
+        QKV,
+        "self_attention.linear_qkv.weight",
+        {"q": ("q", "hidden"), "k": ("kv", "hidden"), "v": ("kv", "hidden")},
+    ),
+    _layer(Copy, "self_attention.linear_proj.weight", {"o": ("hidden", "q")}),
+    _layer(Copy, "mlp.linear_fc1.layer_norm_weight", {"norm_b": ("hidden",)}),
+    _layer(GatedMLP, "mlp.linear_fc1.weight", {"gate": ("ffn", "hidden"), "up": ("ffn", "hidden")}),
+    _layer(Copy, "mlp.linear_fc2.weight", {"down": ("hidden", "ffn")}),
+    _whole("decoder.final_layernorm", "toy.norm", "hidden"),
+    _whole("output_layer", "toy.head", "vocab", "hidden"),
+)
+
+
+def table(experts: ExpertLayout) -> tuple[Row, ...]:
+    """The weight table. There are no experts, however a checkpoint would hold them."""
+    del experts
+    return TABLE
+
+
+def check(config: Mapping[str, Any]) -> None:
+    """Refuse what the model would get wrong: a field that is missing, or one that it does not follow."""
+    text = config.get("text_config", {})
+    if missing := [name for name in SAME.values() if name not in text]:
+        raise ValueError(f"text_config lacks {', '.join(missing)}")
+    if 2 * sum(text["mrope_section"]) != text["head_dim"]:
+        raise ValueError(f"mrope_section is {text['mrope_section']}, expected half of head_dim, {text['head_dim']}")
+    if config.get("tie_word_embeddings"):
+        raise ValueError("tie_word_embeddings is True, expected False: a Toy-VL has an output layer")
+
+
+def dimensions(config: Mapping[str, Any]) -> Dimensions:
+    """What the table's symbols stand for."""
+    text, vision = config["text_config"], config["vision_config"]
+    sizes = text_sizes(
+        vocab=text["vocab_size"],
+        hidden=text["hidden_size"],
+        ffn=text["intermediate_size"],
+        heads=text["num_attention_heads"],
+        kv_heads=text["num_key_value_heads"],
+        head_dim=text["head_dim"],
+        untied=True,
+    )
+    indices = indices_of(layers=text["num_hidden_layers"], vision_layers=vision["depth"])
+    return Dimensions(sizes | vision_sizes(vision), indices, NAME)
+
+
+def fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides which model a configuration describes."""
+    return {
+        "model_type": config["model_type"],
+        **{f"text_config.{name}": config["text_config"][name] for name in SAME.values()},
+        **{f"vision_config.{name}": value for name, value in config["vision_config"].items()},
+    }
+
+
+def fields_of_run(model: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    """What of these fields a run's provider says."""
+    del found
+    return {f"text_config.{hf}": model[megatron] for megatron, hf in SAME.items() if megatron in model}
+
+
+FAMILY = Family(
+    name=NAME,
+    architectures={"toy_vl": "ToyVLForConditionalGeneration"},
+    table=f"{__name__}.table",
+    dimensions=f"{__name__}.dimensions",
+    check=f"{__name__}.check",
+    fields=f"{__name__}.fields",
+    fields_of_run=f"{__name__}.fields_of_run",
+    provider="tests.model.toy_model.provider_of",
+    bridge="tests.model.toy_model",
+)
+
+
+def register() -> None:
+    """Make the family known, which a package of its own does when it is imported."""
+    register_family(FAMILY)

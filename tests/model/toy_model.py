@@ -1,0 +1,61 @@
+"""Toy-VL on Megatron: the provider, the model and the bridge. Loaded when one of them is first asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from qwen3vl_bridge.models.common.bridge import FamilyBridge
+from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
+from qwen3vl_bridge.models.qwen3_vl.fixed_settings import FIXED
+from qwen3vl_bridge.models.qwen3_vl.model import Qwen3VLModel
+
+from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
+from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
+from transformers import PretrainedConfig
+
+from tests.model.toy_family import NAME, SAME, check
+
+# Converted checkpoints name `provider_of`, saved runs `ToyProvider`; Megatron-Bridge builds only what is allowed.
+register_allowed_target_prefix("tests.model.toy_model.")
+
+_TOKENS = ("eos_token_id", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+
+
+@dataclass
+class ToyProvider(VisionLanguageProvider):
+    """Everything that defines a Toy-VL and how it is trained."""
+
+    family: ClassVar[str] = NAME
+    model_class: ClassVar[str] = "tests.model.toy_model.ToyModel"
+    language_model_class: ClassVar[str] = "qwen3vl_bridge.models.qwen3_vl.model.Qwen3VLGPTModel"
+    fixed: ClassVar[Mapping[str, Any]] = {**FIXED, "qk_layernorm": False}
+
+
+class ToyModel(Qwen3VLModel):
+    """Both towers as Qwen3-VL has them: what differs, settings and configuration say."""
+
+
+def provider_of(hf_config: Mapping[str, Any], **settings: Any) -> ToyProvider:
+    """The provider of a `config.json`, not finalized."""
+    check(hf_config)
+    return ToyProvider(
+        **{megatron: hf_config["text_config"][hf] for megatron, hf in SAME.items()},
+        **{name: hf_config[name] for name in _TOKENS},
+        vision_config=PretrainedConfig.from_dict(dict(hf_config["vision_config"])),
+        **settings,
+    )
+
+
+@MegatronModelBridge.register_bridge(
+    source="ToyVLForConditionalGeneration", target=ToyModel, provider=ToyProvider, model_type="toy_vl"
+)
+class ToyBridge(FamilyBridge):
+    """Toy-VL for AutoBridge; the mappings are the table's."""
+
+    family = NAME
+
+    def provider_bridge(self, hf_pretrained: Any) -> ToyProvider:
+        """The provider of a Hugging Face model."""
+        return provider_of(hf_pretrained.config.to_dict())
