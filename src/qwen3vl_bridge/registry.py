@@ -105,13 +105,17 @@ def register_family(family: Family) -> None:
     Raises:
         ValueError: another family has its name or one of its `model_type`s.
     """
+    _add(family)
+    if _MEGATRON_BRIDGE in sys.modules:
+        importlib.import_module(family.bridge)
+
+
+def _add(family: Family) -> None:
     for other in _FAMILIES.values():
         taken = [kind for kind in family.architectures if kind in other.architectures]
         if other != family and (taken or other.name == family.name):
             raise ValueError(f"the family {other.name!r} has {taken or 'this name'} already, expected another")
     _FAMILIES[family.name] = family
-    if _MEGATRON_BRIDGE in sys.modules:
-        importlib.import_module(family.bridge)
 
 
 def import_bridges() -> None:
@@ -191,8 +195,9 @@ def _presets() -> list[Any]:
     return [importlib.import_module(one.presets) for one in _FAMILIES.values() if one.presets is not None]
 
 
+# The import hook registers the bridges of these, when Megatron-Bridge has been imported.
 _QWEN3_VL = "qwen3vl_bridge.models.qwen3_vl"
-register_family(
+_add(
     Family(
         name="qwen3_vl",
         architectures={
@@ -210,7 +215,7 @@ register_family(
     )
 )
 _QWEN3_5 = "qwen3vl_bridge.models.qwen3_5"
-register_family(
+_add(
     Family(
         name="qwen3_5",
         architectures={
