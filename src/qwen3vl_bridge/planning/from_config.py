@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from qwen3vl_bridge.models.common.provider_flops import provider_costs, trained_parts
+from qwen3vl_bridge.models.common.flops import provider_costs, trained_parts
 from qwen3vl_bridge.planning.encoder_ranks import DistSplit, dist_estimate
 from qwen3vl_bridge.planning.encoder_sizing import Sized, measure
 from qwen3vl_bridge.planning.hardware import Gpu

@@ -1,17 +1,18 @@
 """What a sample costs each of the two towers, in floating-point operations: of a forward pass, or of a training step.
 
-What lives here: the formula, from a Hugging Face configuration or a model's dimensions. Standard library only. What may
-not: measured times, who does the work (`data/loading/balance.py`), what a run trains
-(`training/monitoring/throughput.py`).
+What lives here: the formula, from a model's dimensions, a Hugging Face configuration or a provider, of which attributes
+are read; and the figure that Megatron-Bridge asks a provider for. Standard library only. What may not: measured times,
+who does the work (`data/loading/balance.py`), what adapters train (`training/monitoring/throughput.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from qwen3vl_bridge.registry import dimensions_of, family
-from qwen3vl_bridge.weights.dimensions import Dimensions
+from qwen3vl_bridge.weights.dimensions import Dimensions, text_sizes, vision_sizes
 
 
 @dataclass(frozen=True)
@@ -174,6 +175,73 @@ def _attend_linearly(text: _Chain, name: str, n: Dimensions, trained: bool) -> N
     text.add("", n["l_conv"], n["l_qkv"], trained)
     text.linear += 3 * n["l_key_dim"] * n["l_value"] * (1 + 2 * text.reached)
     text.add(f"{name}.out_proj", n["l_value"], n["hidden"], trained)
+
+
+def provider_sizes(provider: Any) -> dict[str, int]:
+    """`Dimensions.sizes` of a provider's model; its vocabulary without padding."""
+    with_experts = bool(provider.moe_layers)
+    sizes = text_sizes(
+        vocab=provider.vocab_size,
+        hidden=provider.hidden_size,
+        ffn=provider.ffn_hidden_size,
+        heads=provider.num_attention_heads,
+        kv_heads=provider.num_query_groups or provider.num_attention_heads,
+        head_dim=provider.kv_channels,
+        untied=not provider.share_embeddings_and_output_weights,
+        experts=provider.num_moe_experts or 0,
+        chosen_experts=provider.moe_router_topk if with_experts else 0,
+        moe_ffn=(provider.moe_ffn_hidden_size or 0) if with_experts else 0,
+    )
+    return sizes | vision_sizes(provider.vision_config.to_dict())
+
+
+def provider_costs(provider: Any, trained: Trained | None) -> TowerCosts:
+    """As `tower_costs`, of a provider's model."""
+    dimensions = provider.dimensions()
+    return family(dimensions.family).costs(dimensions, trained)
+
+
+def trained_parts(provider: Any) -> Trained:
+    """What is trained without adapters."""
+    return Trained(
+        language_model=not provider.freeze_language_model,
+        vision_model=not provider.freeze_vision_model,
+        vision_projection=not provider.freeze_vision_projection,
+    )
+
+
+def operations_of_a_step(
+    provider: Any,
+    *,
+    batch_size: int,
+    seqlen_sum: int | None = None,
+    seqlen_squared_sum: int | None = None,
+    cross_seqlen_sum: int | None = None,
+    cross_seqlen_product_sum: int | None = None,
+) -> float:
+    """Operations of a global batch, which Megatron-Bridge asks for to log TFLOP/s.
+
+    It passes no patches. It does pass what it takes for the keys of another attention, and their products with the
+    queries: where our step has filled them (`meter.Meter`) these are the patches, and the squares of frames' patches,
+    which the vision tower's attention is. So nothing is estimated. Under LoRA it does not ask, and takes a formula of
+    its own.
+
+    Args:
+        provider: the model.
+        batch_size: rows, which count as full where nothing else is known.
+        seqlen_sum: real tokens.
+        seqlen_squared_sum: squares of segments' real tokens.
+        cross_seqlen_sum: patches.
+        cross_seqlen_product_sum: squares of frames' patches.
+    """
+    if seqlen_sum is None or seqlen_squared_sum is None:
+        seqlen_sum, seqlen_squared_sum = batch_size * provider.seq_length, batch_size * provider.seq_length**2
+    return provider_costs(provider, trained_parts(provider)).of_many(
+        tokens=seqlen_sum,
+        token_pairs=seqlen_squared_sum,
+        patches=cross_seqlen_sum or 0,
+        patch_pairs=cross_seqlen_product_sum or 0,
+    )
 
 
 def vision_costs(n: Mapping[str, int], layers: int, taps: int) -> tuple[float, float]:

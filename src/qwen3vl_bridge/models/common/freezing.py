@@ -1,7 +1,7 @@
 """Which parts of the model are trained.
 
 What lives here: freezing them, and counting parameters in a model. What may not: which parameter belongs to which part
-(`freezing.py`), deciding what is trained (`models/qwen3_vl/provider.py`, `peft/lora.py`).
+(`weights/model_parts.py`), deciding what is trained (`settings/fields.py`, `peft/lora.py`).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 from qwen3vl_bridge import registry
-from qwen3vl_bridge.models.common.provider_flops import operations_of_a_step, provider_sizes
+from qwen3vl_bridge.models.common.flops import operations_of_a_step, provider_sizes
 from qwen3vl_bridge.models.common.settings import fields, kernels, parallelism
 from qwen3vl_bridge.models.common.settings.activations import name_of, vision_activation
 from qwen3vl_bridge.models.common.settings.encoder_parallel import (

@@ -9,8 +9,7 @@ from __future__ import annotations
 import copy
 import re
 
-from qwen3vl_bridge.models.common.flops import TowerCosts, Trained
-from qwen3vl_bridge.models.common.provider_flops import provider_costs, trained_parts
+from qwen3vl_bridge.models.common.flops import TowerCosts, Trained, provider_costs, trained_parts
 from qwen3vl_bridge.peft.lora import Qwen3VLParts
 from qwen3vl_bridge.planning.hardware import GPUS
 

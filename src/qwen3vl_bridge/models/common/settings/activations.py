@@ -1,7 +1,7 @@
 """Activation functions by the names that Hugging Face configurations give them.
 
 What lives here: the functions of the text model's and the vision tower's MLPs. What may not: which configuration field
-names one (`models/qwen3_vl/bridge.py`, `models/qwen3_vl/vision_config.py`), modules.
+names one (`models/*/bridge.py`, `models/common/vision_config.py`), modules.
 """
 
 from __future__ import annotations
