@@ -6,7 +6,7 @@ import pytest
 
 from tests.qwen3_5.tiny import make_checkpoint
 
-KINDS = {"dense": {}, "tied": {"tied": True}, "moe": {"moe": True}}
+KINDS = {"dense": {}, "tied": {"tied": True}, "moe": {"moe": True}, "per expert": {"moe": True, "packed": False}}
 
 
 @pytest.fixture(scope="session")

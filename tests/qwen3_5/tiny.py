@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
+from safetensors.torch import save_file
 from torch import nn
 from transformers import (
     Qwen3_5Config,
@@ -109,7 +110,7 @@ def perturb(module: nn.Module, seed: int = 0) -> nn.Module:
     random = torch.Generator().manual_seed(seed)
     for name, parameter in module.named_parameters():
         if parameter.ndim > 1:
-            parameter.data.normal_(0, 0.15, generator=random)
+            parameter.data.normal_(0, 0.05 if ".visual." in name else 0.15, generator=random)
         elif name.endswith("A_log"):
             parameter.data.uniform_(0.02, 0.5, generator=random).log_()
         else:
@@ -148,10 +149,21 @@ def make_config(*, moe: bool = False, tied: bool = False) -> Qwen3_5Config | Qwe
     )
 
 
-def make_checkpoint(folder: Path, *, seed: int = 0, moe: bool = False, tied: bool = False) -> Path:
-    """A random model and its processor as a Hugging Face folder, as transformers saves it."""
+def make_checkpoint(folder: Path, *, seed: int = 0, moe: bool = False, tied: bool = False, packed: bool = True) -> Path:
+    """A random model and its processor as a Hugging Face folder.
+
+    Args:
+        folder: where to.
+        seed: of the weights.
+        moe: whether layers have experts.
+        tied: whether the output layer is the input embedding.
+        packed: experts of a layer in one tensor, as in released files; else one each, as transformers saves them.
+    """
     config = make_config(moe=moe, tied=tied)
     model = (Qwen3_5MoeForConditionalGeneration if moe else Qwen3_5ForConditionalGeneration)(config)
     perturb(model, seed).save_pretrained(folder)
+    if moe and packed:
+        (folder / "model.safetensors").unlink()
+        save_file(dict(model.state_dict()), folder / "model.safetensors", metadata={"format": "pt"})
     make_processor(_VOCAB).save_pretrained(folder)
     return folder
