@@ -7,6 +7,7 @@ settings of a run (recipes), how they are changed (`paths.py`, `overrides.py`).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -119,22 +120,28 @@ def _command(args: argparse.Namespace, *, needs_weights: bool) -> None:
         quiet()
     try:
         chosen = find(args.recipe)
-        cfg = _configuration(args, chosen, needs_weights=needs_weights)
         if args.dry_run:
-            from qwen3vl_recipes import dry_run
-
-            gpus, gpu = args.gpus or chosen.gpus or 1, args.gpu or chosen.gpu
-            if args.json:
-                show(json.dumps(dry_run.dump(cfg, gpus=gpus, gpu=gpu), indent=2))
-            else:
-                dry_run.show(cfg, gpus=gpus, gpu=gpu)
+            _dry_run(args, chosen, needs_weights=needs_weights)
             return
+        cfg = _configuration(args, chosen, needs_weights=needs_weights)
         _run(cfg, needs_weights=needs_weights)
     except (ValueError, AssertionError, OSError) as error:  # Megatron-Bridge asserts what it expects of a configuration
         if args.verbose:
             raise
         show(f"error: {str(error) or repr(error)}\n(--verbose shows where)", error=True)
         sys.exit(BAD_INPUT)
+
+
+def _dry_run(args: argparse.Namespace, chosen: Recipe, *, needs_weights: bool) -> None:
+    from qwen3vl_recipes import dry_run
+
+    where = {"gpus": args.gpus or chosen.gpus or 1, "gpu": args.gpu or chosen.gpu}
+    if not args.json:
+        dry_run.show(_configuration(args, chosen, needs_weights=needs_weights), **where)
+        return
+    with contextlib.redirect_stdout(sys.stderr):  # for what Megatron-Bridge prints
+        found = dry_run.dump(_configuration(args, chosen, needs_weights=needs_weights), **where)
+    show(json.dumps(found, indent=2))
 
 
 def _show_recipes(*, as_json: bool) -> None:

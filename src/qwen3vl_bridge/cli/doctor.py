@@ -33,7 +33,8 @@ _OPTIONAL = {
     "av": "decoding video files",
     "nvidia-resiliency-ext": "asynchronous saves of its kind, and restarts within a process",
 }
-_BUILT = ("transformer-engine", "flash-attn")  # against the torch that is installed
+# For GPUs alone, and built against the torch that is installed.
+_BUILT = ("transformer-engine", "flash-attn")
 _MODULES = {
     "conversion": ("torch", "safetensors", "qwen3vl_bridge.checkpoint.commands.converting"),
     "training": ("qwen3vl_bridge.training.config", "qwen3vl_bridge.training.step", "qwen3vl_recipes.cli"),
@@ -171,7 +172,7 @@ def _missing(known: Sequence[Package], found: Machine, pythons: str) -> list[Mis
     if not SpecifierSet(pythons).contains(found.python, prereleases=True):
         result.append(Missing(f"Python is {found.python}, expected {pythons}", f"a Python {pythons}", fatal=True))
     for one in known:
-        if not one.fits:
+        if not one.fits and (found.gpus or one.name not in _BUILT):
             words = f"{one.name} is {one.found or 'not installed'}, expected {one.expected or 'any version'}"
             words += f" (for {one.purpose})" if one.purpose else ""
             result.append(Missing(words, one.get, fatal=one.needed))

@@ -7,6 +7,7 @@ What lives here: options, and the way from a question to its answer's text. What
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
@@ -33,7 +34,8 @@ def main(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> 
     from qwen3vl_bridge.training.process_groups import shutdown
 
     try:
-        answer = _answer(options)
+        with contextlib.redirect_stdout(sys.stderr):  # on which Megatron-Bridge reports what it loads
+            answer = _answer(options)
     except (ValueError, OSError) as error:  # a CheckpointError is a ValueError
         show(f"error: {error}", error=True)
         return BAD_INPUT
