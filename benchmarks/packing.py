@@ -8,7 +8,7 @@ rounded as Qwen3-VL's processor does; four patches are a token. Nothing is read:
 
 - fill: the share of real tokens in rows of a length, and of patches where a row holds so many at most. "one a row" is
   padding; "as they come" fills each row in the data's order until the next sample does not fit; "best fit" is what
-  training does, in windows of 512 samples; "before training" is what `qwen3vl-data pack` writes. Megatron-Bridge packs
+  training does, in windows of 512 samples; "before training" is what `qwen3vl data pack` writes. Megatron-Bridge packs
   text alone, so by tokens alone.
   "least_patches" is the 5th percentile of patches in a row over their mean.
 - waiting: global batches of 256 rows on 64 data-parallel ranks, costs of two models. Under "tokens" stands the longest

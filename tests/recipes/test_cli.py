@@ -115,8 +115,9 @@ def test_a_dry_run_with_vision_on_ranks_of_its_own(capsys):
     assert "the vision tower keeps up" in said and "9.0 vision ranks are needed, there are 16" in said
     cli.finetune([*words, "--gpus", "136", "model.dist_train.vision_world_size=8"])
     assert "the vision tower does not keep up" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="16 and language_world_size 128 add up to 144, expected 128, the processes"):
+    with pytest.raises(SystemExit):
         cli.finetune([*words, "--gpus", "128"])
+    assert "16 and language_world_size 128 add up to 144, expected 128, the processes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

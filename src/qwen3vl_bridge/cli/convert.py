@@ -1,4 +1,4 @@
-"""The converter's command line: import, export, reformat, verify, inspect, adapters.
+"""`qwen3vl convert`: import, export, reformat, verify, inspect, adapters.
 
 What lives here: verbs, and how a command is run. What may not: torch at import time (so that `--help` answers at once),
 work, printing (`convert_output.py`), options that several verbs have (`convert_options.py`).

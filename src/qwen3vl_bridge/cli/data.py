@@ -1,4 +1,4 @@
-"""The data's command line: inspect and pack.
+"""`qwen3vl data`: inspect and pack.
 
 What lives here: options and their meaning. What may not: torch at import time (so that `--help` answers at once), work,
 words of a report (`data/inspection/text_report.py`, `data/inspection/html_report.py`).

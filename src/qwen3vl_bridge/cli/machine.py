@@ -120,6 +120,7 @@ def _cuda() -> tuple[str | None, str | None, tuple[FoundGpu, ...]]:
     if why_not("torch") is not None:
         return None, None, ()
     import torch
+    import torch.cuda.nccl
 
     if torch.version.cuda is None:
         return None, None, ()
