@@ -25,6 +25,7 @@ def tracked_files() -> list[Path]:
     if listing.returncode:
         pytest.skip("not a git checkout")
     paths = [ROOT / name for name in listing.stdout.split("\0") if name]
+    assert paths
     return [path for path in paths if path.is_file()]
 
 
