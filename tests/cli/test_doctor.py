@@ -105,3 +105,10 @@ def test_a_broken_package_is_told_from_a_whole_one(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     assert machine.why_not("json") is None
     assert machine.why_not("json", "built_for_another") == "built_for_another: OSError: libcudart.so.99: cannot open"
+
+
+def test_a_package_that_is_only_on_the_path_is_status_2(capsys, monkeypatch):
+    """What it needs is in the metadata of its installation."""
+    monkeypatch.setattr(doctor, "_PACKAGE", "no-such-package")
+    assert doctor.main([]) == 2
+    assert "error: No package metadata was found for no-such-package" in capsys.readouterr().err

@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> 
     show_anything()
     try:
         found = examine(options.path)
-    except OSError as error:
+    except (OSError, importlib.metadata.PackageNotFoundError) as error:  # the latter: found by a path, not installed
         show(f"error: {error}", error=True)
         return BAD_INPUT
     if options.json:
