@@ -8,7 +8,7 @@ rounded as Qwen3-VL's processor does; four patches are a token. Nothing is read:
 
 - fill: the share of real tokens in rows of a length, and of patches where a row holds so many at most. "one a row" is
   padding; "as they come" fills each row in the data's order until the next sample does not fit; "best fit" is what
-  training does, in windows of 512 samples; "before training" is what `qwen3vl-data pack` writes. Megatron-Bridge packs
+  training does, in windows of 512 samples; "before training" is what `qwen3vl data pack` writes. Megatron-Bridge packs
   text alone, so by tokens alone.
   "least_patches" is the 5th percentile of patches in a row over their mean.
 - waiting: global batches of 256 rows on 64 data-parallel ranks, costs of two models. Under "tokens" stands the longest
@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from qwen3vl_bridge.data.loading.balance import deal, imbalance
+from qwen3vl_bridge.data.loading.balance import deal
 from qwen3vl_bridge.data.packing.row_plan import RowPlan
 from qwen3vl_bridge.data.packing.sample_order import NumberedOrder
 from qwen3vl_bridge.data.packing.sample_sizes import Size
@@ -71,9 +71,9 @@ class Sample(NamedTuple):
         return Size(self.text + sum(patches) // _MERGE**2, sum(patches), sum(n**2 for n in patches))
 
 
-def make_samples(count: int, seed: int = 0, shares: Sequence[float] | None = None) -> list[Sample]:
-    """Samples of the mix, or of one with other shares of its kinds."""
-    random, shares = np.random.default_rng(seed), shares or [share for share, *_ in KINDS.values()]
+def make_samples(count: int, seed: int = 0) -> list[Sample]:
+    """Samples of the mix."""
+    random, shares = np.random.default_rng(seed), [share for share, *_ in KINDS.values()]
     return [_sample(random, list(KINDS.values())[kind]) for kind in random.choice(len(KINDS), count, p=shares)]
 
 
@@ -159,6 +159,13 @@ def measure(sizes: list[Size], capacity: int) -> Iterator[list]:
                round(len(used) / seconds)]  # fmt: skip
         if (options, most) == ("best fit", tight):
             yield from _waiting(capacity, tight, used, rows)
+
+
+def imbalance(costs: Sequence[float], order: Sequence[int], ranks: int) -> tuple[float, float]:
+    """The longest time over the mean: where ranks wait at the end of a step, and where they wait in every turn."""
+    turns = [[costs[row] for row in order[turn : turn + ranks]] for turn in range(0, len(order), ranks)]
+    mean = sum(costs) / ranks
+    return max(map(sum, zip(*turns, strict=True))) / mean, sum(map(max, turns)) / mean
 
 
 def _waiting(capacity: int, most: int, sizes: list[Size], rows: Rows) -> Iterator[list]:

@@ -3,7 +3,7 @@
     python conversion/adapters.py export --megatron-path RUN --hf-path ADAPTER
     python conversion/adapters.py merge --megatron-path RUN --hf-path MERGED
 
-The same as `conversion/convert.py adapters`.
+This is `qwen3vl adapters`, from a clone.
 
 What lives here: a call of the installed package's command line. What may not: anything else.
 """

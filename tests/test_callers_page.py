@@ -23,7 +23,9 @@ def script():
 
 
 def test_named_tests_are_there():
-    for name in sorted(set(re.findall(r"`((?:tests|docs)/[\w./]+(?:::\w+)?)`", PAGE.read_text()))):
+    names = sorted(set(re.findall(r"`((?:tests|docs)/[\w./]+(?:::\w+)?)`", PAGE.read_text())))
+    assert len(names) > 50
+    for name in names:
         path, _, test = name.partition("::")
         assert (ROOT / path).exists(), name
         if test:

@@ -1,4 +1,4 @@
-"""The command line of training: `finetune.py`, `pretrain.py` and the commands of the same names.
+"""The command line of training: `qwen3vl train`, and its earlier names `qwen3vl-finetune` and `qwen3vl-pretrain`.
 
 What lives here: options, and which loop runs. What may not: Megatron at import time (so that `--help` answers at once),
 settings of a run (recipes), how they are changed (`paths.py`, `overrides.py`).
@@ -7,10 +7,14 @@ settings of a run (recipes), how they are changed (`paths.py`, `overrides.py`).
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from qwen3vl_bridge.terminal import BAD_INPUT, show, show_anything
 
 from qwen3vl_recipes.registry import Recipe, find, recipes
 
@@ -23,14 +27,34 @@ files (--config). --dry-run shows all of them, and the memory they need.
 On CUDA, under torchrun, this is Megatron-Bridge's own loop; without CUDA a small loop takes the same recipe."""
 
 
+def train(arguments: Sequence[str] | None = None, *, prog: str = "qwen3vl train") -> int:
+    """Train from given weights, or with `--from-scratch` from random ones.
+
+    Args:
+        arguments: as typed; None for those of the process.
+        prog: the program's name, for messages.
+
+    Returns:
+        Exit status: 0. What is wrong ends the process with 2.
+    """
+    parser = _parser("Train Qwen3-VL by a recipe, from given weights or from scratch.", prog)
+    parser.add_argument("--from-scratch", action="store_true", help="start from random weights")
+    args = _parse(parser, arguments)
+    if args.from_scratch and args.pretrained_checkpoint is not None:
+        parser.error("--from-scratch and --pretrained-checkpoint, expected one of them")
+    _command(args, needs_weights=not args.from_scratch)
+    return 0
+
+
 def finetune(arguments: Sequence[str] | None = None) -> None:
     """Train from given weights."""
-    _command("Fine-tune Qwen3-VL by a recipe.", arguments, needs_weights=True)
+    _command(_parse(_parser("Fine-tune Qwen3-VL by a recipe."), arguments), needs_weights=True)
 
 
 def pretrain(arguments: Sequence[str] | None = None) -> None:
     """Train from random weights, or from given ones."""
-    _command("Pretrain Qwen3-VL by a recipe, from random weights if none are given.", arguments, needs_weights=False)
+    parser = _parser("Pretrain Qwen3-VL by a recipe, from random weights if none are given.")
+    _command(_parse(parser, arguments), needs_weights=False)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -42,15 +66,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     commands[parser.parse_args(words[:1]).command](words[1:])
 
 
-def _parse(description: str, arguments: Sequence[str] | None) -> argparse.Namespace:
+def _parser(description: str, prog: str | None = None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description=description, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=prog, description=description, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--recipe", metavar="NAME", help="a recipe's name, or FILE.py:FUNCTION for one of yours")
     add("--list", action="store_true", help="list the recipes and end")
-    add("--hf-path", metavar="MODEL", help="Hugging Face checkpoint, folder or hub id: configuration, processor, and "
-        "weights where no others are given (default: the released model of the recipe's size)")  # fmt: skip
+    add("--hf-model", "--hf-path", metavar="MODEL", help="Hugging Face model, folder or hub id: configuration, "
+        "processor, and weights where no others are given (default: the released model of its size)")  # fmt: skip
     add("--data-path", metavar="DATA", help="folder with train.jsonl and test.jsonl, or a file (dataset.path)")
     add("--pretrained-checkpoint", metavar="FOLDER", help="weights to start from: a Megatron checkpoint in either "
         "format, or a Hugging Face folder")  # fmt: skip
@@ -59,9 +83,17 @@ def _parse(description: str, arguments: Sequence[str] | None) -> argparse.Namesp
     add("--dry-run", action="store_true", help="show all settings and the memory they need, and end")
     add("--gpus", type=int, metavar="N", help="with --dry-run: how many (default: the recipe's)")
     add("--gpu", metavar="KIND", help="with --dry-run: H100, H200, B200, ... (default: the recipe's)")
+    add("--json", action="store_true", help="with --list or --dry-run: print JSON")
     add("--verbose", action="store_true", help="show what Megatron logs and warns about, and where an error is from")
+    parser.set_defaults(from_scratch=False)
     add("settings", nargs="*", metavar="SETTING=VALUE", help="settings that differ from the recipe")
+    return parser
+
+
+def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_intermixed_args(arguments)  # settings may stand anywhere
+    if args.json and not (args.list or args.dry_run):
+        parser.error("--json is for --list and --dry-run")
     if args.list:
         return args
     if args.recipe is None:
@@ -77,10 +109,10 @@ def _parse(description: str, arguments: Sequence[str] | None) -> argparse.Namesp
     return args
 
 
-def _command(description: str, arguments: Sequence[str] | None, *, needs_weights: bool) -> None:
-    args = _parse(description, arguments)
+def _command(args: argparse.Namespace, *, needs_weights: bool) -> None:
+    show_anything()
     if args.list:
-        _show_recipes()
+        _show_recipes(as_json=args.json)
         return
     if not args.verbose:
         from qwen3vl_bridge.compat.library_logs import quiet
@@ -88,24 +120,38 @@ def _command(description: str, arguments: Sequence[str] | None, *, needs_weights
         quiet()
     try:
         chosen = find(args.recipe)
-        cfg = _configuration(args, chosen, needs_weights=needs_weights)
         if args.dry_run:
-            from qwen3vl_recipes.dry_run import show
-
-            show(cfg, gpus=args.gpus or chosen.gpus or 1, gpu=args.gpu or chosen.gpu)
+            _dry_run(args, chosen, needs_weights=needs_weights)
             return
+        cfg = _configuration(args, chosen, needs_weights=needs_weights)
         _run(cfg, needs_weights=needs_weights)
     except (ValueError, AssertionError, OSError) as error:  # Megatron-Bridge asserts what it expects of a configuration
         if args.verbose:
             raise
-        sys.exit(f"error: {str(error) or repr(error)}\n(--verbose shows where)")
+        show(f"error: {str(error) or repr(error)}\n(--verbose shows where)", error=True)
+        sys.exit(BAD_INPUT)
 
 
-def _show_recipes() -> None:
+def _dry_run(args: argparse.Namespace, chosen: Recipe, *, needs_weights: bool) -> None:
+    from qwen3vl_recipes import dry_run
+
+    where = {"gpus": args.gpus or chosen.gpus or 1, "gpu": args.gpu or chosen.gpu}
+    if not args.json:
+        dry_run.show(_configuration(args, chosen, needs_weights=needs_weights), **where)
+        return
+    with contextlib.redirect_stdout(sys.stderr):  # for what Megatron-Bridge prints
+        found = dry_run.dump(_configuration(args, chosen, needs_weights=needs_weights), **where)
+    show(json.dumps(found, indent=2))
+
+
+def _show_recipes(*, as_json: bool) -> None:
     known = recipes()
+    if as_json:
+        found = [dict(name=name, summary=one.summary, gpus=one.gpus, gpu=one.gpu) for name, one in known.items()]
+        show(json.dumps(found, indent=2))
+        return
     width = max(map(len, known))
-    for name, one in known.items():
-        print(f"{name:{width}}  {one.summary}")
+    show("\n".join(f"{name:{width}}  {one.summary}" for name, one in known.items()))
     print("Six of these names are Megatron-Bridge's as well, for other settings: docs/recipes.md.", file=sys.stderr)
 
 
@@ -116,16 +162,16 @@ def _configuration(args: argparse.Namespace, chosen: Recipe, *, needs_weights: b
     from qwen3vl_recipes import overrides
     from qwen3vl_recipes.paths import check_data, set_paths
 
-    if args.hf_path is not None and Path(args.hf_path).is_dir():
+    if args.hf_model is not None and Path(args.hf_model).is_dir():
         from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
 
-        ModelConfig(args.hf_path)  # refuses another model's folder before Megatron is imported, which takes a while
-    elif args.hf_path is not None and not args.dry_run:
-        args.hf_path = str(find_model(args.hf_path))
+        ModelConfig(args.hf_model)  # refuses another model's folder before Megatron is imported, which takes a while
+    elif args.hf_model is not None and not args.dry_run:
+        args.hf_model = str(find_model(args.hf_model))
     cfg = chosen.function()
     set_paths(
         cfg,
-        hf_path=args.hf_path,
+        hf_path=args.hf_model,
         data_path=args.data_path,
         pretrained_checkpoint=args.pretrained_checkpoint,
         save=args.save,
@@ -136,6 +182,8 @@ def _configuration(args: argparse.Namespace, chosen: Recipe, *, needs_weights: b
     if cfg.checkpoint.save is None:
         raise ValueError("checkpoint.save is None, expected a folder for this run alone: give --save")
     check_data(cfg)
+    if args.from_scratch and (weights := cfg.checkpoint.pretrained_checkpoint) is not None:
+        raise ValueError(f"checkpoint.pretrained_checkpoint is {weights}, expected None with --from-scratch")
     if needs_weights and cfg.checkpoint.pretrained_checkpoint is None:
         model = cfg.model.hf_model_id
         cfg.checkpoint.pretrained_checkpoint = model if Path(model).is_dir() else str(find_model(model))

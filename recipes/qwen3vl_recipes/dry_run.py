@@ -11,7 +11,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from qwen3vl_bridge.planning.memory.estimate import Estimate
@@ -96,6 +96,30 @@ def _for_gpus(complete: ConfigContainer) -> ConfigContainer:
     """A completed configuration, with the layers that it would have on GPUs."""
     complete.model.transformer_impl = "transformer_engine"
     return complete
+
+
+def dump(cfg: ConfigContainer, *, gpus: int, gpu: str) -> dict[str, Any]:
+    """For programs: settings, and the plan of memory in bytes, or why there is none.
+
+    Args:
+        cfg: as the run would get it.
+        gpus: how many.
+        gpu: their kind.
+    """
+    from qwen3vl_bridge.planning.from_config import plan_of
+    from qwen3vl_bridge.planning.hardware import gpu_of
+    from qwen3vl_bridge.planning.reports import dump_estimate
+
+    import yaml
+    from megatron.bridge.utils.yaml_utils import dump_dataclass_to_yaml
+
+    kind, complete = gpu_of(gpu), finalised(cfg, gpus)
+    found = {"settings": yaml.safe_load(dump_dataclass_to_yaml(complete.to_dict())), "plan": None, "no_plan": None}
+    try:
+        found["plan"] = dump_estimate(plan_of(_for_gpus(complete), gpus), kind.memory_bytes)
+    except ValueError as error:
+        found["no_plan"] = str(error)
+    return found
 
 
 def show(cfg: ConfigContainer, *, gpus: int, gpu: str) -> None:

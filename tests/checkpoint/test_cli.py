@@ -19,7 +19,7 @@ CONVERT = Path(__file__).parents[2] / "conversion" / "convert.py"
 
 
 def test_help_answers_at_once_and_without_torch():
-    code = "import sys; from qwen3vl_bridge.cli import convert as cli; cli._parser(); print('torch' in sys.modules)"
+    code = "import sys; from qwen3vl_bridge.cli import convert as cli; cli._parser(None); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
     begun = time.monotonic()
     for verb in ([], ["import"]):

@@ -207,7 +207,14 @@ def test_rows_hold_no_more_than_they_may(make_rows, tmp_path):
         assert sum(-(-size.tokens // 16) * 16 for size in sizes) <= 256
         assert sum(size.patches for size in sizes) <= most
     assert report.patch_fill == report.patches / (most * len(packed))
-    assert len(next(BatchStream(make_rows(most_patches=most, multiple=16, packed=packed)())).sample_ids)
+    rows = make_rows(most_patches=most, multiple=16, packed=packed)()
+    assert_row_of(packed, rows, next(BatchStream(rows)))
+
+
+def assert_row_of(packed, rows, batch):
+    """A batch of one row holds the samples of one that was packed."""
+    names = [sorted(map(rows.samples.file.sample_id, packed[row])) for row in range(len(packed))]
+    assert sorted(batch.sample_ids) in names
 
 
 @pytest.fixture
@@ -230,7 +237,7 @@ def test_the_command_writes_what_training_reads(command, checkpoint, tmp_path, c
     )
     provider.finalize()
     assert provider.rows("train").plan.end_of_epoch() == len(packed) == len(PackedRows(output))
-    assert len(next(provider.stream("train", dp_rank=1, dp_size=2)).sample_ids)
+    assert_row_of(packed, provider.rows("train"), next(provider.stream("train", dp_rank=1, dp_size=2)))
     assert main([*command, "--output", str(output)]) == 2
     assert "exists already" in capsys.readouterr().err
     assert main([*command, "--output", str(output), "--overwrite", "--json", "--seed", "1"]) == 0

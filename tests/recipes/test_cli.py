@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+
 import pytest
 from qwen3vl_recipes import cli, qwen3_vl_2b_sft_config
 from qwen3vl_recipes.paths import check_data
@@ -37,10 +40,31 @@ def test_words_that_are_refused_at_once(words, message, capsys):
         ),
     ],
 )
-def test_what_is_refused_before_anything_is_built(words, message, tmp_path, monkeypatch):
+def test_what_is_refused_before_anything_is_built(words, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match=message):
+    with pytest.raises(SystemExit) as end:
         cli.finetune(words)
+    assert end.value.code == 2 and re.search(message, capsys.readouterr().err)
+
+
+def test_weights_that_a_run_begins_with(untied_folder, tmp_path, monkeypatch, capsys):
+    """Given ones, the model's own, or none at all."""
+    runs = []
+    monkeypatch.setattr(cli, "_run", lambda cfg, needs_weights: runs.append((cfg.checkpoint.pretrained_checkpoint,
+                                                                            needs_weights)))  # fmt: skip
+    (tmp_path / "data").mkdir()
+    words = ["--recipe", "qwen3_vl_digits_sft_config", "--hf-model", str(untied_folder), "--data-path",
+             str(tmp_path / "data"), "--save", str(tmp_path / "run")]  # fmt: skip
+    assert cli.train(words) == cli.train([*words, "--from-scratch"]) == 0
+    cli.train([*words, "--pretrained-checkpoint", "MEGATRON"])
+    cli.pretrain([*words, "--pretrained-checkpoint", "MEGATRON"])
+    cli.pretrain(words)
+    mine = str(untied_folder)
+    assert runs == [(mine, True), (None, False), ("MEGATRON", True), ("MEGATRON", False), (None, False)]
+    with pytest.raises(SystemExit) as end:
+        cli.train([*words, "--from-scratch", "checkpoint.pretrained_checkpoint=MEGATRON"])
+    assert end.value.code == 2
+    assert "pretrained_checkpoint is MEGATRON, expected None with --from-scratch" in capsys.readouterr().err
 
 
 def test_a_recipe_that_has_the_name_of_ours(tmp_path):
@@ -73,6 +97,10 @@ def test_a_dry_run(capsys, tmp_path):
     said = capsys.readouterr().out
     assert "lr: 3.0e-05" in said and "global_batch_size: 64" in said and "DP 32" in said and "of 139.7 GiB" in said
     assert "the planner would take" in said or "the planner finds nothing faster" in said
+    cli.train([*words, "train.global_batch_size=64", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["settings"]["optimizer"]["lr"] == 3e-5 and found["no_plan"] is None
+    assert found["plan"]["fits"] and found["plan"]["split"]["dp"] == 32
 
 
 def test_a_dry_run_with_vision_on_ranks_of_its_own(capsys):
@@ -87,8 +115,9 @@ def test_a_dry_run_with_vision_on_ranks_of_its_own(capsys):
     assert "the vision tower keeps up" in said and "9.0 vision ranks are needed, there are 16" in said
     cli.finetune([*words, "--gpus", "136", "model.dist_train.vision_world_size=8"])
     assert "the vision tower does not keep up" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="16 and language_world_size 128 add up to 144, expected 128, the processes"):
+    with pytest.raises(SystemExit):
         cli.finetune([*words, "--gpus", "128"])
+    assert "16 and language_world_size 128 add up to 144, expected 128, the processes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

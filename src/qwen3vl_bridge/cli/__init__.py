@@ -1,1 +1,1 @@
-"""The command lines: convert, adapters, data, plan."""
+"""The command line: `main.py`, and a module for each command but `train`, which is the recipes'."""

@@ -1,4 +1,4 @@
-"""The verbs for trained adapters: export, merge.
+"""`qwen3vl adapters`: the verbs export and merge, for trained adapters.
 
 What lives here: options and their meaning. What may not: torch at import time (so that `--help` answers at once), work,
 printing (`convert_output.py`), how a command is run (`convert.py`).

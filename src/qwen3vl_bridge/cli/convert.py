@@ -1,4 +1,4 @@
-"""The converter's command line: import, export, reformat, verify, inspect, adapters.
+"""`qwen3vl convert`: import, export, reformat, verify, inspect, adapters.
 
 What lives here: verbs, and how a command is run. What may not: torch at import time (so that `--help` answers at once),
 work, printing (`convert_output.py`), options that several verbs have (`convert_options.py`).
@@ -46,16 +46,28 @@ _ENDS_AT_ONCE, _ONE = 2, 1.0
 _TIDYING = "interrupted already, and tidying up; once more ends it at once and leaves that to the next run\n"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> int:
     """Run one command, in one process or in each of those torchrun started.
 
     Args:
         arguments: as typed; None for those of the process.
+        prog: the program's name, for messages; None for that of the process.
 
     Returns:
         Exit status: 0, 1 if `verify` found differences, 2 for bad input, 130 if interrupted.
     """
-    options = _parser().parse_args(arguments)
+    return _run(_parser(prog).parse_args(arguments))
+
+
+def adapters(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> int:
+    """The verb `adapters`, as a command of its own; arguments and exit status are those of `main`."""
+    parser = argparse.ArgumentParser(prog=prog)
+    parser.set_defaults(shared=True)
+    adapters_cli.add_verbs(parser)
+    return _run(parser.parse_args(arguments))
+
+
+def _run(options: argparse.Namespace) -> int:
     show_anything()
     first = True
     try:
@@ -71,11 +83,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if first:
             show("interrupted", error=True)
         return INTERRUPTED
-
-
-def adapters() -> int:
-    """The verb `adapters`, as a command of its own."""
-    return main(["adapters", *sys.argv[1:]])
 
 
 @contextlib.contextmanager
@@ -116,9 +123,9 @@ def _stoppable(first: bool) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(prog: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="convert.py",
+        prog=prog,
         description="Convert Qwen3-VL between Hugging Face safetensors and Megatron checkpoints. No GPU is needed, "
         "and no model in memory. Under torchrun the processes share the work.",
     )
@@ -171,6 +178,7 @@ def _verify(parser: argparse.ArgumentParser) -> None:
     convert_options.megatron_path(parser)
     parser.add_argument("--new-path", metavar="FOLDER", help="compare the checkpoint with this one, made of it")
     convert_options.vocab_padding(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--no-progress", action="store_true", help="show no progress")
     parser.epilog = "Without --hf-model and --new-path the checkpoint is compared with the checksums in its manifest."
     parser.set_defaults(run=_run_verify)

@@ -73,6 +73,9 @@ def comparison(report: VerifyReport, options: argparse.Namespace) -> int:
     status = 0 if report.same else _DIFFERENT
     if not options.ranks.first:
         return status
+    if options.json:
+        show(json.dumps(report.as_dict(), indent=2))
+        return status
     for note in report.notes:
         show(f"note: {note}")
     if report.same:

@@ -1,4 +1,4 @@
-"""The data's command line: inspect and pack.
+"""`qwen3vl data`: inspect and pack.
 
 What lives here: options and their meaning. What may not: torch at import time (so that `--help` answers at once), work,
 words of a report (`data/inspection/text_report.py`, `data/inspection/html_report.py`).
@@ -32,16 +32,17 @@ _LIMITS = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, *, prog: str = "qwen3vl-data") -> int:
     """Run one command.
 
     Args:
-        argv: as typed; None for those of the process.
+        arguments: as typed; None for those of the process.
+        prog: the program's name, for messages.
 
     Returns:
         Exit status: 0, 1 if there were samples with errors, 2 for bad input, 130 if interrupted.
     """
-    options = _parser().parse_args(argv)
+    options = _parser(prog).parse_args(arguments)
     show_anything()
     try:
         return options.run(options)
@@ -53,8 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="qwen3vl-data", description="Look at conversations before training on them.")
+def _parser(prog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=prog, description="Look at conversations before training on them.")
     verbs = parser.add_subparsers(metavar="VERB", required=True)
     _inspect(verbs.add_parser("inspect", help="show samples as the model will see them, and what is trained on"))
     _pack(verbs.add_parser("pack", help="measure all samples and pack them into rows, before training"))

@@ -1,4 +1,4 @@
-"""`qwen3vl-plan`: what a run will hold on each GPU, and how else it could be split.
+"""`qwen3vl plan`: what a run will hold on each GPU, and how else it could be split.
 
 What lives here: options and their meaning. What may not: formulas, words of a report (`planning/reports.py`).
 """
@@ -43,16 +43,17 @@ _SIZES = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, *, prog: str = "qwen3vl-plan") -> int:
     """Estimate the split that is given, or propose some.
 
     Args:
-        argv: as typed; None for those of the process.
+        arguments: as typed; None for those of the process.
+        prog: the program's name, for messages.
 
     Returns:
         Exit status: 0, 1 if it does not fit, 2 for bad input.
     """
-    options = _parser().parse_args(argv)
+    options = _parser(prog).parse_args(arguments)
     show_anything()
     try:
         return _run(options)
@@ -61,9 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return BAD_INPUT
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="qwen3vl-plan",
+        prog=prog,
         description="Estimate what each GPU holds while Qwen3-VL trains. Without any parallel size, or with --propose, "
         "propose ways to split the model that fit. docs/memory.md says what is counted and what is assumed.",
     )

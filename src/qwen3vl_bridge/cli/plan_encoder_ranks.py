@@ -1,4 +1,4 @@
-"""`qwen3vl-plan --dist-train`: how many ranks the vision tower gets, and what ranks of both kinds hold.
+"""`qwen3vl plan --dist-train`: how many ranks the vision tower gets, and what ranks of both kinds hold.
 
 What lives here: its options and answers. What may not: the rule (`planning/encoder_sizing.py`), the other options
 (`plan.py`).

@@ -46,7 +46,7 @@ class Qwen3VLConversationProvider(ConversationRows):
         url_cache: folder of what was fetched; the user's cache folder if None.
         streaming: read data sets of the hub as they are downloaded, instead of all of them first. Every data-loading
             process of every rank reads the whole stream, and a resumed run reads what it had read once more.
-        train_packing: folder with rows of the training split that `qwen3vl-data pack` made, by these settings. Without
+        train_packing: folder with rows of the training split that `qwen3vl data pack` made, by these settings. Without
             it every machine measures every conversation while training begins and goes on, which is too much for
             millions of them.
         balance_over: rows of a global batch, so that they are dealt out to data-parallel ranks by what they cost both

@@ -1,6 +1,6 @@
 """Data-parallel replicas of two modules on ranks of their own, and who encodes pictures for whom.
 
-What lives here: the split as plain numbers, for training, the planner and simulations. Standard library only. What may
+What lives here: the split as plain numbers, for training and the planner. Standard library only. What may
 not: settings (`models/common/settings/encoder_parallel.py`), ranks within a replica.
 """
 
@@ -56,11 +56,6 @@ class Replicas:
         """The language replicas that a replica of the tower encodes for."""
         first = vision // self.encoders * self.served
         return range(first, first + self.served)
-
-    def encoders_of(self, language: int) -> range:
-        """The replicas of the tower that encode for a language replica."""
-        first = language // self.served * self.encoders
-        return range(first, first + self.encoders)
 
     def share_of(self, vision: int) -> int:
         """Which of the shares of a microbatch's pictures a replica of the tower encodes."""

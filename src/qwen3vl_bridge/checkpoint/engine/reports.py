@@ -138,3 +138,7 @@ class VerifyReport:
     def same(self) -> bool:
         """Whether no tensor differs."""
         return not self.differences
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same, fit for JSON."""
+        return {"same": self.same, **asdict(self)}

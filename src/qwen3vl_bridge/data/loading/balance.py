@@ -41,19 +41,3 @@ def deal(costs: Sequence[float], ranks: int) -> list[int]:
             totals[rank] += costs[hand[rank]]
             order.append(hand[rank])
     return order
-
-
-def imbalance(costs: Sequence[float], order: Sequence[int], ranks: int) -> tuple[float, float]:
-    """How long ranks wait, as the longest time over the mean: 1 is no waiting.
-
-    Args:
-        costs: of the batch's rows.
-        order: as `deal` gives it.
-        ranks: how many ranks there are.
-
-    Returns:
-        Where ranks wait at the end of a step, and where they wait in every turn.
-    """
-    turns = [[costs[row] for row in order[turn : turn + ranks]] for turn in range(0, len(order), ranks)]
-    mean = sum(costs) / ranks
-    return max(map(sum, zip(*turns, strict=True))) / mean, sum(map(max, turns)) / mean

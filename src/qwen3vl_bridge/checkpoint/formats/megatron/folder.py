@@ -18,8 +18,6 @@ TRAIN_STATE = "train_state.pt"
 LATEST_TRAIN_STATE = f"latest_{TRAIN_STATE}"
 RUN_CONFIG = "run_config.yaml"
 HF_FILES = "hf"
-# Where Megatron-Bridge itself keeps a run's tokenizer.
-TOKENIZER = "tokenizer"
 
 # What megatron-core calls the two formats.
 FSDP_DTENSOR, TORCH_DIST = "fsdp_dtensor", "torch_dist"

@@ -1,0 +1,100 @@
+"""`qwen3vl generate`: ask a checkpoint a question through the Megatron model, without exporting it.
+
+What lives here: options, and the way from a question to its answer's text. What may not: torch at import time (so that
+`--help` answers at once), decoding (`inference/generation.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from qwen3vl_bridge.terminal import BAD_INPUT, INTERRUPTED, show, show_anything
+
+
+def main(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> int:
+    """Print the answer to one question.
+
+    Args:
+        arguments: as typed; None for those of the process.
+        prog: the program's name, for messages; None for that of the process.
+
+    Returns:
+        Exit status: 0, 2 for bad input, 130 if interrupted.
+    """
+    options = _parse(prog, arguments)
+    show_anything()
+    from qwen3vl_bridge.compat.library_logs import quiet
+
+    quiet()
+    from qwen3vl_bridge.training.process_groups import shutdown
+
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # on which Megatron-Bridge reports what it loads
+            answer = _answer(options)
+    except (ValueError, OSError) as error:  # a CheckpointError is a ValueError
+        show(f"error: {error}", error=True)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        show("interrupted", error=True)
+        return INTERRUPTED
+    finally:
+        shutdown()
+    if answer is not None:
+        found = {"question": options.question, "images": options.image, "answer": answer}
+        show(json.dumps(found, indent=2, ensure_ascii=False) if options.json else answer)
+    return 0
+
+
+def _parse(prog: str | None, arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Ask a checkpoint a question, without exporting it. The answer is greedy: the one that "
+        "transformers' generate(do_sample=False) gives on the export.",
+    )
+    add = parser.add_argument
+    add("question")
+    add("--hf-model", "--hf-path", required=True, metavar="MODEL", help="Hugging Face folder or hub id: configuration, "
+        "processor, and the weights where no others are given")  # fmt: skip
+    add("--megatron-path", metavar="FOLDER", help="weights: a Megatron checkpoint in either format, or a run's folder")
+    add("--image", action="append", default=[], metavar="FILE", help="a picture to show; may be given several times")
+    add("--max-new-tokens", type=int, default=128, metavar="N", help="longest answer (default: %(default)s)")
+    add("--json", action="store_true", help="print JSON")
+    options = parser.parse_args(arguments)
+    if missing := [path for path in options.image if not Path(path).is_file()]:
+        parser.error(f"--image is {missing[0]}, expected a file that exists")
+    if options.max_new_tokens < 1:
+        parser.error(f"--max-new-tokens is {options.max_new_tokens}, expected 1 or more")
+    return options
+
+
+def _answer(options: argparse.Namespace) -> str | None:
+    """The answer's text on the first of several processes, which all decode; None on the others."""
+    from qwen3vl_bridge.inference.generation import generate
+    from qwen3vl_bridge.training.checkpointing.all_or_none import is_first
+    from qwen3vl_bridge.training.checkpointing.model_loading import load_model
+
+    from PIL import Image
+    from transformers import AutoProcessor
+
+    model = load_model(options.hf_model, options.megatron_path)
+    processor = AutoProcessor.from_pretrained(options.hf_model)
+    pictures = [{"type": "image", "image": Image.open(path).convert("RGB")} for path in options.image]
+    inputs = processor.apply_chat_template(
+        [{"role": "user", "content": [*pictures, {"type": "text", "text": options.question}]}],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+    ).to(next(model[0].parameters()).device)
+    answer = generate([*model], **inputs, max_new_tokens=options.max_new_tokens)
+    new = answer[:, inputs["input_ids"].shape[1] :]
+    return processor.batch_decode(new, skip_special_tokens=True)[0] if is_first() else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""`qwen3vl`: one program for all that can be done from a terminal.
+
+    qwen3vl convert import --hf-model HF_FOLDER --megatron-path MEGATRON
+    torchrun --nproc_per_node 8 --no-python qwen3vl train --recipe qwen3_vl_8b_sft_config --data-path DATA --save RUN
+
+What lives here: the commands, and where each is. What may not: their options, and any import that takes time: a command
+is imported when it is the one asked for, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from qwen3vl_bridge.terminal import BAD_INPUT, show
+
+# Each is a function of the words behind its name and of the program's name, which returns the exit status. Training is
+# the recipes' own: they stand above this package, which knows them by this name alone, and may be absent.
+COMMANDS = {
+    "convert": ("qwen3vl_bridge.cli.convert:main", "import, export, reformat, verify or inspect a checkpoint"),
+    "adapters": ("qwen3vl_bridge.cli.convert:adapters", "export or merge the adapters that a run has trained"),
+    "train": ("qwen3vl_recipes.cli:train", "train by a recipe, from given weights or from scratch"),
+    "data": ("qwen3vl_bridge.cli.data:main", "inspect conversations, or pack them into rows, before training"),
+    "plan": ("qwen3vl_bridge.cli.plan:main", "what a run will hold on each GPU, and how else it could be split"),
+    "generate": ("qwen3vl_bridge.cli.generate:main", "ask a checkpoint a question, without exporting it"),
+    "doctor": ("qwen3vl_bridge.cli.doctor:main", "what this machine has, what will be used, and what is missing"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        arguments: as typed; None for those of the process.
+
+    Returns:
+        Exit status: 0; 1 if a comparison found differences, nothing fits, samples are bad or something is missing; 2
+        for bad input; 130 if interrupted.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    parser = _parser()
+    options = parser.parse_args(words[:1])
+    if options.version:
+        from importlib.metadata import version
+
+        show(version("qwen3vl-bridge"))
+        return 0
+    if options.command is None:
+        parser.error("COMMAND is missing")
+    module, _, function = COMMANDS[options.command][0].partition(":")
+    try:
+        run = getattr(importlib.import_module(module), function)
+    except ModuleNotFoundError as error:
+        if error.name != module.partition(".")[0]:
+            raise
+        show(f"error: {options.command} needs the package {error.name}, which is not installed; it comes with "
+             "qwen3vl-bridge's wheel, and with `pip install --no-deps -e .` from a clone", error=True)  # fmt: skip
+        return BAD_INPUT
+    return run(words[1:], prog=f"{parser.prog} {options.command}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="qwen3vl",
+        description="Qwen3-VL on Megatron: checkpoints, training, data.",
+        epilog="`qwen3vl COMMAND --help` shows its options; docs/command_line.md has examples.",
+    )
+    parser.add_argument("--version", action="store_true", help="show the version and end")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for name, (_, words) in COMMANDS.items():
+        commands.add_parser(name, help=words, add_help=False)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
