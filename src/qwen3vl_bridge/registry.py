@@ -96,7 +96,27 @@ def load(dotted: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-_FAMILIES: dict[str, Family] = {}
+_QWEN3_VL = "qwen3vl_bridge.models.qwen3_vl"
+_FAMILIES: dict[str, Family] = {
+    one.name: one
+    for one in (
+        Family(
+            name="qwen3_vl",
+            architectures={
+                "qwen3_vl": "Qwen3VLForConditionalGeneration",
+                "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+            },
+            table=f"{_QWEN3_VL}.table.table",
+            dimensions=f"{_QWEN3_VL}.config_dimensions.dimensions_of",
+            check=f"{_QWEN3_VL}.config_checks.check_settings",
+            fields=f"{_QWEN3_VL}.config_identity.fields_of",
+            fields_of_run=f"{_QWEN3_VL}.config_identity.fields_of_run",
+            provider=f"{_QWEN3_VL}.bridge.provider_from_hf_config",
+            bridge=f"{_QWEN3_VL}.bridge",
+            presets=f"{_QWEN3_VL}.presets",
+        ),
+    )
+}
 
 
 def register_family(family: Family) -> None:
@@ -189,23 +209,3 @@ def preset_sizes() -> list[str]:
 
 def _presets() -> list[Any]:
     return [importlib.import_module(one.presets) for one in _FAMILIES.values() if one.presets is not None]
-
-
-_QWEN3_VL = "qwen3vl_bridge.models.qwen3_vl"
-register_family(
-    Family(
-        name="qwen3_vl",
-        architectures={
-            "qwen3_vl": "Qwen3VLForConditionalGeneration",
-            "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
-        },
-        table=f"{_QWEN3_VL}.table.table",
-        dimensions=f"{_QWEN3_VL}.config_dimensions.dimensions_of",
-        check=f"{_QWEN3_VL}.config_checks.check_settings",
-        fields=f"{_QWEN3_VL}.config_identity.fields_of",
-        fields_of_run=f"{_QWEN3_VL}.config_identity.fields_of_run",
-        provider=f"{_QWEN3_VL}.bridge.provider_from_hf_config",
-        bridge=f"{_QWEN3_VL}.bridge",
-        presets=f"{_QWEN3_VL}.presets",
-    )
-)
