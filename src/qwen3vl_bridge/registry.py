@@ -136,7 +136,7 @@ def register_family(family: Family) -> None:
 
 def import_bridges() -> None:
     """Register all families with Megatron-Bridge, which has been imported."""
-    for family in _FAMILIES.values():
+    for family in list(_FAMILIES.values()):
         importlib.import_module(family.bridge)
 
 
