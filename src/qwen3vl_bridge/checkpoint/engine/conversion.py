@@ -128,28 +128,6 @@ class Conversion:
     notes: list[str]
     threads: int = 2
 
-    def report(self, disk_needed: int, disk_free: int, processes: int) -> ConversionReport:
-        """The report on it before it has begun."""
-        plan, output = self.plan, self.output
-        return ConversionReport(
-            name=self.name,
-            source=self.origin,
-            target=self.target,
-            format=output.settings["format"],
-            layer_spec=output.settings.get("layer_spec"),
-            tensors=len(plan.tasks),
-            parameters=plan.numel,
-            nbytes=plan.nbytes,
-            dtypes=tuple(plan.dtypes),
-            cast=len(plan.cast),
-            transposed=len(plan.transposed),
-            files=len(output.files),
-            disk_needed=disk_needed,
-            disk_free=disk_free,
-            processes=processes,
-            notes=tuple(self.notes),
-        )
-
     def digest(self, *, sync: bool) -> str:
         """Tells one plan from another: source files, where every element comes from, where every byte goes.
 
@@ -207,7 +185,7 @@ def run_conversion(planned: Callable[[], Conversion], given: ConversionOptions) 
         output.inner, output.settings["format"], contents=not options.dry_run, progress=options.progress
     )
     ranks.run_on_rank0(lambda: _check_target(conversion, options, replaceable))
-    report = conversion.report(needed, free_space(target), ranks.size)
+    report = ConversionReport.of(conversion, needed, free_space(target), ranks.size)
     if options.dry_run:
         return replace(report, estimate=ranks.run_on_rank0(lambda: _estimate(conversion, options)))
     digests = ranks.all_gather(lambda: conversion.digest(sync=options.sync))

@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from qwen3vl_bridge.checkpoint.engine.conversion import Conversion
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,29 @@ class ConversionReport:
     resumed: int = 0
     written: int = 0
     dry_run: bool = True
+
+    @classmethod
+    def of(cls, conversion: Conversion, disk_needed: int, disk_free: int, processes: int) -> ConversionReport:
+        """The report on a conversion that has not begun."""
+        plan = conversion.plan
+        return cls(
+            name=conversion.name,
+            source=conversion.origin,
+            target=conversion.target,
+            format=conversion.output.settings["format"],
+            layer_spec=conversion.output.settings.get("layer_spec"),
+            tensors=len(plan.tasks),
+            parameters=plan.numel,
+            nbytes=plan.nbytes,
+            dtypes=tuple(plan.dtypes),
+            cast=len(plan.cast),
+            transposed=len(plan.transposed),
+            files=len(conversion.output.files),
+            disk_needed=disk_needed,
+            disk_free=disk_free,
+            processes=processes,
+            notes=tuple(conversion.notes),
+        )
 
     def done(self, notes: Sequence[str], seconds: float, resumed: int, written: int) -> ConversionReport:
         """The report on it when it is done."""
