@@ -96,7 +96,43 @@ def load(dotted: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-_FAMILIES: dict[str, Family] = {}
+_QWEN3_VL, _QWEN3_5 = "qwen3vl_bridge.models.qwen3_vl", "qwen3vl_bridge.models.qwen3_5"
+_FAMILIES: dict[str, Family] = {
+    one.name: one
+    for one in (
+        Family(
+            name="qwen3_vl",
+            architectures={
+                "qwen3_vl": "Qwen3VLForConditionalGeneration",
+                "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+            },
+            table=f"{_QWEN3_VL}.table.table",
+            dimensions=f"{_QWEN3_VL}.config_dimensions.dimensions_of",
+            check=f"{_QWEN3_VL}.config_checks.check_settings",
+            fields=f"{_QWEN3_VL}.config_identity.fields_of",
+            fields_of_run=f"{_QWEN3_VL}.config_identity.fields_of_run",
+            provider=f"{_QWEN3_VL}.bridge.provider_from_hf_config",
+            bridge=f"{_QWEN3_VL}.bridge",
+            presets=f"{_QWEN3_VL}.presets",
+        ),
+        Family(
+            name="qwen3_5",
+            architectures={
+                "qwen3_5": "Qwen3_5ForConditionalGeneration",
+                "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+            },
+            table=f"{_QWEN3_5}.table.table",
+            dimensions=f"{_QWEN3_5}.config_dimensions.dimensions_of",
+            check=f"{_QWEN3_5}.config_checks.check_settings",
+            fields=f"{_QWEN3_5}.config_identity.fields_of",
+            fields_of_run=f"{_QWEN3_5}.config_identity.fields_of_run",
+            provider=f"{_QWEN3_5}.bridge.provider_from_hf_config",
+            bridge=f"{_QWEN3_5}.bridge",
+            presets=f"{_QWEN3_5}.presets",
+            released_experts=ExpertLayout.OUTPUT_MAJOR,
+        ),
+    )
+}
 
 
 def register_family(family: Family) -> None:
@@ -105,22 +141,18 @@ def register_family(family: Family) -> None:
     Raises:
         ValueError: another family has its name or one of its `model_type`s.
     """
-    _add(family)
-    if _MEGATRON_BRIDGE in sys.modules:
-        importlib.import_module(family.bridge)
-
-
-def _add(family: Family) -> None:
     for other in _FAMILIES.values():
         taken = [kind for kind in family.architectures if kind in other.architectures]
         if other != family and (taken or other.name == family.name):
             raise ValueError(f"the family {other.name!r} has {taken or 'this name'} already, expected another")
     _FAMILIES[family.name] = family
+    if _MEGATRON_BRIDGE in sys.modules:
+        importlib.import_module(family.bridge)
 
 
 def import_bridges() -> None:
     """Register all families with Megatron-Bridge, which has been imported."""
-    for family in _FAMILIES.values():
+    for family in list(_FAMILIES.values()):
         importlib.import_module(family.bridge)
 
 
@@ -193,43 +225,3 @@ def preset_sizes() -> list[str]:
 
 def _presets() -> list[Any]:
     return [importlib.import_module(one.presets) for one in _FAMILIES.values() if one.presets is not None]
-
-
-# The import hook registers the bridges of these, when Megatron-Bridge has been imported.
-_QWEN3_VL = "qwen3vl_bridge.models.qwen3_vl"
-_add(
-    Family(
-        name="qwen3_vl",
-        architectures={
-            "qwen3_vl": "Qwen3VLForConditionalGeneration",
-            "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
-        },
-        table=f"{_QWEN3_VL}.table.table",
-        dimensions=f"{_QWEN3_VL}.config_dimensions.dimensions_of",
-        check=f"{_QWEN3_VL}.config_checks.check_settings",
-        fields=f"{_QWEN3_VL}.config_identity.fields_of",
-        fields_of_run=f"{_QWEN3_VL}.config_identity.fields_of_run",
-        provider=f"{_QWEN3_VL}.bridge.provider_from_hf_config",
-        bridge=f"{_QWEN3_VL}.bridge",
-        presets=f"{_QWEN3_VL}.presets",
-    )
-)
-_QWEN3_5 = "qwen3vl_bridge.models.qwen3_5"
-_add(
-    Family(
-        name="qwen3_5",
-        architectures={
-            "qwen3_5": "Qwen3_5ForConditionalGeneration",
-            "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
-        },
-        table=f"{_QWEN3_5}.table.table",
-        dimensions=f"{_QWEN3_5}.config_dimensions.dimensions_of",
-        check=f"{_QWEN3_5}.config_checks.check_settings",
-        fields=f"{_QWEN3_5}.config_identity.fields_of",
-        fields_of_run=f"{_QWEN3_5}.config_identity.fields_of_run",
-        provider=f"{_QWEN3_5}.bridge.provider_from_hf_config",
-        bridge=f"{_QWEN3_5}.bridge",
-        presets=f"{_QWEN3_5}.presets",
-        released_experts=ExpertLayout.OUTPUT_MAJOR,
-    )
-)
