@@ -73,7 +73,7 @@ def test_kernels_for_gpus_are_not_missed_where_there_is_none():
 
 def test_this_machine(capsys, tmp_path):
     """Training and conversion are what the other tests do."""
-    from qwen3vl_bridge.models.common.settings.kernels import default_transformer_impl
+    from qwen3vl_bridge.models.common.settings.fields import default_transformer_impl
 
     import torch
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from qwen3vl_bridge.models.common.config_values import check_tower_size
 from qwen3vl_bridge.models.common.provider import ExpertsMixin, VisionLanguageProvider
+from qwen3vl_bridge.models.config_values import check_tower_size
 from qwen3vl_bridge.models.qwen3_5.config_dimensions import FAMILY, layers_by_attention, linear_sizes
 from qwen3vl_bridge.models.qwen3_5.fixed_settings import FIXED, FIXED_WITH_EXPERTS
 from qwen3vl_bridge.weights.dimensions import Dimensions

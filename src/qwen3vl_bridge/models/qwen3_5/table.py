@@ -9,9 +9,9 @@ names and values: Megatron-Bridge 0.6, qwen35_vl_bridge.py.
 
 from __future__ import annotations
 
-from qwen3vl_bridge.models.common.table_rows import VISION_ROWS, dense_mlp_rows, moe_rows
 from qwen3vl_bridge.weights.names import OUTPUT_LAYER, ExpertLayout
 from qwen3vl_bridge.weights.rows import Copy, GatedMLP, GatedQKV, Row, Sectioned, Shape, ZeroCentered
+from qwen3vl_bridge.weights.shared_rows import VISION_ROWS, dense_mlp_rows, moe_rows
 
 _TEXT = "language_model.decoder.layers.*."
 _HF_TEXT = "model.language_model.layers.*."

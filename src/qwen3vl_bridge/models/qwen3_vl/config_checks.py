@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from qwen3vl_bridge.models.common.config_values import check_rope_fields
+from qwen3vl_bridge.models.config_values import check_rope_fields
 from qwen3vl_bridge.models.qwen3_vl.config_dimensions import experts_of, head_dim_of, moe_layers_of
 from qwen3vl_bridge.models.qwen3_vl.config_fields import check_fields
 

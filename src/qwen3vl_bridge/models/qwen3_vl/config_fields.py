@@ -1,7 +1,7 @@
 """Fields of a Qwen3-VL configuration: which kind of value each has, and which values go together.
 
 What lives here: the check, with the names that `config.json` has. Standard library only. What may not: kinds of value
-(`models/common/config_values.py`), well-formed settings that this model does not compute (`config_checks.py`), what
+(`models/config_values.py`), well-formed settings that this model does not compute (`config_checks.py`), what
 follows from the values (`config_dimensions.py`).
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from qwen3vl_bridge.models.common.config_values import (
+from qwen3vl_bridge.models.config_values import (
     ABOVE_ZERO,
     COUNT,
     EXPERTS,
