@@ -86,7 +86,7 @@ def _save_adapters_of_ours(module: Any) -> None:
 
     @functools.wraps(save)
     def save_hf_adapter(self: Any, *args: Any, **kwargs: Any) -> None:
-        from qwen3vl_bridge.models.common.adapter_conversion import AdapterConversion
+        from qwen3vl_bridge.models.common.adapters.conversion import AdapterConversion
         from qwen3vl_bridge.peft import hf_export
 
         ours = isinstance(self._model_bridge, AdapterConversion)
@@ -94,7 +94,7 @@ def _save_adapters_of_ours(module: Any) -> None:
 
     @functools.wraps(export)
     def export_adapter_ckpt(self: Any, peft_checkpoint: str | Path, *args: Any, **kwargs: Any) -> None:
-        from qwen3vl_bridge.models.common.adapter_conversion import AdapterConversion
+        from qwen3vl_bridge.models.common.adapters.conversion import AdapterConversion
         from qwen3vl_bridge.peft import hf_export
 
         if isinstance(self._model_bridge, AdapterConversion):

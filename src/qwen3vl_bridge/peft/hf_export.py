@@ -1,7 +1,7 @@
 """Adapters of a model as a folder for the `peft` library.
 
 What lives here: `save_hf_adapter`, and what of Megatron-Bridge's own saving is refused. What may not: how adapters
-become Hugging Face's (`models/common/adapter_conversion.py`), parameter names, adapters on the model (`lora.py`).
+become Hugging Face's (`models/common/adapters/conversion.py`), parameter names, adapters on the model (`lora.py`).
 """
 
 from __future__ import annotations

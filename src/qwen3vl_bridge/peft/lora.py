@@ -1,8 +1,8 @@
 """LoRA and DoRA of Qwen3-VL: Megatron-Bridge's, with parts of the model that can be frozen and adapted one by one.
 
 What lives here: the two configurations and what they do to a model. What may not: what any adapters need of this model,
-Megatron-Bridge's own too (`models/common/adapter_insertion.py`), Hugging Face names and layouts (`hf_export.py`), which
-parameters make up a part (`weights/model_parts.py`).
+Megatron-Bridge's own too (`models/common/adapters/insertion.py`), Hugging Face names and layouts (`hf_export.py`),
+which parameters make up a part (`weights/model_parts.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import defaultdict
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from qwen3vl_bridge.models.common.adapter_insertion import (
+from qwen3vl_bridge.models.common.adapters.insertion import (
     let_recompute_see_gradients,
     refuse_cut_experts,
     refuse_dora,

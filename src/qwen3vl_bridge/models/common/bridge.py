@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from qwen3vl_bridge.models.common.adapter_conversion import AdapterConversion
+from qwen3vl_bridge.models.common.adapters.conversion import AdapterConversion
 from qwen3vl_bridge.models.common.settings.activations import text_activation
 from qwen3vl_bridge.registry import family
 from qwen3vl_bridge.weights.bridge_mappings import param_mappings

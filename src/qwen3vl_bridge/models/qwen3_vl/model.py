@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from qwen3vl_bridge.batch.packed_batch import ModelInputs, VisionRows
-from qwen3vl_bridge.models.common.adapter_insertion import map_modules
+from qwen3vl_bridge.models.common.adapters.insertion import map_modules
 from qwen3vl_bridge.models.common.attention import layout_packed_seq_params
 from qwen3vl_bridge.models.common.freezing import freeze_parts
 from qwen3vl_bridge.models.common.inputs.arguments import check_inference, check_settings

@@ -1,0 +1,1 @@
+"""Low-rank adapters: into a model, and out to Hugging Face."""
