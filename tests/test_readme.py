@@ -126,7 +126,7 @@ def test_a_script_of_ones_own(own_script):
     shutdown()  # groups of other tests
     ((cfg, forward_step, callbacks),) = own_script("__main__")
     assert finalised(cfg, 8).data_parallel_size == 4
-    assert forward_step is qwen3vl_bridge.forward_step and len(callbacks) == 2
+    assert forward_step is qwen3vl_bridge.forward_step and len(callbacks) == 4
 
 
 def test_a_script_of_ones_own_does_nothing_in_the_process_that_saving_starts(own_script):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _EPILOG = """\
 Settings of the recipe are changed as in `optimizer.lr=1e-5 train.global_batch_size=64 dataset.path=DATA`, or by YAML
 files (--config). --dry-run shows all of them, and the memory they need.
-On CUDA, under torchrun, this is Megatron-Bridge's own loop; without CUDA a small loop takes the same recipe."""
+This is Megatron-Bridge's own loop; on several devices it is started under torchrun."""
 
 
 def train(arguments: Sequence[str] | None = None, *, prog: str = "qwen3vl train") -> int:
@@ -194,29 +194,17 @@ def _run(cfg: ConfigContainer, *, needs_weights: bool) -> None:
     import qwen3vl_bridge
     from qwen3vl_bridge.training.callbacks import training_callbacks
 
-    import torch
-
-    if torch.cuda.is_available():
-        train = _loop_for_cuda(needs_weights)
-        train(cfg, qwen3vl_bridge.forward_step, callbacks=training_callbacks(cfg))
-        return
-    from qwen3vl_bridge.training.process_groups import shutdown
-    from qwen3vl_bridge.training.small_loop.loop import train as train_on_cpu
-
-    try:
-        train_on_cpu(cfg)
-    finally:
-        shutdown()
+    _loop(needs_weights)(cfg, qwen3vl_bridge.forward_step, callbacks=training_callbacks(cfg))
 
 
-def _loop_for_cuda(needs_weights: bool) -> Callable:
+def _loop(needs_weights: bool) -> Callable:
     try:
         if needs_weights:
             from megatron.bridge.training.finetune import finetune as train
         else:
             from megatron.bridge.training.pretrain import pretrain as train
     except ModuleNotFoundError as error:
-        raise ValueError(f"Megatron-Bridge's training loop for CUDA needs {error.name}, which is missing") from error
+        raise ValueError(f"Megatron-Bridge's training loop needs {error.name}, which is missing") from error
     return train
 
 

@@ -12,7 +12,6 @@ def qwen3_vl_digits_sft_config():
     """Full fine-tuning on short conversations about one picture each; with --hf-path, of any dense model."""
     # A tiny model's activations are no matter.
     cfg = keep_tower(fsdp(sft("2B", seq_length=512, global_batch_size=2)))
-    cfg.mixed_precision = None  # the checkpoint's own
     cfg.train.train_iters, cfg.scheduler.lr_warmup_iters = 400, 40
     cfg.optimizer.lr, cfg.optimizer.min_lr = 3e-3, 0.0
     cfg.validation.eval_interval, cfg.validation.eval_iters = 100, 10

@@ -268,6 +268,7 @@ def test_our_loop_trains_on_it_and_goes_on_where_it_stopped(untied_folder, folde
 
     def config(save: str):
         cfg = set_paths(qwen3_vl_digits_sft_config(), hf_path=untied_folder, save=tmp_path / save)
+        cfg.mixed_precision = None
         cfg.dataset = provider_of(untied_folder, folder, seq_length=128, packing_buffer_size=6)
         cfg.checkpoint.pretrained_checkpoint, cfg.model.seq_length = None, 128
         cfg.train.train_iters, cfg.scheduler.lr_warmup_iters = 4, 1

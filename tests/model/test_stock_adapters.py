@@ -159,7 +159,7 @@ def test_what_vlm_lora_freezes(untied_folder):
 
 def test_load_of_experts_is_counted_under_adapters_of_routers(moe_folder):
     adapted = adapt(moe_folder, LoRA(**SIZE, target_modules=["router"]))
-    load = ExpertLoad([adapted.model], losses=False)
+    load = ExpertLoad([adapted.model])
     adapted.backward()
     tokens = sum(len(sample.ids) for sample in adapted.samples)
     counts = load.counts(adapted.pair.provider)

@@ -3,7 +3,7 @@
     torchrun --nproc_per_node 2 -m tests.parity.fsdp_on_ranks OUTPUT HF_FOLDER...
 
 Parameters lie in small buckets, so that each module's are gathered when it is called, and reduced on their own. Only
-gradients of the first step are looked at: on gloo its optimizer drifts.
+gradients of the first step are looked at; `tests/training/test_run.py` trains.
 """
 
 import os
@@ -16,10 +16,8 @@ from qwen3vl_bridge.training.process_groups import initialize
 import torch
 from megatron.bridge import AutoBridge
 from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
-from torch.distributed import DeviceMesh
 from transformers import AutoConfig
 
 from tests.ranks import begin, leave
@@ -31,14 +29,6 @@ CONTENTS = [("one image", "text only"), ("video", "many images"), ("text only", 
 ROWS = ("padded", "packed")
 # The case whose gradients are averaged too: which folder, content and rows.
 MEAN = (0, CONTENTS[-1], "packed")
-
-
-class CPUMesh(DeviceMesh):
-    """megatron-core asks for a mesh on CUDA, whatever there is."""
-
-    @staticmethod
-    def from_group(*args, **kwargs):
-        return DeviceMesh.from_group(*args, **{**kwargs, "device_type": "cpu"})
 
 
 def samples_of(content: str, config) -> list[Sample]:
@@ -115,7 +105,6 @@ def main(output: str, *folders: str) -> None:
 
     Of each model, norms of its last case too.
     """
-    mcore_fsdp_adapter.DeviceMesh = CPUMesh
     losses, found, found_norms = {}, {}, {}
     rank = int(os.environ["RANK"])
     for folder in folders:

@@ -50,6 +50,7 @@ def configuration(folder: str, topology: Topology, balance: float = 0.0) -> Any:
         balance: coefficient of the experts' balancing loss, which the reference has not.
     """
     cfg = set_paths(qwen3_vl_digits_sft_config(), hf_path=folder, data_path="unused")
+    cfg.mixed_precision = None
     cfg.logger.tensorboard_dir = None
     cfg.model = AutoBridge.from_hf_pretrained(folder).to_megatron_provider(load_weights=True)
     cfg.model.seq_length, cfg.model.calculate_per_token_loss = cfg.dataset.seq_length, True

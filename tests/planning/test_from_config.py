@@ -37,6 +37,7 @@ RUN = Training(
 @pytest.fixture
 def cfg(untied_folder):
     cfg = set_paths(qwen3_vl_digits_sft_config(), hf_path=untied_folder, data_path="x", save="x")
+    cfg.mixed_precision = None
     cfg.ddp.megatron_fsdp_main_grads_dtype = None  # the parameters', until a test says otherwise
     cfg.ddp.overlap_grad_reduce = cfg.ddp.overlap_param_gather = False
     return cfg

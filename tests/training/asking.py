@@ -47,7 +47,7 @@ def asking(hf: Path, data: Path, fields: dict[str, Any]) -> Any:
     from qwen3vl_recipes.paths import set_paths
 
     cfg = set_paths(qwen3_vl_digits_sft_config(), hf_path=hf, data_path=data, pretrained_checkpoint=hf)
-    cfg.checkpoint.save = cfg.checkpoint.load = cfg.logger.tensorboard_dir = None
+    cfg.mixed_precision = cfg.checkpoint.save = cfg.checkpoint.load = cfg.logger.tensorboard_dir = None
     cfg.model.seq_length = cfg.dataset.seq_length = 128
     cfg.dataset.num_workers, cfg.train.train_iters, cfg.scheduler.lr_warmup_iters = 0, 1, 0
     cfg.optimizer.lr = cfg.optimizer.min_lr = 0.0

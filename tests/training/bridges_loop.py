@@ -20,19 +20,15 @@ from unittest import mock
 import qwen3vl_bridge
 from qwen3vl_bridge.checkpoint import CheckpointError
 from qwen3vl_bridge.training.monitoring import accuracy
-from qwen3vl_bridge.training.process_groups import groups_to_leave, leave_groups
 
 import torch.distributed as dist
 from megatron.bridge import AutoBridge
-from megatron.bridge.training import initialize
 from megatron.bridge.training.callbacks import Callback
-from megatron.bridge.training.finetune import finetune
-from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 
-from tests.parity.fsdp_on_ranks import CPUMesh
 from tests.ranks import begin, leave
 
 from .conftest import Inputs
+from .running import replicate, run_bridges_loop
 
 # The same rows however the model is split, and a rate that does not depend on where the run is to end.
 COMMON = dict(
@@ -60,7 +56,8 @@ class Start:
         settings: of its configuration that are its own, written `train__train_iters`.
         fsdp: whether Megatron-FSDP shards it.
         peft: settings of its adapters; None for none.
-        bf16: whether its precision is that of the released sizes' recipes, or float32.
+        bf16: whether its precision is that of the recipes, or float32.
+        distributed: whether its optimizer is distributed, with both overlaps.
     """
 
     name: str
@@ -72,6 +69,7 @@ class Start:
     fsdp: bool = False
     peft: dict[str, Any] | None = None
     bf16: bool = False
+    distributed: bool = False
 
     def config(self) -> Any:
         """Its configuration."""
@@ -81,10 +79,7 @@ class Start:
         cfg.checkpoint.pretrained_checkpoint = self.weights
         cfg.logger.tensorboard_dir = None
         if not self.fsdp:
-            cfg.checkpoint.ckpt_format, cfg.ddp.data_parallel_sharding_strategy = "torch_dist", "no_shard"
-            cfg.ddp.use_megatron_fsdp = cfg.ddp.use_distributed_optimizer = False
-            cfg.optimizer.use_distributed_optimizer = False
-            cfg.ddp.overlap_param_gather = cfg.ddp.overlap_grad_reduce = False
+            replicate(cfg, distributed=self.distributed)
         if self.bf16:
             cfg.mixed_precision = "bf16_mixed"
         if self.peft is not None:
@@ -120,7 +115,7 @@ def run(start: Start) -> dict[str, Any]:
             _warnings() as warnings,
             mock.patch.object(accuracy, "publish", wraps=accuracy.publish) as published,
         ):
-            finetune_on_cpu(cfg, follower)
+            run_bridges_loop(cfg, follower)
     except (CheckpointError, ValueError, AssertionError) as error:
         return {"error": f"{type(error).__name__}: {error}"}
     right = [figures["accuracy"] for (_, figures), _ in published.call_args_list]
@@ -144,31 +139,6 @@ def _warnings() -> Iterator[list[str]]:
         yield found
     finally:
         logger.removeHandler(handler)
-
-
-def finetune_on_cpu(cfg: Any, follower: Callback) -> None:
-    """Megatron-Bridge's loop to its end, as a user's script would call it."""
-    leave_groups()  # of the run before, which Megatron-Bridge keeps
-    cfg.dist.distributed_backend = "gloo"
-    callbacks = [*qwen3vl_bridge.training_callbacks(cfg), follower]
-    with _on_cpu(), groups_to_leave():
-        finetune(cfg, qwen3vl_bridge.forward_step, callbacks=callbacks)
-
-
-@contextlib.contextmanager
-def _on_cpu() -> Iterator[None]:
-    """Megatron-Bridge's set-up insists on CUDA, which the package takes off its hands but does not feign."""
-    feigned = dict(is_available=lambda: True, device_count=lambda: 1)
-    cuda = vars(initialize.torch.cuda)
-    mesh = mcore_fsdp_adapter.DeviceMesh
-    cuda.update(feigned)
-    mcore_fsdp_adapter.DeviceMesh = CPUMesh
-    try:
-        yield
-    finally:
-        for key in feigned:
-            del cuda[key]
-        mcore_fsdp_adapter.DeviceMesh = mesh
 
 
 def main(output: str, starts: list[dict[str, Any]]) -> None:

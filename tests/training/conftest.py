@@ -18,7 +18,7 @@ class Inputs:
     megatron: Path
 
     def config(self, save: Path | None, **settings):
-        """The digits recipe, shortened; settings are written `train__train_iters=4`."""
+        """The digits recipe, shortened and in float32; settings are written `train__train_iters=4`."""
         from qwen3vl_recipes.digits import qwen3_vl_digits_sft_config
         from qwen3vl_recipes.paths import set_paths
 
@@ -29,6 +29,7 @@ class Inputs:
             pretrained_checkpoint=self.megatron,
             save=save or "unused",
         )
+        cfg.mixed_precision = None
         if save is None:
             cfg.checkpoint.save = cfg.checkpoint.load = cfg.logger.tensorboard_dir = None
         for name, value in {**SHORT, **settings}.items():

@@ -36,7 +36,7 @@ def measure(folder: str, topology: Topology, rows: str, **fields) -> dict:
     run = split.run
     run.cfg.logger.log_interval = 1
     split.begin(split.batches("mixed", rows), rows)
-    load = ExpertLoad(run.model, losses=False)
+    load = ExpertLoad(run.model)
     forward_backward(run, run.stream, MICROBATCHES // run.groups.dp.size(), forward_only=False)
     counts = load.counts(run.cfg.model)
     amounts = sum_amounts(meter_of(run.state).take().values(), run.groups)

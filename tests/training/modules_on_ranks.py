@@ -25,8 +25,8 @@ from megatron.bridge.training.model_load_save import load_megatron_model
 from tests.parity.topologies import MODULES, split_by
 from tests.ranks import begin, leave
 
-from .bridges_loop import finetune_on_cpu
 from .conftest import Inputs
+from .running import run_bridges_loop
 
 STEPS = 4
 HALF = STEPS // 2
@@ -113,7 +113,7 @@ class Follower(Callback):
 def bridges_loop(job: Job, hf: str, data: str) -> list[tuple[str, float, float]]:
     """Megatron-Bridge's own `finetune()`, as a user's script calls it; what there was to see."""
     follower = Follower()
-    finetune_on_cpu(job.config(hf, data), follower)
+    run_bridges_loop(job.config(hf, data), follower)
     return follower.log
 
 

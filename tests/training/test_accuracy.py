@@ -87,11 +87,11 @@ def test_megatron_fsdp_in_megatron_bridges_loop(sharded, kind):
     right, runs = sharded
     right = right[kind]
     assert 0 < sum(right) < len(right)
-    # After each of three steps that change nothing, and once more at the end.
-    assert runs[f"{kind}, rests"]["accuracy"] == [sum(right) / len(right)] * 4
-    assert len(runs[f"{kind}, learns"]["accuracy"]) == 4
+    # After each of three steps that change nothing; the end's would be the same once more.
+    assert runs[f"{kind}, rests"]["accuracy"] == [sum(right) / len(right)] * 3
+    assert len(runs[f"{kind}, learns"]["accuracy"]) == 3
     assert runs[f"{kind}, learns"]["log"] == runs[f"{kind}, not asked"]["log"]
-    assert len(runs[f"{kind}, bf16"]["accuracy"]) == 2
+    assert len(runs[f"{kind}, bf16"]["accuracy"]) == 1
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,14 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from .bridges_loop import Start
 from .conftest import SHORT, losses, read_log
+from .running import train
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 8
@@ -64,12 +65,9 @@ class Runs:
 @pytest.fixture(scope="module")
 def unbroken(inputs, tmp_path_factory):
     """The log of a run that nobody disturbs."""
-    from dataclasses import replace
-
-    from qwen3vl_bridge.training.small_loop.loop import train
-
-    save = tmp_path_factory.mktemp("unbroken")
-    return losses(train(replace(inputs, megatron=inputs.hf).config(save, **SETTINGS)))
+    cfg = replace(inputs, megatron=inputs.hf).config(tmp_path_factory.mktemp("unbroken"), **SETTINGS)
+    cfg.mixed_precision = "bf16_mixed"
+    return losses(train(cfg))
 
 
 def checkpoints(folder: Path) -> list[str]:

@@ -22,7 +22,7 @@ from .modules_on_ranks import FROZEN, HALF, LANGUAGE_FROZEN, STEPS, Job
 LIMITS = {"loss": 1e-6, "valid_loss": 1e-6, "grad_norm": 5e-6}
 # The first so many ranks have the tower, or a stage of the language model that is not the last.
 WITHOUT_LOSSES = {"2 + 1": 2, "1 + DP2 goes on from whole": 1, "1 + PP2 goes on from 2 + 1": 2, "1 + EP2": 1}
-KINDS = ["step", "step", "valid", "step", "step", "valid", "valid", "test"]  # what Megatron-Bridge's loop does
+KINDS = ["step", "step", "valid", "step", "step", "valid", "test"]  # what Megatron-Bridge's loop does
 SAVED = ("whole", "whole, MoE", "two", "split", "MoE", "sharded", "sharded, MoE", "frozen", "language", "small")
 SECONDS = 1800
 

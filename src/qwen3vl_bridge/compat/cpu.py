@@ -93,7 +93,8 @@ def _torch_on_cpu() -> _Overlay:
 
     distributed = _Overlay(
         torch.distributed,
-        init_process_group=_with_gloo(torch.distributed.init_process_group),
+        init_process_group=_alone_without_a_port(_with_gloo(torch.distributed.init_process_group)),
+        barrier=lambda group=None, async_op=False, device_ids=None: torch.distributed.barrier(group, async_op),
         new_group=_with_gloo(torch.distributed.new_group),
         new_subgroups_by_enumeration=_with_gloo(torch.distributed.new_subgroups_by_enumeration),
         all_to_all_single=_with_split_lists(torch.distributed.all_to_all_single),
@@ -116,6 +117,20 @@ def _with_gloo(function: Callable) -> Callable:
         return function(*args, **kwargs)
 
     return call
+
+
+def _alone_without_a_port(init_process_group: Callable) -> Callable:
+    """A process that is the only one needs no port, on which it could collide with another run of this machine."""
+
+    @functools.wraps(init_process_group)
+    def init(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("world_size") == 1 and kwargs.get("store") is None:
+            from torch.distributed import HashStore
+
+            kwargs["store"] = HashStore()
+        return init_process_group(*args, **kwargs)
+
+    return init
 
 
 def _with_split_lists(function: Callable) -> Callable:
@@ -253,6 +268,24 @@ def _saving_process(*args: Any, **kwargs: Any) -> None:
     PersistentAsyncCaller._save_loop(*args, **kwargs)  # type: ignore[attr-defined]
 
 
+def _set_up_without_cuda(module: Any) -> None:
+    """megatron.bridge.training.initialize: it refuses to go on without a GPU, of which it needs none to be there."""
+    cuda = _Overlay(module.torch.cuda, is_available=lambda: True, device_count=lambda: 1)
+    module.torch = _Overlay(module.torch, cuda=cuda)
+
+
+def _mesh_on_cpu(module: Any) -> None:
+    """Megatron-FSDP's adapter: it asks for meshes on CUDA, by name."""
+    mesh = module.DeviceMesh
+
+    class DeviceMesh(mesh):
+        @staticmethod
+        def from_group(*args: Any, **kwargs: Any) -> Any:
+            return mesh.from_group(*args, **{**kwargs, "device_type": "cpu"})
+
+    module.DeviceMesh = DeviceMesh
+
+
 # By the name of the module after whose execution they run.
 _SPECIAL: dict[str, Callable[[Any], None]] = {
     "megatron.core": _redirect_methods,
@@ -262,4 +295,6 @@ _SPECIAL: dict[str, Callable[[Any], None]] = {
     "megatron.core.dist_checkpointing.strategies.async_utils": _save_in_a_process_of_ours,
     "megatron.core.distributed.param_and_grad_buffer": _communicate_at_once,
     "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer": _communicate_at_once,
+    "megatron.core.distributed.fsdp.mcore_fsdp_adapter": _mesh_on_cpu,
+    "megatron.bridge.training.initialize": _set_up_without_cuda,
 }

@@ -104,11 +104,25 @@ def _save_adapters_of_ours(module: Any) -> None:
     auto_bridge.save_hf_adapter, auto_bridge.export_adapter_ckpt = save_hf_adapter, export_adapter_ckpt
 
 
+def _build_adam_of_ours(module: Any) -> None:
+    from qwen3vl_bridge.compat import adam
+
+    adam.replace_in_optimizers(module)
+
+
+def _save_adam_of_ours(module: Any) -> None:
+    from qwen3vl_bridge.compat import adam
+
+    adam.replace_in_distributed_optimizer(module)
+
+
 # By module: where a saved configuration's classes are found, where the one format of checkpoint is read whose names
-# depend on what a model is made of, and where adapters are written.
+# depend on what a model is made of, where adapters are written, and which Adam there is where no fused one is.
 _PATCHES: Mapping[str, Callable[[Any], None]] = {
     **KERNELS,
     "megatron.bridge.utils.instantiate_utils": _give_ours,
     "megatron.bridge.training.checkpointing": _read_every_weight,
     "megatron.bridge.models.conversion.auto_bridge": _save_adapters_of_ours,
+    "megatron.core.optimizer": _build_adam_of_ours,
+    "megatron.core.optimizer.distrib_optimizer": _save_adam_of_ours,
 }

@@ -124,15 +124,19 @@ class Qwen3VLConversationProvider(ConversationRows):
 
         Raises:
             DataError: files that are not there or cannot be read.
-            ValueError: rows that the context-parallel ranks could not share, or that were packed by other settings.
+            ValueError: rows that the context-parallel ranks could not share, that were packed by other settings, or
+                that are others than the run has trained on.
         """
         groups = context.pg_collection
         rows, ranks = (self, 1) if groups is None else (self.shared_by(groups.cp.size()), groups.dp.size())
         wanted = (context.train_samples, context.valid_samples, context.test_samples)
-        return tuple(  # pyright: ignore[reportReturnType]  (three of them)
+        train, valid, test = (
             rows.rows(split, length=length, ranks=ranks) if length and self.path_of(split) else None
             for split, length in zip(SPLITS, wanted, strict=True)
         )
+        if train is not None:
+            self.note_position(train.fingerprint(), train.dealt())
+        return train, valid, test
 
     def stream(self, split: str, *, dp_rank: int = 0, dp_size: int = 1, micro_batch_size: int = 1) -> BatchStream:
         """Microbatches without end, for a loop of ours. Its `state_dict` goes into the checkpoint.
@@ -200,7 +204,8 @@ class Qwen3VLConversationProvider(ConversationRows):
         if sizes is None and not isinstance(source, StreamedDataset):
             place = {"path": os.path.abspath(path), "media_root": self.media_root}
             sizes = sizes_of_job(len(source), {**place, "data": source.fingerprint(), **admission.fingerprint()})
-        return RowDataset(Samples(source, admission, sizes), settings, length=length, ranks=ranks)
+        repeat = None if split == "train" else self.rows_of_evaluation
+        return RowDataset(Samples(source, admission, sizes), settings, length=length, ranks=ranks, repeat=repeat)
 
     def _source(self, path: str, seed: int | None) -> ConversationSource | StreamedDataset:
         if not self.streaming:

@@ -6,6 +6,7 @@ where conversations come from (`provider.py`, `data/energon/provider.py`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, ClassVar, Self
@@ -16,6 +17,7 @@ from qwen3vl_bridge.data.processing.collation import Collator, VisionSettings, p
 from qwen3vl_bridge.data.processing.encoding import Answers, Encoder
 from qwen3vl_bridge.data.processing.filtering import Admission, OnBad, OnLong
 from qwen3vl_bridge.data.processing.processor import VisionLimits, load_processor
+from qwen3vl_bridge.data.sources.fingerprints import check_dealt, check_position
 from qwen3vl_bridge.models.common.flops import TowerCosts, tower_costs
 
 import torch
@@ -45,10 +47,15 @@ class ConversationRows(DatasetProvider):
         pixel_dtype: what pixels leave as.
         ignored_signal: number of a signal that processes which read ahead leave to the one they read for; a
             `Qwen3VLConfigContainer` sets it from `train.exit_signal_handler_for_dataloader`.
+        rows_of_evaluation: so many rows an evaluation reads, the first ones each time, those behind the split's end
+            without loss; a `Qwen3VLConfigContainer` sets it from `validation`. None to go on where the last one ended.
     """
 
     # Settings of Megatron-Bridge that mean nothing here, with the value that says nothing.
     unheard: ClassVar[dict[str, Any]] = {"data_sharding": True, "drop_last": True, "trust_remote_code": None}
+    # No settings: a run's checkpoints keep it, and expect it of a run that goes on.
+    position: ClassVar[Mapping[str, Any] | None] = None
+    _expected: ClassVar[tuple[Mapping[str, Any], int] | None] = None
 
     hf_processor_path: str
     seq_length: int
@@ -61,6 +68,7 @@ class ConversationRows(DatasetProvider):
     vision: VisionLimits = field(default_factory=VisionLimits)
     pixel_dtype: torch.dtype = torch.float32
     ignored_signal: int | None = None
+    rows_of_evaluation: int | None = None
 
     def finalize(self) -> None:
         """Check what can be checked without reading data.
@@ -124,6 +132,34 @@ class ConversationRows(DatasetProvider):
                 f"context_parallel_size {cp_size}, or None to have that"
             )
         return replace(self, pad_to_multiple_of=self.pad_to_multiple_of or need)
+
+    def expect_position(self, position: Mapping[str, Any], row: int) -> None:
+        """Refuse, when they are built, other rows than those that a run has trained on.
+
+        Args:
+            position: of that run.
+            row: how many rows it has taken.
+        """
+        vars(self)["_expected"] = (position, row)
+
+    def note_position(self, data: Mapping[str, Any], dealt: tuple[int, int] = (1, 1)) -> None:
+        """Say what the rows are that are built for training.
+
+        Args:
+            data: what must be the same for a row's number to mean the same row.
+            dealt: how many rows are dealt out together, and to how many ranks.
+
+        Raises:
+            ValueError: they are others than is expected, or were dealt out to another number of ranks and the run
+                stands in the middle of such rows.
+        """
+        vars(self)["position"] = {"data": dict(data), "dealt": list(dealt)}
+        if self._expected is None:
+            return
+        expected, row = self._expected
+        vars(self)["_expected"] = None
+        check_position(data, expected["data"])
+        check_dealt(row, tuple(expected["dealt"]), dealt)
 
     def checkpoint(self) -> CheckpointSettings:
         """What the checkpoint says.

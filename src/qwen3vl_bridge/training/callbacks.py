@@ -1,4 +1,4 @@
-"""What goes along with a run's steps, in Megatron-Bridge's loop and in ours.
+"""What goes along with a run's steps.
 
 What lives here: the list. What may not: what each of them does (its own file).
 """
@@ -10,7 +10,9 @@ from qwen3vl_bridge.training.checkpointing.saving_process import check_script
 from qwen3vl_bridge.training.config import Qwen3VLConfigContainer
 from qwen3vl_bridge.training.monitoring.accuracy import Accuracy
 from qwen3vl_bridge.training.monitoring.metrics import Metrics
+from qwen3vl_bridge.training.monitoring.run_log import RunLog
 from qwen3vl_bridge.training.optimizer.before_step import BeforeStep
+from qwen3vl_bridge.training.random_states import UndisturbedGenerator
 
 from megatron.bridge.training.callbacks import Callback
 from megatron.bridge.training.config import ConfigContainer
@@ -18,8 +20,6 @@ from megatron.bridge.training.config import ConfigContainer
 
 def training_callbacks(cfg: ConfigContainer) -> list[Callback]:
     """The callbacks that follow a configuration, for `finetune(cfg, forward_step, callbacks=training_callbacks(cfg))`.
-
-    The small loop takes them by itself.
 
     Args:
         cfg: a recipe's configuration.
@@ -36,4 +36,6 @@ def training_callbacks(cfg: ConfigContainer) -> list[Callback]:
         callbacks.append(Metrics(cfg))
     if isinstance(cfg, Qwen3VLConfigContainer) and cfg.accuracy.path is not None:
         callbacks.append(Accuracy(cfg))
-    return callbacks
+    if cfg.train.num_epochs is None:  # which Megatron-Bridge refuses with callbacks of its kind
+        callbacks.append(UndisturbedGenerator())
+    return [*callbacks, RunLog()]

@@ -2,8 +2,9 @@
 
 What lives here: when it has nothing to load, random states that have no place in a run, putting the manager in. What
 may not: first weights (`training/checkpointing/initial_weights.py`), modules on ranks of their own
-(`encoder_parallel/checkpoint.py`), checkpoints of the small loop (`training/small_loop/checkpoint.py`), an optimizer's
-settings (`training/checkpointing/optimizer_groups.py`).
+(`encoder_parallel/checkpoint.py`), an optimizer's settings (`training/checkpointing/optimizer_groups.py`), how a
+folder comes into its place (`training/checkpointing/staged_saves.py`), files beside tensors
+(`training/checkpointing/side_files.py`).
 
 Megatron-Bridge's set-up asks the manager to load where a run has a checkpoint, or first weights, which are read by
 then.
@@ -24,12 +25,16 @@ from typing import Any
 
 from qwen3vl_bridge.checkpoint.formats.dcp.metadata import FILE as METADATA
 from qwen3vl_bridge.checkpoint.formats.dcp.metadata import read_metadata
-from qwen3vl_bridge.checkpoint.formats.megatron.folder import TORCH_DIST, find_iteration, format_of
+from qwen3vl_bridge.checkpoint.formats.megatron.folder import TORCH_DIST, find_iteration, format_of, iteration_folder
 from qwen3vl_bridge.encoder_parallel.checkpoint import as_one_model
 from qwen3vl_bridge.parallel.collectives import hear_all, tell_all
 from qwen3vl_bridge.training.checkpointing.all_or_none import is_first, together
 from qwen3vl_bridge.training.checkpointing.optimizer_groups import loads_either_form
 from qwen3vl_bridge.training.checkpointing.saving_process import signals_kept, start_saving_process
+from qwen3vl_bridge.training.checkpointing.schedules import chosen_schedule
+from qwen3vl_bridge.training.checkpointing.side_files import expect_data, write_side_files
+from qwen3vl_bridge.training.checkpointing.staged_saves import is_staged, staged_save
+from qwen3vl_bridge.training.checkpointing.weight_loading import Pretrained
 
 from megatron.bridge.training.checkpointing import (
     CheckpointLoadContext,
@@ -68,19 +73,47 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
             RuntimeError: a script whose process for saving would train.
         """
         super().__init__(checkpoint_config)
+        self._origin: Pretrained | None = None
+        self._looked = False
         by_itself = checkpoint_config.save is not None and not checkpoint_config.async_save
         if by_itself and checkpoint_config.ckpt_format == TORCH_DIST:
             start_saving_process()
 
     def save(self, ctx: CheckpointSaveContext, callback_manager: Any) -> None:
-        """Save a checkpoint.
+        """Save a checkpoint: all of it or nothing, where it is done when this returns.
 
         Args:
             ctx: Megatron-Bridge's.
             callback_manager: Megatron-Bridge's.
+
+        Raises:
+            CheckpointError: a rank could not write.
         """
+        cfg = ctx.state.cfg
         with as_one_model(ctx) as whole, signals_kept():
-            super().save(whole, callback_manager)
+            if not is_staged(ctx):
+                super().save(whole, callback_manager)
+                self._write_side_files(iteration_folder(Path(cfg.checkpoint.save), ctx.state.train_state.step), ctx)
+                return
+            origin = self._origin_of(cfg)
+            keep = None if origin is None else origin.folder
+            with staged_save(whole, callback_manager, keep) as folder:
+                super().save(whole, None)
+                self._write_side_files(folder, ctx)
+
+    def _write_side_files(self, folder: Path, ctx: CheckpointSaveContext) -> None:
+        """Where there is a folder to write them to: what passes, or is far away, has none."""
+        with together():
+            if is_first() and folder.is_dir() and not ctx.non_persistent_ckpt:
+                hf = None if ctx.state.cfg.checkpoint.also_save_hf_checkpoint else self._origin_of(ctx.state.cfg)
+                write_side_files(folder, ctx.state.cfg, hf)
+
+    def _origin_of(self, cfg: ConfigContainer) -> Pretrained | None:
+        """Whose Hugging Face files the run's checkpoints take along: first weights, or else what it went on from."""
+        if not self._looked and (first := cfg.checkpoint.pretrained_checkpoint) and Path(first).is_dir():
+            self._origin = Pretrained.find(first)
+        self._looked = True
+        return self._origin
 
     def load(self, ctx: CheckpointLoadContext) -> tuple[int, int]:
         """Load the run's own checkpoint, where it has one.
@@ -98,12 +131,22 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
         # from this run before, the checkpoint of that time would be loaded again, as if it were the newest.
         for kept in (read_run_config, read_train_state):
             kept.cache_clear()
+        folder = None if is_local else _folder_to_load(settings)
         with (
             as_one_model(ctx) as whole,
             _random_states_that_fit(settings, whole, is_local),
             loads_either_form(whole.optimizer),
+            chosen_schedule(whole, folder),
         ):
-            return super().load(whole)
+            loaded = super().load(whole)
+        if folder is not None:
+            with together():
+                cfg, done = ctx.state.cfg, ctx.state.train_state
+                if not settings.finetune:
+                    expect_data(folder, cfg, int(done.consumed_train_samples))
+                if not cfg.checkpoint.pretrained_checkpoint:
+                    self._origin = Pretrained(folder, is_hf=False)
+        return loaded
 
 
 MANAGER = f"{Qwen3VLCheckpointManager.__module__}.{Qwen3VLCheckpointManager.__name__}"

@@ -22,10 +22,8 @@ from qwen3vl_bridge.training.host_memory import check_host_memory
 from qwen3vl_bridge.training.optimizer.tower_settings import Qwen3VLTowers, check_towers
 from qwen3vl_bridge.training.optimizer.warmup import check_warmup
 
-import torch
 from megatron.bridge.training.config import ConfigContainer, OptimizerConfigOverrideProvider, RerunStateMachineConfig
 from megatron.bridge.utils.common_utils import get_world_size_safe
-from megatron.core.optimizer import Adam
 
 logger = logging.getLogger(__name__)
 
@@ -160,10 +158,11 @@ class Qwen3VLConfigContainer(ConfigContainer):
         super().validate()
         self._check_shards_are_saved()
         check_host_memory(self)
-        self._check_moments_are_saved()
         leave_exit_signal_to_run(self)
         manage_checkpoints(self)
         read_first_weights(self)
+        self._repeat_evaluations()
+        self._check_checkpoints()
         self._check_meta_device()
         if self.model.dist_train.use_dist_train:
             evaluate_modules_together()
@@ -198,7 +197,7 @@ class Qwen3VLConfigContainer(ConfigContainer):
                 "ranks of the tower cannot read their rows again",
             ),
         }
-        if torch.cuda.is_available():  # the small loop shards nothing
+        if not hasattr(self, "_shards_nothing"):
             used = self.ddp.use_megatron_fsdp or self.dist.use_megatron_fsdp
             settings["ddp.use_megatron_fsdp"] = (used, False, shards)
         if saved:
@@ -206,6 +205,23 @@ class Qwen3VLConfigContainer(ConfigContainer):
             unmanaged = "it would save random states of both modules by the same names"
             settings["checkpoint.custom_manager_class"] = (other if other != MANAGER else None, None, unmanaged)
         expect(settings)
+
+    def _repeat_evaluations(self) -> None:
+        """Each one reads the same rows."""
+        if isinstance(self.dataset, ConversationRows):
+            settings = self.validation
+            self.dataset.rows_of_evaluation = settings.eval_iters * (settings.eval_global_batch_size or 0) or None
+
+    def _check_checkpoints(self) -> None:
+        """What Megatron-Bridge would ignore, or would leave nothing to go on from."""
+        settings = self.checkpoint
+        if settings.most_recent_k == 0:
+            raise ValueError("checkpoint.most_recent_k is 0, expected at least 1, or -1 to keep all")
+        if (interval := getattr(settings, "save_retain_interval", None)) is not None:
+            raise ValueError(
+                f"checkpoint.save_retain_interval is {interval}, expected None: nothing follows it; "
+                "checkpoint.most_recent_k says how many stay"
+            )
 
     def _check_meta_device(self) -> None:
         """Parameters get memory from the hook that reads first weights, and Megatron-FSDP alone moves them to GPUs."""
@@ -225,30 +241,12 @@ class Qwen3VLConfigContainer(ConfigContainer):
     def _check_shards_are_saved(self) -> None:
         """megatron-core looks for what it saves of Megatron-FSDP one wrapper deeper than a float32 model lies."""
         saves = self.checkpoint.save is not None and self.checkpoint.ckpt_format == "fsdp_dtensor"
-        if not (saves and self.ddp.use_megatron_fsdp and torch.cuda.is_available()):  # the small loop saves by itself
+        if not (saves and self.ddp.use_megatron_fsdp) or hasattr(self, "_shards_nothing"):
             return
         if not (self.model.bf16 or self.model.fp16):
             raise ValueError(
                 "the model is in float32, which Megatron-FSDP trains and cannot save: expected a mixed_precision such "
                 "as 'bf16_mixed', or checkpoint.save None"
-            )
-
-    def _check_moments_are_saved(self) -> None:
-        """megatron-core's sharded optimizers count on Adam's fused kinds, which keep steps and moments otherwise."""
-        if Adam is not torch.optim.AdamW or not torch.cuda.is_available():  # the small loop saves by itself
-            return
-        fsdp, settings = self.ddp.use_megatron_fsdp, self.checkpoint
-        saved = settings.save is not None and settings.save_optim
-        loaded = settings.load is not None and settings.load_optim and not settings.finetune
-        if (fsdp or self.optimizer.use_distributed_optimizer) and (saved or loaded):
-            kind, fault = "optimizer.use_distributed_optimizer", "saves and cannot load again"
-            if fsdp:
-                kind, fault = "ddp.use_megatron_fsdp", "waits for without end when it saves them"
-            raise ValueError(
-                f"neither Transformer Engine nor Apex is installed, so moments are those of torch's Adam, which under "
-                f"{kind} megatron-core {fault}: expected one of the two to be installed; or ddp.use_megatron_fsdp, "
-                "ddp.use_distributed_optimizer and optimizer.use_distributed_optimizer False; or "
-                "checkpoint.save_optim and load_optim False, and a run that goes on without its moments"
             )
 
     def _check_guard(self, guard: GuardConfig) -> None:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from qwen3vl_bridge.batch import PackedBatch
 from qwen3vl_bridge.data.energon.data_module import EnergonModule, digest, named
-from qwen3vl_bridge.data.energon.stream import EnergonStream, Share, one_pass
+from qwen3vl_bridge.data.energon.stream import EnergonStream, Share, one_pass, repeated
 from qwen3vl_bridge.data.energon.task_encoder import MeasuringTaskEncoder, Qwen3VLTaskEncoder
 from qwen3vl_bridge.data.loading.worker_processes import ignoring
 from qwen3vl_bridge.data.row_settings import ConversationRows
@@ -51,8 +51,7 @@ class Qwen3VLEnergonProvider(ConversationRows):
         max_samples_per_sequence: samples that are read one after the other before going elsewhere; None for whole tars.
         packing_buffer_size: samples of each worker that are packed together, each with its files in memory; 128 if
             None.
-        do_validation: give Megatron-Bridge's loop a validation split; it is shuffled and without end, as energon's
-            data module has it.
+        do_validation: give Megatron-Bridge's loop a validation split.
         dataset_kwargs: more arguments of energon's `get_train_dataset`, such as "split_config".
         seed: of the order of samples.
         sample_fps: how many frames are a second of videos that come as frames and do not say, as ChatML's; None to
@@ -103,7 +102,7 @@ class Qwen3VLEnergonProvider(ConversationRows):
 
     def build_datasets(
         self, context: DatasetBuildContext
-    ) -> tuple[EnergonStream | None, EnergonStream | None, EnergonStream | None]:
+    ) -> tuple[EnergonStream | None, Iterator[PackedBatch] | None, None]:
         """Batches of each split for Megatron-Bridge's loop, without end. Its checkpoints keep their position.
 
         Raises:
@@ -113,11 +112,18 @@ class Qwen3VLEnergonProvider(ConversationRows):
         train, valid = context.train_samples > 0, self.do_validation and context.valid_samples > 0
         groups = context.pg_collection
         rows = self if groups is None else self.shared_by(groups.cp.size())
-        return (
-            rows._stream("train", Share(), groups) if train else None,
-            rows._stream("valid", Share(), groups) if valid else None,
-            None,
-        )
+        share = Share() if groups is None else Share(groups.dp.rank(), groups.dp.size())
+        stream = rows._stream("train", Share(), groups) if train else None
+        if stream is not None:
+            self.note_position(stream.fingerprint() | {"ranks": share.size})
+        return stream, rows._validation(share, groups) if valid else None, None
+
+    def _validation(self, share: Share, groups: Any) -> Iterator[PackedBatch]:
+        """The same batches for each evaluation, where it is known how many that are."""
+        if self.rows_of_evaluation is None:
+            return self._stream("valid", Share(), groups)
+        batches = self.rows_of_evaluation // (share.size * self.micro_batch_size)
+        return repeated(lambda: self.evaluation("valid", dp_rank=share.rank, dp_size=share.size), batches)
 
     def stream(
         self, split: str, *, dp_rank: int = 0, dp_size: int = 1, micro_batch_size: int | None = None

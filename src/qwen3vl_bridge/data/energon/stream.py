@@ -87,6 +87,10 @@ class EnergonStream(Iterator[PackedBatch]):
         self._given += 1
         return batch.packed
 
+    def fingerprint(self) -> dict[str, Any]:
+        """What must be the same for a position to mean the same."""
+        return dict(self._fingerprint(self._loader))
+
     def save_state(self) -> Any:
         """Energon's own state of this rank, as Megatron-Bridge's checkpoints keep it, one file a rank."""
         return self._loader.save_state()
@@ -116,7 +120,7 @@ class EnergonStream(Iterator[PackedBatch]):
             file = io.BytesIO()
             torch.save(self.save_state(), file)
             state = file.getvalue()
-        return {"batches": self._given, "state": state, "data": dict(self._fingerprint(self._loader))}
+        return {"batches": self._given, "state": state, "data": self.fingerprint()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from where another stream stood: at once on one rank, by reading again what was read on several.
@@ -180,6 +184,25 @@ def one_pass(
         yield replace(batch, loss_mask=without_loss(batch, [number >= len(group) for number in numbers]))
     if not total:
         raise DataError("found no samples, expected at least one")
+
+
+def repeated(begin: Callable[[], Iterator[PackedBatch]], batches: int) -> Iterator[PackedBatch]:
+    """A pass over and over, so many batches of it each time; after its end, its last one without anything to train on.
+
+    Args:
+        begin: begins the pass.
+        batches: of each time.
+    """
+    while True:
+        passed, batch = begin(), None
+        for _ in range(batches):
+            following = next(passed, None)
+            if following is None:
+                assert batch is not None  # a pass has one
+                batch = replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))
+            else:
+                batch = following
+            yield batch
 
 
 def _encoded(row: list[MeasuredSample], encoder: Qwen3VLTaskEncoder) -> list[Any]:

@@ -19,7 +19,7 @@ from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.loading.row_dataset import Row, RowDataset, without_loss
 from qwen3vl_bridge.data.loading.worker_processes import ignoring
 from qwen3vl_bridge.data.packing.row_plan import Window
-from qwen3vl_bridge.data.sources.fingerprints import check_position
+from qwen3vl_bridge.data.sources.fingerprints import check_dealt, check_position
 
 import torch
 from torch.utils.data import DataLoader
@@ -108,12 +108,7 @@ class BatchStream(Iterator[PackedBatch]):
                 another number of ranks.
         """
         check_position(self._rows.fingerprint(), state["data"])
-        dealt, now = tuple(state["dealt"]), self._rows.dealt()
-        if dealt != now and any(state["row"] % over for over, _ in (dealt, now)):
-            raise ValueError(
-                f"the position, row {state['row']}, is among {dealt[0]} rows that were dealt out to {dealt[1]} ranks, "
-                f"and now {now[0]} rows are to {now[1]}: expected the same, or a checkpoint between them"
-            )
+        check_dealt(state["row"], tuple(state["dealt"]), self._rows.dealt())
         window = Window(**{**state["window"], "carried": tuple(state["window"]["carried"])})
         self._next_row, self._window = state["row"], window
         self._rows, self._batches = self._rows.begun_at(window), None

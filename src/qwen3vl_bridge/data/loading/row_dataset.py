@@ -7,7 +7,7 @@ What lives here: the dataset that both loops read rows from. What may not: what 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from qwen3vl_bridge.batch import PackedBatch
@@ -93,6 +93,7 @@ class RowDataset(Dataset[Row]):
         length: int = 0,
         begin: Window | None = None,
         ranks: int = 1,
+        repeat: int | None = None,
     ) -> None:
         """Rows of samples.
 
@@ -102,11 +103,13 @@ class RowDataset(Dataset[Row]):
             length: what `len` answers.
             begin: window of the plan to go on from.
             ranks: data-parallel ranks, which take turns; where rows are dealt out to them.
+            repeat: rows that are the same ones over and over, each time the first of the plan; those after its epoch
+                have nothing to train on. None for other ones always.
 
         Raises:
             ValueError: rows that were packed by other rules than these, or that cannot be dealt out.
         """
-        self.samples, self.settings, self._len, self.ranks = samples, settings, length, ranks
+        self.samples, self.settings, self._len, self.ranks, self.repeat = samples, settings, length, ranks, repeat
         self.plan = self._plan(begin)
         self._dealt: tuple[int, list[int]] | None = None
         if settings.balance and settings.balance.over % ranks:
@@ -116,7 +119,9 @@ class RowDataset(Dataset[Row]):
 
     def begun_at(self, begin: Window) -> RowDataset:
         """The same rows, planned from a window on. What was read and measured serves again."""
-        return RowDataset(self.samples, self.settings, length=self._len, begin=begin, ranks=self.ranks)
+        return RowDataset(
+            self.samples, self.settings, length=self._len, begin=begin, ranks=self.ranks, repeat=self.repeat
+        )
 
     def _plan(self, begin: Window | None) -> Plan:
         settings = self.settings
@@ -152,6 +157,7 @@ class RowDataset(Dataset[Row]):
     def __getitem__(self, number: int) -> Row:
         """Read and encode one row."""
         over, _ = self.dealt()
+        number %= self.repeat or number + 1
         encoded = tuple(self.samples.encode(index) for index in self.plan.row(self._dealt_to(number)))
         return Row(encoded, self.plan.window(number - number % over))
 
@@ -183,11 +189,14 @@ class RowDataset(Dataset[Row]):
         Raises:
             ValueError: several packed rows.
         """
-        if not self.settings.pack:
-            return self.settings.collator.padded([row.samples[0] for row in rows])
-        if len(rows) != 1:
+        if self.settings.pack and len(rows) != 1:
             raise ValueError(f"found a microbatch of {len(rows)} packed rows, expected 1: make the row longer instead")
-        return self.settings.collator.packed(rows[0].samples)
+        collator = self.settings.collator
+        packed = self.settings.pack
+        batch = collator.packed(rows[0].samples) if packed else collator.padded([row.samples[0] for row in rows])
+        if self.repeat is None:
+            return batch
+        return replace(batch, loss_mask=without_loss(batch, [row.window.epoch > 0 for row in rows]))
 
     def dealt(self) -> tuple[int, int]:
         """How many rows are dealt out together, and to how many ranks."""

@@ -18,6 +18,7 @@ from qwen3vl_bridge.parallel.collectives import hear_all
 from qwen3vl_bridge.training.checkpointing.all_or_none import together
 from qwen3vl_bridge.training.checkpointing.optimizer_state import MOMENTS, adam_states
 from qwen3vl_bridge.training.checkpointing.stored_parameters import StoredParameter, stored_parameters
+from qwen3vl_bridge.weights.names import local_name
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -78,6 +79,10 @@ def load(
         # Read by our own reader first: it unpickles nothing but descriptions of tensors.
         stored = read_metadata(folder).tensors
         found = {key: spec.shape for key, (spec, _) in stored.items() if key.startswith(prefixes)}
+        # What Megatron-FSDP saves of a model without Transformer Engine has that model's own names.
+        tensors = {
+            key if key in found or local_name(key) not in found else local_name(key): t for key, t in tensors.items()
+        }
         padded = _padded_otherwise(found, tensors, parameters, unwrap_model(list(model))[0].config.vocab_size)
         whole = {key: tensor for key, tensor in tensors.items() if key not in padded}
         problems = misfits(found, {key: tuple(tensor.shape) for key, tensor in whole.items()})

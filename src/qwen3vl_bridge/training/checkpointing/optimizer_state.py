@@ -23,22 +23,26 @@ def adam_states(optimizer: MegatronOptimizer) -> dict[Tensor, dict[str, Any]]:
         for group in one.param_groups:
             for tensor in group["params"]:
                 state = states[tensor] = one.optimizer.state[tensor]
-                state.setdefault("step", torch.zeros(()))
                 for moment in MOMENTS:
                     if moment not in state:
                         state[moment] = torch.zeros_like(tensor, dtype=torch.float32)
     return states
 
 
+def _stepping_groups(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:
+    chain = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [group for one in chain for group in one.param_groups if group["params"]]
+
+
 def steps_of(optimizer: MegatronOptimizer) -> int:
     """Steps it has made; 0 on a rank that has nothing to step."""
-    return max((int(state["step"]) for state in adam_states(optimizer).values()), default=0)
+    return max((int(group.get("step", 0)) for group in _stepping_groups(optimizer)), default=0)
 
 
 def set_steps(optimizer: MegatronOptimizer, steps: int) -> None:
     """Make it go on after so many steps."""
-    for state in adam_states(optimizer).values():
-        state["step"] = torch.tensor(float(steps))
+    for group in _stepping_groups(optimizer):
+        group["step"] = steps
 
 
 def copy_main_to_model(model: Sequence[torch.nn.Module]) -> None:

@@ -31,20 +31,16 @@ class ExpertLoad:
 
     Args:
         model: this rank's chunks.
-        losses: whether the tracker of balancing losses is to be read as well. It is set to zero here and in `take`, so
-            nobody else may report them: Megatron-Bridge's loop does.
     """
 
-    def __init__(self, model: Sequence[nn.Module], *, losses: bool) -> None:
+    def __init__(self, model: Sequence[nn.Module]) -> None:
         self._counts: dict[int, Tensor] = {}
         self._device = next(model[0].parameters()).device
         modules = [module for chunk in model for module in chunk.modules()]
         adapted = {module.to_wrap: module for module in modules if isinstance(module, LoRATopKRouter)}
         routers = [adapted.get(module, module) for module in modules if isinstance(module, TopKRouter)]
         self._hooks = [router.register_forward_hook(self._count, with_kwargs=True) for router in routers]
-        self._losses = losses
-        if losses:
-            get_moe_metrics_tracker().clear()
+        get_moe_metrics_tracker().clear()
 
     def _count(self, router: nn.Module, args: tuple, kwargs: dict[str, Any], output: tuple[Tensor, Tensor]) -> None:
         if not torch.is_grad_enabled():
@@ -56,20 +52,25 @@ class ExpertLoad:
         layer, count = getattr(router, "to_wrap", router).layer_number - 1, chosen.sum(0)
         self._counts[layer] = self._counts[layer] + count if layer in self._counts else count
 
-    def take(self, cfg: ConfigContainer) -> dict[str, float]:
+    def take(self, cfg: ConfigContainer, *, clear: bool) -> dict[str, float]:
         """Stop counting; figures of all ranks' tokens.
 
         Args:
             cfg: the run's configuration.
+            clear: whether to set the tracker of balancing losses to zero; Megatron-Bridge's loop does, when it has
+                reported them.
 
         Returns:
             `expert_load_max` and `expert_load_mean` over layers, of the tokens of a layer's busiest expert over the
-            mean of its experts; and the balancing losses, if asked for.
+            mean of its experts; and the balancing losses.
         """
         counts = self.counts(cfg.model)
         loads = counts.amax(1) / counts.sum(1).clamp(min=1) * counts.size(1)
         figures = {"expert_load_max": loads.max().item(), "expert_load_mean": loads.mean().item()}
-        return figures | (self._balancing_losses(cfg) if self._losses else {})
+        figures |= self._balancing_losses(cfg)
+        if clear:
+            get_moe_metrics_tracker().clear()
+        return figures
 
     def counts(self, config: Qwen3VLModelProvider) -> Tensor:
         """Stop counting; [layers with experts, E] how often real tokens of all ranks chose each expert."""
@@ -98,5 +99,4 @@ class ExpertLoad:
             # Each data-parallel rank has balanced its own microbatches, or all of them the same.
             times = replicas if kind == "aux_loss" else 1
             found[name] = total / (times * microbatches * len(config.moe_layers))
-        tracker.clear()
         return found

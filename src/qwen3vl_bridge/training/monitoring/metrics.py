@@ -1,4 +1,4 @@
-"""How fast a run trains, how well it uses what it has, and what its parts do: figures of the log, in either loop.
+"""How fast a run trains, how well it uses what it has, and what its parts do: figures of the log.
 
 What lives here: when figures are taken, and which. What may not: counting microbatches (`batch_meter.py`), experts'
 tokens (`expert_load.py`), operations (`throughput.py`), where figures go (`trackers.py`).
@@ -13,16 +13,13 @@ from qwen3vl_bridge.parallel.collectives import largest, sum_amounts
 from qwen3vl_bridge.training.monitoring.batch_meter import Amounts, meter_of
 from qwen3vl_bridge.training.monitoring.expert_load import ExpertLoad
 from qwen3vl_bridge.training.monitoring.learning_rates import PartRates
-from qwen3vl_bridge.training.monitoring.progress import Progress
 from qwen3vl_bridge.training.monitoring.throughput import peak_operations, step_costs
-from qwen3vl_bridge.training.monitoring.trackers import check_trackers, publish, step_of
+from qwen3vl_bridge.training.monitoring.trackers import LoopContext, check_trackers, publish, step_of
 from qwen3vl_bridge.training.optimizer.before_step import TOWER_NORMS
-from qwen3vl_bridge.training.small_loop.events import LoopContext
 
 import torch
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 from megatron.bridge.training.config import ConfigContainer
-from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model
 
@@ -56,7 +53,6 @@ class Metrics(Callback):
         self.cfg = cfg
         self._interval, self._seconds, self._since = Amounts(), 0.0, None
         self._load: ExpertLoad | None = None
-        self._console: Progress | None = None
 
     def on_train_start(self, context: CallbackContext) -> None:
         """Find out what steps cost, and what the device can do."""
@@ -66,9 +62,6 @@ class Metrics(Callback):
         on_gpu = torch.cuda.is_available()
         self._peak = peak_operations(torch.cuda.get_device_name()) if on_gpu else None
         self._rates = PartRates(context)
-        if not isinstance(context, LoopContext):  # the small loop has a console of its own
-            steps = context.state.train_state.step
-            self._console = Progress(self.cfg.train.train_iters, steps, self.cfg.logger.log_interval, bar=False)
 
     def on_train_step_start(self, context: CallbackContext) -> None:
         """Start the clock; where this step's figures are wanted, take its learning rates and count experts' tokens."""
@@ -76,10 +69,9 @@ class Metrics(Callback):
             self._since = time.perf_counter()
         if (context.state.train_state.step + 1) % self.cfg.logger.log_interval:
             return
-        self._lr = get_canonical_lr_for_logging(context.optimizer.param_groups)
         self._lr_of_parts = self._rates.now(context.optimizer)
         if self.cfg.model.moe_layers:
-            self._load = ExpertLoad(context.model, losses=isinstance(context, LoopContext))
+            self._load = ExpertLoad(context.model)
 
     def on_train_step_end(self, context: CallbackContext) -> None:
         """Add the step up; after the last one of an interval, hand its figures on."""
@@ -88,10 +80,7 @@ class Metrics(Callback):
         if step_of(context) % self.cfg.logger.log_interval:
             self._tick()
             return
-        figures = self._figures(context, step)
-        publish(context, figures)
-        if self._console is not None:
-            self._show(context, figures)
+        publish(context, self._figures(context, step))
 
     def on_eval_start(self, context: CallbackContext) -> None:
         """Stop the clock until the next step."""
@@ -100,11 +89,6 @@ class Metrics(Callback):
     def on_checkpoint_save(self, context: CallbackContext) -> None:
         """Stop the clock until the next step; what the checkpoint took is not counted."""
         self._since = None
-
-    def on_train_end(self, context: CallbackContext) -> None:
-        """Leave the console."""
-        if self._console is not None:
-            self._console.close()
 
     def _tick(self) -> None:
         now = time.perf_counter()
@@ -124,7 +108,7 @@ class Metrics(Callback):
             norms = context.user_state.get(TOWER_NORMS) or {}
             figures |= {f"grad_norm_{part}": float(norm) for part, norm in norms.items()}
         if self._load is not None:
-            figures |= self._load.take(self.cfg)
+            figures |= self._load.take(self.cfg, clear=isinstance(context, LoopContext))
             self._load = None
         self._interval, self._seconds = Amounts(), 0.0
         return figures
@@ -146,15 +130,6 @@ class Metrics(Callback):
             if self._peak is not None:
                 figures["mfu"] = each / self._peak
         return figures
-
-    def _show(self, context: CallbackContext, figures: dict[str, float]) -> None:
-        """In Megatron-Bridge's loop: a line on the rank that has the losses, which is where its own lines are."""
-        entry = dict(figures, step=step_of(context), lr=self._lr)
-        if context.grad_norm is not None:
-            entry["grad_norm"] = float(context.grad_norm)
-        if "lm loss" in context.loss_dict:
-            entry["loss"] = float(context.loss_dict["lm loss"])
-        self._console.advance(entry | ({"skipped": 1} if context.skipped_iter else {}))
 
 
 def _memory() -> float:

@@ -35,13 +35,11 @@ class Progress:
         total: steps of the whole run.
         done: steps done before this call.
         interval: steps between lines where there is no bar; there is one after ten seconds in any case.
-        bar: a bar, where standard error is a terminal. In Megatron-Bridge's loop, whose lines would cut it, there is
-            none, and the last rank writes, which has the losses.
+        bar: a bar, where standard error is a terminal. Lines of others would cut it.
     """
 
     def __init__(self, total: int, done: int, interval: int, *, bar: bool = True) -> None:
-        rank, last = torch.distributed.get_rank(), torch.distributed.get_world_size() - 1
-        self._silent = rank != (0 if bar else last)
+        self._silent = torch.distributed.get_rank() != 0
         self._has_bar = bar and sys.stderr.isatty()
         self._bar = tqdm(
             total=total,

@@ -1,7 +1,7 @@
 """TensorBoard and Weights & Biases, as Megatron-Bridge's configuration asks for them.
 
-What lives here: where figures go in either loop. What may not: what they are (`metrics.py`,
-`training/small_loop/log.py`), making the two (Megatron-Bridge's state does, on the last rank).
+What lives here: where figures go. What may not: what they are (`metrics.py`), the log (`run_log.py`), making the two
+(Megatron-Bridge's state does, on the last rank).
 """
 
 from __future__ import annotations
@@ -9,14 +9,18 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping
 
-from qwen3vl_bridge.training.small_loop.events import MEASURED, LoopContext
-
 from megatron.bridge.training.callbacks import CallbackContext
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.state import GlobalState
 
 # Before the names of what Megatron-Bridge does not log itself.
 PREFIX = "qwen3vl/"
+# Where the figures of an event are until they are in the log, in `context.user_state`.
+MEASURED = "measured"
+
+
+class LoopContext(CallbackContext):
+    """A context of the small loop, which writes to trackers itself."""
 
 
 def check_trackers(cfg: ConfigContainer) -> None:
@@ -38,15 +42,14 @@ def check_trackers(cfg: ConfigContainer) -> None:
 
 
 def publish(context: CallbackContext, figures: Mapping[str, float]) -> None:
-    """Hand on what a callback has measured: to the small loop's log, or in Megatron-Bridge's loop to the trackers.
+    """Hand on what a callback has measured, to the log and the trackers.
 
     Args:
         context: of the event. Every rank may call it; one of them writes.
         figures: by name.
     """
-    if isinstance(context, LoopContext):
-        context.user_state[MEASURED].update(figures)
-    else:
+    context.user_state.setdefault(MEASURED, {}).update(figures)
+    if not isinstance(context, LoopContext):
         write(context.state, {PREFIX + name: value for name, value in figures.items()}, step_of(context))
 
 

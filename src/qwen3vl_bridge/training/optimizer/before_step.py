@@ -16,12 +16,12 @@ from pathlib import Path
 
 from qwen3vl_bridge.parallel.collectives import hear_all, sum_over_ranks, tell_all
 from qwen3vl_bridge.training.metrics_file import read_metrics
+from qwen3vl_bridge.training.monitoring.trackers import MEASURED
 from qwen3vl_bridge.training.optimizer.delayed_unfreezing import Rest
 from qwen3vl_bridge.training.optimizer.gradient_norms import PartSquares, parts_of_parameters
 from qwen3vl_bridge.training.optimizer.loss_recorder import end_watch, start_watch
 from qwen3vl_bridge.training.optimizer.step_guard import Finding, Guard, SpoiltStepError, latest_losses
 from qwen3vl_bridge.training.optimizer.tower_settings import Qwen3VLTowers, check_towers
-from qwen3vl_bridge.training.small_loop.events import MEASURED
 from qwen3vl_bridge.weights.model_parts import Part
 
 import torch
@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 # Where the gradient norm of each part is, by its name, in `context.user_state`.
 TOWER_NORMS = "tower_norms"
+# And where (sum of losses, tokens) of a step are, of all ranks.
+STEP_LOSS = "step_loss"
 
 
 class BeforeStep(Callback):
@@ -58,6 +60,7 @@ class BeforeStep(Callback):
         self._guard = _guard(cfg, context.state.train_state.step)
         self._state, self._watch = context.state, start_watch(context.state)
         self._norms: dict[str, float] = {}
+        self._loss = (0.0, 0.0)
         self._prepare, self._step = optimizer.prepare_grads, optimizer.step
         optimizer.prepare_grads, optimizer.step = self._prepare_and_look, self._step_if_good
 
@@ -68,7 +71,7 @@ class BeforeStep(Callback):
     def on_train_step_end(self, context: CallbackContext) -> None:
         """Put the norms where others find them."""
         self._watch.microbatches.clear()
-        context.user_state[TOWER_NORMS] = dict(self._norms)
+        context.user_state[TOWER_NORMS], context.user_state[STEP_LOSS] = dict(self._norms), self._loss
         measured = context.user_state.setdefault(MEASURED, {})
         measured |= {f"grad_norm_{part}": norm for part, norm in self._norms.items()}
 
@@ -102,6 +105,7 @@ class BeforeStep(Callback):
         seen = torch.tensor([len(self._watch.microbatches)], dtype=torch.float64)
         figures = sum_over_ranks(torch.cat([one.to(squares.device) for one in (squares, sums, seen)]))
         *by_part, loss, tokens, microbatches = figures.tolist()
+        self._loss = (loss, tokens)
         self._norms = {part.value: math.sqrt(square) for part, square in zip(Part, by_part, strict=True)}
         if self._guard is None:
             return None

@@ -34,27 +34,6 @@ class _Late:
     first: int
     parameters: list[Tensor]
 
-    @property
-    def counts_by_parameter(self) -> bool:
-        """As torch does; the fused ones count by parameter group."""
-        return isinstance(self.adam, (torch.optim.Adam, torch.optim.AdamW))
-
-    def set_counts(self, steps: int) -> None:
-        """Make Adam's counts of steps these, where it has them by parameter."""
-        if self.counts_by_parameter:
-            for parameter in self.parameters:
-                self.adam.state[parameter]["step"].fill_(steps)
-
-    def begin(self, steps: int) -> None:
-        """Moments of zero, which a checkpoint may ask for before the first step."""
-        if not self.counts_by_parameter:
-            return  # which makes them by itself, gradient or not
-        for parameter in self.parameters:
-            state = self.adam.state[parameter]
-            for moment in ("exp_avg", "exp_avg_sq"):
-                state.setdefault(moment, torch.zeros_like(parameter, memory_format=torch.preserve_format))
-            state["step"] = torch.tensor(float(steps))
-
     def has_settled(self, updates: int) -> bool:
         """Whether it no longer matters to Adam when these began."""
         betas = [beta for group in self.adam.param_groups for beta in group["betas"]]
@@ -83,8 +62,6 @@ class Rest:
                 if first := rests.get(parts[parameter]):
                     begin[first].append(parameter)
             self._late += [_Late(adam, first, parameters) for first, parameters in begin.items()]
-        for late in self._late:
-            late.begin(self._updates)
 
     def silence(self) -> None:
         """Take away the gradients of parts that rest."""
@@ -98,9 +75,7 @@ class Rest:
     def before(self) -> None:
         """Let parts that have begun late count steps from where they began."""
         begun = [late for late in self._late if self._updates >= late.first]
-        for late in begun:
-            late.set_counts(self._updates - late.first)
-        for adam in {late.adam for late in begun if not late.counts_by_parameter}:
+        for adam in {late.adam for late in begun}:
             firsts = {p: late.first for late in begun if late.adam is adam for p in late.parameters}
             self._groups[adam] = adam.param_groups
             adam.param_groups = [
@@ -116,8 +91,6 @@ class Rest:
         if not self._late:
             return
         self._updates += updated
-        for late in self._late:
-            late.set_counts(self._updates)
         for adam, groups in self._groups.items():
             adam.param_groups = groups
             for group in groups:
@@ -137,6 +110,4 @@ def _pieces(group: dict, firsts: dict[Tensor, int], updates: int) -> list[dict]:
 
 def _count(adam: torch.optim.Optimizer) -> int:
     """The steps that an Adam has done."""
-    by_parameter = (state["step"] for state in adam.state.values() if "step" in state)
-    by_group = (group["step"] for group in adam.param_groups if "step" in group)
-    return max((int(step) for step in (*by_parameter, *by_group)), default=0)
+    return max((int(group["step"]) for group in adam.param_groups if "step" in group), default=0)

@@ -8,17 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from qwen3vl_bridge.training.monitoring.run_log import RunLog
+from qwen3vl_bridge.training.monitoring.trackers import MEASURED, LoopContext
+
 import torch
-from megatron.bridge.training.callbacks import Callback, CallbackContext, CallbackManager
+from megatron.bridge.training.callbacks import Callback, CallbackManager
 
 if TYPE_CHECKING:
     from qwen3vl_bridge.training.small_loop.setup import Run
-
-MEASURED = "measured"
-
-
-class LoopContext(CallbackContext):
-    """A context of the small loop, whose log takes what callbacks measure. Megatron-Bridge's loop has no such log."""
 
 
 class Events:
@@ -30,7 +27,9 @@ class Events:
 
     def __init__(self, run: Run, callbacks: Sequence[Callback]) -> None:
         self.run, self.manager = run, CallbackManager()
-        self.manager.add(list(callbacks))
+        self.manager.add(
+            [callback for callback in callbacks if not isinstance(callback, RunLog)]
+        )  # it has a log of its own
 
     def fire(self, event: str, **more: Any) -> None:
         """Call all that wait for an event.

@@ -92,6 +92,7 @@ def assemble(cfg: ConfigContainer, pretrained: Pretrained | None = None) -> Run:
     _refuse_what_would_be_ignored(cfg)
     if cfg.peft is not None:
         _check_adapters(cfg, pretrained)
+    cfg._shards_nothing = True  # or what Megatron-FSDP could not save would be refused
     runtime_config_update(cfg)
     leave_exit_signal_to_run(cfg)
     leave_checkpoints(cfg)

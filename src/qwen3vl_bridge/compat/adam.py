@@ -1,0 +1,114 @@
+"""Adam as megatron-core expects it of Transformer Engine or Apex, in plain PyTorch: for machines that have neither.
+
+What lives here: the optimizer, and putting it where megatron-core looks for one. What may not: anything else of
+optimizers (`training/optimizer`).
+
+megatron-core's sharded optimizers save and load by the contract of the fused kinds: the count of steps is one of a
+parameter group, and every parameter of a group that has stepped has moments, with a gradient or without. torch's own
+counts by parameter and has moments of what had a gradient. With it a rank of Megatron-FSDP whose shard of a parameter
+is empty has no moments to save, so that all ranks wait without end, and what a distributed optimizer saves cannot be
+loaded again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.optim.adam import adam
+
+
+class Adam(torch.optim.Optimizer):
+    """Adam with decoupled weight decay or without, by torch's own formulas.
+
+    Sources: https://arxiv.org/abs/1412.6980, https://arxiv.org/abs/1711.05101.
+
+    Args:
+        params: tensors of any floating-point type, or groups of them. Moments are float32.
+        lr: learning rate.
+        betas, eps, weight_decay: as torch's.
+        bias_correction: True; of the contract.
+        adam_w_mode: whether weight decay is decoupled from the gradient.
+        capturable: False; of the contract.
+
+    Raises:
+        ValueError: a part of the contract that is not here.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        bias_correction: bool = True,
+        adam_w_mode: bool = True,
+        capturable: bool = False,
+    ) -> None:
+        if capturable or not bias_correction:
+            raise ValueError(
+                f"capturable is {capturable} and bias_correction {bias_correction}, expected False and True: without "
+                "Transformer Engine and Apex there is no other Adam"
+            )
+        defaults = dict(lr=lr, bias_correction=True, betas=betas, eps=eps, weight_decay=weight_decay)
+        super().__init__(params, defaults)
+        self.adam_w_mode = adam_w_mode
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Step every parameter that has a gradient.
+
+        Args:
+            closure: None.
+        """
+        assert closure is None
+        for group in self.param_groups:
+            if not group["params"]:
+                continue
+            done = group.get("step", 0)
+            group["step"] = done + 1
+            for parameter in group["params"]:
+                if not self.state[parameter]:
+                    self.initialize_state(parameter)
+            self._step_group(group, done)
+
+    def initialize_state(self, parameter: torch.Tensor) -> None:
+        """Moments of zero."""
+        for moment in ("exp_avg", "exp_avg_sq"):
+            self.state[parameter][moment] = torch.zeros_like(parameter, dtype=torch.float32)
+
+    def _step_group(self, group: dict[str, Any], done: int) -> None:
+        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        states = [self.state[parameter] for parameter in parameters]
+        beta1, beta2 = group["betas"]
+        adam(
+            parameters,
+            [parameter.grad for parameter in parameters],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [torch.tensor(float(done)) for _ in parameters],  # torch's function counts in tensors, one by one
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+            decoupled_weight_decay=self.adam_w_mode,
+        )
+
+
+def replace_in_optimizers(module: Any) -> None:
+    """`megatron.core.optimizer`: build this Adam where it would build torch's."""
+    if module.USING_PYTORCH_OPTIMIZER:
+        module.Adam, module.USING_PYTORCH_OPTIMIZER = Adam, False
+
+
+def replace_in_distributed_optimizer(module: Any) -> None:
+    """`megatron.core.optimizer.distrib_optimizer`: save and load by the contract."""
+    if not module.HAVE_APEX_OR_TE:
+        module.Adam, module.USING_TE_OPTIMIZER, module.HAVE_APEX_OR_TE = Adam, True, True

@@ -1,0 +1,86 @@
+"""The learning rates of a run that goes on: by the configuration or by the checkpoint.
+
+What lives here: telling whether both agree, and which one counts where they don't. What may not: the schedule itself,
+which is megatron-core's.
+
+megatron-core tells groups of parameters by their highest and lowest rates, among others. So an optimizer finds none of
+its groups in a checkpoint of other rates, or goes on with those of the checkpoint whatever the configuration says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from qwen3vl_bridge.checkpoint.formats.megatron.folder import RUN_CONFIG
+from qwen3vl_bridge.files.errors import CheckpointError
+
+from megatron.bridge.training.checkpointing import CheckpointLoadContext
+from megatron.bridge.training.utils.checkpoint_utils import read_run_config
+
+_CHOOSE = (
+    "set scheduler.override_opt_param_scheduler=true to go on with the settings, or "
+    "scheduler.use_checkpoint_opt_param_scheduler=true to go on with the checkpoint's schedule"
+)
+
+
+@contextlib.contextmanager
+def chosen_schedule(ctx: CheckpointLoadContext, folder: Path | None) -> Iterator[None]:
+    """Let a run load its optimizer and schedule in the body, and go on with the rates that the configuration chooses.
+
+    Args:
+        ctx: Megatron-Bridge's; every rank calls this.
+        folder: the checkpoint's; None where it cannot be known.
+
+    Raises:
+        CheckpointError: both differ, and the configuration does not say which one counts.
+    """
+    cfg, scheduler = ctx.state.cfg, ctx.opt_param_scheduler
+    ours = cfg.optimizer.lr, cfg.optimizer.min_lr
+    theirs = ours if folder is None or ctx.optimizer is None else _saved_rates(folder, ours)
+    loads = cfg.checkpoint.load_optim and not cfg.checkpoint.finetune
+    if not loads or theirs == ours or scheduler is None:
+        with _words():
+            yield
+        return
+    if not (scheduler.override_opt_param_scheduler or scheduler.use_checkpoint_opt_param_scheduler):
+        raise CheckpointError(
+            f"the schedule is not the checkpoint's: optimizer.lr and optimizer.min_lr are {ours}, the checkpoint has "
+            f"{theirs}; {_CHOOSE}"
+        )
+    _rename(ctx, ours, theirs)
+    with _words():
+        yield
+    if scheduler.override_opt_param_scheduler:
+        _rename(ctx, theirs, ours)
+        scheduler.step(increment=0)
+
+
+def _saved_rates(folder: Path, otherwise: tuple) -> tuple:
+    if not (folder / RUN_CONFIG).is_file():
+        return otherwise
+    saved = read_run_config(str(folder / RUN_CONFIG)).get("optimizer") or {}
+    return saved.get("lr", otherwise[0]), saved.get("min_lr", otherwise[1])
+
+
+def _rename(ctx: CheckpointLoadContext, before: tuple, after: tuple) -> None:
+    for one in getattr(ctx.optimizer, "chained_optimizers", [ctx.optimizer]):
+        for group in one.param_groups:
+            if (group.get("max_lr"), group.get("min_lr")) == before:
+                group["max_lr"], group["min_lr"] = after
+
+
+@contextlib.contextmanager
+def _words() -> Iterator[None]:
+    """Say what to set where megatron-core asserts that a schedule is the checkpoint's.
+
+    Raises:
+        CheckpointError: it is not.
+    """
+    try:
+        yield
+    except AssertionError as error:
+        if "OptimizerParamScheduler" not in str(error):
+            raise
+        raise CheckpointError(f"the schedule is not the checkpoint's: {error}; {_CHOOSE}") from error

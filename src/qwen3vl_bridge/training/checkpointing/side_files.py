@@ -1,0 +1,73 @@
+"""What a run's checkpoint holds beside what Megatron-Bridge writes: Hugging Face files, and what its data are.
+
+What lives here: writing both, and comparing the data of a run that goes on. What may not: tensors, when a checkpoint is
+written (`training/checkpoint_manager.py`), what data are (the data sets say it themselves).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from qwen3vl_bridge.data.row_settings import ConversationRows
+from qwen3vl_bridge.data.sources.fingerprints import check_position
+from qwen3vl_bridge.files.json_files import read_object, write_object
+from qwen3vl_bridge.training.checkpointing.weight_loading import Pretrained
+
+from megatron.bridge.training.config import ConfigContainer
+
+RUN_DATA = "run_data.json"
+# Fields of Megatron-Bridge's data sets that don't change which samples there are, and in which order.
+_ORDER_IS_THE_SAME = {
+    *("num_workers", "pin_memory", "persistent_workers", "trust_remote_code", "dataloader_save", "dataloader_load"),
+    *("do_validation", "do_test", "validation_source", "test_source", "tokenizer"),
+}
+
+
+def write_side_files(folder: Path, cfg: ConfigContainer, origin: Pretrained | None) -> None:
+    """Write them; one rank does.
+
+    Args:
+        folder: the checkpoint's.
+        cfg: the run's.
+        origin: where its Hugging Face files are; None for nowhere.
+    """
+    write_object(folder / RUN_DATA, _data_of(cfg))
+    if origin is not None:
+        origin.travel_along(folder, cfg.model)
+
+
+def expect_data(folder: Path, cfg: ConfigContainer, row: int) -> None:
+    """Have a run refuse other data than those its position is in; nothing of a checkpoint that does not say.
+
+    Our data sets are built after this, and refuse then.
+
+    Args:
+        folder: the checkpoint's.
+        cfg: the run's.
+        row: how many rows the run has taken.
+
+    Raises:
+        ValueError: they are others.
+    """
+    if not (folder / RUN_DATA).is_file():
+        return
+    saved = read_object(folder / RUN_DATA)
+    if isinstance(cfg.dataset, ConversationRows):
+        cfg.dataset.expect_position(saved, row)
+    else:
+        check_position(_data_of(cfg), saved)
+
+
+def _data_of(cfg: ConfigContainer) -> dict[str, Any]:
+    """What decides which sample comes when, as plain values."""
+    if isinstance(cfg.dataset, ConversationRows):
+        return dict(cfg.dataset.position or {})
+    fields = {f.name: repr(getattr(cfg.dataset, f.name)) for f in dataclasses.fields(cfg.dataset)}
+    identity = {"type": type(cfg.dataset).__name__, **{k: v for k, v in fields.items() if k not in _ORDER_IS_THE_SAME}}
+    if cfg.dataset.dataloader_type == "single":  # in order, so a run may be made longer
+        return identity
+    # These shuffle the numbers up to the samples that the whole run takes, in parts by rank or by global batch.
+    share = dict(dp_size=cfg.data_parallel_size, micro_batch_size=cfg.train.micro_batch_size)
+    return identity | share | dict(global_batch_size=cfg.train.global_batch_size, seed=cfg.rng.seed)

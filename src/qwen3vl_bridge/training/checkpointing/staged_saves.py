@@ -1,0 +1,150 @@
+"""Saves of Megatron-Bridge's that are there wholly or not at all.
+
+What lives here: letting it write beside a checkpoint's place, moving what it has written there, its trackers after
+that, and older checkpoints away. What may not: what it writes; what else lies in a checkpoint (`side_files.py`).
+
+Megatron-Bridge writes a checkpoint in its place, and over one of the same step that is there, as where a run was
+resumed from before it. A process that dies meanwhile leaves a folder that looks like a checkpoint. So for the time of a
+save `checkpoint.save` is a hidden folder, and what would name that one is left out or done afterwards: the saved
+configuration, trackers of experiments, the position in WebDatasets' data, callbacks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from qwen3vl_bridge.checkpoint.formats.megatron.folder import (
+    LATEST_TRAIN_STATE,
+    RUN_CONFIG,
+    TRACKER,
+    TRAIN_STATE,
+    iteration_folder,
+)
+from qwen3vl_bridge.files.atomic import PRIVATE, replace_file
+from qwen3vl_bridge.training.checkpointing.all_or_none import is_first, staged_together, together
+
+from megatron.bridge.training.callbacks import CallbackContext, should_fire
+from megatron.bridge.training.checkpointing import DATALOADER_STATE_SUBDIR, CheckpointSaveContext
+from megatron.bridge.training.state import GlobalState
+from megatron.bridge.training.utils import comet_utils, mlflow_utils, wandb_utils
+from megatron.core.utils import unwrap_model
+
+logger = logging.getLogger(__name__)
+
+_REMOVED = ".removed"
+# Where a run's state keeps what its experiment is logged to, and the setting without which it makes none.
+_EXPERIMENTS = {
+    "_wandb_logger": "wandb_project",
+    "_mlflow_logger": "mlflow_experiment",
+    "_comet_logger": "comet_project",
+}
+
+
+def is_staged(ctx: CheckpointSaveContext) -> bool:
+    """Whether a save is one that this is for: lasting, done when the call returns, to a file system.
+
+    Args:
+        ctx: Megatron-Bridge's.
+    """
+    settings = ctx.state.cfg.checkpoint
+    return not (ctx.non_persistent_ckpt or settings.async_save or "://" in str(settings.save))
+
+
+@contextlib.contextmanager
+def staged_save(ctx: CheckpointSaveContext, callback_manager: Any, keep: Path | None) -> Iterator[Path]:
+    """Let Megatron-Bridge save in the body, without callbacks. Every rank calls this.
+
+    Args:
+        ctx: Megatron-Bridge's; its run's settings are others in the body.
+        callback_manager: told of the save when it is done.
+        keep: a checkpoint that is never removed.
+
+    Yields:
+        The folder that becomes the checkpoint, which may get more files.
+
+    Raises:
+        CheckpointError: a rank could not write; the checkpoints that were there are as they were.
+    """
+    state, step = ctx.state, ctx.state.train_state.step
+    folder, most = Path(state.cfg.checkpoint.save), state.cfg.checkpoint.most_recent_k
+    final = iteration_folder(folder, step)
+    with staged_together(final) as aside:
+        with _saving_to(aside / PRIVATE, ctx):
+            yield aside
+        with together():
+            if is_first():
+                written = iteration_folder(aside / PRIVATE, step)
+                state.cfg.to_yaml(str(written / RUN_CONFIG))  # the one there names the hidden folder
+                for path in written.iterdir():
+                    path.rename(aside / path.name)
+                shutil.rmtree(aside / PRIVATE)
+    with together():
+        if is_first():
+            replace_file(folder / LATEST_TRAIN_STATE, (final / TRAIN_STATE).read_bytes())
+            replace_file(folder / TRACKER, str(step).encode())
+            _remove_older(folder, step, most, keep)
+    _tell_of(ctx, final, callback_manager)
+
+
+@contextlib.contextmanager
+def _saving_to(folder: Path, ctx: CheckpointSaveContext) -> Iterator[None]:
+    """Settings of a run for the time of a save."""
+    state, cfg = ctx.state, ctx.state.cfg
+    changed: list[tuple[Any, str, Any]] = [
+        (cfg.checkpoint, "save", str(folder)),
+        (cfg.checkpoint, "most_recent_k", -1),
+        *((state, name, None) for name in _EXPERIMENTS),
+        *((cfg.logger, setting, None) for setting in _EXPERIMENTS.values()),
+    ]
+    reads_itself = hasattr(getattr(ctx.train_data_iterator, "iterable", None), "save_state")
+    if reads_itself and getattr(cfg.dataset, "dataloader_save", None) is None:
+        place = os.path.join(cfg.checkpoint.save, DATALOADER_STATE_SUBDIR)
+        changed.append((cfg.dataset, "dataloader_save", place))
+    before = [(owner, name, vars(owner).get(name), name in vars(owner)) for owner, name, _ in changed]
+    for owner, name, value in changed:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for owner, name, value, had in before:
+            setattr(owner, name, value) if had else delattr(owner, name)
+
+
+def _tell_of(ctx: CheckpointSaveContext, final: Path, callback_manager: Any) -> None:
+    """What Megatron-Bridge does when a checkpoint is there."""
+    state, step = ctx.state, ctx.state.train_state.step
+    _tell_experiments(state, str(final), step)
+    if should_fire(callback_manager, "on_checkpoint_save"):
+        model = unwrap_model(ctx.model)
+        context = CallbackContext(state, model, callback_manager.user_state, optimizer=ctx.optimizer)
+        callback_manager.fire("on_checkpoint_save", context)
+
+
+def _tell_experiments(state: GlobalState, final: str, step: int) -> None:
+    save = state.cfg.checkpoint.save
+    wandb_utils.on_save_checkpoint_success(final, save, step, wandb_writer=state.wandb_logger)
+    if state.cfg.logger.mlflow_log_artifacts:
+        mlflow_utils.on_save_checkpoint_success(final, save, step, mlflow_logger=state.mlflow_logger)
+    comet_utils.on_save_checkpoint_success(final, save, step, comet_logger=state.comet_logger)
+
+
+def _remove_older(folder: Path, step: int, most: int | None, keep: Path | None) -> None:
+    """Remove all but the newest checkpoints up to a step."""
+    if most is None or most < 0:
+        return
+    found = {int(match[1]): path for path in folder.iterdir() if (match := re.fullmatch(r"iter_(\d{7,})", path.name))}
+    for number in sorted(number for number in found if number <= step)[:-most]:
+        path = found[number]
+        if keep is None or not keep.exists() or not path.samefile(keep):
+            # Out of its name first, so that nothing half gone can be taken for a checkpoint.
+            path.rename(path.with_name(f".{path.name}{_REMOVED}"))
+            logger.info("removed %s, older than the newest %d", path, most)
+    for path in folder.glob(f".iter_*{_REMOVED}"):  # also those that a process left when it died
+        shutil.rmtree(path)

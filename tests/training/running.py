@@ -1,0 +1,79 @@
+"""Runs in Megatron-Bridge's loop, in this process or on these ranks: as a user's script would call it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import qwen3vl_bridge
+from qwen3vl_bridge.training.monitoring.run_log import ENTRY
+from qwen3vl_bridge.training.process_groups import _join, groups_to_leave, leave_groups
+
+from megatron.bridge.training.callbacks import Callback, CallbackContext
+from megatron.bridge.training.finetune import finetune
+from megatron.bridge.training.initialize import destroy_global_state
+from megatron.bridge.training.pretrain import pretrain
+
+
+def replicate(cfg: Any, *, distributed: bool = False) -> Any:
+    """The same run with parameters whole on each data-parallel rank, and checkpoints of megatron-core's own format.
+
+    Args:
+        cfg: changed in place.
+        distributed: whether the optimizer is distributed, with both overlaps.
+    """
+    cfg.checkpoint.ckpt_format, cfg.ddp.data_parallel_sharding_strategy = "torch_dist", "no_shard"
+    cfg.ddp.use_megatron_fsdp = False
+    cfg.ddp.use_distributed_optimizer = cfg.optimizer.use_distributed_optimizer = distributed
+    cfg.ddp.overlap_param_gather = cfg.ddp.overlap_grad_reduce = distributed
+    return cfg
+
+
+def run_bridges_loop(cfg: Any, *callbacks: Callback) -> None:
+    """Megatron-Bridge's loop to its end."""
+    _join()
+    destroy_global_state()  # of a run before that failed, or was another loop's
+    leave_groups()  # which Megatron-Bridge keeps
+    with groups_to_leave():
+        loop = pretrain if cfg.checkpoint.pretrained_checkpoint is None else finetune
+        loop(cfg, qwen3vl_bridge.forward_step, callbacks=[*qwen3vl_bridge.training_callbacks(cfg), *callbacks])
+
+
+class Entries(Callback):
+    """What the log of a run has, and when it is to leave.
+
+    Args:
+        stop_after: steps of this call; None to go to the end.
+    """
+
+    def __init__(self, stop_after: int | None = None) -> None:
+        self.entries: list[dict[str, float]] = []
+        self._stop_after, self._latest = stop_after, None
+
+    def on_train_start(self, context: CallbackContext) -> None:
+        """Choose the step to leave after."""
+        if self._stop_after is not None:
+            context.state.cfg.train.exit_interval = context.state.train_state.step + self._stop_after
+
+    def _take(self, context: CallbackContext) -> None:
+        entry = context.user_state.get(ENTRY)
+        if entry is not None and entry is not self._latest:
+            self._latest = entry
+            self.entries.append(dict(entry))
+
+    on_train_step_end = on_eval_end = _take
+
+
+def train(cfg: Any, *, stop_after: int | None = None, callbacks: Sequence[Callback] = ()) -> list[dict[str, float]]:
+    """Train to the end, or for some steps; returns the log of this call.
+
+    Args:
+        cfg: a recipe's configuration.
+        stop_after: leave, with a checkpoint, after this many steps.
+        callbacks: beside those that follow the configuration.
+    """
+    entries = Entries(stop_after)
+    with contextlib.suppress(SystemExit):
+        run_bridges_loop(cfg, *callbacks, entries)
+    return entries.entries
