@@ -20,7 +20,7 @@ from qwen3vl_bridge.encoder_parallel.encoder_batches import read_split
 from qwen3vl_bridge.models.common.settings.encoder_parallel import expect, replicas_of, trains_vision
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
 from qwen3vl_bridge.parallel.collectives import sum_over_ranks, tell_from
-from qwen3vl_bridge.training.small_loop.events import LoopContext
+from qwen3vl_bridge.training.monitoring.trackers import LoopContext
 
 import torch
 from megatron.bridge.training.callbacks import Callback, CallbackContext

@@ -47,7 +47,8 @@ class RunLog(Callback):
                 *(cfg.checkpoint.load, step, cfg.train.train_iters),
             )
         self._path: Path | None = None
-        if cfg.checkpoint.save and torch.distributed.get_rank() == 0:
+        here = cfg.checkpoint.save and "://" not in str(cfg.checkpoint.save)  # or it is no folder
+        if here and torch.distributed.get_rank() == 0:
             self._path = Path(cfg.checkpoint.save) / METRICS
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if self._path.exists():  # a line that was cut off goes, too
