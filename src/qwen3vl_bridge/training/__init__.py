@@ -1,4 +1,4 @@
-"""Training: the forward step for any Megatron loop, and a small loop of our own for machines without CUDA.
+"""Training: the forward step and what goes along with a run in Megatron-Bridge's loop.
 
 What lives here: the step, its configuration and callbacks, other people's batches as ours; checkpoints, figures, what
 is done around the optimizer's step and the small loop in folders of their own. What may not: the model,

@@ -1,1 +1,1 @@
-"""The small training loop for machines without CUDA, until Megatron-Bridge's own takes its place."""
+"""A loop of ours that no command starts any more: tests take runs apart with it, until they use Megatron-Bridge's."""

@@ -1,6 +1,6 @@
-"""A small training loop for machines without CUDA: Megatron-Bridge's configuration, megatron-core's schedule.
+"""A small training loop for tests: Megatron-Bridge's configuration, megatron-core's schedule.
 
-What lives here: set-up, the loop over steps, evaluation. On CUDA Megatron-Bridge's own `finetune()` does this. What
+What lives here: set-up, the loop over steps, evaluation. Runs of users are Megatron-Bridge's own `finetune()`. What
 may not: what a run is made of (`setup.py`), the step (`training/step.py`), what a checkpoint holds (`checkpoint.py`).
 """
 
