@@ -103,7 +103,7 @@ def test_options_reach_the_estimate(capsys):
     [
         (["--tp", "3"], "16 GPUs, expected a multiple of tp"),
         (["--gpu", "H1000"], "no GPU is named 'H1000'"),
-        (["--model", "9B"], "no preset is named '9B'"),
+        (["--model", "7B"], "no preset is named '7B'"),
         (["--fsdp", "--no-distributed-optimizer"], "expected one of them"),
         (["--recompute", "full"], "what --propose chooses"),
         (["--propose", "--vpp", "2"], "does not try vpp"),

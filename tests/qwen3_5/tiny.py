@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,17 +90,14 @@ def megatron_config(**changes: Any) -> TransformerConfig:
     return TransformerConfig(**fields | changes)
 
 
-@contextlib.contextmanager
-def one_rank() -> Iterator[ProcessGroupCollection]:
-    """Process groups of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
+def one_rank() -> ProcessGroupCollection:
+    """Process groups of this process alone, which other tests may have made."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(1)
-    try:
-        yield ProcessGroupCollection.use_mpu_process_groups()
-    finally:
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
+    return ProcessGroupCollection.use_mpu_process_groups()
 
 
 def perturb(module: nn.Module, seed: int = 0) -> nn.Module:
