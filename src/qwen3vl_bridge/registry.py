@@ -46,6 +46,8 @@ class Family:
         presets: module with `PRESETS`, whose keys are sizes, and `config_dict`, (size or hub id) -> config with
             ValueError where there is none; None for a family without.
         released_experts: how released checkpoints hold their experts, where nothing says it.
+        complete: whether its bridge takes the place of Megatron-Bridge's own. That of a family which is not has to be
+            imported by name; conversion and planning know the family all the same.
     """
 
     name: str
@@ -60,6 +62,7 @@ class Family:
     flops: str = "qwen3vl_bridge.models.common.flops.model_costs"
     presets: str | None = None
     released_experts: ExpertLayout = ExpertLayout.INPUT_MAJOR
+    complete: bool = True
 
     def rows(self, experts: ExpertLayout | None = None) -> tuple[Row, ...]:
         """The weight table, with `*` for indices; None: with experts as in released checkpoints."""
@@ -130,6 +133,7 @@ _FAMILIES: dict[str, Family] = {
             bridge=f"{_QWEN3_5}.bridge",
             presets=f"{_QWEN3_5}.presets",
             released_experts=ExpertLayout.OUTPUT_MAJOR,
+            complete=False,  # Megatron-Bridge's own has multi-token prediction
         ),
     )
 }
@@ -151,9 +155,10 @@ def register_family(family: Family) -> None:
 
 
 def import_bridges() -> None:
-    """Register all families with Megatron-Bridge, which has been imported."""
+    """Register all complete families with Megatron-Bridge, which has been imported."""
     for family in list(_FAMILIES.values()):
-        importlib.import_module(family.bridge)
+        if family.complete:
+            importlib.import_module(family.bridge)
 
 
 def family(name: str) -> Family:

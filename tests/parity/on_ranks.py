@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import qwen3vl_bridge.models.qwen3_5.bridge  # noqa: F401  which is not registered by itself
 from qwen3vl_bridge.batch import PackedBatch, SequenceLayout
 from qwen3vl_bridge.encoder_parallel.encoder_batches import replicas_read
 from qwen3vl_bridge.encoder_parallel.step import join_modules

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import qwen3vl_bridge.models.qwen3_5.bridge  # noqa: F401  which is not registered by itself
+
 import pytest
 
 from tests.qwen3_5.tiny import make_checkpoint
