@@ -54,11 +54,11 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
 )
 def test_yaml_out_of_bounds(text, message, tmp_path):
     (tmp_path / "x.yaml").write_bytes(text.encode("utf-8", "surrogateescape"))
-    begun = time.monotonic()
+    begun = time.process_time()
     with pytest.raises(ValueError, match=message) as error:
         read_yaml(tmp_path / "x.yaml")
     assert str(tmp_path / "x.yaml") in str(error.value) and "\n" not in str(error.value)
-    assert time.monotonic() - begun < 10  # the longest is 1 s here
+    assert time.process_time() - begun < 10  # the longest is 1 s here
 
 
 def test_yaml_of_an_ordinary_run(tmp_path):

@@ -18,14 +18,12 @@ import pytest
 CONVERT = Path(__file__).parents[2] / "conversion" / "convert.py"
 
 
-def test_help_answers_at_once_and_without_torch():
+def test_help_without_torch():
     code = "import sys; from qwen3vl_bridge.cli import convert as cli; cli._parser(None); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
-    begun = time.monotonic()
     for verb in ([], ["import"]):
         found = subprocess.run([sys.executable, CONVERT, *verb, "--help"], capture_output=True, text=True, check=True)
         assert "usage: convert.py" in found.stdout
-    assert time.monotonic() - begun < 2  # two starts; 0.1 s here
 
 
 def test_bad_input_is_one_line_and_status_2(tmp_path):

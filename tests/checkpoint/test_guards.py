@@ -239,10 +239,10 @@ def bomb(levels: int) -> bytes:
 def test_metadata_without_end(data, saved, tmp_path):
     folder = shutil.copytree(saved, tmp_path / "copy")
     (folder / ".metadata").write_bytes(data)
-    begun = time.monotonic()
+    begun = time.process_time()
     with pytest.raises(CheckpointError):
         read_metadata(folder)
-    assert time.monotonic() - begun < 10
+    assert time.process_time() - begun < 10
 
 
 @pytest.mark.parametrize(
