@@ -46,8 +46,8 @@ class Family:
         presets: module with `PRESETS`, whose keys are sizes, and `config_dict`, (size or hub id) -> config with
             ValueError where there is none; None for a family without.
         released_experts: how released checkpoints hold their experts, where nothing says it.
-        complete: whether its bridge takes the place of Megatron-Bridge's own. That of a family which is not has to be
-            imported by name; conversion and planning know the family all the same.
+        complete: whether its bridge takes the place of Megatron-Bridge's own, and its presets are known by their sizes.
+            The bridge of a family which is not has to be imported by name; conversion knows the family all the same.
     """
 
     name: str
@@ -229,4 +229,4 @@ def preset_sizes() -> list[str]:
 
 
 def _presets() -> list[Any]:
-    return [importlib.import_module(one.presets) for one in _FAMILIES.values() if one.presets is not None]
+    return [importlib.import_module(one.presets) for one in _FAMILIES.values() if one.presets and one.complete]

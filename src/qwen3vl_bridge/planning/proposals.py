@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from qwen3vl_bridge.planning.hardware import Gpu
-from qwen3vl_bridge.planning.memory.estimate import Estimate, check, estimate_of
+from qwen3vl_bridge.planning.memory.estimate import Estimate, check, check_layers, estimate_of
 from qwen3vl_bridge.planning.settings import FULL, Recompute, Sharding, Training
 from qwen3vl_bridge.planning.speed.microbatch_flops import Costs
 from qwen3vl_bridge.planning.speed.step_time import StepTime, step_time
@@ -85,6 +85,7 @@ def propose_of(
 ) -> list[Proposal]:
     """As `propose`, of a model's numbers and costs."""
     limit = gpu.memory_bytes * (1 - MARGIN)
+    check_layers(n)
     found: list[Proposal] = []
     for split in splits(n, world, gpu, training.seq_length, fixed or {}):
         try:

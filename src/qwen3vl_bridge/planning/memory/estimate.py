@@ -119,12 +119,22 @@ def estimate(config: Mapping, split: Split, training: Training, *, vocab: int | 
     return estimate_of(n, split, training, n["chosen_experts"])
 
 
+def check_layers(n: Dimensions) -> None:
+    """Check that it is known what the model's layers hold; ValueError where it is not."""
+    if layers := n.indices.get("linear_layers"):
+        raise ValueError(
+            f"{len(layers)} layers have linear attention, whose activations the planner does not know, expected a "
+            "Qwen3-VL"
+        )
+
+
 def check(n: Dimensions, split: Split, training: Training) -> None:
     """Check that a model can be trained so.
 
     Raises:
         ValueError: it cannot; the message says why.
     """
+    check_layers(n)
     split.check(n)
     split.check_rows(training.seq_length)
     split.microbatches(training.global_batch_size, training.micro_batch_size)
