@@ -95,13 +95,6 @@ def test_packed_row(reference, groups):
     )
 
 
-def test_deterministic_mode_takes_packed_rows(reference, groups):
-    x, cu_seqlens = hidden(1, 258).transpose(0, 1), torch.tensor([0, 61, 125, 128, 258], dtype=torch.int32)
-    params = packed_seq_params(cu_seqlens, tuple(LENGTHS))
-    with pytest.raises(AssertionError, match="deterministic"):
-        ours(reference, groups, deterministic_mode=True)(x, None, packed_seq_params=params)
-
-
 def test_decay_in_half_precision(groups):
     """exp(A_log) of the same bfloat16 number in float32, as transformers has it."""
     config = megatron_config(params_dtype=torch.bfloat16, bf16=True)

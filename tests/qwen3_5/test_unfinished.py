@@ -1,4 +1,4 @@
-"""What of this family is not there yet says so."""
+"""What this family does not compute, or not yet, is refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from qwen3vl_bridge.planning.memory.estimate import estimate
 from qwen3vl_bridge.planning.proposals import propose
 from qwen3vl_bridge.planning.settings import Training
 from qwen3vl_bridge.planning.split import Split
-from qwen3vl_bridge.registry import preset, preset_sizes
+from qwen3vl_bridge.registry import family_of, preset, preset_sizes
 
 import pytest
 
@@ -25,3 +25,49 @@ def test_sizes_mean_qwen3_vl():
     assert "9B" not in preset_sizes()
     with pytest.raises(ValueError, match="no preset is named '9B'"):
         preset("9B")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"deterministic_mode": True}, "deterministic_mode is True, expected False"),
+        ({"tensor_model_parallel_size": 2}, "without sequence_parallel, expected sequence_parallel=True"),
+        ({"context_parallel_size": 3}, "linear_num_key_heads is 16, expected a multiple"),
+        ({"mtp_num_layers": 1}, "mtp_num_layers is 1, expected None"),
+        ({"rotary_percent": 0.5}, r"mrope_section \[11, 11, 10\] has sum 32, expected half the 128"),
+    ],
+)
+def test_settings_that_are_refused(settings, message):
+    from qwen3vl_bridge.models.qwen3_5.bridge import provider_from_hf_config
+
+    provider = provider_from_hf_config(config_dict("2B"))
+    for name, value in settings.items():
+        setattr(provider, name, value)
+    with pytest.raises(ValueError, match=message):
+        provider.finalize()
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value", "message"),
+    [
+        ("text_config", "attn_output_gate", False, "attn_output_gate is False, expected True"),
+        ("text_config", "mlp_only_layers", [1], r"mlp_only_layers is \[1\], expected \[\]"),
+        ("text_config", "layer_types", [["full_attention"]], "expected a list of names"),
+        ("text_config", "layer_types", ["full_attention"], "expected 24 times 'linear_attention' or 'full_attention'"),
+        ("text_config", "linear_num_value_heads", 17, "expected a multiple of linear_num_key_heads"),
+        ("text_config", "attention_bias", True, "attention_bias is True, expected False"),
+        ("vision_config", "deepstack_visual_indexes", [3], r"deepstack_visual_indexes is \[3\], expected \[\]"),
+        ("vision_config", "out_hidden_size", 1024, "out_hidden_size is 1024, expected hidden_size 2048"),
+    ],
+)
+def test_configurations_that_are_refused(section, field, value, message):
+    config = config_dict("2B")
+    config[section][field] = value
+    with pytest.raises(ValueError, match=message):
+        family_of(config).check_settings(config)
+
+
+def test_a_null_is_a_default():
+    config = config_dict("2B")
+    config["text_config"] |= {"rope_parameters": None, "rope_theta": None, "partial_rotary_factor": None}
+    assert family_of(config).fields_of(config)["text_config.rope_parameters.rope_theta"] == 10_000

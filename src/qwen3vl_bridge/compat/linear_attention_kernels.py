@@ -1,15 +1,14 @@
-"""Kernels of megatron-core's GatedDeltaNet where flash-linear-attention has none: torch functions of ours.
+"""Kernels of megatron-core's GatedDeltaNet where there is no GPU for flash-linear-attention: torch functions of ours.
 
 What lives here: putting them in the four names that it calls. What may not: the functions
 (`models/qwen3_5/delta_rule.py`).
 
 megatron-core builds no GatedDeltaNet without that package, not even for its own torch functions, and the package needs
-a GPU. With both present nothing is replaced.
+a GPU. Where there is one nothing is replaced: without the package megatron-core says that it is missing.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 _PACKAGE = "megatron.core.ssm.gated_delta_net"
@@ -18,7 +17,7 @@ _PACKAGE = "megatron.core.ssm.gated_delta_net"
 def _are_missing() -> bool:
     import torch
 
-    return importlib.util.find_spec("fla") is None or not torch.cuda.is_available()
+    return not torch.cuda.is_available()
 
 
 def _build_without_package(module: Any) -> None:

@@ -12,7 +12,7 @@ import copy
 import functools
 from typing import Any
 
-from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
+from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
 
 from megatron.bridge.training import eval as bridges_eval
 from megatron.bridge.training.state import GlobalState
@@ -31,7 +31,7 @@ def _with_communicator(evaluate: Any) -> Any:
     @functools.wraps(evaluate)
     def wrapped(state: GlobalState, *args: Any, **kwargs: Any) -> Any:
         provider = state.cfg.model
-        if isinstance(provider, Qwen3VLModelProvider) and provider.dist_train.use_dist_train:
+        if isinstance(provider, VisionLanguageProvider) and provider.dist_train.use_dist_train:
             kwargs["p2p_communicator"] = provider._p2p_communicator
             kwargs["pg_collection"] = _groups_of_language(provider._pg_collection)
         return evaluate(state, *args, **kwargs)

@@ -34,8 +34,8 @@ from qwen3vl_bridge.weights.rows import Row
 
 # Modules of which megatron-core stores a state beside their weights, always None here, and asks for on loading. The
 # first do so in either layer spec, the others are Transformer Engine's.
-_LINEAR = re.compile(r"linear_(qkv|proj|fc1|fc2)")
-_NORM = re.compile(r"(\w+_layernorm|patch_norm)")
+_LINEAR = re.compile(r"linear_(qkv|proj|fc1|fc2)|(in|out)_proj")
+_NORM = re.compile(r"(\w+_layernorm|patch_norm|out_norm)")
 
 
 @dataclass(frozen=True)

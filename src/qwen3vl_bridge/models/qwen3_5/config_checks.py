@@ -73,7 +73,8 @@ def rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
     if not given.get("mrope_interleaved", True):
         raise ValueError("mrope_interleaved is False, expected True as in every Qwen3.5-VL")
     found = {
-        name: given[name] if given.get(name) is not None else text.get(name, default) for name, default in _ROPE.items()
+        name: next((one for one in (given.get(name), text.get(name)) if one is not None), default)
+        for name, default in _ROPE.items()
     }
     found["rope_type"] = "default"
     turning = int((text.get("head_dim") or HEAD_DIM) * found["partial_rotary_factor"])

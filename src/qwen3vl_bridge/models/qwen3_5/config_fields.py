@@ -29,8 +29,10 @@ from qwen3vl_bridge.models.config_values import (
 )
 from qwen3vl_bridge.models.qwen3_5.config_dimensions import FULL, LINEAR, experts_of, layer_types_of
 
-_TYPES = Kind(lambda value: isinstance(value, list | tuple), "a list of layers' kinds")
-_NAMES = Kind(lambda value: isinstance(value, list | tuple), "a list")
+_TYPES = Kind(
+    lambda value: isinstance(value, list | tuple) and all(isinstance(one, str) for one in value), "a list of names"
+)
+_ANY = Kind(lambda value: isinstance(value, list | tuple), "a list")
 
 # Fields that must be there, those that may be left out, and those that may also be null.
 _REQUIRED: Mapping[str, Mapping[str, Kind]] = {
@@ -70,7 +72,7 @@ _NULLABLE: Mapping[str, Kind] = {
     "shared_expert_intermediate_size": POSITIVE,
     **dict.fromkeys(("num_experts", "num_local_experts", "mtp_num_hidden_layers"), EXPERTS),
     "layer_types": _TYPES,
-    "mlp_only_layers": _NAMES,
+    "mlp_only_layers": _ANY,
     "rope_theta": ABOVE_ZERO,
     **dict.fromkeys(("rope_parameters", "rope_scaling"), OBJECT),
 }

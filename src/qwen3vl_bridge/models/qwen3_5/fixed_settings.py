@@ -15,6 +15,8 @@ _SHARED: Mapping[str, Any] = {
     "attention_output_gate": True,
     "layernorm_zero_centered_gamma": True,
     "experimental_attention_variant": "gated_delta_net",
+    # megatron-core's linear attention then takes no packed rows.
+    "deterministic_mode": False,
     # A scaled rotary embedding is in no configuration of this family that transformers computes.
     "rope_parameters": None,
 }

@@ -21,8 +21,8 @@ class LinearAttention(GatedDeltaNet):
 
     def _setup_variant_attrs(self) -> None:
         super()._setup_variant_attrs()
-        # flash-linear-attention's chunked kernel refuses float32, and megatron-core's own rule refuses packed rows.
-        if self.config.params_dtype is torch.float32 or self.config.deterministic_mode:
+        # flash-linear-attention's chunked kernel refuses float32.
+        if self.config.params_dtype is torch.float32:
             self.gated_delta_rule = delta_rule.chunk_gated_delta_rule
 
     def _resolve_cu_seqlens(

@@ -73,6 +73,7 @@ class Qwen35VLModelProvider(VisionLanguageProvider):
         Raises:
             ValueError: fields that contradict each other, or that this model would ignore.
         """
+        self._check_ranks()
         super().finalize()
         turning = int(self.kv_channels * self.rotary_percent)
         if 2 * sum(self.mrope_section) != turning:
@@ -80,9 +81,10 @@ class Qwen35VLModelProvider(VisionLanguageProvider):
                 f"mrope_section {self.mrope_section} has sum {sum(self.mrope_section)}, expected half the {turning} "
                 "dimensions of a head that rotary_percent turns"
             )
-        self._check_ranks()
 
     def _check_ranks(self) -> None:
+        if self.dist_train.use_dist_train:
+            raise ValueError("dist_train.use_dist_train is True, expected False: this family has no modules of its own")
         tp, cp = self.tensor_model_parallel_size, self.context_parallel_size
         if tp > 1 and not self.sequence_parallel:
             raise ValueError(

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from qwen3vl_bridge.files.errors import CheckpointError
-from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
+from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
 from qwen3vl_bridge.parallel.collectives import hear_all
 from qwen3vl_bridge.training.checkpointing.all_or_none import together
 from qwen3vl_bridge.training.checkpointing.fsdp_dtensor import raise_problems
@@ -32,7 +32,8 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 _SECTION, _OPTIMIZER, _WRAPPER = "model.", "optimizer.", "module."
-_HALVES = ("_w", "_v")  # Megatron-FSDP keeps gate and up projection apart
+# Megatron-FSDP keeps gate and up projection apart, and the sections of linear attention's projection.
+_PARTS = ("_w", "_v", ".query", ".key", ".value", ".z", ".beta", ".alpha")
 
 
 def load_every_weight(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -51,7 +52,7 @@ def load_every_weight(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     asked = given.arguments
     state = asked["sharded_state_dict"]
     chunks = None if asked["rank0"] or state is None or "model" not in state else state.get("_model")
-    if not chunks or not isinstance(provider := get_model_config(chunks[0]), Qwen3VLModelProvider):
+    if not chunks or not isinstance(provider := get_model_config(chunks[0]), VisionLanguageProvider):
         return theirs(*args, **kwargs)
     folder = asked["checkpoint_path_override"] or checkpointing.get_checkpoint_name(
         asked["load_dir"], asked["iteration"], asked["release"]
@@ -74,7 +75,7 @@ def load_every_weight(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 def other_names(
-    weights: Mapping[str, Any], found: Mapping[str, Any], provider: Qwen3VLModelProvider
+    weights: Mapping[str, Any], found: Mapping[str, Any], provider: VisionLanguageProvider
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Which weights a checkpoint has under the other layer spec's name, and which under none.
 
@@ -91,11 +92,11 @@ def other_names(
         if not isinstance(tensor, Tensor) or key.endswith("_extra_state") or _SECTION + key in found:
             continue
         name = key[key.rfind(_WRAPPER) + len(_WRAPPER) :] if _WRAPPER in key else key
-        half = next((half for half in _HALVES if name.endswith(half)), "")
-        row = rows.get(name.removesuffix(half))
+        part = next((part for part in _PARTS if name.endswith(part)), "")
+        row = rows.get(name.removesuffix(part))
         spellings = [] if row is None else [row.megatron, local_name(row.megatron)]
         prefix = key[: len(key) - len(name)]
-        there = [spelt for one in spellings if _SECTION + (spelt := f"{prefix}{one}{half}") in found]
+        there = [spelt for one in spellings if _SECTION + (spelt := f"{prefix}{one}{part}") in found]
         if there:
             renamed[there[0]] = tensor
         else:

@@ -5,9 +5,11 @@ What lives here: the one function. What may not: what a checkpoint holds (`weigh
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qwen3vl_bridge.registry import family_of
 from qwen3vl_bridge.training.checkpointing.weight_loading import load_weights
 from qwen3vl_bridge.training.process_groups import initialize
 
@@ -29,7 +31,9 @@ def load_model(hf_path: str | Path, megatron_path: str | Path | None = None) -> 
         CheckpointError: the Megatron checkpoint is not there or does not fit.
         ValueError: the Hugging Face one does not.
     """
-    provider = AutoBridge.from_hf_pretrained(str(hf_path)).to_megatron_provider(load_weights=megatron_path is None)
+    bridge = AutoBridge.from_hf_pretrained(str(hf_path))
+    importlib.import_module(family_of(bridge.hf_pretrained.config.to_dict()).bridge)  # which may not be registered yet
+    provider = bridge.to_megatron_provider(load_weights=megatron_path is None)
     provider.finalize()
     groups = initialize(provider, seed=0)
     model = provider.provide_distributed_model(

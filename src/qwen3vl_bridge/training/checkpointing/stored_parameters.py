@@ -10,15 +10,17 @@ view of the rank's own memory; torch.distributed.checkpoint cuts, joins and leav
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qwen3vl_bridge.models.qwen3_vl import table
-from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
+from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
+from qwen3vl_bridge.registry import family
 from qwen3vl_bridge.weights.adapter_rows import MARK, adapter_row, plain_name
+from qwen3vl_bridge.weights.dimensions import Dimensions
 from qwen3vl_bridge.weights.names import local_name
-from qwen3vl_bridge.weights.rows import Row, expand
+from qwen3vl_bridge.weights.rows import Row, expand, stored_rows
 
 import torch
 from megatron.bridge.models.conversion.model_bridge import _megatron_local_name_to_global
@@ -44,12 +46,14 @@ class StoredParameter:
         parameter: this rank's part.
         mesh: the ranks that have the other parts; None where the part is the whole.
         dimension: along which it is cut.
+        ratio: of the rows of the tensors that it is stored as, one above the other.
     """
 
     row: Row
     parameter: torch.nn.Parameter
     mesh: DeviceMesh | None = None
     dimension: int = 0
+    ratio: tuple[int, ...] = (1,)
 
     @property
     def main(self) -> Tensor:
@@ -58,17 +62,17 @@ class StoredParameter:
 
     def parts(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """What a tensor shaped as the parameter is stored as: names, and views of it."""
-        stored = self.row.stored
-        for name, part in zip(stored, tensor.detach().chunk(len(stored)), strict=True):
+        share = len(tensor) // sum(self.ratio)
+        for name, part in zip(self.row.stored, tensor.detach().split([n * share for n in self.ratio]), strict=True):
             if self.mesh is None:
                 yield name, part
             else:
                 yield name, DTensor.from_local(part, self.mesh, [Shard(self.dimension)], run_check=False)
 
 
-def rows_by_name(provider: Qwen3VLModelProvider) -> dict[str, Row]:
+def rows_by_name(provider: VisionLanguageProvider) -> dict[str, Row]:
     """The whole model's rows under the parameter names of both layer specs, which its experts' and others' may be."""
-    rows = list(expand(table.TABLE, provider.dimensions()))
+    rows = list(expand(family(provider.family).rows(), provider.dimensions()))
     return {name: row for row in rows for name in (row.megatron, local_name(row.megatron))}
 
 
@@ -84,7 +88,7 @@ def stored_parameters(
     """
     chunks = unwrap_model(list(model))
     config = chunks[0].config
-    rows, meshes = rows_by_name(config), {}
+    rows, meshes, dimensions = rows_by_name(config), {}, config.dimensions()
     for stage, chunk in enumerate(chunks):
         for name, parameter in chunk.named_parameters():
             if peft is not None and not parameter.requires_grad:
@@ -96,10 +100,17 @@ def stored_parameters(
             if whole == _OUTPUT and config.share_embeddings_and_output_weights:
                 whole = _EMBEDDING
             row = adapter_row(rows[whole], kind, peft.dim) if mark else rows[whole]
+            ratio = _ratio(row, dimensions)
             group = groups.expt_tp if "experts" in row.indices else groups.tp
             if group.size() == 1 or not getattr(parameter, "tensor_model_parallel", False):
-                yield StoredParameter(row, parameter)
+                yield StoredParameter(row, parameter, ratio=ratio)
                 continue
             if group not in meshes:
                 meshes[group] = DeviceMesh.from_group(group, parameter.device.type)
-            yield StoredParameter(row, parameter, meshes[group], parameter.partition_dim)
+            yield StoredParameter(row, parameter, meshes[group], parameter.partition_dim, ratio)
+
+
+def _ratio(row: Row, dimensions: Dimensions) -> tuple[int, ...]:
+    """Of the rows of each stored tensor, in the smallest numbers."""
+    rows = stored_rows(row, len(row.stored), dimensions)
+    return tuple(n // math.gcd(*rows) for n in rows)

@@ -20,8 +20,8 @@ from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
 from qwen3vl_bridge.checkpoint.stored_models.hf_model import open_model
 from qwen3vl_bridge.files.errors import CheckpointError
 from qwen3vl_bridge.files.json_files import write_object
-from qwen3vl_bridge.models.qwen3_vl.bridge import provider_from_hf_config
-from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
+from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
+from qwen3vl_bridge.registry import family_of
 from qwen3vl_bridge.training.checkpointing import fsdp_dtensor, torch_dist
 from qwen3vl_bridge.training.checkpointing.all_or_none import together
 from qwen3vl_bridge.training.checkpointing.optimizer_state import copy_main_to_model, copy_model_to_main
@@ -40,6 +40,10 @@ if TYPE_CHECKING:
 _SIZES = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
     *("vocab_size", "share_embeddings_and_output_weights", "moe_layers", "num_moe_experts", "moe_ffn_hidden_size"),
+)
+_LINEAR = (
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    *("linear_conv_kernel_dim", "moe_shared_expert_intermediate_size"),
 )
 _WITH_EXPERTS = ("num_moe_experts", "moe_ffn_hidden_size")
 
@@ -67,7 +71,7 @@ class Pretrained:
             return cls(Path(path), is_hf=True)
         return cls(find_iteration(Path(path)), is_hf=False)
 
-    def check(self, provider: Qwen3VLModelProvider) -> None:
+    def check(self, provider: VisionLanguageProvider) -> None:
         """Refuse weights of another model, as far as can be told without reading them.
 
         Raises:
@@ -77,8 +81,11 @@ class Pretrained:
             # Names and shapes are all in one file there, and compared before weights are read.
             refuse_adapters_alone(self.folder)
             return
-        theirs, ours = _sizes(provider_from_hf_config(ModelConfig(self.folder).raw)), _sizes(provider)
-        differ = [f"{name} is {theirs[name]}, expected {ours[name]}" for name in ours if theirs[name] != ours[name]]
+        config = ModelConfig(self.folder).raw
+        theirs, ours = _sizes(family_of(config).provider_of(config)), _sizes(provider)
+        differ = [
+            f"{name} is {theirs.get(name)}, expected {ours[name]}" for name in ours if theirs.get(name) != ours[name]
+        ]
         if differ:
             raise CheckpointError("\n  ".join([f"{self.folder} is another model than the run's:", *differ]))
 
@@ -99,7 +106,7 @@ class Pretrained:
         else:
             load_tensors(self.folder, model, None, groups)
 
-    def travel_along(self, folder: Path, provider: Qwen3VLModelProvider) -> None:
+    def travel_along(self, folder: Path, provider: VisionLanguageProvider) -> None:
         """Write what an export asks for: configuration, tokenizer, processor, and how experts were held.
 
         Args:
@@ -167,12 +174,14 @@ def load_tensors(
         copy_main_to_model(model)
 
 
-def _sizes(provider: Qwen3VLModelProvider) -> dict[str, object]:
+def _sizes(provider: VisionLanguageProvider) -> dict[str, object]:
     names = [name for name in _SIZES if provider.moe_layers or name not in _WITH_EXPERTS]
     vision = provider.vision_config
     return {
         **{name: getattr(provider, name, None) for name in names},
         **vision_sizes(vision.to_dict()),
         "vision layers": vision.depth,
-        "deepstack_visual_indexes": list(vision.deepstack_visual_indexes),
+        "deepstack_visual_indexes": list(provider.tapped_layers),
+        "family": provider.family,
+        **{name: getattr(provider, name) for name in _LINEAR if hasattr(provider, name)},
     }

@@ -1,0 +1,41 @@
+"""A converted checkpoint loads into the model, every weight of it, in either format; by megatron-core too."""
+
+from __future__ import annotations
+
+from qwen3vl_bridge.checkpoint import import_checkpoint
+from qwen3vl_bridge.training.checkpointing.model_loading import load_model
+
+import pytest
+import torch
+from megatron.core import dist_checkpointing
+
+
+def weights(model: list[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    return {name: one.detach().clone() for name, one in model[0].named_parameters()}
+
+
+@pytest.mark.parametrize("ckpt_format", ["fsdp_dtensor", "torch_dist"])
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_every_weight_arrives(qwen3_5_folders, kind, ckpt_format, tmp_path):
+    folder = qwen3_5_folders[kind]
+    expected = weights(load_model(folder))
+    import_checkpoint(folder, tmp_path / "megatron", ckpt_format=ckpt_format)
+    found = weights(load_model(folder, tmp_path / "megatron"))
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_megatron_core_loads_it_strictly(qwen3_5_folders, kind, tmp_path):
+    model = load_model(qwen3_5_folders[kind])
+    expected = weights(model)
+    import_checkpoint(qwen3_5_folders[kind], tmp_path / "megatron", ckpt_format="torch_dist")
+    with torch.no_grad():
+        for parameter in model[0].parameters():
+            parameter.fill_(7)
+    state = model[0].sharded_state_dict()
+    loaded = dist_checkpointing.load(state, str(tmp_path / "megatron" / "iter_0000000"), strict="raise_unexpected")
+    model[0].load_state_dict({name: loaded[name] for name in state})
+    for name, tensor in weights(model).items():
+        assert torch.equal(tensor, expected[name]), name
