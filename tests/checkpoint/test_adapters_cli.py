@@ -20,7 +20,7 @@ peft: {_target_: qwen3vl_bridge.peft.Qwen3VLLoRA, dim: 4, alpha: 8, target_modul
 
 
 def test_help_without_torch():
-    code = "import sys; from qwen3vl_bridge.cli import convert as cli; cli._parser()"
+    code = "import sys; from qwen3vl_bridge.cli import convert as cli; cli._parser(None)"
     code += "; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
     for verb in ([], ["export"], ["merge"]):

@@ -124,6 +124,8 @@ def _stoppable(first: bool) -> Iterator[None]:
 
 
 def _parser(prog: str | None) -> argparse.ArgumentParser:
+    if sys.argv[0] is None:  # `python -m` by an earlier name of this module
+        prog = prog or "qwen3vl convert"
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Convert Qwen3-VL between Hugging Face safetensors and Megatron checkpoints. No GPU is needed, "
