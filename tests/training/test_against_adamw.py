@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from tests.steps import set_up, train_step
+
 from .adamw import matrices_decay, reference_steps
+from .running import replicate
 
 # Relative errors after two steps in float32; measured 1.5e-7, 3.1e-5 and, of each
 # weight against how far it moved, 5.1e-4.
@@ -11,8 +14,6 @@ STEPS, ROWS, LR, DECAY = 2, 2, 1e-3, 0.1
 
 
 def test_two_steps_equal_transformers_with_adamw(inputs):
-    from qwen3vl_bridge.training.small_loop.loop import set_up, train_step
-
     from megatron.bridge import AutoBridge
     from transformers import Qwen3VLForConditionalGeneration
 
@@ -26,8 +27,7 @@ def test_two_steps_equal_transformers_with_adamw(inputs):
         scheduler__lr_warmup_iters=0,
         train__global_batch_size=ROWS,
     )
-    cfg.guard = None  # steps are taken one by one here, without callbacks
-    run = set_up(cfg)
+    run = set_up(replicate(cfg))
     stream = inputs.config(None).dataset.stream("train")
     batches = [next(stream) for _ in range(STEPS * ROWS)]
     reference = Qwen3VLForConditionalGeneration.from_pretrained(inputs.hf, attn_implementation="eager").train()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 
+from tests.steps import set_up, train_step
+
 from .adamw import matrices_decay, reference_steps
+from .running import replicate
 
 STEPS, ROWS, LR, MIN_LR, WARMUP, DECAY, CLIP = 50, 2, 1e-3, 1e-4, 5, 0.1, 1.0
 # Relative errors of losses and gradient norms in float32, the largest of all steps; measured 2.6e-7 and 2.3e-6.
@@ -20,8 +23,6 @@ def learning_rate(step: int) -> float:
 
 
 def test_fifty_steps_are_those_of_transformers(inputs, record_property):
-    from qwen3vl_bridge.training.small_loop.loop import set_up, train_step
-
     from transformers import Qwen3VLForConditionalGeneration
 
     settings = dict(
@@ -37,8 +38,7 @@ def test_fifty_steps_are_those_of_transformers(inputs, record_property):
     batches = [next(stream) for _ in range(STEPS * ROWS)]
     reference = Qwen3VLForConditionalGeneration.from_pretrained(inputs.hf, attn_implementation="eager").train()
     cfg = inputs.config(None, **settings)
-    cfg.guard = None  # steps are taken one by one here, without callbacks
-    run = set_up(cfg)
+    run = set_up(replicate(cfg))
     errors = {"loss": 0.0, "norm": 0.0}
     curve = []
     steps = reference_steps(reference, matrices_decay(reference, DECAY), batches, ROWS, learning_rate, CLIP)

@@ -1,0 +1,169 @@
+"""Runs of Megatron-Bridge's taken apart: its own set-up, its own step, one at a time, for tests that look in between.
+
+What lives here: `set_up`, `train_step`, `forward_backward`, `save`. Whole runs are `tests/training/running.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from qwen3vl_bridge.checkpoint.formats.megatron.folder import find_iteration
+from qwen3vl_bridge.encoder_parallel.step import Modules
+from qwen3vl_bridge.parallel.collectives import largest, sum_losses
+from qwen3vl_bridge.training.process_groups import _join, groups_to_leave, leave_groups
+from qwen3vl_bridge.training.step import forward_step
+
+import torch
+from megatron.bridge.data.utils import get_dataset_provider
+from megatron.bridge.training import train as bridges
+from megatron.bridge.training.callbacks import CallbackContext
+from megatron.bridge.training.checkpointing import CheckpointManager
+from megatron.bridge.training.config import ConfigContainer, runtime_config_update
+from megatron.bridge.training.initialize import destroy_global_state
+from megatron.bridge.training.setup import setup
+from megatron.bridge.training.state import GlobalState, TrainState
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import forward_backward_pipelining_without_interleaving
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+
+@dataclass
+class Run:
+    """What Megatron-Bridge's set-up makes of a configuration.
+
+    Attributes:
+        cfg: the configuration, complete.
+        state: Megatron-Bridge's global state.
+        model: this rank's part of the model, a chunk for each of its virtual pipeline stages, wrapped.
+        optimizer, scheduler: megatron-core's.
+        groups: this rank's process groups.
+        manager: saves and loads checkpoints.
+        stream: this rank's microbatches; None until it is given some, where the run was set up without data.
+        forward_step: one microbatch through the model.
+    """
+
+    cfg: ConfigContainer
+    state: GlobalState
+    model: list[torch.nn.Module]
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+    groups: ProcessGroupCollection
+    manager: CheckpointManager
+    stream: Iterator[Any] | None = None
+    forward_step: Callable = forward_step
+
+    @property
+    def progress(self) -> TrainState:
+        """Steps and samples done."""
+        return self.state.train_state
+
+
+def set_up(cfg: ConfigContainer, *, data: bool = True) -> Run:
+    """Everything as before the first step of `finetune()`: checkpoints loaded, data open.
+
+    Args:
+        cfg: a recipe's configuration. It is validated, and completed in place.
+        data: whether there are any; else the run's `stream` is to be set.
+    """
+    _join()
+    destroy_global_state()  # of a run before
+    leave_groups()
+    # A backward pass outside a schedule leaves a scale of another shape behind, which a schedule's does not fit.
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None
+    with groups_to_leave():
+        cfg.guard = None  # steps are taken one by one here, without callbacks
+        runtime_config_update(cfg)
+        state = GlobalState()
+        state.cfg = cfg
+        made = setup(state, get_dataset_provider(cfg.dataset) if data else _no_data)
+    for chunk in made.model:
+        chunk.train()
+    if cfg.model.dist_train.use_dist_train:
+        Modules().on_train_start(CallbackContext(made.state, made.model, {}, made.optimizer, made.scheduler))
+    made.state.timers("interval-time", log_level=0).start()  # which saving stops
+    return Run(
+        *(cfg, made.state, made.model, made.optimizer, made.scheduler),
+        *(made.pg_collection, made.checkpoint_manager, made.train_data_iterator),
+    )
+
+
+def _no_data(*_: Any, **__: Any) -> tuple[None, None, None]:
+    return None, None, None
+
+
+def forward_backward(
+    run: Run, batches: Iterator[Any], microbatches: int, *, forward_only: bool = False
+) -> torch.Tensor:
+    """Several microbatches through the schedule; returns [sum of losses, number of tokens] over all ranks, float64."""
+    # Each virtual pipeline stage reads every batch.
+    iterators = list(itertools.tee(itertools.islice(batches, microbatches), len(run.model)))
+    reports = _schedule(run)(
+        forward_step_func=partial(run.forward_step, run.state),
+        data_iterator=iterators if len(iterators) > 1 else iterators[0],
+        model=run.model,
+        num_microbatches=microbatches,
+        seq_length=run.cfg.model.seq_length,
+        micro_batch_size=run.cfg.train.micro_batch_size,
+        forward_only=forward_only,
+        p2p_communicator=_communicator(run),
+        pg_collection=run.groups,
+    )
+    nothing = torch.zeros(2, dtype=torch.float64)  # stages before the last have no losses
+    return sum_losses(sum((report["lm loss"].double() for report in reports), start=nothing), run.groups)
+
+
+def train_step(run: Run) -> dict[str, float]:
+    """One step of Megatron-Bridge's over a global batch; returns what is worth comparing, the same on every rank."""
+    learning_rate = get_canonical_lr_for_logging(run.optimizer.param_groups)
+    losses, skipped, _, _, _, grad_norm, *_ = bridges.train_step(
+        partial(run.forward_step, run.state),
+        run.stream,
+        run.model,
+        run.optimizer,
+        run.scheduler,
+        run.state,
+        run.groups,
+        _schedule(run),
+        _communicator(run),
+    )
+    run.progress.step += 1
+    run.progress.consumed_train_samples += run.cfg.train.global_batch_size
+    entry = {
+        "step": run.progress.step,
+        # Stages before the last have none.
+        "loss": largest(float(losses["lm loss"]) if losses else float("-inf")),
+        "lr": learning_rate,
+        "grad_norm": float(grad_norm),
+    }
+    return entry | {"skipped": 1} if skipped else entry
+
+
+def save(run: Run) -> Path:
+    """Write a checkpoint of the run as it stands, in `cfg.checkpoint.save`; returns its folder. Every rank calls it."""
+    bridges.save_checkpoint_and_time(
+        *(run.state, run.model, run.optimizer, run.scheduler, 0.0, run.manager), train_data_iterator=run.stream
+    )
+    return find_iteration(Path(run.cfg.checkpoint.save))
+
+
+def _schedule(run: Run) -> Callable:
+    """As Megatron-Bridge's loop chooses."""
+    model = run.cfg.model
+    if model.dist_train.use_dist_train:
+        return forward_backward_pipelining_without_interleaving
+    return get_forward_backward_func(run.groups.pp.size(), model.virtual_pipeline_model_parallel_size)
+
+
+def _communicator(run: Run) -> Any:
+    if run.cfg.model.dist_train.use_dist_train:
+        return run.cfg.model._p2p_communicator
+    return P2PCommunicator(run.groups.pp, run.cfg.model)
