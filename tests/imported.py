@@ -9,7 +9,7 @@ quiet()  # before Megatron says what it misses
 
 # ruff: noqa: E402, F401
 import qwen3vl_bridge.encoder_parallel.step
-import qwen3vl_bridge.training.small_loop.loop
+import qwen3vl_bridge.training.step
 
 import megatron.bridge.training.finetune
 import megatron.core.distributed.fsdp.mcore_fsdp_adapter

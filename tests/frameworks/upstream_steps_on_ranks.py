@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.training.small_loop.loop import forward_backward
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -34,6 +32,7 @@ from tests.parity.on_ranks import Split, worst
 from tests.parity.references import MICROBATCHES, step_samples
 from tests.parity.topologies import TOPOLOGIES
 from tests.ranks import begin, leave
+from tests.steps import forward_backward
 
 CONTENT, MULTIPLE = "mixed", 16
 
@@ -130,7 +129,7 @@ def compare(split: Split, step: str, rows: str, expected: dict[str, Any]) -> dic
     run.forward_step = STEPS[step]
     run.cfg.dataset.enable_in_batch_packing = rows == "packed"
     mine = MICROBATCHES // run.cfg.data_parallel_size
-    loss, tokens = forward_backward(run, batches(split, step, rows), mine, forward_only=False).tolist()
+    loss, tokens = forward_backward(run, batches(split, step, rows), mine).tolist()
     return dict(
         loss=abs(loss / tokens / expected["losses"][0] - 1), gradient=worst(split.gradients(), expected["gradients"])
     )

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from qwen3vl_bridge.batch import PackedBatch, SequenceLayout
-from qwen3vl_bridge.training.small_loop.loop import forward_backward
 
 import torch
 
 from tests.ranks import begin, leave
+from tests.steps import forward_backward
 
 from .batches import make_batch
 from .on_ranks import Split, layout_of, worst
@@ -43,7 +43,7 @@ KINDS: dict[str, tuple[dict[str, Any], set[str] | None]] = {
 def gradients(split: Split, batches: Iterator[PackedBatch], count: int) -> dict[str, torch.Tensor]:
     """Of so many microbatches."""
     split.begin(batches, "padded")
-    forward_backward(split.run, split.run.stream, count, forward_only=False)
+    forward_backward(split.run, split.run.stream, count)
     return split.gradients()
 
 

@@ -9,13 +9,12 @@ import itertools
 import sys
 
 from qwen3vl_bridge.batch import PackedBatch, SequenceLayout
-from qwen3vl_bridge.training.small_loop.loop import train_step
-from qwen3vl_bridge.training.small_loop.setup import Run, assemble
 
 import torch
 from transformers import AutoConfig
 
 from tests.ranks import begin, leave
+from tests.steps import Run, set_up, train_step
 
 from .batches import Sample, make_batch, make_samples
 from .on_ranks import configuration
@@ -53,7 +52,7 @@ def step_once(run: Run, batch: PackedBatch) -> dict[str, float]:
     """The log of one step over microbatches that are all the same."""
     run.stream = itertools.repeat(batch)
     log = train_step(run)
-    return {name: log[name] for name in ("loss", "grad_norm", "trained_tokens")}
+    return {name: log[name] for name in ("loss", "grad_norm")}
 
 
 def main(output: str, **folders: str) -> None:
@@ -62,7 +61,7 @@ def main(output: str, **folders: str) -> None:
     for size, (family, folder) in itertools.product(SIZES, folders.items()):
         cfg = configuration(folder, Topology(RANKS, dict(context_parallel_size=size)))
         cfg.optimizer.lr = cfg.optimizer.min_lr = 0.0  # all steps from the same weights
-        run, hf_config = assemble(cfg), AutoConfig.from_pretrained(folder)
+        run, hf_config = set_up(cfg, data=False), AutoConfig.from_pretrained(folder)
         assert (run.groups.cp.size(), run.groups.dp.size()) == (size, RANKS // size)
         for equal, rows in itertools.product((True, False), ("BSHD", "THD")):
             samples = documents(hf_config, equal=equal)

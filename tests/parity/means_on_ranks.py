@@ -18,13 +18,13 @@ from typing import Any
 
 from qwen3vl_bridge.batch import PackedBatch
 from qwen3vl_bridge.models.common.inputs.local_ranks import sequence_ranks
-from qwen3vl_bridge.training.small_loop.loop import forward_backward
 
 import torch
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 
 from tests.ranks import begin, leave
+from tests.steps import forward_backward
 
 from .batches import Sample, make_batch
 from .on_ranks import Split, layout_of, worst
@@ -96,7 +96,7 @@ def gradients(split: Split, batches: Iterator[Any], rows: str, step: Callable | 
     """Of the first step."""
     split.begin(batches, rows)
     split.run.forward_step = step or split.run.forward_step
-    forward_backward(split.run, split.run.stream, MICROBATCHES // split.run.groups.dp.size(), forward_only=False)
+    forward_backward(split.run, split.run.stream, MICROBATCHES // split.run.groups.dp.size())
     return split.gradients()
 
 

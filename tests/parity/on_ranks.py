@@ -22,8 +22,6 @@ from qwen3vl_bridge.batch import PackedBatch, SequenceLayout
 from qwen3vl_bridge.encoder_parallel.encoder_batches import replicas_read
 from qwen3vl_bridge.encoder_parallel.step import join_modules
 from qwen3vl_bridge.training import step
-from qwen3vl_bridge.training.small_loop.loop import forward_backward, train_step
-from qwen3vl_bridge.training.small_loop.setup import Run, assemble
 
 import torch
 import torch.distributed as dist
@@ -33,6 +31,7 @@ from qwen3vl_recipes.digits import qwen3_vl_digits_sft_config
 from qwen3vl_recipes.paths import set_paths
 
 from tests.ranks import begin, leave
+from tests.steps import Run, forward_backward, set_up, train_step
 
 from . import presharded
 from .batches import Sample, make_batch
@@ -59,12 +58,12 @@ def configuration(folder: str, topology: Topology, balance: float = 0.0) -> Any:
     if cfg.model.moe_layers:
         cfg.model.moe_aux_loss_coeff = balance
     cfg.checkpoint.pretrained_checkpoint = cfg.checkpoint.load = cfg.checkpoint.save = None
-    cfg.guard = None  # steps are taken one by one here, without callbacks
     cfg.train.global_batch_size, cfg.train.train_iters = MICROBATCHES, STEPS
     cfg.ddp.use_megatron_fsdp = False
     cfg.ddp.data_parallel_sharding_strategy = "no_shard"
     cfg.checkpoint.ckpt_format = "torch_dist"
     cfg.ddp.use_distributed_optimizer = cfg.optimizer.use_distributed_optimizer = topology.distributed_optimizer
+    cfg.ddp.overlap_param_gather = cfg.ddp.overlap_grad_reduce = False  # weights are looked at after each step
     cfg.scheduler.lr_decay_style, cfg.scheduler.lr_warmup_iters = "constant", 0
     cfg.scheduler.start_weight_decay = cfg.scheduler.end_weight_decay = DECAY
     optimizer, (beta1, beta2) = cfg.optimizer, ADAM["betas"]
@@ -100,7 +99,7 @@ class Split:
         for name, value in settings.items():
             section, _, field = name.rpartition("__")
             setattr(getattr(cfg, section) if section else cfg, field, value)
-        self.run: Run = assemble(cfg)
+        self.run: Run = set_up(cfg, data=False)
         self.bridge = AutoBridge.from_hf_pretrained(folder)
         self.hf_config = self.bridge.hf_pretrained.config
         self.parameters = [p for chunk in self.run.model for p in chunk.parameters()]
@@ -203,11 +202,11 @@ def compare(
     errors = {}
     in_modules = run.cfg.model.dist_train.use_dist_train
     if in_modules:
-        forward_backward(run, first, mine, forward_only=False)
+        forward_backward(run, first, mine)
         gradients = [p.main_grad.clone() for p in split.parameters]
         errors["gradient"] = split.worst_in_place(gradients, folder / f"gradients_{content}")
     elif not topology.distributed_optimizer:  # which leaves each rank a part of the gradients
-        forward_backward(run, first, mine, forward_only=False)
+        forward_backward(run, first, mine)
         errors["gradient"] = worst(split.gradients(), expected["gradients"])
     run.stream = itertools.chain(again, run.stream)
     logs = [train_step(run) for _ in range(STEPS)]

@@ -26,12 +26,11 @@ def found(untied_folder, moe_folder, tmp_path_factory):
 def test_one_and_four_ranks_rows_and_packed_agree(found, family, equal):
     logs = [found[size, family, equal, rows] for size, rows in itertools.product(SIZES, ("BSHD", "THD"))]
     first = logs[0]
-    assert first["trained_tokens"] > 400 and first["loss"] > 5 and first["grad_norm"] > 1
+    assert first["loss"] > 5 and first["grad_norm"] > 1
     for name, tolerance in (("loss", LOSS), ("grad_norm", NORM)):
         worst = max(abs(log[name] / first[name] - 1) for log in logs)
         print(family, equal, name, [log[name] for log in logs], f"{worst:.1e}")
         assert worst <= tolerance
-    assert {log["trained_tokens"] for log in logs} == {first["trained_tokens"]}
 
 
 def test_what_is_compared_tells_batches_apart(found):

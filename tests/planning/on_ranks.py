@@ -12,7 +12,6 @@ import sys
 from collections import Counter
 
 from qwen3vl_bridge.models.common.inputs.local_ranks import sequence_ranks
-from qwen3vl_bridge.training.small_loop.loop import forward_backward, train_step
 from qwen3vl_bridge.weights.model_parts import part_of
 
 import torch.distributed as dist
@@ -22,6 +21,7 @@ from tests.parity.batches import make_samples
 from tests.parity.on_ranks import Split, layout_of, make_batch
 from tests.parity.topologies import TOPOLOGIES
 from tests.ranks import begin, leave
+from tests.steps import forward_backward, train_step
 
 from .measure import described_bytes, gradient_bytes, keeping, optimizer_bytes
 
@@ -56,7 +56,7 @@ def activations(split: Split) -> dict[str, float]:
     batch, *others = (one_batch(split) for _ in range(MICROBATCHES))  # of tensors of their own
     split.begin(iter([batch, *others]), "packed")
     with keeping(run.model) as storages:
-        forward_backward(run, run.stream, MICROBATCHES, forward_only=False)
+        forward_backward(run, run.stream, MICROBATCHES)
     local = batch.local(**sequence_ranks(run.cfg.model, run.groups))
     return {
         "kept": sum(storage.nbytes() for storage in storages.values()),

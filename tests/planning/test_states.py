@@ -12,8 +12,6 @@ from qwen3vl_bridge.planning.memory.parameters import Count, chunk_count
 from qwen3vl_bridge.planning.settings import BF16, FP32, LINEAR_LAYERS, Lora, Precision, Sharding, Training
 from qwen3vl_bridge.planning.split import Split
 from qwen3vl_bridge.registry import dimensions_of
-from qwen3vl_bridge.training.small_loop.loop import train_step
-from qwen3vl_bridge.training.small_loop.setup import assemble
 from qwen3vl_bridge.weights.model_parts import Part
 
 import pytest
@@ -24,6 +22,7 @@ from tests.parity.batches import make_batch, make_samples
 from tests.parity.conftest import make_pair
 from tests.parity.on_ranks import configuration
 from tests.parity.topologies import Topology
+from tests.steps import set_up, train_step
 
 from .measure import gradient_bytes, optimizer_bytes
 
@@ -64,7 +63,7 @@ def test_a_step_of_a_real_optimizer(precision, kind, request):
         cfg.model.params_dtype = cfg.optimizer.params_dtype = torch.bfloat16
     cfg.ddp.grad_reduce_in_fp32 = precision != "bfloat16 gradients"
     expected = {"float32": FP32, "bfloat16": BF16, "bfloat16 gradients": Precision(2, 2, 4)}[precision]
-    run = assemble(cfg)
+    run = set_up(cfg, data=False)
     config = json.loads((folder / "config.json").read_text())
     hf = AutoConfig.from_pretrained(folder)
     run.stream = iter([make_batch(make_samples("mixed", hf, seed=seed), hf, packed=True) for seed in range(4)])
