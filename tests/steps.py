@@ -6,6 +6,7 @@ What lives here: `set_up`, `train_step`, `forward_backward`, `save`. Whole runs 
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +37,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 
-@dataclass
+@dataclass(eq=False)
 class Run:
     """What Megatron-Bridge's set-up makes of a configuration.
 
@@ -90,10 +91,22 @@ def set_up(cfg: ConfigContainer, *, data: bool = True) -> Run:
     if cfg.model.dist_train.use_dist_train:
         Modules().on_train_start(CallbackContext(made.state, made.model, {}, made.optimizer, made.scheduler))
     made.state.timers("interval-time", log_level=0).start()  # which saving stops
-    return Run(
+    run = Run(
         *(cfg, made.state, made.model, made.optimizer, made.scheduler),
         *(made.pg_collection, made.checkpoint_manager, made.train_data_iterator),
     )
+    weakref.finalize(run, release, made.model)
+    return run
+
+
+def release(model: list[torch.nn.Module]) -> None:
+    """Let go of the models of a run that is over.
+
+    megatron-core's DistributedDataParallel and the autograd nodes of its parameters hold each other where Python's
+    collector does not look, and with them all process groups, of three threads each under gloo.
+    """
+    for chunk in model:
+        vars(chunk).clear()
 
 
 def _no_data(*_: Any, **__: Any) -> tuple[None, None, None]:
