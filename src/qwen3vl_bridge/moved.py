@@ -57,6 +57,7 @@ MOVED = {
     "qwen3vl_bridge.model.wrappers": "qwen3vl_bridge.models.common.wrappers",
     "qwen3vl_bridge.param_mappings": "qwen3vl_bridge.weights.bridge_mappings",
     "qwen3vl_bridge.models.common.provider_flops": "qwen3vl_bridge.models.common.flops",
+    "qwen3vl_bridge.models.config_values": "qwen3vl_bridge.models.config.values",
     "qwen3vl_bridge.models.qwen3_vl.vision_config": "qwen3vl_bridge.models.common.vision_config",
     "qwen3vl_bridge.parsing": "qwen3vl_bridge.files.parsing",
     "qwen3vl_bridge.parts": "qwen3vl_bridge.weights.model_parts",

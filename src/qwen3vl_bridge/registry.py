@@ -99,39 +99,40 @@ def load(dotted: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-_QWEN3_VL, _QWEN3_5 = "qwen3vl_bridge.models.qwen3_vl", "qwen3vl_bridge.models.qwen3_5"
+def _ours(name: str, architectures: Mapping[str, str], **beside: Any) -> Family:
+    """A family of this package: its folder in `models` is named as it is, and has modules of these names."""
+    folder = f"qwen3vl_bridge.models.{name}"
+    return Family(
+        name=name,
+        architectures=architectures,
+        table=f"{folder}.table.table",
+        dimensions=f"{folder}.config_dimensions.dimensions_of",
+        check=f"{folder}.config_checks.check_settings",
+        fields=f"{folder}.config_identity.fields_of",
+        fields_of_run=f"{folder}.config_identity.fields_of_run",
+        provider=f"{folder}.bridge.provider_from_hf_config",
+        bridge=f"{folder}.bridge",
+        presets=f"{folder}.presets",
+        **beside,
+    )
+
+
 _FAMILIES: dict[str, Family] = {
     one.name: one
     for one in (
-        Family(
-            name="qwen3_vl",
-            architectures={
+        _ours(
+            "qwen3_vl",
+            {
                 "qwen3_vl": "Qwen3VLForConditionalGeneration",
                 "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
             },
-            table=f"{_QWEN3_VL}.table.table",
-            dimensions=f"{_QWEN3_VL}.config_dimensions.dimensions_of",
-            check=f"{_QWEN3_VL}.config_checks.check_settings",
-            fields=f"{_QWEN3_VL}.config_identity.fields_of",
-            fields_of_run=f"{_QWEN3_VL}.config_identity.fields_of_run",
-            provider=f"{_QWEN3_VL}.bridge.provider_from_hf_config",
-            bridge=f"{_QWEN3_VL}.bridge",
-            presets=f"{_QWEN3_VL}.presets",
         ),
-        Family(
-            name="qwen3_5",
-            architectures={
+        _ours(
+            "qwen3_5",
+            {
                 "qwen3_5": "Qwen3_5ForConditionalGeneration",
                 "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
             },
-            table=f"{_QWEN3_5}.table.table",
-            dimensions=f"{_QWEN3_5}.config_dimensions.dimensions_of",
-            check=f"{_QWEN3_5}.config_checks.check_settings",
-            fields=f"{_QWEN3_5}.config_identity.fields_of",
-            fields_of_run=f"{_QWEN3_5}.config_identity.fields_of_run",
-            provider=f"{_QWEN3_5}.bridge.provider_from_hf_config",
-            bridge=f"{_QWEN3_5}.bridge",
-            presets=f"{_QWEN3_5}.presets",
             released_experts=ExpertLayout.OUTPUT_MAJOR,
             complete=False,  # Megatron-Bridge's own has multi-token prediction
         ),

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from qwen3vl_bridge import Family, register_family
-from qwen3vl_bridge.models.qwen3_vl.table import VISION_ROWS
 from qwen3vl_bridge.weights.dimensions import Dimensions, indices_of, text_sizes, vision_sizes
 from qwen3vl_bridge.weights.names import ExpertLayout
 from qwen3vl_bridge.weights.rows import QKV, Copy, GatedMLP, Row, Shape
+from qwen3vl_bridge.weights.shared_rows import VISION_ROWS
 
 NAME = "toy_vl"
 # Fields of the provider and of `text_config` that say the same.

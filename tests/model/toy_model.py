@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from qwen3vl_bridge.models.common.bridge import FamilyBridge
+from qwen3vl_bridge.models.common.model import VisionLanguageModel
 from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
 from qwen3vl_bridge.models.qwen3_vl.fixed_settings import FIXED
-from qwen3vl_bridge.models.qwen3_vl.model import Qwen3VLModel
 
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
@@ -29,12 +29,12 @@ class ToyProvider(VisionLanguageProvider):
 
     family: ClassVar[str] = NAME
     model_class: ClassVar[str] = "tests.model.toy_model.ToyModel"
-    language_model_class: ClassVar[str] = "qwen3vl_bridge.models.qwen3_vl.model.Qwen3VLGPTModel"
+    language_model_class: ClassVar[str] = "qwen3vl_bridge.models.common.model.MRopeGPTModel"
     fixed: ClassVar[Mapping[str, Any]] = {**FIXED, "qk_layernorm": False}
 
 
-class ToyModel(Qwen3VLModel):
-    """Both towers as Qwen3-VL has them: what differs, settings and configuration say."""
+class ToyModel(VisionLanguageModel):
+    """Both towers as all families have them: what differs, settings and configuration say."""
 
 
 def provider_of(hf_config: Mapping[str, Any], **settings: Any) -> ToyProvider:

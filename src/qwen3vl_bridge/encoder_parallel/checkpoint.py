@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
+from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
 from qwen3vl_bridge.parallel.collectives import hear_all, tell_all
 
 from megatron.bridge.training.checkpointing import CheckpointLoadContext, CheckpointSaveContext
@@ -46,7 +46,7 @@ def as_one_model[Context: (CheckpointSaveContext, CheckpointLoadContext)](ctx: C
 
 
 @contextlib.contextmanager
-def _described_as_one(optimizer: MegatronOptimizer | None, provider: Qwen3VLModelProvider) -> Iterator[None]:
+def _described_as_one(optimizer: MegatronOptimizer | None, provider: VisionLanguageProvider) -> Iterator[None]:
     """An optimizer that describes itself as the whole model's does, as far as that is of this rank."""
     if optimizer is None:
         yield
@@ -79,7 +79,7 @@ class _Described:
         provider: the run's.
     """
 
-    def __init__(self, optimizer: MegatronOptimizer, provider: Qwen3VLModelProvider) -> None:
+    def __init__(self, optimizer: MegatronOptimizer, provider: VisionLanguageProvider) -> None:
         self._chain = getattr(optimizer, "chained_optimizers", [optimizer])
         self._first_language = provider.dist_train.vision_world_size
         here = {i for i, one in enumerate(self._chain) if any(group["params"] for group in one.param_groups)}

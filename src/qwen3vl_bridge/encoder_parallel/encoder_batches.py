@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
 from qwen3vl_bridge.models.common.settings.encoder_parallel import replicas_of
-from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
 
 from megatron.bridge.training.state import GlobalState
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -19,7 +19,7 @@ from megatron.core.rerun_state_machine import RerunDataIterator
 _STREAMS, _SPLIT = "qwen3vl_served", "qwen3vl_split"
 
 
-def replicas_read(provider: Qwen3VLModelProvider, groups: ProcessGroupCollection) -> tuple[Sequence[int], int]:
+def replicas_read(provider: VisionLanguageProvider, groups: ProcessGroupCollection) -> tuple[Sequence[int], int]:
     """The data-parallel replicas whose batches this rank reads, and how many replicas there are.
 
     Args:

@@ -10,11 +10,12 @@ from typing import Any
 
 from qwen3vl_bridge.batch import EncoderInputs, ModelInputs
 from qwen3vl_bridge.encoder_parallel.payload import pack, unpack
+from qwen3vl_bridge.models.common.model import VisionLanguageModel
+from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
 from qwen3vl_bridge.models.common.settings.encoder_parallel import LANGUAGE, VISION, trains_vision
 from qwen3vl_bridge.models.common.vision_config import vision_transformer_config
 from qwen3vl_bridge.models.common.vision_tower import Qwen3VLVisionModel
 from qwen3vl_bridge.models.qwen3_vl.model import Qwen3VLModel
-from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import ModelType
@@ -34,7 +35,7 @@ class Qwen3VLEncoder(MegatronModule):
     share_embeddings_and_output_weights = False
     model_type = ModelType.encoder_or_decoder
 
-    def __init__(self, config: Qwen3VLModelProvider, pg_collection: ProcessGroupCollection) -> None:
+    def __init__(self, config: VisionLanguageProvider, pg_collection: ProcessGroupCollection) -> None:
         super().__init__(config=config)
         self.pg_collection, self.tp_group = pg_collection, pg_collection.tp
         self.vision_model = Qwen3VLVisionModel(vision_transformer_config(config), config.vision_config, pg_collection)
@@ -55,13 +56,13 @@ class Qwen3VLEncoder(MegatronModule):
     def shared_embedding_or_output_weight(self) -> None:
         """It has none."""
 
-    freeze = Qwen3VLModel.freeze
+    freeze = VisionLanguageModel.freeze
 
 
 class Qwen3VLDecoder(Qwen3VLModel):
     """The model without its vision tower; arguments as `Qwen3VLModel`'s."""
 
-    def __init__(self, config: Qwen3VLModelProvider, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, config: VisionLanguageProvider, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         self.payload: Tensor | None = None
 

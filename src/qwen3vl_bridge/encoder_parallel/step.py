@@ -17,8 +17,8 @@ from typing import Any
 
 from qwen3vl_bridge.data.provider import Qwen3VLConversationProvider
 from qwen3vl_bridge.encoder_parallel.encoder_batches import read_split
+from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
 from qwen3vl_bridge.models.common.settings.encoder_parallel import expect, replicas_of, trains_vision
-from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
 from qwen3vl_bridge.parallel.collectives import sum_over_ranks, tell_from
 from qwen3vl_bridge.training.monitoring.trackers import LoopContext
 
@@ -94,7 +94,7 @@ def _refuse_what_their_loop_cannot(state: GlobalState) -> None:
     expect(wrong, " in Megatron-Bridge's loop")
 
 
-def join_modules(provider: Qwen3VLModelProvider, optimizer: MegatronOptimizer, *, sharded: bool) -> None:
+def join_modules(provider: VisionLanguageProvider, optimizer: MegatronOptimizer, *, sharded: bool) -> None:
     """Make steps of both modules those of one model. Every rank calls it, once.
 
     Args:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from qwen3vl_bridge.batch import ModelInputs, PackedBatch, SequenceLayout, VisionInputs
 from qwen3vl_bridge.models.common.inputs.local_ranks import sequence_ranks
 from qwen3vl_bridge.models.common.inputs.model_inputs import as_model_inputs
+from qwen3vl_bridge.models.common.model import VisionLanguageModel
 from qwen3vl_bridge.models.common.wrappers import callable_in_parts, megatron_fsdp, unwrapped
-from qwen3vl_bridge.models.qwen3_vl.model import Qwen3VLModel
 from qwen3vl_bridge.parallel.collectives import gather_vocabulary, tell_group
 
 import torch
@@ -52,7 +52,8 @@ def generate(
     with the first one's words.
 
     Args:
-        model: a Qwen3VLModel, wrapped or not, or a list of one. It is in eval mode during the call, and then as before.
+        model: a VisionLanguageModel, wrapped or not, or a list of one. It is in eval mode during the call, and then as
+            before.
         input_ids: [B, S] int64.
         attention_mask: [B, S], 0 at padding, which may be on either side. None: no padding.
         max_new_tokens: longest answer.
@@ -110,7 +111,7 @@ class _Rows:
         position_ids: [3, b, r] int64.
         vision_slot: [b, r] int64, row of each token in the vision output, or -1.
         vision: pictures of all prompts, or None.
-        encoded: what the vision tower made of them, see `Qwen3VLModel.encode`.
+        encoded: what the vision tower made of them, see `VisionLanguageModel.encode`.
     """
 
     numbers: list[int]
@@ -141,11 +142,14 @@ def _only(model: nn.Module | list[nn.Module]) -> nn.Module:
     return model[0] if isinstance(model, list) else model
 
 
-def _whole_model(model: nn.Module | list[nn.Module]) -> Qwen3VLModel:
+def _whole_model(model: nn.Module | list[nn.Module]) -> VisionLanguageModel:
     chunks = [unwrapped(chunk) for chunk in (model if isinstance(model, list) else [model])]
-    if len(chunks) != 1 or not isinstance(chunks[0], Qwen3VLModel):
+    if len(chunks) != 1 or not isinstance(chunks[0], VisionLanguageModel):
         found = [type(chunk).__name__ for chunk in chunks]
-        raise ValueError(f"model is {found}, expected one Qwen3VLModel: pipeline stages don't generate")
+        raise ValueError(
+            f"model is {found}, expected one Qwen3VLModel or another VisionLanguageModel: "
+            "pipeline stages don't generate"
+        )
     groups = chunks[0].pg_collection
     for name, size in (("pipeline", groups.pp.size()), ("context", groups.cp.size())):
         if size > 1:
@@ -168,13 +172,13 @@ def _prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[Tensor]:
     return prompts
 
 
-def _round_up(tokens: int, model: Qwen3VLModel) -> int:
+def _round_up(tokens: int, model: VisionLanguageModel) -> int:
     """So many that sequence-parallel ranks hold equal parts of them."""
     parts = sequence_ranks(model.config, model.pg_collection)["sp_size"]
     return -(-tokens // parts) * parts
 
 
-def _by_length(model: Qwen3VLModel, inputs: ModelInputs, lengths: list[int], new: int) -> Iterator[_Rows]:
+def _by_length(model: VisionLanguageModel, inputs: ModelInputs, lengths: list[int], new: int) -> Iterator[_Rows]:
     """The rows of `inputs`, those of one length together."""
     rows, tokens = inputs.input_ids.shape
     encoded = model.encode(inputs)
@@ -192,7 +196,7 @@ def _by_length(model: Qwen3VLModel, inputs: ModelInputs, lengths: list[int], new
 
 
 def _decode(
-    model: Qwen3VLModel, rows: _Rows, new: int, ends: list[int], pad: int, group: ProcessGroup | None
+    model: VisionLanguageModel, rows: _Rows, new: int, ends: list[int], pad: int, group: ProcessGroup | None
 ) -> Tensor:
     """[b, at most new] answers; shorter when all of them have ended.
 
@@ -217,7 +221,7 @@ def _decode(
 
 
 def _next_tokens(
-    model: Qwen3VLModel,
+    model: VisionLanguageModel,
     rows: _Rows,
     start: int,
     stop: int,
@@ -238,7 +242,7 @@ def _next_tokens(
         vision=rows.vision,
     )
     inputs = batch.local(**sequence_ranks(config, groups))
-    hidden, deepstack = model.embed(inputs, rows.encoded)
+    hidden, beside = model.embed(inputs, rows.encoded)
     logits = model.language_model(
         inputs.input_ids,
         inputs.position_ids,
@@ -246,7 +250,7 @@ def _next_tokens(
         decoder_input=hidden,
         inference_context=cache,
         padding_mask=inputs.padding_mask,
-        extra_block_kwargs=deepstack,
+        extra_block_kwargs=beside,
         runtime_gather_output=False,
     )
     # The output layer may have more rows than there are tokens.

@@ -19,7 +19,7 @@ from qwen3vl_bridge.models.common.adapters.insertion import (
     whole_name,
 )
 from qwen3vl_bridge.models.common.freezing import log_trained_parameters
-from qwen3vl_bridge.models.qwen3_vl.model import Qwen3VLModel
+from qwen3vl_bridge.models.common.model import VisionLanguageModel
 from qwen3vl_bridge.weights.adapter_rows import ALL_LINEAR_LAYERS, AdapterSettings, plain_name
 from qwen3vl_bridge.weights.model_parts import Part, part_of
 from qwen3vl_bridge.weights.names import is_of_experts, shared_name
@@ -32,7 +32,7 @@ from megatron.core.utils import unwrap_model
 from torch import nn
 
 if TYPE_CHECKING:
-    from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
+    from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
 
 _ADAPT = {f"adapt_{part.value}": part for part in Part}
 _ALL_LINEAR_LAYERS = list(ALL_LINEAR_LAYERS)  # target_modules, where nobody sets it
@@ -72,14 +72,14 @@ class Qwen3VLParts:
         """Freeze, and put adapters in. Megatron-Bridge calls this before it wraps the model.
 
         Args:
-            model: a Qwen3VLModel or the list of a rank's virtual stages, wrapped or not. It is changed in place.
+            model: a VisionLanguageModel or the list of a rank's virtual stages, wrapped or not. It is changed in place.
             training: whether adapters are to be trained; if not, nothing is.
 
         Returns:
             `model`.
 
         Raises:
-            TypeError: it is not a Qwen3VLModel.
+            TypeError: it is not a VisionLanguageModel.
             ValueError: it has adapters already, a field of this configuration would have no effect on it, or its
                 experts cannot have adapters.
         """
@@ -151,7 +151,7 @@ class Qwen3VLParts:
         module = type(self).__module__.removesuffix(".lora")  # of the package: files of users name it so
         return {"_target_": f"{module}.{type(self).__qualname__}"} | values
 
-    def _targets(self, chunks: list[Qwen3VLModel]) -> dict[str, list[str]]:
+    def _targets(self, chunks: list[VisionLanguageModel]) -> dict[str, list[str]]:
         targets = defaultdict(list)
         for chunk in chunks:
             for full_name, module in chunk.named_modules():
@@ -160,7 +160,7 @@ class Qwen3VLParts:
                     targets[found[0]].append(found[1])
         return targets
 
-    def _refuse_what_would_be_ignored(self, chunks: list[Qwen3VLModel]) -> None:
+    def _refuse_what_would_be_ignored(self, chunks: list[VisionLanguageModel]) -> None:
         if adapted := [n for chunk in chunks for n, m in chunk.named_modules() if isinstance(m, AdapterWrapper)]:
             raise ValueError(f"the model has {len(adapted)} adapters already, such as {adapted[0]}; expected none")
         if self.canonical_mapping:
@@ -177,7 +177,7 @@ class Qwen3VLParts:
         if any(chunk.pre_process for chunk in chunks) and any(chunk.post_process for chunk in chunks):
             self._refuse_idle_fields(targets, names)
 
-    def _refuse_experts(self, layers: list[str], config: Qwen3VLModelProvider) -> None:
+    def _refuse_experts(self, layers: list[str], config: VisionLanguageProvider) -> None:
         """Refuse those that cannot be trained rightly, or loaded elsewhere."""
         if grouped := [layer for layer in layers if is_grouped_expert_linear(layer)]:
             raise ValueError(
@@ -214,7 +214,7 @@ class Qwen3VLParts:
 class Qwen3VLLoRA(Qwen3VLParts, VLMLoRA):
     """LoRA. Fields beside those of `Qwen3VLParts` are Megatron-Bridge's (`dim`, `alpha`, `dropout`, ...)."""
 
-    def _refuse_what_would_be_ignored(self, chunks: list[Qwen3VLModel]) -> None:
+    def _refuse_what_would_be_ignored(self, chunks: list[VisionLanguageModel]) -> None:
         if self.lora_dtype is not None:
             raise ValueError(f"lora_dtype is {self.lora_dtype}, expected None: adapters have their layer's dtype")
         for name, default in _OTHER_WAYS.items():
@@ -232,16 +232,16 @@ class Qwen3VLDoRA(Qwen3VLParts, DoRA):
     Not yet with dropout, nor with tensor or pipeline parallelism: an error says so.
     """
 
-    def _refuse_what_would_be_ignored(self, chunks: list[Qwen3VLModel]) -> None:
+    def _refuse_what_would_be_ignored(self, chunks: list[VisionLanguageModel]) -> None:
         if self.adapt_experts:
             raise ValueError("adapt_experts is True, expected False for DoRA: peft has no magnitudes for experts")
         refuse_dora(self, chunks[0].config)
         super()._refuse_what_would_be_ignored(chunks)
 
 
-def _chunks(model: Any) -> list[Qwen3VLModel]:
+def _chunks(model: Any) -> list[VisionLanguageModel]:
     chunks = unwrap_model(model if isinstance(model, list) else [model])
     for chunk in chunks:
-        if not isinstance(chunk, Qwen3VLModel):
-            raise TypeError(f"found a {type(chunk).__name__}, expected a Qwen3VLModel")
+        if not isinstance(chunk, VisionLanguageModel):
+            raise TypeError(f"found a {type(chunk).__name__}, expected a Qwen3VLModel or another VisionLanguageModel")
     return chunks

@@ -2,5 +2,5 @@
 
 What lives here: figures worked out from a configuration alone. Standard library only (rich where it prints), so that it
 answers at once. What may not: torch, Megatron, models; names and shapes of parameters, which are the weight table's
-(`models/qwen3_vl/table.py`). `docs/memory.md` states formulas and assumptions.
+(`models/*/table.py`). `docs/memory.md` states formulas and assumptions.
 """

@@ -21,7 +21,7 @@ from qwen3vl_bridge.batch import PackedBatch
 from qwen3vl_bridge.models.common.inputs.masks import check_mask, without_trailing
 from qwen3vl_bridge.models.common.inputs.model_inputs import as_packed_batch
 from qwen3vl_bridge.models.common.inputs.padding_and_packing import Arrangement
-from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
+from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
 
 import torch
 import torch.nn.functional as F
@@ -49,7 +49,7 @@ _WARNINGS = {
 _PICTURES = {"pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"}
 
 
-def from_collator(batch: Mapping[str, Any], config: Qwen3VLModelProvider, dataset: Any = None) -> PackedBatch:
+def from_collator(batch: Mapping[str, Any], config: VisionLanguageProvider, dataset: Any = None) -> PackedBatch:
     """A batch of Megatron-Bridge's collators as one of ours.
 
     Rows stay rows, and what the collator packed stays one packed row. Rows that the configuration wants packed in the
@@ -127,7 +127,7 @@ def _warn(kind: str) -> None:
 
 
 def _arranged(
-    given: dict[str, Any], pictures: dict[str, Tensor], config: Qwen3VLModelProvider, dataset: Any
+    given: dict[str, Any], pictures: dict[str, Tensor], config: VisionLanguageProvider, dataset: Any
 ) -> tuple[PackedBatch, Arrangement]:
     ids, mask = given["input_ids"], given.get("attention_mask")
     if "cu_seqlens_q" in given:
@@ -163,7 +163,7 @@ def _known_causes(given: dict[str, Any], pictures: dict[str, Tensor], dataset: A
         )
 
 
-def _guessed_mask(given: dict[str, Any], config: Qwen3VLModelProvider) -> Tensor:
+def _guessed_mask(given: dict[str, Any], config: VisionLanguageProvider) -> Tensor:
     """[B, S] bool: a run at a row's end of the padding token, or of token 0, is padding where nothing is trained on.
 
     The last resort. Their collators all give a mask, whatever `skip_getting_attention_mask_from_dataset` says, which
@@ -221,7 +221,7 @@ def _check_labels(batch: PackedBatch) -> None:
         )
 
 
-def _check_row_length(batch: PackedBatch, config: Qwen3VLModelProvider) -> None:
+def _check_row_length(batch: PackedBatch, config: VisionLanguageProvider) -> None:
     """Refuses rows that a pipeline stage would not expect."""
     found = batch.input_ids.shape[1]
     if config.pipeline_model_parallel_size > 1 and not config.variable_seq_lengths and found != config.seq_length:

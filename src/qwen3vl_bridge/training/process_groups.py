@@ -10,8 +10,8 @@ import os
 import random
 from collections.abc import Iterator
 
+from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
 from qwen3vl_bridge.models.common.settings.encoder_parallel import check_world
-from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 
-def initialize(provider: Qwen3VLModelProvider, seed: int) -> ProcessGroupCollection:
+def initialize(provider: VisionLanguageProvider, seed: int) -> ProcessGroupCollection:
     """Join the processes torchrun started, or be the only one, and build the provider's parallel groups.
 
     Args:
@@ -70,7 +70,7 @@ def seed_generators(seed: int, groups: ProcessGroupCollection) -> None:
     )
 
 
-def _groups_serve(provider: Qwen3VLModelProvider) -> bool:
+def _groups_serve(provider: VisionLanguageProvider) -> bool:
     """Whether there are groups of the provider's sizes already."""
     if not parallel_state.model_parallel_is_initialized():
         return False

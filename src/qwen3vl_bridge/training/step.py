@@ -14,9 +14,9 @@ from qwen3vl_bridge.batch import EncoderInputs, PackedBatch
 from qwen3vl_bridge.batch.device_transfer import Movable
 from qwen3vl_bridge.encoder_parallel.encoder_batches import next_served
 from qwen3vl_bridge.models.common.inputs.local_ranks import sequence_ranks
+from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
 from qwen3vl_bridge.models.common.settings.encoder_parallel import replicas_of
 from qwen3vl_bridge.models.common.vision_config import vision_work
-from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
 from qwen3vl_bridge.training.foreign_batches import from_collator
 from qwen3vl_bridge.training.global_batch import check_balance
 from qwen3vl_bridge.training.monitoring.batch_meter import Amounts, count_microbatch, count_operations
@@ -140,7 +140,7 @@ def to_device[Inputs: Movable](inputs: Inputs, model: torch.nn.Module) -> Inputs
     return inputs.to(device, non_blocking=True)
 
 
-def check_rows(batch: PackedBatch, config: Qwen3VLModelProvider, rows: int) -> None:
+def check_rows(batch: PackedBatch, config: VisionLanguageProvider, rows: int) -> None:
     """Refuses more, fewer or other rows than pipeline stages expect, who would wait for the rest of them.
 
     Args:

@@ -2,7 +2,7 @@
 
 What lives here: names and shapes of adapters, Hugging Face's `peft` library on one side, Megatron on the other, derived
 from the row of the layer's own weight; which layers a configuration adapts. Standard library only. What may not: names
-of the model's own parameters (`models/qwen3_vl/table.py`), tensors, files.
+of the model's own parameters (`models/*/table.py`), tensors, files.
 
 A layer in Megatron may be several in Hugging Face (q, k and v; gate and up). Its adapter has one `linear_in`, which is
 the `lora_A` of each of them, and one `linear_out`, whose rows lie as those of the layer's weight do.

@@ -1,7 +1,7 @@
 """The weight table's rows as Megatron-Bridge's parameter mappings.
 
 What lives here: which mapping each kind of row is, and those Megatron-Bridge lacks. What may not: parameter names
-(`models/qwen3_vl/table.py`), configurations (`models/qwen3_vl/bridge.py`).
+(`models/*/table.py`), configurations (`models/*/bridge.py`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The parts of the model that can be frozen, adapted and counted one by one.
 
 What lives here: which parameter belongs to which part, by its name. Standard library only. What may not: modules
-(`models/common/freezing.py`), deciding what is trained (`Qwen3VLModel.freeze`, `peft/lora.py`).
+(`models/common/freezing.py`), deciding what is trained (`VisionLanguageModel.freeze`, `peft/lora.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Part(Enum):
 
 
 def part_of(name: str) -> Part:
-    """The part of a Qwen3VLModel's parameter or module, by its name in the model."""
+    """The part of a model's parameter or module, by its name in the model."""
     if name.startswith("language_model."):
         return Part.LANGUAGE_MODEL
     is_merger = name.startswith(("vision_model.merger.", "vision_model.decoder.deepstack_merger_list."))
@@ -26,7 +26,7 @@ def part_of(name: str) -> Part:
 
 
 def part_of_wrapped(name: str) -> Part:
-    """The part of a parameter, by its name in a Qwen3VLModel or in what wraps one.
+    """The part of a parameter, by its name in the model or in what wraps one.
 
     Raises:
         ValueError: it is of another model.

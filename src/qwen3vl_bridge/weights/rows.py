@@ -1,7 +1,7 @@
 """Kinds of rows of the weight table: how a Megatron parameter and its Hugging Face tensors relate.
 
 What lives here: the kinds, and what can be asked of any rows. Standard library only. What may not: names of
-parameters (`models/qwen3_vl/table.py`), tensors, files, process groups.
+parameters (`models/*/table.py`), tensors, files, process groups.
 """
 
 from __future__ import annotations

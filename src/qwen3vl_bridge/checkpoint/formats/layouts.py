@@ -1,7 +1,7 @@
 """How each format lays out the weights: which tensors it has, and where the elements of a Megatron parameter lie.
 
 What lives here: the arithmetic of the weight table's kinds of row, stated once for each format; planning joins any two.
-What may not: names (`models/qwen3_vl/table.py`), files, torch.
+What may not: names (`models/*/table.py`), files, torch.
 
 Every layout tells where a row's Megatron parameter lies, element by element in its row-major order. That order is what
 two layouts have in common.

@@ -1,8 +1,9 @@
-"""The bridge: what all families' bridges do with the weight table.
+"""The bridge: what all families' bridges do with a configuration and the weight table.
 
 What lives here: the table as Megatron-Bridge's mappings, and a provider made of a `config.json`. What may not:
-parameter names and configurations of a family (`models/*/table.py`, `models/*/bridge.py`), how a kind of row moves
-numbers (`weights/bridge_mappings.py`).
+parameter names (`models/*/table.py`), fields of one family (`models/*/bridge.py`), what is refused
+(`models/*/config_checks.py`), defaults (`models/*/provider.py`), how a kind of row moves numbers
+(`weights/bridge_mappings.py`).
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import dataclasses
 import types
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from qwen3vl_bridge.models.common.adapters.conversion import AdapterConversion
+from qwen3vl_bridge.models.common.provider import ExpertsMixin, VisionLanguageProvider
 from qwen3vl_bridge.models.common.settings.activations import text_activation
 from qwen3vl_bridge.registry import family
 from qwen3vl_bridge.weights.bridge_mappings import param_mappings
@@ -25,16 +27,37 @@ import torch
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.models.hf_pretrained.state import SafeTensorsStateSource
+from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
 from safetensors import safe_open
 from transformers import CONFIG_MAPPING
 
+# A saved run_config.yaml names our classes; Megatron-Bridge builds only what is allowed.
+register_allowed_target_prefix("qwen3vl_bridge.")
+
 
 class FamilyBridge(AdapterConversion, MegatronModelBridge):
-    """A family's model for AutoBridge: a subclass sets `family` and has `provider_bridge`, and is registered.
+    """A family's model for AutoBridge: a subclass sets `family`, completes `provider_fields`, and is registered.
 
     Class attributes:
         family: its name in the registry.
+        PROVIDER_CLASS: of its provider, which registration sets.
     """
+
+    family: ClassVar[str]
+    PROVIDER_CLASS: ClassVar[type[VisionLanguageProvider]]
+
+    def provider_bridge(self, hf_pretrained: Any) -> VisionLanguageProvider:
+        """The provider of a Hugging Face model.
+
+        Args:
+            hf_pretrained: anything with a `config` of the family, transformers' own class.
+
+        Raises:
+            ValueError: a setting this model does not honour.
+        """
+        config = hf_pretrained.config
+        family(self.family).check_settings(config.to_dict())
+        return self.PROVIDER_CLASS(**self.provider_fields(config))
 
     def load_weights_hf_to_megatron(self, hf_pretrained: Any, *args: Any, **kwargs: Any) -> Any:
         """As Megatron-Bridge's, which leaves a weight that the checkpoint lacks as it happens to be.
@@ -51,8 +74,12 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
             raise ValueError(f"{hf_pretrained.model_name_or_path} lacks {len(missing)} tensors: {shown}")
         return super().load_weights_hf_to_megatron(hf_pretrained, *args, **kwargs)
 
-    def shared_fields(self, config: Any) -> dict[str, Any]:
-        """The provider's fields that a Hugging Face configuration decides alike in every family."""
+    def provider_fields(self, config: Any) -> dict[str, Any]:
+        """The provider's fields that a Hugging Face configuration decides; those that it decides alike in all families.
+
+        Args:
+            config: one whose settings the model honours.
+        """
         text = config.text_config
         dtype = self.dtype_from_hf(text, default=self.dtype_from_hf(config, default=torch.float32))
         token_ids = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -80,6 +107,7 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
             vision_start_token_id=config.vision_start_token_id,
             vision_end_token_id=config.vision_end_token_id,
             **{name: getattr(text, name) for name in token_ids if getattr(text, name, None) is not None},
+            **(_expert_fields(text) if issubclass(self.PROVIDER_CLASS, ExpertsMixin) else {}),
         )
 
     def mapping_registry(self) -> MegatronMappingRegistry:
@@ -104,6 +132,15 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
         return expert_layout_of(own.rows, shapes, dimensions)
 
 
+def _expert_fields(text: Any) -> dict[str, Any]:
+    return dict(
+        num_moe_experts=text.num_experts,
+        moe_router_topk=text.num_experts_per_tok,
+        moe_ffn_hidden_size=text.moe_intermediate_size,
+        moe_aux_loss_coeff=text.router_aux_loss_coef,
+    )
+
+
 def provider_of(
     bridges: Iterable[type[FamilyBridge]], hf_config: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> Any:
@@ -113,6 +150,9 @@ def provider_of(
         bridges: registered ones.
         hf_config: the whole file.
         settings: fields of the provider.
+
+    Returns:
+        The provider, not finalized.
 
     Raises:
         ValueError: a setting the model does not honour, or another model's configuration.

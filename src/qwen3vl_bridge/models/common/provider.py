@@ -24,6 +24,7 @@ from qwen3vl_bridge.models.common.settings.encoder_parallel import (
 )
 from qwen3vl_bridge.models.common.settings.experts import check_experts, layers_with_experts
 from qwen3vl_bridge.models.common.settings.recompute import check_recompute
+from qwen3vl_bridge.models.config.fields import check_tower_size
 from qwen3vl_bridge.weights.dimensions import Dimensions, indices_of
 
 import torch
@@ -46,14 +47,15 @@ class VisionLanguageProvider(fields.VisionLanguageFields):
         family: its name in the registry.
         fixed: settings that the model does not follow, each with the only value it may have.
         model_class, language_model_class: dotted names of what `provide` and `provide_language_model` build.
-        encoder_class, decoder_class: of the two modules that are on ranks of their own under `dist_train`.
+        encoder_class, decoder_class: of the two modules that are on ranks of their own under `dist_train`; None for a
+            family that has none.
     """
 
     family: ClassVar[str]
     model_class: ClassVar[str]
     language_model_class: ClassVar[str]
-    encoder_class: ClassVar[str]
-    decoder_class: ClassVar[str]
+    encoder_class: ClassVar[str | None] = None
+    decoder_class: ClassVar[str | None] = None
     fixed: ClassVar[Mapping[str, Any]]
     # Megatron-Bridge looks for it where it logs TFLOP/s.
     _get_num_floating_point_operations_with_runtime_stats = operations_of_a_step
@@ -64,6 +66,8 @@ class VisionLanguageProvider(fields.VisionLanguageFields):
         Raises:
             ValueError: fields that contradict each other, or that this model would ignore.
         """
+        if self.dist_train.use_dist_train and self.encoder_class is None:
+            raise ValueError("dist_train.use_dist_train is True, expected False: this family has no modules of its own")
         kernels.complete_kernels(self)
         parallelism.complete_parallel(self)
         self.check_vision()
@@ -80,9 +84,19 @@ class VisionLanguageProvider(fields.VisionLanguageFields):
         parallelism.check_parallel(self)
         check_dist_train(self)
         complete_dist_train(self)
+        self._check_mrope()
+
+    def _check_mrope(self) -> None:
+        turning = int(self.kv_channels * self.rotary_percent)
+        if 2 * sum(self.mrope_section) != turning:
+            raise ValueError(
+                f"mrope_section {self.mrope_section} has sum {sum(self.mrope_section)}, expected half the head "
+                f"dimension that rotary_percent turns, {turning // 2}"
+            )
 
     def check_vision(self) -> None:
         """Check that the tower is one that the language model can take features of; ValueError where it is not."""
+        check_tower_size(self.vision_config.to_dict(), self.hidden_size)
         vision_activation(self.vision_config.hidden_act)
 
     def check_names(self) -> None:

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from qwen3vl_bridge.models.qwen3_5.config_dimensions import HEAD_DIM, experts_of
+from qwen3vl_bridge.models.config.checks import check_shared_settings
+from qwen3vl_bridge.models.config.fields import experts_of
+from qwen3vl_bridge.models.qwen3_5.config_dimensions import HEAD_DIM
 from qwen3vl_bridge.models.qwen3_5.config_fields import check_fields
 
 _WITH_EXPERTS = {"qwen3_5": False, "qwen3_5_moe": True}  # by model_type
@@ -36,21 +38,14 @@ def check_settings(config: Mapping[str, Any]) -> None:
     check_fields(config)
     text = config["text_config"]
     taps = list(config["vision_config"].get("deepstack_visual_indexes") or ())
-    wanted = {
-        "text_config.attention_bias": (text.get("attention_bias") or False, False),
+    own = {
         "text_config.attn_output_gate": (text.get("attn_output_gate", True), True),
-        "text_config.use_sliding_window": (text.get("use_sliding_window") or False, False),
         # Every layer has experts, or none.
         "text_config.mlp_only_layers": (list(text.get("mlp_only_layers") or ()), []),
         "text_config.mtp_use_dedicated_embeddings": (text.get("mtp_use_dedicated_embeddings") or False, False),
         "vision_config.deepstack_visual_indexes": (taps, []),
-        "quantization_config": (config.get("quantization_config"), None),
-        # transformers divides the chosen experts' weights by their sum whatever this says.
-        "text_config.norm_topk_prob": (text.get("norm_topk_prob", True), True),
     }
-    for name, (found, expected) in wanted.items():
-        if found != expected:
-            raise ValueError(f"{name} is {found!r}, expected {expected!r}: this model has nothing else")
+    check_shared_settings(config, own)
     rope_parameters(text)
     experts = experts_of(text)
     if bool(experts) != _WITH_EXPERTS.get(str(config.get("model_type")), bool(experts)):

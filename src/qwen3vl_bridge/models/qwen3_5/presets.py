@@ -1,54 +1,25 @@
 """The released Qwen3.5-VL models: their numbers, and configurations made of them without any network.
 
-What lives here: the numbers, each once, and their shape as a `config.json`. Standard library only; transformers is
-imported by the one function that returns one of its classes. What may not: parameter names (`table.py`), how a model
-is trained (recipes).
+What lives here: the numbers, each once. Standard library only. What may not: what configurations of all families have
+alike (`models/config/released.py`), parameter names (`table.py`), how a model is trained (recipes).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from qwen3vl_bridge.models.qwen3_5.config_dimensions import FULL, LINEAR
-
-if TYPE_CHECKING:
-    from transformers import Qwen3_5Config, Qwen3_5MoeConfig
-
-
-@dataclass(frozen=True)
-class VisionTower:
-    """A vision tower."""
-
-    depth: int
-    hidden: int
-    ffn: int
-    heads: int
+from qwen3vl_bridge.models.config import released
+from qwen3vl_bridge.models.config.released import Experts, VisionTower
+from qwen3vl_bridge.models.qwen3_5.config_dimensions import FULL, LINEAR, LINEAR_SIZES
 
 
-@dataclass(frozen=True)
-class Experts:
-    """Experts of each text layer: how many, how many a token visits, the width of one and of the shared one."""
+@dataclass(frozen=True, kw_only=True)
+class Preset(released.Preset):
+    """What sets one size apart from the others; `ffn` is 0 with experts, whose width a shared one has too."""
 
-    number: int
-    chosen: int
-    ffn: int
-
-
-@dataclass(frozen=True)
-class Preset:
-    """What sets one size apart from the others; `ffn` is 0 with experts."""
-
-    hidden: int
-    ffn: int
-    layers: int
-    heads: int
-    kv_heads: int
     linear_value_heads: int
-    vision: VisionTower
-    tied: bool = False
-    experts: Experts | None = None
 
 
 _SMALL = VisionTower(depth=12, hidden=768, ffn=3072, heads=12)
@@ -66,8 +37,6 @@ PRESETS: Mapping[str, Preset] = {
     "397B-A17B": Preset(4096, 0, 60, 32, 2, linear_value_heads=64, vision=_LARGE, experts=Experts(512, 10, 1024)),
 }
 
-_DTYPE = "bfloat16"
-
 
 def hub_id(size: str) -> str:
     """Name on the Hugging Face hub."""
@@ -80,10 +49,7 @@ def size_of(name: str) -> str:
     Raises:
         ValueError: there is no such model; the message lists the sizes.
     """
-    for size in PRESETS:
-        if name in (size, hub_id(size)):
-            return size
-    raise ValueError(f"no preset is named {name!r}, expected one of {', '.join(PRESETS)} or {hub_id('<size>')}")
+    return released.size_of(name, PRESETS, lambda size: (hub_id(size),))
 
 
 def config_dict(size: str) -> dict[str, Any]:
@@ -95,43 +61,14 @@ def config_dict(size: str) -> dict[str, Any]:
     Raises:
         ValueError: an unknown size.
     """
-    preset = PRESETS[size_of(size)]
-    model_type = "qwen3_5_moe" if preset.experts else "qwen3_5"
-    return {
-        "architectures": [f"Qwen3_5{'Moe' if preset.experts else ''}ForConditionalGeneration"],
-        "model_type": model_type,
-        "dtype": _DTYPE,
-        "text_config": {"model_type": f"{model_type}_text", **_text(preset), **_mlp(preset)},
-        "vision_config": {"model_type": f"{model_type}_vision", **_vision(preset)},
-        "image_token_id": 248_056,
-        "video_token_id": 248_057,
-        "vision_start_token_id": 248_053,
-        "vision_end_token_id": 248_054,
-        "tie_word_embeddings": preset.tied,
-    }
-
-
-def _text(preset: Preset) -> dict[str, Any]:
-    return {
-        "dtype": _DTYPE,
+    preset, experts = PRESETS[size_of(size)], PRESETS[size_of(size)].experts
+    text = {
         "vocab_size": 248_320,
-        "hidden_size": preset.hidden,
-        "num_hidden_layers": preset.layers,
         "layer_types": [FULL if layer % 4 == 3 else LINEAR for layer in range(preset.layers)],
-        "num_attention_heads": preset.heads,
-        "num_key_value_heads": preset.kv_heads,
         "head_dim": 256,
         "attn_output_gate": True,
-        "linear_conv_kernel_dim": 4,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_num_key_heads": 16,
+        **LINEAR_SIZES,
         "linear_num_value_heads": preset.linear_value_heads,
-        "hidden_act": "silu",
-        "max_position_embeddings": 262_144,
-        "initializer_range": 0.02,
-        "rms_norm_eps": 1e-6,
-        "use_cache": True,
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": 10_000_000,
@@ -139,47 +76,15 @@ def _text(preset: Preset) -> dict[str, Any]:
             "mrope_interleaved": True,
             "mrope_section": [11, 11, 10],
         },
-        "attention_bias": False,
-        "attention_dropout": 0.0,
         "eos_token_id": 248_044,
-        "tie_word_embeddings": preset.tied,
+        **({"intermediate_size": preset.ffn} if experts is None else {"shared_expert_intermediate_size": experts.ffn}),
     }
+    tokens = (248_056, 248_057, 248_053, 248_054)
+    return released.config_of(preset, model_type="qwen3_5", architecture="Qwen3_5", text=text, token_ids=tokens)
 
 
-def _mlp(preset: Preset) -> dict[str, Any]:
-    experts = preset.experts
-    if experts is None:
-        return {"intermediate_size": preset.ffn}
-    return {
-        "num_experts": experts.number,
-        "num_experts_per_tok": experts.chosen,
-        "moe_intermediate_size": experts.ffn,
-        "shared_expert_intermediate_size": experts.ffn,
-        "router_aux_loss_coef": 0.001,
-    }
-
-
-def _vision(preset: Preset) -> dict[str, Any]:
-    tower = preset.vision
-    return {
-        "dtype": _DTYPE,
-        "depth": tower.depth,
-        "hidden_size": tower.hidden,
-        "hidden_act": "gelu_pytorch_tanh",
-        "intermediate_size": tower.ffn,
-        "num_heads": tower.heads,
-        "in_channels": 3,
-        "patch_size": 16,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "out_hidden_size": preset.hidden,
-        "num_position_embeddings": 48 * 48,
-        "initializer_range": 0.02,
-    }
-
-
-def hf_config(size: str) -> Qwen3_5Config | Qwen3_5MoeConfig:
-    """Configuration of a size as transformers' own class, in bfloat16; `AutoBridge.from_hf_config` takes it.
+def hf_config(size: str) -> Any:
+    """A size's Qwen3_5Config or Qwen3_5MoeConfig of transformers, in bfloat16; `AutoBridge.from_hf_config` takes it.
 
     Args:
         size: a key of `PRESETS`, or a hub id. Nothing is fetched.
@@ -187,7 +92,4 @@ def hf_config(size: str) -> Qwen3_5Config | Qwen3_5MoeConfig:
     Raises:
         ValueError: an unknown size.
     """
-    from transformers import Qwen3_5Config, Qwen3_5MoeConfig
-
-    config = config_dict(size)
-    return (Qwen3_5MoeConfig if "num_experts" in config["text_config"] else Qwen3_5Config).from_dict(config)
+    return released.as_transformers(config_dict(size))

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from qwen3vl_bridge.models.common.provider import ExpertsMixin, VisionLanguageProvider
-from qwen3vl_bridge.models.config_values import check_tower_size
-from qwen3vl_bridge.models.qwen3_5.config_dimensions import FAMILY, layers_by_attention, linear_sizes
+from qwen3vl_bridge.models.qwen3_5.config_dimensions import FAMILY, LINEAR_SIZES, layers_by_attention, linear_sizes
 from qwen3vl_bridge.models.qwen3_5.fixed_settings import FIXED, FIXED_WITH_EXPERTS
 from qwen3vl_bridge.weights.dimensions import Dimensions
 
@@ -63,8 +62,6 @@ class Qwen35VLModelProvider(VisionLanguageProvider):
     family: ClassVar[str] = FAMILY
     model_class: ClassVar[str] = "qwen3vl_bridge.models.qwen3_5.model.Qwen35VLModel"
     language_model_class: ClassVar[str] = "qwen3vl_bridge.models.qwen3_5.model.Qwen35VLGPTModel"
-    encoder_class: ClassVar[str] = "qwen3vl_bridge.encoder_parallel.modules.Qwen3VLEncoder"
-    decoder_class: ClassVar[str] = "qwen3vl_bridge.encoder_parallel.modules.Qwen3VLDecoder"
     fixed: ClassVar[Mapping[str, Any]] = FIXED
 
     def finalize(self) -> None:
@@ -75,16 +72,8 @@ class Qwen35VLModelProvider(VisionLanguageProvider):
         """
         self._check_ranks()
         super().finalize()
-        turning = int(self.kv_channels * self.rotary_percent)
-        if 2 * sum(self.mrope_section) != turning:
-            raise ValueError(
-                f"mrope_section {self.mrope_section} has sum {sum(self.mrope_section)}, expected half the {turning} "
-                "dimensions of a head that rotary_percent turns"
-            )
 
     def _check_ranks(self) -> None:
-        if self.dist_train.use_dist_train:
-            raise ValueError("dist_train.use_dist_train is True, expected False: this family has no modules of its own")
         tp, cp = self.tensor_model_parallel_size, self.context_parallel_size
         if tp > 1 and not self.sequence_parallel:
             raise ValueError(
@@ -99,24 +88,13 @@ class Qwen35VLModelProvider(VisionLanguageProvider):
                     f"which is {tp * cp}: linear attention shares out its heads over both"
                 )
 
-    def check_vision(self) -> None:
-        """Check that the tower is one whose tokens the text model can take; ValueError where it is not."""
-        check_tower_size(self.vision_config.to_dict(), self.hidden_size)
-        super().check_vision()
-
     def dimensions(self) -> Dimensions:
         """What the weight table's symbols stand for; the vocabulary without padding."""
         shared = super().dimensions()
         sizes = {
             "gated_q": 2 * shared["q"],
             "shared_ffn": self.moe_shared_expert_intermediate_size or 0,
-            **linear_sizes(
-                key_heads=self.linear_num_key_heads,
-                key_dim=self.linear_key_head_dim,
-                value_heads=self.linear_num_value_heads,
-                value_dim=self.linear_value_head_dim,
-                conv=self.linear_conv_kernel_dim,
-            ),
+            **linear_sizes({name: getattr(self, name) for name in LINEAR_SIZES}),
         }
         indices = layers_by_attention(get_linear_attention_pattern(self))
         return replace(shared, sizes={**shared.sizes, **sizes}, indices={**shared.indices, **indices})

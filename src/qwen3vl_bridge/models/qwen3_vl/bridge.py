@@ -1,8 +1,7 @@
-"""The bridge: a Hugging Face configuration becomes our provider, the weight table becomes Megatron-Bridge's mappings.
+"""The bridge: a Hugging Face configuration becomes our provider; registration with Megatron-Bridge.
 
-What lives here: the two translations and the registration with Megatron-Bridge. What may not: parameter names
-(`table.py`), defaults (`provider.py`), what is refused (`config_checks.py`), how a kind of row moves numbers
-(`weights/bridge_mappings.py`).
+What lives here: fields that Qwen3-VL alone has. What may not: parameter names (`table.py`), defaults (`provider.py`),
+what is refused (`config_checks.py`), what all families' bridges do (`models/common/bridge.py`).
 """
 
 from __future__ import annotations
@@ -11,22 +10,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from qwen3vl_bridge.models.common.bridge import FamilyBridge, provider_of
-from qwen3vl_bridge.models.qwen3_vl.config_checks import check_settings, rope_parameters
+from qwen3vl_bridge.models.qwen3_vl.config_checks import rope_parameters
 from qwen3vl_bridge.models.qwen3_vl.config_dimensions import FAMILY, moe_layers_of
 from qwen3vl_bridge.models.qwen3_vl.model import Qwen3VLModel
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
 
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.models.qwen_vl import qwen3_vl_provider as stock
-from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
 from transformers import (
     PretrainedConfig,
     Qwen3VLForConditionalGeneration,
     Qwen3VLMoeForConditionalGeneration,
 )
-
-# A saved run_config.yaml names our classes; Megatron-Bridge builds only what is allowed.
-register_allowed_target_prefix("qwen3vl_bridge.")
 
 # Who asks whether a provider is Megatron-Bridge's Qwen3-VL, asks whether it may be treated as one.
 stock.Qwen3VLModelProvider.register(Qwen3VLModelProvider)
@@ -44,24 +39,12 @@ class Qwen3VLBridge(FamilyBridge):
 
     family = FAMILY
 
-    def provider_bridge(self, hf_pretrained: Any) -> Qwen3VLModelProvider:
-        """The provider of a Hugging Face model.
-
-        Args:
-            hf_pretrained: anything with a `config`, a Qwen3VLConfig.
-
-        Raises:
-            ValueError: a setting this model does not honour.
-        """
-        return Qwen3VLModelProvider(**self.provider_fields(hf_pretrained.config))
-
     def provider_fields(self, config: Any) -> dict[str, Any]:
-        """The provider's fields that a Hugging Face configuration decides."""
-        check_settings(config.to_dict())
+        """See FamilyBridge."""
         text = config.text_config
         rope = rope_parameters(text.to_dict())
         return dict(
-            **self.shared_fields(config),
+            **super().provider_fields(config),
             ffn_hidden_size=text.intermediate_size,
             rotary_base=rope["rope_theta"],
             mrope_section=list(rope["mrope_section"]),
@@ -97,44 +80,13 @@ class Qwen3VLBridge(FamilyBridge):
 class Qwen3VLMoEBridge(Qwen3VLBridge):
     """Qwen3-VL with experts for AutoBridge."""
 
-    def provider_bridge(self, hf_pretrained: Any) -> Qwen3VLMoEModelProvider:
-        """The provider of a Hugging Face model.
-
-        Args:
-            hf_pretrained: anything with a `config`, a Qwen3VLMoeConfig.
-
-        Raises:
-            ValueError: a setting this model does not honour.
-        """
-        return Qwen3VLMoEModelProvider(**self.provider_fields(hf_pretrained.config))
-
     def provider_fields(self, config: Any) -> dict[str, Any]:
-        """The provider's fields that a Hugging Face configuration decides."""
-        text = config.text_config
-        return dict(
-            **super().provider_fields(config),
-            num_moe_experts=text.num_experts,
-            moe_router_topk=text.num_experts_per_tok,
-            moe_ffn_hidden_size=text.moe_intermediate_size,
-            moe_aux_loss_coeff=text.router_aux_loss_coef,
-            moe_layer_freq=_moe_layer_freq(text),
-        )
+        """See FamilyBridge."""
+        return dict(**super().provider_fields(config), moe_layer_freq=_moe_layer_freq(config.text_config))
 
 
 def provider_from_hf_config(hf_config: Mapping[str, Any], **settings: Any) -> Qwen3VLModelProvider:
-    """The provider of a `config.json`. The `run_config.yaml` of a converted checkpoint names this function.
-
-    Args:
-        hf_config: the whole file.
-        settings: fields of the provider.
-
-    Returns:
-        The provider, not finalized.
-
-    Raises:
-        ValueError: a setting this model does not honour, or another model's configuration.
-        TypeError: a setting that is no field of the provider.
-    """
+    """See `provider_of`. The `run_config.yaml` of a converted checkpoint names this function and these arguments."""
     return provider_of((Qwen3VLBridge, Qwen3VLMoEBridge), hf_config, settings)
 
 

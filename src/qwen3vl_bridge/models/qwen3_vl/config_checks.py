@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from qwen3vl_bridge.models.config_values import check_rope_fields
-from qwen3vl_bridge.models.qwen3_vl.config_dimensions import experts_of, head_dim_of, moe_layers_of
+from qwen3vl_bridge.models.config.checks import check_shared_settings
+from qwen3vl_bridge.models.config.fields import check_rope_fields, experts_of
+from qwen3vl_bridge.models.qwen3_vl.config_dimensions import head_dim_of, moe_layers_of
 from qwen3vl_bridge.models.qwen3_vl.config_fields import check_fields
 
 # Rotary embeddings whose frequencies don't depend on a batch's length.
@@ -30,18 +31,8 @@ def check_settings(config: Mapping[str, Any]) -> None:
             it.
     """
     check_fields(config)
+    check_shared_settings(config, {})
     text = config["text_config"]
-    wanted = {
-        # transformers gives the output projection a bias too, which no released model has.
-        "text_config.attention_bias": (text.get("attention_bias") or False, False),
-        "text_config.use_sliding_window": (text.get("use_sliding_window") or False, False),
-        "quantization_config": (config.get("quantization_config"), None),
-        # transformers divides the chosen experts' weights by their sum whatever this says.
-        "text_config.norm_topk_prob": (text.get("norm_topk_prob", True), True),
-    }
-    for name, (found, expected) in wanted.items():
-        if found != expected:
-            raise ValueError(f"{name} is {found!r}, expected {expected!r}: this model has nothing else")
     _check_mrope(text)
     _check_experts(text)
     layers = len(moe_layers_of(text))

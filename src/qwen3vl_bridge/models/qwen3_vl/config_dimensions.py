@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from qwen3vl_bridge.models.config.fields import experts_of
 from qwen3vl_bridge.weights.dimensions import Dimensions, indices_of, text_sizes, vision_sizes
 
 FAMILY = "qwen3_vl"
@@ -19,11 +20,6 @@ def moe_layers_of(text: Mapping) -> tuple[int, ...]:
         return ()
     step, dense = text.get("decoder_sparse_step", 1), text.get("mlp_only_layers") or ()
     return tuple(i for i in range(text["num_hidden_layers"]) if i not in dense and (i + 1) % step == 0)
-
-
-def experts_of(text: Mapping) -> int:
-    """Experts of a MoE layer, in the spelling of the released files or of transformers 5; 0 in a dense model."""
-    return text.get("num_experts", text.get("num_local_experts")) or 0
 
 
 def head_dim_of(text: Mapping) -> int:

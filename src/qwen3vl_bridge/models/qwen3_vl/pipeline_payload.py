@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from qwen3vl_bridge.batch.packed_batch import ModelInputs
+from qwen3vl_bridge.models.common.model import check_arrived
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -73,18 +74,15 @@ class Stage:
         Raises:
             ValueError: it is of another size.
         """
-        found, expected = arrived.numel() // arrived.size(-1), length * rows + self.received * tokens
-        if found != expected:
-            raise ValueError(
-                f"the previous pipeline stage sent {found} states, expected {length} tokens of {rows} rows and "
-                f"{self.received * tokens} DeepStack features, {expected}: give the schedule the rows' length as "
-                "seq_length, and their number as micro_batch_size, or set variable_seq_lengths=True"
-            )
+        features = self.received * tokens
+        check_arrived(
+            arrived, length * rows + features, f"{length} tokens of {rows} rows and {features} DeepStack features"
+        )
         if not self.received:
             return arrived, arrived.new_empty(0, tokens, arrived.size(-1))
-        hidden, features = arrived.split([len(arrived) - self.received * tokens, self.received * tokens])
+        hidden, behind = arrived.split([len(arrived) - features, features])
         width = arrived.size(-1)
-        return hidden.view(-1, rows, width), features.view(self.received, tokens, width)
+        return hidden.view(-1, rows, width), behind.view(self.received, tokens, width)
 
     def load(self, hidden: Tensor, features: Tensor) -> Tensor:
         """[s, b, h] and this stage's own features [t, K, h] -> what the next stage unloads.

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from qwen3vl_bridge.models.common.provider import ExpertsMixin, VisionLanguageProvider
 from qwen3vl_bridge.models.qwen3_vl.config_dimensions import FAMILY
-from qwen3vl_bridge.models.qwen3_vl.config_fields import check_tower
+from qwen3vl_bridge.models.qwen3_vl.config_fields import check_taps
 from qwen3vl_bridge.models.qwen3_vl.fixed_settings import FIXED, FIXED_WITH_EXPERTS
 from qwen3vl_bridge.models.qwen3_vl.upstream_names import UpstreamExpertNames, UpstreamNames, check_names
 
@@ -47,27 +47,14 @@ class Qwen3VLModelProvider(UpstreamNames, VisionLanguageProvider):
     decoder_class: ClassVar[str] = "qwen3vl_bridge.encoder_parallel.modules.Qwen3VLDecoder"
     fixed: ClassVar[Mapping[str, Any]] = FIXED
 
-    def finalize(self) -> None:
-        """Check the fields and complete them.
-
-        Raises:
-            ValueError: fields that contradict each other, or that this model would ignore.
-        """
-        super().finalize()
-        if 2 * sum(self.mrope_section) != self.kv_channels:
-            raise ValueError(
-                f"mrope_section {self.mrope_section} has sum {sum(self.mrope_section)}, expected half the head "
-                f"dimension, {self.kv_channels // 2}"
-            )
-
     def check_vision(self) -> None:
         """Check that the tower is one that the text model can take features of.
 
         Raises:
             ValueError: widths or DeepStack taps that do not fit, or an activation that is not known.
         """
-        check_tower(self.vision_config.to_dict(), self.hidden_size, self.num_layers)
         super().check_vision()
+        check_taps(self.vision_config.to_dict(), self.num_layers)
 
     def check_names(self) -> None:
         """Check what else was set on the provider; ValueError for what is no setting."""

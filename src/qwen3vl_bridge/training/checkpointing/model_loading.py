@@ -17,10 +17,10 @@ import torch
 from megatron.bridge import AutoBridge
 
 if TYPE_CHECKING:
-    from qwen3vl_bridge.models.qwen3_vl.model import Qwen3VLModel
+    from qwen3vl_bridge.models.common.model import VisionLanguageModel
 
 
-def load_model(hf_path: str | Path, megatron_path: str | Path | None = None) -> list[Qwen3VLModel]:
+def load_model(hf_path: str | Path, megatron_path: str | Path | None = None) -> list[VisionLanguageModel]:
     """Build the Megatron model on this process, or these, and fill it.
 
     Args:

@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Self
 
 from qwen3vl_bridge.batch import PackedBatch
-from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
+from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
 
 from megatron.bridge.training.state import GlobalState
 
@@ -44,7 +44,7 @@ class Amounts:
     rows: int = 0
 
     @classmethod
-    def of(cls, batch: PackedBatch, config: Qwen3VLModelProvider) -> Self:
+    def of(cls, batch: PackedBatch, config: VisionLanguageProvider) -> Self:
         """Those of a microbatch. It reads tokens on the host."""
         frames = batch.vision.lengths if batch.vision is not None else ()
         images = _images(batch, frames, config)
@@ -73,7 +73,7 @@ class Amounts:
         return len(fields(cls))
 
 
-def _images(batch: PackedBatch, frames: tuple[int, ...], config: Qwen3VLModelProvider) -> int:
+def _images(batch: PackedBatch, frames: tuple[int, ...], config: VisionLanguageProvider) -> int:
     """How many of the frames are images, which come before all videos: as many as their tokens fill."""
     if not frames:
         return 0
@@ -105,7 +105,7 @@ def meter_of(state: GlobalState) -> Meter:
     return getattr(state, _METER)
 
 
-def count_microbatch(state: GlobalState, batch: PackedBatch, config: Qwen3VLModelProvider) -> None:
+def count_microbatch(state: GlobalState, batch: PackedBatch, config: VisionLanguageProvider) -> None:
     """Note what a microbatch of training holds, for our figures and for those that Megatron-Bridge logs itself.
 
     Args:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
+from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
 from qwen3vl_bridge.parallel.collectives import sum_over_ranks
 from qwen3vl_bridge.training.global_batch import check_share
 
@@ -72,7 +72,7 @@ class ExpertLoad:
             get_moe_metrics_tracker().clear()
         return figures
 
-    def counts(self, config: Qwen3VLModelProvider) -> Tensor:
+    def counts(self, config: VisionLanguageProvider) -> Tensor:
         """Stop counting; [layers with experts, E] how often real tokens of all ranks chose each expert."""
         for hook in self._hooks:
             hook.remove()

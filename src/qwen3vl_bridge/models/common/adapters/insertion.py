@@ -5,8 +5,8 @@ recomputation), and what of Megatron-Bridge's classes is put right or refused. W
 (`peft/lora.py`), Hugging Face forms (`peft/hf_export.py`).
 
 Megatron-Bridge puts adapters in by walking over modules, and hands the walk over to a module that has a method `map`
-(`megatron.bridge.peft.walk_utils.map`). `Qwen3VLModel.map` is that method, so all callers come by here, before they
-wrap the model and before a step is taken.
+(`megatron.bridge.peft.walk_utils.map`). `VisionLanguageModel.map` is that method, so all callers come by here, before
+they wrap the model and before a step is taken.
 """
 
 from __future__ import annotations

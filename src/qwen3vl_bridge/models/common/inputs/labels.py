@@ -1,7 +1,7 @@
 """Labels and loss masks as callers give them: for the whole batch, or for this context-parallel rank's tokens alone.
 
 What lives here: which labels there can be a loss of, and where they lie. What may not: where tokens lie
-(`padding_and_packing.py`), losses (`models/qwen3_vl/model.py`).
+(`padding_and_packing.py`), losses (`models/common/model.py`).
 
 Megatron-Bridge's `qwen3_vl_step` and verl's fused kernels give whole rows of tokens, whose pictures need them, and
 labels that are cut over context-parallel ranks already. They are told by their shape, and nobody else's are needed.

@@ -1,0 +1,412 @@
+"""The Megatron model of a vision tower and a text model: embed, fuse, decode.
+
+What lives here: the text model with its rotary embedding, and the model of both towers, as all families have them. What
+may not: what one family has beside (`models/*/model.py`), callers' conventions (`inputs/model_inputs.py`), anything
+about rows, packing, ranks or sequence parallelism: layout is data that comes with the batch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from qwen3vl_bridge.batch.packed_batch import ModelInputs, VisionRows
+from qwen3vl_bridge.models.common.adapters.insertion import map_modules
+from qwen3vl_bridge.models.common.attention import layout_packed_seq_params
+from qwen3vl_bridge.models.common.freezing import freeze_parts
+from qwen3vl_bridge.models.common.inputs.arguments import check_inference, check_settings
+from qwen3vl_bridge.models.common.inputs.model_inputs import as_model_inputs
+from qwen3vl_bridge.models.common.layer_specs import decoder_block_spec
+from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
+from qwen3vl_bridge.models.common.rope import InterleavedMRoPE, scaled_frequencies
+from qwen3vl_bridge.models.common.settings.parallelism import LOGITS
+from qwen3vl_bridge.models.common.vision_config import vision_transformer_config
+from qwen3vl_bridge.models.common.vision_tower import Qwen3VLVisionModel
+from qwen3vl_bridge.parallel.collectives import gather_encoded, scatter_sequence
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.inference.contexts import BaseInferenceContext
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
+from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint, make_viewless_tensor
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+
+class MRopeGPTModel(GPTModel):
+    """The text model: megatron-core's GPT with interleaved multimodal rotary embedding.
+
+    Class attributes:
+        block_spec: (config, virtual pipeline stage, pipeline rank) -> layers of the stage.
+    """
+
+    block_spec: ClassVar[Callable[..., TransformerBlockSubmodules]] = staticmethod(decoder_block_spec)
+
+    def __init__(
+        self,
+        config: VisionLanguageProvider,
+        pg_collection: ProcessGroupCollection,
+        *,
+        pre_process: bool,
+        post_process: bool,
+        vp_stage: int | None,
+    ) -> None:
+        super().__init__(
+            config,
+            self.block_spec(config, vp_stage, pg_collection.pp.rank()),
+            vocab_size=config.padded_vocab_size,
+            max_sequence_length=config.seq_length,
+            pre_process=pre_process,
+            post_process=post_process,
+            fp16_lm_cross_entropy=config.fp16_lm_cross_entropy,
+            parallel_output=config.parallel_output,
+            share_embeddings_and_output_weights=config.share_embeddings_and_output_weights,
+            position_embedding_type="mrope",
+            rotary_base=config.rotary_base,
+            rotary_percent=config.rotary_percent,
+            scatter_embedding_sequence_parallel=False,  # pictures are fused in before
+            pg_collection=pg_collection,
+            vp_stage=vp_stage,
+        )
+        turning = int(config.kv_channels * config.rotary_percent)  # dimensions of a head
+        scaled = config.rope_parameters and functools.partial(scaled_frequencies, config.rope_parameters, turning)
+        precision = torch.float32 if config.apply_rotary_pos_emb_in_fp32 else config.params_dtype
+        self.rotary_pos_emb = InterleavedMRoPE(turning, config.rotary_base, config.mrope_section, precision, scaled)
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """Loss [b, s] of labels [b, s] under logits [s, b, padded vocabulary / tp].
+
+        Rows that pad the vocabulary are no tokens: as they lie, each would take a share of the probability.
+        """
+        if not self.parallel_output and self.pg_collection.tp.size() > 1:
+            raise ValueError(f"parallel_output is False, expected True to train under tensor parallelism: {LOGITS}")
+        tokens, here = self.config.vocab_size, logits.size(-1)
+        first = self.pg_collection.tp.rank() * here
+        if first + here > tokens:
+            logits[..., max(tokens - first, 0) :] = float("-inf")
+        return super().compute_language_model_loss(labels, logits)
+
+    def tie_embeddings_and_output_weights_state_dict(
+        self,
+        sharded_state_dict: ShardedStateDict,
+        output_layer_weight_key: str,
+        first_stage_word_emb_key: str,
+        metadata: dict,
+    ) -> None:
+        """As GPTModel's. It asks for the data-parallel rank among all processes, which a module of several has not."""
+        if self.pre_process or not self.post_process:
+            super().tie_embeddings_and_output_weights_state_dict(
+                sharded_state_dict, output_layer_weight_key, first_stage_word_emb_key, metadata
+            )
+            return
+        sharded_state_dict[output_layer_weight_key] = make_tp_sharded_tensor_for_checkpoint(
+            tensor=self.shared_embedding_or_output_weight(),
+            key=first_stage_word_emb_key,
+            replica_id=(1, 0, metadata["dp_cp_group"].rank()),  # a copy of the first stage's
+            allow_shape_mismatch=True,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+
+
+class VisionLanguageModel(MegatronModule):
+    """A model of one pipeline stage: the vision tower on the first stage, the text model on every one.
+
+    A family whose layers are given more than hidden states overrides `layer_arguments`, `unload` and `load`.
+
+    Args:
+        config: the provider, which is the text model's transformer configuration too.
+        pg_collection: process groups.
+        pre_process: this stage embeds tokens and pictures.
+        post_process: this stage computes logits or the loss.
+        vp_stage: virtual pipeline stage, or None.
+
+    Class attributes:
+        language_model_class: of the text model.
+    """
+
+    language_model_class: ClassVar[type[GPTModel]] = MRopeGPTModel
+    # NeMo-RL asks for it: rows that come with packed-sequence parameters are packed, and cut over ranks, in here.
+    model_owns_packing = True
+
+    def __init__(
+        self,
+        config: VisionLanguageProvider,
+        pg_collection: ProcessGroupCollection,
+        *,
+        pre_process: bool = True,
+        post_process: bool = True,
+        vp_stage: int | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        self.pg_collection, self.tp_group = pg_collection, pg_collection.tp
+        self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
+        self.share_embeddings_and_output_weights = config.share_embeddings_and_output_weights
+        self.vision_model: Qwen3VLVisionModel | None = None
+        if pre_process:
+            self.add_tower()
+        self.language_model = self.language_model_class(
+            config, pg_collection, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage
+        )
+        self.model_type = self.language_model.model_type
+        self.arrived: Tensor | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As nn.Module's. Hooks made for text models put the head of a value or reward model here: it is the text's."""
+        if name == "output_layer":
+            self.language_model.output_layer = value
+        else:
+            super().__setattr__(name, value)
+
+    # What callers of Megatron-Bridge's own model read of it. None of these is a module by another name.
+
+    @property
+    def image_token_id(self) -> int:
+        """The token that stands for a piece of an image."""
+        return self.config.image_token_id
+
+    @property
+    def video_token_id(self) -> int:
+        """The token that stands for a piece of a video."""
+        return self.config.video_token_id
+
+    @property
+    def vision_start_token_id(self) -> int:
+        """The token before a picture."""
+        return self.config.vision_start_token_id
+
+    @property
+    def decoder(self) -> TransformerBlock:
+        """The text model's layers."""
+        return self.language_model.decoder
+
+    @property
+    def cp_group(self) -> ProcessGroup:
+        """Context-parallel ranks."""
+        return self.pg_collection.cp
+
+    @property
+    def pp_group(self) -> ProcessGroup:
+        """Pipeline stages."""
+        return self.pg_collection.pp
+
+    @property
+    def encoder_hidden_state(self) -> Tensor | None:
+        """What a schedule has given the first stage as input, which it has no use for."""
+        return self.arrived if self.pre_process else None
+
+    def add_tower(self) -> None:
+        """Build the vision tower, on a stage that embeds."""
+        self.vision_model = Qwen3VLVisionModel(
+            vision_transformer_config(self.config), self.config.vision_config, self.pg_collection
+        )
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        *,
+        inputs: ModelInputs | None = None,
+        output_processor: Callable[..., Any] | None = None,
+        output_processor_context: Any = None,
+        inference_context: BaseInferenceContext | None = None,
+        runtime_gather_output: bool | None = None,
+        **pictures_and_packing: Any,
+    ) -> Any:
+        """Per-token loss, logits, or the hidden states of a pipeline stage that is not the last.
+
+        Args:
+            input_ids, position_ids, attention_mask, labels, loss_mask, pictures_and_packing: a batch in a caller's own
+                convention, see `inputs.as_model_inputs`.
+            inputs: or the batch as `PackedBatch.local` gives it, which needs no work here.
+            output_processor, output_processor_context: what makes the output of hidden states [s, b, h] and labels in
+                place of logits or losses, and what it is given beside; as GPTModel's.
+            inference_context: accepted while it holds no tokens, because nothing is kept in it.
+            runtime_gather_output: whether logits are of the whole vocabulary; None: as the provider says.
+
+        Returns:
+            [b, s] float32 loss of each token where there are labels, else logits [b, s, padded vocabulary / tp]. A
+            caller's own batch comes back in the caller's token order, see `conventions.Arrangement.way_back`; under
+            context parallelism as this rank's share and, where a whole loss_mask was given, in a tuple with that mask's
+            share. Of a pipeline stage that is not the last, what the next one is to be given, see `load`.
+        """
+        check_settings(self.config, self.training)
+        check_inference(inference_context, runtime_gather_output, labels)
+        answer, given = (
+            None,
+            dict(
+                position_ids=position_ids,
+                attention_mask=attention_mask,
+                labels=labels,
+                loss_mask=loss_mask,
+                **pictures_and_packing,
+            ),
+        )
+        if inputs is not None and any(argument is not None for argument in (input_ids, *given.values())):
+            raise ValueError("inputs holds a whole batch; nothing else can be given beside it")
+        if inputs is None:
+            inputs, answer = as_model_inputs(
+                self.config, self.pg_collection, input_ids, encodes=self.pre_process, **given
+            )
+        processor = {}
+        if output_processor is not None:
+            answer = answer and answer.of_processor()
+            processor = dict(
+                output_processor=output_processor,
+                output_processor_context=output_processor_context,
+                loss_mask=inputs.loss_mask,
+            )
+        self.check_inputs(inputs)
+        hidden, beside = self.embed(inputs) if self.pre_process else self.receive(inputs)
+        output = self.language_model(
+            inputs.input_ids,
+            inputs.position_ids,
+            attention_mask=None,
+            decoder_input=hidden,
+            labels=inputs.labels,
+            packed_seq_params=layout_packed_seq_params(inputs.layout),
+            padding_mask=inputs.padding_mask,
+            extra_block_kwargs=beside,
+            runtime_gather_output=runtime_gather_output,
+            **processor,
+        )
+        if not self.post_process:
+            return self.load(output, beside)
+        return output if answer is None else answer.of(output)
+
+    def check_inputs(self, inputs: ModelInputs) -> None:
+        """Check a family's own conditions on a batch; ValueError for one that this stage cannot take."""
+
+    def encode(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
+        """Vision tokens [M, h] and DeepStack features [t, M, h] of all pictures, this rank's and the others'.
+
+        A rank without pictures runs the tower on a blank one, and nobody uses its rows.
+        """
+        pictures = inputs.vision or self.vision_model.blank_picture(inputs.input_ids.device)
+        return gather_encoded(*self.vision_model(pictures), inputs.vision_counts, self.pg_collection)
+
+    def embed(self, inputs: ModelInputs, encoded: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, dict[str, Any]]:
+        """Tokens and pictures as hidden states [s, b, h], and what the decoder's layers are given beside them.
+
+        Args:
+            inputs: the batch.
+            encoded: what `encode` gave for its pictures, where they are seen more than once.
+        """
+        tokens, features = encoded or self.encode(inputs)
+        embedded = self.language_model.embedding(inputs.input_ids, position_ids=None)
+        hidden = fuse(embedded, tokens, inputs.fuse or VisionRows.none(embedded.device))
+        beside = self.layer_arguments(features, inputs)
+        return scatter_sequence(hidden, self.config, self.pg_collection), beside
+
+    def layer_arguments(self, features: Tensor, inputs: ModelInputs) -> dict[str, Any]:
+        """What the first stage's layers are given beside hidden states; nothing here.
+
+        Args:
+            features: [t, M, h] as `encode` gives them.
+            inputs: the batch.
+        """
+        return {}
+
+    @property
+    def vision_projection(self) -> nn.ModuleList | None:
+        """The mergers, main and DeepStack; None on a stage without the tower. Megatron-Bridge's VLMLoRA asks for it."""
+        tower = self.vision_model
+        return None if tower is None else nn.ModuleList([tower.merger, tower.decoder.deepstack_merger_list])
+
+    def map(self, func: Callable[..., Any], leaf_only: bool = False, **where: Any) -> nn.Module:
+        """Megatron-Bridge's walk over modules, as `adapters.map_modules`, whose names don't depend on wrappers."""
+        return map_modules(self, func, leaf_only=leaf_only)
+
+    def freeze(
+        self,
+        freeze_language_model: bool = False,
+        freeze_vision_model: bool = False,
+        freeze_vision_projection: bool = False,
+    ) -> None:
+        """Stop training of whole parts; arguments as `freeze_parts`', by place or name."""
+        freeze_parts(
+            self,
+            freeze_language_model=freeze_language_model,
+            freeze_vision_model=freeze_vision_model,
+            freeze_vision_projection=freeze_vision_projection,
+        )
+
+    def set_input_tensor(self, input_tensor: Tensor | list[Tensor | None] | None) -> None:
+        """Take what the previous pipeline stage sent, for the next `forward`."""
+        self.arrived = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+
+    def receive(self, inputs: ModelInputs) -> tuple[None, dict[str, Any]]:
+        """As `embed`, on a later pipeline stage; megatron-core's decoder takes the hidden states beforehand there."""
+        if self.arrived is None:
+            raise ValueError("this is no first pipeline stage: expected set_input_tensor before forward")
+        arrived, self.arrived = self.arrived, None
+        tokens, parts = inputs.input_ids.size(1), self.tp_group.size() if self.config.sequence_parallel else 1
+        hidden, beside = self.unload(arrived, tokens // parts, inputs)
+        self.language_model.set_input_tensor(hidden)
+        return None, beside
+
+    def unload(self, arrived: Tensor, length: int, inputs: ModelInputs) -> tuple[Tensor, dict[str, Any]]:
+        """What the previous stage's `load` gave, as hidden states [s, b, h] and what layers are given beside them.
+
+        Args:
+            arrived: the tensor.
+            length: s.
+            inputs: the batch.
+
+        Raises:
+            ValueError: it is of another size.
+        """
+        rows = len(inputs.input_ids)
+        check_arrived(arrived, length * rows, f"{length} tokens of {rows} rows")
+        return arrived, {}
+
+    def load(self, hidden: Tensor, beside: dict[str, Any]) -> Tensor:
+        """What the next stage is to be given; no view, or the schedules could not free it once it is sent.
+
+        Args:
+            hidden: [s, b, h] this stage's hidden states.
+            beside: what its layers were given beside them.
+        """
+        return make_viewless_tensor(hidden, requires_grad=hidden.requires_grad, keep_graph=True)
+
+    def shared_embedding_or_output_weight(self) -> Tensor | None:
+        """The weight that the first and the last stage share when embeddings are tied."""
+        return self.language_model.shared_embedding_or_output_weight()
+
+
+def fuse(hidden: Tensor, tokens: Tensor, where: VisionRows) -> Tensor:
+    """Put vision tokens in the place of their placeholders.
+
+    Args:
+        hidden: [s, b, h] embedded tokens.
+        tokens: [M, h] vision tokens of the whole batch.
+        where: which of them go where on this rank.
+    """
+    chosen = tokens[where.rows].to(hidden.dtype)
+    return hidden.flatten(0, 1).index_copy(0, where.positions, chosen).view_as(hidden)
+
+
+def check_arrived(arrived: Tensor, expected: int, described: str) -> None:
+    """Check how many states [..., h] the previous pipeline stage sent.
+
+    Args:
+        arrived: what it sent.
+        expected: so many.
+        described: of what, for the message.
+
+    Raises:
+        ValueError: there are more or fewer.
+    """
+    found = arrived.numel() // arrived.size(-1)
+    if found != expected:
+        raise ValueError(
+            f"the previous pipeline stage sent {found} states, expected {described}, {expected}: give the schedule "
+            "the rows' length as seq_length, and their number as micro_batch_size, or set variable_seq_lengths=True"
+        )

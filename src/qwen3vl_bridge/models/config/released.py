@@ -1,0 +1,152 @@
+"""Released models: what sets one size apart from the others, and a `config.json` made of it without any network.
+
+What lives here: what all families' released models are described by, and what is alike in their configurations.
+transformers is imported by the one function that returns one of its classes. What may not: numbers of a family
+(`models/*/presets.py`), how a model is trained (recipes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from qwen3vl_bridge.models.config.identity import TOKEN_IDS
+
+_DTYPE = "bfloat16"
+
+
+@dataclass(frozen=True)
+class VisionTower:
+    """A vision tower. `taps` are the layers whose outputs go to the text model's first layers (DeepStack), if any."""
+
+    depth: int
+    hidden: int
+    ffn: int
+    heads: int = 16
+    taps: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Experts of each text layer: how many there are, how many a token visits, and the width of one."""
+
+    number: int
+    chosen: int
+    ffn: int
+
+
+@dataclass(frozen=True)
+class Preset:
+    """What sets one size apart from the others."""
+
+    hidden: int
+    ffn: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vision: VisionTower
+    tied: bool = False
+    experts: Experts | None = None
+
+
+def size_of(name: str, sizes: Iterable[str], hub_ids: Callable[[str], tuple[str, ...]]) -> str:
+    """The size that a size's own name or a hub id means.
+
+    Args:
+        name: either.
+        sizes: the sizes of a family.
+        hub_ids: names on the Hugging Face hub of the models of a size.
+
+    Raises:
+        ValueError: there is no such model; the message lists the sizes.
+    """
+    sizes = list(sizes)
+    for size in sizes:
+        if name == size or name in hub_ids(size):
+            return size
+    raise ValueError(
+        f"no preset is named {name!r}, expected one of {', '.join(sizes)} or {' or '.join(hub_ids('<size>'))}"
+    )
+
+
+def config_of(
+    preset: Preset, *, model_type: str, architecture: str, text: Mapping[str, Any], token_ids: Iterable[int]
+) -> dict[str, Any]:
+    """A `config.json` as transformers 5 spells it. The caller may change it: nothing of the preset is in it.
+
+    Args:
+        preset: the size.
+        model_type: of the family's dense models.
+        architecture: what names of transformers' classes for the family begin with.
+        text: the family's own fields of the text model, made for this call.
+        token_ids: in the order of `TOKEN_IDS`.
+    """
+    if preset.experts is not None:
+        model_type, architecture = f"{model_type}_moe", f"{architecture}Moe"
+    return {
+        "architectures": [f"{architecture}ForConditionalGeneration"],
+        "model_type": model_type,
+        "dtype": _DTYPE,
+        "text_config": {"model_type": f"{model_type}_text", **_text(preset), **_experts(preset.experts), **text},
+        "vision_config": {"model_type": f"{model_type}_vision", **_vision(preset)},
+        **dict(zip(TOKEN_IDS, token_ids, strict=True)),
+        "tie_word_embeddings": preset.tied,
+    }
+
+
+def _text(preset: Preset) -> dict[str, Any]:
+    return {
+        "dtype": _DTYPE,
+        "hidden_size": preset.hidden,
+        "num_hidden_layers": preset.layers,
+        "num_attention_heads": preset.heads,
+        "num_key_value_heads": preset.kv_heads,
+        "hidden_act": "silu",
+        "max_position_embeddings": 262_144,
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-6,
+        "use_cache": True,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        # The MoE text configuration's own default is True, whatever the whole model's configuration says.
+        "tie_word_embeddings": preset.tied,
+    }
+
+
+def _experts(experts: Experts | None) -> dict[str, Any]:
+    if experts is None:
+        return {}
+    return {
+        "num_experts": experts.number,
+        "num_experts_per_tok": experts.chosen,
+        "moe_intermediate_size": experts.ffn,
+        "router_aux_loss_coef": 0.001,
+    }
+
+
+def _vision(preset: Preset) -> dict[str, Any]:
+    tower = preset.vision
+    return {
+        "dtype": _DTYPE,
+        "depth": tower.depth,
+        "hidden_size": tower.hidden,
+        "hidden_act": "gelu_pytorch_tanh",
+        "intermediate_size": tower.ffn,
+        "num_heads": tower.heads,
+        "in_channels": 3,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "out_hidden_size": preset.hidden,
+        "num_position_embeddings": 48 * 48,
+        **({"deepstack_visual_indexes": list(tower.taps)} if tower.taps else {}),
+        "initializer_range": 0.02,
+    }
+
+
+def as_transformers(config: Mapping[str, Any]) -> Any:
+    """A configuration as transformers' own class, by its `model_type`."""
+    from transformers import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
