@@ -15,7 +15,7 @@ from typing import Any
 
 from qwen3vl_bridge.checkpoint.formats.megatron.folder import find_iteration
 from qwen3vl_bridge.encoder_parallel.step import Modules
-from qwen3vl_bridge.parallel.collectives import largest, sum_losses
+from qwen3vl_bridge.parallel.collectives import largest, sum_over_ranks
 from qwen3vl_bridge.training.process_groups import _join, groups_to_leave, leave_groups
 from qwen3vl_bridge.training.step import forward_step
 
@@ -131,7 +131,11 @@ def forward_backward(
         pg_collection=run.groups,
     )
     nothing = torch.zeros(2, dtype=torch.float64)  # stages before the last have no losses
-    return sum_losses(sum((report["lm loss"].double() for report in reports), start=nothing), run.groups)
+    # Tensor-parallel ranks have the same losses.
+    mine = (
+        sum((report["lm loss"].double() for report in reports), start=nothing) if run.groups.tp.rank() == 0 else nothing
+    )
+    return sum_over_ranks(mine)
 
 
 def train_step(run: Run) -> dict[str, float]:

@@ -213,7 +213,7 @@ def _used(found: Machine) -> dict[str, str]:
         "layer spec": f"transformer_engine: {engine}" if whole else "local: modules of torch and megatron-core",
         "attention": f"{engine}, which chooses {kernels}" if whole else "torch's scaled_dot_product_attention",
         "collectives": f"NCCL {found.nccl}" if cuda else "gloo",
-        "loop": "Megatron-Bridge's" if cuda else "the small loop, for machines without CUDA",
+        "loop": "Megatron-Bridge's",
         "conversion": "the CPU; processes of torchrun share the work",
     }
 

@@ -110,7 +110,7 @@ class ConversationRows(DatasetProvider):
         return self.pad_to_multiple_of or 1
 
     def shared_by(self, cp_size: int) -> Self:
-        """These settings for rows that context-parallel ranks share, as both loops ask for them.
+        """These settings for rows that context-parallel ranks share, as Megatron-Bridge asks for them.
 
         Args:
             cp_size: how many ranks share a row.

@@ -1,8 +1,8 @@
 """Checkpoints of vision and language on ranks of their own, in Megatron-Bridge's loop: those of one model.
 
 What lives here: what its own saving and loading are told, so that nothing of both modules has the same name and a run
-goes on with another number of ranks, or without modules. What may not: checkpoints of the small loop
-(`training/small_loop/checkpoint.py`).
+goes on with another number of ranks, or without modules. What may not: where a
+run's checkpoints are saved and found (`training/checkpoint_manager.py`).
 
 Tensors of both modules have names of their own, and the rest is what the first rank has. Two things are not so. Random
 states are stored by a rank's place in its module; the tower's get a name of their own. And an optimizer that has no

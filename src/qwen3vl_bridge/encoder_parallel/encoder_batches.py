@@ -1,6 +1,6 @@
 """The batches of ranks of the vision tower: those of the language replicas that they encode for.
 
-What lives here: one stream out of several, in the small loop and in Megatron-Bridge's. What may not: who serves whom
+What lives here: one stream out of several. What may not: who serves whom
 (`parallel/encoder_replicas.py`), batches themselves.
 """
 
@@ -45,9 +45,9 @@ def read_split(state: GlobalState, split: str) -> None:
 def next_served(state: GlobalState, given: Iterator[Any], groups: ProcessGroupCollection) -> tuple:
     """The next microbatch of each replica that a rank of the tower encodes for.
 
-    The small loop gives them. Megatron-Bridge's loop deals rows out by the tower's own replicas; where those are as
-    many as the language model's, they read the same. Else its iterator is left alone, and rows are read from where the
-    run stands.
+    Megatron-Bridge's loop deals rows out by the tower's own replicas; where those are as many as the language model's,
+    they read the same. Else its iterator is left alone, and rows are read from where the run stands. A script with an
+    iterator of its own gives tuples, of a microbatch for each replica.
 
     Args:
         state: the run.

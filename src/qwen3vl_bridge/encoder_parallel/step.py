@@ -1,4 +1,4 @@
-"""Vision and language on ranks of their own: what they do together in a step, in Megatron-Bridge's loop and in ours.
+"""Vision and language on ranks of their own: what they do together in a step, in Megatron-Bridge's loop.
 
 What lives here: gradients that come back or don't, one division by the tokens, one norm that clips. What may not:
 groups (`training/process_groups.py`), the two modules (`modules.py`), data (`encoder_batches.py`), checkpoints and
@@ -20,7 +20,6 @@ from qwen3vl_bridge.encoder_parallel.encoder_batches import read_split
 from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
 from qwen3vl_bridge.models.common.settings.encoder_parallel import expect, replicas_of, trains_vision
 from qwen3vl_bridge.parallel.collectives import sum_over_ranks, tell_from
-from qwen3vl_bridge.training.monitoring.trackers import LoopContext
 
 import torch
 from megatron.bridge.training.callbacks import Callback, CallbackContext
@@ -38,7 +37,7 @@ from torch import Tensor
 
 
 class Modules(Callback):
-    """Joins the two modules in Megatron-Bridge's loop. The small loop does so by itself."""
+    """Joins the two modules in Megatron-Bridge's loop."""
 
     def on_train_start(self, context: CallbackContext) -> None:
         """Before the first step, when the loop has set its own functions.
@@ -46,16 +45,12 @@ class Modules(Callback):
         Raises:
             ValueError: the run is to do what Megatron-Bridge's loop cannot, of modules.
         """
-        if isinstance(context, LoopContext):
-            return
         _refuse_what_their_loop_cannot(context.state)
         sharded = context.state.cfg.optimizer.use_distributed_optimizer
         join_modules(get_model_config(context.model[0]), context.optimizer, sharded=sharded)
 
     def on_train_step_end(self, context: CallbackContext) -> None:
         """Count the batch's samples; right after this Megatron-Bridge adds those of its module's replicas."""
-        if isinstance(context, LoopContext):
-            return
         groups, train = get_attr_wrapped_model(context.model[0], "pg_collection"), context.state.cfg.train
         added = groups.dp.size() * train.micro_batch_size * get_num_microbatches()
         context.state.train_state.consumed_train_samples += get_current_running_global_batch_size() - added

@@ -23,11 +23,6 @@ def scatter_sequence(hidden: Tensor, config: TransformerConfig, groups: ProcessG
     return tensor_parallel.scatter_to_sequence_parallel_region(hidden, group=groups.tp)
 
 
-def sum_losses(values: Tensor, groups: ProcessGroupCollection) -> Tensor:
-    """`values` of all ranks that see different tokens added up; zero on all pipeline stages but the last."""
-    return sum_over_ranks(values if groups.tp.rank() == 0 else torch.zeros_like(values))
-
-
 def sum_counts(counts: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
     """`counts` of all ranks of a group added up, in a tensor of its own."""
     counts = counts.clone()

@@ -1,6 +1,6 @@
 """Training: the forward step and what goes along with a run in Megatron-Bridge's loop.
 
 What lives here: the step, its configuration and callbacks, other people's batches as ours; checkpoints, figures, what
-is done around the optimizer's step and the small loop in folders of their own. What may not: the model,
-reading data.
+is done around the optimizer's step in folders of their own. What may not: the loop, which is Megatron-Bridge's; the
+model, reading data.
 """

@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from qwen3vl_bridge.checkpoint.adapters.settings import check_same_adapters
 from qwen3vl_bridge.checkpoint.formats.dcp.metadata import FILE as METADATA
 from qwen3vl_bridge.checkpoint.formats.dcp.metadata import read_metadata
 from qwen3vl_bridge.checkpoint.formats.megatron.folder import TORCH_DIST, find_iteration, format_of, iteration_folder
@@ -132,6 +133,9 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
         for kept in (read_run_config, read_train_state):
             kept.cache_clear()
         folder = None if is_local else _folder_to_load(settings)
+        if folder is not None:
+            with together():
+                check_same_adapters(folder, ctx.state.cfg.peft)
         with (
             as_one_model(ctx) as whole,
             _random_states_that_fit(settings, whole, is_local),

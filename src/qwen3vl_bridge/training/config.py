@@ -13,6 +13,7 @@ from typing import Literal, get_args
 from qwen3vl_bridge.data.row_settings import ConversationRows
 from qwen3vl_bridge.encoder_parallel.evaluation import evaluate_modules_together
 from qwen3vl_bridge.models.common.settings.encoder_parallel import check_world, expect
+from qwen3vl_bridge.models.common.settings.parallelism import check_microbatches
 from qwen3vl_bridge.training.checkpoint_manager import MANAGER, manage_checkpoints
 from qwen3vl_bridge.training.checkpointing.initial_weights import read_first_weights
 from qwen3vl_bridge.training.checkpointing.saving_process import check_script
@@ -109,7 +110,7 @@ class Qwen3VLConfigContainer(ConfigContainer):
     """Megatron-Bridge's `ConfigContainer` with two sections more, which the callbacks of `training_callbacks` follow.
 
     Megatron-Bridge's own check for losses that are not finite is off here: the guard has it, and names samples.
-    First weights (`checkpoint.pretrained_checkpoint`), of any format, are read by our loader in either loop.
+    First weights (`checkpoint.pretrained_checkpoint`), of any format, are read by our loader.
 
     Attributes:
         optimizer_config_override_provider: learning rates and schedules of the model's parts; Megatron-Bridge's field.
@@ -151,11 +152,12 @@ class Qwen3VLConfigContainer(ConfigContainer):
             self._check_accuracy()
         check_towers(self)
         check_warmup(self)
-        check_share(self, self.get_data_parallel_size(get_world_size_safe()))
+        microbatches = check_share(self, self.get_data_parallel_size(get_world_size_safe()))
         check_balance(self)
         if self.guard is not None:
             self._check_guard(self.guard)
         super().validate()
+        check_microbatches(self.model, microbatches, "train.global_batch_size")
         self._check_shards_are_saved()
         check_host_memory(self)
         leave_exit_signal_to_run(self)
@@ -197,9 +199,8 @@ class Qwen3VLConfigContainer(ConfigContainer):
                 "ranks of the tower cannot read their rows again",
             ),
         }
-        if not hasattr(self, "_shards_nothing"):
-            used = self.ddp.use_megatron_fsdp or self.dist.use_megatron_fsdp
-            settings["ddp.use_megatron_fsdp"] = (used, False, shards)
+        used = self.ddp.use_megatron_fsdp or self.dist.use_megatron_fsdp
+        settings["ddp.use_megatron_fsdp"] = (used, False, shards)
         if saved:
             other = self.checkpoint.custom_manager_class
             unmanaged = "it would save random states of both modules by the same names"
@@ -241,7 +242,7 @@ class Qwen3VLConfigContainer(ConfigContainer):
     def _check_shards_are_saved(self) -> None:
         """megatron-core looks for what it saves of Megatron-FSDP one wrapper deeper than a float32 model lies."""
         saves = self.checkpoint.save is not None and self.checkpoint.ckpt_format == "fsdp_dtensor"
-        if not (saves and self.ddp.use_megatron_fsdp) or hasattr(self, "_shards_nothing"):
+        if not (saves and self.ddp.use_megatron_fsdp):
             return
         if not (self.model.bf16 or self.model.fp16):
             raise ValueError(

@@ -28,7 +28,7 @@ def ignored_signal(cfg: ConfigContainer) -> int | None:
 
 
 def leave_exit_signal_to_run(cfg: ConfigContainer) -> None:
-    """Let workers of our data sets ignore it in either loop, and say where a run could not save for its workers.
+    """Let workers of our data sets ignore it, and say where a run could not save for its workers.
 
     Args:
         cfg: changed in place; a second call changes nothing more.

@@ -2,7 +2,7 @@
 
 What lives here: which keys such a batch has and what they mean, and checks of what would train silently on something
 else. What may not: masks, packing and pictures themselves (the model's door has them,
-`models/common/inputs/model_inputs.py`), where batches come from (`training/small_loop/data_streams.py`), devices.
+`models/common/inputs/model_inputs.py`), where batches come from, devices.
 
 Their batches are whole and on the host when they leave the data loader. They are turned into ours there, so that the
 step waits for no device.

@@ -1,7 +1,7 @@
 """Processes and groups: torch.distributed and megatron-core's parallel state from a provider's sizes.
 
 What lives here: setting both up, seeding random generators and tearing them down. What may not: collectives of ours
-(`parallel/collectives.py`), what checkpoints hold of random generators (`training/small_loop/random_states.py`).
+(`parallel/collectives.py`), what checkpoints hold of random generators, which is Megatron-Bridge's.
 """
 
 import contextlib

@@ -19,5 +19,4 @@ class UndisturbedGenerator(Callback):
 
     def on_train_start(self, context: CallbackContext) -> None:
         """Give it back."""
-        if hasattr(self, "_state"):  # the small loop has no such event
-            torch.set_rng_state(self._state)
+        torch.set_rng_state(self._state)

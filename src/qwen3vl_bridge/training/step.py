@@ -1,7 +1,7 @@
 """The forward step: one microbatch through the model, and how its loss counts.
 
 What lives here: the function that Megatron-Bridge's loop and ours call, with Megatron-Bridge's signature. What may
-not: the loop (`training/small_loop/loop.py`).
+not: the loop, which is Megatron-Bridge's.
 """
 
 from __future__ import annotations

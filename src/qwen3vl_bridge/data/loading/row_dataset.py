@@ -1,6 +1,6 @@
 """Rows of a split: what the plan says, read and encoded.
 
-What lives here: the dataset that both loops read rows from. What may not: what a sample is
+What lives here: the dataset that the loop reads rows from. What may not: what a sample is
 (`data/processing/samples.py`), positions in a run (`batch_stream.py`), Megatron (`data/provider.py`).
 """
 

@@ -1,4 +1,4 @@
-"""A run's tensors in the fsdp_dtensor layout, written and read by torch.distributed.checkpoint.
+"""A model's weights in the fsdp_dtensor layout, read by torch.distributed.checkpoint.
 
 What lives here: their keys on disk, and whether a checkpoint has them. What may not: which part of a parameter a rank
 has (`stored_parameters.py`), files around the tensors.
@@ -8,77 +8,41 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from qwen3vl_bridge.checkpoint.formats.dcp.metadata import read_metadata
 from qwen3vl_bridge.checkpoint.formats.megatron.folder import key_of
-from qwen3vl_bridge.checkpoint.formats.megatron.side_files import BYTE_ITEMS
 from qwen3vl_bridge.files.errors import CheckpointError
 from qwen3vl_bridge.parallel.collectives import hear_all
 from qwen3vl_bridge.training.checkpointing.all_or_none import together
-from qwen3vl_bridge.training.checkpointing.optimizer_state import MOMENTS, adam_states
 from qwen3vl_bridge.training.checkpointing.stored_parameters import StoredParameter, stored_parameters
 from qwen3vl_bridge.weights.names import local_name
 
 import torch
 import torch.distributed.checkpoint as dcp
-from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-if TYPE_CHECKING:
-    from qwen3vl_bridge.peft.lora import Qwen3VLParts
 
-_OPTIMIZER = "optimizer.state.module.module.module."
-
-
-def save(
-    folder: Path,
-    model: Sequence[torch.nn.Module],
-    optimizer: MegatronOptimizer | None,
-    groups: ProcessGroupCollection,
-    step: int,
-    peft: Qwen3VLParts | None = None,
-) -> None:
-    """Write the tensors of all ranks.
+def load(folder: Path, model: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> None:
+    """Fill this rank's weights, all of them.
 
     Args:
         folder: that all ranks see.
-        model: this rank's chunks. In float32 where the optimizer keeps such a copy.
-        optimizer: whose moments are written too; None for none.
+        model: this rank's chunks, wrapped or not.
         groups: process groups.
-        step: how many the run has made.
-        peft: that put adapters in; then only what is trained is written.
-    """
-    with together():
-        parameters = list(stored_parameters(model, groups, peft))
-        tensors = _weights(parameters) | ({} if optimizer is None else _moments(parameters, optimizer))
-    dcp.save({**tensors, **BYTE_ITEMS, "iteration": step}, checkpoint_id=folder)
-
-
-def load(
-    folder: Path,
-    model: Sequence[torch.nn.Module],
-    optimizer: MegatronOptimizer | None,
-    groups: ProcessGroupCollection,
-    peft: Qwen3VLParts | None = None,
-) -> None:
-    """Fill this rank's tensors, all of them; arguments as for `save`.
 
     Raises:
         CheckpointError: a tensor is missing, extra or of another shape; all are listed.
     """
     with together():
-        parameters = list(stored_parameters(model, groups, peft))
-        tensors, prefixes = _weights(parameters), (key_of(""),)
-        if optimizer is not None:
-            tensors |= _moments(parameters, optimizer)
-            prefixes += (_OPTIMIZER,)
+        parameters = list(stored_parameters(model, groups))
+        # Views: loading fills the model.
+        tensors = {key_of(name): part for stored in parameters for name, part in stored.parts()}
         # Read by our own reader first: it unpickles nothing but descriptions of tensors.
         stored = read_metadata(folder).tensors
-        found = {key: spec.shape for key, (spec, _) in stored.items() if key.startswith(prefixes)}
+        found = {key: spec.shape for key, (spec, _) in stored.items() if key.startswith(key_of(""))}
         # What Megatron-FSDP saves of a model without Transformer Engine has that model's own names.
         tensors = {
             key if key in found or local_name(key) not in found else local_name(key): t for key, t in tensors.items()
@@ -94,29 +58,11 @@ def load(
             _load_rows(folder, key, part, torch.empty(found[key], dtype=part.dtype))
 
 
-def _weights(parameters: Sequence[StoredParameter]) -> dict[str, Tensor]:
-    """Every weight as stored. Views: loading fills the model."""
-    return {key_of(name): part for stored in parameters for name, part in stored.parts(stored.main)}
-
-
-def _moments(parameters: Sequence[StoredParameter], optimizer: MegatronOptimizer) -> dict[str, Tensor]:
-    """The optimizer's tensors as stored; views too."""
-    states = adam_states(optimizer)
-    return {
-        f"{_OPTIMIZER}{name}.{moment}": part
-        for stored in parameters
-        if stored.parameter.requires_grad
-        for moment in MOMENTS
-        for name, part in stored.parts(states[stored.main][moment])
-    }
-
-
 def _padded_otherwise(
     found: dict[str, tuple[int, ...]], tensors: dict[str, Tensor], parameters: Sequence[StoredParameter], tokens: int
 ) -> dict[str, Tensor]:
     """Tensors with a row for each token that were saved with another number of rows beyond those."""
-    rows = {name for stored in parameters if stored.row.of_vocabulary for name in stored.row.stored}
-    keys = {key_of(name) for name in rows} | {f"{_OPTIMIZER}{name}.{moment}" for name in rows for moment in MOMENTS}
+    keys = {key_of(name) for stored in parameters if stored.row.of_vocabulary for name in stored.row.stored}
     return {
         key: tensors[key]
         for key in keys & found.keys() & tensors.keys()

@@ -1,7 +1,7 @@
 """An optimizer's settings in Megatron-Bridge's loop, from a checkpoint in which experts had an optimizer of their own.
 
 What lives here: how they get from one form into the other. What may not: tensors, which have the parameters' names and
-are read in either form; checkpoints of the small loop (`optimizer_state.py`).
+are read in either form.
 
 Under expert parallelism, and only then, megatron-core gives experts' parameters groups and an optimizer of their own. A
 checkpoint has the settings of groups (rates, decay, steps) by the optimizer's number there, and without one elsewhere,

@@ -1,7 +1,7 @@
 """The process that saving in `torch_dist` starts in Megatron-Bridge's loop.
 
 What lives here: starting it before the run, keeping the run's signals from it, and refusing to train in it. What may
-not: what is saved (`training/checkpoint_manager.py`); the small loop, whose saving starts none.
+not: what is saved (`training/checkpoint_manager.py`).
 
 megatron-core's writer passes what its threads have done through a process of `multiprocessing`'s. It starts with the
 first save, hours into a run, and lives as long as the run. It is spawned, so it runs the user's script again as a

@@ -13,11 +13,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
 from qwen3vl_bridge.registry import family
-from qwen3vl_bridge.weights.adapter_rows import MARK, adapter_row, plain_name
 from qwen3vl_bridge.weights.dimensions import Dimensions
 from qwen3vl_bridge.weights.names import local_name
 from qwen3vl_bridge.weights.rows import Row, expand, stored_rows
@@ -29,9 +27,6 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-
-if TYPE_CHECKING:
-    from qwen3vl_bridge.peft.lora import Qwen3VLParts
 
 # The last pipeline stage of a tied model has an embedding of its own by this name.
 _OUTPUT, _EMBEDDING = "language_model.output_layer.weight", "language_model.embedding.word_embeddings.weight"
@@ -55,15 +50,11 @@ class StoredParameter:
     dimension: int = 0
     ratio: tuple[int, ...] = (1,)
 
-    @property
-    def main(self) -> Tensor:
-        """What the optimizer steps: the parameter, or a copy in float32."""
-        return getattr(self.parameter, "main_param", self.parameter)
-
-    def parts(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """What a tensor shaped as the parameter is stored as: names, and views of it."""
+    def parts(self) -> Iterator[tuple[str, Tensor]]:
+        """What it is stored as: names, and views of it."""
+        tensor = self.parameter.detach()
         share = len(tensor) // sum(self.ratio)
-        for name, part in zip(self.row.stored, tensor.detach().split([n * share for n in self.ratio]), strict=True):
+        for name, part in zip(self.row.stored, tensor.split([n * share for n in self.ratio]), strict=True):
             if self.mesh is None:
                 yield name, part
             else:
@@ -76,30 +67,22 @@ def rows_by_name(provider: VisionLanguageProvider) -> dict[str, Row]:
     return {name: row for row in rows for name in (row.megatron, local_name(row.megatron))}
 
 
-def stored_parameters(
-    model: Sequence[torch.nn.Module], groups: ProcessGroupCollection, peft: Qwen3VLParts | None = None
-) -> Iterator[StoredParameter]:
+def stored_parameters(model: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> Iterator[StoredParameter]:
     """This rank's parameters.
 
     Args:
-        model: its chunks, wrapped or not.
+        model: its chunks, wrapped or not, without adapters.
         groups: its process groups.
-        peft: that put adapters in, where these and what else is trained are stored alone; None for all parameters.
     """
     chunks = unwrap_model(list(model))
     config = chunks[0].config
     rows, meshes, dimensions = rows_by_name(config), {}, config.dimensions()
     for stage, chunk in enumerate(chunks):
         for name, parameter in chunk.named_parameters():
-            if peft is not None and not parameter.requires_grad:
-                continue
-            layer, mark, kind = plain_name(name).partition(MARK)
-            # Of adapters, Megatron-Bridge leaves experts' numbers as they are on this rank.
-            own = f"{layer}.weight" if mark else layer
-            whole = _megatron_local_name_to_global(chunks, config, own, stage)
+            whole = _megatron_local_name_to_global(chunks, config, name, stage)
             if whole == _OUTPUT and config.share_embeddings_and_output_weights:
                 whole = _EMBEDDING
-            row = adapter_row(rows[whole], kind, peft.dim) if mark else rows[whole]
+            row = rows[whole]
             ratio = _ratio(row, dimensions)
             group = groups.expt_tp if "experts" in row.indices else groups.tp
             if group.size() == 1 or not getattr(parameter, "tensor_model_parallel", False):

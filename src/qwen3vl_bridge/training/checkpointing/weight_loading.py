@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from qwen3vl_bridge.checkpoint.adapters.settings import refuse_adapters_alone
 from qwen3vl_bridge.checkpoint.engine.manifest import MANIFEST, read_manifest, tool
@@ -24,17 +23,12 @@ from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
 from qwen3vl_bridge.registry import family_of
 from qwen3vl_bridge.training.checkpointing import fsdp_dtensor, torch_dist
 from qwen3vl_bridge.training.checkpointing.all_or_none import together
-from qwen3vl_bridge.training.checkpointing.optimizer_state import copy_main_to_model, copy_model_to_main
 from qwen3vl_bridge.weights.dimensions import vision_sizes
 
 import torch
 from megatron.bridge import AutoBridge
 from megatron.bridge.training.utils.checkpoint_utils import is_hf_checkpoint_dir
-from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
-
-if TYPE_CHECKING:
-    from qwen3vl_bridge.peft.lora import Qwen3VLParts
 
 # Fields of a provider that say which weights there are, and of which shapes.
 _SIZES = (
@@ -102,9 +96,8 @@ class Pretrained:
         if self.is_hf:
             bridge = AutoBridge.from_hf_pretrained(str(self.folder))
             bridge.load_hf_weights(list(model))
-            copy_model_to_main(model)
         else:
-            load_tensors(self.folder, model, None, groups)
+            _load(self.folder, model, groups)
 
     def travel_along(self, folder: Path, provider: VisionLanguageProvider) -> None:
         """Write what an export asks for: configuration, tokenizer, processor, and how experts were held.
@@ -139,39 +132,16 @@ def load_weights(folder: str | Path, model: Sequence[torch.nn.Module], groups: P
     """
     with together():
         folder = find_iteration(Path(folder))
-    load_tensors(folder, model, None, groups)
+    _load(folder, model, groups)
 
 
-def load_tensors(
-    folder: Path,
-    model: Sequence[torch.nn.Module],
-    optimizer: MegatronOptimizer | None,
-    groups: ProcessGroupCollection,
-    peft: Qwen3VLParts | None = None,
-) -> None:
-    """Fill a model, and what an optimizer keeps, from an iteration's folder of either format.
-
-    Args:
-        folder: it.
-        model: this rank's chunks, wrapped or not.
-        optimizer: whose tensors are filled too; None for none.
-        groups: process groups.
-        peft: that put adapters in, where these and what else is trained are filled alone.
-
-    Raises:
-        CheckpointError: tensors that don't fit; all are listed.
-    """
+def _load(folder: Path, model: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> None:
+    """From an iteration's folder of either format."""
     with together():
-        if peft is None:
-            refuse_adapters_alone(folder)
+        refuse_adapters_alone(folder)
         ckpt_format = format_of(folder)
-    if ckpt_format == TORCH_DIST:
-        torch_dist.load(folder, model, optimizer, groups, peft)
-        if optimizer is None:
-            copy_model_to_main(model)
-    else:
-        fsdp_dtensor.load(folder, model, optimizer, groups, peft)
-        copy_main_to_model(model)
+    read = torch_dist.load if ckpt_format == TORCH_DIST else fsdp_dtensor.load
+    read(folder, model, groups)
 
 
 def _sizes(provider: VisionLanguageProvider) -> dict[str, object]:

@@ -52,13 +52,11 @@ class ExpertLoad:
         layer, count = getattr(router, "to_wrap", router).layer_number - 1, chosen.sum(0)
         self._counts[layer] = self._counts[layer] + count if layer in self._counts else count
 
-    def take(self, cfg: ConfigContainer, *, clear: bool) -> dict[str, float]:
+    def take(self, cfg: ConfigContainer) -> dict[str, float]:
         """Stop counting; figures of all ranks' tokens.
 
         Args:
             cfg: the run's configuration.
-            clear: whether to set the tracker of balancing losses to zero; Megatron-Bridge's loop does, when it has
-                reported them.
 
         Returns:
             `expert_load_max` and `expert_load_mean` over layers, of the tokens of a layer's busiest expert over the
@@ -67,10 +65,7 @@ class ExpertLoad:
         counts = self.counts(cfg.model)
         loads = counts.amax(1) / counts.sum(1).clamp(min=1) * counts.size(1)
         figures = {"expert_load_max": loads.max().item(), "expert_load_mean": loads.mean().item()}
-        figures |= self._balancing_losses(cfg)
-        if clear:
-            get_moe_metrics_tracker().clear()
-        return figures
+        return figures | self._balancing_losses(cfg)
 
     def counts(self, config: VisionLanguageProvider) -> Tensor:
         """Stop counting; [layers with experts, E] how often real tokens of all ranks chose each expert."""

@@ -14,7 +14,7 @@ from qwen3vl_bridge.training.monitoring.batch_meter import Amounts, meter_of
 from qwen3vl_bridge.training.monitoring.expert_load import ExpertLoad
 from qwen3vl_bridge.training.monitoring.learning_rates import PartRates
 from qwen3vl_bridge.training.monitoring.throughput import peak_operations, step_costs
-from qwen3vl_bridge.training.monitoring.trackers import LoopContext, check_trackers, publish, step_of
+from qwen3vl_bridge.training.monitoring.trackers import check_trackers, publish, step_of
 from qwen3vl_bridge.training.optimizer.before_step import TOWER_NORMS
 
 import torch
@@ -104,11 +104,10 @@ class Metrics(Callback):
         figures |= {"filled": step.tokens / max(step.slots, 1)}
         figures |= self._speed(interval) | {"memory_gb": largest(_memory()) / 1e9}
         figures |= self._lr_of_parts
-        if not isinstance(context, LoopContext):  # whose log has them for every step
-            norms = context.user_state.get(TOWER_NORMS) or {}
-            figures |= {f"grad_norm_{part}": float(norm) for part, norm in norms.items()}
+        norms = context.user_state.get(TOWER_NORMS) or {}
+        figures |= {f"grad_norm_{part}": float(norm) for part, norm in norms.items()}
         if self._load is not None:
-            figures |= self._load.take(self.cfg, clear=isinstance(context, LoopContext))
+            figures |= self._load.take(self.cfg)
             self._load = None
         self._interval, self._seconds = Amounts(), 0.0
         return figures

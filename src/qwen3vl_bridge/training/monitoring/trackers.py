@@ -19,10 +19,6 @@ PREFIX = "qwen3vl/"
 MEASURED = "measured"
 
 
-class LoopContext(CallbackContext):
-    """A context of the small loop, which writes to trackers itself."""
-
-
 def check_trackers(cfg: ConfigContainer) -> None:
     """Refuse, before training, what would fail at the first figure.
 
@@ -49,28 +45,18 @@ def publish(context: CallbackContext, figures: Mapping[str, float]) -> None:
         figures: by name.
     """
     context.user_state.setdefault(MEASURED, {}).update(figures)
-    if not isinstance(context, LoopContext):
-        write(context.state, {PREFIX + name: value for name, value in figures.items()}, step_of(context))
+    _write(context.state, {PREFIX + name: value for name, value in figures.items()}, step_of(context))
 
 
 def step_of(context: CallbackContext) -> int:
     """The latest step done. Megatron-Bridge tells of a step before it counts it."""
-    early = context.loss_dict is not None and not isinstance(context, LoopContext)
-    return context.state.train_state.step + early
+    return context.state.train_state.step + (context.loss_dict is not None)
 
 
-def write(state: GlobalState, figures: Mapping[str, float], step: int) -> None:
+def _write(state: GlobalState, figures: Mapping[str, float], step: int) -> None:
     """Write figures under these names, on the rank that has a tracker."""
     if (board := state.tensorboard_logger) is not None:
         for name, value in figures.items():
             board.add_scalar(name, value, step)
     if (wandb := state.wandb_logger) is not None:
         wandb.log(dict(figures), step)
-
-
-def close(state: GlobalState) -> None:
-    """See to it that all is written; for the small loop, since Megatron-Bridge does it in its own."""
-    if (board := state.tensorboard_logger) is not None:
-        board.close()
-    if (wandb := state.wandb_logger) is not None:
-        wandb.finish()

@@ -1,9 +1,9 @@
 """The one look at a step's losses and gradients before the weights change, for all who need it.
 
-What lives here: getting between the gradients and the optimizer, in Megatron-Bridge's loop and in ours. What may not:
+What lives here: getting between the gradients and the optimizer, in Megatron-Bridge's loop. What may not:
 judging (`step_guard.py`), norms (`gradient_norms.py`), resting parts (`delayed_unfreezing.py`).
 
-Neither loop has a place for callbacks there. megatron-core's optimizers first make gradients ready, in a method that
+The loop has no place for callbacks there. megatron-core's optimizers first make gradients ready, in a method that
 can also say that the step is not to be done; this one is called through.
 """
 

@@ -1,7 +1,7 @@
 """The warm-up of the learning rate: one without an end is refused.
 
 What lives here: telling that before a run. What may not: the schedule of a run that goes on
-(`training/small_loop/schedule.py`), rates of the model's parts (`tower_settings.py`).
+(`training/checkpointing/schedules.py`), rates of the model's parts (`tower_settings.py`).
 """
 
 from __future__ import annotations
