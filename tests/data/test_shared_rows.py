@@ -1,12 +1,10 @@
-"""Rows that context-parallel ranks share: conversations are padded for that, in both loops, whatever the source."""
+"""Rows that context-parallel ranks share: conversations are padded for that, whatever the source."""
 
 from itertools import islice
-from types import SimpleNamespace
 
 from qwen3vl_bridge import Qwen3VLConversationProvider
 from qwen3vl_bridge.batch import token_index
 from qwen3vl_bridge.cli.data import main
-from qwen3vl_bridge.training.small_loop.data_streams import open_data
 
 import datasets
 import pytest
@@ -66,8 +64,9 @@ def _webdataset(folder):
     return folder / "wds" if (folder / "wds").exists() else write_folder(folder / "wds", train=[samples])
 
 
-def in_our_loop(provider, cp: int):
-    return open_data(SimpleNamespace(dataset=provider), groups(cp=cp)).stream("train")
+def as_a_stream(provider, cp: int):
+    """As ranks of the vision tower read them."""
+    return provider.shared_by(cp).stream("train")
 
 
 def in_megatron_bridges(provider, cp: int):
@@ -78,7 +77,7 @@ def in_megatron_bridges(provider, cp: int):
     return iter(train)
 
 
-LOOPS = (in_our_loop, in_megatron_bridges)
+LOOPS = (as_a_stream, in_megatron_bridges)
 
 
 def check(batch, multiple: int, cp: int) -> None:
@@ -148,7 +147,7 @@ def test_rows_that_were_packed_with_another_multiple_are_refused(make, loop):
 
 def test_a_position_is_of_rows_that_as_many_ranks_share(make):
     """Other padding makes other rows of the same conversations."""
-    stream = in_our_loop(make("rows"), 1)
+    stream = as_a_stream(make("rows"), 1)
     next(stream)
     with pytest.raises(ValueError, match="the position is of other data than this: found multiple 4, expected 1"):
-        in_our_loop(make("rows"), 2).load_state_dict(stream.state_dict())
+        as_a_stream(make("rows"), 2).load_state_dict(stream.state_dict())

@@ -9,6 +9,7 @@ import torch
 from qwen3vl_recipes.registry import recipes
 
 from tests.forked import run_ranks
+from tests.training.running import train
 
 from .twin import family, pattern, twin
 
@@ -31,8 +32,6 @@ def places(untied_folder, tied_folder, moe_folder, tmp_path_factory):
 @pytest.fixture(scope="module")
 def whole(places):
     """The step of each family in one process."""
-    from qwen3vl_bridge.training.small_loop.loop import train
-
     folders, data = places
     found = {}
     for name in ("qwen3_vl_2b_sft_config", "qwen3_vl_8b_sft_config", "qwen3_vl_30b_a3b_sft_config"):
@@ -63,6 +62,7 @@ def test_a_step_of_every_twin(ranks, places, whole, tmp_path):
         assert loss <= LOSS, (name, step, expected)
         assert step["trained"] > 0 and step["strayed"] == 0
         assert step["changed"] > step["trained"] / 2, (name, step)
+        assert step["saved"] > 0, name
         assert "_peft_" in name or norm <= NORM, (name, step, expected)
 
 

@@ -74,7 +74,7 @@ def pattern(name: str) -> Pattern:
     return Pattern(tensor, pipeline, context, expert, data=2 if data > 1 and together <= 2 else 1)
 
 
-def twin(name: str, folder: str, data: str, *, whole: bool = False) -> Any:
+def twin(name: str, folder: str, data: str, *, whole: bool = False, save: str | None = None) -> Any:
     """The configuration of a recipe's twin.
 
     Args:
@@ -82,6 +82,7 @@ def twin(name: str, folder: str, data: str, *, whole: bool = False) -> Any:
         folder: of the tiny checkpoint: sizes and weights.
         data: conversations.
         whole: on one process, whatever the recipe says.
+        save: where its checkpoint goes; None to save nothing.
     """
     cfg = set_paths(recipes()[name].function(), hf_path=folder, data_path=data, pretrained_checkpoint=folder)
     split = pattern(name)
@@ -105,5 +106,5 @@ def twin(name: str, folder: str, data: str, *, whole: bool = False) -> Any:
     if cfg.dataset.balance_over:
         cfg.dataset.balance_over = ROWS
     cfg.validation.eval_interval = None
-    cfg.checkpoint.save = cfg.checkpoint.load = cfg.logger.tensorboard_dir = None
+    cfg.checkpoint.save, cfg.checkpoint.load, cfg.logger.tensorboard_dir = save, None, None
     return cfg

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
-from qwen3vl_bridge.training.small_loop.loop import train
+from qwen3vl_bridge.checkpoint.formats.dcp.metadata import read_metadata
+from qwen3vl_bridge.checkpoint.formats.megatron.folder import find_iteration
 
 import torch
 import torch.distributed as dist
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 
 from tests.ranks import begin, leave
+from tests.training.running import train
 
 from .twin import family, pattern, twin
 
@@ -57,12 +60,14 @@ def main(output: str, names: list[str], folders: dict[str, str], data: str) -> N
     # Groups of one kind after the other: each kind is made anew.
     for name in sorted(names, key=lambda name: (str(pattern(name)), name)):
         changes = Changes()
-        (entry,) = train(twin(name, folders[family(name)], data), callbacks=[changes])
+        save = f"{output}.{name}"
+        (entry,) = train(twin(name, folders[family(name)], data, save=save), callbacks=[changes])
         counts = {key: torch.tensor(getattr(changes, key)) for key in ("trained", "changed", "strayed")}
         for count in counts.values():
             dist.all_reduce(count)
         counts = {key: int(count) for key, count in counts.items()}
         found[name] = dict(loss=entry["loss"], grad_norm=entry["grad_norm"], **counts)
+        found[name]["saved"] = sum(one.numel for one, _ in read_metadata(find_iteration(Path(save))).tensors.values())
         if dist.get_rank() == 0:
             print(name, found[name], flush=True)
     leave(found, output)
