@@ -26,11 +26,10 @@ JOBS = [
     Job("some experts", "experts of some layers", dict(expert_model_parallel_size=2)),
     Job("experts, tensors", "adapted experts", dict(tensor_model_parallel_size=2, expert_tensor_parallel_size=1)),
     Job("shards", "trained mergers", ckpt_format=FSDP),
-    Job("shards of experts", "adapted experts", dict(expert_model_parallel_size=2), ckpt_format=FSDP),
 ]
 # Relative: of the loss, of the gradients' norm, and of each tensor, adapters and moments, to how far it moved.
-# Measured MEASURED.
-LOSS, NORM, MOVED = 1e-6, 2e-6, 5e-3
+# Measured 1.0e-7, 4.3e-7 and 2.6e-6; that under Megatron-FSDP in bfloat16, 0, 7.6e-8 and 4.6e-7.
+LOSS, NORM, MOVED = 1e-6, 2e-6, 1e-4
 
 
 @pytest.fixture(scope="module")

@@ -113,7 +113,6 @@ def test_two_halves_are_the_whole_with_dropout(inputs, moe_folder, tmp_path, ckp
     numbers = [t for t in expected.values() if t.is_floating_point()]  # not random states
     assert sum(t.numel() for t in numbers) == 3 * sum(t.numel() for t in trained.weights.values())
     assert {t.dtype for t in numbers} == {torch.float32}
-    assert not any("embed" in key or "to_wrap" in key for key in expected)
 
 
 def test_other_adapters_than_the_checkpoints_are_refused(inputs, tmp_path):
