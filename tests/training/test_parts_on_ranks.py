@@ -72,4 +72,4 @@ def test_a_bad_sample_is_named_and_its_step_skipped(found, case):
     # before it: here to the last token of the sample before.
     before = [[], [BEFORE]] if CASES[case][2] is HALF else [[]]
     names = re.findall(r"(\S+) \(nan\)", message)
-    assert names in [[*some, BAD] for some in before] and message.endswith(f": {BAD} (nan)")
+    assert names in [[*some, BAD] for some in before] and message.endswith(f" {BAD} (nan)")
