@@ -1,13 +1,15 @@
 """Runs of Megatron-Bridge's taken apart: its own set-up, its own step, one at a time, for tests that look in between.
 
-What lives here: `set_up`, `train_step`, `forward_backward`, `save`. Whole runs are `tests/training/running.py`.
+What lives here: `set_up`, `train_step`, `forward_backward`, `followed`, `save`. Whole runs are
+`tests/training/running.py`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +24,7 @@ from qwen3vl_bridge.training.step import forward_step
 import torch
 from megatron.bridge.data.utils import get_dataset_provider
 from megatron.bridge.training import train as bridges
-from megatron.bridge.training.callbacks import CallbackContext
+from megatron.bridge.training.callbacks import Callback, CallbackContext, CallbackManager
 from megatron.bridge.training.checkpointing import CheckpointManager
 from megatron.bridge.training.config import ConfigContainer, runtime_config_update
 from megatron.bridge.training.initialize import destroy_global_state
@@ -50,6 +52,7 @@ class Run:
         manager: saves and loads checkpoints.
         stream: this rank's microbatches; None until it is given some, where the run was set up without data.
         forward_step: one microbatch through the model.
+        callbacks: called before and after a step, while the run is `followed`.
     """
 
     cfg: ConfigContainer
@@ -61,11 +64,34 @@ class Run:
     manager: CheckpointManager
     stream: Iterator[Any] | None = None
     forward_step: Callable = forward_step
+    callbacks: CallbackManager | None = None
 
     @property
     def progress(self) -> TrainState:
         """Steps and samples done."""
         return self.state.train_state
+
+    def fire(self, event: str, **more: Any) -> None:
+        """Call the callbacks that wait for an event of Megatron-Bridge's, as its loop does.
+
+        Args:
+            event: its name.
+            more: what they are given beside the run.
+        """
+        if self.callbacks is not None:
+            given = (self.state, self.model, self.callbacks.user_state, self.optimizer, self.scheduler)
+            self.callbacks.fire(event, CallbackContext(*given, **more))
+
+
+@contextlib.contextmanager
+def followed(run: Run, callbacks: Sequence[Callback]) -> Iterator[dict[str, Any]]:
+    """Have callbacks follow the steps that are taken in the body; gives what they share, as `user_state`."""
+    run.callbacks = CallbackManager()
+    run.callbacks.add(list(callbacks))
+    run.fire("on_train_start")
+    yield run.callbacks.user_state
+    run.fire("on_train_end")
+    run.callbacks = None
 
 
 def set_up(cfg: ConfigContainer, *, data: bool = True) -> Run:
@@ -81,7 +107,7 @@ def set_up(cfg: ConfigContainer, *, data: bool = True) -> Run:
     # A backward pass outside a schedule leaves a scale of another shape behind, which a schedule's does not fit.
     MoEAuxLossAutoScaler.main_loss_backward_scale = None
     with groups_to_leave():
-        cfg.guard = None  # steps are taken one by one here, without callbacks
+        cfg.guard = None  # steps that nobody follows are refused with one
         runtime_config_update(cfg)
         state = GlobalState()
         state.cfg = cfg
@@ -140,6 +166,7 @@ def forward_backward(
 
 def train_step(run: Run) -> dict[str, float]:
     """One step of Megatron-Bridge's over a global batch; returns what is worth comparing, the same on every rank."""
+    run.fire("on_train_step_start")
     learning_rate = get_canonical_lr_for_logging(run.optimizer.param_groups)
     losses, skipped, _, _, _, grad_norm, *_ = bridges.train_step(
         partial(run.forward_step, run.state),
@@ -152,6 +179,7 @@ def train_step(run: Run) -> dict[str, float]:
         _schedule(run),
         _communicator(run),
     )
+    run.fire("on_train_step_end", loss_dict=losses, grad_norm=grad_norm, skipped_iter=bool(skipped))
     run.progress.step += 1
     run.progress.consumed_train_samples += run.cfg.train.global_batch_size
     entry = {

@@ -40,6 +40,7 @@ def reference_steps(
     rows: int,
     learning_rate: Callable[[int], float],
     clip: float = float("inf"),
+    eps: float = 1e-8,
 ) -> Iterator[tuple[float, float]]:
     """Loss and gradient norm of each step, the norm before clipping; the model is trained in place.
 
@@ -50,8 +51,9 @@ def reference_steps(
         rows: of a step.
         learning_rate: of a step, by its number.
         clip: the largest norm.
+        eps: Adam's.
     """
-    optimizer = torch.optim.AdamW(groups, lr=learning_rate(0), betas=(0.9, 0.95), eps=1e-8)
+    optimizer = torch.optim.AdamW(groups, lr=learning_rate(0), betas=(0.9, 0.95), eps=eps)
     trained = [p for group in groups for p in group["params"]]
     for step in range(len(batches) // rows):
         for group in optimizer.param_groups:

@@ -14,6 +14,8 @@ from typing import Any
 
 from tests.ranks import begin, leave
 
+from .running import replicate, train
+
 NEW_TOKENS = 4
 
 
@@ -56,13 +58,11 @@ def asking(hf: Path, data: Path, fields: dict[str, Any]) -> Any:
     for name, value in fields.items():
         assert hasattr(cfg.model, name)
         setattr(cfg.model, name, value)
-    return cfg
+    return replicate(cfg)
 
 
 def main(output: str, hf: str, data: str, splits: list[dict[str, Any]]) -> None:
     """Rank 0 writes the accuracy of each split."""
-    from qwen3vl_bridge.training.small_loop.loop import train
-
     found = [train(asking(Path(hf), Path(data), fields))[-1]["accuracy"] for fields in splits]
     leave(found, output)
 

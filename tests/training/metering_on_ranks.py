@@ -9,8 +9,7 @@ from qwen3vl_bridge.parallel.collectives import sum_amounts
 from qwen3vl_bridge.training.callbacks import training_callbacks
 from qwen3vl_bridge.training.monitoring.batch_meter import Amounts, meter_of
 from qwen3vl_bridge.training.monitoring.expert_load import ExpertLoad
-from qwen3vl_bridge.training.small_loop.events import Events
-from qwen3vl_bridge.training.small_loop.loop import forward_backward, train_step
+from qwen3vl_bridge.training.monitoring.run_log import ENTRY
 
 import torch
 
@@ -18,6 +17,7 @@ from tests.parity.on_ranks import Split
 from tests.parity.references import MICROBATCHES
 from tests.parity.topologies import TOPOLOGIES, Topology
 from tests.ranks import begin, leave
+from tests.steps import followed, forward_backward, train_step
 
 NAMES = ("DP2", "CP2", "TP2+SP+EP2", "PP2", "PP2+VPP2", "EP2")
 BALANCE = 0.01
@@ -37,15 +37,12 @@ def measure(folder: str, topology: Topology, rows: str, **fields) -> dict:
     run.cfg.logger.log_interval = 1
     split.begin(split.batches("mixed", rows), rows)
     load = ExpertLoad(run.model)
-    forward_backward(run, run.stream, MICROBATCHES // run.groups.dp.size(), forward_only=False)
+    forward_backward(run, run.stream, MICROBATCHES // run.groups.dp.size())
     counts = load.counts(run.cfg.model)
     amounts = sum_amounts(meter_of(run.state).take().values(), run.groups)
-    events = Events(run, training_callbacks(run.cfg))
-    events.fire("on_train_start")
-    events.fire("on_train_step_start")
-    entry = train_step(run)
-    events.fire_step_end(entry)
-    return dict(amounts=Amounts(*amounts), counts=counts, figures=dict(entry, **events.measured))
+    with followed(run, training_callbacks(run.cfg)) as shared:
+        train_step(run)
+    return dict(amounts=Amounts(*amounts), counts=counts, figures=shared[ENTRY])
 
 
 def main(output: str, folder: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,10 @@ from typing import Any
 from qwen3vl_bridge.batch import PackedBatch
 from qwen3vl_bridge.training.callbacks import training_callbacks
 from qwen3vl_bridge.training.config import GuardConfig
+from qwen3vl_bridge.training.monitoring.run_log import ENTRY
+from qwen3vl_bridge.training.optimizer.before_step import TOWER_NORMS
 from qwen3vl_bridge.training.optimizer.gradient_norms import optimizers_of
 from qwen3vl_bridge.training.optimizer.tower_settings import Qwen3VLTowers
-from qwen3vl_bridge.training.small_loop.events import Events
-from qwen3vl_bridge.training.small_loop.loop import train_step
-from qwen3vl_bridge.training.small_loop.setup import Run
 from qwen3vl_bridge.weights.model_parts import part_of_wrapped
 
 import torch
@@ -31,19 +31,13 @@ from tests.parity.on_ranks import Split, worst
 from tests.parity.references import ADAM, MICROBATCHES
 from tests.parity.topologies import TOPOLOGIES
 from tests.ranks import begin, leave
+from tests.steps import Run, followed, train_step
 
 from .parts_reference import CONTENT, STEPS, TOWERS
 
-HALF = dict(
-    model__bf16=True,
-    model__params_dtype=torch.bfloat16,
-    model__pipeline_dtype=torch.bfloat16,
-    model__autocast_dtype=torch.bfloat16,
-    optimizer__bf16=True,
-    optimizer__params_dtype=torch.bfloat16,
-)
+HALF = dict(mixed_precision="bf16_mixed")
 # Of the microbatches of the last step, one with two samples; the last picture is a video of the second.
-SPOILT, BAD = 2, "2.1"
+SPOILT, BEFORE, BAD = 2, "2.0", "2.1"
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     **{name: ("dense", name, {}) for name in ("DP2", "CP2", "PP2", "TP2+SP", "DP2, distributed optimizer")},
     "EP2": ("MoE", "EP2", {}),
@@ -95,29 +89,31 @@ def adam_states(run: Run) -> list[torch.Tensor]:
 def one_case(case: str, folders: dict[str, str]) -> dict[str, Any]:
     """Train as the reference did, then see a spoilt sample."""
     family, name, settings = CASES[case]
-    guard, towers = GuardConfig(on_nan="skip"), Qwen3VLTowers(**TOWERS)
-    settings = dict(settings, guard=guard, optimizer_config_override_provider=towers, train__train_iters=STEPS + 1)
+    settings = dict(settings, optimizer_config_override_provider=Qwen3VLTowers(**TOWERS), train__train_iters=STEPS + 1)
     split = Split(folders[family], TOPOLOGIES[name], **settings)
-    run, events = split.run, Events(split.run, training_callbacks(split.run.cfg))
-    events.fire("on_train_start")
+    run, rows = split.run, split.batches(CONTENT, "packed", steps=STEPS + 1)
+    run.cfg.guard = GuardConfig(on_nan="skip")
+    with followed(run, training_callbacks(run.cfg)) as shared:
+        found = good_steps(run, rows, shared)
+        found["weights"] = split.exported()
+        return found | spoilt_step(run, rows)
+
+
+def good_steps(run: Run, rows: Iterator[PackedBatch], shared: dict[str, Any]) -> dict[str, Any]:
+    """Steps as the reference has them: norms of the parts and of all, and which parts have moved."""
+    run.stream = rows
     norms, moved, totals = [], [], []
-
-    def step(stream) -> dict[str, Any]:
-        run.stream = stream
-        events.fire("on_train_step_start")
-        entry = train_step(run)
-        events.fire_step_end(entry)
-        return entry | events.measured
-
-    rows = split.batches(CONTENT, "packed", steps=STEPS + 1)
     for _ in range(STEPS):
         before = weights_of(run)
-        entry = step(rows)
-        norms.append(dict(events.manager.user_state["tower_norms"]))
-        totals.append(entry["grad_norm"])
+        train_step(run)
+        norms.append(dict(shared[TOWER_NORMS]))
+        totals.append(shared[ENTRY]["grad_norm"])
         moved.append({part_of_wrapped(name).value for name in changed(before, weights_of(run))})
-    found = dict(norms=norms, totals=totals, moved=moved, weights=split.exported())
+    return dict(norms=norms, totals=totals, moved=moved)
 
+
+def spoilt_step(run: Run, rows: Iterator[PackedBatch]) -> dict[str, Any]:
+    """A step with a sample that is none: whether it was skipped and changed nothing, and what was said."""
     messages, log = Messages(), logging.getLogger("qwen3vl_bridge.training.optimizer.before_step")
     log.addHandler(messages)
     weights, moments = weights_of(run), adam_states(run)
@@ -125,14 +121,13 @@ def one_case(case: str, folders: dict[str, str]) -> dict[str, Any]:
     numbers = range(rank, MICROBATCHES, size)
     batches = [named(batch, number) for number, batch in zip(numbers, rows, strict=True)]
     batches = [spoilt(batch) if number == SPOILT else batch for number, batch in zip(numbers, batches, strict=True)]
-    entry = step(iter(batches))
+    run.stream = iter(batches)
+    entry = train_step(run)
     after_moments = adam_states(run)
     same = not changed(weights, weights_of(run))
     same &= len(moments) == len(after_moments) and all(map(torch.equal, moments, after_moments))
-    found |= dict(skipped="skipped" in entry, same=same, messages=messages.seen)
-    events.fire("on_train_end")
     log.removeHandler(messages)
-    return found
+    return dict(skipped="skipped" in entry, same=same, messages=messages.seen)
 
 
 def main(output: str, folders: dict[str, str]) -> None:

@@ -1,18 +1,20 @@
-"""Short runs that train adapters, and what they have saved."""
+"""Short runs that train adapters, in either format of checkpoints, and what they have trained."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
-from qwen3vl_bridge.checkpoint.formats.dcp.metadata import read_metadata
 from qwen3vl_bridge.peft.lora import Qwen3VLDoRA, Qwen3VLLoRA
 
 import torch
-import torch.distributed.checkpoint as dcp
+from megatron.bridge.training.callbacks import Callback, CallbackContext
+from torch.distributed.tensor import DTensor
 
 from .conftest import Inputs
+from .running import replicate
 
-FORMATS = ("fsdp_dtensor", "torch_dist")
+FSDP, DIST = FORMATS = ("fsdp_dtensor", "torch_dist")
 ALL_PARTS = dict(adapt_vision_model=True, adapt_vision_projection=True)
 CASES = {
     "LoRA": lambda: Qwen3VLLoRA(dim=4, alpha=8, **ALL_PARTS),
@@ -28,40 +30,38 @@ CASES = {
 WITH_EXPERTS = {case for case in CASES if "experts" in case}
 
 
-def peft_config(inputs: Inputs, save: Path | None, peft: object, **settings):
-    """The shortened digits recipe with adapters; settings as of `Inputs.config`."""
-    fast = dict(optimizer__lr=2e-2, optimizer__min_lr=2e-2, validation__eval_interval=0)
+def peft_config(inputs: Inputs, save: Path | None, peft: object, ckpt_format: str = DIST, **settings):
+    """The shortened digits recipe with adapters, whose rate is high from the first step on.
+
+    Args:
+        inputs: of the run.
+        save: its folder.
+        peft: its adapters.
+        ckpt_format: "fsdp_dtensor" for a run under Megatron-FSDP in bfloat16, "torch_dist" for one in float32.
+        settings: as of `Inputs.config`.
+    """
+    fast = dict(optimizer__lr=2e-2, optimizer__min_lr=2e-2, validation__eval_interval=0, scheduler__lr_warmup_iters=0)
     cfg = inputs.config(save, **(fast | settings))
     cfg.peft = peft
-    cfg.guard = None  # tests take steps one by one too, without callbacks
+    if ckpt_format == DIST:
+        return replicate(cfg)
+    cfg.mixed_precision = "bf16_mixed"
     return cfg
 
 
-def stored(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of an iteration's folder, read by torch."""
-    tensors = {
-        key: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
-        for key, (spec, _) in read_metadata(folder).tensors.items()
-    }
-    dcp.load(tensors, checkpoint_id=folder, no_dist=True)
-    return tensors
+class Trained(Callback):
+    """What a run's optimizer steps, as it is after the last step: by name, in float32."""
 
+    def __init__(self) -> None:
+        self.weights: dict[str, torch.Tensor] = {}
 
-def trained_and_saved(inputs: Inputs, case: str, folder: Path, steps: int = 3):
-    """A run after some steps, saved in both formats; the run."""
-    from qwen3vl_bridge.training.small_loop.loop import set_up, train_step
+    def on_train_start(self, context: CallbackContext) -> None:
+        """Find it: between steps Megatron-FSDP has the model's own bfloat16 weights in these places."""
+        (chunk,) = context.model
+        named = ((re.sub(r"^(module\.)+", "", name), p) for name, p in chunk.named_parameters())
+        self._stepped = {name: p for name, p in named if p.requires_grad}
 
-    run = set_up(peft_config(inputs, folder / "fsdp_dtensor", CASES[case]()))
-    for _ in range(steps):
-        train_step(run)
-    save_both(run, folder)
-    return run
-
-
-def save_both(run, folder: Path) -> None:
-    """Save a run in both formats, to folders of these names."""
-    from qwen3vl_bridge.training.small_loop import checkpoint
-
-    for ckpt_format in FORMATS:
-        run.cfg.checkpoint.ckpt_format = ckpt_format
-        checkpoint.save(folder / ckpt_format, run)
+    def on_train_end(self, context: CallbackContext) -> None:
+        """Copy it."""
+        for name, p in self._stepped.items():
+            self.weights[name] = (p.to_local() if isinstance(p, DTensor) else p).detach().float().clone()

@@ -1,19 +1,27 @@
-"""Runs in Megatron-Bridge's loop, in this process or on these ranks: as a user's script would call it."""
+"""Runs in Megatron-Bridge's loop, in this process or on these ranks: as a user's script would call it.
+
+What lives here: `train`, `replicate`, and what a run leaves (`stored`). One step at a time is `tests/steps.py`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import qwen3vl_bridge
+from qwen3vl_bridge.checkpoint.formats.megatron.folder import find_iteration
 from qwen3vl_bridge.training.monitoring.run_log import ENTRY
 from qwen3vl_bridge.training.process_groups import _join, groups_to_leave, leave_groups
 
+import torch
+import torch.distributed.checkpoint as dcp
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 from megatron.bridge.training.finetune import finetune
 from megatron.bridge.training.initialize import destroy_global_state
 from megatron.bridge.training.pretrain import pretrain
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 
 def replicate(cfg: Any, *, distributed: bool = False) -> Any:
@@ -77,3 +85,16 @@ def train(cfg: Any, *, stop_after: int | None = None, callbacks: Sequence[Callba
     with contextlib.suppress(SystemExit):
         run_bridges_loop(cfg, *callbacks, entries)
     return entries.entries
+
+
+def stored(run: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a run's newest checkpoint, as torch reads them."""
+    folder = find_iteration(run)
+    entries = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    tensors = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    dcp.load(tensors, checkpoint_id=folder, no_dist=True)
+    return tensors

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 from qwen3vl_bridge.batch import PackedBatch
+from qwen3vl_bridge.data.processing.collation import Collator
+from qwen3vl_bridge.data.processing.encoding import EncodedSample
 from qwen3vl_bridge.data.provider import Qwen3VLConversationProvider
 from qwen3vl_bridge.training.optimizer.gradient_norms import optimizers_of
 
@@ -43,18 +44,14 @@ class Spoil:
         return replace(batch, labels=labels, loss_mask=mask)
 
 
-class SpoiltStream:
-    """A stream with all that happens to its samples."""
+@dataclass(frozen=True)
+class SpoiltCollator(Collator):
+    """Lays samples out, with all that happens to them."""
 
-    def __init__(self, stream: Any, spoils: tuple[Spoil, ...]) -> None:
-        self.stream, self.spoils = stream, spoils
-        self.state_dict, self.load_state_dict = stream.state_dict, stream.load_state_dict
+    spoils: tuple[Spoil, ...] = ()
 
-    def __iter__(self) -> Iterator[PackedBatch]:
-        return self
-
-    def __next__(self) -> PackedBatch:
-        batch = next(self.stream)
+    def packed(self, samples: Sequence[EncodedSample]) -> PackedBatch:
+        batch = super().packed(samples)
         for spoil in self.spoils:
             batch = spoil.apply(batch)
         return batch
@@ -66,8 +63,9 @@ class SpoiltProvider(Qwen3VLConversationProvider):
 
     spoils: tuple[Spoil, ...] = ()
 
-    def stream(self, split: str, **share: int) -> SpoiltStream:
-        return SpoiltStream(super().stream(split, **share), self.spoils)
+    def collator(self) -> SpoiltCollator:
+        good = super().collator()
+        return SpoiltCollator(**{f.name: getattr(good, f.name) for f in fields(good)}, spoils=self.spoils)
 
     @classmethod
     def of(cls, good: Qwen3VLConversationProvider, spoils: tuple[Spoil, ...]) -> SpoiltProvider:

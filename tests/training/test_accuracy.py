@@ -13,6 +13,7 @@ from tests.forked import run_ranks
 
 from .asking import NEW_TOKENS, asking, write_questions
 from .bridges_loop import Start
+from .running import train
 
 TEXTS = [
     "Which digit?",
@@ -37,8 +38,6 @@ def places(request, inputs, tmp_path_factory):
 
 
 def test_the_share_of_right_answers(places):
-    from qwen3vl_bridge.training.small_loop.loop import train
-
     _, hf, data, right = places
     assert 0 < sum(right) < len(right)
     log = train(asking(hf, data, {}))

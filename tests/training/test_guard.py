@@ -17,9 +17,11 @@ import pytest
 import torch
 from hypothesis import given
 
+from tests.steps import set_up, train_step
+
 from .conftest import losses
+from .running import replicate, stored, train
 from .spoilt import BadGradient, Before, Spoil, SpoiltProvider
-from .test_resume import stored
 
 ROWS = 2  # a step
 NAN, GRADIENT, WRONG = 3, 5, 10  # steps
@@ -42,7 +44,7 @@ def config(inputs, save, spoils, **guard):
     cfg = inputs.config(save, train__train_iters=STEPS, validation__eval_interval=0, checkpoint__save_interval=4)
     cfg.dataset = SpoiltProvider.of(cfg.dataset, spoils)
     cfg.guard = GuardConfig(**guard)
-    return cfg
+    return replicate(cfg)
 
 
 SKIP = dict(on_nan="skip", on_spike="skip", spike_factor=1.3, spike_window=4)
@@ -56,8 +58,6 @@ def extra() -> tuple[Before, list]:
 @pytest.fixture(scope="module")
 def skipping(inputs, spoils, tmp_path_factory):
     """A run that skips steps: its log, folder, messages, and whether a skipped step changed anything."""
-    from qwen3vl_bridge.training.small_loop.loop import train
-
     save, messages = tmp_path_factory.mktemp("skipping"), []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
@@ -94,8 +94,6 @@ def test_the_samples_to_blame_are_named(inputs, spoils, skipping):
 
 def test_a_resumed_run_judges_as_an_unbroken_one(inputs, spoils, skipping, tmp_path):
     """It was left between two steps that are skipped, with a window of losses that reaches back beyond that."""
-    from qwen3vl_bridge.training.small_loop.loop import train
-
     log, save, *_ = skipping
     first = train(config(inputs, tmp_path, spoils, **SKIP), stop_after=8, callbacks=extra()[1])
     second = train(config(inputs, tmp_path, spoils, **SKIP))
@@ -108,8 +106,6 @@ def test_a_resumed_run_judges_as_an_unbroken_one(inputs, spoils, skipping, tmp_p
 
 @pytest.mark.parametrize(("kind", "step"), [("nan", NAN), ("spike", WRONG), ("gradient", GRADIENT)])
 def test_a_bad_step_ends_the_run_before_it(inputs, spoils, kind, step):
-    from qwen3vl_bridge.training.small_loop.loop import train
-
     before, callbacks = extra()
     callbacks = callbacks if kind == "gradient" else callbacks[:1]
     mine = tuple(spoil for spoil in spoils if spoil.kind == {"nan": "nan", "spike": "wrong"}.get(kind))
@@ -179,18 +175,17 @@ def test_what_would_end_the_run_first_is_refused(inputs, settings, message):
 
 
 def test_a_guard_that_nothing_follows_is_refused(inputs):
-    from qwen3vl_bridge.training.small_loop.loop import set_up, train_step
-
+    run = set_up(replicate(inputs.config(None)))  # which has no callbacks
+    run.cfg.guard = GuardConfig()
     with pytest.raises(
         ValueError, match=r"nothing follows guard: .* callbacks=qwen3vl_bridge.training_callbacks\(cfg\)"
     ):
-        train_step(set_up(inputs.config(None)))
+        train_step(run)
 
 
 def test_callbacks_that_come_twice_are_refused(inputs):
     from qwen3vl_bridge.training.callbacks import training_callbacks
-    from qwen3vl_bridge.training.small_loop.loop import train
 
-    cfg = inputs.config(None)
+    cfg = replicate(inputs.config(None))
     with pytest.raises(ValueError, match=r"training_callbacks\(cfg\) were given twice"):
         train(cfg, callbacks=training_callbacks(cfg))

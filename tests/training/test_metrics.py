@@ -1,4 +1,4 @@
-"""Figures of the log: in metrics.jsonl, in TensorBoard, on the console, and in Megatron-Bridge's own loop."""
+"""Figures of a run in Megatron-Bridge's loop: in metrics.jsonl, in TensorBoard, on the console."""
 
 from __future__ import annotations
 
@@ -10,29 +10,24 @@ import time
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 
 import pytest
-import torch
+
+from tests.steps import set_up, train_step
 
 from .conftest import read_log
+from .running import replicate, train
 
 STEPS, INTERVAL = 4, 2
 PAUSE = 4.0  # seconds between steps that are no part of them
-NAMES = {
-    "loss": "lm loss",
-    "lr": "learning-rate",
-    "grad_norm": "grad-norm",
-    "seconds": "iteration-time",
-    "valid_loss": "lm loss validation",
-}
+# What Megatron-Bridge's loop writes to trackers itself, by our log's names. Its learning rate is the next step's.
+NAMES = {"loss": "lm loss", "grad_norm": "grad-norm", "valid_loss": "lm loss validation"}
 
 
 @pytest.fixture(scope="module")
 def run(inputs, tmp_path_factory):
     """A run with TensorBoard and two learning rates: its configuration, and what it said."""
-    from qwen3vl_bridge.training.small_loop.loop import train
-
     save = tmp_path_factory.mktemp("run")
     cfg = inputs.config(save, train__train_iters=STEPS, logger__tensorboard_dir=str(save / "tensorboard"))
-    cfg.optimizer_config_override_provider = slower_tower()
+    replicate(cfg).optimizer_config_override_provider = slower_tower()
     with pytest.MonkeyPatch.context() as patch:
         said = []
         patch.setattr(
@@ -130,14 +125,17 @@ def test_each_part_has_its_learning_rate(run):
 
 
 def test_tensorboard_has_the_log(run):
+    """What Megatron-Bridge writes by itself says the same as the log; the rest has names of ours."""
     _, save, _ = run
     found = board(save / "tensorboard")
     expected: dict[str, dict[int, float]] = {}
     for entry in read_log(save):
-        for name, value in entry.items():
-            if name != "step":
-                expected.setdefault(NAMES.get(name, f"qwen3vl/{name}"), {})[entry["step"]] = value
-    assert found.keys() == expected.keys() > set(NAMES.values())
+        measured = entry.keys() - {"step", "lr", "seconds", "trained_tokens", *NAMES} if "tokens" in entry else set()
+        for name, tracked in NAMES.items() | {(name, f"qwen3vl/{name}") for name in measured}:
+            if name in entry:
+                expected.setdefault(tracked, {})[entry["step"]] = entry[name]
+    assert {"qwen3vl/tokens_per_second", "qwen3vl/grad_norm_vision_model", *NAMES.values()} < expected.keys()
+    assert {name for name in found if name.startswith("qwen3vl/")} == expected.keys() - set(NAMES.values())
     for name, values in expected.items():
         assert found[name] == pytest.approx(values, rel=1e-6), name  # which it keeps in float32
 
@@ -162,56 +160,28 @@ def test_a_skipped_step_is_shown(run, capsys):
     assert last.startswith("step 10/10  loss 1.0000") and "(1 skipped)" in last
 
 
-def test_in_megatron_bridges_loop(inputs, tmp_path, capsys):
-    """Whose contexts come before the step is counted, and whose TensorBoard has figures of its own."""
-    from qwen3vl_bridge.training.callbacks import training_callbacks
+def test_megatron_bridge_counts_the_same_operations(inputs):
+    """Of a step, from what the forward step has noted for it; the tower is frozen, and costs no backward pass."""
     from qwen3vl_bridge.training.monitoring.batch_meter import meter_of
     from qwen3vl_bridge.training.monitoring.throughput import step_costs
-    from qwen3vl_bridge.training.small_loop.loop import set_up, train_step
 
-    from megatron.bridge.training.callbacks import CallbackContext, CallbackManager
     from megatron.bridge.training.utils.flop_utils import (
         num_floating_point_operations,
         resolve_global_flops_runtime_stats,
     )
 
-    cfg = inputs.config(None, logger__tensorboard_dir=str(tmp_path))
+    cfg = replicate(inputs.config(None))
     cfg.model.freeze_vision_model = True
-    run, manager = set_up(cfg), CallbackManager()
-    manager.add(training_callbacks(cfg))
-
-    def context(**more):
-        return CallbackContext(run.state, run.model, manager.user_state, run.optimizer, run.scheduler, **more)
-
-    manager.fire("on_train_start", context())
-    for step in range(INTERVAL):
-        manager.fire("on_train_step_start", context())
-        entry = train_step(run)
-        run.progress.step -= 1
-        amounts = meter_of(run.state)._amounts
-        loss = {"lm loss": torch.tensor(entry["loss"])}
-        manager.fire("on_train_step_end", context(loss_dict=loss, grad_norm=entry["grad_norm"], skipped_iter=False))
-        run.progress.step = step + 1
-        if step == 0:
-            stats = resolve_global_flops_runtime_stats(
-                run.state, data_parallel_size=1, include_cross_attention_stats=True
-            )
-            names = ("seqlen_sum", "seqlen_squared_sum", "num_vision_patches", "cross_seqlen_sum")
-            given = dict(zip((*names, "cross_seqlen_product_sum"), stats, strict=True))
-            assert given["num_vision_patches"] == amounts.patches > 0
-            of = {name: getattr(amounts, name) for name in ("tokens", "token_pairs", "patches", "patch_pairs")}
-            expected = step_costs(cfg).of_many(**of)
-            assert num_floating_point_operations(cfg, batch_size=2, **given) == expected > 0
-    manager.fire("on_train_end", context())
-    run.state.tensorboard_logger.close()
-    found = board(tmp_path)
-    assert found["qwen3vl/tokens"].keys() == {INTERVAL}
-    norm = manager.user_state["tower_norms"]["language_model"]
-    assert 0 < norm < entry["grad_norm"]
-    assert found["qwen3vl/grad_norm_language_model"] == {INTERVAL: pytest.approx(norm, rel=1e-6)}
-    assert {"qwen3vl/tokens_per_second", "qwen3vl/tflops_per_gpu", "qwen3vl/filled"} < found.keys()
-    assert all(name.startswith("qwen3vl/") for name in found)
-    assert re.search(r"step 2/6  loss \d.*tokens/s.*ETA 0:", capsys.readouterr().err)
+    run = set_up(cfg)
+    train_step(run)
+    amounts = meter_of(run.state).take()
+    stats = resolve_global_flops_runtime_stats(run.state, data_parallel_size=1, include_cross_attention_stats=True)
+    names = ("seqlen_sum", "seqlen_squared_sum", "num_vision_patches", "cross_seqlen_sum", "cross_seqlen_product_sum")
+    given = dict(zip(names, stats, strict=True))
+    assert given["num_vision_patches"] == amounts.patches > 0
+    of = {name: getattr(amounts, name) for name in ("tokens", "token_pairs", "patches", "patch_pairs")}
+    expected = step_costs(cfg).of_many(**of)
+    assert num_floating_point_operations(cfg, batch_size=2, **given) == expected > 0
 
 
 def test_weights_and_biases_has_to_be_installed(inputs, monkeypatch):
@@ -227,7 +197,6 @@ def test_weights_and_biases_has_to_be_installed(inputs, monkeypatch):
 def test_weights_and_biases_gets_the_log(inputs, tmp_path, monkeypatch):
     """A real run, kept on disk."""
     wandb = pytest.importorskip("wandb")
-    from qwen3vl_bridge.training.small_loop.loop import train
 
     from megatron.bridge.training.callbacks import Callback
 
@@ -241,7 +210,8 @@ def test_weights_and_biases_gets_the_log(inputs, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     settings = dict(wandb_project="digits", wandb_exp_name="first", wandb_save_dir=str(tmp_path))
     named = {f"logger__{name}": value for name, value in dict(settings, log_interval=1).items()}
-    log = train(inputs.config(None, train__train_iters=2, validation__eval_interval=0, **named), callbacks=[Ask()])
+    cfg = replicate(inputs.config(None, train__train_iters=2, validation__eval_interval=0, **named))
+    log = train(cfg, callbacks=[Ask()])
     assert found == {
         "lm loss": pytest.approx(log[0]["loss"]),
         "grad-norm": pytest.approx(log[0]["grad_norm"]),
@@ -250,11 +220,3 @@ def test_weights_and_biases_gets_the_log(inputs, tmp_path, monkeypatch):
     }
     assert wandb.run is None  # it is finished
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
-
-
-def test_trackers_that_the_small_loop_has_not_are_refused(inputs):
-    from qwen3vl_bridge.training.small_loop.setup import assemble
-
-    cfg = inputs.config(None, logger__comet_project="digits")
-    with pytest.raises(ValueError, match=r"does not follow logger\.comet_project"):
-        assemble(cfg)

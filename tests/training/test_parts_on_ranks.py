@@ -11,7 +11,7 @@ import torch
 
 from tests.forked import run_ranks
 
-from .parts_on_ranks import BAD, CASES, HALF
+from .parts_on_ranks import BAD, BEFORE, CASES, HALF
 from .parts_reference import PARTS, STEPS, TOWERS, train_parts
 
 # Relative errors of norms, measured 2.1e-7, in bfloat16 1.5e-3, and of the parts' sum 1.0e-7; of weights after four
@@ -68,4 +68,8 @@ def test_a_bad_sample_is_named_and_its_step_skipped(found, case):
     assert ours["skipped"] and ours["same"] and len(ours["messages"]) == 1, ours
     (message,) = ours["messages"]
     assert message.startswith(f"step {STEPS + 1}: the loss is nan, expected a finite one; the step is skipped")
-    assert re.findall(r"(\S+) \(nan\)", message) == [BAD] and message.endswith(f": {BAD} (nan)")
+    # On processors with AMX, torch's bfloat16 product of rows of 80 numbers lets what is no number through to the row
+    # before it: here to the last token of the sample before.
+    before = [[], [BEFORE]] if CASES[case][2] is HALF else [[]]
+    names = re.findall(r"(\S+) \(nan\)", message)
+    assert names in [[*some, BAD] for some in before] and message.endswith(f" {BAD} (nan)")

@@ -5,21 +5,27 @@ from __future__ import annotations
 from dataclasses import replace
 
 from qwen3vl_bridge.checkpoint import CheckpointError
+from qwen3vl_bridge.checkpoint.adapters.settings import check_same_adapters
+from qwen3vl_bridge.checkpoint.formats.megatron.folder import find_iteration
 from qwen3vl_bridge.peft.hf_export import save_hf_adapter
 from qwen3vl_bridge.peft.lora import Qwen3VLDoRA, Qwen3VLLoRA
-from qwen3vl_bridge.training.small_loop.checkpoint import latest
 
 import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForImageTextToText
 
+from tests.steps import set_up, train_step
+
 from .adamw import reference_steps
 from .conftest import losses
-from .peft_runs import ALL_PARTS, peft_config, stored
+from .peft_runs import ALL_PARTS, DIST, FSDP, Trained, peft_config
+from .running import stored, train
 
 STEPS, ROWS, LR, DECAY = 2, 2, 1e-2, 0.1
-# Relative errors after two steps in float32; measured 5.8e-8 of the loss, 7.0e-7 of the gradients' norm, and 1.9e-4 of
+# Above the noise of gradients, or Adam would take steps of full size where a gradient is all but zero.
+EPS = 1e-5
+# Relative errors after two steps in float32; measured 1.7e-7 of the loss, 5.8e-7 of the gradients' norm, and 1.2e-4 of
 # each adapter against how far it moved.
 LOSS, NORM, WEIGHT = 1e-6, 1e-5, 1e-3
 
@@ -36,13 +42,12 @@ def tie_inputs(model: PeftModel) -> None:
 
 @pytest.mark.parametrize("experts", [False, True])
 def test_two_steps_equal_peft_with_adamw(inputs, moe_folder, tmp_path, experts):
-    from qwen3vl_bridge.training.small_loop.loop import set_up, train_step
-
     from megatron.bridge import AutoBridge
 
     settings = dict(
         optimizer__lr=LR,
         optimizer__min_lr=LR,
+        optimizer__adam_eps=EPS,
         optimizer__weight_decay=DECAY,
         scheduler__start_weight_decay=DECAY,
         scheduler__end_weight_decay=DECAY,
@@ -70,7 +75,7 @@ def test_two_steps_equal_peft_with_adamw(inputs, moe_folder, tmp_path, experts):
     batches = [next(stream) for _ in range(STEPS * ROWS)]
     errors = {"loss": 0.0, "norm": 0.0}
     adapters = [dict(params=[p for p in reference.parameters() if p.requires_grad], weight_decay=DECAY)]
-    for loss, norm in reference_steps(reference, adapters, batches, ROWS, lambda _: LR):
+    for loss, norm in reference_steps(reference, adapters, batches, ROWS, lambda _: LR, eps=EPS):
         ours = train_step(run)
         errors["loss"] = max(errors["loss"], abs(ours["loss"] / loss - 1))
         errors["norm"] = max(errors["norm"], abs(ours["grad_norm"] / norm - 1))
@@ -85,88 +90,41 @@ def test_two_steps_equal_peft_with_adamw(inputs, moe_folder, tmp_path, experts):
     assert errors["loss"] <= LOSS and errors["norm"] <= NORM and max(moved.values()) <= WEIGHT, (errors, moved)
 
 
-@pytest.mark.parametrize("ckpt_format", ["fsdp_dtensor", "torch_dist"])
-@pytest.mark.parametrize("experts", [False, True])
+@pytest.mark.parametrize(("ckpt_format", "experts"), [(FSDP, False), (FSDP, True), (DIST, True)])
 def test_two_halves_are_the_whole_with_dropout(inputs, moe_folder, tmp_path, ckpt_format, experts):
-    from qwen3vl_bridge.training.small_loop.loop import train
-
+    """And a checkpoint holds what is trained and its moments, in float32, and nothing else."""
     if experts:
         inputs = replace(inputs, hf=moe_folder, megatron=moe_folder)
 
     def config(name):
         peft = Qwen3VLLoRA(dim=4, dropout=0.2, freeze_vision_projection=False, adapt_experts=experts, **ALL_PARTS)
-        return peft_config(
-            inputs, tmp_path / name, peft, train__train_iters=4, checkpoint__save_interval=2,
-            checkpoint__ckpt_format=ckpt_format, ddp__use_megatron_fsdp=ckpt_format == "fsdp_dtensor",
-        )  # fmt: skip
+        settings = dict(train__train_iters=4, checkpoint__save_interval=2)
+        return peft_config(inputs, tmp_path / name, peft, ckpt_format, **settings)
 
-    whole = train(config("whole"))
+    trained = Trained()
+    whole = train(config("whole"), callbacks=[trained])
     first = train(config("halves"), stop_after=2)
     second = train(config("halves"))
     assert losses(first + second) == losses(whole)
-    halves, expected = (stored(latest(tmp_path / name)) for name in ("halves", "whole"))
+    halves, expected = stored(tmp_path / "halves"), stored(tmp_path / "whole")
     assert halves.keys() == expected.keys()
     assert all(torch.equal(halves[key], expected[key]) for key in expected)
+    assert any("merger" in name for name in trained.weights) and any(".adapter." in name for name in trained.weights)
+    numbers = [t for t in expected.values() if t.is_floating_point()]  # not random states
+    assert sum(t.numel() for t in numbers) == 3 * sum(t.numel() for t in trained.weights.values())
+    assert {t.dtype for t in numbers} == {torch.float32}
 
 
-def test_a_checkpoint_holds_what_is_trained_and_its_moments(inputs, tmp_path):
-    from qwen3vl_bridge.training.small_loop import checkpoint
-    from qwen3vl_bridge.training.small_loop.loop import set_up
-
-    peft = Qwen3VLLoRA(dim=4, freeze_vision_projection=False)
-    run = set_up(peft_config(inputs, tmp_path, peft))
-    tensors = stored(checkpoint.save(tmp_path, run))
-    trained = {name: p.numel() for name, p in run.model[0].module.named_parameters() if p.requires_grad}
-    assert any("merger" in name for name in trained) and any(".adapter." in name for name in trained)
-    assert sum(t.numel() for t in tensors.values()) == 3 * sum(trained.values())
-    assert not any("embed" in key or "to_wrap" in key for key in tensors)
-    gates = {key for key in tensors if key.startswith("model.") and "adapter.linear_out" in key and "linear_fc1" in key}
-    assert {key.rpartition("weight")[2] for key in gates} == {"_w", "_v"}
-
-
-class TestRefusals:
-    def test_adapters_of_random_weights(self, inputs):
-        from qwen3vl_bridge.training.small_loop.loop import set_up
-
-        cfg = peft_config(inputs, None, Qwen3VLLoRA(dim=4), checkpoint__pretrained_checkpoint=None)
-        with pytest.raises(ValueError, match="pretrained_checkpoint is None, expected the weights that the adapters"):
-            set_up(cfg)
-
-    def test_other_adapters_than_the_checkpoints(self, inputs, tmp_path):
-        from qwen3vl_bridge.training.small_loop import checkpoint
-        from qwen3vl_bridge.training.small_loop.loop import set_up
-
-        checkpoint.save(tmp_path, set_up(peft_config(inputs, tmp_path, Qwen3VLLoRA(dim=4, alpha=8))))
-        for peft, message in (
-            (Qwen3VLLoRA(dim=2, alpha=8), "peft.dim was 4, is 2"),
-            (Qwen3VLLoRA(dim=4, alpha=16), "peft.alpha was 8, is 16"),
-            (Qwen3VLLoRA(dim=4, alpha=8, target_modules=["linear_qkv"]), "peft.target_modules was .* is .'linear_qkv'"),
-            (Qwen3VLDoRA(dim=4, alpha=8), "peft._target_ was 'qwen3vl_bridge.peft.Qwen3VLLoRA'"),
-            (None, "of a run with qwen3vl_bridge.peft.Qwen3VLLoRA, this one has no adapters"),
-        ):
-            with pytest.raises(CheckpointError, match=message):
-                set_up(peft_config(inputs, tmp_path, peft))
-        cfg = peft_config(inputs, None, Qwen3VLLoRA(dim=4), checkpoint__pretrained_checkpoint=str(tmp_path))
-        with pytest.raises(CheckpointError, match="holds adapters and what else their run trained"):
-            set_up(cfg)
-
-
-def test_a_model_with_experts_goes_on_at_bfloat16(inputs, moe_folder, tmp_path):
-    """Its adapters are stepped, and saved, in float32."""
-    from qwen3vl_bridge.training.small_loop.loop import train
-
-    moe = replace(inputs, hf=moe_folder, megatron=moe_folder)
-    kind = torch.bfloat16
-    names = ("params_dtype", "pipeline_dtype", "autocast_dtype")
-    half = {f"model__{name}": kind for name in names} | dict(
-        model__bf16=True, optimizer__bf16=True, optimizer__params_dtype=kind, train__train_iters=2
-    )
-
-    def config(name):
-        return peft_config(moe, tmp_path / name, Qwen3VLLoRA(dim=4), checkpoint__save_interval=1, **half)
-
-    whole = train(config("whole"))
-    assert losses(train(config("halves"), stop_after=1) + train(config("halves"))) == losses(whole)
-    tensors = stored(latest(tmp_path / "halves"))
-    assert {t.dtype for t in tensors.values()} == {torch.float32}
-    assert tensors.keys() and not any("experts" in key for key in tensors)
+def test_other_adapters_than_the_checkpoints_are_refused(inputs, tmp_path):
+    train(peft_config(inputs, tmp_path, Qwen3VLLoRA(dim=4, alpha=8)), stop_after=1)
+    for peft, message in (
+        (Qwen3VLLoRA(dim=2, alpha=8), "peft.dim was 4, is 2"),
+        (Qwen3VLLoRA(dim=4, alpha=8, target_modules=["linear_qkv"]), "peft.target_modules was .* is .'linear_qkv'"),
+        (Qwen3VLDoRA(dim=4, alpha=8), "peft._target_ was 'qwen3vl_bridge.peft.Qwen3VLLoRA'"),
+        (None, "of a run with qwen3vl_bridge.peft.Qwen3VLLoRA, this one has no adapters"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            check_same_adapters(find_iteration(tmp_path), peft)
+    # Whose tensors would fit.
+    with pytest.raises(CheckpointError, match=r"peft\.alpha was 8, is 16"):
+        train(peft_config(inputs, tmp_path, Qwen3VLLoRA(dim=4, alpha=16)))

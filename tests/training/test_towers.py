@@ -18,24 +18,16 @@ import pytest
 import torch
 
 from .conftest import losses
+from .running import replicate, stored, train
 from .spoilt import Before
-from .test_resume import stored
 
-HALF = dict(
-    model__bf16=True,
-    model__params_dtype=torch.bfloat16,
-    model__pipeline_dtype=torch.bfloat16,
-    model__autocast_dtype=torch.bfloat16,
-    optimizer__bf16=True,
-    optimizer__params_dtype=torch.bfloat16,
-)
 SCHEDULE = dict(vision_model_lr=1e-3, freeze_vision_model_steps=3, freeze_language_model_steps=1)
 
 
 def config(inputs, save, **towers):
-    cfg = inputs.config(save, **HALF, validation__eval_interval=0, checkpoint__save_interval=2)
-    cfg.optimizer_config_override_provider = Qwen3VLTowers(**towers)
-    return cfg
+    cfg = inputs.config(save, validation__eval_interval=0, checkpoint__save_interval=2)
+    cfg.mixed_precision, cfg.optimizer_config_override_provider = "bf16_mixed", Qwen3VLTowers(**towers)
+    return replicate(cfg)
 
 
 class Rates(Before):
@@ -53,8 +45,6 @@ class Rates(Before):
 
 
 def test_rates_and_decay_of_every_parameter_follow_the_schedule(inputs):
-    from qwen3vl_bridge.training.small_loop.loop import train
-
     rates = Rates()
     cfg = config(inputs, None, vision_model_lr=1e-3, vision_projection_lr=6e-3)
     cfg.optimizer.min_lr = 3e-4
@@ -70,8 +60,6 @@ def test_rates_and_decay_of_every_parameter_follow_the_schedule(inputs):
 
 
 def test_a_run_resumed_while_a_part_rests_or_right_after_is_the_whole(inputs, tmp_path):
-    from qwen3vl_bridge.training.small_loop.loop import train
-
     whole = train(config(inputs, tmp_path / "whole", **SCHEDULE))
     pieces = [train(config(inputs, tmp_path / "pieces", **SCHEDULE), stop_after=2) for _ in range(3)]
     assert losses(list(itertools.chain.from_iterable(pieces))) == losses(whole)
@@ -173,7 +161,7 @@ def test_schedules_under_megatron_fsdp_are_refused(inputs):
     from qwen3vl_bridge.training.optimizer.before_step import _check
 
     cfg = config(inputs, None, **SCHEDULE)
-    assert cfg.ddp.use_megatron_fsdp
+    cfg.ddp.use_megatron_fsdp = True
     with pytest.raises(ValueError, match=r"freeze_\*_steps with ddp.use_megatron_fsdp"):
         _check(cfg)
 

@@ -126,6 +126,13 @@ class Qwen3VLParts:
         super().set_params_to_save(model)
         self.params_to_save |= {plain_name(name) for name in self.params_to_save}
 
+    def adapter_key_filter(self, key: Any) -> bool:
+        """Whether checkpoints hold a parameter; Megatron-FSDP asks by names that begin with those of its wrappers."""
+        if isinstance(key, str):
+            while key.startswith("module."):
+                key = key.removeprefix("module.")
+        return super().adapter_key_filter(key)
+
     @property
     def settings(self) -> AdapterSettings:
         """What says which adapters there are, without Megatron."""

@@ -1,10 +1,10 @@
 """Checkpoints in Megatron-Bridge's own loop: its own saving and loading, by its checkpoint manager.
 
-What lives here: when it has nothing to load, random states that have no place in a run, putting the manager in. What
-may not: first weights (`training/checkpointing/initial_weights.py`), modules on ranks of their own
-(`encoder_parallel/checkpoint.py`), an optimizer's settings (`training/checkpointing/optimizer_groups.py`), how a
-folder comes into its place (`training/checkpointing/staged_saves.py`), files beside tensors
-(`training/checkpointing/side_files.py`).
+What lives here: when it has nothing to load, adapters that are others or differ from layer to layer, random states that
+have no place in a run, putting the manager in. What may not: first weights
+(`training/checkpointing/initial_weights.py`), modules on ranks of their own (`encoder_parallel/checkpoint.py`), an
+optimizer's settings (`training/checkpointing/optimizer_groups.py`), how a folder comes into its place
+(`training/checkpointing/staged_saves.py`), files beside tensors (`training/checkpointing/side_files.py`).
 
 Megatron-Bridge's set-up asks the manager to load where a run has a checkpoint, or first weights, which are read by
 then.
@@ -26,9 +26,16 @@ from typing import Any
 from qwen3vl_bridge.checkpoint.adapters.settings import check_same_adapters
 from qwen3vl_bridge.checkpoint.formats.dcp.metadata import FILE as METADATA
 from qwen3vl_bridge.checkpoint.formats.dcp.metadata import read_metadata
-from qwen3vl_bridge.checkpoint.formats.megatron.folder import TORCH_DIST, find_iteration, format_of, iteration_folder
+from qwen3vl_bridge.checkpoint.formats.megatron.folder import (
+    RUN_CONFIG,
+    TORCH_DIST,
+    find_iteration,
+    format_of,
+    iteration_folder,
+)
 from qwen3vl_bridge.encoder_parallel.checkpoint import as_one_model
 from qwen3vl_bridge.parallel.collectives import hear_all, tell_all
+from qwen3vl_bridge.peft.lora import Qwen3VLParts
 from qwen3vl_bridge.training.checkpointing.all_or_none import is_first, together
 from qwen3vl_bridge.training.checkpointing.optimizer_groups import loads_either_form
 from qwen3vl_bridge.training.checkpointing.saving_process import signals_kept, start_saving_process
@@ -53,6 +60,7 @@ from megatron.bridge.training.utils.checkpoint_utils import (
     read_train_state,
 )
 from megatron.bridge.training.utils.pg_utils import get_pg_collection
+from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.utils import unwrap_model
 
 logger = logging.getLogger(__name__)
@@ -91,7 +99,7 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
             CheckpointError: a rank could not write.
         """
         cfg = ctx.state.cfg
-        with as_one_model(ctx) as whole, signals_kept():
+        with as_one_model(ctx) as whole, _layers_may_differ(ctx), signals_kept():
             if not is_staged(ctx):
                 super().save(whole, callback_manager)
                 self._write_side_files(iteration_folder(Path(cfg.checkpoint.save), ctx.state.train_state.step), ctx)
@@ -124,6 +132,10 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
 
         Returns:
             The step to go on from, and the operations done so far.
+
+        Raises:
+            CheckpointError: a schedule or adapters that are not the checkpoint's.
+            ValueError: data that are not the run's.
         """
         settings, is_local = self.checkpoint_config, _LOCAL in self.checkpointing_context
         if not has_checkpoint(settings) and not is_local:
@@ -133,11 +145,10 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
         for kept in (read_run_config, read_train_state):
             kept.cache_clear()
         folder = None if is_local else _folder_to_load(settings)
-        if folder is not None:
-            with together():
-                check_same_adapters(folder, ctx.state.cfg.peft)
+        _check_adapters(folder, ctx)
         with (
             as_one_model(ctx) as whole,
+            _layers_may_differ(ctx),
             _random_states_that_fit(settings, whole, is_local),
             loads_either_form(whole.optimizer),
             chosen_schedule(whole, folder),
@@ -151,6 +162,37 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
                 if not cfg.checkpoint.pretrained_checkpoint:
                     self._origin = Pretrained(folder, is_hf=False)
         return loaded
+
+
+def _check_adapters(folder: Path | None, ctx: CheckpointLoadContext) -> None:
+    """Refuse to go on with other adapters than the checkpoint's: tensors of another scale would fit. Every rank calls.
+
+    Megatron-Bridge's own classes of adapters are left to Megatron-Bridge.
+    """
+    peft = ctx.state.cfg.peft
+    with together():
+        if folder is not None and (folder / RUN_CONFIG).is_file() and (peft is None or isinstance(peft, Qwen3VLParts)):
+            check_same_adapters(folder, peft)
+
+
+@contextlib.contextmanager
+def _layers_may_differ(ctx: CheckpointSaveContext | CheckpointLoadContext) -> Iterator[None]:
+    """Have megatron-core describe each layer by itself where some have adapters that others lack.
+
+    It stacks layers of one name otherwise, and refuses to save a stack of which a part is nowhere.
+    """
+    peft, configs = ctx.state.cfg.peft, {}
+    if isinstance(peft, Qwen3VLParts) and peft.layers_differ:
+        modules = [module for chunk in unwrap_model(ctx.model) for module in chunk.modules()]
+        configs = {id(one.config): one.config for one in modules if isinstance(one, TransformerBlock)}
+    given = [config.hetereogenous_dist_checkpoint for config in configs.values()]
+    for config in configs.values():
+        config.hetereogenous_dist_checkpoint = True
+    try:
+        yield
+    finally:
+        for config, was in zip(configs.values(), given, strict=True):
+            config.hetereogenous_dist_checkpoint = was
 
 
 MANAGER = f"{Qwen3VLCheckpointManager.__module__}.{Qwen3VLCheckpointManager.__name__}"
