@@ -17,6 +17,9 @@ def begin() -> None:
     """Say little, and leave the cores to the other ranks."""
     quiet()
     torch.set_num_threads(1)
+    # Or the process that saving spawns would import what this program imports, Megatron, for each rank.
+    program = sys.modules["__main__"]
+    program.__spec__ = program.__file__ = None
 
 
 def forget_models() -> None:

@@ -2,7 +2,7 @@
 
     python -m tests.training.chains
 
-takes every kind of model to every stop, in both formats each; the test suite takes two kinds, to each stop in one.
+takes every kind of model to every stop, with either kind of optimizer; the test suite takes two kinds, with one each.
 """
 
 from __future__ import annotations
@@ -24,52 +24,55 @@ from .journeys import Journey
 
 Case = tuple[str, dict[str, Any]]
 
-FORMATS = ("fsdp_dtensor", "torch_dist")
-# By number of ranks; a step is made at each.
+# By number of ranks; a step is made at each. Megatron-FSDP's formats go on at other numbers of data-parallel ranks.
 STOPS = {
     "dense": {
-        2: ("TP2+SP, padded vocabulary", "PP2", "DP2", "1 + 1", "CP2", "PP2+VPP2"),
-        3: ("1 + PP2", "2 + 1"),
+        2: ("TP2+SP, padded vocabulary", "PP2", "DP2", "1 + 1", "CP2"),
+        3: ("1 + PP2",),
         4: ("PP2+TP2+SP", "DP2+CP2"),
     },
     "MoE": {
-        2: ("TP2+SP+EP2", "PP2", "EP2", "TP2+SP+ETP2", "CP2+EP2", "PP2+VPP2"),
-        3: ("1 + EP2", "TP2 + 1"),
-        4: ("PP2+TP2+SP+EP2", "PP2+DP2+EP2"),
+        2: ("TP2+SP+EP2", "EP2", "TP2+SP+ETP2", "CP2+EP2", "PP2+VPP2"),
+        3: ("TP2 + 1",),
+        4: ("PP2+DP2+EP2",),
     },
+    "sharded": {2: ("DP2",)},
 }
 # Relative; measured 8.5e-8 and 2.6e-7 over four kinds of models.
 LIMITS = {"loss": 1e-6, "grad_norm": 1e-6}
+ROUNDED = {"loss": 1e-3, "grad_norm": 1e-2}  # under Megatron-FSDP in bfloat16; measured MEASURED
 
 
 @dataclass
 class Chain:
-    """A kind of model, and the format of its first checkpoint; formats take turns."""
+    """A kind of model, and where it goes: one of STOPS."""
 
     family: str
     hf: Path
     data: Path
     save: Path
-    first_format: int = 0
+    distributed: bool = False
 
     @property
     def last_step(self) -> int:
         """Of the whole way: a whole model at both ends."""
         return 2 + sum(map(len, STOPS[self.family].values()))
 
-    def journey(self, number: int, split: str | None, save: str | None = None, **changed: Any) -> Journey:
-        """The stop of a number."""
-        settings = dict(train__train_iters=self.last_step)
-        place = dict(hf=str(self.hf), data=str(self.data), save=save or str(self.save), pretrained=str(self.hf))
-        ckpt_format = FORMATS[(number + self.first_format) % 2]
-        return Journey(**place, split=split, ckpt_format=ckpt_format, settings=settings, **changed)
+    @property
+    def limits(self) -> dict[str, float]:
+        """Of what is logged."""
+        return ROUNDED if self.family == "sharded" else LIMITS
+
+    def journey(self, split: str | None, save: str | None = None) -> Journey:
+        """A stop."""
+        place = dict(hf=str(self.hf), data=str(self.data), save=save or str(self.save))
+        kind = dict(fsdp=self.family == "sharded", distributed=self.distributed)
+        return Journey(**place, split=split, **kind, settings=dict(train__train_iters=self.last_step))
 
     def cases(self, ranks: int) -> list[Case]:
         """What `journeys` does on so many ranks."""
-        before = 1 + sum(len(splits) for count, splits in STOPS[self.family].items() if count < ranks)
         return [
-            ("go_on", dict(journey=asdict(self.journey(before + i, split)), count=1))
-            for i, split in enumerate(STOPS[self.family][ranks])
+            ("go_on", dict(journey=asdict(self.journey(split)), count=1)) for split in STOPS[self.family].get(ranks, ())
         ]
 
 
@@ -89,7 +92,9 @@ def errors(found: list[list[float]], expected: list[list[float]]) -> dict[str, f
     }
 
 
-def travel(chains: list[Chain], scratch: Path, more: Sequence[Case] = ()) -> tuple[list[dict[str, float]], list[Any]]:
+def travel(
+    chains: list[Chain], scratch: Path, more: Sequence[Case] = ()
+) -> tuple[list[list[list[float]]], list[dict[str, float]], list[Any]]:
     """The whole way of each.
 
     Args:
@@ -98,29 +103,32 @@ def travel(chains: list[Chain], scratch: Path, more: Sequence[Case] = ()) -> tup
         more: other cases, for the processes of two ranks.
 
     Returns:
-        Errors of each chain beside a run that made the way in one piece and one process; and what is found of `more`.
+        Of each chain what was logged, and its errors beside a run that made the way in one piece and one process; and
+        what is found of `more`.
     """
     from .journeys import do_go_on
 
     expected, found, answers = [], [], []
     for chain in chains:
-        whole = chain.journey(0, None, str(chain.save) + "_whole")
+        whole = chain.journey(None, str(chain.save) + "_whole")
         expected.append(do_go_on(asdict(whole), chain.last_step))
-        found.append(do_go_on(asdict(chain.journey(0, None)), 1))
+        found.append(do_go_on(asdict(chain.journey(None)), 1))
     for ranks in (2, 3, 4):
         cases = [(n, case) for n, chain in enumerate(chains) for case in chain.cases(ranks)]
         others = list(more) if ranks == 2 else []
+        if not cases and not others:
+            continue
         logs = on_ranks(ranks, [case for _, case in cases] + others, scratch)
         for (n, _), log in zip(cases, logs, strict=False):
             found[n] += log
         answers += logs[len(cases) :]
     for chain, log in zip(chains, found, strict=True):
-        log += do_go_on(asdict(chain.journey(chain.last_step - 1, None)), 1)
-    return [errors(one, other) for one, other in zip(found, expected, strict=True)], answers
+        log += do_go_on(asdict(chain.journey(None)), 1)
+    return found, [errors(one, other) for one, other in zip(found, expected, strict=True)], answers
 
 
 def main() -> None:
-    """Every kind of model to every stop, in both formats."""
+    """Every kind of model to every stop, with either kind of optimizer."""
     from qwen3vl_bridge.checkpoint import copy_side_files
 
     from examples.digits.checkpoint import make_checkpoint
@@ -139,11 +147,14 @@ def main() -> None:
         copy_side_files(root / "mixed", root / "experts")
         make_experts_everywhere(root / "mixed", root / "experts")
         bad = 0
-        for first, ((family, kind), hf) in ((i, item) for i in range(2) for item in folders.items()):
-            chain = Chain(family, hf, root / "data", root / "run", first)
-            ((found,), _) = travel([chain], root)
-            print(kind, FORMATS[first], found, flush=True)
-            bad += any(not found[name] <= limit for name, limit in LIMITS.items())
+        ways = [
+            (family, kind, hf, distributed) for (family, kind), hf in folders.items() for distributed in (False, True)
+        ]
+        for family, kind, hf, distributed in [*ways, ("sharded", "untied", folders["dense", "untied"], True)]:
+            chain = Chain(family, hf, root / "data", root / "run", distributed)
+            _, (found,), _ = travel([chain], root)
+            print(kind, family, "distributed" if distributed else "replicated", found, flush=True)
+            bad += any(not found[name] <= limit for name, limit in chain.limits.items())
             for folder in root.glob("run*"):
                 shutil.rmtree(folder)
     sys.exit(bool(bad))

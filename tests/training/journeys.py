@@ -1,4 +1,4 @@
-"""Run on ranks: a run goes from one way to split the model to the next, by its checkpoints.
+"""Run on ranks: a run goes from one way to split the model to the next, by its checkpoints, in Megatron-Bridge's loop.
 
     torchrun --nproc_per_node N -m tests.training.journeys OUTPUT CASES
 
@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.training.checkpointing.optimizer_state import MOMENTS, adam_states
-from qwen3vl_bridge.training.small_loop import checkpoint
-from qwen3vl_bridge.training.small_loop.loop import set_up, train_step
-from qwen3vl_bridge.training.small_loop.setup import Run
+from qwen3vl_bridge.training.checkpointing.optimizer_state import MOMENTS
 
 import torch
 from megatron.bridge import AutoBridge
+from megatron.bridge.training.callbacks import Callback, CallbackContext
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from tests.model.torch_dist_chain import PADDED
@@ -28,6 +26,7 @@ from tests.parity.topologies import MODULES, TOPOLOGIES, split_by
 from tests.ranks import begin, leave
 
 from .conftest import Inputs
+from .running import optimizer_states, replicate, train
 
 SPLITS = {name: topology.fields for name, topology in (TOPOLOGIES | MODULES).items()}
 SPLITS |= {"TP2+SP, padded vocabulary": PADDED}
@@ -36,7 +35,7 @@ LOGGED = ("step", "loss", "grad_norm")
 COMMON = dict(
     dataset__pad_to_multiple_of=8,
     train__global_batch_size=4,
-    validation__eval_interval=0,
+    validation__eval_iters=0,
     optimizer__lr=1e-3,
     scheduler__lr_warmup_iters=2,
 )
@@ -51,90 +50,94 @@ class Journey:
         data: its data.
         save: its folder.
         split: one of SPLITS; None for the whole model.
-        ckpt_format: that it saves in.
-        pretrained: first weights.
+        fsdp: whether Megatron-FSDP shards it, in bfloat16; or parameters are whole on each rank, in float32.
+        distributed: whether the optimizer is distributed, where it is not Megatron-FSDP's.
+        pretrained: first weights; None for those of `hf`.
         settings: others, written `train__train_iters`.
     """
 
     hf: str
     data: str
-    save: str | None
+    save: str
     split: str | None = None
-    ckpt_format: str = "fsdp_dtensor"
+    fsdp: bool = False
+    distributed: bool = False
     pretrained: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
 
     def config(self) -> Any:
         """Its configuration."""
-        cfg = Inputs(Path(self.hf), Path(self.data), Path("unused")).config(
-            None if self.save is None else Path(self.save), **COMMON | self.settings
-        )
-        cfg.checkpoint.pretrained_checkpoint = self.pretrained
-        cfg.checkpoint.ckpt_format = self.ckpt_format
-        if self.ckpt_format == "torch_dist":
-            cfg.ddp.use_megatron_fsdp = False
-            cfg.ddp.data_parallel_sharding_strategy = "no_shard"
+        cfg = Inputs(Path(self.hf), Path(self.data), Path("unused")).config(Path(self.save), **COMMON | self.settings)
+        cfg.checkpoint.pretrained_checkpoint = self.pretrained or self.hf
+        cfg.logger.tensorboard_dir = None
+        if self.fsdp:
+            cfg.mixed_precision = "bf16_mixed"
+        else:
+            replicate(cfg, distributed=self.distributed)
         split_by(cfg, SPLITS[self.split] if self.split else {})
-        cfg.guard = None  # steps are taken one by one here, without callbacks
         return cfg
 
 
-def steps(run: Run, count: int) -> list[list[float]]:
-    """What is logged of so many steps."""
-    return [[entry[name] for name in LOGGED] for entry in (train_step(run) for _ in range(count))]
+def steps(journey: Journey, count: int, *callbacks: Callback) -> list[list[float]]:
+    """Load what is there, make so many steps, save; what is logged of them."""
+    log = train(journey.config(), stop_after=count, callbacks=callbacks)
+    return [[entry[name] for name in LOGGED] for entry in log]
 
 
 def do_go_on(journey: dict[str, Any], count: int) -> list[list[float]]:
-    """Load what is there, make so many steps, save."""
-    run = set_up(Journey(**journey).config())
-    log = steps(run, count)
-    checkpoint.save(run.cfg.checkpoint.save, run)
-    return log
+    """So many steps from what is there."""
+    return steps(Journey(**journey), count)
 
 
-def do_export(journey: dict[str, Any], count: int) -> dict[str, torch.Tensor]:
-    """As `do_go_on`; weights under Hugging Face names, of the model in memory."""
-    run = set_up(Journey(**journey).config())
-    steps(run, count)
-    checkpoint.save(run.cfg.checkpoint.save, run)
-    bridge = AutoBridge.from_hf_pretrained(journey["hf"])
-    return {name: t.clone() for name, t in bridge.export_hf_weights(run.model, cpu=True, show_progress=False)}
+class Weights(Callback):
+    """Those of the model in memory at the end of a run, under Hugging Face names."""
+
+    def __init__(self, hf: str) -> None:
+        self._bridge = AutoBridge.from_hf_pretrained(hf)
+        self.found: dict[str, torch.Tensor] = {}
+
+    def on_train_end(self, context: CallbackContext) -> None:
+        """Copy them."""
+        exported = self._bridge.export_hf_weights(context.model, cpu=True, show_progress=False)
+        self.found = {name: tensor.clone() for name, tensor in exported}
 
 
-def do_first_step(journey: dict[str, Any]) -> list[list[float]]:
-    """From first weights, without saving."""
-    return steps(set_up(Journey(**journey).config()), 1)
+def do_export(journey: dict[str, Any], count: int) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
+    """As `do_go_on`; with the weights."""
+    weights = Weights(journey["hf"])
+    return steps(Journey(**journey), count, weights), weights.found
 
 
-def draws(run: Run) -> list[torch.Tensor]:
-    """Numbers of both generators, which differ from one tensor-parallel rank to the next in the second."""
-    with get_cuda_rng_tracker().fork():
-        tracked = torch.rand(3)
-    return [torch.rand(3), tracked]
+class Everything(Callback):
+    """What a rank has: numbers that it draws after each step, and weights and moments at the end."""
 
+    def __init__(self) -> None:
+        self.draws: list[torch.Tensor] = []
+        self.tensors: list[torch.Tensor] = []
 
-def everything(run: Run) -> list[torch.Tensor]:
-    """Copies of this rank's weights and moments."""
-    states = adam_states(run.optimizer)
-    found = [p for chunk in run.model for p in chunk.parameters()]
-    return [t.detach().clone() for t in found + [s[moment] for s in states.values() for moment in MOMENTS]]
+    def on_train_step_end(self, context: CallbackContext) -> None:
+        """Numbers of both generators; of the second they differ from one tensor-parallel rank to the next."""
+        with get_cuda_rng_tracker().fork():
+            tracked = torch.rand(3)
+        self.draws += [torch.rand(3), tracked]
+
+    def on_train_end(self, context: CallbackContext) -> None:
+        """Copies of this rank's."""
+        found = [p for chunk in context.model for p in chunk.parameters()]
+        found += [state[moment] for state in optimizer_states(context.optimizer) for moment in MOMENTS]
+        self.tensors = [tensor.detach().clone() for tensor in found]
 
 
 def do_interrupt(journey: dict[str, Any], count: int) -> bool:
     """Whether a run that is interrupted goes on as one that is not, to the last bit on every rank."""
-    run = set_up(Journey(**journey).config())
-    steps(run, count)
-    draws(run)
-    checkpoint.save(run.cfg.checkpoint.save, run)
-    expected = [steps(run, count), draws(run), everything(run)]
-    torch.rand(5)
-    again = set_up(Journey(**journey).config())
-    assert again.progress.step == count
-    found = [steps(again, count), draws(again), everything(again)]
-    same = found[0] == expected[0] and all(
-        torch.equal(one, other)
-        for ours, theirs in zip(found[1:], expected[1:], strict=True)
-        for one, other in zip(ours, theirs, strict=True)
+    halves = Journey(**journey)
+    expected, first, second = Everything(), Everything(), Everything()
+    whole = steps(replace(halves, save=f"{halves.save}_whole"), 2 * count, expected)
+    log = steps(halves, count, first) + steps(halves, count, second)
+    assert [entry[0] for entry in log] == [*range(1, 2 * count + 1)] and expected.tensors
+    pairs = [(expected.draws, first.draws + second.draws), (expected.tensors, second.tensors)]
+    same = log == whole and all(
+        torch.equal(one, other) for ours, theirs in pairs for one, other in zip(ours, theirs, strict=True)
     )
     answers = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(answers, same)
@@ -143,6 +146,7 @@ def do_interrupt(journey: dict[str, Any], count: int) -> bool:
 
 def main(output: str, cases: list[tuple[str, dict[str, Any]]]) -> None:
     """One case after the other."""
+    torch.distributed.init_process_group("gloo")  # or Megatron-Bridge's loop would, and take it down at its end
     found = []
     for what, settings in cases:
         found.append(globals()[f"do_{what}"](**settings))

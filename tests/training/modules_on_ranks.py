@@ -1,4 +1,4 @@
-"""Run on ranks: runs with vision and language on ranks of their own, or of a whole model, in both loops.
+"""Run on ranks: runs with vision and language on ranks of their own, or of a whole model, in Megatron-Bridge's loop.
 
 torchrun --nproc_per_node N -m tests.training.modules_on_ranks OUTPUT HF DATA JOBS
 
@@ -16,7 +16,6 @@ from typing import Any
 
 from qwen3vl_bridge.encoder_parallel.step import OneWayBridge
 from qwen3vl_bridge.training.process_groups import leave_groups
-from qwen3vl_bridge.training.small_loop.loop import train
 
 import torch.distributed as dist
 from megatron.bridge.training.callbacks import Callback
@@ -26,7 +25,7 @@ from tests.parity.topologies import MODULES, split_by
 from tests.ranks import begin, leave
 
 from .conftest import Inputs
-from .running import run_bridges_loop
+from .running import Entries, replicate, run_bridges_loop
 
 STEPS = 4
 HALF = STEPS // 2
@@ -53,7 +52,7 @@ class Job:
     Attributes:
         name: what it is known by.
         split: a key of MODULES, or None for the whole model.
-        loop: "small", "bridge" for Megatron-Bridge's own, or "open" to look into a checkpoint with its own tools.
+        opens: whether it only looks into a checkpoint, with Megatron-Bridge's own tools.
         family: of its model.
         save: its folder; None to save nothing.
         load: the folder of a run that it goes on from, at half of the steps.
@@ -63,7 +62,7 @@ class Job:
 
     name: str
     split: str | None = None
-    loop: str = "bridge"
+    opens: bool = False
     family: str = "dense"
     save: str | None = None
     load: str | None = None
@@ -77,10 +76,7 @@ class Job:
         )
         cfg.checkpoint.pretrained_checkpoint, cfg.checkpoint.load = hf, self.load
         cfg.checkpoint.ckpt_step = None if self.load is None else HALF
-        cfg.checkpoint.ckpt_format, cfg.ddp.data_parallel_sharding_strategy = "torch_dist", "no_shard"
-        cfg.ddp.use_megatron_fsdp = False
-        cfg.ddp.use_distributed_optimizer = cfg.optimizer.use_distributed_optimizer = self.sharded
-        cfg.ddp.overlap_param_gather = cfg.ddp.overlap_grad_reduce = self.sharded
+        replicate(cfg, distributed=self.sharded)
         cfg.logger.tensorboard_dir = None
         split_by(cfg, MODULES[self.split].fields if self.split else {})
         return cfg
@@ -91,6 +87,16 @@ class Follower(Callback):
 
     def __init__(self) -> None:
         self.log: list[tuple[str, float, float]] = []
+        self.come_back: list[bool] = []
+
+    def on_train_start(self, context: Any) -> None:
+        """Of this rank's bridges between modules, whether gradients come back on each."""
+        communicator = getattr(context.state.cfg.model, "_p2p_communicator", None)
+        self.come_back = [
+            not isinstance(bridge, OneWayBridge)
+            for info in getattr(communicator, "rank_module_map", {}).values()
+            for bridge in (*info.bridge_comms_as_src_module, *info.bridge_comms_as_dest_module)
+        ]
 
     def on_train_step_end(self, context: Any) -> None:
         """Loss and gradients' norm."""
@@ -110,25 +116,19 @@ class Follower(Callback):
             self.log.append((kind, float(context.total_loss_dict["lm loss"]), 0.0))
 
 
-def bridges_loop(job: Job, hf: str, data: str) -> list[tuple[str, float, float]]:
-    """Megatron-Bridge's own `finetune()`, as a user's script calls it; what there was to see."""
-    follower = Follower()
-    run_bridges_loop(job.config(hf, data), follower)
-    return follower.log
+def run(job: Job, hf: str, data: str) -> dict[str, Any]:
+    """As a user's script does.
+
+    Returns:
+        `told`: what Megatron-Bridge's loop told this rank. `log`: of the run, which every rank has. `come_back`: of
+        this rank's bridges between modules, whether gradients come back on each.
+    """
+    follower, entries = Follower(), Entries()
+    run_bridges_loop(job.config(hf, data), follower, entries)
+    return dict(told=follower.log, log=entries.entries, come_back=follower.come_back)
 
 
-def small_loop(job: Job, hf: str, data: str) -> tuple[list, list[bool]]:
-    """The small loop's log; and of this rank's bridges between modules, whether gradients come back on each."""
-    cfg = job.config(hf, data)
-    log = train(cfg)
-    return log, [
-        not isinstance(bridge, OneWayBridge)
-        for info in cfg.model._p2p_communicator.rank_module_map.values()
-        for bridge in (*info.bridge_comms_as_src_module, *info.bridge_comms_as_dest_module)
-    ]
-
-
-def opened(job: Job, _hf: str, _data: str) -> dict[str, float]:
+def opened(job: Job, *_: str) -> dict[str, float]:
     """A checkpoint in Megatron-Bridge's own tools, by its configuration alone; the norms of its parameters."""
     leave_groups()
     model = load_megatron_model(f"{job.load}/iter_{STEPS:07d}", use_cpu_init=True)
@@ -138,8 +138,7 @@ def opened(job: Job, _hf: str, _data: str) -> dict[str, float]:
 def main(output: str, hf: dict[str, str], data: str, jobs: list[Job]) -> None:
     """One run after the other."""
     dist.init_process_group("gloo")  # or Megatron-Bridge's loop would, and take it down at its end
-    loops = {"bridge": bridges_loop, "small": small_loop, "open": opened}
-    found = {job.name: loops[job.loop](job, hf[job.family], data) for job in jobs}
+    found = {job.name: (opened if job.opens else run)(job, hf[job.family], data) for job in jobs}
     every = [None] * dist.get_world_size()
     dist.all_gather_object(every, found)
     leave(every, output)

@@ -20,12 +20,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.training.small_loop import checkpoint
-from qwen3vl_bridge.training.small_loop.loop import set_up, train_step
-
 import torch.distributed as dist
 
 from tests.ranks import begin
+from tests.steps import save, set_up, train_step
 
 from .journeys import Journey
 
@@ -76,7 +74,7 @@ def one_more_step(journey: Journey, rank: int, moment: str | None) -> None:
         victim, *where = MOMENTS[moment]
         if rank == victim:
             arm(*where, dies=moment in DEATHS)
-    checkpoint.save(run.cfg.checkpoint.save, run)
+    save(run)
 
 
 def start(work: Callable[[int], None], meeting: str) -> list[int]:

@@ -1,6 +1,7 @@
 """Runs in Megatron-Bridge's loop, in this process or on these ranks: as a user's script would call it.
 
-What lives here: `train`, `replicate`, and what a run leaves (`stored`). One step at a time is `tests/steps.py`.
+What lives here: two kinds of runs (`replicated`, `sharded`), `train`, what a run leaves (`stored`). What may not: one
+step at a time (`tests/steps.py`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from megatron.bridge.training.initialize import destroy_global_state
 from megatron.bridge.training.pretrain import pretrain
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from .conftest import Inputs
+
 
 def replicate(cfg: Any, *, distributed: bool = False) -> Any:
     """The same run with parameters whole on each data-parallel rank, and checkpoints of megatron-core's own format.
@@ -36,6 +39,29 @@ def replicate(cfg: Any, *, distributed: bool = False) -> Any:
     cfg.ddp.use_distributed_optimizer = cfg.optimizer.use_distributed_optimizer = distributed
     cfg.ddp.overlap_param_gather = cfg.ddp.overlap_grad_reduce = distributed
     return cfg
+
+
+def replicated(inputs: Inputs, save: Path | None, *, distributed: bool = True, **settings: Any) -> Any:
+    """A run in float32 from Hugging Face weights, with checkpoints of megatron-core's own format.
+
+    Args:
+        inputs: of the run.
+        save: its folder; None to save nothing.
+        distributed: as for `replicate`.
+        settings: its own, written `train__train_iters=4`.
+    """
+    return replicate(_from_hf(inputs, save, settings), distributed=distributed)
+
+
+def sharded(inputs: Inputs, save: Path | None, **settings: Any) -> Any:
+    """As the digits recipe is: under Megatron-FSDP in bfloat16. Arguments as for `replicated`."""
+    cfg = _from_hf(inputs, save, settings)
+    cfg.mixed_precision = "bf16_mixed"
+    return cfg
+
+
+def _from_hf(inputs: Inputs, save: Path | None, settings: dict[str, Any]) -> Any:
+    return inputs.config(save, **{"checkpoint__pretrained_checkpoint": str(inputs.hf)} | settings)
 
 
 def run_bridges_loop(cfg: Any, *callbacks: Callback) -> None:
@@ -98,3 +124,9 @@ def stored(run: Path) -> dict[str, torch.Tensor]:
     }
     dcp.load(tensors, checkpoint_id=folder, no_dist=True)
     return tensors
+
+
+def optimizer_states(optimizer: Any) -> list[dict[str, torch.Tensor]]:
+    """What this rank's optimizers keep of each parameter; nothing before their first step."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [state for part in parts if part.optimizer for state in part.optimizer.state.values()]

@@ -1,4 +1,7 @@
-"""Vision and language on ranks of their own make the runs of one model, in the small loop and in Megatron-Bridge's."""
+"""Vision and language on ranks of their own make the runs of one model, in Megatron-Bridge's loop.
+
+Its set-up, schedule, loaders, evaluation and checkpoints; rows of language ranks are read by the tower's.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ LIMITS = {"loss": 1e-6, "valid_loss": 1e-6, "grad_norm": 5e-6}
 # The first so many ranks have the tower, or a stage of the language model that is not the last.
 WITHOUT_LOSSES = {"2 + 1": 2, "1 + DP2 goes on from whole": 1, "1 + PP2 goes on from 2 + 1": 2, "1 + EP2": 1}
 KINDS = ["step", "step", "valid", "step", "step", "valid", "test"]  # what Megatron-Bridge's loop does
-SAVED = ("whole", "whole, MoE", "two", "split", "MoE", "sharded", "sharded, MoE", "frozen", "language", "small")
+SAVED = ("whole", "whole, MoE", "two", "split", "MoE", "sharded", "sharded, MoE", "frozen", "language")
 SECONDS = 1800
 
 
@@ -53,13 +56,10 @@ def found(inputs, moe_folder, scratch) -> list[dict[str, Any]]:
         Job("frozen goes on", "1 + DP2", load=place["frozen"], settings=FROZEN),
         Job("language frozen", "1 + DP2", save=place["language"], settings=LANGUAGE_FROZEN),
         Job("language frozen goes on", "1 + DP2", load=place["language"], settings=LANGUAGE_FROZEN),
-        Job("small, 2 + 1", "2 + 1", "small", save=place["small"]),
-        Job("small, 1 + DP2", "1 + DP2", "small"),
-        Job("small, frozen", "1 + PP2", "small", settings=FROZEN),
     ]
     after = [Job("whole goes on from 2 + 1", load=place["two"])]
     after += [Job("whole goes on from 1 + EP2", family="MoE", load=place["MoE"])]
-    after += [Job(f"{name} opened", loop="open", load=place[name]) for name in ("whole", "two", "small")]
+    after += [Job(f"{name} opened", opens=True, load=place[name]) for name in ("whole", "two")]
     seen: list[dict[str, Any]] = [{}, {}, {}]
     for ranks, jobs in ((1, whole), (3, modules), (1, after)):
         output = scratch / "found.pt"
@@ -68,18 +68,6 @@ def found(inputs, moe_folder, scratch) -> list[dict[str, Any]]:
         for everything, rank in zip(seen, torch.load(output), strict=False):
             everything |= rank
     return seen
-
-
-@pytest.fixture(scope="module")
-def expected(inputs, scratch) -> dict[str, list[dict[str, float]]]:
-    """Logs of the small loop in one process."""
-    from qwen3vl_bridge.training.small_loop.loop import train
-
-    places = str(inputs.hf), str(inputs.data)
-    return {
-        "whole": train(Job("whole", save=str(scratch / "small_whole")).config(*places)),
-        "frozen": train(Job("frozen", settings=FROZEN).config(*places)),
-    }
 
 
 def worst(log: list[dict[str, float]], other: list[dict[str, float]]) -> dict[str, float]:
@@ -104,94 +92,83 @@ def weights(run: Path, to: Path, hf: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("name", "other", "gradients"),
-    [("small, 2 + 1", "whole", True), ("small, 1 + DP2", "whole", True), ("small, frozen", "frozen", False)],
+    [
+        ("2 + 1", "whole", True),
+        ("1 + DP2, sharded", "whole", True),
+        ("1 + EP2", "whole, MoE", True),
+        ("frozen", "whole, frozen", False),
+    ],
 )
-def test_the_small_loops_log_is_that_of_one_process(found, expected, name, other, gradients):
-    log, come_back = found[0][name]
-    assert come_back == [gradients]
-    assert {one for rank in found for one in rank[name][1]} == {gradients}
-    errors = worst(log, expected[other])
+def test_the_log_is_that_of_one_process(found, name, other, gradients):
+    """On every rank; and none computes gradients that a frozen tower would not take."""
+    assert {one for rank in found for one in rank[name]["come_back"]} == {gradients}
+    for rank in found:
+        errors = worst(rank[name]["log"], found[0][other]["log"])
+        assert all(errors[kind] <= limit for kind, limit in LIMITS.items()), errors
     print(name, errors)
-    assert all(errors[kind] <= limit for kind, limit in LIMITS.items())
 
 
-class TestMegatronBridgesOwnLoop:
-    """Its set-up, schedule, loaders, evaluation and checkpoints; rows of language ranks are read by the tower's."""
-
-    def test_one_process_makes_the_steps_of_the_small_loop(self, found, expected):
-        steps = [one for one in found[0]["whole"] if one[0] == "step"]
-        logged = [(entry["loss"], entry["grad_norm"]) for entry in expected["whole"] if "loss" in entry]
-        assert [one[0] for one in found[0]["whole"]] == KINDS and len(steps) == len(logged) == STEPS
-        for (_, loss, norm), (other_loss, other_norm) in zip(steps, logged, strict=True):
-            assert loss == pytest.approx(other_loss, rel=LIMITS["loss"])
-            assert norm == pytest.approx(other_norm, rel=LIMITS["grad_norm"])
-
-    @pytest.mark.parametrize(
-        ("name", "other", "last"),
-        [
-            ("2 + 1", "whole", len(KINDS)),
-            ("1 + EP2", "whole, MoE", len(KINDS)),
-            ("1 + DP2, sharded", "whole", len(KINDS)),
-            ("1 + EP2, sharded", "whole, MoE", len(KINDS)),
-            ("frozen, sharded", "whole, frozen", len(KINDS)),
-            ("frozen", "whole, frozen", len(KINDS)),
-            ("language frozen", "whole, language frozen", len(KINDS)),
-            ("language frozen goes on", "whole, language frozen", len(KINDS) - HALF - 1),
-            ("1 + DP2 goes on from whole", "whole", len(KINDS) - HALF - 1),
-            ("1 + PP2 goes on from 2 + 1", "whole", len(KINDS) - HALF - 1),
-            ("whole goes on from 2 + 1", "whole", len(KINDS) - HALF - 1),
-            ("1 + EP2 goes on", "1 + EP2", len(KINDS) - HALF - 1),
-            ("1 + EP2 goes on from whole", "whole, MoE", len(KINDS) - HALF - 1),
-            ("whole goes on from 1 + EP2", "whole, MoE", len(KINDS) - HALF - 1),
-            ("frozen goes on", "whole, frozen", len(KINDS) - HALF - 1),
-        ],
-    )
-    def test_steps_and_evaluations_are_those_of_one_process(self, found, name, other, last):
-        """Losses of training, validation and test data, and norms; a run that goes on makes the second half of them."""
-        (whole,) = {tuple(rank[other]) for rank in found if rank.get(other)}
-        assert [one[0] for one in whole] == KINDS
-        errors = {"loss": 0.0, "grad_norm": 0.0}
-        logs = [log for rank in found if (log := rank.get(name))]
-        assert logs
-        for log in logs:
-            assert len(log) == last
-            for mine, its in zip(log, whole[-last:], strict=True):
-                assert mine[0] == its[0]
-                errors["loss"] = max(errors["loss"], abs(mine[1] / its[1] - 1))
-                errors["grad_norm"] = max(errors["grad_norm"], abs(mine[2] / its[2] - 1) if its[2] else 0.0)
-        print(name, errors)
-        assert all(error <= LIMITS[kind] for kind, error in errors.items())
-
-    def test_the_last_stages_alone_have_losses(self, found):
-        for name, ranks in WITHOUT_LOSSES.items():
-            for rank, seen in enumerate(found):
-                assert (seen[name] == []) == (rank < ranks), (name, rank)
-
-    @pytest.mark.parametrize("name", ["two", "small"])
-    def test_its_own_tools_open_a_checkpoint_of_modules(self, found, name):
-        whole, mine = found[0]["whole opened"], found[0][f"{name} opened"]
-        assert len(whole) > 100 and mine == pytest.approx(whole, rel=1e-5)
-
-    def test_samples_are_counted_by_replicas_of_the_language_model(self, found, scratch):
-        for run in ("whole", "two", "split", "MoE"):
-            state = torch.load(scratch / run / f"iter_{STEPS:07d}" / "train_state.pt", weights_only=True)
-            assert int(state["step"]) == STEPS and int(state["consumed_train_samples"]) == 4 * STEPS, run
-
-    @pytest.mark.parametrize(
-        ("run", "one"),
-        [("two", "whole"), ("sharded", "whole"), ("MoE", "whole, MoE"), ("sharded, MoE", "whole, MoE")],
-    )
-    def test_its_checkpoint_is_that_of_one_model(self, found, inputs, moe_folder, scratch, run, one):
-        hf = moe_folder if "MoE" in run else inputs.hf
-        whole, mine = (weights(scratch / name, scratch / f"hf_{name}_{run}", hf) for name in (one, run))
-        assert mine.keys() == whole.keys()
-        error = max((mine[name] - whole[name]).abs().max().item() for name in whole) / 1e-3
-        print("weights, in learning rates", error)
-        assert error <= 1e-2
+@pytest.mark.parametrize(
+    ("name", "other", "last"),
+    [
+        ("2 + 1", "whole", len(KINDS)),
+        ("1 + EP2", "whole, MoE", len(KINDS)),
+        ("1 + DP2, sharded", "whole", len(KINDS)),
+        ("1 + EP2, sharded", "whole, MoE", len(KINDS)),
+        ("frozen, sharded", "whole, frozen", len(KINDS)),
+        ("frozen", "whole, frozen", len(KINDS)),
+        ("language frozen", "whole, language frozen", len(KINDS)),
+        ("language frozen goes on", "whole, language frozen", len(KINDS) - HALF - 1),
+        ("1 + DP2 goes on from whole", "whole", len(KINDS) - HALF - 1),
+        ("1 + PP2 goes on from 2 + 1", "whole", len(KINDS) - HALF - 1),
+        ("whole goes on from 2 + 1", "whole", len(KINDS) - HALF - 1),
+        ("1 + EP2 goes on", "1 + EP2", len(KINDS) - HALF - 1),
+        ("1 + EP2 goes on from whole", "whole, MoE", len(KINDS) - HALF - 1),
+        ("whole goes on from 1 + EP2", "whole, MoE", len(KINDS) - HALF - 1),
+        ("frozen goes on", "whole, frozen", len(KINDS) - HALF - 1),
+    ],
+)
+def test_steps_and_evaluations_are_those_of_one_process(found, name, other, last):
+    """Losses of training, validation and test data, and norms; a run that goes on makes the second half of them."""
+    (whole,) = {tuple(rank[other]["told"]) for rank in found if other in rank and rank[other]["told"]}
+    assert [one[0] for one in whole] == KINDS
+    errors = {"loss": 0.0, "grad_norm": 0.0}
+    logs = [rank[name]["told"] for rank in found if name in rank and rank[name]["told"]]
+    assert logs
+    for log in logs:
+        assert len(log) == last
+        for mine, its in zip(log, whole[-last:], strict=True):
+            assert mine[0] == its[0]
+            errors["loss"] = max(errors["loss"], abs(mine[1] / its[1] - 1))
+            errors["grad_norm"] = max(errors["grad_norm"], abs(mine[2] / its[2] - 1) if its[2] else 0.0)
+    print(name, errors)
+    assert all(error <= LIMITS[kind] for kind, error in errors.items())
 
 
-def test_a_checkpoint_is_that_of_one_model(found, expected, inputs, scratch):
-    whole, mine = (weights(scratch / run, scratch / f"hf_{run}", inputs.hf) for run in ("small_whole", "small"))
+def test_the_last_stages_alone_have_losses(found):
+    for name, ranks in WITHOUT_LOSSES.items():
+        for rank, seen in enumerate(found):
+            assert (seen[name]["told"] == []) == (rank < ranks), (name, rank)
+
+
+def test_its_own_tools_open_a_checkpoint_of_modules(found):
+    whole, mine = found[0]["whole opened"], found[0]["two opened"]
+    assert len(whole) > 100 and mine == pytest.approx(whole, rel=1e-5)
+
+
+def test_samples_are_counted_by_replicas_of_the_language_model(found, scratch):
+    for run in ("whole", "two", "split", "MoE"):
+        state = torch.load(scratch / run / f"iter_{STEPS:07d}" / "train_state.pt", weights_only=True)
+        assert int(state["step"]) == STEPS and int(state["consumed_train_samples"]) == 4 * STEPS, run
+
+
+@pytest.mark.parametrize(
+    ("run", "one"),
+    [("two", "whole"), ("sharded", "whole"), ("MoE", "whole, MoE"), ("sharded, MoE", "whole, MoE")],
+)
+def test_its_checkpoint_is_that_of_one_model(found, inputs, moe_folder, scratch, run, one):
+    hf = moe_folder if "MoE" in run else inputs.hf
+    whole, mine = (weights(scratch / name, scratch / f"hf_{name}_{run}", hf) for name in (one, run))
     assert mine.keys() == whole.keys()
     error = max((mine[name] - whole[name]).abs().max().item() for name in whole) / 1e-3
     print("weights, in learning rates", error)

@@ -34,6 +34,7 @@ from qwen3vl_bridge.checkpoint.formats.megatron.folder import (
     iteration_folder,
 )
 from qwen3vl_bridge.encoder_parallel.checkpoint import as_one_model
+from qwen3vl_bridge.files.errors import CheckpointError
 from qwen3vl_bridge.parallel.collectives import hear_all, tell_all
 from qwen3vl_bridge.peft.lora import Qwen3VLParts
 from qwen3vl_bridge.training.checkpointing.all_or_none import is_first, together
@@ -146,6 +147,9 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
             kept.cache_clear()
         folder = None if is_local else _folder_to_load(settings)
         _check_adapters(folder, ctx)
+        if folder is not None and ctx.optimizer is not None:
+            with together():
+                _expect_optimizer(folder, settings)
         with (
             as_one_model(ctx) as whole,
             _layers_may_differ(ctx),
@@ -203,12 +207,44 @@ def has_checkpoint(settings: CheckpointConfig) -> bool:
     found = False
     with together():
         if is_first():
-            found = (
-                checkpoint_exists(settings.load)
-                or is_hf_checkpoint_dir(settings.load)  # which Megatron-Bridge then refuses
-                or _has_global_non_persistent_checkpoint(settings.load, settings)
-            )
+            found = _is_there(settings)
     return tell_all(found)
+
+
+def _is_there(settings: CheckpointConfig) -> bool:
+    return (
+        checkpoint_exists(settings.load)
+        or is_hf_checkpoint_dir(settings.load)  # which Megatron-Bridge then refuses
+        or _has_global_non_persistent_checkpoint(settings.load, settings)
+    )
+
+
+def expect_checkpoint(settings: CheckpointConfig) -> None:
+    """Follow `exit_on_missing_checkpoint`, which Megatron-Bridge looks at where a checkpoint has been found alone.
+
+    Args:
+        settings: of the run. Ranks look for themselves, as there are no groups yet.
+
+    Raises:
+        CheckpointError: there is none to go on from.
+    """
+    local = settings.non_persistent_ckpt_type == "local"  # which each rank keeps elsewhere
+    if settings.exit_on_missing_checkpoint and settings.load and not local and not _is_there(settings):
+        raise CheckpointError(
+            f"checkpoint.load is {settings.load}, which has no checkpoint; expected one, or "
+            "checkpoint.exit_on_missing_checkpoint=false"
+        )
+
+
+def _expect_optimizer(folder: Path, settings: CheckpointConfig) -> None:
+    """Say what to set where a checkpoint has no optimizer's state, which Megatron-Bridge would look for."""
+    if settings.finetune or not settings.load_optim or not (folder / RUN_CONFIG).is_file():
+        return
+    if not (read_run_config(str(folder / RUN_CONFIG)).get("checkpoint") or {}).get("save_optim", True):
+        raise CheckpointError(
+            f"{folder} was saved without the optimizer (checkpoint.save_optim=false): expected "
+            "checkpoint.load_optim=false, to begin with a new one"
+        )
 
 
 @contextlib.contextmanager

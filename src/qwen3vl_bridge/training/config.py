@@ -14,7 +14,7 @@ from qwen3vl_bridge.data.row_settings import ConversationRows
 from qwen3vl_bridge.encoder_parallel.evaluation import evaluate_modules_together
 from qwen3vl_bridge.models.common.settings.encoder_parallel import check_world, expect
 from qwen3vl_bridge.models.common.settings.parallelism import check_microbatches
-from qwen3vl_bridge.training.checkpoint_manager import MANAGER, manage_checkpoints
+from qwen3vl_bridge.training.checkpoint_manager import MANAGER, expect_checkpoint, manage_checkpoints
 from qwen3vl_bridge.training.checkpointing.initial_weights import read_first_weights
 from qwen3vl_bridge.training.checkpointing.saving_process import check_script
 from qwen3vl_bridge.training.exit_signal import leave_exit_signal_to_run
@@ -216,6 +216,7 @@ class Qwen3VLConfigContainer(ConfigContainer):
     def _check_checkpoints(self) -> None:
         """What Megatron-Bridge would ignore, or would leave nothing to go on from."""
         settings = self.checkpoint
+        expect_checkpoint(settings)
         if settings.most_recent_k == 0:
             raise ValueError("checkpoint.most_recent_k is 0, expected at least 1, or -1 to keep all")
         if (interval := getattr(settings, "save_retain_interval", None)) is not None:

@@ -51,6 +51,8 @@ def load_every_weight(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     given.apply_defaults()
     asked = given.arguments
     state = asked["sharded_state_dict"]
+    if state and state.get("rng_state", state) is None:
+        del state["rng_state"]  # finetuning, or load_rng=False: a strict loader would look for the empty place
     chunks = None if asked["rank0"] or state is None or "model" not in state else state.get("_model")
     if not chunks or not isinstance(provider := get_model_config(chunks[0]), VisionLanguageProvider):
         return theirs(*args, **kwargs)
