@@ -1,6 +1,6 @@
 # Each target makes the environment (.venv) if it is not there, and reuses it if it is.
 .DEFAULT_GOAL := help
-.PHONY: help env demo test matrix lint format lock
+.PHONY: help env demo test test-full matrix lint format lock
 
 PY := .venv/bin/python
 # One process a core; torch's own threads would only fight over them.
@@ -12,7 +12,7 @@ DEMO_ARGS ?=
 export PYTHONDONTWRITEBYTECODE :=
 
 help: ## list the targets
-	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 18
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 18
 
 env: ## make or update .venv from requirements/cpu.txt
 	@scripts/setup_env.sh
@@ -21,8 +21,11 @@ demo: env ## convert, fine-tune, export and generate on handwritten digits
 	CUDA_VISIBLE_DEVICES= $(PY) examples/digits/demo.py $(DEMO_ARGS)
 
 # The environment runs on the CPU, also where there is a GPU; tests that need one: `.venv/bin/python -m pytest -n 1`.
-test: lint ## lint, then all tests
-	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+test: lint ## lint, then all tests but slow ones (ten minutes)
+	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadscope $(PYTEST_ARGS)
+
+test-full: ## lint, then all tests (forty minutes)
+	$(MAKE) test PYTEST_ARGS="--slow all $(PYTEST_ARGS)"
 
 matrix: env ## every way to split the model, with every content: errors into docs/parallelism.md (half an hour)
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(PY) -m tests.parity.matrix --write-table docs/parallelism.md

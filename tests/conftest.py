@@ -1,8 +1,10 @@
-"""What all tests share: the tiny checkpoints, and quiet logs."""
+"""What all tests share: which of them run, the tiny checkpoints, and quiet logs."""
 
 from __future__ import annotations
 
 import os
+import zlib
+from pathlib import Path
 
 import qwen3vl_bridge  # noqa: F401  before any of Megatron, whose import it prepares on this machine
 from qwen3vl_bridge.training.process_groups import shutdown
@@ -16,6 +18,26 @@ from tests.ranks import forget_models
 # A busy machine is no reason to fail; and CI looks at the same examples each time, people at new ones.
 hypothesis.settings.register_profile("project", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("project")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--slow", metavar="WHICH", help='tests marked "slow": "all", or a part of their files such as 2/5')
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave out slow tests, but those that are asked for; where files or tests are named, that is all of them."""
+    which, whole = config.getoption("--slow"), Path(__file__).parent
+    if which == "all" or (which is None and [Path(one).resolve() for one in config.args] != [whole]):
+        return
+    number, parts = (int(n) for n in (which or "0/0").split("/"))
+
+    def runs(item) -> bool:
+        if item.get_closest_marker("slow") is None:
+            return True
+        return bool(parts) and zlib.crc32(item.path.name.encode()) % parts == number % parts
+
+    config.hook.pytest_deselected(items=[item for item in items if not runs(item)])
+    items[:] = [item for item in items if runs(item)]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -99,6 +99,7 @@ assert torch.equal(dist_checkpointing.load(state, folder)["x"], torch.arange(6.0
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_saves_in_the_background_uses_the_cpu(tmp_path):
     """Megatron-Bridge's `checkpoint.async_save` begins one. It is spawned, and had asked for a GPU; saving hung."""
     command = [sys.executable, "-W", "ignore", "-c", SAVE, str(tmp_path)]

@@ -27,8 +27,10 @@ def run(code: str) -> subprocess.CompletedProcess:
     "first",
     [
         "import qwen3vl_bridge, megatron.bridge",
-        "from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider",
-        "import megatron.core.models.gpt; import qwen3vl_bridge, megatron.bridge",
+        pytest.param(
+            "from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider", marks=pytest.mark.slow
+        ),
+        pytest.param("import megatron.core.models.gpt; import qwen3vl_bridge, megatron.bridge", marks=pytest.mark.slow),
     ],
 )
 def test_registers_whatever_is_imported_first(first):
@@ -63,6 +65,7 @@ from megatron.core.datasets import helpers
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["import qwen3vl_bridge", "import megatron.core.datasets.utils, qwen3vl_bridge"])
 def test_megatron_bridges_loop_starts_without_the_package_for_restarts_or_a_makefile(first):
     """As a script for Megatron-Bridge's `finetune()` does, from what this project or a wheel installs."""

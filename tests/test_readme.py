@@ -61,6 +61,7 @@ def fill(text: str, places: dict[str, str]) -> str:
     return re.sub(r"\b(" + "|".join(places) + r")\b", lambda found: places[found[0]], text)
 
 
+@pytest.mark.slow
 def test_convert_then_fine_tune(places):
     commands, _ = blocks("Convert", "bash")
     for command in fill(commands, places).strip().splitlines():
@@ -76,6 +77,7 @@ def test_convert_then_fine_tune(places):
     assert (Path(places["RUN"]) / "iter_0000002").is_dir()
 
 
+@pytest.mark.slow
 def test_one_node_of_gpus(places):
     """As far as a machine without any can see: the settings and the plan."""
     command, _ = blocks("Fine-tune", "console")
@@ -83,6 +85,7 @@ def test_one_node_of_gpus(places):
     run(f"{command.strip()} --dry-run --gpus 8")
 
 
+@pytest.mark.slow
 def test_adapters_of_a_run(places, untied_folder, tmp_path):
     _, commands = blocks("Fine-tune", "console")
     run(
@@ -134,6 +137,7 @@ def test_a_script_of_ones_own_does_nothing_in_the_process_that_saving_starts(own
     assert own_script("__mp_main__") == []
 
 
+@pytest.mark.slow
 def test_convert_by_several_processes(places, moe_folder, tmp_path):
     _, command = blocks("Convert", "bash")
     instead = {"--nproc_per_node 8": "--nproc_per_node 2", "--ep 8": "--ep 2", " MEGATRON": f" {tmp_path / 'megatron'}"}

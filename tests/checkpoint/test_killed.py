@@ -109,7 +109,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("direction", ["import", "torch_dist", "export"])
 def test_killed_at_any_moment(direction, processes, larger, tmp_path):
     source, target = tmp_path / "source", tmp_path / "out" / "target"

@@ -21,6 +21,8 @@ import torch
 
 from .support import hf_tensors
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parent / "megatron_fsdp_load.py"
 # world, tp, ep, and whether it saves; of a checkpoint with the model's own names
 TOPOLOGIES = {

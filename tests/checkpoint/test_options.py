@@ -28,6 +28,7 @@ from .support import change_extra, change_missing, expect_error, exporting, impo
 CONVERT = Path(__file__).parents[2] / "conversion" / "convert.py"
 
 
+@pytest.mark.slow
 def test_several_processes_write_what_one_writes(moe_folder, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", str(CONVERT)]
     arguments = ["import", "--hf-model", str(moe_folder), "--megatron-path", str(tmp_path / "two"), "--ep", "2"]

@@ -33,7 +33,7 @@ def sides(dimensions, naming="transformer_engine"):
 
 
 @pytest.mark.parametrize("layout", ExpertLayout)
-@pytest.mark.parametrize("size", ["32B", "235B-A22B"])
+@pytest.mark.parametrize("size", ["32B", pytest.param("235B-A22B", marks=pytest.mark.slow)])
 def test_a_large_model_is_planned_in_all_directions(size, layout):
     dimensions = dimensions_of(config_dict(size))
     if not dimensions.indices["moe_layers"] and layout is not ExpertLayout.INPUT_MAJOR:

@@ -17,6 +17,7 @@ from qwen3vl_bridge.checkpoint import (
 )
 from qwen3vl_bridge.weights.names import ExpertLayout
 
+import pytest
 import torch
 
 from .support import hf_tensors
@@ -24,6 +25,7 @@ from .support import hf_tensors
 TP, EP, PP = "tensor_model_parallel_size", "expert_model_parallel_size", "pipeline_model_parallel_size"
 
 
+@pytest.mark.slow
 def test_stock_megatron_core_loads_it_and_what_it_saves_exports(
     untied_folder, tied_folder, moe_folders, all_moe_folder, tmp_path
 ):

@@ -61,7 +61,7 @@ def test_every_sample_is_in_one_row_of_every_epoch(make):
     assert [sample % 2**40 for sample in epochs[0]] != [sample % 2**40 for sample in epochs[1]]
 
 
-@pytest.mark.parametrize("done", [1, 9, 30])
+@pytest.mark.parametrize("done", [1, 9, pytest.param(30, marks=pytest.mark.slow)])
 def test_a_position_goes_on_at_any_number_of_workers_and_ranks(make, done):
     whole = BatchStream(make()())
     expected = take(whole, done + 8)
@@ -108,6 +108,7 @@ def test_a_stream_is_not_packed_before(make, tmp_path):
         pack(make()(), tmp_path / "rows")
 
 
+@pytest.mark.slow
 def test_the_provider_streams_what_is_on_the_hub(checkpoint, train_file, stream, monkeypatch):
     asked = []
     monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name: ["train"])

@@ -84,6 +84,7 @@ class Owner:
         self.said.write_text(f"{os.getpid()}")
 
 
+@pytest.mark.slow
 def test_they_leave_the_other_processs_garbage_alone(tmp_path):
     said = tmp_path / "said"
     gc.disable()

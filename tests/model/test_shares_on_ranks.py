@@ -16,7 +16,7 @@ TOLERANCES = {
 }
 
 
-@pytest.mark.parametrize("ranks", list(TOPOLOGIES))
+@pytest.mark.parametrize("ranks", [pytest.param(n, marks=pytest.mark.slow if n > 2 else ()) for n in TOPOLOGIES])
 def test_shares_give_what_the_whole_row_gives(untied_folder, moe_folder, tmp_path, ranks):
     run_ranks("tests.model.shares_on_ranks", ranks, tmp_path / "found.pt", untied_folder, moe_folder, timeout=1500)
     found, refused = torch.load(tmp_path / "found.pt")

@@ -2,9 +2,13 @@
 
 from collections import Counter
 
+import pytest
+
 from tests.model.torch_dist_chain import KINDS, splits, stops, travel
 from tests.model.torch_dist_models import build_chunks, save, wrong_after_loading
 from tests.parity.topologies import TOPOLOGIES
+
+pytestmark = pytest.mark.slow
 
 
 def test_every_tensor_comes_back_from_a_journey(folders, tmp_path):

@@ -3,12 +3,15 @@
 Also where a microbatch has no real token, and where losses are divided by microbatches, as by verl and miles.
 """
 
+import pytest
 import torch
 
 from tests.forked import run_ranks
 
 from .balancing_on_ranks import EMPTY, KINDS, ROWS
 from .topologies import TOPOLOGIES
+
+pytestmark = pytest.mark.slow
 
 GRADIENT = 2e-5  # relative to the largest entry of each
 

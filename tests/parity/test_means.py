@@ -6,6 +6,7 @@ microbatch's tokens, as this package's does, there of each context-parallel rank
 
 import json
 
+import pytest
 import torch
 
 from tests.forked import run_ranks
@@ -13,6 +14,8 @@ from tests.forked import run_ranks
 from .batches import run_reference
 from .means_on_ranks import CHOSEN, CONTENT, LOSSES, weighed
 from .references import MICROBATCHES, step_samples
+
+pytestmark = pytest.mark.slow
 
 GRADIENT = 2e-5  # relative to the largest entry of each
 

@@ -9,6 +9,8 @@ import pytest
 from .matrix import FAMILIES, MATRIX_CONTENTS, cases, run, table, write_references, wrong
 from .topologies import MODULES
 
+pytestmark = pytest.mark.slow
+
 # Every content and kind of rows: as many of both, and more of either.
 WHOLE = {3: ("2 + 1", "1 + DP2"), 4: ("2 + DP2",)}
 

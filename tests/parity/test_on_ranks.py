@@ -15,7 +15,7 @@ def folders(untied_folder, moe_folder):
     return folders
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_split_models_train_as_one_process_does(folders, ranks):
     chosen = some_cases(ranks, **CHOSEN[ranks])
     found = run(chosen, folders, ranks)

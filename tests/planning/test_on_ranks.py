@@ -21,6 +21,8 @@ from tests.parity.topologies import TOPOLOGIES
 
 from .on_ranks import KINDS, MICROBATCHES
 
+pytestmark = pytest.mark.slow
+
 CASES = {
     2: [
         ("dense", "TP2"),

@@ -19,7 +19,7 @@ def folders(qwen3_5_folders):
     return folders
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_split_models_train_as_one_process_does(folders, ranks):
     chosen = [case for case in some_cases(ranks, **CHOSEN[ranks]) if case[1] != "TP2"]  # which is refused
     found = run(chosen, folders, ranks)

@@ -48,6 +48,7 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
+@pytest.mark.slow
 def test_two_nodes_are_one_run(tmp_path, untied_folder):
     """The script for Slurm with its commands' namesakes: two agents of torchrun that meet, and a run of two ranks."""
     from examples.digits.dataset import make_dataset

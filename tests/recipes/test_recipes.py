@@ -156,6 +156,7 @@ def test_recipes_of_ones_own(tmp_path):
         find(f"{tmp_path}/nothing.py:mine")
 
 
+@pytest.mark.slow
 def test_they_work_from_the_installed_wheel(tmp_path):
     """Unpacked elsewhere, with nothing of this folder on the path."""
     import zipfile

@@ -39,6 +39,7 @@ def whole(places):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", sorted({pattern(name).ranks for name in NAMES}))
 def test_a_step_of_every_twin(ranks, places, whole, tmp_path):
     folders, data = places

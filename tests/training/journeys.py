@@ -14,8 +14,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.training.checkpointing.optimizer_state import MOMENTS
-
 import torch
 from megatron.bridge import AutoBridge
 from megatron.bridge.training.callbacks import Callback, CallbackContext
@@ -30,6 +28,7 @@ from .running import optimizer_states, replicate, train
 
 SPLITS = {name: topology.fields for name, topology in (TOPOLOGIES | MODULES).items()}
 SPLITS |= {"TP2+SP, padded vocabulary": PADDED}
+MOMENTS = ("exp_avg", "exp_avg_sq")
 LOGGED = ("step", "loss", "grad_norm")
 # Rows of the same documents at every split; four microbatches, for data-parallel ranks and interleaved stages.
 COMMON = dict(

@@ -7,6 +7,7 @@ step at a time (`tests/steps.py`).
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from megatron.bridge.training.finetune import finetune
 from megatron.bridge.training.initialize import destroy_global_state
 from megatron.bridge.training.pretrain import pretrain
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from tests.steps import release
 
 from .conftest import Inputs
 
@@ -69,9 +72,18 @@ def run_bridges_loop(cfg: Any, *callbacks: Callback) -> None:
     _join()
     destroy_global_state()  # of a run before that failed, or was another loop's
     leave_groups()  # which Megatron-Bridge keeps
+    ours = [*qwen3vl_bridge.training_callbacks(cfg), *callbacks, _Models()]
     with groups_to_leave():
         loop = pretrain if cfg.checkpoint.pretrained_checkpoint is None else finetune
-        loop(cfg, qwen3vl_bridge.forward_step, callbacks=[*qwen3vl_bridge.training_callbacks(cfg), *callbacks])
+        loop(cfg, qwen3vl_bridge.forward_step, callbacks=ours)
+
+
+class _Models(Callback):
+    """Sees to it that a run's models go with the run."""
+
+    def on_train_start(self, context: CallbackContext) -> None:
+        """Note them."""
+        weakref.finalize(context.state, release, list(context.model))
 
 
 class Entries(Callback):

@@ -80,6 +80,7 @@ def sharded(inputs, untied_folder, moe_folder, tmp_path_factory):
     return right, torch.load(root / "found.pt")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dense", "MoE"])
 def test_megatron_fsdp_in_megatron_bridges_loop(sharded, kind):
     """As any recipe of that kind: its ranks gather parameters in each forward pass, and all have to be in it."""

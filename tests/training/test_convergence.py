@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 
+import pytest
+
 from tests.steps import set_up, train_step
 
 from .adamw import matrices_decay, reference_steps
 from .running import replicate
+
+pytestmark = pytest.mark.slow
 
 STEPS, ROWS, LR, MIN_LR, WARMUP, DECAY, CLIP = 50, 2, 1e-3, 1e-4, 5, 0.1, 1.0
 # Relative errors of losses and gradient norms in float32, the largest of all steps; measured 2.6e-7 and 2.3e-6.

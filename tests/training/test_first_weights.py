@@ -17,6 +17,8 @@ from tests.forked import run_ranks
 
 from .bridges_loop import Start, run
 
+pytestmark = pytest.mark.slow
+
 _SECONDS = 1800  # about 120 where the machine is free; a hang has no end
 KINDS = ("Hugging Face", "fsdp_dtensor", "torch_dist")
 TP2, EP2 = dict(model__tensor_model_parallel_size=2), dict(model__expert_model_parallel_size=2)

@@ -18,6 +18,8 @@ from .bridges_loop import Start
 from .conftest import SHORT, losses, read_log
 from .running import train
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 8
 SETTINGS = SHORT | dict(train__train_iters=STEPS, checkpoint__save_interval=2, checkpoint__most_recent_k=1)

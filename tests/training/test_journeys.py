@@ -19,6 +19,8 @@ from .chains import LIMITS, Chain, errors, travel
 from .journeys import Journey
 from .ranks_that_die import DEATHS, MOMENTS, STEP
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 # Of weights after all steps, in units of the learning rate; measured 4.2e-4.
 WEIGHT = 1e-2

@@ -21,6 +21,8 @@ from tests.forked import run_ranks
 
 from .modules_on_ranks import FROZEN, HALF, LANGUAGE_FROZEN, STEPS, Job
 
+pytestmark = pytest.mark.slow
+
 # Relative, beside one process in float32.
 LIMITS = {"loss": 1e-6, "valid_loss": 1e-6, "grad_norm": 5e-6}
 # The first so many ranks have the tower, or a stage of the language model that is not the last.

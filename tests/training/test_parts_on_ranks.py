@@ -14,6 +14,8 @@ from tests.forked import run_ranks
 from .parts_on_ranks import BAD, BEFORE, CASES, HALF
 from .parts_reference import PARTS, STEPS, TOWERS, train_parts
 
+pytestmark = pytest.mark.slow
+
 # Relative errors of norms, measured 2.1e-7, in bfloat16 1.5e-3, and of the parts' sum 1.0e-7; of weights after four
 # steps, in units of the learning rate, measured 3.1e-4.
 NORM, HALF_NORM, TOTAL, WEIGHT = 1e-6, 1e-2, 1e-6, 2e-3

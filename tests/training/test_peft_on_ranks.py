@@ -17,6 +17,8 @@ from .peft_on_ranks import SETTINGS, STEPS, Job
 from .peft_runs import CASES, FSDP, WITH_EXPERTS, peft_config
 from .running import stored
 
+pytestmark = pytest.mark.slow
+
 JOBS = [
     Job("tensors", "trained mergers", dict(tensor_model_parallel_size=2)),
     Job("stages", "some layers", dict(pipeline_model_parallel_size=2)),

@@ -26,6 +26,7 @@ from qwen3vl_recipes.digits import qwen3_vl_digits_sft_config
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("guarded", [False, True])
 def test_a_script_without_a_guard_ends_before_it_trains(tmp_path, guarded):
     """It would hang at its first save, with both processes waiting for each other."""
