@@ -89,13 +89,13 @@ def do_go_on(journey: dict[str, Any], count: int) -> list[list[float]]:
 
 
 class Weights(Callback):
-    """Those of the model in memory at the end of a run, under Hugging Face names."""
+    """Those of the model in memory as it is saved, under Hugging Face names."""
 
     def __init__(self, hf: str) -> None:
         self._bridge = AutoBridge.from_hf_pretrained(hf)
         self.found: dict[str, torch.Tensor] = {}
 
-    def on_train_end(self, context: CallbackContext) -> None:
+    def on_checkpoint_save(self, context: CallbackContext) -> None:
         """Copy them."""
         exported = self._bridge.export_hf_weights(context.model, cpu=True, show_progress=False)
         self.found = {name: tensor.clone() for name, tensor in exported}
@@ -108,7 +108,7 @@ def do_export(journey: dict[str, Any], count: int) -> tuple[list[list[float]], d
 
 
 class Everything(Callback):
-    """What a rank has: numbers that it draws after each step, and weights and moments at the end."""
+    """What a rank has: numbers that it draws after each step, and weights and moments as they are saved."""
 
     def __init__(self) -> None:
         self.draws: list[torch.Tensor] = []
@@ -120,7 +120,7 @@ class Everything(Callback):
             tracked = torch.rand(3)
         self.draws += [torch.rand(3), tracked]
 
-    def on_train_end(self, context: CallbackContext) -> None:
+    def on_checkpoint_save(self, context: CallbackContext) -> None:
         """Copies of this rank's."""
         found = [p for chunk in context.model for p in chunk.parameters()]
         found += [state[moment] for state in optimizer_states(context.optimizer) for moment in MOMENTS]

@@ -34,7 +34,11 @@ def loads_either_form(optimizer: MegatronOptimizer | None) -> Iterator[None]:
     before, load = vars(optimizer).get("load_state_dict"), optimizer.load_state_dict
 
     def load_state_dict(state: dict) -> None:
-        load(in_own_form(state, getattr(optimizer, "chained_optimizers", [optimizer])))
+        chain = getattr(optimizer, "chained_optimizers", [optimizer])
+        if not any(group["params"] for one in chain for group in one.param_groups):
+            # All of this stage is frozen: of an empty state a checkpoint holds nothing, and megatron-core asks for it.
+            state = {"state": {}, **state}
+        load(in_own_form(state, chain))
 
     optimizer.load_state_dict = load_state_dict
     try:
