@@ -101,3 +101,18 @@ def test_energons_own_configuration_is_trained_on(config, inputs, tmp_path, pack
     assert losses(log) == losses(again)
     assert len(steps(log)) == 2 and [entry["step"] for entry in log if "valid_loss" in entry] == [1, 2]
     assert all(4 < entry["loss"] < 8 and entry["trained_tokens"] > 10 for entry in steps(log))
+
+
+def test_a_run_on_energons_own_configuration_does_not_begin_its_data_anew_unsaid(config, inputs, tmp_path):
+    path = write_webdataset(tmp_path)
+
+    def run(**settings):
+        dataset = energon(inputs.hf, path)
+        return train(
+            config(tmp_path / "run", dataset, train__train_iters=2, validation__eval_iters=0, **settings), stop_after=1
+        )
+
+    assert len(run()) == 1
+    with pytest.raises(ValueError, match=r"no state of its loader for iter_0000001.*Qwen3VLEnergonProvider; or"):
+        run()
+    assert [entry["step"] for entry in run(checkpoint__finetune=True)] == [1]

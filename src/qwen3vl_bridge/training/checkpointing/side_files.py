@@ -15,6 +15,8 @@ from qwen3vl_bridge.data.sources.fingerprints import check_position
 from qwen3vl_bridge.files.json_files import read_object, write_object
 from qwen3vl_bridge.training.checkpointing.weight_loading import Pretrained
 
+from megatron.bridge.data.builders.energon import EnergonDatasetConfig
+from megatron.bridge.training.checkpointing import DATALOADER_STATE_SUBDIR
 from megatron.bridge.training.config import ConfigContainer
 
 RUN_DATA = "run_data.json"
@@ -49,8 +51,10 @@ def expect_data(folder: Path, cfg: ConfigContainer, row: int) -> None:
         row: how many rows the run has taken.
 
     Raises:
-        ValueError: they are others.
+        ValueError: they are others, or are read by a loader that would begin them anew.
     """
+    if row and isinstance(cfg.dataset, EnergonDatasetConfig):
+        _expect_loader_state(folder, cfg.dataset)
     if not (folder / RUN_DATA).is_file():
         return
     saved = read_object(folder / RUN_DATA)
@@ -58,6 +62,17 @@ def expect_data(folder: Path, cfg: ConfigContainer, row: int) -> None:
         cfg.dataset.expect_position(saved, row)
     else:
         check_position(_data_of(cfg), saved)
+
+
+def _expect_loader_state(folder: Path, dataset: EnergonDatasetConfig) -> None:
+    """Megatron-Bridge 0.6.2 saves no state of its own energon loader, and says nothing where it finds none."""
+    states = Path(getattr(dataset, "dataloader_load", None) or folder.parent / DATALOADER_STATE_SUBDIR)
+    if not (states / folder.name).is_dir():
+        raise ValueError(
+            f"dataset is an EnergonDatasetConfig, and {states} has no state of its loader for {folder.name}: the run "
+            "would go on with its data from their beginning. Expected a dataset whose position is in the checkpoint, "
+            "such as Qwen3VLEnergonProvider; or checkpoint.finetune=True, to begin a new run from these weights"
+        )
 
 
 def _data_of(cfg: ConfigContainer) -> dict[str, Any]:
