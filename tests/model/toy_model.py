@@ -29,7 +29,7 @@ class ToyProvider(VisionLanguageProvider):
 
     family: ClassVar[str] = NAME
     model_class: ClassVar[str] = "tests.model.toy_model.ToyModel"
-    language_model_class: ClassVar[str] = "qwen3vl_bridge.models.common.model.MRopeGPTModel"
+    language_model_class: ClassVar[str] = "qwen3vl_bridge.models.common.text_model.MRopeGPTModel"
     fixed: ClassVar[Mapping[str, Any]] = {**FIXED, "qk_layernorm": False}
 
 

@@ -1,13 +1,12 @@
 """The Megatron model of a vision tower and a text model: embed, fuse, decode.
 
-What lives here: the text model with its rotary embedding, and the model of both towers, as all families have them. What
-may not: what one family has beside (`models/*/model.py`), callers' conventions (`inputs/model_inputs.py`), anything
-about rows, packing, ranks or sequence parallelism: layout is data that comes with the batch.
+What lives here: the model of both towers, as all families have it. What may not: the text model by itself
+(`text_model.py`), what one family has beside (`models/*/model.py`), callers' conventions (`inputs/model_inputs.py`),
+anything about rows, packing, ranks or sequence parallelism: layout is data that comes with the batch.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -17,100 +16,20 @@ from qwen3vl_bridge.models.common.attention import layout_packed_seq_params
 from qwen3vl_bridge.models.common.freezing import freeze_parts
 from qwen3vl_bridge.models.common.inputs.arguments import check_inference, check_settings
 from qwen3vl_bridge.models.common.inputs.model_inputs import as_model_inputs
-from qwen3vl_bridge.models.common.layer_specs import decoder_block_spec
 from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
-from qwen3vl_bridge.models.common.rope import InterleavedMRoPE, scaled_frequencies
-from qwen3vl_bridge.models.common.settings.parallelism import LOGITS
+from qwen3vl_bridge.models.common.text_model import MRopeGPTModel
 from qwen3vl_bridge.models.common.vision_config import vision_transformer_config
 from qwen3vl_bridge.models.common.vision_tower import Qwen3VLVisionModel
 from qwen3vl_bridge.parallel.collectives import gather_encoded, scatter_sequence
 
-import torch
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.inference.contexts import BaseInferenceContext
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
-from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint, make_viewless_tensor
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.utils import make_viewless_tensor
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-
-
-class MRopeGPTModel(GPTModel):
-    """The text model: megatron-core's GPT with interleaved multimodal rotary embedding.
-
-    Class attributes:
-        block_spec: (config, virtual pipeline stage, pipeline rank) -> layers of the stage.
-    """
-
-    block_spec: ClassVar[Callable[..., TransformerBlockSubmodules]] = staticmethod(decoder_block_spec)
-
-    def __init__(
-        self,
-        config: VisionLanguageProvider,
-        pg_collection: ProcessGroupCollection,
-        *,
-        pre_process: bool,
-        post_process: bool,
-        vp_stage: int | None,
-    ) -> None:
-        super().__init__(
-            config,
-            self.block_spec(config, vp_stage, pg_collection.pp.rank()),
-            vocab_size=config.padded_vocab_size,
-            max_sequence_length=config.seq_length,
-            pre_process=pre_process,
-            post_process=post_process,
-            fp16_lm_cross_entropy=config.fp16_lm_cross_entropy,
-            parallel_output=config.parallel_output,
-            share_embeddings_and_output_weights=config.share_embeddings_and_output_weights,
-            position_embedding_type="mrope",
-            rotary_base=config.rotary_base,
-            rotary_percent=config.rotary_percent,
-            scatter_embedding_sequence_parallel=False,  # pictures are fused in before
-            pg_collection=pg_collection,
-            vp_stage=vp_stage,
-        )
-        turning = int(config.kv_channels * config.rotary_percent)  # dimensions of a head
-        scaled = config.rope_parameters and functools.partial(scaled_frequencies, config.rope_parameters, turning)
-        precision = torch.float32 if config.apply_rotary_pos_emb_in_fp32 else config.params_dtype
-        self.rotary_pos_emb = InterleavedMRoPE(turning, config.rotary_base, config.mrope_section, precision, scaled)
-
-    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """Loss [b, s] of labels [b, s] under logits [s, b, padded vocabulary / tp].
-
-        Rows that pad the vocabulary are no tokens: as they lie, each would take a share of the probability.
-        """
-        if not self.parallel_output and self.pg_collection.tp.size() > 1:
-            raise ValueError(f"parallel_output is False, expected True to train under tensor parallelism: {LOGITS}")
-        tokens, here = self.config.vocab_size, logits.size(-1)
-        first = self.pg_collection.tp.rank() * here
-        if first + here > tokens:
-            logits[..., max(tokens - first, 0) :] = float("-inf")
-        return super().compute_language_model_loss(labels, logits)
-
-    def tie_embeddings_and_output_weights_state_dict(
-        self,
-        sharded_state_dict: ShardedStateDict,
-        output_layer_weight_key: str,
-        first_stage_word_emb_key: str,
-        metadata: dict,
-    ) -> None:
-        """As GPTModel's. It asks for the data-parallel rank among all processes, which a module of several has not."""
-        if self.pre_process or not self.post_process:
-            super().tie_embeddings_and_output_weights_state_dict(
-                sharded_state_dict, output_layer_weight_key, first_stage_word_emb_key, metadata
-            )
-            return
-        sharded_state_dict[output_layer_weight_key] = make_tp_sharded_tensor_for_checkpoint(
-            tensor=self.shared_embedding_or_output_weight(),
-            key=first_stage_word_emb_key,
-            replica_id=(1, 0, metadata["dp_cp_group"].rank()),  # a copy of the first stage's
-            allow_shape_mismatch=True,
-            tp_group=self.tp_group,
-            dp_cp_group=metadata["dp_cp_group"],
-        )
 
 
 class VisionLanguageModel(MegatronModule):

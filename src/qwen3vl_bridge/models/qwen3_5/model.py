@@ -7,7 +7,8 @@ batch.
 
 from __future__ import annotations
 
-from qwen3vl_bridge.models.common.model import MRopeGPTModel, VisionLanguageModel
+from qwen3vl_bridge.models.common.model import VisionLanguageModel
+from qwen3vl_bridge.models.common.text_model import MRopeGPTModel
 from qwen3vl_bridge.models.qwen3_5.layer_specs import text_block_spec
 
 

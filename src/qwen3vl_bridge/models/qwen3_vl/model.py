@@ -10,8 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 from qwen3vl_bridge.batch.packed_batch import ModelInputs, VisionRows
-from qwen3vl_bridge.models.common.model import MRopeGPTModel, VisionLanguageModel
+from qwen3vl_bridge.models.common.model import VisionLanguageModel
 from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
+from qwen3vl_bridge.models.common.text_model import MRopeGPTModel
 from qwen3vl_bridge.models.qwen3_vl.layer_specs import text_block_spec
 from qwen3vl_bridge.models.qwen3_vl.pipeline_payload import Stage, check_features
 from qwen3vl_bridge.parallel.collectives import sum_gradients_over_sequence
