@@ -89,22 +89,24 @@ def do_go_on(journey: dict[str, Any], count: int) -> list[list[float]]:
 
 
 class Weights(Callback):
-    """Those of the model in memory as it is saved, under Hugging Face names."""
+    """Those of the model in memory at the end of a run, under Hugging Face names."""
 
     def __init__(self, hf: str) -> None:
         self._bridge = AutoBridge.from_hf_pretrained(hf)
         self.found: dict[str, torch.Tensor] = {}
 
-    def on_checkpoint_save(self, context: CallbackContext) -> None:
+    def on_train_end(self, context: CallbackContext) -> None:
         """Copy them."""
         exported = self._bridge.export_hf_weights(context.model, cpu=True, show_progress=False)
         self.found = {name: tensor.clone() for name, tensor in exported}
 
 
 def do_export(journey: dict[str, Any], count: int) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
-    """As `do_go_on`; with the weights."""
-    weights = Weights(journey["hf"])
-    return steps(Journey(**journey), count, weights), weights.found
+    """All of a run of so many steps, and the weights in memory after it."""
+    run, weights = Journey(**journey), Weights(journey["hf"])
+    run.settings["train__train_iters"] = count
+    log = train(run.config(), callbacks=[weights])
+    return [[entry[name] for name in LOGGED] for entry in log], weights.found
 
 
 class Everything(Callback):

@@ -29,6 +29,9 @@ from .journeys import Journey
 
 RANKS = 2
 PATIENCE = 120  # seconds, after which ranks that are still there are said to hang
+# Seconds that the others have to end by themselves after one has failed: a rank that waits for another inside
+# Megatron-Bridge's own collectives is not told.
+GRACE = 5
 # The rank that dies, the event of Python's audit before which it does, and how the event's path or target ends.
 DEATHS = {
     "a rank's tensors": (1, "open", ".distcp"),
@@ -98,13 +101,19 @@ def start(work: Callable[[int], None], meeting: str) -> list[int]:
 
 
 def ends(children: list[int]) -> tuple[list[int | None], float]:
-    """Exit codes, minus the number of a signal; None of one that has to be ended here. And after how many seconds."""
+    """Exit codes, minus the number of a signal; None of one that has to be ended here. And after how many seconds.
+
+    Where one has failed, the others are given as long as launchers give them.
+    """
     begun, codes = time.monotonic(), dict.fromkeys(children)
-    while None in codes.values() and time.monotonic() - begun < PATIENCE:
+    last = begun + PATIENCE
+    while None in codes.values() and time.monotonic() < last:
         for child in (child for child, code in codes.items() if code is None):
             ended, status = os.waitpid(child, os.WNOHANG)
             if ended:
                 codes[child] = os.waitstatus_to_exitcode(status)
+                if codes[child]:
+                    last = min(last, time.monotonic() + GRACE)
         time.sleep(0.02)
     seconds = time.monotonic() - begun
     for child in (child for child, code in codes.items() if code is None):

@@ -7,7 +7,6 @@ step at a time (`tests/steps.py`).
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -67,9 +66,14 @@ def _from_hf(inputs: Inputs, save: Path | None, settings: dict[str, Any]) -> Any
     return inputs.config(save, **{"checkpoint__pretrained_checkpoint": str(inputs.hf)} | settings)
 
 
+_latest: list[torch.nn.Module] = []
+
+
 def run_bridges_loop(cfg: Any, *callbacks: Callback) -> None:
     """Megatron-Bridge's loop to its end."""
     _join()
+    release(_latest)
+    _latest.clear()
     destroy_global_state()  # of a run before that failed, or was another loop's
     leave_groups()  # which Megatron-Bridge keeps
     ours = [*qwen3vl_bridge.training_callbacks(cfg), *callbacks, _Models()]
@@ -79,11 +83,11 @@ def run_bridges_loop(cfg: Any, *callbacks: Callback) -> None:
 
 
 class _Models(Callback):
-    """Sees to it that a run's models go with the run."""
+    """Notes a run's models, for the next run to let go of."""
 
     def on_train_start(self, context: CallbackContext) -> None:
         """Note them."""
-        weakref.finalize(context.state, release, list(context.model))
+        _latest.extend(context.model)
 
 
 class Entries(Callback):

