@@ -2,14 +2,11 @@
 
 import math
 
-import pytest
-
 from tests.receipts import write_receipts
 
 from .running import replicated, train
 
 
-@pytest.mark.slow
 def test_a_run_trains_on_records_of_cord_v2(inputs, tmp_path):
     """Each step's loss is a number, and the last is below the first."""
     data = write_receipts(tmp_path / "cord", train=8, valid=2)
