@@ -68,6 +68,8 @@ def _source(parser: argparse.ArgumentParser) -> None:
                         help="conversations: a file, a folder, or hf://owner/name#split")  # fmt: skip
     parser.add_argument("--hf-model", required=True, metavar="MODEL",
                         help="the model to train, a folder or hub id: its processor and template")  # fmt: skip
+    parser.add_argument("--schema-adapter", metavar="NAME",
+                        help="format of the records, such as cord_v2 (default: conversations)")  # fmt: skip
     parser.add_argument("--media-root", metavar="FOLDER", help="folder of the pictures (default: that of --data)")
     parser.add_argument("--allowed-urls", nargs="+", default=[], metavar="URL",
                         help="beginnings of addresses that pictures may be fetched from (default: none)")  # fmt: skip
@@ -209,9 +211,13 @@ def _run_pack(options: argparse.Namespace) -> int:
 def _opened(options: argparse.Namespace) -> Any:
     from qwen3vl_bridge.data.sources.opening import open_source
 
-    with _wrong("--allowed-urls"):
+    with _wrong("--allowed-urls and --schema-adapter"):
         return open_source(
-            options.data, options.media_root, allowed_urls=options.allowed_urls, url_cache=options.url_cache
+            options.data,
+            options.media_root,
+            allowed_urls=options.allowed_urls,
+            url_cache=options.url_cache,
+            schema_adapter=options.schema_adapter,
         )
 
 

@@ -19,6 +19,7 @@ from qwen3vl_bridge.data.packing.packed_rows import PackedRows
 from qwen3vl_bridge.data.packing.shared_sizes import sizes_of_job
 from qwen3vl_bridge.data.processing.samples import Samples
 from qwen3vl_bridge.data.row_settings import SPLITS, ConversationRows
+from qwen3vl_bridge.data.schemas.named_schemas import named_schema
 from qwen3vl_bridge.data.sources.hub import HUB, name_on_hub
 from qwen3vl_bridge.data.sources.hub_streaming import StreamedDataset
 from qwen3vl_bridge.data.sources.opening import ConversationSource, open_source
@@ -44,6 +45,8 @@ class Qwen3VLConversationProvider(ConversationRows):
         allowed_urls: beginnings of addresses that pictures and videos may be fetched from, such as
             "https://images.example.org/"; none by default.
         url_cache: folder of what was fetched; the user's cache folder if None.
+        schema_adapter: the records' format, by Megatron-Bridge's name for it, such as "cord_v2"; None for
+            conversations (see `data/schemas/named_schemas.py`).
         streaming: read data sets of the hub as they are downloaded, instead of all of them first. Every data-loading
             process of every rank reads the whole stream, and a resumed run reads what it had read once more.
         train_packing: folder with rows of the training split that `qwen3vl data pack` made, by these settings. Without
@@ -63,6 +66,7 @@ class Qwen3VLConversationProvider(ConversationRows):
     media_root: str | None = None
     allowed_urls: tuple[str, ...] = ()
     url_cache: str | None = None
+    schema_adapter: str | None = None
     streaming: bool = False
     train_packing: str | None = None
     balance_over: int | None = None
@@ -97,6 +101,7 @@ class Qwen3VLConversationProvider(ConversationRows):
         if self.url_cache is not None and not self.allowed_urls:
             raise ValueError(f"url_cache is {self.url_cache!r}, but allowed_urls allows no addresses")
         MediaAccess.of(None, self.allowed_urls)
+        named_schema(self.schema_adapter)
 
     def path_of(self, split: str) -> str | None:
         """Where a split's conversations are, or None if it has none."""
@@ -209,7 +214,14 @@ class Qwen3VLConversationProvider(ConversationRows):
 
     def _source(self, path: str, seed: int | None) -> ConversationSource | StreamedDataset:
         if not self.streaming:
-            return open_source(path, self.media_root, allowed_urls=self.allowed_urls, url_cache=self.url_cache)
+            return open_source(
+                path,
+                self.media_root,
+                allowed_urls=self.allowed_urls,
+                url_cache=self.url_cache,
+                schema_adapter=self.schema_adapter,
+            )
         media = MediaAccess.of(self.media_root, self.allowed_urls, self.url_cache)
         # A row's samples are nearly always of its window and the one before, and the plan is a window ahead.
-        return StreamedDataset.named(*name_on_hub(path), media, seed=seed, keep=4 * self.window_size)
+        schema = named_schema(self.schema_adapter)
+        return StreamedDataset.named(*name_on_hub(path), media, seed=seed, keep=4 * self.window_size, schema=schema)

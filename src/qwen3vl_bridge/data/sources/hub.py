@@ -13,6 +13,7 @@ from typing import Any
 from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.media.images import MediaRoot, media_access
 from qwen3vl_bridge.data.schemas.conversations import Conversation
+from qwen3vl_bridge.data.schemas.named_schemas import NamedSchema, marked
 from qwen3vl_bridge.data.sources.tables import columns_of, conversation_in, library
 
 HUB = "hf://"
@@ -21,7 +22,9 @@ HUB = "hf://"
 class HubDataset:
     """A map-style data set of Hugging Face's `datasets`, read as it is stored: pictures are not decoded here."""
 
-    def __init__(self, dataset: Any, name: str, media_root: MediaRoot = None) -> None:
+    def __init__(
+        self, dataset: Any, name: str, media_root: MediaRoot = None, schema: NamedSchema | None = None
+    ) -> None:
         """Take a data set's rows as conversations.
 
         Args:
@@ -29,6 +32,7 @@ class HubDataset:
             name: what messages call it.
             media_root: folder that paths are relative to and may not leave, without which there may be none; or a
                 `MediaAccess`.
+            schema: of the records, where they have a named one.
 
         Raises:
             DataError: a streaming data set, several splits, no column of messages, or no rows.
@@ -44,13 +48,13 @@ class HubDataset:
             raise DataError(name, f"found the splits {', '.join(dataset)}, expected one of them")
         if not len(dataset):
             raise DataError(name, "found no rows, expected one conversation a row")
-        self.name = name
+        self.name, self._schema = name, schema
         self.media = media_access(media_root, None)
-        self._rows = dataset.select_columns(columns_of(dataset.column_names, name)).with_format("arrow")
+        self._rows = dataset.select_columns(columns_of(dataset.column_names, name, schema)).with_format("arrow")
         self._fingerprint = dataset._fingerprint
 
     @classmethod
-    def saved(cls, folder: str | Path, media_root: MediaRoot = None) -> HubDataset:
+    def saved(cls, folder: str | Path, media_root: MediaRoot = None, schema: NamedSchema | None = None) -> HubDataset:
         """What `save_to_disk` left in a folder. Paths are relative to that folder by default.
 
         Raises:
@@ -66,22 +70,29 @@ class HubDataset:
             raise
         except Exception as error:  # any of Arrow's, JSON's and its own
             raise DataError(str(folder), f"found a data set that does not load ({error})") from error
-        return cls(dataset, folder.name, media_access(media_root, folder))
+        return cls(dataset, folder.name, media_access(media_root, folder), schema)
 
     @classmethod
-    def named(cls, name: str, split: str | None = None, media_root: MediaRoot = None) -> HubDataset:
+    def named(
+        cls,
+        name: str,
+        split: str | None = None,
+        media_root: MediaRoot = None,
+        schema: NamedSchema | None = None,
+    ) -> HubDataset:
         """A data set of the hub, downloaded or from the cache.
 
         Args:
             name: "owner/name".
             split: which; needless where there is but one.
             media_root: as for the class.
+            schema: likewise.
 
         Raises:
             DataError: as for the class, no such data set or split, or several and none chosen.
         """
         dataset, split = load_named(name, split)
-        source = cls(dataset, f"{name}#{split}", media_root)
+        source = cls(dataset, f"{name}#{split}", media_root, schema)
         # The library's own holds times of files in the cache, which differ from machine to machine.
         source._fingerprint = f"{len(source)} rows, {dataset.info.dataset_size} bytes"
         return source
@@ -95,7 +106,7 @@ class HubDataset:
 
     def fingerprint(self) -> str:
         """The library's own for a saved data set; rows and bytes for one of the hub."""
-        return self._fingerprint
+        return marked(self._fingerprint, self._schema)
 
     def __getitem__(self, index: int) -> Conversation:
         """Read one conversation.
@@ -108,7 +119,7 @@ class HubDataset:
             table = self._rows[range(len(self))[index]]
         except (OSError, library("pyarrow", place).ArrowException) as error:
             raise DataError(place, f"found a row unreadable ({error})") from error
-        return conversation_in(table, 0, place, self.media)
+        return conversation_in(table, 0, place, self.media, self._schema)
 
 
 def name_on_hub(path: str) -> tuple[str, str | None]:

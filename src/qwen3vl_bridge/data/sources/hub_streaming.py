@@ -24,6 +24,7 @@ from typing import Any
 from qwen3vl_bridge.data.errors import DataError, Unreachable
 from qwen3vl_bridge.data.media.images import MediaRoot, media_access
 from qwen3vl_bridge.data.schemas.conversations import Conversation
+from qwen3vl_bridge.data.schemas.named_schemas import NamedSchema, marked
 from qwen3vl_bridge.data.sources.hub import load_named
 from qwen3vl_bridge.data.sources.tables import columns_of, conversation_in, library
 
@@ -70,6 +71,7 @@ class StreamedDataset:
         seed: int | None = None,
         buffer_size: int = 1000,
         keep: int = 2048,
+        schema: NamedSchema | None = None,
     ) -> None:
         """Take a data set's rows as conversations.
 
@@ -81,6 +83,7 @@ class StreamedDataset:
             seed: of the order, anew each epoch; None for the data set's own, each epoch the same.
             buffer_size: rows that are shuffled together, with the files they are from; each process holds so many.
             keep: how many of the latest rows are kept.
+            schema: of the records, where they have a named one.
 
         Raises:
             DataError: a data set that does not stream, several splits, a node's part, or no column of messages.
@@ -92,9 +95,10 @@ class StreamedDataset:
                 raise ValueError(f"{what} is {found}, expected at least {least}")
         if dataset.features is not None:
             # Undoes what the library does for data sets of the hub: decoding ahead, in threads.
-            dataset = dataset.decode(False).select_columns(columns_of(dataset.column_names, name))
+            dataset = dataset.decode(False).select_columns(columns_of(dataset.column_names, name, schema))
         self.name, self.media = name, media_access(media_root, None)
         self._dataset, self._seed, self._buffer_size, self._keep = dataset, seed, buffer_size, keep
+        self._schema = schema
         self._forget()
 
     @classmethod
@@ -105,7 +109,7 @@ class StreamedDataset:
             name: "owner/name".
             split: which; needless where there is but one.
             media_root: as for the class.
-            how: `seed`, `buffer_size` and `keep`, as for the class.
+            how: `seed`, `buffer_size`, `keep` and `schema`, as for the class.
 
         Raises:
             DataError: as for the class, no such data set or split, or several and none chosen.
@@ -154,7 +158,7 @@ class StreamedDataset:
         if self._seed is not None:
             version = library("datasets", self.name).__version__
             parts.append(f"seed {self._seed} in buffers of {self._buffer_size} by datasets {version}")
-        return ", ".join(parts)
+        return marked(", ".join(parts), self._schema)
 
     def __getitem__(self, number: int) -> Conversation:
         """Read one conversation.
@@ -170,7 +174,8 @@ class StreamedDataset:
                 raise IndexError(f"{self.sample_id(number)} lies behind the end of the epoch")
         table, row = self._kept[number]
         place = self.sample_id(number)
-        return conversation_in(table.select(columns_of(table.column_names, place)), row, place, self.media)
+        columns = columns_of(table.column_names, place, self._schema)
+        return conversation_in(table.select(columns), row, place, self.media, self._schema)
 
     def _read_to(self, epoch: int, place: int) -> None:
         """Reads until a place is kept, or the epoch ends."""

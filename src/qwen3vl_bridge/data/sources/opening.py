@@ -19,7 +19,7 @@ from typing import BinaryIO, Protocol
 from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.media.images import MediaAccess, MediaRoot, media_access
 from qwen3vl_bridge.data.schemas.conversations import Conversation, conversation_of
-from qwen3vl_bridge.data.schemas.foreign_schemas import messages_of
+from qwen3vl_bridge.data.schemas.named_schemas import NamedSchema, marked, named_schema, read_by
 from qwen3vl_bridge.data.sources.hub import HUB, HubDataset, name_on_hub
 from qwen3vl_bridge.data.sources.parquet import Parquet
 from qwen3vl_bridge.files.parsing import parse_record
@@ -59,6 +59,7 @@ class _JsonFile(ABC):
 
     path: Path
     media: MediaAccess
+    _schema: NamedSchema | None
     _fingerprint: str
 
     @abstractmethod
@@ -71,7 +72,7 @@ class _JsonFile(ABC):
 
     def fingerprint(self) -> str:
         """A digest of the file."""
-        return self._fingerprint
+        return marked(self._fingerprint, self._schema)
 
     def __getitem__(self, index: int) -> Conversation:
         """Read one conversation.
@@ -88,24 +89,25 @@ class _JsonFile(ABC):
             raise DataError(place, f"found bytes that are no UTF-8 ({error})") from error
         except ValueError as error:  # also a number of too many digits
             raise DataError(place, f"found no valid JSON ({error}), expected one conversation") from error
-        return conversation_of(messages_of(record, place), place, self.media)
+        return conversation_of(read_by(self._schema, record, place), place, self.media)
 
 
 class JsonLines(_JsonFile):
     """A file of conversations, one a line. Holds where lines begin, not the lines."""
 
-    def __init__(self, path: str | Path, media_root: MediaRoot = None) -> None:
+    def __init__(self, path: str | Path, media_root: MediaRoot = None, schema: NamedSchema | None = None) -> None:
         """Find the lines. Blank ones are none, but count as lines.
 
         Args:
             path: the JSONL file.
             media_root: folder that paths are relative to and may not leave, the file's own by default; or a
                 `MediaAccess`.
+            schema: of the records, where they have a named one.
 
         Raises:
             DataError: no such file or folder, or a file without lines.
         """
-        self.path = Path(path)
+        self.path, self._schema = Path(path), schema
         if not self.path.is_file():
             raise DataError(str(self.path), "there is no such file, expected JSON lines of conversations")
         self.media = media_access(media_root, self.path.parent)
@@ -137,18 +139,19 @@ class JsonLines(_JsonFile):
 class JsonList(_JsonFile):
     """A file with one list of records, as LLaVA's are. Holds where records begin and end, not the records."""
 
-    def __init__(self, path: str | Path, media_root: MediaRoot = None) -> None:
+    def __init__(self, path: str | Path, media_root: MediaRoot = None, schema: NamedSchema | None = None) -> None:
         """Find the records.
 
         Args:
             path: the JSON file.
             media_root: folder that paths are relative to and may not leave, the file's own by default; or a
                 `MediaAccess`.
+            schema: of the records, where they have a named one.
 
         Raises:
             DataError: no such file or folder, a file that is no list of objects, or is cut off.
         """
-        self.path = Path(path)
+        self.path, self._schema = Path(path), schema
         if not self.path.is_file() or not self.path.stat().st_size:
             raise DataError(str(self.path), "there is no such file, or nothing in it; expected a list of conversations")
         self.media = media_access(media_root, self.path.parent)
@@ -212,6 +215,7 @@ def open_source(
     *,
     allowed_urls: Sequence[str] = (),
     url_cache: str | Path | None = None,
+    schema_adapter: str | None = None,
 ) -> ConversationSource:
     """The reader for what a path is.
 
@@ -223,26 +227,28 @@ def open_source(
             file, and none for the hub.
         allowed_urls: beginnings of addresses that pictures and videos may be fetched from (see `MediaAccess`).
         url_cache: folder of what was fetched; the user's cache folder if None.
+        schema_adapter: name of the records' schema (`named_schemas.py`), where they have one.
 
     Raises:
         DataError: a path of none of these, or one that the reader refuses.
-        ValueError: something in `allowed_urls` that is no beginning of an address.
+        ValueError: something in `allowed_urls` that is no beginning of an address, or no such schema.
     """
+    schema = named_schema(schema_adapter)
     media = MediaAccess.of(media_root, allowed_urls, url_cache)
     if str(path).startswith(HUB):
-        return HubDataset.named(*name_on_hub(str(path)), media)
+        return HubDataset.named(*name_on_hub(str(path)), media, schema)
     path = Path(path)
     if path.is_dir():
         saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
-        return HubDataset.saved(path, media) if saved else Parquet(path, media)
+        return HubDataset.saved(path, media, schema) if saved else Parquet(path, media, schema)
     if path.suffix == ".parquet":
-        return Parquet(path, media)
+        return Parquet(path, media, schema)
     if path.suffix not in (".json", ".jsonl"):
         raise DataError(
             str(path), "found no folder and none of the endings .jsonl, .json and .parquet, expected one of them"
         )
     listed = path.suffix == ".json" and path.is_file() and _begins_a_list(path)
-    return JsonList(path, media) if listed else JsonLines(path, media)
+    return JsonList(path, media, schema) if listed else JsonLines(path, media, schema)
 
 
 def _begins_a_list(path: Path) -> bool:

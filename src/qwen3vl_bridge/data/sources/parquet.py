@@ -17,6 +17,7 @@ from typing import Any
 from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.media.images import MediaRoot, media_access
 from qwen3vl_bridge.data.schemas.conversations import Conversation
+from qwen3vl_bridge.data.schemas.named_schemas import NamedSchema, marked
 from qwen3vl_bridge.data.sources.tables import columns_of, conversation_in, library
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ class Parquet:
     Hugging Face's `datasets` writes has none, and is quicker still.
     """
 
-    def __init__(self, path: str | Path, media_root: MediaRoot = None) -> None:
+    def __init__(self, path: str | Path, media_root: MediaRoot = None, schema: NamedSchema | None = None) -> None:
         """Read where the rows are.
 
         Args:
@@ -41,12 +42,13 @@ class Parquet:
                 of their names.
             media_root: folder that paths are relative to and may not leave, the files' own by default; or a
                 `MediaAccess`.
+            schema: of the records, where they have a named one.
 
         Raises:
             DataError: no file, one that is no Parquet or is cut off, one without messages, or no rows; files of
                 several splits; pyarrow is not installed.
         """
-        self.path = Path(path)
+        self.path, self._schema = Path(path), schema
         self._files = _parquet_files(self.path)
         self.media = media_access(media_root, self._files[0].parent)
         self._columns: list[list[str]] = []
@@ -54,7 +56,7 @@ class Parquet:
         self._starts, rows, sizes = array("Q"), 0, []
         for number, file in enumerate(self._files):
             metadata = _parquet_metadata(file)
-            self._columns.append(columns_of(metadata.schema.to_arrow_schema().names, str(file)))
+            self._columns.append(columns_of(metadata.schema.to_arrow_schema().names, str(file), schema))
             self._first_rows.append(rows)
             for group in range(metadata.num_row_groups):
                 self._starts.append(rows)
@@ -82,7 +84,7 @@ class Parquet:
 
     def fingerprint(self) -> str:
         """Rows, and a digest of each file's size and rows, in their order."""
-        return self._fingerprint
+        return marked(self._fingerprint, self._schema)
 
     def __getitem__(self, index: int) -> Conversation:
         """Read one conversation.
@@ -92,7 +94,7 @@ class Parquet:
         """
         place, row = self.sample_id(index), range(len(self))[index]
         group = bisect_right(self._starts, row) - 1  # the last of those that start here: the others are empty
-        return conversation_in(self._group(group, place), row - self._starts[group], place, self.media)
+        return conversation_in(self._group(group, place), row - self._starts[group], place, self.media, self._schema)
 
     def _group(self, number: int, place: str) -> Any:
         table = self._cache.pop(number, None)

@@ -19,7 +19,7 @@ from typing import Any
 from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.media.images import MediaAccess
 from qwen3vl_bridge.data.schemas.conversations import PARTS, Conversation, conversation_of
-from qwen3vl_bridge.data.schemas.foreign_schemas import messages_of
+from qwen3vl_bridge.data.schemas.named_schemas import NamedSchema, read_by
 from qwen3vl_bridge.files.parsing import parse_record
 
 COLUMNS = ("messages", "conversations", "system", "image", "images", "video", "videos", "tools")
@@ -27,7 +27,9 @@ _TEXTS = ("content", "value")  # of a message, in our spelling and ShareGPT's
 _JSON_COLUMNS = ("messages", "conversations")  # and `tools`, whoever reads them
 
 
-def conversation_in(table: Any, row: int, place: str, media: MediaAccess) -> Conversation:
+def conversation_in(
+    table: Any, row: int, place: str, media: MediaAccess, schema: NamedSchema | None = None
+) -> Conversation:
     """One row of a table.
 
     Args:
@@ -35,6 +37,7 @@ def conversation_in(table: Any, row: int, place: str, media: MediaAccess) -> Con
         row: which.
         place: what messages call it.
         media: where its pictures and videos may come from.
+        schema: of the rows, where they have a named one.
 
     Raises:
         DataError: a value that does not decode, or a row that is no conversation.
@@ -51,7 +54,7 @@ def conversation_in(table: Any, row: int, place: str, media: MediaAccess) -> Con
         raise DataError(place, f"found bytes that are no UTF-8 ({error})") from error
     except ValueError as error:
         raise DataError(place, f"found a value that does not decode ({error}), expected JSON") from error
-    return conversation_of(messages_of(record, place), place, media)
+    return conversation_of(read_by(schema, record, place), place, media)
 
 
 def _plain(value: Any, field: Any) -> Any:
@@ -77,12 +80,19 @@ def _is_content(value: Any) -> bool:
     return isinstance(value, str) or all(isinstance(part, dict) and part.get("type") in PARTS for part in parts)
 
 
-def columns_of(names: list[str], place: str) -> list[str]:
+def columns_of(names: list[str], place: str, schema: NamedSchema | None = None) -> list[str]:
     """Those of a table's columns that are read.
 
     Raises:
-        DataError: none of them holds messages.
+        DataError: none of them holds messages, or one that the schema needs is not there.
     """
+    if schema is not None:
+        if not set(schema.keys) <= set(names):
+            expected = " and ".join(map(repr, schema.keys))
+            raise DataError(
+                place, f"found the columns {', '.join(names)}, expected {expected} under schema {schema.name}"
+            )
+        return list(schema.keys)
     found = [name for name in COLUMNS if name in names]
     if not {"messages", "conversations"} & set(found):
         raise DataError(place, f"found the columns {', '.join(names)}, expected 'messages' or 'conversations'")

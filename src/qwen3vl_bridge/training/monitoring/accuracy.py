@@ -79,6 +79,7 @@ class Accuracy(Callback):
             getattr(self.rows, "media_root", None),
             allowed_urls=getattr(self.rows, "allowed_urls", ()),
             url_cache=getattr(self.rows, "url_cache", None),
+            schema_adapter=getattr(self.rows, "schema_adapter", None),
         )
         return questions(source, self.rows, self.settings.samples)
 
