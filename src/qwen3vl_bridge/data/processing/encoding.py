@@ -254,6 +254,6 @@ def _parting(first_name: str, first: str, second_name: str, second: str) -> str:
     return (
         f"the chat template renders {first_name} as '...{first[max(at - 20, 0) : at + 20]}', but {second_name} as "
         f"'...{second[max(at - 20, 0) : at + 20]}': expected the second to begin with the first. A template that "
-        "writes thinking has to read 'reasoning_content', as released ones do; one that writes earlier turns otherwise than "
-        "the last works with answers='last'"
+        "writes thinking has to read 'reasoning_content', as released ones do; one that writes earlier turns "
+        "otherwise than the last works with answers='last'"
     )
