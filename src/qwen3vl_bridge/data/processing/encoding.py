@@ -80,7 +80,8 @@ class Encoder:
         """
         check_choice("answers", answers, Answers)
         check_choice("empty_thinking", empty_thinking, EmptyThinking)
-        self.processor, self._only, self._empty = processor, answers, empty_thinking
+        self.processor, self._only = processor, answers
+        self._empty: EmptyThinking = empty_thinking
         self._thinks = "reasoning_content" in str(processor.chat_template)
         if empty_thinking != "prompt" and not self._thinks:
             raise ValueError(
