@@ -23,17 +23,20 @@ def begin() -> None:
 
 
 def forget_models() -> None:
-    """Let the next model of this process begin as the first: megatron-core keeps two things of a model in the process.
+    """Let the next model of this process begin as the first: megatron-core keeps three things of one in the process.
 
-    It writes a model's `attention_backend` into NVTE_* variables, and refuses to build a model that wants another; and
-    its tracker of balancing losses has an entry for each loss that any model had.
+    It writes a model's `attention_backend` into NVTE_* variables, and refuses to build a model that wants another; its
+    tracker of balancing losses has an entry for each loss that any model had; and the scale of their gradients has the
+    shape that the first backward pass gave it, which that of a schedule does not fit.
     """
     for name in [name for name in os.environ if name.startswith("NVTE_")]:
         del os.environ[name]
     if "megatron.core.transformer.moe.moe_logging" in sys.modules:
         from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+        from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
         destroy_moe_metrics_tracker()
+        MoEAuxLossAutoScaler.main_loss_backward_scale = None
 
 
 def leave(found: Any = None, output: str | Path | None = None, *, writer: int = 0) -> None:

@@ -77,6 +77,9 @@ def _source(parser: argparse.ArgumentParser) -> None:
                         help="folder of what was fetched (default: the user's cache folder)")  # fmt: skip
     parser.add_argument("--answers", choices=("all", "last"), default="all",
                         help="train on all answers, or on the last one alone (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--empty-thinking", choices=("prompt", "train"), default="prompt",
+                        help="what the template's empty blocks of thinking are: a prompt's end, or trained on "
+                             "(default: %(default)s)")  # fmt: skip
     parser.add_argument("--seq-length", type=_at_least(1), default=4096, metavar="N",
                         help="tokens of a row (default: %(default)s)")  # fmt: skip
     for name, (kind, words) in _LIMITS.items():
@@ -161,7 +164,7 @@ def _run_inspect(options: argparse.Namespace) -> int:
         pack=not options.no_pack,
         pictures=options.output is not None,
     )
-    samples = Samples(source, Admission(Encoder(processor, options.answers), limit=sys.maxsize))
+    samples = Samples(source, Admission(Encoder(processor, options.answers, options.empty_thinking), limit=sys.maxsize))
     found = inspect_samples(samples, processor, settings, functools.partial(_counted, shown=not options.no_progress))
     if options.output is not None:
         from qwen3vl_bridge.data.inspection.html_report import write_html
@@ -187,7 +190,7 @@ def _run_pack(options: argparse.Namespace) -> int:
 
     processor = _processor(options)
     admission = Admission(
-        Encoder(processor, options.answers),
+        Encoder(processor, options.answers, options.empty_thinking),
         limit=options.seq_length,
         most_patches=options.max_patches,
         on_long=options.on_long,

@@ -17,6 +17,7 @@ from qwen3vl_bridge.data.processing.collation import Collator, VisionSettings, p
 from qwen3vl_bridge.data.processing.encoding import Answers, Encoder
 from qwen3vl_bridge.data.processing.filtering import Admission, OnBad, OnLong
 from qwen3vl_bridge.data.processing.processor import VisionLimits, load_processor
+from qwen3vl_bridge.data.processing.thinking import EmptyThinking
 from qwen3vl_bridge.data.sources.fingerprints import check_dealt, check_position
 from qwen3vl_bridge.models.common.flops import TowerCosts, tower_costs
 
@@ -43,6 +44,8 @@ class ConversationRows(DatasetProvider):
             cutting a picture, counted and reported.
         on_bad: what to do with one that cannot be read or encoded: "error", or "drop", counted and reported.
         answers: which of an assistant's answers to train on, "all" or the "last".
+        empty_thinking: whether a block of thinking that the chat template writes empty, before an answer without
+            reasoning, belongs to the "prompt", or is to "train" on; for templates that read "reasoning_content".
         vision: how much is seen of pictures and videos, where not as the checkpoint says.
         pixel_dtype: what pixels leave as.
         ignored_signal: number of a signal that processes which read ahead leave to the one they read for; a
@@ -65,6 +68,7 @@ class ConversationRows(DatasetProvider):
     on_long: OnLong = "error"
     on_bad: OnBad = "error"
     answers: Answers = "all"
+    empty_thinking: EmptyThinking = "prompt"
     vision: VisionLimits = field(default_factory=VisionLimits)
     pixel_dtype: torch.dtype = torch.float32
     ignored_signal: int | None = None
@@ -77,7 +81,10 @@ class ConversationRows(DatasetProvider):
             ValueError: a setting with a value it cannot have.
         """
         super().finalize()
-        for name, kind in (("on_long", OnLong), ("on_bad", OnBad), ("answers", Answers)):
+        for name, kind in (
+            *(("on_long", OnLong), ("on_bad", OnBad)),
+            *(("answers", Answers), ("empty_thinking", EmptyThinking)),
+        ):
             check_choice(name, getattr(self, name), kind)
         self.check_least(seq_length=1, pad_to_multiple_of=1, max_patches=1, num_workers=0)
         for name, silent in self.unheard.items():
@@ -167,7 +174,7 @@ class ConversationRows(DatasetProvider):
         Raises:
             DataError: no processor, no config, or some that don't fit.
         """
-        return _of_checkpoint(self.hf_processor_path, self.answers, self.vision)
+        return _of_checkpoint(self.hf_processor_path, self.answers, self.empty_thinking, self.vision)
 
     def admission(self) -> Admission:
         """Which conversations become samples; raises as `checkpoint`."""
@@ -196,11 +203,13 @@ class CheckpointSettings:
 
 
 @cache
-def _of_checkpoint(path: str, answers: Answers, limits: VisionLimits) -> CheckpointSettings:
+def _of_checkpoint(
+    path: str, answers: Answers, empty_thinking: EmptyThinking, limits: VisionLimits
+) -> CheckpointSettings:
     """Read once a process."""
     processor: Any = load_processor(path, limits)
     return CheckpointSettings(
-        Encoder(processor, answers),
+        Encoder(processor, answers, empty_thinking),
         VisionSettings.of_checkpoint(path, processor),
         pad_token_id(processor.tokenizer),
         tower_costs(AutoConfig.from_pretrained(path).to_dict()),

@@ -6,7 +6,7 @@ What lives here: rendering, and the loss mask. What may not: tokens of pictures 
 Which tokens are trained on is asked of the template, not of the tokens: what the template renders for the messages
 before an answer, with the prompt to generate, is what a model will be given; the rest of the turn, up to the token
 that closes it, is the answer. A user's text may hold anything, the template's own control tokens too, and none of it
-is ever trained on.
+is ever trained on. Templates that write thinking are asked otherwise (`thinking.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from typing import Any, Literal
 
@@ -25,6 +25,7 @@ from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.media import videos as video
 from qwen3vl_bridge.data.media.images import image_size, load_image
 from qwen3vl_bridge.data.packing.sample_sizes import Size
+from qwen3vl_bridge.data.processing.thinking import EmptyThinking, Turns
 from qwen3vl_bridge.data.processing.tokenization import Seen, Tokens, tokenise
 from qwen3vl_bridge.data.schemas.conversations import Conversation
 
@@ -65,15 +66,28 @@ class EncodedSample:
 class Encoder:
     """Turns conversations into `EncodedSample`s. Picklable, so that data-loading workers can have one each."""
 
-    def __init__(self, processor: Any, answers: Answers = "all") -> None:
+    def __init__(self, processor: Any, answers: Answers = "all", empty_thinking: EmptyThinking = "prompt") -> None:
         """Keep a processor, as `load_processor` gives it.
 
         Args:
             processor: it.
             answers: train on all of an assistant's answers, or on the last alone.
+            empty_thinking: whether a block of thinking that the template writes empty, before an answer without
+                reasoning, belongs to the "prompt", or is to "train" on.
+
+        Raises:
+            ValueError: a choice that there is not, or `empty_thinking` for a template that knows no thinking.
         """
         check_choice("answers", answers, Answers)
+        check_choice("empty_thinking", empty_thinking, EmptyThinking)
         self.processor, self._only = processor, answers
+        self._empty: EmptyThinking = empty_thinking
+        self._thinks = "reasoning_content" in str(processor.chat_template)
+        if empty_thinking != "prompt" and not self._thinks:
+            raise ValueError(
+                f"empty_thinking is {empty_thinking!r}, but the chat template reads no 'reasoning_content' and writes "
+                "no thinking; expected 'prompt'"
+            )
 
     @cached_property
     def fingerprint(self) -> str:
@@ -89,7 +103,8 @@ class Encoder:
             tokenizer.pop(passing, None)
         words = json.dumps([self.processor.chat_template, tokenizer], sort_keys=True)
         digest = hashlib.sha256(words.encode()).hexdigest()[:16]
-        return repr((*sizes, clips.fps, clips.min_frames, clips.max_frames, self._only, digest))
+        asked = () if self._empty == "prompt" else (self._empty,)
+        return repr((*sizes, clips.fps, clips.min_frames, clips.max_frames, self._only, *asked, digest))
 
     def size(self, conversation: Conversation, limit: int | None = None) -> Size:
         """How much of a row the sample takes; of its pictures no more than their headers is read.
@@ -187,7 +202,12 @@ class Encoder:
         text = self._render(conversation, messages)
         spans = []
         answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        for number in answers if self._only == "all" else answers[-1:]:
+        answers = answers if self._only == "all" else answers[-1:]
+        closing = tuple(self.processor.tokenizer.all_special_tokens)
+        if self._thinks:
+            turns = Turns(place, messages, text, partial(self._render, conversation), closing, self._empty)
+            return text, [turns.span(number) for number in answers]
+        for number in answers:
             where = f"{place}: message {number + 1}"
             prompt = self._render(conversation, messages[:number], prompt=True)
             turn = self._render(conversation, messages[: number + 1])
@@ -197,16 +217,20 @@ class Encoder:
                 raise DataError(where, _parting("it alone", turn, "it with what follows", text))
             # Templates put white space between turns, which a model is not asked for.
             end = len(turn.rstrip())
-            if not turn[len(prompt) : end].endswith(tuple(self.processor.tokenizer.all_special_tokens)):
+            if not turn[len(prompt) : end].endswith(closing):
                 raise DataError(where, f"the answer ends in {turn[-20:]!r}, expected a token that closes the turn")
             spans.append((len(prompt), end))
         return text, spans
 
-    def _render(self, conversation: Conversation, messages: Sequence[dict[str, Any]], prompt: bool = False) -> str:
+    def _render(
+        self, conversation: Conversation, messages: Sequence[dict[str, Any]], prompt: bool = False, **reads: Any
+    ) -> str:
+        """What the template makes of messages; `reads` is what it may read beside them, such as `enable_thinking`."""
         try:
             # transformers rewrites messages in place.
             copies, tools = copy.deepcopy((list(messages), conversation.tools))
-            return self.processor.apply_chat_template(copies, tools=tools, tokenize=False, add_generation_prompt=prompt)
+            asked = {"tokenize": False, "add_generation_prompt": prompt, **reads}
+            return self.processor.apply_chat_template(copies, tools=tools, **asked)
         except Exception as error:  # a template is a program, and this one runs on whatever a record holds
             raise DataError(conversation.sample_id, f"the chat template refuses it: {error}") from error
 
@@ -230,5 +254,7 @@ def _parting(first_name: str, first: str, second_name: str, second: str) -> str:
     at = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
     return (
         f"the chat template renders {first_name} as '...{first[max(at - 20, 0) : at + 20]}', but {second_name} as "
-        f"'...{second[max(at - 20, 0) : at + 20]}': expected the second to begin with the first"
+        f"'...{second[max(at - 20, 0) : at + 20]}': expected the second to begin with the first. A template that "
+        "writes thinking has to read 'reasoning_content', as released ones do; one that writes earlier turns "
+        "otherwise than the last works with answers='last'"
     )

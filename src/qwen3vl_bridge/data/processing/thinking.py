@@ -1,0 +1,145 @@
+"""Where the answers lie under a chat template that writes thinking.
+
+What lives here: the span of an assistant's turn in the one rendering of the whole conversation. What may not: the
+loss mask of other templates, tokens (`encoding.py`, `tokenization.py`).
+
+Such templates write reasoning in the turns behind the last question alone, so that a conversation's beginning is
+rendered otherwise alone than with what follows. A turn is therefore found by what stands around it: the whole
+conversation is rendered again with a marker for the answer, and with one for its reasoning. Whether the model would be
+asked to think is up to the sample: it is where its reasoning is written.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, Literal
+
+from qwen3vl_bridge.data.errors import DataError
+from qwen3vl_bridge.data.processing.tokenization import Span
+
+EmptyThinking = Literal["prompt", "train"]
+
+# A block of thinking at the end of a prompt, open or empty.
+_BLOCK = re.compile(r"<think>\s*(</think>\s*)?\Z")
+
+
+class Turns:
+    """The assistant's turns of one conversation, in the text that a template makes of it."""
+
+    def __init__(
+        self,
+        place: str,
+        messages: Sequence[dict[str, Any]],
+        text: str,
+        render: Callable[..., str],
+        closing: tuple[str, ...],
+        empty: EmptyThinking,
+    ) -> None:
+        """Keep a conversation.
+
+        Args:
+            place: where it stands, for messages.
+            messages: its messages.
+            text: what the template makes of them.
+            render: the template: takes messages, `prompt` and `enable_thinking`.
+            closing: tokens that may close a turn.
+            empty: whether an empty block of thinking is trained on.
+        """
+        self._place, self._messages, self._text, self._render = place, messages, text, render
+        self._closing, self._empty = closing, empty
+        self._answer, self._reasoning = (_absent(text, name) for name in ("answer", "reasoning"))
+
+    def span(self, number: int) -> Span:
+        """The characters of a turn that are trained on, with the token that closes it.
+
+        Args:
+            number: of the message.
+
+        Raises:
+            DataError: the template writes the turn otherwise than with its reasoning before its answer, or what is
+                around the turn depends on what is in it.
+        """
+        where = f"{self._place}: message {number + 1}"
+        head, tail = self._around(number, where)
+        if not self._text.endswith(tail):
+            raise self._refused(where, "what follows the answer", tail[:40])
+        closed = next((token for token in self._closing if tail.lstrip().startswith(token)), None)
+        if closed is None:
+            raise DataError(where, f"the answer is followed by {tail[:20]!r}, expected a token that closes the turn")
+        end = len(self._text) - len(tail) + tail.index(closed) + len(closed)
+        opened = self._opened(number)
+        empty = opened is not None and head.startswith(opened) and self._text.startswith(head)
+        if opened is not None and self._text.startswith(opened) and (not empty or self._empty == "train"):
+            start = self._start(opened, thinking=True, where=where)
+        elif self._text.startswith(head):
+            self._start(head, thinking=False, where=where)
+            start = len(head)
+        else:
+            raise self._refused(where, "what precedes the answer", head[-40:])
+        if start > len(self._text) - len(tail):
+            raise self._refused(where, "what precedes the answer", head[-40:])
+        return start, end
+
+    def _around(self, number: int, where: str) -> tuple[str, str]:
+        """What the template writes before and behind an answer without reasoning."""
+        found = self._with(number, content=self._answer).split(self._answer)
+        if len(found) != 2:
+            problem = f"the chat template writes the answer {len(found) - 1} times, expected once"
+            raise DataError(where, f"{problem}; train on others with answers='last', or give another template")
+        return found[0], found[1]
+
+    def _opened(self, number: int) -> str | None:
+        """What the template writes before the reasoning of an answer; None where it leaves reasoning out."""
+        before, reasoning, _ = self._with(number, content=self._answer, reasoning_content=self._reasoning).partition(
+            self._reasoning
+        )
+        return before if reasoning else None
+
+    def _with(self, number: int, content: str, **beside: str) -> str:
+        """The whole conversation, with another answer."""
+        message = self._messages[number]
+        marked = content if isinstance(message["content"], str) else [{"type": "text", "text": content}]
+        other = {"role": message["role"], "content": marked, **beside}
+        return self._render([*self._messages[:number], other, *self._messages[number + 1 :]])
+
+    def _start(self, before: str, thinking: bool, where: str) -> int:
+        """Where the prompt to generate ends, in a text that ends where the turn begins to differ."""
+        prompt = self._prompts[thinking]
+        header = _BLOCK.sub("", before)
+        if not header.endswith(_BLOCK.sub("", prompt)):
+            raise self._refused(where, f"the prompt to generate it, with enable_thinking {thinking},", prompt)
+        return len(before) if before.endswith(prompt) else len(header)
+
+    @cached_property
+    def _prompts(self) -> dict[bool, str]:
+        """What asks for an answer, by whether it is to think."""
+        last = max(number for number, message in enumerate(self._messages) if message["role"] == "assistant")
+        asked = self._messages[:last]
+        written = self._render(asked)
+        prompts = {thinking: self._render(asked, prompt=True, enable_thinking=thinking) for thinking in (True, False)}
+        for prompt in prompts.values():
+            if not prompt.startswith(written) or prompt == written:
+                raise DataError(
+                    f"{self._place}: message {last + 1}",
+                    f"the chat template ends the prompt to generate it with {prompt[-40:]!r}, expected the messages as "
+                    f"without it, {written[-40:]!r}, and then the beginning of an answer",
+                )
+        return {thinking: prompt.removeprefix(written) for thinking, prompt in prompts.items()}
+
+    def _refused(self, where: str, what: str, expected: str) -> DataError:
+        return DataError(
+            where,
+            f"the chat template renders {what} as {expected!r}, and not so in the whole conversation; expected a "
+            "template whose text around an answer does not depend on it: give the checkpoint's own, or train on the "
+            "last answer alone with answers='last'",
+        )
+
+
+def _absent(text: str, name: str) -> str:
+    """A word that a text does not contain."""
+    number = 0
+    while (word := f"{name}-{number}-marked") in text:
+        number += 1
+    return word
