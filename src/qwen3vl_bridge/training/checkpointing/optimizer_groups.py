@@ -35,7 +35,7 @@ def loads_either_form(optimizer: MegatronOptimizer | None) -> Iterator[None]:
 
     def load_state_dict(state: dict) -> None:
         chain = getattr(optimizer, "chained_optimizers", [optimizer])
-        if not any(group["params"] for one in chain for group in one.param_groups):
+        if "param_groups" in state and not any(group["params"] for one in chain for group in one.param_groups):
             # All of this stage is frozen: of an empty state a checkpoint holds nothing, and megatron-core asks for it.
             state = {"state": {}, **state}
         load(in_own_form(state, chain))
