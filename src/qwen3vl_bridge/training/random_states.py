@@ -13,10 +13,13 @@ from megatron.bridge.training.callbacks import Callback, CallbackContext
 class UndisturbedGenerator(Callback):
     """torch draws a seed for each loader that is begun, from the global generator, after it was restored."""
 
+    _state: torch.Tensor | None = None
+
     def on_data_init_start(self, context: CallbackContext) -> None:
         """Remember the state."""
         self._state = torch.get_rng_state()
 
     def on_train_start(self, context: CallbackContext) -> None:
         """Give it back."""
-        torch.set_rng_state(self._state)
+        if self._state is not None:  # a script with a set-up of its own tells of no data
+            torch.set_rng_state(self._state)
