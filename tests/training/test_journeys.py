@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 # Of weights after all steps, in units of the learning rate; measured 4.2e-4.
 WEIGHT = 1e-2
-ROUNDED_WEIGHT = 1  # in bfloat16; measured MEASURED
+ROUNDED_WEIGHT = 1  # in bfloat16; not measured yet
 # Of runs that begin from Megatron checkpoints, by the format of these.
 BEGUN = {"torch_dist": "TP2+SP+EP2", "fsdp_dtensor": "PP2"}
 
