@@ -316,19 +316,8 @@ def manage_checkpoints(cfg: ConfigContainer) -> None:
     Args:
         cfg: changed in place; a second call changes nothing more.
     """
-    leave_checkpoints(cfg)
     if cfg.checkpoint.custom_manager_class is None:
         cfg.checkpoint.custom_manager_class = MANAGER
-
-
-def leave_checkpoints(cfg: ConfigContainer) -> None:
-    """Take it out again, for a loop that saves and loads by itself.
-
-    Args:
-        cfg: changed in place.
-    """
-    if is_managed(cfg):
-        cfg.checkpoint.custom_manager_class = None
 
 
 def is_managed(cfg: ConfigContainer) -> bool:

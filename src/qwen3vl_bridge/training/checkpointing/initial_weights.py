@@ -87,7 +87,7 @@ def read_first_weights(cfg: ConfigContainer) -> None:
     Args:
         cfg: changed in place; a second call changes nothing more.
     """
-    leave_first_weights(cfg)
+    _remove_hooks(cfg)
     if cfg.checkpoint.pretrained_checkpoint is None or not is_managed(cfg):
         return
     hook = FirstWeights(cfg)
@@ -95,12 +95,8 @@ def read_first_weights(cfg: ConfigContainer) -> None:
     cfg.model.register_post_wrap_hook(hook.after)
 
 
-def leave_first_weights(cfg: ConfigContainer) -> None:
-    """Undo `read_first_weights`, for a loop that reads them itself.
-
-    Args:
-        cfg: changed in place.
-    """
+def _remove_hooks(cfg: ConfigContainer) -> None:
+    """Take out the hooks of an earlier call."""
     hooks = getattr(cfg.model, "_pre_wrap_hooks", ())
     for hook in [hook for hook in hooks if isinstance(hook, FirstWeights)]:
         cfg.model._pre_wrap_hooks.remove(hook)
