@@ -23,6 +23,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.expert_layouts import LAYOUTS
+
 
 def specs(shapes, dtype="bfloat16") -> dict[str, TensorSpec]:
     return {name: TensorSpec(name, dtype, shape) for name, shape in shapes.items()}
@@ -32,7 +34,7 @@ def sides(dimensions, naming="transformer_engine"):
     return HuggingFace(dimensions), FsdpDtensor(dimensions, naming), TorchDist(dimensions)
 
 
-@pytest.mark.parametrize("layout", ExpertLayout)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", ["32B", pytest.param("235B-A22B", marks=pytest.mark.slow)])
 def test_a_large_model_is_planned_in_all_directions(size, layout):
     dimensions = dimensions_of(config_dict(size))

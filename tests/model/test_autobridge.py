@@ -12,7 +12,7 @@ from megatron.bridge import AutoBridge
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, Qwen3VLForConditionalGeneration
 
-from tests.expert_layouts import relayout
+from tests.expert_layouts import LAYOUTS, relayout
 
 
 def build(provider) -> list[torch.nn.Module]:
@@ -77,7 +77,7 @@ def load_folder(folder) -> dict[str, torch.Tensor]:
     return tensors
 
 
-@pytest.mark.parametrize("layout", ExpertLayout)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_experts_go_back_in_the_layout_they_came_in(layout, moe_folders, tmp_path):
     bridge = AutoBridge.from_hf_pretrained(str(moe_folders[layout]))
     model = build(bridge.to_megatron_provider(load_weights=True))

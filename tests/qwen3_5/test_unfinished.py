@@ -33,7 +33,12 @@ def test_sizes_mean_qwen3_vl():
         ({"deterministic_mode": True}, "deterministic_mode is True, expected False"),
         ({"tensor_model_parallel_size": 2}, "without sequence_parallel, expected sequence_parallel=True"),
         ({"context_parallel_size": 3}, "linear_num_key_heads is 16, expected a multiple"),
-        ({"mtp_num_layers": 1}, "mtp_num_layers is 1, expected None"),
+        ({"mtp_num_layers": 2}, "mtp_num_layers is 2, expected 1, or None"),
+        ({"mtp_loss_scaling_factor": 0.1, "pipeline_model_parallel_size": 2}, "variable_seq_lengths is False"),
+        (
+            {"mtp_loss_scaling_factor": 0.1, "recompute_granularity": "full", "recompute_method": "block"},
+            "recompute_method is 'block'",
+        ),
         ({"rotary_percent": 0.5}, r"mrope_section \[11, 11, 10\] has sum 32, expected half the .* turns, 64$"),
     ],
 )

@@ -17,7 +17,6 @@ from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
 from qwen3vl_bridge.cli import convert
 from qwen3vl_bridge.peft.lora import Qwen3VLDoRA
 from qwen3vl_bridge.weights.adapter_rows import layer_of, linear_rows
-from qwen3vl_bridge.weights.names import ExpertLayout
 
 import pytest
 import torch
@@ -32,7 +31,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from tests.checkpoint.support import stock_load
-from tests.expert_layouts import relayout
+from tests.expert_layouts import LAYOUTS, relayout
 from tests.model.peft_models import Adapted, adapt, reference_logits, worst_difference
 
 from .conftest import Inputs
@@ -139,7 +138,7 @@ def test_merged_with_weights_whose_vocabulary_is_padded(run, tmp_path):
     assert any("3 of them not zero, left out as asked for" in note for note in report.notes)
 
 
-@pytest.mark.parametrize("layout", ExpertLayout)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_merged_into_every_layout_of_experts(run, moe_folder, moe_folders, layout, tmp_path):
     inputs, _, _, folder = run
     if inputs.hf != moe_folder:

@@ -19,13 +19,20 @@ _SHARED: Mapping[str, Any] = {
     "deterministic_mode": False,
     # A scaled rotary embedding is in no configuration of this family that transformers computes.
     "rope_parameters": None,
+    # The output layer and the decoder learn from multi-token prediction, which is one layer of its own.
+    "mtp_detach_heads": False,
+    "mtp_use_repeated_layer": False,
 }
 
-FIXED: Mapping[str, Any] = {**fixed.FIXED, **_SHARED, "num_moe_experts": None}
+_CHOICES = ("mtp_num_layers",)  # that this family has, and others have not
 
-FIXED_WITH_EXPERTS: Mapping[str, Any] = {
-    **fixed.FIXED_WITH_EXPERTS,
-    **_SHARED,
-    "moe_shared_expert_gate": True,
-    "moe_layer_freq": 1,
-}
+
+def _fixed(shared: Mapping[str, Any], own: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {name: only for name, only in {**shared, **_SHARED, **own}.items() if name not in _CHOICES}
+
+
+FIXED: Mapping[str, Any] = _fixed(fixed.FIXED, {"num_moe_experts": None})
+
+FIXED_WITH_EXPERTS: Mapping[str, Any] = _fixed(
+    fixed.FIXED_WITH_EXPERTS, {"moe_shared_expert_gate": True, "moe_layer_freq": 1}
+)

@@ -7,17 +7,26 @@ configurations (`bridge.py`), modules.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from qwen3vl_bridge.models.common.provider import ExpertsMixin, VisionLanguageProvider
-from qwen3vl_bridge.models.qwen3_5.config_dimensions import FAMILY, LINEAR_SIZES, layers_by_attention, linear_sizes
+from qwen3vl_bridge.models.qwen3_5.config_dimensions import (
+    FAMILY,
+    LINEAR_SIZES,
+    layers_by_attention,
+    linear_sizes,
+    mtp_sizes,
+)
 from qwen3vl_bridge.models.qwen3_5.fixed_settings import FIXED, FIXED_WITH_EXPERTS
 from qwen3vl_bridge.weights.dimensions import Dimensions
 
 from megatron.core.models.gpt.experimental_attention_variant_module_specs import get_linear_attention_pattern
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -32,6 +41,9 @@ class Qwen35VLModelProvider(VisionLanguageProvider):
         linear_conv_kernel_dim: taps of the convolution before linear attention.
         linear_key_head_dim, linear_value_head_dim, linear_num_key_heads, linear_num_value_heads: its heads.
         rotary_percent: part of each head that turns.
+        mtp_num_layers: 1 for a model with multi-token prediction, else None.
+        mtp_loss_scaling_factor: what a token's loss of multi-token prediction weighs against its own; 0.1 is usual. 0
+            keeps these weights as they are, so that an export has them.
     """
 
     vision_config: Qwen3_5VisionConfig = field(default_factory=Qwen3_5VisionConfig)
@@ -59,6 +71,9 @@ class Qwen35VLModelProvider(VisionLanguageProvider):
     linear_num_key_heads: int = 16
     linear_num_value_heads: int = 32
 
+    mtp_num_layers: int | None = 1
+    mtp_loss_scaling_factor: float | None = 0.0
+
     family: ClassVar[str] = FAMILY
     model_class: ClassVar[str] = "qwen3vl_bridge.models.qwen3_5.model.Qwen35VLModel"
     language_model_class: ClassVar[str] = "qwen3vl_bridge.models.qwen3_5.model.Qwen35VLGPTModel"
@@ -71,6 +86,7 @@ class Qwen35VLModelProvider(VisionLanguageProvider):
             ValueError: fields that contradict each other, or that this model would ignore.
         """
         self._check_ranks()
+        self._check_mtp()
         super().finalize()
 
     def _check_ranks(self) -> None:
@@ -88,6 +104,27 @@ class Qwen35VLModelProvider(VisionLanguageProvider):
                     f"which is {tp * cp}: linear attention shares out its heads over both"
                 )
 
+    def _check_mtp(self) -> None:
+        if self.mtp_num_layers not in (None, 0, 1):
+            raise ValueError(f"mtp_num_layers is {self.mtp_num_layers!r}, expected 1, or None for a model without")
+        if not self.trains_mtp:
+            if self.mtp_num_layers:
+                logger.info("multi-token prediction is kept as it is; mtp_loss_scaling_factor=0.1 trains it")
+            return
+        if self.pipeline_model_parallel_size > 1 and not self.variable_seq_lengths:
+            raise ValueError(
+                "variable_seq_lengths is False and next tokens go to the last pipeline stage beside hidden states, for "
+                "multi-token prediction: expected True, or mtp_loss_scaling_factor=0"
+            )
+        if self.recompute_granularity == "full" and (self.recompute_method, self.recompute_num_layers) != (
+            "uniform",
+            1,
+        ):
+            raise ValueError(
+                f"recompute_method is {self.recompute_method!r} and recompute_num_layers {self.recompute_num_layers}, "
+                "expected 'uniform' and 1: megatron-core recomputes multi-token prediction in no other way"
+            )
+
     def dimensions(self) -> Dimensions:
         """What the weight table's symbols stand for; the vocabulary without padding."""
         shared = super().dimensions()
@@ -95,6 +132,7 @@ class Qwen35VLModelProvider(VisionLanguageProvider):
             "gated_q": 2 * shared["q"],
             "shared_ffn": self.moe_shared_expert_intermediate_size or 0,
             **linear_sizes({name: getattr(self, name) for name in LINEAR_SIZES}),
+            **mtp_sizes(self.mtp_num_layers, self.hidden_size, self.num_moe_experts or 0),
         }
         indices = layers_by_attention(get_linear_attention_pattern(self))
         return replace(shared, sizes={**shared.sizes, **sizes}, indices={**shared.indices, **indices})
