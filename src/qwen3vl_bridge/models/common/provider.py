@@ -108,6 +108,16 @@ class VisionLanguageProvider(fields.VisionLanguageFields):
             memo[id(talks)] = talks
         return super().__deepcopy__(memo)
 
+    def __copy__(self) -> Self:
+        """A copy with all that the provider has, which `__getstate__` is not for."""
+        copied = object.__new__(type(self))
+        vars(copied).update(vars(self))
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Its settings, as Megatron-Bridge sends them to other stages. Groups and hooks of a run stay on the rank."""
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
+
     @property
     def padded_vocab_size(self) -> int:
         """Rows of the embedding and the output layer."""
