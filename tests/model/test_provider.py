@@ -1,6 +1,7 @@
 """The provider refuses what it cannot honour, and the bridge reads what Hugging Face says."""
 
 import copy
+import pickle
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.models.common.vision_config import vision_transformer_config
@@ -160,3 +161,15 @@ def test_settings_of_a_configuration_that_nothing_would_follow(moe_folder, part,
     (config if part is None else config[part]).update(settings)
     with pytest.raises(ValueError, match=message):
         check_settings(config)
+
+
+def test_settings_alone_are_sent_to_other_ranks(provider):
+    """Megatron-Bridge pickles it where it exports the weights of a pipelined run, whose groups cannot be."""
+    provider.finalize()
+    provider._pg_collection = provider._pre_wrap_hooks = lambda: None
+    sent = pickle.loads(pickle.dumps(provider))
+    plain = (bool, int, float, str, list, torch.dtype)
+    assert {name for name, value in vars(provider).items() if isinstance(value, plain)} - vars(sent).keys() == set()
+    assert all(vars(sent)[name] == value for name, value in vars(provider).items() if isinstance(value, plain))
+    assert sent._pg_collection is None
+    assert copy.copy(provider)._pg_collection is provider._pg_collection

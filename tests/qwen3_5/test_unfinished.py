@@ -21,10 +21,10 @@ def test_the_planner_does_not_know_linear_attention():
         propose(config_dict("9B"), 8, next(iter(GPUS.values())), training)
 
 
-def test_sizes_mean_qwen3_vl():
-    assert "9B" not in preset_sizes()
-    with pytest.raises(ValueError, match="no preset is named '9B'"):
-        preset("9B")
+def test_a_size_of_several_families_is_the_first_ones():
+    assert {"8B", "9B"} <= set(preset_sizes())
+    found = {name: preset(name)["model_type"] for name in ("4B", "Qwen/Qwen3.5-4B", "9B", "397B-A17B")}
+    assert found == {"4B": "qwen3_vl", "Qwen/Qwen3.5-4B": "qwen3_5", "9B": "qwen3_5", "397B-A17B": "qwen3_5_moe"}
 
 
 @pytest.mark.parametrize(
