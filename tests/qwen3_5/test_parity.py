@@ -10,7 +10,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_d
 
 from tests.parity.batches import CONTENTS, make_batch, make_samples, run_reference
 from tests.parity.conftest import Pair, make_pair
-from tests.parity.test_parity import run_megatron
+from tests.parity.one_process.test_parity import run_megatron
 
 # In units of the noise: how far transformers is from itself when it computes the delta rule token by token and not by
 # chunks, and attention by another function. Not below the second number, as a short row may have little noise.
