@@ -12,7 +12,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_d
 
 from tests.parity.batches import CONTENTS, make_batch, make_samples, run_reference
 from tests.parity.conftest import Pair, make_pair
-from tests.parity.test_parity import run_megatron
+from tests.parity.one_process.test_parity import run_megatron
 
 from .tiny import with_mtp
 
