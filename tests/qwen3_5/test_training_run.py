@@ -1,7 +1,7 @@
 """Whole runs in Megatron-Bridge's loop, split and saved in either format, multi-token prediction trained along.
 
-Each saves its checkpoint; the converter exports it, with nothing else at hand, to the weights that the run had in memory.
-Weights of Megatron-FSDP are not looked at in memory: gloo gathers no parts of several sizes.
+Each saves its checkpoint, and the converter exports it, with nothing else at hand, to the weights that the run had in
+memory. Weights of Megatron-FSDP are not looked at there: gloo gathers no parts of several sizes.
 """
 
 from __future__ import annotations
