@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from qwen3vl_bridge.batch import SequenceLayout
+from qwen3vl_bridge.batch.token_layout import next_index
+from qwen3vl_bridge.peft.lora import Qwen3VLLoRA
 from qwen3vl_bridge.weights.names import ExpertLayout
 
 import pytest
 import torch
+from megatron.bridge.peft.lora import LoRA
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from tests.parity.batches import CONTENTS, make_batch, make_samples
@@ -59,8 +62,6 @@ def test_gradients_of_both_losses(pair, content, packed, record_property):
 def test_next_tokens_by_hand():
     """A packed row of two segments with padding behind each, cut for two context-parallel ranks."""
     layout = SequenceLayout.packed_row([3, 6], multiple=4)
-    from qwen3vl_bridge.batch.token_layout import next_index
-
     places, there = next_index(layout)
     assert places.tolist() == [1, 2, 2, 3, 5, 6, 7, 8, 9, 9, 10, 11]
     assert there.tolist() == [True, True, False, False, *[True] * 5, False, False, False]
@@ -84,3 +85,11 @@ def test_kept_weights_are_frozen(qwen3_5_folders):
     pair = make_pair(qwen3_5_folders["dense"])
     mtp = [p for name, p in pair.megatron.named_parameters() if ".mtp." in name]
     assert mtp and not any(p.requires_grad for p in mtp)
+
+
+@pytest.mark.parametrize("kind", [Qwen3VLLoRA, LoRA])
+def test_it_gets_no_adapters(qwen3_5_folders, kind):
+    pair = make_pair(qwen3_5_folders["dense"])
+    kind(target_modules=["linear_qkv", "linear_fc1"], dim=4)(pair.megatron, training=True)
+    adapted = {name for name, _ in pair.megatron.named_modules() if name.endswith(".adapter")}
+    assert adapted and not any(".mtp." in name for name in adapted)
