@@ -203,10 +203,14 @@ def family_of(config: Mapping[str, Any]) -> Family:
         if named is not None and architectures in (None, [named]):
             return one
     known = [f"{arch} (model_type {kind})" for one in _FAMILIES.values() for kind, arch in one.architectures.items()]
-    raise ValueError(
-        f"describes {architectures} (model_type {kind}), expected {' or '.join(known)}; another family is made known "
-        "with qwen3vl_bridge.register_family"
-    )
+    whole = kind.removesuffix("_text") if isinstance(kind, str) else None
+    advice = "another family is made known with qwen3vl_bridge.register_family"
+    if whole != kind and any(whole in one.architectures for one in _FAMILIES.values()):
+        advice = (
+            f"a text model alone is converted as a part of its whole model (model_type {whole}); or use "
+            "Megatron-Bridge's AutoBridge, which has text models of its own"
+        )
+    raise ValueError(f"describes {architectures} (model_type {kind}), expected {' or '.join(known)}; {advice}")
 
 
 def family_of_provider(target: Any) -> Family | None:

@@ -72,6 +72,12 @@ def test_configurations_that_are_refused(section, field, value, message):
         family_of(config).check_settings(config)
 
 
+def test_a_text_model_alone_is_told_what_to_do():
+    config = config_dict("2B")["text_config"] | {"architectures": ["Qwen3_5ForCausalLM"]}
+    with pytest.raises(ValueError, match=r"model_type qwen3_5_text\), expected .*whole model \(model_type qwen3_5\)"):
+        family_of(config)
+
+
 def test_a_null_is_a_default():
     config = config_dict("2B")
     config["text_config"] |= {"rope_parameters": None, "rope_theta": None, "partial_rotary_factor": None}
