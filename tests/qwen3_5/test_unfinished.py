@@ -31,7 +31,10 @@ def test_sizes_mean_qwen3_vl():
     ("settings", "message"),
     [
         ({"deterministic_mode": True}, "deterministic_mode is True, expected False"),
-        ({"tensor_model_parallel_size": 2}, "without sequence_parallel, expected sequence_parallel=True"),
+        (
+            {"tensor_model_parallel_size": 2},
+            "sequence_parallel is False with .*_size 2, expected True",
+        ),
         ({"context_parallel_size": 3}, "linear_num_key_heads is 16, expected a multiple"),
         ({"mtp_num_layers": 1}, "mtp_num_layers is 1, expected None"),
         ({"rotary_percent": 0.5}, r"mrope_section \[11, 11, 10\] has sum 32, expected half the .* turns, 64$"),

@@ -18,12 +18,12 @@ from typing import Any
 from qwen3vl_bridge.data.provider import Qwen3VLConversationProvider
 from qwen3vl_bridge.encoder_parallel.encoder_batches import read_split
 from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
-from qwen3vl_bridge.models.common.settings.encoder_parallel import expect, replicas_of, trains_vision
+from qwen3vl_bridge.models.common.settings.encoder_parallel import replicas_of, trains_vision
+from qwen3vl_bridge.models.common.settings.rules import Row, Rule, When, check, under
 from qwen3vl_bridge.parallel.collectives import sum_over_ranks, tell_from
 
 import torch
 from megatron.bridge.training.callbacks import Callback, CallbackContext
-from megatron.bridge.training.state import GlobalState
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.num_microbatches_calculator import (
     get_current_running_global_batch_size,
@@ -45,7 +45,7 @@ class Modules(Callback):
         Raises:
             ValueError: the run is to do what Megatron-Bridge's loop cannot, of modules.
         """
-        _refuse_what_their_loop_cannot(context.state)
+        check(_RULES, context.state.cfg)
         sharded = context.state.cfg.optimizer.use_distributed_optimizer
         join_modules(get_model_config(context.model[0]), context.optimizer, sharded=sharded)
 
@@ -70,23 +70,25 @@ class Modules(Callback):
     on_test_end = on_eval_end
 
 
-def _refuse_what_their_loop_cannot(state: GlobalState) -> None:
-    cfg, saves = state.cfg, bool(state.cfg.checkpoint.save) and state.cfg.checkpoint.save_optim
-    replicas, settings = replicas_of(cfg.model), cfg.checkpoint
-    wrong = {}
-    if saves and cfg.optimizer.use_distributed_optimizer:
-        name, found = "checkpoint.dist_ckpt_optim_fully_reshardable", settings.dist_ckpt_optim_fully_reshardable
-        wrong[name] = (found, True, "other forms name what they save by numbers of groups, which both modules have")
-    if replicas.vision != replicas.language:  # and so the tower's ranks read rows by themselves
-        wrong |= {
-            "train.iterations_to_skip": (list(cfg.train.iterations_to_skip or ()), [], "ranks of the tower skip none"),
-            "dataset": (
-                type(cfg.dataset),
-                Qwen3VLConversationProvider,
-                f"its rows have numbers, by which ranks of the tower read them with {replicas}",
-            ),
-        }
-    expect(wrong, " in Megatron-Bridge's loop")
+_SHARDS_ARE_SAVED = When(
+    "model.dist_train.use_dist_train",
+    lambda cfg: cfg.checkpoint.save and cfg.checkpoint.save_optim and cfg.optimizer.use_distributed_optimizer,
+)
+_TOWER_READS_BY_ITSELF = When(
+    "model.dist_train.vision_world_size model.dist_train.language_world_size",
+    lambda cfg: replicas_of(cfg.model).vision != replicas_of(cfg.model).language,
+)
+_BY_NUMBERS = "other forms name what they save by numbers of groups, which both modules have"
+
+# What Megatron-Bridge's loop cannot do with modules on ranks of their own.
+_RULES: tuple[Rule, ...] = (
+    Row("checkpoint.dist_ckpt_optim_fully_reshardable", True, _BY_NUMBERS, _SHARDS_ARE_SAVED),
+    *under(
+        _TOWER_READS_BY_ITSELF,
+        Row("train.iterations_to_skip", [], "ranks of the tower skip none", also=(None, ())),
+        Row("dataset.__class__", Qwen3VLConversationProvider, "its rows have numbers, by which the tower reads them"),
+    ),
+)
 
 
 def join_modules(provider: VisionLanguageProvider, optimizer: MegatronOptimizer, *, sharded: bool) -> None:

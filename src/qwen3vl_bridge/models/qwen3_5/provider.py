@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from qwen3vl_bridge.models.common.provider import ExpertsMixin, VisionLanguageProvider
+from qwen3vl_bridge.models.common.settings.rules import Row, Rule
 from qwen3vl_bridge.models.qwen3_5.config_dimensions import FAMILY, LINEAR_SIZES, layers_by_attention, linear_sizes
-from qwen3vl_bridge.models.qwen3_5.fixed_settings import FIXED, FIXED_WITH_EXPERTS
+from qwen3vl_bridge.models.qwen3_5.fixed_settings import FIXED, FIXED_WITH_EXPERTS, RULES
 from qwen3vl_bridge.weights.dimensions import Dimensions
 
 from megatron.core.models.gpt.experimental_attention_variant_module_specs import get_linear_attention_pattern
@@ -62,31 +63,8 @@ class Qwen35VLModelProvider(VisionLanguageProvider):
     family: ClassVar[str] = FAMILY
     model_class: ClassVar[str] = "qwen3vl_bridge.models.qwen3_5.model.Qwen35VLModel"
     language_model_class: ClassVar[str] = "qwen3vl_bridge.models.qwen3_5.model.Qwen35VLGPTModel"
-    fixed: ClassVar[Mapping[str, Any]] = FIXED
-
-    def finalize(self) -> None:
-        """Check the fields and complete them.
-
-        Raises:
-            ValueError: fields that contradict each other, or that this model would ignore.
-        """
-        self._check_ranks()
-        super().finalize()
-
-    def _check_ranks(self) -> None:
-        tp, cp = self.tensor_model_parallel_size, self.context_parallel_size
-        if tp > 1 and not self.sequence_parallel:
-            raise ValueError(
-                f"tensor_model_parallel_size is {tp} without sequence_parallel, expected sequence_parallel=True: else "
-                "megatron-core leaves the gradients of linear attention's output norm apart on the ranks, which share "
-                "out its heads"
-            )
-        for name in ("linear_num_key_heads", "linear_num_value_heads"):
-            if (heads := getattr(self, name)) % (tp * cp):
-                raise ValueError(
-                    f"{name} is {heads}, expected a multiple of tensor_model_parallel_size * context_parallel_size, "
-                    f"which is {tp * cp}: linear attention shares out its heads over both"
-                )
+    fixed: ClassVar[Mapping[str, Row]] = FIXED
+    rules: ClassVar[tuple[Rule, ...]] = RULES
 
     def dimensions(self) -> Dimensions:
         """What the weight table's symbols stand for; the vocabulary without padding."""
@@ -116,7 +94,7 @@ class Qwen35VLMoEModelProvider(ExpertsMixin, Qwen35VLModelProvider):
     moe_shared_expert_gate: bool = True
     moe_aux_loss_coeff: float | list[float] = 1e-3
 
-    fixed: ClassVar[Mapping[str, Any]] = FIXED_WITH_EXPERTS
+    fixed: ClassVar[Mapping[str, Row]] = FIXED_WITH_EXPERTS
 
     @property
     def moe_layers(self) -> tuple[int, ...]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
-from qwen3vl_bridge.models.common.settings.kernels import check_float32
-from qwen3vl_bridge.models.common.settings.parallelism import check_training
+from qwen3vl_bridge.models.common.settings.refusals import CALLED, TRAINED
+from qwen3vl_bridge.models.common.settings.rules import check
 
 import torch
 from torch import Tensor
@@ -50,11 +50,9 @@ def check_settings(config: VisionLanguageProvider, training: bool) -> None:
         training: whether the model is in training mode.
 
     Raises:
-        ValueError: as `check_float32`, and with gradients as `check_training`.
+        ValueError: a rule is broken: of `TRAINED` with gradients, of `CALLED` in any case.
     """
-    check_float32(config)
-    if training and torch.is_grad_enabled():
-        check_training(config)
+    check(TRAINED if training and torch.is_grad_enabled() else CALLED, config)
 
 
 def check_pixels(config: VisionLanguageProvider, **pixels: Tensor | None) -> None:
