@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from qwen3vl_bridge.data.row_settings import ConversationRows
-from qwen3vl_bridge.encoder_parallel.evaluation import evaluate_modules_together
 from qwen3vl_bridge.models.common.settings.encoder_parallel import check_world
 from qwen3vl_bridge.models.common.settings.parallelism import check_microbatches
 from qwen3vl_bridge.models.common.settings.rules import Row, Rule, When, check, under
@@ -204,8 +203,6 @@ class Qwen3VLConfigContainer(ConfigContainer):
         self._repeat_evaluations()
         self._check_checkpoints()
         self._check_meta_device()
-        if self.model.dist_train.use_dist_train:
-            evaluate_modules_together()
 
     def _repeat_evaluations(self) -> None:
         """Each one reads the same rows."""
