@@ -1,10 +1,11 @@
 """Which context-parallel rank encodes which frames of a batch.
 
-What lives here: dealing frames out by what they cost the vision tower, and where their tokens then lie. Ranks are
-plain integers. What may not: what a model costs (`models/common/flops.py`), collectives (`parallel/collectives.py`).
+What lives here: assigning frames to ranks by what they cost the vision tower, and where their tokens then lie. Ranks
+are plain integers. What may not: what a model costs (`models/common/flops.py`), collectives
+(`parallel/collectives.py`).
 
 Context-parallel ranks see the same pictures. Each encodes some of the frames, since attention does not cross one, and
-the ranks then give each other what they made.
+the ranks then gather what all have encoded.
 Legend: F frames, N patches, M = N / merge^2 vision tokens.
 """
 
@@ -21,7 +22,7 @@ from qwen3vl_bridge.batch.vision_inputs import VisionInputs, frame_rows
 import torch
 from torch import Tensor
 
-_EVEN = 1.005  # the most that a rank has over the mean, from which on nobody looks for better
+_EVEN = 1.005  # a rank's cost over the mean, below which the search ends
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class VisionWork:
 
 @dataclass(frozen=True)
 class VisionDeal:
-    """Who encodes which pictures.
+    """Which rank encodes which pictures.
 
     Attributes:
         frames: those of each rank, in their order.
@@ -52,7 +53,7 @@ class VisionDeal:
     places: Tensor
 
     def part(self, vision: VisionInputs | None, rank: int) -> VisionInputs | None:
-        """The pictures of a rank, out of those that were dealt; None if it has none."""
+        """The pictures of a rank, as they were assigned; None if it has none."""
         if vision is None or len(self.frames) == 1:
             return vision
         return vision.select(self.frames[rank]) if self.frames[rank] else None
@@ -106,7 +107,7 @@ def _exchange(shares: list[list[int]], costs: Sequence[float]) -> bool:
 
 
 def deal_vision(vision: VisionInputs | None, work: VisionWork, ranks: int) -> VisionDeal:
-    """Deal the pictures of a batch out to ranks.
+    """Assign the pictures of a batch to ranks.
 
     Args:
         vision: all pictures, or None for none.

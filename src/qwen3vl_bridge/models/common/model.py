@@ -147,7 +147,7 @@ class VisionLanguageModel(MegatronModule):
             inputs: or the batch as `PackedBatch.local` gives it, which needs no work here.
             output_processor, output_processor_context: what makes the output of hidden states [s, b, h] and labels in
                 place of logits or losses, and what it is given beside; as GPTModel's.
-            inference_context: accepted while it holds no tokens, because nothing is kept in it.
+            inference_context: accepted while it holds no tokens, because nothing is stored in it.
             runtime_gather_output: whether logits are of the whole vocabulary; None: as the provider says.
 
         Returns:

@@ -90,7 +90,7 @@ def staged_save(ctx: CheckpointSaveContext, callback_manager: Any, keep: Path | 
             replace_file(folder / LATEST_TRAIN_STATE, (final / TRAIN_STATE).read_bytes())
             replace_file(folder / TRACKER, str(step).encode())
             _remove_older(folder, step, most, keep)
-    _tell_of(ctx, final, callback_manager)
+    _announce(ctx, final, callback_manager)
 
 
 @contextlib.contextmanager
@@ -117,17 +117,17 @@ def _saving_to(folder: Path, ctx: CheckpointSaveContext) -> Iterator[None]:
             setattr(owner, name, value) if had else delattr(owner, name)
 
 
-def _tell_of(ctx: CheckpointSaveContext, final: Path, callback_manager: Any) -> None:
+def _announce(ctx: CheckpointSaveContext, final: Path, callback_manager: Any) -> None:
     """What Megatron-Bridge does when a checkpoint is there."""
     state, step = ctx.state, ctx.state.train_state.step
-    _tell_experiments(state, str(final), step)
+    _log_to_experiments(state, str(final), step)
     if should_fire(callback_manager, "on_checkpoint_save"):
         model = unwrap_model(ctx.model)
         context = CallbackContext(state, model, callback_manager.user_state, optimizer=ctx.optimizer)
         callback_manager.fire("on_checkpoint_save", context)
 
 
-def _tell_experiments(state: GlobalState, final: str, step: int) -> None:
+def _log_to_experiments(state: GlobalState, final: str, step: int) -> None:
     save = state.cfg.checkpoint.save
     wandb_utils.on_save_checkpoint_success(final, save, step, wandb_writer=state.wandb_logger)
     if state.cfg.logger.mlflow_log_artifacts:

@@ -1,4 +1,4 @@
-"""Checks at the model's door: of single arguments, and of settings that only matter to a model that is called.
+"""Checks of a model's call: of single arguments, and of settings that only matter to a model that is called.
 
 What lives here: refusals, with what was found and what was expected. What may not: making anything of the arguments
 (`model_inputs.py`), masks and offsets (`masks.py`), whether pictures fit the tokens (`batch/`).

@@ -1,4 +1,4 @@
-"""The model's door: a batch in a caller's convention becomes `ModelInputs`.
+"""The model's input interface: a batch in a caller's convention becomes `ModelInputs`.
 
 What lives here: what people call vision-language models with, turned into a batch of ours. What may not: where real
 tokens lie (`padding_and_packing.py`, `masks.py`), rows that context-parallel ranks have shared out already
