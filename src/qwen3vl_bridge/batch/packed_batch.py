@@ -16,7 +16,7 @@ from qwen3vl_bridge.batch.device_transfer import Movable
 from qwen3vl_bridge.batch.encoder_shards import Parcel, parcels_of
 from qwen3vl_bridge.batch.token_layout import SequenceLayout, token_index
 from qwen3vl_bridge.batch.vision_inputs import VisionInputs
-from qwen3vl_bridge.batch.vision_sharding import VisionWork, deal_vision
+from qwen3vl_bridge.batch.vision_sharding import VisionDeal, VisionWork, deal_vision
 
 import torch
 from torch import Tensor
@@ -131,14 +131,6 @@ class PackedBatch(Movable):
         def take(whole: Tensor) -> Tensor:
             return whole.flatten(-2)[..., context_index.T]
 
-        def vision_rows(index: Tensor) -> VisionRows | None:
-            if not (self.vision_slot >= 0).any():
-                return None
-            slots = self.vision_slot[index.flatten()]
-            positions = (slots >= 0).nonzero().squeeze(-1)
-            rows = slots[positions]
-            return VisionRows(rows=rows if deal is None else deal.places[rows], positions=positions)
-
         own, counts, parcels = self.vision, None, None
         if encoders is not None:
             if deal is None:
@@ -156,6 +148,15 @@ class PackedBatch(Movable):
             vision=own,
             vision_counts=counts,
             parcels=parcels,
-            fuse=vision_rows(context_index),
-            deepstack=vision_rows(index),
+            fuse=self._vision_rows(context_index, deal),
+            deepstack=self._vision_rows(index, deal),
         )
+
+    def _vision_rows(self, index: Tensor, deal: VisionDeal | None) -> VisionRows | None:
+        """The rows of the vision output that tokens at `index` take; None for a batch without vision tokens."""
+        if not (self.vision_slot >= 0).any():
+            return None
+        slots = self.vision_slot[index.flatten()]
+        positions = (slots >= 0).nonzero().squeeze(-1)
+        rows = slots[positions]
+        return VisionRows(rows=rows if deal is None else deal.places[rows], positions=positions)

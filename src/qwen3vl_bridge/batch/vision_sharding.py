@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -85,17 +85,12 @@ def _exchange(shares: list[list[int]], costs: Sequence[float]) -> bool:
         return False
     best, swap = totals[most] * (1 - 1e-4), None  # less is not worth the search, and rounding alone would never end
     for rank, share in enumerate(shares):
-        cheapest_first = sorted(share, key=costs.__getitem__)
-        theirs = [0.0, *(costs[frame] for frame in cheapest_first)]
-        for place, frame in enumerate(shares[most]):
-            # Best is what makes both alike; the two next to it are looked at.
-            wanted = costs[frame] - (totals[most] - totals[rank]) / 2
-            after = bisect.bisect_left(theirs, wanted)
-            for other in range(max(after - 1, 0), min(after + 1, len(theirs))):
-                moved = costs[frame] - theirs[other]
-                worst = max(totals[most] - moved, totals[rank] + moved)
-                if rank != most and worst < best:
-                    best, swap = worst, (place, rank, cheapest_first[other - 1] if other else None)
+        if rank == most:
+            continue
+        for place, back, moved in _candidates(shares[most], share, (totals[most] - totals[rank]) / 2, costs):
+            worst = max(totals[most] - moved, totals[rank] + moved)
+            if worst < best:
+                best, swap = worst, (place, rank, back)
     if swap is None:
         return False
     place, rank, back = swap
@@ -104,6 +99,22 @@ def _exchange(shares: list[list[int]], costs: Sequence[float]) -> bool:
         shares[rank].remove(back)
         shares[most].append(back)
     return True
+
+
+def _candidates(
+    share: Sequence[int], other: Sequence[int], wanted: float, costs: Sequence[float]
+) -> Iterator[tuple[int, int | None, float]]:
+    """For each frame of a share the two exchanges that move most nearly what makes both shares alike.
+
+    Yields:
+        The frame's place, the frame that comes back for it or None, and the cost that is moved.
+    """
+    cheapest_first = sorted(other, key=costs.__getitem__)
+    theirs = [0.0, *(costs[frame] for frame in cheapest_first)]
+    for place, frame in enumerate(share):
+        after = bisect.bisect_left(theirs, costs[frame] - wanted)
+        for i in range(max(after - 1, 0), min(after + 1, len(theirs))):
+            yield place, cheapest_first[i - 1] if i else None, costs[frame] - theirs[i]
 
 
 def deal_vision(vision: VisionInputs | None, work: VisionWork, ranks: int) -> VisionDeal:

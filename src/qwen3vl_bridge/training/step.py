@@ -75,15 +75,26 @@ def forward_step(
     else:
         inputs = batch.local(**ranks | dict(vision_work=None, encoders=None)).without_pictures()
     inputs = to_device(inputs, model)
-    checks = state.cfg.rerun_state_machine
-    count = create_masked_next_token_loss_function(
-        inputs.loss_mask, checks.check_for_nan_in_loss, checks.check_for_spiky_loss
-    )
-    if model.training:
-        count = recorded(count, state, batch, inputs.loss_mask)
-    if not config.calculate_per_token_loss:
-        count = functools.partial(mean_of_microbatch, count, batch.loss_mask.sum().clamp(min=1).item())
+    count = _loss_function(state, model, batch, inputs.loss_mask)
     return model(inputs=inputs), count
+
+
+def _loss_function(state: GlobalState, model: torch.nn.Module, batch: PackedBatch, mask: Tensor) -> Callable:
+    """The second result of `forward_step`.
+
+    Args:
+        state: the run.
+        model: wrapped or not.
+        batch: the microbatch, on the host.
+        mask: [b, s] this rank's share of its loss mask, on the device.
+    """
+    checks = state.cfg.rerun_state_machine
+    count = create_masked_next_token_loss_function(mask, checks.check_for_nan_in_loss, checks.check_for_spiky_loss)
+    if model.training:
+        count = recorded(count, state, batch, mask)
+    if not get_model_config(model).calculate_per_token_loss:
+        count = functools.partial(mean_of_microbatch, count, batch.loss_mask.sum().clamp(min=1).item())
+    return count
 
 
 def mean_of_microbatch(count: Callable, tokens: float, losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

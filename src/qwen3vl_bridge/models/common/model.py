@@ -16,6 +16,7 @@ from qwen3vl_bridge.models.common.attention import layout_packed_seq_params
 from qwen3vl_bridge.models.common.freezing import freeze_parts
 from qwen3vl_bridge.models.common.inputs.arguments import check_inference, check_settings
 from qwen3vl_bridge.models.common.inputs.model_inputs import as_model_inputs
+from qwen3vl_bridge.models.common.inputs.outputs import Answer
 from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
 from qwen3vl_bridge.models.common.text_model import MRopeGPTModel
 from qwen3vl_bridge.models.common.vision_config import vision_transformer_config
@@ -158,30 +159,28 @@ class VisionLanguageModel(MegatronModule):
         """
         check_settings(self.config, self.training)
         check_inference(inference_context, runtime_gather_output, labels)
-        answer, given = (
-            None,
-            dict(
-                position_ids=position_ids,
-                attention_mask=attention_mask,
-                labels=labels,
-                loss_mask=loss_mask,
-                **pictures_and_packing,
-            ),
-        )
-        if inputs is not None and any(argument is not None for argument in (input_ids, *given.values())):
-            raise ValueError("inputs holds a whole batch; nothing else can be given beside it")
-        if inputs is None:
-            inputs, answer = as_model_inputs(
-                self.config, self.pg_collection, input_ids, encodes=self.pre_process, **given
-            )
-        processor = {}
+        given = dict(position_ids=position_ids, attention_mask=attention_mask, labels=labels, loss_mask=loss_mask)
+        inputs, answer = self._inputs_of(inputs, input_ids, **given, **pictures_and_packing)
+        settings = dict(runtime_gather_output=runtime_gather_output)
         if output_processor is not None:
             answer = answer and answer.of_processor()
-            processor = dict(
-                output_processor=output_processor,
-                output_processor_context=output_processor_context,
-                loss_mask=inputs.loss_mask,
-            )
+            settings |= dict(output_processor=output_processor, output_processor_context=output_processor_context)
+            settings |= dict(loss_mask=inputs.loss_mask)
+        output = self._decode(inputs, **settings)
+        return output if answer is None or not self.post_process else answer.of(output)
+
+    def _inputs_of(
+        self, inputs: ModelInputs | None, input_ids: Tensor | None, **given: Any
+    ) -> tuple[ModelInputs, Answer | None]:
+        """The batch of a call, and what becomes of outputs; ValueError for one that is given in both ways."""
+        if inputs is None:
+            return as_model_inputs(self.config, self.pg_collection, input_ids, encodes=self.pre_process, **given)
+        if any(argument is not None for argument in (input_ids, *given.values())):
+            raise ValueError("inputs holds a whole batch; nothing else can be given beside it")
+        return inputs, None
+
+    def _decode(self, inputs: ModelInputs, **settings: Any) -> Any:
+        """Losses, logits, or what the next pipeline stage is to be given; `settings` are GPTModel's."""
         self.check_inputs(inputs)
         hidden, beside = self.embed(inputs) if self.pre_process else self.receive(inputs)
         output = self.language_model(
@@ -193,12 +192,9 @@ class VisionLanguageModel(MegatronModule):
             packed_seq_params=layout_packed_seq_params(inputs.layout),
             padding_mask=inputs.padding_mask,
             extra_block_kwargs=beside,
-            runtime_gather_output=runtime_gather_output,
-            **processor,
+            **settings,
         )
-        if not self.post_process:
-            return self.load(output, beside)
-        return output if answer is None else answer.of(output)
+        return output if self.post_process else self.load(output, beside)
 
     def check_inputs(self, inputs: ModelInputs) -> None:
         """Check a family's own conditions on a batch; ValueError for one that this stage cannot take."""

@@ -115,11 +115,12 @@ def _allocate_on_host(chunk: torch.nn.Module) -> None:
             f"model.init_model_with_meta_device is True, expected False: {', '.join(lost)} would have no values"
         )
     made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    for parameter in chunk.parameters():  # those that are tied once
+        if parameter.is_meta:
+            data = torch.empty_like(parameter, device="cpu")
+            made[parameter] = torch.nn.Parameter(data, requires_grad=parameter.requires_grad)
+            vars(made[parameter]).update(vars(parameter))
     for module in chunk.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter.is_meta:
-                if parameter not in made:  # or tied to one that was
-                    data = torch.empty_like(parameter, device="cpu")
-                    made[parameter] = torch.nn.Parameter(data, requires_grad=parameter.requires_grad)
-                    vars(made[parameter]).update(vars(parameter))
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if parameter in made:
                 setattr(module, name, made[parameter])

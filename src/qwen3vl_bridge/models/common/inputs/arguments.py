@@ -55,6 +55,14 @@ def check_settings(config: VisionLanguageProvider, training: bool) -> None:
     check(TRAINED if training and torch.is_grad_enabled() else CALLED, config)
 
 
+def checked_ids(input_ids: Tensor | None) -> Tensor:
+    """The token ids; refuses what is not [rows, tokens] of integers, or has none."""
+    if input_ids is None or input_ids.dim() != 2 or input_ids.is_floating_point() or not input_ids.numel():
+        found = None if input_ids is None else f"{list(input_ids.shape)} {input_ids.dtype}"
+        raise ValueError(f"input_ids has shape {found}, expected [rows, tokens] of integers")
+    return input_ids
+
+
 def check_pixels(config: VisionLanguageProvider, **pixels: Tensor | None) -> None:
     """Refuses pixels that are not [patches, features] floating point, by name."""
     vision = config.vision_config

@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 
 from qwen3vl_bridge.batch import ModelInputs, PackedBatch, make_vision_inputs, mrope_positions, vision_slots
-from qwen3vl_bridge.models.common.inputs.arguments import check_others, check_pixels
+from qwen3vl_bridge.models.common.inputs.arguments import check_others, check_pixels, checked_ids
 from qwen3vl_bridge.models.common.inputs.cp_shards import with_whole_row
 from qwen3vl_bridge.models.common.inputs.labels import are_cut, with_labels, with_own_labels, without_ignored
 from qwen3vl_bridge.models.common.inputs.local_ranks import sequence_ranks
@@ -153,10 +153,7 @@ def _unlabelled(
 ) -> tuple[PackedBatch, Arrangement]:
     """As `as_packed_batch`, of a batch without labels; pictures are needed besides their grids if it `encodes`."""
     check_others(others)
-    if input_ids is None or input_ids.dim() != 2 or input_ids.is_floating_point() or not input_ids.numel():
-        found = None if input_ids is None else f"{list(input_ids.shape)} {input_ids.dtype}"
-        raise ValueError(f"input_ids has shape {found}, expected [rows, tokens] of integers")
-    ids, grids = input_ids.cpu(), (_host(image_grid_thw), _host(video_grid_thw))
+    ids, grids = checked_ids(input_ids).cpu(), (_host(image_grid_thw), _host(video_grid_thw))
     check_pixels(config, pixel_values=pixel_values, pixel_values_videos=pixel_values_videos)
     real = real_tokens(attention_mask, padding_mask, ids)
     if config.moe_layers and real is None and packed_seq_params is None and (ids[:, -1] == 0).any():
