@@ -104,7 +104,7 @@ class Weights(Callback):
 def do_export(journey: dict[str, Any], count: int) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
     """All of a run of so many steps, and the weights in memory after it."""
     run, weights = Journey(**journey), Weights(journey["hf"])
-    run.settings["train__train_iters"] = count
+    run.settings |= dict(train__train_iters=count, scheduler__lr_warmup_iters=0)
     log = train(run.config(), callbacks=[weights])
     return [[entry[name] for name in LOGGED] for entry in log], weights.found
 
