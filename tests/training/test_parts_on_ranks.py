@@ -40,7 +40,7 @@ def found(references, tmp_path_factory):
     return found
 
 
-def test_the_reference_lets_parts_rest(references):
+def test_the_reference_freezes_parts(references):
     for reference in references[1].values():
         for step in range(STEPS):
             frozen = {part for part in PARTS if step < TOWERS.get(f"freeze_{part}_steps", 0)}

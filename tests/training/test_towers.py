@@ -158,12 +158,12 @@ def test_settings_that_contradict_each_other_are_refused(inputs, settings, messa
 
 
 def test_schedules_under_megatron_fsdp_are_refused(inputs):
-    from qwen3vl_bridge.training.optimizer.before_step import _check
+    from qwen3vl_bridge.training.optimizer.before_step import _check_settings
 
     cfg = config(inputs, None, **SCHEDULE)
     cfg.ddp.use_megatron_fsdp = True
     with pytest.raises(ValueError, match=r"freeze_\*_steps with ddp.use_megatron_fsdp"):
-        _check(cfg)
+        _check_settings(cfg)
 
 
 def test_settings_are_changed_on_the_command_line(inputs):
