@@ -50,7 +50,7 @@ def forward_step(
 
     Raises:
         NotImplementedError: a schedule plan is asked for.
-        ValueError: a collator's batch that contradicts itself or would train on something else, see `foreign_batch`;
+        ValueError: a collator's batch that contradicts itself or would train on something else, see `from_collator`;
             rows that are assigned within more or less than a global batch, or that pipeline stages don't expect;
             settings that callbacks follow, where none has started.
     """

@@ -153,7 +153,7 @@ class VisionLanguageModel(MegatronModule):
 
         Returns:
             [b, s] float32 loss of each token where there are labels, else logits [b, s, padded vocabulary / tp]. A
-            caller's own batch comes back in the caller's token order, see `conventions.Arrangement.way_back`; under
+            caller's own batch comes back in the caller's token order, see `padding_and_packing.Arrangement`; under
             context parallelism as this rank's share and, where a whole loss_mask was given, in a tuple with that mask's
             share. Of a pipeline stage that is not the last, what the next one is to be given, see `load`.
         """

@@ -46,7 +46,7 @@ def as_model_inputs(
 
     Lengths, positions and indices are worked out on the host, which waits for the device to read the token ids: use
     `PackedBatch` where that matters. Shares are put together from all context-parallel ranks first, see
-    `shares.with_whole_row`, and outputs are of the share.
+    `cp_shards.with_whole_row`, and outputs are of the share.
 
     Args:
         config: the provider.
@@ -77,7 +77,7 @@ def as_model_inputs(
         ranks |= dict(vision_work=None, encoders=None)
     cut = are_cut(arranged, labels, mask, ranks["cp_size"])
     # Labels that were cut from a packed row lie in the layout's order. Others of rows that were rolled do not.
-    order = None if cut and arranged.packed else _way_back(arranged, labels, ranks["cp_size"])
+    order = None if cut and arranged.packed else _caller_order(arranged, labels, ranks["cp_size"])
     if cut:
         inputs = with_own_labels(batch.to(input_ids.device).local(**ranks), labels, mask, vocabulary)
         return _answered(inputs, None, None)
@@ -114,8 +114,8 @@ def as_packed_batch(
         position_ids: [3, B, S] temporal, height and width position of each token; [4, B, S], where transformers has
             text positions first; [B, S] of text, see `position_ids.given_positions`; or None to derive them.
         attention_mask: [B, S], 1 for real tokens, on the left, on the right or in the middle of each row; or what each
-            token sees, see `masks.real_tokens`. None: see `conventions.arrange`, as for all that rows and packing mean
-            together.
+            token sees, see `masks.real_tokens`. None: see `padding_and_packing.arrange`, as for all that rows and
+            packing mean together.
         padding_mask: [B, S], 1 for padding: the same the other way round, as megatron-core names it.
         packed_seq_params: the segments of a packed row.
         pixel_values, image_grid_thw: patches and grids of the images, as the processor gives them.
@@ -197,8 +197,8 @@ def _warn_of_zeros() -> None:
     )
 
 
-def _way_back(arranged: Arrangement, labels: Tensor | None, cp_size: int) -> CallerOrder | None:
-    order = arranged.way_back(labels)
+def _caller_order(arranged: Arrangement, labels: Tensor | None, cp_size: int) -> CallerOrder | None:
+    order = arranged.caller_order(labels)
     if order is not None and cp_size > 1:
         raise ValueError(
             f"context parallelism over {cp_size} ranks gives each its share of the outputs, which cannot come back in "
