@@ -4,6 +4,7 @@ import copy
 import operator
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
+from qwen3vl_bridge.models.common.provider import ExpertsMixin
 from qwen3vl_bridge.models.common.settings import experts, refusals
 from qwen3vl_bridge.models.common.settings.rules import Range, Row
 from qwen3vl_bridge.models.common.vision_config import vision_transformer_config
@@ -37,7 +38,7 @@ def test_every_row_names_settings_that_there_are(kind):
     """One that is misspelt would say so only under its own circumstances."""
     provider = kind(vocab_size=8)
     listed = (
-        *experts.RULES,
+        *(experts.RULES if issubclass(kind, ExpertsMixin) else ()),
         *kind.rules,
         *kind.fixed.values(),
         *refusals.GIVEN,

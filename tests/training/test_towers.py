@@ -133,15 +133,15 @@ def test_adam_starts_on_a_part_as_new():
         (dict(vision_model_lr=1e-4, optimizer__min_lr=1.0), r"not below its minimum"),
         (dict(vision_model_lr=1e-4, scheduler__lr_warmup_init=1e-3), r"no less than scheduler.lr_warmup_init, 0.001"),
         (dict(language_model_lr=1e-4, optimizer__decoupled_lr=1e-4), r"expected None with optimizer.decoupled_lr"),
-        (dict(freeze_vision_model_steps=2, optimizer__optimizer="sgd"), r"does not work with optimizer.optimizer"),
-        (dict.fromkeys([f"freeze_{part.value}_steps" for part in Part], 2), r"all parts that are trained rest"),
+        (dict(freeze_vision_model_steps=2, optimizer__optimizer="sgd"), r"do not work with optimizer.optimizer"),
+        (dict.fromkeys([f"freeze_{part.value}_steps" for part in Part], 2), r"all parts that are trained are frozen"),
         (
             dict(
                 freeze_language_model_steps=1,
                 model__freeze_vision_model=True,
                 model__freeze_vision_projection=True,
             ),
-            r"all parts that are trained rest",
+            r"all parts that are trained are frozen",
         ),
         (dict.fromkeys([f"{part.value}_lr" for part in Part], 1e-4), r"optimizer.lr, 0.003, would be ignored"),
     ],
