@@ -86,8 +86,6 @@ def moe_folder(tmp_path_factory):
 @pytest.fixture(scope="session")
 def moe_folders(moe_folder, tmp_path_factory):
     """The same model in each expert layout."""
-    from qwen3vl_bridge.weights.names import ExpertLayout
+    from tests.expert_layouts import LAYOUTS, rewrite
 
-    from tests.expert_layouts import rewrite
-
-    return {layout: rewrite(moe_folder, tmp_path_factory.mktemp(layout.name), layout) for layout in ExpertLayout}
+    return {layout: rewrite(moe_folder, tmp_path_factory.mktemp(layout.name), layout) for layout in LAYOUTS}

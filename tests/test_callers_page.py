@@ -34,7 +34,7 @@ def test_named_tests_are_there():
 
 
 def test_every_call_of_a_framework_is_on_the_page():
-    modules = {path.name for path in (ROOT / "tests" / "frameworks").glob("test_*.py")}
+    modules = {path.name for path in (ROOT / "tests" / "frameworks").rglob("test_*.py")}
     assert len(modules) > 5 and {name for name in modules if name not in PAGE.read_text()} == set()
 
 

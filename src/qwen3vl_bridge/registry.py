@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from qwen3vl_bridge.weights.names import ExpertLayout
@@ -46,6 +46,8 @@ class Family:
         presets: module with `PRESETS`, whose keys are sizes, and `config_dict`, (size or hub id) -> config with
             ValueError where there is none; None for a family without.
         released_experts: how released checkpoints hold their experts, where nothing says it.
+        optional: parts that one checkpoint of a model has and another lacks: the condition of its rows, and the field
+            of the configuration's text part that counts its layers.
         complete: whether its bridge takes the place of Megatron-Bridge's own, and its presets are known by their sizes.
             The bridge of a family which is not has to be imported by name; conversion knows the family all the same.
     """
@@ -62,6 +64,7 @@ class Family:
     flops: str = "qwen3vl_bridge.models.common.flops.model_costs"
     presets: str | None = None
     released_experts: ExpertLayout = ExpertLayout.INPUT_MAJOR
+    optional: Mapping[str, str] = field(default_factory=dict)
     complete: bool = True
 
     def rows(self, experts: ExpertLayout | None = None) -> tuple[Row, ...]:
@@ -83,6 +86,21 @@ class Family:
     def said_by_run(self, model: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
         """See `fields_of_run`."""
         return load(self.fields_of_run)(model, found)
+
+    def config_of(self, config: Mapping[str, Any], names: Collection[str]) -> Mapping[str, Any]:
+        """A config that counts optional parts as a checkpoint of these tensors has them.
+
+        Args:
+            config: what lies beside it, which transformers leaves as it was when it saves a model without such a part.
+            names: of the tensors, as Hugging Face or Megatron names them.
+        """
+        for condition, layers in self.optional.items():
+            rows = (row for row in self.rows() if row.condition == condition)
+            there = any(row.megatron in names or row.hf[0] in names for row in rows)
+            counted = config["text_config"].get(layers)
+            if there != bool(counted) and not (there and counted == 0):  # 0 is said of a part that should not be there
+                config = {**config, "text_config": {**config["text_config"], layers: int(there)}}
+        return config
 
     def provider_of(self, config: Mapping[str, Any], **settings: Any) -> Any:
         """The model's provider, with these of its fields set."""
@@ -133,8 +151,8 @@ _FAMILIES: dict[str, Family] = {
                 "qwen3_5": "Qwen3_5ForConditionalGeneration",
                 "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
             },
-            released_experts=ExpertLayout.OUTPUT_MAJOR,
-            complete=False,  # Megatron-Bridge's own has multi-token prediction
+            released_experts=ExpertLayout.OUTPUT_MAJOR_MTP_PER_EXPERT,
+            optional={"mtp": "mtp_num_hidden_layers"},
         ),
     )
 }

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-from tests.model.support import share_of
+from tests.model.inputs.support import share_of
 from tests.parity.batches import make_samples
 from tests.ranks import begin, forget_models, leave
 

@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
-from tests.model.support import offsets
+from tests.model.inputs.support import offsets
 from tests.parity.batches import Sample, run_reference
 
 # Of log probabilities down to about -8, absolute; of each gradient, relative to its largest entry. Over all callers.

@@ -28,7 +28,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
-from tests.model.peft_models import reference_logits, worst_difference
+from tests.model.adapters.peft_models import reference_logits, worst_difference
 from tests.parity.batches import make_batch, make_samples
 
 # Of logits up to about 5, which random adapters move by 0.5 and more.

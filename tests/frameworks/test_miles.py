@@ -27,7 +27,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, unwrap_model
 from safetensors.torch import load_file
 
-from tests.model.support import offsets
+from tests.model.inputs.support import offsets
 
 from .settings import MILES
 from .support import GRADIENT, LOG_PROBS, Truth, gradient_error, log_probs_of, padded_rows, worst

@@ -36,7 +36,7 @@ from megatron.core.utils import unwrap_model
 from megatron.training.utils import get_ltor_masks_and_position_ids
 from safetensors.torch import load_file
 
-from tests.model.support import offsets
+from tests.model.inputs.support import offsets
 
 from .settings import NEMO_RL
 from .support import LOG_PROBS, Truth, log_probs_of, packed_row, padded_lengths, padded_rows, thd, worst

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.model.support import gaps, make_rows, no_grad, offsets, packed_params, reference_logits, sides, unpack
+from tests.model.inputs.support import gaps, make_rows, no_grad, offsets, packed_params, reference_logits, sides, unpack
 from tests.parity.batches import make_samples
 from tests.parity.conftest import Pair, make_pair
 

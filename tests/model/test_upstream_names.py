@@ -14,7 +14,7 @@ from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 
 from tests.parity.conftest import make_pair
 
-from .support import no_grad
+from .inputs.support import no_grad
 
 PARTS = ["freeze_language_model", "freeze_vision_model", "freeze_vision_projection"]
 

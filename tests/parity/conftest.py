@@ -11,7 +11,7 @@ from qwen3vl_bridge.weights.rows import ZeroCentered
 import pytest
 import torch
 
-from tests.expert_layouts import relayout
+from tests.expert_layouts import LAYOUTS, relayout
 
 
 def shifted_names(provider) -> tuple[str, ...]:
@@ -104,7 +104,7 @@ def make_pair(folder, reference_folder=None, **provider_fields) -> Pair:
     return Pair(bridge, provider, megatron.train(), reference.train())
 
 
-MOE = [layout.name for layout in ExpertLayout]
+MOE = [layout.name for layout in LAYOUTS]
 
 
 @pytest.fixture(scope="session", params=["untied", "tied", *MOE])

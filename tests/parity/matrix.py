@@ -20,7 +20,7 @@ import torch
 
 from tests.forked import run_ranks
 
-from .references import MATRIX_CONTENTS, save_as_model, train_reference
+from .references import MATRIX_CONTENTS, save_as_model, train_reference, write_settings
 from .topologies import MODULES, TOPOLOGIES, Topology
 
 FAMILIES = ("dense", "MoE")
@@ -63,8 +63,10 @@ def some_cases(ranks: int, each: int, *, both: bool) -> list[Case]:
     return [group[(5 * (each * turn + i) + 2) % len(group)] for turn, group in enumerate(models) for i in range(each)]
 
 
-def write_references(folders: dict[str, Path]) -> None:
-    """What the runs are compared with, beside each model."""
+def write_references(folders: dict[str, Path], **settings: Any) -> None:
+    """What the runs are compared with, beside each model; they have these settings of the provider."""
+    for folder in folders.values():
+        write_settings(folder, settings)
     for folder, content in itertools.product(folders.values(), MATRIX_CONTENTS):
         reference = train_reference(folder, content)
         torch.save(reference, folder / f"reference_{content}.pt")

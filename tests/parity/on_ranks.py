@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import qwen3vl_bridge.models.qwen3_5.bridge  # noqa: F401  which is not registered by itself
 from qwen3vl_bridge.batch import PackedBatch, SequenceLayout
 from qwen3vl_bridge.encoder_parallel.encoder_batches import replicas_read
 from qwen3vl_bridge.encoder_parallel.step import join_modules
@@ -37,7 +36,7 @@ from . import presharded
 from .batches import Sample, make_batch
 from .conftest import shifted_names
 from .presharded import Shared
-from .references import ADAM, CLIP, DECAY, MICROBATCHES, STEPS, step_samples
+from .references import ADAM, CLIP, DECAY, MICROBATCHES, STEPS, provider_settings, step_samples
 from .topologies import MODULES, TOPOLOGIES, Topology, split_by
 
 
@@ -54,7 +53,7 @@ def configuration(folder: str, topology: Topology, balance: float = 0.0) -> Any:
     cfg.logger.tensorboard_dir = None
     cfg.model = AutoBridge.from_hf_pretrained(folder).to_megatron_provider(load_weights=True)
     cfg.model.seq_length, cfg.model.calculate_per_token_loss = cfg.dataset.seq_length, True
-    split_by(cfg, topology.fields)
+    split_by(cfg, topology.fields | provider_settings(Path(folder)))
     if cfg.model.moe_layers:
         cfg.model.moe_aux_loss_coeff = balance
     cfg.checkpoint.pretrained_checkpoint = cfg.checkpoint.load = cfg.checkpoint.save = None

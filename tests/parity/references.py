@@ -5,6 +5,7 @@ Run once for each model and content, however many ways there are to split it.
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from tests.qwen3_5.mtp_reference import run_with_mtp
+from tests.qwen3_5.tiny import with_mtp
+
 from .batches import Sample, make_samples, run_reference
+
+_SETTINGS = "provider.json"
 
 # Contents of the microbatches of a step, one after the other and from the start again.
 MATRIX_CONTENTS = {
@@ -34,6 +40,17 @@ def step_samples(content: str, config: Any, step: int) -> list[list[Sample]]:
     return [make_samples(kinds[i % len(kinds)], config, seed=first + i) for i in range(MICROBATCHES)]
 
 
+def provider_settings(folder: Path) -> dict[str, Any]:
+    """Fields of the provider that a model's references were written for."""
+    file = folder / _SETTINGS
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+
+def write_settings(folder: Path, settings: dict[str, Any]) -> None:
+    """Say which they are; of these the references know `mtp_loss_scaling_factor`."""
+    (folder / _SETTINGS).write_text(json.dumps(settings))
+
+
 def train_reference(folder: Path, content: str) -> dict[str, Any]:
     """Two steps of AdamW.
 
@@ -44,6 +61,9 @@ def train_reference(folder: Path, content: str) -> dict[str, Any]:
     from transformers import AutoModelForImageTextToText
 
     model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").train()
+    factor = provider_settings(folder).get("mtp_loss_scaling_factor", 0.0)
+    if factor:
+        with_mtp(model, folder)
     named = dict(model.named_parameters(remove_duplicate=False))
     parameters = list(model.parameters())
     groups = [
@@ -58,8 +78,8 @@ def train_reference(folder: Path, content: str) -> dict[str, Any]:
         tokens = sum(sample.loss_mask.sum() for samples in microbatches for sample in samples)
         total = 0.0
         for samples in microbatches:
-            _, loss = run_reference(model, samples)
-            (loss / tokens).backward()
+            loss, whole = run_with_mtp(model, samples, factor) if factor else 2 * run_reference(model, samples)[1:]
+            (whole / tokens).backward()
             total += loss.item()
         losses.append(total / tokens.item())
         for p in parameters:  # one that was not used decays all the same

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-import qwen3vl_bridge.models.qwen3_5.bridge  # noqa: F401  which is not registered by itself
+from qwen3vl_bridge.weights.names import ExpertLayout
 
 import pytest
 
 from tests.qwen3_5.tiny import make_checkpoint
 
-KINDS = {"dense": {}, "tied": {"tied": True}, "moe": {"moe": True}, "per expert": {"moe": True, "packed": False}}
+RELEASED = ExpertLayout.OUTPUT_MAJOR_MTP_PER_EXPERT
+KINDS = {
+    "dense": {"mtp": RELEASED},
+    "tied": {"tied": True},
+    "moe": {"moe": True, "mtp": RELEASED},
+    "per expert": {"moe": True, "packed": False},
+    "3.6": {"moe": True, "mtp": ExpertLayout.OUTPUT_MAJOR},
+}
 
 
 @pytest.fixture(scope="session")

@@ -29,7 +29,7 @@ def check_same(found, expected) -> None:
 
 
 @pytest.mark.parametrize("ckpt_format", FORMATS)
-@pytest.mark.parametrize("kind", ["dense", "tied", "moe", "per expert"])
+@pytest.mark.parametrize("kind", ["dense", "tied", "moe", "per expert", "3.6"])
 def test_there_and_back(qwen3_5_folders, kind, ckpt_format, tmp_path):
     folder = qwen3_5_folders[kind]
     import_checkpoint(folder, tmp_path / "megatron", ckpt_format=ckpt_format, verify=True)

@@ -15,10 +15,11 @@ def weights(model: list[torch.nn.Module]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("ckpt_format", ["fsdp_dtensor", "torch_dist"])
-@pytest.mark.parametrize("kind", ["dense", "moe"])
+@pytest.mark.parametrize("kind", ["dense", "moe", "per expert"])
 def test_every_weight_arrives(qwen3_5_folders, kind, ckpt_format, tmp_path):
     folder = qwen3_5_folders[kind]
     expected = weights(load_model(folder))
+    assert any(".mtp." in name for name in expected) == (kind != "per expert")
     import_checkpoint(folder, tmp_path / "megatron", ckpt_format=ckpt_format)
     found = weights(load_model(folder, tmp_path / "megatron"))
     assert found.keys() == expected.keys()

@@ -1,4 +1,7 @@
-"""However a model is split over ranks, it trains as transformers does in one process: some cases of the matrix."""
+"""However a model is split over ranks, it trains as transformers does in one process: some cases of the matrix.
+
+Multi-token prediction is trained along, against a reference of transformers' parts.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,8 @@ CHOSEN = {2: dict(each=1, both=False), 4: dict(each=1, both=False)}
 
 @pytest.fixture(scope="module")
 def folders(qwen3_5_folders):
-    folders = {"dense": qwen3_5_folders["dense"], "MoE": qwen3_5_folders["moe"]}
-    write_references(folders)
+    folders = {"dense": qwen3_5_folders["dense"], "MoE": qwen3_5_folders["3.6"]}
+    write_references(folders, mtp_loss_scaling_factor=0.3)
     return folders
 
 

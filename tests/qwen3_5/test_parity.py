@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from qwen3vl_bridge.weights.names import ExpertLayout
+
 import pytest
 import torch
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
 
 from tests.parity.batches import CONTENTS, make_batch, make_samples, run_reference
 from tests.parity.conftest import Pair, make_pair
-from tests.parity.test_parity import run_megatron
+from tests.parity.one_process.test_parity import run_megatron
+
+from .tiny import with_mtp
 
 # In units of the noise: how far transformers is from itself when it computes the delta rule token by token and not by
 # chunks, and attention by another function. Not below the second number, as a short row may have little noise.
@@ -22,7 +26,12 @@ LOSS = 1e-6  # relative, of summed losses; measured 2.1e-7
 @pytest.fixture(scope="module", params=["dense", "tied", "moe"])
 def pair(request, qwen3_5_folders):
     settings = {"moe_aux_loss_coeff": 0.0} if request.param == "moe" else {}  # the reference's loss has no such term
-    return make_pair(qwen3_5_folders[request.param], **settings)
+    folder = qwen3_5_folders[request.param]
+    pair = make_pair(folder, **settings)
+    with_mtp(pair.reference, folder)
+    if request.param == "moe":
+        pair.layout = ExpertLayout.OUTPUT_MAJOR_MTP_PER_EXPERT
+    return pair
 
 
 class Reference(NamedTuple):

@@ -6,6 +6,7 @@ import math
 
 from qwen3vl_bridge.checkpoint.formats.layouts import HuggingFace
 from qwen3vl_bridge.checkpoint.planning.plan import tensors_of
+from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
 from qwen3vl_bridge.models.qwen3_5.config_dimensions import dimensions_of
 from qwen3vl_bridge.models.qwen3_5.presets import PRESETS, config_dict, hf_config
 from qwen3vl_bridge.models.qwen3_5.table import table
@@ -14,8 +15,19 @@ from qwen3vl_bridge.weights.rows import expand, parameter_count
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import Qwen3_5ForConditionalGeneration, Qwen3_5MoeForConditionalGeneration
 
+MTP_PARAMETERS = {  # of released files' multi-token prediction, which transformers' models lack
+    "0.8B": 20_452_864,
+    "2B": 60_828_160,
+    "4B": 120_599_552,
+    "9B": 243_290_624,
+    "27B": 424_699_392,
+    "35B-A3B": 844_640_768,
+    "122B-A10B": 2_523_679_232,
+    "397B-A17B": 6_595_568_128,
+}
 PARAMETERS = {  # of transformers' models on the meta device
     "0.8B": 852_985_920,
     "2B": 2_213_241_664,
@@ -39,8 +51,22 @@ def test_tensors_of_every_size(size):
         del expected["lm_head.weight"]
     dimensions = dimensions_of(config_dict(size))
     found = tensors_of(expand(table(), dimensions), HuggingFace(dimensions))
+    mtp = {name: found.pop(name) for name in list(found) if name.startswith("mtp.")}
     assert found == expected
-    assert parameter_count(table(), dimensions) == PARAMETERS[size] == sum(map(math.prod, expected.values()))
+    assert sum(map(math.prod, expected.values())) == PARAMETERS[size]
+    assert sum(map(math.prod, mtp.values())) == MTP_PARAMETERS[size]
+    assert parameter_count(table(), dimensions) == PARAMETERS[size] + MTP_PARAMETERS[size]
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe", "3.6"])
+def test_tensors_of_multi_token_prediction(qwen3_5_folders, kind):
+    """Those of transformers' parts, in the layouts of released files."""
+    folder = qwen3_5_folders[kind]
+    model = ModelConfig(folder)
+    shapes = {name: tuple(tensor.shape) for name, tensor in load_file(folder / "model.safetensors").items()}
+    experts = model.expert_layout(shapes)
+    assert tensors_of(model.rows(experts), HuggingFace(model.dimensions)) == shapes
+    assert any(name.startswith("mtp.") for name in shapes)
 
 
 def test_layers_without_a_list():

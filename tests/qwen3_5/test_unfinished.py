@@ -21,10 +21,10 @@ def test_the_planner_does_not_know_linear_attention():
         propose(config_dict("9B"), 8, next(iter(GPUS.values())), training)
 
 
-def test_sizes_mean_qwen3_vl():
-    assert "9B" not in preset_sizes()
-    with pytest.raises(ValueError, match="no preset is named '9B'"):
-        preset("9B")
+def test_a_size_of_several_families_is_the_first_ones():
+    assert {"8B", "9B"} <= set(preset_sizes())
+    found = {name: preset(name)["model_type"] for name in ("4B", "Qwen/Qwen3.5-4B", "9B", "397B-A17B")}
+    assert found == {"4B": "qwen3_vl", "Qwen/Qwen3.5-4B": "qwen3_5", "9B": "qwen3_5", "397B-A17B": "qwen3_5_moe"}
 
 
 @pytest.mark.parametrize(
@@ -35,8 +35,14 @@ def test_sizes_mean_qwen3_vl():
             {"tensor_model_parallel_size": 2},
             "sequence_parallel is False with .*_size 2, expected True",
         ),
+        ({"tensor_model_parallel_size": 0}, "tensor_model_parallel_size is 0, expected 1 or more"),
         ({"context_parallel_size": 3}, "linear_num_key_heads is 16, expected a multiple"),
-        ({"mtp_num_layers": 1}, "mtp_num_layers is 1, expected None"),
+        ({"mtp_num_layers": 2}, "mtp_num_layers is 2, expected None or 1: "),
+        ({"mtp_loss_scaling_factor": 0.1, "pipeline_model_parallel_size": 2}, "variable_seq_lengths is False"),
+        (
+            {"mtp_loss_scaling_factor": 0.1, "recompute_granularity": "full", "recompute_method": "block"},
+            "recompute_method is 'block'",
+        ),
         ({"rotary_percent": 0.5}, r"mrope_section \[11, 11, 10\] has sum 32, expected half the .* turns, 64$"),
     ],
 )

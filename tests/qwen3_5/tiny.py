@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from qwen3vl_bridge.weights.names import ExpertLayout
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -12,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     Qwen3_5Config,
@@ -24,6 +26,9 @@ from transformers import (
 )
 
 from examples.digits.processor import MERGE, PATCH, TEMPORAL_PATCH, make_processor
+from tests.expert_layouts import joined_experts, relayout
+
+from .mtp_reference import MTPReference
 
 HIDDEN, HEADS, GROUPS, HEAD_DIM, FFN, LAYERS, VOCAB = 48, 4, 2, 32, 64, 4, 96
 LINEAR = dict(
@@ -133,7 +138,7 @@ def make_config(*, moe: bool = False, tied: bool = False) -> Qwen3_5Config | Qwe
         num_position_embeddings=36,
     )
     return (Qwen3_5MoeConfig if moe else Qwen3_5Config)(
-        text_config=text.to_dict() | {"dtype": "float32"},
+        text_config=text.to_dict() | {"dtype": "float32", "mtp_num_hidden_layers": 1},
         vision_config=vision,
         image_token_id=tokens("<|image_pad|>"),
         video_token_id=tokens("<|video_pad|>"),
@@ -144,7 +149,15 @@ def make_config(*, moe: bool = False, tied: bool = False) -> Qwen3_5Config | Qwe
     )
 
 
-def make_checkpoint(folder: Path, *, seed: int = 0, moe: bool = False, tied: bool = False, packed: bool = True) -> Path:
+def make_checkpoint(
+    folder: Path,
+    *,
+    seed: int = 0,
+    moe: bool = False,
+    tied: bool = False,
+    packed: bool = True,
+    mtp: ExpertLayout | None = None,
+) -> Path:
     """A random model and its processor as a Hugging Face folder.
 
     Args:
@@ -153,12 +166,29 @@ def make_checkpoint(folder: Path, *, seed: int = 0, moe: bool = False, tied: boo
         moe: whether layers have experts.
         tied: whether the output layer is the input embedding.
         packed: experts of a layer in one tensor, as in released files; else one each, as transformers saves them.
+        mtp: how it holds experts of multi-token prediction, with which released files come; None for a file without
+            MTP, as transformers saves it, whose configuration speaks of it all the same.
     """
     config = make_config(moe=moe, tied=tied)
     model = (Qwen3_5MoeForConditionalGeneration if moe else Qwen3_5ForConditionalGeneration)(config)
     perturb(model, seed).save_pretrained(folder)
-    if moe and packed:
-        (folder / "model.safetensors").unlink()
-        save_file(dict(model.state_dict()), folder / "model.safetensors", metadata={"format": "pt"})
+    file = folder / "model.safetensors"
+    tensors = dict(model.state_dict()) if moe and packed else load_file(file)
+    if mtp is not None:
+        more = perturb(MTPReference(config), seed + 1).state_dict()
+        tensors |= relayout({f"mtp.{name}": tensor for name, tensor in more.items()}, mtp)
+    file.unlink()
+    save_file(tensors, file, metadata={"format": "pt"})
     make_processor(_VOCAB).save_pretrained(folder)
     return folder
+
+
+def with_mtp(model: nn.Module, folder: Path) -> nn.Module:
+    """Transformers' model of a folder, which has left MTP out, with it."""
+    found = {name: one for name, one in load_file(folder / "model.safetensors").items() if name.startswith("mtp.")}
+    if found:
+        model.mtp = MTPReference(model.config)
+        expected = {f"mtp.{name}": one for name, one in model.mtp.state_dict().items()}
+        for name, tensor in joined_experts(found, expected).items():
+            expected[name].copy_(tensor)
+    return model

@@ -14,7 +14,7 @@ from typing import Self
 
 from qwen3vl_bridge.batch.device_transfer import Movable
 from qwen3vl_bridge.batch.encoder_shards import Parcel, parcels_of
-from qwen3vl_bridge.batch.token_layout import SequenceLayout, token_index
+from qwen3vl_bridge.batch.token_layout import SequenceLayout, next_index, token_index
 from qwen3vl_bridge.batch.vision_inputs import VisionInputs
 from qwen3vl_bridge.batch.vision_sharding import VisionDeal, VisionWork, deal_vision
 
@@ -42,6 +42,35 @@ class VisionRows(Movable):
 
 
 @dataclass(frozen=True)
+class NextTokens(Movable):
+    """What multi-token prediction reads: at each token the one after it, and the one to be predicted from both.
+
+    megatron-core rolls token ids, labels and masks in every step instead, segment by segment and over context-parallel
+    ranks, and waits for the device at each segment. Here it is one more gather. One rank's share, as in `ModelInputs`.
+
+    A segment's last real token has no next one, and padding has none: its entries are those of the token itself, and
+    its mask is 0.
+
+    Attributes:
+        input_ids: [b, s] int64, the next token.
+        labels: [b, s] int64, the token after the next.
+        loss_mask: [b, s] float32, 1 where that one is trained on.
+        padding_mask: [b, s / sp] bool, True where this context- and sequence-parallel rank has no next token.
+        trained: [] float32, tokens of the whole batch whose own label is trained on.
+        predicted: [] float32, tokens of the whole batch whose `loss_mask` is 1.
+        fuse: vision tokens of this context-parallel rank's next tokens; None where there are none.
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    padding_mask: Tensor
+    trained: Tensor
+    predicted: Tensor
+    fuse: VisionRows | None = None
+
+
+@dataclass(frozen=True)
 class ModelInputs(Movable):
     """One rank's share of a batch, ready for the model. s and b are local.
 
@@ -57,6 +86,7 @@ class ModelInputs(Movable):
         parcels: what ranks of the vision tower alone send for this microbatch; None where there are none such.
         fuse: vision tokens of this context-parallel rank.
         deepstack: vision tokens of this context- and sequence-parallel rank.
+        following: the next tokens, for multi-token prediction; None where nothing is to be predicted from them.
     """
 
     input_ids: Tensor
@@ -70,10 +100,11 @@ class ModelInputs(Movable):
     parcels: tuple[Parcel, ...] | None = None
     fuse: VisionRows | None = None
     deepstack: VisionRows | None = None
+    following: NextTokens | None = None
 
     def without_labels(self) -> Self:
         """The same inputs for logits instead of losses."""
-        return replace(self, labels=None, loss_mask=None)
+        return replace(self, labels=None, loss_mask=None, following=None)
 
     def without_pictures(self) -> Self:
         """The same inputs for a pipeline stage that encodes nothing; where its vision tokens lie is still known."""
@@ -112,6 +143,8 @@ class PackedBatch(Movable):
         sp_rank: int = 0,
         vision_work: VisionWork | None = None,
         encoders: int | None = None,
+        *,
+        predicts: bool = False,
     ) -> ModelInputs:
         """The share of one rank: gathers by `token_index`, vision tokens by their slots.
 
@@ -120,6 +153,7 @@ class PackedBatch(Movable):
             vision_work: what pictures cost, for context-parallel ranks to share them; None: each encodes all.
             encoders: how many ranks of the vision tower alone share the pictures, of which this rank encodes none then.
                 None: there are none such.
+            predicts: whether multi-token prediction is trained, which needs the next tokens.
         """
         context_index = token_index(self.layout, cp_size, cp_rank)  # [s, b]
         index = token_index(self.layout, cp_size, cp_rank, sp_size, sp_rank)  # [s / sp, b]
@@ -150,6 +184,28 @@ class PackedBatch(Movable):
             parcels=parcels,
             fuse=self._vision_rows(context_index, deal),
             deepstack=self._vision_rows(index, deal),
+            following=self._next_tokens(context_index, index, deal) if predicts else None,
+        )
+
+    def _next_tokens(self, context_index: Tensor, index: Tensor, deal: VisionDeal | None) -> NextTokens:
+        """What multi-token prediction reads of the tokens after those at [s, b] `context_index`.
+
+        Args:
+            context_index: of the rank's tokens.
+            index: [s / sp, b] of those that it has under sequence parallelism.
+            deal: who encodes which pictures, where ranks share them.
+        """
+        places, there = next_index(self.layout)
+        mask, next_places = self.loss_mask.flatten(), places[context_index]
+        next_mask = mask[places] * there
+        return NextTokens(
+            input_ids=self.input_ids.flatten()[next_places.T],
+            labels=self.labels.flatten()[next_places.T],
+            loss_mask=next_mask[context_index.T],
+            padding_mask=~there[index.T],
+            trained=mask.sum(),
+            predicted=next_mask.sum(),
+            fuse=self._vision_rows(next_places, deal),
         )
 
     def _vision_rows(self, index: Tensor, deal: VisionDeal | None) -> VisionRows | None:

@@ -167,6 +167,21 @@ def token_index(
     return flat.view(layout.num_rows, row).T.chunk(sp_size)[sp_rank]
 
 
+def next_index(layout: SequenceLayout) -> tuple[Tensor, Tensor]:
+    """The next token of each token of the flat batch.
+
+    Args:
+        layout: where segments lie.
+
+    Returns:
+        [T] int64, its place, or the token's own where there is none; and [T] bool, whether there is one.
+    """
+    own = torch.arange(layout.total, device=layout.cu_seqlens.device)
+    ends = layout.per_token(layout.cu_seqlens_padded[:-1] + layout.cu_seqlens.diff())  # of real tokens
+    there = own + 1 < ends
+    return own + there, there
+
+
 def segment_multiple(cp_size: int) -> int:
     """What each segment's padded length has to be a multiple of: the chunks that `token_index` cuts it into.
 

@@ -143,7 +143,12 @@ def layer_of(row: Row) -> str:
 
 def linear_rows(rows: Iterable[Row]) -> Iterator[Row]:
     """Of expanded rows, the weights of linear layers that can be adapted."""
-    return (row for row in rows if _LINEAR.search(row.megatron))
+    return (row for row in rows if _LINEAR.search(row.megatron) and not is_of_mtp(row.megatron))
+
+
+def is_of_mtp(layer: str) -> bool:
+    """Whether a module is of multi-token prediction, which gets no adapters: models that `peft` knows have none."""
+    return ".mtp." in layer
 
 
 def adapter_row(weight: Row, kind: str, dim: int, *, whole: bool = False) -> Row:

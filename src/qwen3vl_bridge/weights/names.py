@@ -6,7 +6,6 @@ family's table (`models/*/table.py`), torch.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
@@ -21,6 +20,7 @@ class ExpertLayout(Enum):
     INPUT_MAJOR = "packed [experts, in, out]"  # the released checkpoints
     OUTPUT_MAJOR = "packed [experts, out, in]"  # a model that transformers 5 has made and saved
     PER_EXPERT = "one tensor per expert"
+    OUTPUT_MAJOR_MTP_PER_EXPERT = "packed [experts, out, in], one tensor per expert of multi-token prediction"
 
 
 OUTPUT_LAYER = "language_model.output_layer"
@@ -79,6 +79,7 @@ def stacked_name(
         The name, and for each dimension in front of the parameter's own: the row's number in it, and its size.
     """
     name = re.sub(r"mlp\.experts\.(local_experts\.)?", "mlp.experts.experts.", row.pattern)
+    name = name.replace(".mtp_model_layer.", ".transformer_layer.")  # what megatron-core called it before
     name = name.replace("weight*", "weight.*")
     if local:
         name = name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
@@ -101,7 +102,8 @@ def expert_layout_of(
 
     Args:
         table: the rows of a checkpoint that holds them so.
-        shapes: of the checkpoint's tensors, by Hugging Face name. Only those of the first MoE layer are looked at.
+        shapes: of the checkpoint's tensors, by Hugging Face name. Only those of the first MoE layer and of multi-token
+            prediction are looked at.
         dimensions: of a model with MoE layers.
 
     Raises:
@@ -111,10 +113,12 @@ def expert_layout_of(
     names: list[str] = []
     for layout in ExpertLayout:
         expected: dict[str, tuple[int, ...]] = {}
-        rows = (row for row in table(layout) if row.indices == ("moe_layers", "experts"))
-        for row, expert in itertools.product(rows, dimensions.indices["experts"]):
-            one = row.at(layer, expert)
-            expected.update(zip(one.hf, hf_shapes(one, dimensions), strict=True))
+        for row in table(layout):
+            if "experts" not in row.indices or (row.condition is not None and not dimensions[row.condition]):
+                continue
+            for expert in dimensions.indices["experts"]:
+                one = row.at(*(expert if index == "experts" else layer for index in row.indices))
+                expected.update(zip(one.hf, hf_shapes(one, dimensions), strict=True))
         if all(tuple(shapes.get(name, ())) == shape for name, shape in expected.items()):
             return layout
         names += expected

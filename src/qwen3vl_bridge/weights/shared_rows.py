@@ -65,14 +65,13 @@ VISION_ROWS: tuple[Row, ...] = (
 )
 
 
-def dense_mlp_rows(megatron: str, hf: str, layers: str) -> tuple[Row, ...]:
+def dense_mlp_rows(megatron: str, hf: str, *indices: str) -> tuple[Row, ...]:
     """Rows of an MLP and the norm before it.
 
     Args:
-        megatron, hf: names of the layer it is in, with a `*` for the layer and a point at the end.
-        layers: which layers there are, an entry of `Dimensions.indices`.
+        megatron, hf: names of the layer it is in, with a `*` for each index and a point at the end.
+        indices: which layers there are, an entry of `Dimensions.indices`; none where the names are of one layer.
     """
-    indices = (layers,)
     return (
         Copy(
             f"{megatron}mlp.linear_fc1.layer_norm_weight",
@@ -90,24 +89,22 @@ def dense_mlp_rows(megatron: str, hf: str, layers: str) -> tuple[Row, ...]:
     )
 
 
-def moe_rows(megatron: str, hf: str, layers: str, experts: ExpertLayout) -> tuple[Row, ...]:
+def moe_rows(megatron: str, hf: str, *indices: str, experts: ExpertLayout) -> tuple[Row, ...]:
     """Rows of a router, its experts, and the norm before them; arguments as of `dense_mlp_rows`.
 
     Args:
         experts: how the checkpoint holds them.
     """
     return (
-        Copy(
-            f"{megatron}pre_mlp_layernorm.weight", (f"{hf}post_attention_layernorm.weight",), (("hidden",),), (layers,)
-        ),
-        Copy(f"{megatron}mlp.router.weight", (f"{hf}mlp.gate.weight",), (("experts", "hidden"),), (layers,)),
-        *_expert_rows(megatron, hf, layers, experts),
+        Copy(f"{megatron}pre_mlp_layernorm.weight", (f"{hf}post_attention_layernorm.weight",), (("hidden",),), indices),
+        Copy(f"{megatron}mlp.router.weight", (f"{hf}mlp.gate.weight",), (("experts", "hidden"),), indices),
+        *_expert_rows(megatron, hf, indices, experts),
     )
 
 
-def _expert_rows(megatron: str, hf: str, layers: str, experts: ExpertLayout) -> tuple[Row, ...]:
+def _expert_rows(megatron: str, hf: str, indices: tuple[str, ...], experts: ExpertLayout) -> tuple[Row, ...]:
     fc1, fc2 = (f"{megatron}mlp.experts.linear_{part}.weight*" for part in ("fc1", "fc2"))
-    hf, each = f"{hf}mlp.experts.", (layers, "experts")
+    hf, each = f"{hf}mlp.experts.", (*indices, "experts")
     gate_up, down = ("moe_gate_up", "hidden"), ("hidden", "moe_ffn")
     if experts is ExpertLayout.PER_EXPERT:
         half = ("moe_ffn", "hidden")

@@ -24,7 +24,7 @@ from qwen3vl_bridge.weights.rows import Row
 _BY_ROWS = re.compile(r"\.(linear_(qkv|fc1)\.(weight|bias)|(word_embeddings|output_layer)\.weight)")
 _BY_COLUMNS = re.compile(r"\.linear_(proj|fc2)\.weight")
 _TEXT_LAYERS = ("text_layers", "dense_layers", "moe_layers")
-_LAST_STAGE = ("language_model.decoder.final_layernorm.", "language_model.output_layer.")
+_LAST_STAGE = ("language_model.decoder.final_layernorm.", "language_model.output_layer.", "language_model.mtp.")
 
 # By a tensor's name, then by the numbers in its leading dimensions: its parts, in order.
 Holders = Mapping[str, Mapping[Shape, Sequence[Part]]]

@@ -6,14 +6,14 @@ weights, names of parameters and fields of a family (`registry.py` finds them).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from copy import copy
 from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.checkpoint.formats.tensor_specs import Shape
 from qwen3vl_bridge.files.errors import CheckpointError
-from qwen3vl_bridge.files.json_files import read_object
+from qwen3vl_bridge.files.json_files import read_object, write_object
 from qwen3vl_bridge.registry import family_of
 from qwen3vl_bridge.weights.names import ExpertLayout, expert_layout_of
 from qwen3vl_bridge.weights.rows import Row, expand
@@ -66,6 +66,24 @@ class ModelConfig:
             return expert_layout_of(self.family.rows, shapes, self.dimensions)
         except ValueError as error:
             raise CheckpointError(f"{self.folder}: {error}") from error
+
+    def having(self, names: Collection[str]) -> ModelConfig:
+        """The same of a checkpoint with tensors of these names, which may lack optional parts of the model."""
+        changed = copy(self)
+        changed.raw = dict(self.family.config_of(self.raw, names))
+        changed.dimensions = self.family.dimensions_of(changed.raw).with_vocab(self.dimensions["vocab"])
+        return changed
+
+    def write(self, folder: Path, dtype: str | None = None) -> None:
+        """Write what differs from the `config.json` that lies in a folder already.
+
+        Args:
+            folder: of a model.
+            dtype: what to say that the weights are; None to leave what is said.
+        """
+        raw, path = self.raw if dtype is None else with_dtype(self.raw, dtype), folder / "config.json"
+        if raw != read_object(path):
+            write_object(path, raw)
 
     def with_vocab(self, rows: int) -> ModelConfig:
         """The same with a vocabulary of so many rows."""

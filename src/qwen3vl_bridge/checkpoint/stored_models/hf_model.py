@@ -31,7 +31,8 @@ def open_model(hf_model: str | Path, *, strict: bool = True, trust_remote_code: 
         CheckpointError: it is not there, not a Qwen3-VL, or its files are damaged.
     """
     folder = find_model(hf_model, trust_remote_code=trust_remote_code)
-    config, weights, notes = ModelConfig(folder), HFWeights(folder), []
+    weights, notes = HFWeights(folder), []
+    config = ModelConfig(folder).having(weights.specs)
     if config.tied:
         for copy, original in _tied_pairs(config):
             if copy in weights.specs and original in weights.specs:

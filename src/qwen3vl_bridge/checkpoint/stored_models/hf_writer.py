@@ -14,9 +14,8 @@ from qwen3vl_bridge.checkpoint.formats.safetensors.model_folder import HUGGINGFA
 from qwen3vl_bridge.checkpoint.formats.safetensors.reader import HFWeights
 from qwen3vl_bridge.checkpoint.formats.safetensors.writer import shard_files, write_index
 from qwen3vl_bridge.checkpoint.planning.plan import Plan
-from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig, with_dtype
+from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
 from qwen3vl_bridge.files.errors import CheckpointError
-from qwen3vl_bridge.files.json_files import write_object
 from qwen3vl_bridge.weights.names import ExpertLayout
 
 
@@ -75,10 +74,7 @@ class HFOutput:
         """Write what a model's folder has beside its weights."""
         write_index(root, self._plan.tasks, self._max_shard_bytes)
         copy_side_files(self._config.folder, root)
-        if len(self._plan.dtypes) == 1:
-            raw = with_dtype(self._config.raw, self._plan.dtypes[0])
-            if raw != self._config.raw:
-                write_object(root / "config.json", raw)
+        self._config.write(root, self._plan.dtypes[0] if len(self._plan.dtypes) == 1 else None)
 
     def open(self, root: Path) -> HFWeights:
         """The weights as found."""

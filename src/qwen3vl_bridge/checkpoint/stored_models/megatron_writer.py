@@ -34,8 +34,8 @@ from qwen3vl_bridge.weights.rows import Row
 
 # Modules of which megatron-core stores a state beside their weights, always None here, and asks for on loading. The
 # first do so in either layer spec, the others are Transformer Engine's.
-_LINEAR = re.compile(r"linear_(qkv|proj|fc1|fc2)|(in|out)_proj")
-_NORM = re.compile(r"(\w+_layernorm|patch_norm|out_norm)")
+_LINEAR = re.compile(r"linear_(qkv|proj|fc1|fc2)|(in|out|eh)_proj")
+_NORM = re.compile(r"(\w+_layernorm|patch_norm|out_norm|enorm|hnorm)")
 
 
 @dataclass(frozen=True)
@@ -150,6 +150,7 @@ class MegatronOutput:
         paths = {megatron.key_of(name, ckpt_format): megatron.path_of(name, ckpt_format) for name in self._names}
         self._dcp.write_metadata(folder, paths, digest)
         copy_side_files(target.config.folder, folder / megatron.HF_FILES)
+        target.config.write(folder / megatron.HF_FILES)
         config = run_config(
             target.config.raw,
             target.hf_model,

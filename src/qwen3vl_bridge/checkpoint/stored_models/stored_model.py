@@ -124,6 +124,7 @@ def open_stored(
             f"{folder} holds adapters such as {adapter}, expected a whole model; conversion/adapters.py is for those"
         )
     tensors = DcpTensors(metadata, keys)
+    config = config.having(tensors.specs)
     experts = _experts(config, manifest, folder)
     return StoredModel(folder, ckpt_format, tensors, config, experts, manifest, notes)
 

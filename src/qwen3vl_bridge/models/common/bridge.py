@@ -13,6 +13,7 @@ import dataclasses
 import types
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 from qwen3vl_bridge.models.common.adapters.conversion import AdapterConversion
@@ -57,7 +58,12 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
         """
         config = hf_pretrained.config
         family(self.family).check_settings(config.to_dict())
-        return self.PROVIDER_CLASS(**self.provider_fields(config))
+        provider = self.PROVIDER_CLASS(**self.provider_fields(config))
+        self.leave_out(provider, _stored_config(self.family, hf_pretrained))
+        return provider
+
+    def leave_out(self, provider: VisionLanguageProvider, config: Mapping[str, Any]) -> None:
+        """Leave out of a provider what the checkpoint lacks, by its `config.json` with optional parts counted."""
 
     def load_weights_hf_to_megatron(self, hf_pretrained: Any, *args: Any, **kwargs: Any) -> Any:
         """As Megatron-Bridge's, which leaves a weight that the checkpoint lacks as it happens to be.
@@ -67,7 +73,7 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
         """
         self.hf_pretrained = hf_pretrained
         rows = family(self.family).rows(self.expert_layout())
-        dimensions = family(self.family).dimensions_of(hf_pretrained.config.to_dict())
+        dimensions = family(self.family).dimensions_of(_stored_config(self.family, hf_pretrained))
         wanted = {name for row in expand(rows, dimensions) for name in row.hf}
         if missing := sorted(wanted - set(hf_pretrained.state.keys())):
             shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
@@ -122,14 +128,33 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
         """
         own = family(self.family)
         pretrained = getattr(self, "hf_pretrained", None)
-        source = getattr(getattr(pretrained, "state", None), "source", None)
-        if not isinstance(source, SafeTensorsStateSource):
+        source = _files_of(pretrained)
+        if source is None:
             return own.released_experts
-        dimensions = own.dimensions_of(pretrained.config.to_dict())
+        dimensions = own.dimensions_of(_stored_config(self.family, pretrained))
         if not dimensions.indices["moe_layers"]:
             return own.released_experts
         shapes = _expert_shapes(source, dimensions.indices["moe_layers"][0])
         return expert_layout_of(own.rows, shapes, dimensions)
+
+
+def _files_of(hf_pretrained: Any) -> SafeTensorsStateSource | None:
+    """The files of a Hugging Face model's weights; None where there are none."""
+    source = getattr(getattr(hf_pretrained, "state", None), "source", None)
+    return source if isinstance(source, SafeTensorsStateSource) else None
+
+
+def _stored_config(name: str, hf_pretrained: Any) -> Mapping[str, Any]:
+    """The configuration of a Hugging Face model; one on disk may lack parts of its weights.
+
+    Args:
+        name: of its family.
+        hf_pretrained: the model. Of one on the hub, nothing is fetched here.
+    """
+    config, source = hf_pretrained.config.to_dict(), _files_of(hf_pretrained)
+    if source is None or not Path(source.model_name_or_path).is_dir() or not source.key_to_filename_map:
+        return config
+    return family(name).config_of(config, source.key_to_filename_map)
 
 
 def _expert_fields(text: Any) -> dict[str, Any]:

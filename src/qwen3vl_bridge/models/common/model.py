@@ -166,8 +166,12 @@ class VisionLanguageModel(MegatronModule):
             answer = answer and answer.of_processor()
             settings |= dict(output_processor=output_processor, output_processor_context=output_processor_context)
             settings |= dict(loss_mask=inputs.loss_mask)
-        output = self._decode(inputs, **settings)
-        return output if answer is None or not self.post_process else answer.of(output)
+        self.check_inputs(inputs)
+        hidden, beside = self.embed(inputs) if self.pre_process else self.receive(inputs)
+        output = self.decode(inputs, hidden, beside, **settings)
+        if not self.post_process:
+            return self.load(output, beside)
+        return output if answer is None else answer.of(output)
 
     def _inputs_of(
         self, inputs: ModelInputs | None, input_ids: Tensor | None, **given: Any
@@ -179,11 +183,9 @@ class VisionLanguageModel(MegatronModule):
             raise ValueError("inputs holds a whole batch; nothing else can be given beside it")
         return inputs, None
 
-    def _decode(self, inputs: ModelInputs, **settings: Any) -> Any:
-        """Losses, logits, or what the next pipeline stage is to be given; `settings` are GPTModel's."""
-        self.check_inputs(inputs)
-        hidden, beside = self.embed(inputs) if self.pre_process else self.receive(inputs)
-        output = self.language_model(
+    def decode(self, inputs: ModelInputs, hidden: Tensor | None, beside: dict[str, Any], **arguments: Any) -> Any:
+        """What the text model makes of hidden states; arguments of `embed`'s results, and others of GPTModel's."""
+        return self.language_model(
             inputs.input_ids,
             inputs.position_ids,
             attention_mask=None,
@@ -192,9 +194,8 @@ class VisionLanguageModel(MegatronModule):
             packed_seq_params=layout_packed_seq_params(inputs.layout),
             padding_mask=inputs.padding_mask,
             extra_block_kwargs=beside,
-            **settings,
+            **arguments,
         )
-        return output if self.post_process else self.load(output, beside)
 
     def check_inputs(self, inputs: ModelInputs) -> None:
         """Check a family's own conditions on a batch; ValueError for one that this stage cannot take."""
@@ -215,10 +216,14 @@ class VisionLanguageModel(MegatronModule):
             encoded: what `encode` gave for its pictures, where they are seen more than once.
         """
         tokens, features = encoded or self.encode(inputs)
-        embedded = self.language_model.embedding(inputs.input_ids, position_ids=None)
-        hidden = fuse(embedded, tokens, inputs.fuse or VisionRows.none(embedded.device))
-        beside = self.layer_arguments(features, inputs)
-        return scatter_sequence(hidden, self.config, self.pg_collection), beside
+        hidden = self.embed_tokens(inputs.input_ids, tokens, inputs.fuse)
+        return hidden, self.layer_arguments(features, inputs)
+
+    def embed_tokens(self, input_ids: Tensor, vision_tokens: Tensor, where: VisionRows | None) -> Tensor:
+        """Token ids [b, s] as hidden states [s / sp, b, h], with vision tokens [M, h] in the place of placeholders."""
+        embedded = self.language_model.embedding(input_ids, position_ids=None)
+        hidden = fuse(embedded, vision_tokens, where or VisionRows.none(embedded.device))
+        return scatter_sequence(hidden, self.config, self.pg_collection)
 
     def layer_arguments(self, features: Tensor, inputs: ModelInputs) -> dict[str, Any]:
         """What the first stage's layers are given beside hidden states; nothing here.
@@ -292,7 +297,9 @@ class VisionLanguageModel(MegatronModule):
         return make_viewless_tensor(hidden, requires_grad=hidden.requires_grad, keep_graph=True)
 
     def shared_embedding_or_output_weight(self) -> Tensor | None:
-        """The weight that the first and the last stage share when embeddings are tied."""
+        """The weight that the first and the last stage share when embeddings are tied; None when they are not."""
+        if not self.share_embeddings_and_output_weights:
+            return None
         return self.language_model.shared_embedding_or_output_weight()
 
 

@@ -63,7 +63,7 @@ class VisionLanguageProvider(fields.VisionLanguageFields):
         """
         kernels.complete_kernels(self)
         parallelism.complete_parallel(self)
-        check((*self.rules, *self.fixed.values(), *refusals.GIVEN), self)
+        check((*refusals.SIZES, *self.rules, *self.fixed.values(), *refusals.GIVEN), self)
         super().finalize()
         kernels.complete_precision(self)
         check(refusals.COMPLETED, self)
@@ -74,6 +74,16 @@ class VisionLanguageProvider(fields.VisionLanguageFields):
         if (talks := getattr(self, "_p2p_communicator", None)) is not None:
             memo[id(talks)] = talks
         return super().__deepcopy__(memo)
+
+    def __copy__(self) -> Self:
+        """A copy with all that the provider has, which `__getstate__` is not for."""
+        copied = object.__new__(type(self))
+        vars(copied).update(vars(self))
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Its settings, as Megatron-Bridge sends them to other stages. Groups and hooks of a run stay on the rank."""
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     @property
     def padded_vocab_size(self) -> int:
@@ -187,7 +197,7 @@ class ExpertsMixin:
         Raises:
             ValueError: fields that contradict each other, or that this model would ignore.
         """
-        check((*parallelism.SIZES, *experts.RULES), self)
+        check((*refusals.SIZES, *experts.RULES), self)
         super().finalize()
 
     @property

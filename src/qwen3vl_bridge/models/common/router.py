@@ -113,7 +113,12 @@ class BalancedRouter(TopKRouter):
         real = ~padding_mask
         tokens = sum_counts(real.sum(), self.tp_cp_group).clamp(min=1)
         loss = (logits.logsumexp(-1).square() * real).sum() / tokens  # this rank's part of the mean
+        layers, own = self.config.num_layers, self.layer_number
         get_moe_metrics_tracker().record(
-            "z_loss", loss * ranks, self.layer_number, self.config.num_layers, avg_group=self.tp_dp_cp_group
+            "z_loss",
+            loss * ranks,
+            own + layers if self.is_mtp_layer else own,
+            layers + (self.config.mtp_num_layers or 0),
+            avg_group=self.tp_dp_cp_group,
         )
         return MoEAuxLossAutoScaler.apply(logits, loss * coefficient)

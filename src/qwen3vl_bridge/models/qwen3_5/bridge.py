@@ -11,7 +11,7 @@ from typing import Any
 
 from qwen3vl_bridge.models.common.bridge import FamilyBridge, provider_of
 from qwen3vl_bridge.models.qwen3_5.config_checks import rope_parameters
-from qwen3vl_bridge.models.qwen3_5.config_dimensions import FAMILY, LINEAR, LINEAR_SIZES, layer_types_of
+from qwen3vl_bridge.models.qwen3_5.config_dimensions import FAMILY, LINEAR, LINEAR_SIZES, MTP_LAYERS, layer_types_of
 from qwen3vl_bridge.models.qwen3_5.model import Qwen35VLModel
 from qwen3vl_bridge.models.qwen3_5.provider import Qwen35VLModelProvider, Qwen35VLMoEModelProvider
 
@@ -41,8 +41,13 @@ class Qwen35VLBridge(FamilyBridge):
             rotary_percent=rope["partial_rotary_factor"],
             mrope_section=list(rope["mrope_section"]),
             linear_attention_freq=[int(kind == LINEAR) for kind in layer_types_of(text.to_dict())],
+            mtp_num_layers=getattr(text, MTP_LAYERS, None) or None,
             **{name: getattr(text, name) for name in LINEAR_SIZES},
         )
+
+    def leave_out(self, provider: Any, config: Mapping[str, Any]) -> None:
+        """Multi-token prediction, of which transformers leaves the weights away when it saves a model."""
+        provider.mtp_num_layers = config["text_config"].get(MTP_LAYERS) or None
 
     def mlp_fields(self, text: Any) -> dict[str, Any]:
         """Widths of its MLPs."""

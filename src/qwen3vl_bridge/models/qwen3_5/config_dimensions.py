@@ -14,6 +14,7 @@ from qwen3vl_bridge.weights.dimensions import Dimensions, indices_of, text_sizes
 FAMILY = "qwen3_5"
 LINEAR, FULL = "linear_attention", "full_attention"
 HEAD_DIM = 256
+MTP_LAYERS = "mtp_num_hidden_layers"  # a field of text configurations
 # Sizes of linear attention, with what a file without them means. Source: transformers, Qwen3_5TextConfig.
 LINEAR_SIZES: Mapping[str, int] = {
     "linear_conv_kernel_dim": 4,
@@ -63,6 +64,7 @@ def dimensions_of(config: Mapping) -> Dimensions:
         "gated_q": 2 * shared["q"],
         "shared_ffn": text["shared_expert_intermediate_size"] if experts else 0,
         **linear_sizes(text),
+        **mtp_sizes(text.get(MTP_LAYERS), text["hidden_size"], experts),
         **vision_sizes(vision),
     }
     indices = indices_of(
@@ -78,6 +80,23 @@ def layers_by_attention(is_linear: Sequence[bool | int]) -> dict[str, tuple[int,
     """`Dimensions.indices` of both kinds of layers, by what is said of each layer."""
     linear = tuple(layer for layer, one in enumerate(is_linear) if one)
     return {"linear_layers": linear, "full_layers": tuple(layer for layer, one in enumerate(is_linear) if not one)}
+
+
+def mtp_sizes(layers: int | None, hidden: int, experts: int) -> dict[str, int]:
+    """Sizes and conditions of multi-token prediction's rows.
+
+    Args:
+        layers: 1, or 0 or None for a model without.
+        hidden: size of hidden states.
+        experts: of a layer; 0 for a dense model.
+    """
+    there = int(bool(layers))
+    return {
+        "mtp": there,
+        "mtp_dense": int(there and not experts),
+        "mtp_experts": int(there and bool(experts)),
+        "hidden_twice": 2 * hidden,
+    }
 
 
 def linear_sizes(found: Mapping[str, int]) -> dict[str, int]:

@@ -11,12 +11,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from qwen3vl_bridge.models.config.fields import Fields, check_shared_fields, experts_of
-from qwen3vl_bridge.models.config.values import EXPERTS, POSITIVE, Kind, shown
-from qwen3vl_bridge.models.qwen3_5.config_dimensions import FULL, LINEAR, LINEAR_SIZES, layer_types_of
+from qwen3vl_bridge.models.config.values import POSITIVE, Kind, shown
+from qwen3vl_bridge.models.qwen3_5.config_dimensions import FULL, LINEAR, LINEAR_SIZES, MTP_LAYERS, layer_types_of
 
 _TYPES = Kind(
     lambda value: isinstance(value, list | tuple) and all(isinstance(one, str) for one in value), "a list of names"
 )
+_MTP = Kind(lambda value: type(value) is int and value in (0, 1), "0 or 1, layers of multi-token prediction")
 _ANY = Kind(lambda value: isinstance(value, list | tuple), "a list")
 
 # Beside those of all families: fields that must be there, those that may be left out, and those that may also be null.
@@ -24,7 +25,7 @@ _REQUIRED: Fields = {"text_config": {"num_key_value_heads": POSITIVE}}
 _OPTIONAL: Fields = {"text_config": {"full_attention_interval": POSITIVE, **dict.fromkeys(LINEAR_SIZES, POSITIVE)}}
 _NULLABLE: Mapping[str, Kind] = {
     **dict.fromkeys(("intermediate_size", "shared_expert_intermediate_size"), POSITIVE),
-    "mtp_num_hidden_layers": EXPERTS,
+    MTP_LAYERS: _MTP,
     "layer_types": _TYPES,
     "mlp_only_layers": _ANY,
 }

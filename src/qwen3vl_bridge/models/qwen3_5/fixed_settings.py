@@ -1,5 +1,5 @@
 """Settings of Megatron's configuration that Qwen3.5-VL does not follow, each with the only value it may have, and what
-its linear attention asks of the others.
+its linear attention and multi-token prediction ask of the others.
 
 What lives here: these tables. What may not: settings with a choice, those of every family
 (`models/common/settings/fixed.py`).
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from qwen3vl_bridge.models.common.settings import fixed
-from qwen3vl_bridge.models.common.settings.rules import Row, Rule, When, multiple_of, only
+from qwen3vl_bridge.models.common.settings.rules import Row, Rule, When, any_of, multiple_of, only
 
 _SHARED: Mapping[str, Row] = {
     **only(
@@ -21,6 +21,12 @@ _SHARED: Mapping[str, Row] = {
     ),
     **only("megatron-core's linear attention then takes no packed rows", deterministic_mode=False),
     **only("transformers computes no scaled rotary embedding of this family", rope_parameters=None),
+    "mtp_num_layers": Row("mtp_num_layers", any_of(None, 1), "multi-token prediction is one layer"),
+    **only(
+        "the output layer and the decoder learn from multi-token prediction, which is one layer of its own",
+        mtp_detach_heads=False,
+        mtp_use_repeated_layer=False,
+    ),
 }
 
 FIXED: Mapping[str, Row] = {
@@ -38,6 +44,16 @@ FIXED_WITH_EXPERTS: Mapping[str, Row] = {
 _HEADS = multiple_of("tensor_model_parallel_size * context_parallel_size")
 _HEADS_ARE_DIVIDED = "linear attention divides its heads over both"
 
+_STAGES_WITH_MTP = When(
+    "pipeline_model_parallel_size mtp_loss_scaling_factor",
+    lambda provider: provider.trains_mtp and provider.pipeline_model_parallel_size > 1,
+)
+_RECOMPUTED_MTP = When(
+    "recompute_granularity mtp_loss_scaling_factor",
+    lambda provider: provider.trains_mtp and provider.recompute_granularity == "full",
+)
+_RECOMPUTED_SO = "megatron-core recomputes multi-token prediction in no other way"
+
 RULES: tuple[Rule, ...] = (
     Row(
         "sequence_parallel",
@@ -47,4 +63,13 @@ RULES: tuple[Rule, ...] = (
     ),
     Row("linear_num_key_heads", _HEADS, _HEADS_ARE_DIVIDED),
     Row("linear_num_value_heads", _HEADS, _HEADS_ARE_DIVIDED),
+    Row(
+        "variable_seq_lengths",
+        True,
+        "next tokens go to the last pipeline stage beside hidden states, for multi-token prediction; or set "
+        "mtp_loss_scaling_factor=0",
+        _STAGES_WITH_MTP,
+    ),
+    Row("recompute_method", "uniform", _RECOMPUTED_SO, _RECOMPUTED_MTP),
+    Row("recompute_num_layers", 1, _RECOMPUTED_SO, _RECOMPUTED_MTP),
 )

@@ -25,10 +25,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 def text_block_spec(config: TransformerConfig, vp_stage: int | None, pp_rank: int) -> TransformerBlockSubmodules:
     """The text decoder's layers of one pipeline stage."""
-    # megatron-core makes no block of this variant without Transformer Engine, so the layers are made without it first.
-    plain = copy.copy(config)
-    plain.experimental_attention_variant = None
-    block = decoder_block_spec(plain, vp_stage, pp_rank)
+    block = _with_attention_everywhere(config, vp_stage, pp_rank)
     is_linear = get_linear_attention_pattern(config)
     numbers = _layers_of_stage(config, vp_stage, pp_rank)
     block.layer_specs = [
@@ -36,6 +33,20 @@ def text_block_spec(config: TransformerConfig, vp_stage: int | None, pp_rank: in
         for number, spec in zip(numbers, block.layer_specs, strict=True)
     ]
     return block
+
+
+def full_attention_spec(config: TransformerConfig, vp_stage: int | None, pp_rank: int) -> ModuleSpec:
+    """A layer with full attention, whichever the stage's own are."""
+    return _with_attention_everywhere(config, vp_stage, pp_rank).layer_specs[-1]
+
+
+def _with_attention_everywhere(
+    config: TransformerConfig, vp_stage: int | None, pp_rank: int
+) -> TransformerBlockSubmodules:
+    """A stage's layers with full attention: megatron-core makes none of this variant without Transformer Engine."""
+    plain = copy.copy(config)
+    plain.experimental_attention_variant = None
+    return decoder_block_spec(plain, vp_stage, pp_rank)
 
 
 def _layers_of_stage(config: TransformerConfig, vp_stage: int | None, pp_rank: int) -> list[int]:

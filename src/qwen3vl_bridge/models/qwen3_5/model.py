@@ -1,24 +1,131 @@
 """The Megatron Qwen3.5-VL model: a text model of linear and full attention, and a vision tower without DeepStack.
 
-What lives here: what differs from the model that all families share (`models/common/model.py`). What may not: layers
-(`layer_specs.py`), anything about rows, packing, ranks or sequence parallelism: layout is data that comes with the
-batch.
+What lives here: what differs from the model that all families share (`models/common/model.py`): other layers, and the
+way of embedded next tokens to multi-token prediction. What may not: layers (`layer_specs.py`,
+`multi_token_prediction.py`), anything about rows, packing, ranks or sequence parallelism: layout is data that comes
+with the batch.
 """
 
 from __future__ import annotations
 
-from qwen3vl_bridge.models.common.model import VisionLanguageModel
+import copy
+from typing import Any
+
+from qwen3vl_bridge.batch.packed_batch import ModelInputs, NextTokens
+from qwen3vl_bridge.models.common.model import VisionLanguageModel, check_arrived
+from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
 from qwen3vl_bridge.models.common.text_model import MRopeGPTModel
-from qwen3vl_bridge.models.qwen3_5.layer_specs import text_block_spec
+from qwen3vl_bridge.models.qwen3_5.layer_specs import full_attention_spec, text_block_spec
+from qwen3vl_bridge.models.qwen3_5.multi_token_prediction import mtp_block_spec, with_mtp_loss
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
+from torch import Tensor
+
+_NEXT = "next_tokens"  # embedded ones, among what stages hand on beside hidden states
 
 
 class Qwen35VLGPTModel(MRopeGPTModel):
-    """The text model: megatron-core's GPT with layers of two kinds and heads that turn in part."""
+    """The text model: megatron-core's GPT with layers of two kinds, heads that turn in part, and MTP.
+
+    megatron-core's own way with MTP embeds tokens once more on the last stage, with a copy of the embedding, and knows
+    no pictures there. Here the first stage embeds both, so GPTModel is built and run as one without MTP.
+    """
 
     block_spec = staticmethod(text_block_spec)
+
+    def __init__(
+        self,
+        config: VisionLanguageProvider,
+        pg_collection: ProcessGroupCollection,
+        *,
+        pre_process: bool,
+        post_process: bool,
+        vp_stage: int | None,
+    ) -> None:
+        ends = dict(pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
+        super().__init__(config, pg_collection, **ends)
+        if post_process and config.mtp_num_layers:
+            layer = full_attention_spec(config, vp_stage, pg_collection.pp.rank())
+            self.mtp = MultiTokenPredictionBlock(
+                config, mtp_block_spec(config, layer), vp_stage=vp_stage, pg_collection=pg_collection
+            )
+            # Kept as they are, to be exported again.
+            self.mtp.requires_grad_(config.trains_mtp)
+
+    def setup_embeddings_and_output_layer(self) -> None:
+        """As LanguageModule's, of a model without MTP: no stage has a copy of the embedding for it."""
+        # megatron-core's layers have the provider, which counts MTP's among those with experts.
+        self.config = copy.copy(self.config)
+        self.config.mtp_num_layers = None
+        super().setup_embeddings_and_output_layer()
+
+    def forward(
+        self,
+        *args: Any,
+        prediction: tuple[Tensor, NextTokens] | None = None,
+        output_processor_context: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As GPTModel's.
+
+        Args:
+            args, output_processor_context, kwargs: GPTModel's.
+            prediction: embedded next tokens [s / sp, b, h] and what else is known of them, where MTP is trained.
+        """
+        return super().forward(*args, output_processor_context=(prediction, output_processor_context), **kwargs)
+
+    def _postprocess(self, hidden_states: Tensor, *, output_processor_context: Any, **arguments: Any) -> Any:
+        prediction, context = output_processor_context
+        if prediction is not None and self.post_process:
+            hidden_states = with_mtp_loss(self, hidden_states, *prediction, arguments)
+        return super()._postprocess(hidden_states, output_processor_context=context, **arguments)
 
 
 class Qwen35VLModel(VisionLanguageModel):
     """Qwen3.5-VL of one pipeline stage: the vision tower on the first stage, the text model on every one."""
 
     language_model_class = Qwen35VLGPTModel
+
+    def check_inputs(self, inputs: ModelInputs) -> None:
+        """Refuse rows without labels where MTP is to be trained: nothing would be."""
+        if self.config.trains_mtp and self.training and torch.is_grad_enabled() and inputs.following is None:
+            raise ValueError(
+                "mtp_loss_scaling_factor is above 0 and the batch has no labels, expected labels, or "
+                "mtp_loss_scaling_factor=0, which keeps the weights of multi-token prediction as they are"
+            )
+
+    def embed(self, inputs: ModelInputs, encoded: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, dict[str, Any]]:
+        """As VisionLanguageModel's; beside, the embedded next tokens for the last stage."""
+        encoded = encoded or self.encode(inputs)
+        hidden, beside = super().embed(inputs, encoded)
+        if self._predicts(inputs):
+            following = inputs.following
+            beside = {_NEXT: self.embed_tokens(following.input_ids, encoded[0], following.fuse)}
+        return hidden, beside
+
+    def decode(self, inputs: ModelInputs, hidden: Tensor | None, beside: dict[str, Any], **arguments: Any) -> Any:
+        """As VisionLanguageModel's, with the embedded next tokens."""
+        embedded = beside.get(_NEXT)
+        prediction = None if embedded is None else (embedded, inputs.following)
+        return super().decode(inputs, hidden, {}, prediction=prediction, **arguments)
+
+    def load(self, hidden: Tensor, beside: dict[str, Any]) -> Tensor:
+        """Hidden states, and next tokens behind them."""
+        if _NEXT not in beside:
+            return super().load(hidden, beside)
+        return torch.cat((hidden, beside[_NEXT].to(hidden.dtype)))
+
+    def unload(self, arrived: Tensor, length: int, inputs: ModelInputs) -> tuple[Tensor, dict[str, Any]]:
+        """What the previous stage loaded."""
+        if not self._predicts(inputs):
+            return super().unload(arrived, length, inputs)
+        rows = len(inputs.input_ids)
+        check_arrived(arrived, 2 * length * rows, f"{length} tokens of {rows} rows and as many next tokens")
+        hidden, embedded = arrived.chunk(2)
+        return hidden, {_NEXT: embedded}
+
+    def _predicts(self, inputs: ModelInputs) -> bool:
+        """Whether there is an MTP loss of this batch; none in evaluation, which would not show it."""
+        return inputs.following is not None and self.training

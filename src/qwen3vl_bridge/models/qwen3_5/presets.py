@@ -12,7 +12,7 @@ from typing import Any
 
 from qwen3vl_bridge.models.config import released
 from qwen3vl_bridge.models.config.released import Experts, VisionTower
-from qwen3vl_bridge.models.qwen3_5.config_dimensions import FULL, LINEAR, LINEAR_SIZES
+from qwen3vl_bridge.models.qwen3_5.config_dimensions import FULL, LINEAR, LINEAR_SIZES, MTP_LAYERS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +77,7 @@ def config_dict(size: str) -> dict[str, Any]:
             "mrope_section": [11, 11, 10],
         },
         "eos_token_id": 248_044,
+        MTP_LAYERS: 1,
         **({"intermediate_size": preset.ffn} if experts is None else {"shared_expert_intermediate_size": experts.ffn}),
     }
     tokens = (248_056, 248_057, 248_053, 248_054)

@@ -7,18 +7,27 @@ configurations (`bridge.py`), modules.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from qwen3vl_bridge.models.common.provider import ExpertsMixin, VisionLanguageProvider
 from qwen3vl_bridge.models.common.settings.rules import Row, Rule
-from qwen3vl_bridge.models.qwen3_5.config_dimensions import FAMILY, LINEAR_SIZES, layers_by_attention, linear_sizes
+from qwen3vl_bridge.models.qwen3_5.config_dimensions import (
+    FAMILY,
+    LINEAR_SIZES,
+    layers_by_attention,
+    linear_sizes,
+    mtp_sizes,
+)
 from qwen3vl_bridge.models.qwen3_5.fixed_settings import FIXED, FIXED_WITH_EXPERTS, RULES
 from qwen3vl_bridge.weights.dimensions import Dimensions
 
 from megatron.core.models.gpt.experimental_attention_variant_module_specs import get_linear_attention_pattern
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -33,6 +42,9 @@ class Qwen35VLModelProvider(VisionLanguageProvider):
         linear_conv_kernel_dim: taps of the convolution before linear attention.
         linear_key_head_dim, linear_value_head_dim, linear_num_key_heads, linear_num_value_heads: its heads.
         rotary_percent: part of each head that turns.
+        mtp_num_layers: 1 for a model with multi-token prediction, else None.
+        mtp_loss_scaling_factor: what a token's loss of multi-token prediction weighs against its own; 0.1 is usual. 0
+            keeps these weights as they are, so that an export has them.
     """
 
     vision_config: Qwen3_5VisionConfig = field(default_factory=Qwen3_5VisionConfig)
@@ -60,11 +72,24 @@ class Qwen35VLModelProvider(VisionLanguageProvider):
     linear_num_key_heads: int = 16
     linear_num_value_heads: int = 32
 
+    mtp_num_layers: int | None = 1
+    mtp_loss_scaling_factor: float | None = 0.0
+
     family: ClassVar[str] = FAMILY
     model_class: ClassVar[str] = "qwen3vl_bridge.models.qwen3_5.model.Qwen35VLModel"
     language_model_class: ClassVar[str] = "qwen3vl_bridge.models.qwen3_5.model.Qwen35VLGPTModel"
     fixed: ClassVar[Mapping[str, Row]] = FIXED
     rules: ClassVar[tuple[Rule, ...]] = RULES
+
+    def finalize(self) -> None:
+        """Check the fields and complete them.
+
+        Raises:
+            ValueError: fields that contradict each other, or that this model would ignore.
+        """
+        super().finalize()
+        if self.mtp_num_layers and not self.trains_mtp:
+            logger.info("multi-token prediction is kept as it is; mtp_loss_scaling_factor=0.1 trains it")
 
     def dimensions(self) -> Dimensions:
         """What the weight table's symbols stand for; the vocabulary without padding."""
@@ -73,6 +98,7 @@ class Qwen35VLModelProvider(VisionLanguageProvider):
             "gated_q": 2 * shared["q"],
             "shared_ffn": self.moe_shared_expert_intermediate_size or 0,
             **linear_sizes({name: getattr(self, name) for name in LINEAR_SIZES}),
+            **mtp_sizes(self.mtp_num_layers, self.hidden_size, self.num_moe_experts or 0),
         }
         indices = layers_by_attention(get_linear_attention_pattern(self))
         return replace(shared, sizes={**shared.sizes, **sizes}, indices={**shared.indices, **indices})

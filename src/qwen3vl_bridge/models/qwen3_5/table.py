@@ -3,11 +3,14 @@
 What lives here: names, shapes (as symbols) and how the two sides relate. Data only, standard library only, as in
 Qwen3-VL's table. What may not: tensors, files, process groups.
 
-Layers are of two kinds, with linear or with full attention, and each has a dense MLP or experts. Source of Megatron's
-names and values: Megatron-Bridge 0.6, qwen35_vl_bridge.py.
+Layers are of two kinds, with linear or with full attention, and each has a dense MLP or experts. Multi-token prediction
+(MTP) is one more layer with full attention. Source of Megatron's names and values: Megatron-Bridge 0.6,
+qwen35_vl_bridge.py.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from qwen3vl_bridge.weights.names import OUTPUT_LAYER, ExpertLayout
 from qwen3vl_bridge.weights.rows import Copy, GatedMLP, GatedQKV, Row, Sectioned, Shape, ZeroCentered
@@ -18,13 +21,15 @@ _HF_TEXT = "model.language_model.layers.*."
 _LINEAR = ("linear_layers",)
 _LINEAR_ATTENTION = f"{_TEXT}self_attention."
 _HF_LINEAR_ATTENTION = f"{_HF_TEXT}linear_attn."
+_MTP = "language_model.mtp.layers.0."
+_MTP_LAYER, _HF_MTP_LAYER = f"{_MTP}mtp_model_layer.", "mtp.layers.0."
 
 
-def _full_attention_rows(megatron: str, hf: str, layers: str) -> tuple[Row, ...]:
+def _full_attention_rows(megatron: str, hf: str, *indices: str) -> tuple[Row, ...]:
     """Rows of attention whose output each head gates, and the norm before it."""
 
     def copy(name: str, other: str, shape: Shape) -> Row:
-        return Copy(f"{megatron}self_attention.{name}", (f"{hf}{other}",), (shape,), (layers,))
+        return Copy(f"{megatron}self_attention.{name}", (f"{hf}{other}",), (shape,), indices)
 
     return (
         copy("linear_qkv.layer_norm_weight", "input_layernorm.weight", ("hidden",)),
@@ -32,7 +37,7 @@ def _full_attention_rows(megatron: str, hf: str, layers: str) -> tuple[Row, ...]
             f"{megatron}self_attention.linear_qkv.weight",
             tuple(f"{hf}self_attn.{part}_proj.weight" for part in "qkv"),
             (("gated_q", "hidden"), ("kv", "hidden"), ("kv", "hidden")),
-            (layers,),
+            indices,
         ),
         copy("q_layernorm.weight", "self_attn.q_norm.weight", ("head_dim",)),
         copy("k_layernorm.weight", "self_attn.k_norm.weight", ("head_dim",)),
@@ -82,10 +87,10 @@ TEXT_ROWS: tuple[Row, ...] = (
 )
 
 
-def _shared_expert_rows(megatron: str, hf: str, layers: str) -> tuple[Row, ...]:
+def _shared_expert_rows(megatron: str, hf: str, *indices: str) -> tuple[Row, ...]:
     """Rows of the expert that every token visits, and of the gate of its output."""
     megatron, hf = f"{megatron}mlp.shared_experts.", f"{hf}mlp.shared_expert"
-    indices, half = (layers,), ("shared_ffn", "hidden")
+    half = ("shared_ffn", "hidden")
     return (
         GatedMLP(
             f"{megatron}linear_fc1.weight",
@@ -98,12 +103,41 @@ def _shared_expert_rows(megatron: str, hf: str, layers: str) -> tuple[Row, ...]:
     )
 
 
-def table(experts: ExpertLayout = ExpertLayout.OUTPUT_MAJOR) -> tuple[Row, ...]:
+# Where experts of multi-token prediction are held otherwise than those of layers, as in released Qwen3.5, not Qwen3.6.
+_LAYOUT_OF_LAYERS = {ExpertLayout.OUTPUT_MAJOR_MTP_PER_EXPERT: ExpertLayout.OUTPUT_MAJOR}
+_LAYOUT_OF_MTP = {ExpertLayout.OUTPUT_MAJOR_MTP_PER_EXPERT: ExpertLayout.PER_EXPERT}
+
+
+def _mtp_rows(experts: ExpertLayout) -> tuple[Row, ...]:
+    """Rows of multi-token prediction: two norms and a projection that join two inputs, a layer, and a norm after it."""
+    joining = (
+        ("eh_proj.weight", "mtp.fc.weight", ("hidden", "hidden_twice")),
+        ("enorm.weight", "mtp.pre_fc_norm_embedding.weight", ("hidden",)),
+        ("hnorm.weight", "mtp.pre_fc_norm_hidden.weight", ("hidden",)),
+        ("final_layernorm.weight", "mtp.norm.weight", ("hidden",)),
+    )
+    always = (
+        *(Copy(_MTP + name, (other,), (shape,)) for name, other, shape in joining),
+        *_full_attention_rows(_MTP_LAYER, _HF_MTP_LAYER),
+    )
+    with_experts = (
+        *moe_rows(_MTP_LAYER, _HF_MTP_LAYER, experts=experts),
+        *_shared_expert_rows(_MTP_LAYER, _HF_MTP_LAYER),
+    )
+    return (
+        *(replace(row, condition="mtp") for row in always),
+        *(replace(row, condition="mtp_dense") for row in dense_mlp_rows(_MTP_LAYER, _HF_MTP_LAYER)),
+        *(replace(row, condition="mtp_experts") for row in with_experts),
+    )
+
+
+def table(experts: ExpertLayout = ExpertLayout.OUTPUT_MAJOR_MTP_PER_EXPERT) -> tuple[Row, ...]:
     """The whole table, for a checkpoint that holds its experts so."""
     return (
         *VISION_ROWS,
         *TEXT_ROWS,
         *dense_mlp_rows(_TEXT, _HF_TEXT, "dense_layers"),
-        *moe_rows(_TEXT, _HF_TEXT, "moe_layers", experts),
+        *moe_rows(_TEXT, _HF_TEXT, "moe_layers", experts=_LAYOUT_OF_LAYERS.get(experts, experts)),
         *_shared_expert_rows(_TEXT, _HF_TEXT, "moe_layers"),
+        *_mtp_rows(_LAYOUT_OF_MTP.get(experts, experts)),
     )

@@ -59,7 +59,7 @@ TEXT_ROWS: tuple[Row, ...] = (
 
 def table(experts: ExpertLayout = ExpertLayout.INPUT_MAJOR) -> tuple[Row, ...]:
     """The whole table, for a checkpoint that holds its experts so."""
-    mlp = dense_mlp_rows(_TEXT, _HF_TEXT, "dense_layers") + moe_rows(_TEXT, _HF_TEXT, "moe_layers", experts)
+    mlp = dense_mlp_rows(_TEXT, _HF_TEXT, "dense_layers") + moe_rows(_TEXT, _HF_TEXT, "moe_layers", experts=experts)
     return VISION_ROWS + DEEPSTACK_ROWS + TEXT_ROWS + mlp
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from qwen3vl_bridge.models.common.adapters.dora_linear import MagnitudeLinear
 from qwen3vl_bridge.models.common.freezing import freeze_parts
 from qwen3vl_bridge.models.common.settings.fields import VisionLanguageFields
+from qwen3vl_bridge.weights.adapter_rows import is_of_mtp
 from qwen3vl_bridge.weights.model_parts import Part, part_of
 from qwen3vl_bridge.weights.names import OUTPUT_LAYER, is_of_experts
 
@@ -66,6 +67,8 @@ def transform_in(chunk: MegatronModule, transform: Transform) -> Transform:
     """A configuration's `transform`, told names of the whole model: patterns choose among its layers, wherever."""
 
     def transform_whole(m: nn.Module, name: str | None = None, prefix: str | None = None) -> nn.Module:
+        if is_of_mtp(prefix or ""):
+            return m
         adapted = transform(m, name, whole_name(prefix or "", chunk))
         return MagnitudeLinear(adapted.to_wrap, adapted.adapter) if type(adapted) is DoRALinear else adapted
 

@@ -24,4 +24,5 @@ def sequence_ranks(config: VisionLanguageProvider, groups: ProcessGroupCollectio
         cp_rank=groups.cp.rank(),
         sp_size=groups.tp.size() if config.sequence_parallel else 1,
         sp_rank=groups.tp.rank() if config.sequence_parallel else 0,
+        predicts=config.trains_mtp,
     )

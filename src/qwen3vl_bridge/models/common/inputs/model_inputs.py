@@ -79,6 +79,11 @@ def as_model_inputs(
     # Labels that were cut from a packed row lie in the layout's order. Others of rows that were rolled do not.
     order = None if cut and arranged.packed else _caller_order(arranged, labels, ranks["cp_size"])
     if cut:
+        if config.trains_mtp:
+            raise ValueError(
+                "labels are of this context-parallel rank's tokens alone, and multi-token prediction needs their next "
+                "tokens' labels: expected labels of whole rows, or mtp_loss_scaling_factor=0"
+            )
         inputs = with_own_labels(batch.to(input_ids.device).local(**ranks), labels, mask, vocabulary)
         return _answered(inputs, None, None)
     batch = with_labels(batch, arranged, labels, mask, vocabulary)

@@ -148,6 +148,11 @@ class VisionLanguageFields(GPTModelProvider):
         return tuple(getattr(self.vision_config, "deepstack_visual_indexes", None) or ())
 
     @property
+    def trains_mtp(self) -> bool:
+        """Whether multi-token prediction is trained, in families that have it."""
+        return bool(self.mtp_num_layers and self.mtp_loss_scaling_factor)
+
+    @property
     def moe_layers(self) -> tuple[int, ...]:
         """Layers with experts."""
         return ()

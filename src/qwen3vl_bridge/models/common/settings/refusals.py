@@ -34,9 +34,11 @@ def _check_rotary(provider: Any) -> None:
 
 _WITHOUT_MODULES = When("", lambda provider: provider.encoder_class is None)
 
-# Before megatron-core completes the fields; with experts `experts.RULES` come first, then the family's.
+# What others divide by: before all else.
+SIZES: tuple[Rule, ...] = parallelism.SIZES
+
+# Before megatron-core completes the fields, after `experts.RULES`, of a model with experts, and the family's.
 GIVEN: tuple[Rule, ...] = (
-    *parallelism.SIZES,
     Row("dist_train.use_dist_train", False, "this family has no modules of its own", _WITHOUT_MODULES),
     _check_tower,
     _check_activation,

@@ -1,0 +1,115 @@
+"""Multi-token prediction (MTP): one more layer that predicts the token after the next, and its loss.
+
+What lives here: the layer's spec, what it overrides of megatron-core's, and its loss. What may not: where the next
+tokens lie (`batch/`), the model around it (`model.py`).
+
+The layer's input at a token joins the next token's embedding, where that is a piece of a picture its vision token, and
+the token's own hidden state after the final norm; positions are the token's own. Embedding and output layer are the
+model's. Source: DeepSeek-V3 (arXiv 2412.19437), section 2.2; vLLM's qwen3_5_mtp for vision tokens, which is how the
+weights are used.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qwen3vl_bridge.batch.packed_batch import NextTokens
+from qwen3vl_bridge.models.common.layer_specs import backend
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.multi_token_prediction import (
+    MTPLossAutoScaler,
+    MTPLossLoggingHelper,
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+    _compute_mtp_acceptance_counts,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+
+class NextTokenLayer(MultiTokenPredictionLayer):
+    """megatron-core's, of next tokens that are embedded already: its own rolls ids, and knows no pictures."""
+
+    def _get_embeddings(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        embedding: Tensor,
+        hidden_states: Tensor,
+        packed_seq_params: Any = None,
+        padding_mask: Tensor | None = None,
+    ) -> tuple[Tensor | None, ...]:
+        """What the layer computes with; `embedding` is the embedded next tokens, [s / sp, b, h]."""
+        return input_ids, position_ids, padding_mask, embedding, hidden_states
+
+
+def mtp_block_spec(config: TransformerConfig, layer: ModuleSpec) -> ModuleSpec:
+    """The block of one layer.
+
+    Args:
+        config: the provider.
+        layer: spec of a decoder layer with full attention.
+    """
+    modules = backend(config)
+    norm = modules.layer_norm(rms_norm=True)
+    submodules = MultiTokenPredictionLayerSubmodules(
+        enorm=norm,
+        hnorm=norm,
+        layer_norm=norm,
+        eh_proj=modules.column_parallel_linear(),
+        mtp_model_layer=layer,
+    )
+    spec = ModuleSpec(module=NextTokenLayer, submodules=submodules)
+    return ModuleSpec(
+        module=MultiTokenPredictionBlock, submodules=MultiTokenPredictionBlockSubmodules(layer_specs=[spec])
+    )
+
+
+def with_mtp_loss(
+    model: GPTModel, hidden: Tensor, embedded: Tensor, following: NextTokens, arguments: dict[str, Any]
+) -> Tensor:
+    """Hidden states whose backward pass brings the gradient of the MTP loss along.
+
+    A token's MTP loss weighs `mtp_loss_scaling_factor` times what its own loss does, however tokens are split and
+    packed. megatron-core weighs a microbatch's by the ratio of trained to predicted tokens besides, which is 1 where
+    every answer has two tokens before it.
+
+    Args:
+        model: the text model, of a stage with an output layer.
+        hidden: [s / sp, b, h] after the final norm.
+        embedded: [s / sp, b, h] next tokens.
+        following: what else is known of them.
+        arguments: those of `GPTModel._postprocess`.
+    """
+    config, groups = model.mtp.config, model.pg_collection  # the provider, not the copy that GPTModel has
+    names = ("input_ids", "position_ids", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "packed_seq_params")
+    predicted, *_ = model.mtp.layers[0](
+        hidden_states=hidden,
+        attention_mask=None,
+        padding_mask=following.padding_mask,
+        embedding=embedded,
+        **{name: arguments[name] for name in names},
+    )
+    weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
+    gather = arguments["runtime_gather_output"]
+    logits, _ = model.output_layer(predicted, weight=weight, runtime_gather_output=gather)
+    losses = model.compute_language_model_loss(following.labels, logits) * following.loss_mask
+    with torch.no_grad():
+        MTPLossLoggingHelper.save_metrics_to_tracker(
+            losses.sum() * groups.cp.size() / following.predicted.clamp(min=1),
+            *_compute_mtp_acceptance_counts(
+                logits, following.labels, following.loss_mask, model.output_layer, gather, model.tp_group
+            ),
+            layer_number=0,
+            num_layers=1,
+            avg_group=groups.dp_cp,
+        )
+    scale = config.mtp_loss_scaling_factor
+    if not config.calculate_per_token_loss:  # the mean of a microbatch; data-parallel ranks' gradients are averaged
+        scale = scale * groups.cp.size() / following.trained.clamp(min=1)
+    return MTPLossAutoScaler.apply(hidden, scale * losses)

@@ -1,0 +1,215 @@
+"""--overwrite replaces an earlier result and nothing else, and leaves the folder to whoever might use it before."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+from pathlib import Path
+
+from qwen3vl_bridge.checkpoint import CheckpointError, export_checkpoint, import_checkpoint, verify_checkpoint
+from qwen3vl_bridge.checkpoint.engine import copying
+from qwen3vl_bridge.checkpoint.engine.manifest import MANIFEST, Replaceable, tool
+from qwen3vl_bridge.checkpoint.formats import planned_files
+from qwen3vl_bridge.files import atomic
+from qwen3vl_bridge.files.json_files import read_object, write_object
+
+import pytest
+
+from ..support import expect_error, exporting, importing
+
+
+def written_over(arguments: list[str]) -> list[str]:
+    return [arguments[0], "--overwrite", *arguments[1:]]
+
+
+def test_a_project_that_holds_a_configuration_is_no_result(capsys, tmp_path, imported, untied_folder):
+    project = tmp_path / "new" / "hf"
+    (project / "src").mkdir(parents=True)
+    shutil.copyfile(untied_folder / "config.json", project / "config.json")
+    (project / "src" / "train.py").write_text("precious")
+    expect_error(
+        capsys, written_over(exporting(imported, tmp_path)), "is no checkpoint", MANIFEST, "remove it yourself"
+    )
+    # A model that something else wrote is not ours to replace either.
+    shutil.rmtree(project)
+    shutil.copytree(untied_folder, project)
+    expect_error(capsys, written_over(exporting(imported, tmp_path)), "is no checkpoint", MANIFEST)
+
+
+def test_a_run_that_holds_other_iterations_is_no_result(capsys, tmp_path, untied_folder, imported):
+    run = shutil.copytree(imported, tmp_path / "new" / "megatron")
+    (run / "iter_0000100").mkdir()
+    (run / "iter_0000100" / ".metadata").write_text("precious")
+    error = expect_error(capsys, written_over(importing(untied_folder, tmp_path)), "holds 1 files beside a checkpoint")
+    assert "iter_0000100/.metadata" in error
+    # What a trainer of ours has written in the first iteration's place has a manifest, but not a conversion's.
+    shutil.rmtree(run / "iter_0000100")
+    write_object(run / "iter_0000000" / MANIFEST, {**tool(), "source": "x", "expert_layout": None})
+    expect_error(capsys, written_over(importing(untied_folder, tmp_path)), "is no checkpoint", MANIFEST)
+
+
+def test_what_lies_beside_a_result_is_listed(capsys, tmp_path, imported):
+    target = tmp_path / "new" / "hf"
+    export_checkpoint(imported, target)
+    for number in range(25):
+        (target / f"notes-{number:02d}.txt").write_text("precious")
+    (target / "data").symlink_to(tmp_path)
+    error = expect_error(capsys, written_over(exporting(imported, tmp_path)), "holds 26 files beside a checkpoint")
+    assert "data, notes-00.txt" in error and "notes-18.txt and 6 more" in error and "notes-19" not in error
+
+
+def test_the_manifest_tells_files_apart_that_look_alike(capsys, tmp_path, imported):
+    target = tmp_path / "new" / "hf"
+    export_checkpoint(imported, target)
+    (target / "tokenizer_of_mine.json").write_text("{}")
+    expect_error(capsys, written_over(exporting(imported, tmp_path)), "tokenizer_of_mine.json")
+
+
+@pytest.mark.parametrize("ckpt_format", ["fsdp_dtensor", "torch_dist"])
+def test_a_result_is_replaced_by_another(ckpt_format, tmp_path, tied_folder, moe_folder, monkeypatch):
+    monkeypatch.setattr(planned_files, "UNIT_BYTES", 1 << 14)
+    import_checkpoint(moe_folder, tmp_path / "m", ckpt_format=ckpt_format)
+    import_checkpoint(tied_folder, tmp_path / "m", overwrite=True)
+    export_checkpoint(tmp_path / "m", tmp_path / "hf", max_shard_bytes=300_000)
+    export_checkpoint(tmp_path / "m", tmp_path / "hf", overwrite=True)
+    assert verify_checkpoint(tmp_path / "hf", tmp_path / "m").same
+    assert not list((tmp_path / "hf").glob("model-*"))
+
+
+def test_a_result_of_another_kind_stays(tmp_path, imported):
+    export_checkpoint(imported, tmp_path / "hf")
+    Replaceable(".", "huggingface")(tmp_path / "hf")
+    with pytest.raises(CheckpointError, match="conversion of this kind"):
+        Replaceable(".", "peft")(tmp_path / "hf")
+
+
+def test_a_result_of_an_earlier_version_stays(tmp_path, imported):
+    export_checkpoint(imported, tmp_path / "hf")
+    said = read_object(tmp_path / "hf" / MANIFEST)
+    for files_then in (None, sorted(said["files"])):
+        write_object(tmp_path / "hf" / MANIFEST, said | {"files": files_then})
+        with pytest.raises(CheckpointError, match=r"does not say what the files held .* not replaced"):
+            export_checkpoint(imported, tmp_path / "hf", overwrite=True)
+
+
+def put_weights(target: Path) -> str:
+    """A user's own fine-tune of the model, of the same size to the byte."""
+    path = target / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    return path.name
+
+
+def put_settings(target: Path) -> str:
+    (target / "generation_config.json").write_text("{}")
+    return "generation_config.json"
+
+
+def put_link(target: Path) -> str:
+    path = target / "model.safetensors"
+    path.rename(target.parent / "elsewhere")
+    path.symlink_to(target.parent / "elsewhere")
+    with path.open("ab") as file:
+        file.write(b" ")
+    return path.name
+
+
+@pytest.mark.parametrize("put", [put_weights, put_settings, put_link])
+def test_what_was_put_over_a_result_is_kept(put, capsys, tmp_path, untied_folder, imported):
+    target = tmp_path / "new" / "hf"
+    export_checkpoint(imported, target)
+    name = put(target)
+    before = (target / name).read_bytes()
+    error = expect_error(capsys, written_over(exporting(imported, tmp_path)), "holds 1 files that have changed since")
+    assert name in error and (target / name).read_bytes() == before
+
+
+def test_what_is_written_while_a_result_is_replaced_is_kept(tmp_path, tied_folder, untied_folder, monkeypatch):
+    """After the last look, before the swap."""
+    import_checkpoint(tied_folder, tmp_path / "m")
+    original = atomic._move_into_place
+
+    def intrude(*arguments, **named):
+        (tmp_path / "m" / "precious").write_text("x")
+        original(*arguments, **named)
+
+    monkeypatch.setattr(atomic, "_move_into_place", intrude)
+    report = import_checkpoint(untied_folder, tmp_path / "m", overwrite=True)
+    (kept,) = tmp_path.glob("m.replaced-*")
+    assert (kept / "precious").exists() and any(str(kept) in note for note in report.notes)
+    assert verify_checkpoint(untied_folder, tmp_path / "m").same and verify_checkpoint(tied_folder, kept).same
+    # The next run does not take it for its own.
+    monkeypatch.setattr(atomic, "_move_into_place", original)
+    import_checkpoint(tied_folder, tmp_path / "m", overwrite=True)
+    assert (kept / "precious").exists()
+
+
+def test_what_came_to_a_result_meanwhile_is_kept(tmp_path, untied_folder, monkeypatch):
+    import_checkpoint(untied_folder, tmp_path / "m")
+    original = copying._commit
+
+    def intrude(*arguments):
+        (tmp_path / "m" / "precious").write_text("x")
+        original(*arguments)
+
+    monkeypatch.setattr(copying, "_commit", intrude)
+    with pytest.raises(CheckpointError, match="beside a checkpoint of ours, which would be lost: precious;"):
+        import_checkpoint(untied_folder, tmp_path / "m", overwrite=True)
+    assert (tmp_path / "m" / "precious").exists() and verify_checkpoint(untied_folder, tmp_path / "m").same
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+    # With --resume what is written stays, and it is enough when the way is free.
+    with pytest.raises(CheckpointError, match="precious"):
+        import_checkpoint(untied_folder, tmp_path / "m", overwrite=True, resume=True)
+    monkeypatch.setattr(copying, "_commit", original)
+    (tmp_path / "m" / "precious").unlink()
+    assert not import_checkpoint(untied_folder, tmp_path / "m", overwrite=True, resume=True).resumed
+
+
+@pytest.mark.parametrize("earlier", [True, False])
+def test_the_mode_of_the_target_stays(earlier, tmp_path, untied_folder):
+    target, before = tmp_path / "m", os.umask(0o027)
+    try:
+        if earlier:
+            import_checkpoint(untied_folder, target)
+        else:
+            target.mkdir()  # an empty folder somebody prepared
+        target.chmod(0o2770)
+        import_checkpoint(untied_folder, target, overwrite=True)
+        assert stat.S_IMODE(target.stat().st_mode) == 0o2770
+        # What is in it follows the umask, and the group that setgid hands down.
+        assert stat.S_IMODE((target / "iter_0000000").stat().st_mode) == 0o2750
+        import_checkpoint(untied_folder, tmp_path / "other")
+        assert stat.S_IMODE((tmp_path / "other").stat().st_mode) == 0o750
+    finally:
+        os.umask(before)
+
+
+def refuse(monkeypatch, name: str, refused: Path):
+    """Have the disk refuse one thing in one place."""
+    original = getattr(atomic, name) if hasattr(atomic, name) else getattr(shutil, name)
+
+    def instead(path, *arguments, **named):
+        if Path(path) == refused or (name == "rmtree" and Path(path).match(str(refused))):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return original(path, *arguments, **named)
+
+    monkeypatch.setattr(atomic if hasattr(atomic, name) else shutil, name, instead)
+
+
+def test_a_result_is_in_place_when_its_parent_cannot_be_synced(tmp_path, untied_folder, monkeypatch):
+    refuse(monkeypatch, "_sync", tmp_path)
+    report = import_checkpoint(untied_folder, tmp_path / "m")
+    assert any("is whole and in place" in note and "cannot be synced (Invalid arg" in note for note in report.notes)
+    assert verify_checkpoint(untied_folder, tmp_path / "m").same
+
+
+def test_a_result_is_in_place_when_the_earlier_one_cannot_be_removed(tmp_path, tied_folder, untied_folder, monkeypatch):
+    import_checkpoint(tied_folder, tmp_path / "m")
+    refuse(monkeypatch, "rmtree", Path(".m.partial-????????????"))
+    report = import_checkpoint(untied_folder, tmp_path / "m", overwrite=True)
+    (left,) = tmp_path.glob(".m.partial-*")
+    assert any("is whole and in place" in note and str(left) in note for note in report.notes)
+    assert verify_checkpoint(untied_folder, tmp_path / "m").same and verify_checkpoint(tied_folder, left).same

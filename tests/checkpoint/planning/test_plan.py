@@ -1,0 +1,217 @@
+"""Planning: proofs catch wrong plans, released sizes are planned from headers alone, rows are cut as asked."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+from qwen3vl_bridge.checkpoint import CheckpointError, Topology
+from qwen3vl_bridge.checkpoint.formats.layouts import FsdpDtensor, HuggingFace, TorchDist
+from qwen3vl_bridge.checkpoint.formats.slices import Segments, Slice, TransposedSlice, Zeros
+from qwen3vl_bridge.checkpoint.formats.tensor_specs import TensorSpec
+from qwen3vl_bridge.checkpoint.planning.plan import make_plan, tensors_of
+from qwen3vl_bridge.checkpoint.planning.proof import prove
+from qwen3vl_bridge.checkpoint.planning.topology import Part
+from qwen3vl_bridge.models.qwen3_vl.presets import PRESETS, config_dict, hf_config, parameter_count
+from qwen3vl_bridge.models.qwen3_vl.table import table
+from qwen3vl_bridge.registry import dimensions_of
+from qwen3vl_bridge.weights.names import ExpertLayout
+from qwen3vl_bridge.weights.rows import expand
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.expert_layouts import LAYOUTS
+
+
+def specs(shapes, dtype="bfloat16") -> dict[str, TensorSpec]:
+    return {name: TensorSpec(name, dtype, shape) for name, shape in shapes.items()}
+
+
+def sides(dimensions, naming="transformer_engine"):
+    return HuggingFace(dimensions), FsdpDtensor(dimensions, naming), TorchDist(dimensions)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", ["32B", pytest.param("235B-A22B", marks=pytest.mark.slow)])
+def test_a_large_model_is_planned_in_all_directions(size, layout):
+    dimensions = dimensions_of(config_dict(size))
+    if not dimensions.indices["moe_layers"] and layout is not ExpertLayout.INPUT_MAJOR:
+        return
+    rows = list(expand(table(layout), dimensions))
+    for source, target in itertools.permutations(sides(dimensions), 2):
+        plan = make_plan(rows, source, target, specs(tensors_of(rows, source)), where="here")
+        assert plan.numel == parameter_count(size)
+        assert {name: spec.shape for name, spec in plan.specs.items()} == tensors_of(rows, target)
+        turned = layout is ExpertLayout.INPUT_MAJOR and HuggingFace in (type(source), type(target))
+        assert bool(plan.transposed) == (turned and size == "235B-A22B") and not plan.cast
+
+
+@pytest.mark.parametrize("size", PRESETS)
+def test_names_and_shapes_of_every_size_are_alike_in_both_layer_specs(size):
+    dimensions = dimensions_of(config_dict(size))
+    rows = list(expand(table(), dimensions))
+    te, local = (tensors_of(rows, FsdpDtensor(dimensions, naming)) for naming in ("transformer_engine", "local"))
+    assert len(te) == len(local) and sorted(te.values()) == sorted(local.values()) and te.keys() != local.keys()
+
+
+@pytest.mark.parametrize("size", PRESETS)
+def test_an_export_has_the_tensors_of_the_model_transformers_builds(size):
+    from transformers import Qwen3VLForConditionalGeneration, Qwen3VLMoeForConditionalGeneration
+
+    dimensions = dimensions_of(config_dict(size))
+    moe = bool(dimensions.indices["moe_layers"])
+    with torch.device("meta"):
+        model = (Qwen3VLMoeForConditionalGeneration if moe else Qwen3VLForConditionalGeneration)(hf_config(size))
+    theirs = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if PRESETS[size].tied:
+        del theirs["lm_head.weight"]
+    rows = expand(table(ExpertLayout.OUTPUT_MAJOR), dimensions)
+    assert tensors_of(rows, HuggingFace(dimensions)) == theirs
+
+
+def tasks(*runs, shape=(4,), name="out"):
+    segments = tuple(run if isinstance(run, TransposedSlice | Zeros) else Slice(*run) for run in runs)
+    return [(TensorSpec(name, "float32", shape), segments)]
+
+
+TURNED = TransposedSlice((Slice("a", 0, 4),), 2, 0, 4)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (tasks(("a", 0, 3)), "3 elements planned of 4"),
+        (tasks(("a", 0, 2), ("a", 1, 2)), "read not exactly once"),
+        (tasks(("a", 0, 2), ("a", 3, 2)), "read not exactly once"),
+        (tasks(("a", 1, 4)), "read not exactly once"),
+        (tasks(("a", 0, 4)) * 2, "planned twice"),
+        (tasks(("a", 0, 4), name="other"), "planned twice or in another shape|other"),
+        ([], "nothing planned"),
+        (tasks(("a", 0, 3), Zeros(1)), "zeros are planned"),
+        (tasks(TURNED.part(0, 2), TURNED.part(0, 2)), "read not exactly once"),
+        (tasks(TURNED.part(0, 3), Zeros(1)), "zeros"),
+        (tasks(TURNED.part(0, 2), ("a", 2, 2)), "not read as a whole"),
+        (tasks(TURNED._replace(columns=3)), "not read as a whole"),
+    ],
+)
+def test_a_wrong_plan_is_found_out(plan, message):
+    with pytest.raises((AssertionError, KeyError), match=message):
+        prove(plan, specs({"a": (4,)}), {"out": (4,)})
+
+
+def test_elements_that_nobody_reads_are_found_out():
+    prove(tasks(("a", 0, 4)), specs({"a": (4,)}), {"out": (4,)})
+    prove(tasks(TURNED.part(2, 2), TURNED.part(0, 2)), specs({"a": (4,)}), {"out": (4,)})
+    prove(tasks(("a", 0, 4), Zeros(2), shape=(6,)), specs({"a": (4,)}), {"out": (6,)}, padded={"out"})
+    prove(tasks(("a", 0, 4)), specs({"a": (6,)}), {"out": (4,)}, padded={"a"})
+    with pytest.raises(AssertionError, match="4 elements read of 6"):
+        prove(tasks(("a", 0, 4)), specs({"a": (6,)}), {"out": (4,)})
+
+
+def test_long_lists_are_cut():
+    dimensions = dimensions_of(config_dict("32B"))
+    rows = list(expand(table(), dimensions))
+    hf, fsdp, _ = sides(dimensions)
+    with pytest.raises(CheckpointError) as error:
+        make_plan(rows, hf, fsdp, {}, where="here")
+    count = len(tensors_of(rows, hf))
+    assert f"{count} missing" in str(error.value) and f"and {count - 20} more" in str(error.value)
+
+
+PIECES = (Slice("a", 10, 5), Zeros(2), TransposedSlice((Slice("b", 0, 6),), 2, 0, 6), Slice("a", 0, 4))
+
+
+@given(st.integers(0, 17), st.integers(0, 17))
+def test_pieces_are_cut_by_element(one, other):
+    def elements(segments):
+        for segment in segments:
+            if isinstance(segment, Slice):
+                yield from ((segment.source, segment.start + i) for i in range(segment.length))
+            elif isinstance(segment, Zeros):
+                yield from [None] * segment.length
+            else:
+                yield from (("turned", segment.start + i) for i in range(segment.length))
+
+    start, end = sorted((one, other))
+    segments = Segments(PIECES)
+    assert list(elements(segments.cut(start, end - start))) == list(elements(PIECES))[start:end]
+    assert all(segment.length for segment in segments.cut(start, end - start))
+    with pytest.raises(AssertionError, match="elements up to 18 of 17"):
+        list(segments.cut(start, 18 - start))
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 8])
+@pytest.mark.parametrize("shape", [(), (7,), (1, 9), (24, 10), (25, 3, 2), (8, 1000)])
+def test_chunks_cover_a_tensor_and_end_where_parts_do(shape, parts):
+    spec = TensorSpec("x", "bfloat16", shape)
+    rows = shape[0] if shape else 1
+    held = [Part(i * rows // parts, (i,)) for i in range(parts)] if rows >= parts else [Part(0, (0,))]
+    chunks = list(Topology(chunk_bytes=100).chunks(spec, parts={(): held}))
+    assert sum(math.prod(sizes) for _, _, sizes in chunks) == spec.numel
+    position = 0
+    for owner, offsets, sizes in chunks:
+        assert sizes[1:] == shape[1:] and not any(offsets[1:])
+        assert not shape or offsets[0] == position
+        assert len(chunks) == 1 or math.prod(sizes) * 2 <= 100 or sizes[0] == 1
+        assert owner == max(part for part in held if part.first <= position).owner or spec.nbytes < 200 * parts
+        position += sizes[0] if sizes else 0
+    if shape and spec.nbytes >= 100 * len(held):
+        assert {part.first for part in held} <= {offsets[0] for _, offsets, _ in chunks}
+
+
+def test_parts_of_few_bytes_are_not_cut_apart():
+    spec = TensorSpec("x", "bfloat16", (100, 10))
+    parts = [Part(row, (row,)) for row in range(0, 100, 7)]
+    (one,) = Topology().chunks(spec, parts={(): parts})
+    assert one == ((0,), (0, 0), (100, 10))
+    chunks = list(Topology(chunk_bytes=400).chunks(spec, parts={(): parts}))  # 20 rows at most, and at least
+    assert [(owner[0], offsets[0], sizes[0]) for owner, offsets, sizes in chunks] == [
+        (0, 0, 11), (0, 11, 10), (21, 21, 11), (21, 32, 10), (42, 42, 11), (42, 53, 10), (63, 63, 19), (63, 82, 18),
+    ]  # fmt: skip
+
+
+def test_layers_and_experts_have_chunks_of_their_own():
+    spec = TensorSpec("x", "bfloat16", (2, 3, 10, 4))
+    halves = {(i, j): (Part(0, (i,)), Part(5, (j,))) for i in range(2) for j in range(3)}
+    chunks = list(Topology(chunk_bytes=32).chunks(spec, 2, halves))
+    assert {sizes[:2] for _, _, sizes in chunks} == {(1, 1)}
+    assert [offsets for _, offsets, _ in chunks[:4]] == [(0, 0, row, 0) for row in (0, 3, 5, 8)]
+    assert [sizes for _, _, sizes in chunks[:4]] == [(1, 1, count, 4) for count in (3, 2, 3, 2)]
+    assert [offsets[:2] for _, offsets, _ in chunks[::4]] == [(i, j) for i in range(2) for j in range(3)]
+    assert [owner for owner, _, _ in chunks[20:]] == [(1,), (1,), (2,), (2,)]
+
+
+def test_a_topology_is_checked_against_the_model():
+    dense, moe = (dimensions_of(config_dict(size)) for size in ("32B", "30B-A3B"))
+    for tp in (1, 2, 4, 8, 16):
+        Topology(tp=tp, cp=4, etp=1).check(dense, stages=False)
+        Topology(tp=tp, pp=8, ep=16, etp=3, world_size=tp * 384).check(moe, stages=True)
+
+
+@pytest.mark.parametrize(
+    ("size", "sizes", "message"),
+    [
+        ("32B", {"tp": 32}, "--tp is 32, expected a divisor of v_heads, which is 16"),
+        ("32B", {"ep": 2}, "--ep is 2, expected 1: a dense model has no experts"),
+        ("32B", {"pp": 3}, "--pp is 3, expected a divisor of the 64 text layers"),
+        (
+            "32B",
+            {"tp": 2, "cp": 3, "world_size": 8},
+            r"--world-size is 8, expected a multiple of tp \* pp \* cp, which is 6",
+        ),
+        ("32B", {"world_size": 0}, "--world-size is 0, expected 1 or more"),
+        ("30B-A3B", {"ep": 3}, "--ep is 3, expected a divisor of the 128 experts"),
+        ("30B-A3B", {"etp": 5}, "--etp is 5, expected a divisor of the experts' width, which is 768"),
+        (
+            "30B-A3B",
+            {"ep": 8, "world_size": 4},
+            r"--world-size is 4, expected a multiple of etp \* ep \* pp, which is 8",
+        ),
+    ],
+)
+def test_a_topology_that_cannot_be(size, sizes, message):
+    with pytest.raises(CheckpointError, match=message):
+        Topology(**sizes).check(dimensions_of(config_dict(size)), stages=True)

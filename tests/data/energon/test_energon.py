@@ -1,0 +1,294 @@
+"""Samples of WebDatasets: the same tokens and pixels as from JSON lines, and what happens to bad ones."""
+
+import base64
+import gc
+import json
+import pickle
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+
+from qwen3vl_bridge.data import DataError, JsonLines
+
+import pytest
+import torch
+
+from ..conftest import picture, same
+from ..media.test_video import clip
+from .webdatasets import (
+    ASKED,
+    CHATML,
+    CRUDE,
+    FIRST_SAMPLE,
+    chatml,
+    keys,
+    pickled,
+    provider_of,
+    write_checkpoint,
+    write_folder,
+    write_mixed,
+    write_tar,
+)
+
+
+def asked(*parts) -> list:
+    question = [*parts, {"type": "text", "text": "Which digit?"}]
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": "Seven."}]
+
+
+@pytest.fixture(autouse=True)
+def _no_old_garbage():
+    """Energon collects garbage as a stream begins, in workers too: among all that Megatron's import leaves."""
+    gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory) -> dict[str, bytes]:
+    """Contents of pictures and a video."""
+    folder = tmp_path_factory.mktemp("media")
+    paths = [picture(folder / f"{n}.png", 32 * (n + 1), 64, seed=n) for n in range(3)]
+    paths.append(clip(folder / "clip.mkv", 10, size=(32, 64)))
+    return {path.name: path.read_bytes() for path in paths}
+
+
+@pytest.fixture(scope="session")
+def samples(files) -> list:
+    """A sample of every kind, by its key."""
+    one, two, three = (files[f"{n}.png"] for n in range(3))
+    uri = "data:image/png;base64," + base64.b64encode(two).decode()
+    image, frames = {"type": "image", "image": "png"}, {"type": "video", "video": ["0.png", "1.png"], "sample_fps": 2}
+    turns = [{"from": "human", "value": "<image>\nand <image>?"}, {"from": "gpt", "value": "Both are."}]
+    return [
+        ("text", {"json": {"messages": ASKED}}),
+        ("image", {"png": one, "json": {"messages": asked(image)}}),
+        ("images", {"json": {"messages": asked(image, {"type": "image", "image": "b.png"})}, "png": two, "b.png": one}),
+        (
+            "llava",
+            {"json": {"conversations": turns, "images": ["0.png", "1.png"], "id": 7}, "0.png": two, "1.png": one},
+        ),
+        ("sharegpt", {"json": {"conversations": [*turns[:0], {"from": "human", "value": "Six?"}, turns[1]]}}),
+        ("video", {"clip.mkv": files["clip.mkv"], "json": {"messages": asked({"type": "video", "video": "clip.mkv"})}}),
+        ("frames", {"0.png": one, "1.png": one, "json": {"messages": asked(frames)}}),
+        ("uri", {"json": {"messages": asked({"type": "image", "image": uri})}}),
+        ("folder/whole", {"png": three, "json": {"messages": asked({"type": "image", "image": "whole.png"})}}),
+    ]
+
+
+@pytest.fixture(scope="module")
+def make(processor, tmp_path_factory):
+    """Makes providers."""
+    return partial(provider_of, write_checkpoint(tmp_path_factory.mktemp("hf"), processor))
+
+
+@pytest.fixture
+def expected(samples, encoder, tmp_path):
+    """Each sample as it is encoded from JSON lines, with its files beside them."""
+    encoded = {}
+    for key, parts in samples:
+        folder = tmp_path / "lines" / key
+        folder.mkdir(parents=True)
+        for name, contents in parts.items():
+            if name != "json":
+                (folder / name).write_bytes(contents)
+                (folder / f"{folder.name}.{name}").write_bytes(contents)
+        (folder / "train.jsonl").write_text(json.dumps(parts["json"]) + "\n")
+        place = f"train-0.tar:{key}"
+        encoded[place] = replace(encoder(JsonLines(folder / "train.jsonl")[0]), sample_id=place)
+    return encoded
+
+
+@pytest.mark.parametrize(
+    "settings", [{"packing_buffer_size": 9}, {"pack": False}, {"pack": False, "micro_batch_size": 3}]
+)
+def test_samples_are_those_of_json_lines(make, samples, expected, collator, tmp_path, settings):
+    folder = write_folder(tmp_path / "wds", train=[samples])
+    rows = list(islice(make(folder, **settings).stream("train"), 9 if "micro_batch_size" not in settings else 3))
+    seen = set()
+    for batch in rows:
+        lay_out = collator.padded if "pack" in settings else collator.packed
+        assert same(batch, lay_out([expected[sample_id] for sample_id in batch.sample_ids]))
+        seen |= set(batch.sample_ids)
+    assert seen == expected.keys()
+    if "pack" not in settings:
+        assert max(len(batch.sample_ids) for batch in rows) > 2
+
+
+def test_rows_are_bounded_by_patches_too(make, samples, tmp_path):
+    folder = write_folder(tmp_path / "wds", train=[samples])
+
+    def most(**changes) -> int:
+        batches = islice(make(folder, packing_buffer_size=9, on_long="drop", **changes).stream("train"), 9)
+        return max(0 if batch.vision is None else len(batch.vision.pixel_values) for batch in batches)
+
+    free = most()
+    assert most(max_patches=free - 1) < free
+
+
+def test_settings_reach_the_rows(make, samples, tmp_path):
+    folder = write_folder(tmp_path / "wds", train=[samples])
+    batch = next(make(folder, pad_to_multiple_of=16, pixel_dtype=torch.bfloat16).stream("train"))
+    assert all(length % 16 == 0 for length in batch.layout.padded_lengths) and batch.input_ids.shape == (1, 256)
+    assert batch.vision.pixel_values.dtype == torch.bfloat16
+
+
+BAD = [
+    ({"json": b"{no"}, "no JSON"),
+    (
+        {"json": {"messages": asked({"type": "image", "image": "png"})}, "jpg": b"1"},
+        "found 'png', expected a part of .*bad.jpg",
+    ),
+    ({"json": {"messages": asked({"type": "image", "image": "/etc/passwd"})}}, "there is none"),
+    (
+        {"json": {"messages": asked({"type": "image", "image": "jpg"})}, "jpg": b"broken"},
+        "does not decode as a picture",
+    ),
+    ({"txt": "x"}, "found the parts txt, expected 'json' among them"),
+    ({"json": {"messages": []}}, "expected an object with a list of messages"),
+    ({"json": {"conversations": [{"from": "human", "value": "<image>"}], "images": []}}, "expected 0"),
+]
+
+
+@pytest.mark.parametrize(("parts", "problem"), BAD)
+def test_a_bad_sample_stops_the_run_or_is_dropped(make, tmp_path, caplog, parts, problem):
+    folder = write_folder(tmp_path / "wds", train=[[("good", {"json": {"messages": ASKED}}), ("bad", parts)]])
+    with pytest.raises(DataError, match=rf"^train-0.tar:bad: .*{problem}"):
+        list(islice(make(folder, pack=False).stream("train"), 2))
+    batches = islice(make(folder, pack=False, on_bad="drop").stream("train"), 4)
+    assert keys(batches) == ["good"] * 4
+    assert "train-0.tar:bad" in caplog.text and "dropped, 3 so far" in caplog.text
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_a_picture_that_breaks_off_is_found_when_its_row_is_due(make, tmp_path, caplog, pack):
+    whole = picture(tmp_path / "a.jpg", 96, 96).read_bytes()
+    broken = {"jpg": whole[: len(whole) // 2], "json": {"messages": asked({"type": "image", "image": "jpg"})}}
+    folder = write_folder(tmp_path / "wds", train=[[("good", {"json": {"messages": ASKED}}), ("bad", broken)]])
+    settings = {"pack": pack, "packing_buffer_size": 1 if pack else None}
+    with pytest.raises(DataError, match=r"^train-0.tar:bad: .*does not decode"):
+        list(islice(make(folder, **settings).stream("train"), 2))
+    assert keys(islice(make(folder, on_bad="drop", **settings).stream("train"), 3)) == ["good"] * 3
+    assert "dropped, 2 so far" in caplog.text
+
+
+def test_an_error_in_a_worker_is_as_clear_as_one_without(make, tmp_path):
+    folder = write_folder(tmp_path / "wds", train=[[("bad", {"json": b"{no"})]])
+    with pytest.raises(DataError, match=r"^train-0.tar:bad: part 'json': found what is no JSON") as error:
+        next(make(folder, num_workers=1).stream("train"))
+    assert "Traceback" not in str(error.value)
+
+
+def test_a_folder_of_which_nothing_stays_is_no_endless_loop(make, tmp_path):
+    folder = write_folder(tmp_path / "wds", train=[[("a", {"json": b"{no"}), ("b", {"json": b"{no"})]])
+    with pytest.raises(DataError, match="dropped, as were the 2 before"):
+        next(make(folder, on_bad="drop").stream("train"))
+
+
+def test_a_long_sample_is_refused_dropped_or_cut(make, tmp_path, caplog):
+    long = [*ASKED, {"role": "user", "content": "six " * 80}, {"role": "assistant", "content": "Six."}]
+    samples = [("short", {"json": {"messages": ASKED}}), ("long", {"json": {"messages": long}})]
+    folder = write_folder(tmp_path / "wds", train=[samples])
+    settings = {"pack": False, "seq_length": 64}
+    with pytest.raises(DataError, match=r"^train-0.tar:long: found a sample of \d+ tokens, expected at most 64"):
+        list(islice(make(folder, **settings).stream("train"), 2))
+    assert keys(islice(make(folder, on_long="drop", **settings).stream("train"), 3)) == ["short"] * 3
+    assert "dropped, 2 so far" in caplog.text
+    cut = list(islice(make(folder, on_long="truncate", **settings).stream("train"), 2))
+    assert sorted(keys(cut)) == ["long", "short"] and "cut, 1 so far" in caplog.text
+    assert max(max(batch.layout.lengths) for batch in cut) == 64
+
+
+def test_chatml_folders_keep_the_bytes_of_their_pictures(make, files, encoder, collator, tmp_path):
+    folder = write_mixed(tmp_path / "wds", chatml(files))
+    batches = list(islice(make(folder, pack=False, sample_fps=2.0).stream("train"), 5))
+    for name, contents in files.items():
+        (tmp_path / name).write_bytes(contents)
+    turns = [{"from": "human", "value": "<image>\nand <image>?"}, {"from": "gpt", "value": "Both."}]
+    records = {
+        "images": {"conversations": turns, "images": ["0.png", "1.png"]},
+        "wrapped": {"conversations": turns, "images": ["1.png", "0.png"], "tools": [{"name": "look"}]},
+        "video": {"messages": asked_of({"type": "video", "video": ["0.png"] * 3, "sample_fps": 2.0})},
+        "file": {"messages": asked_of({"type": "video", "video": "clip.mkv"})},
+        "text": {"messages": ASKED},
+    }
+    for batch in batches:
+        (place,) = batch.sample_ids
+        (tmp_path / "a.jsonl").write_text(json.dumps(records.pop(place.rpartition(":")[2])))
+        sample = encoder(JsonLines(tmp_path / "a.jsonl")[0])
+        assert same(batch, collator.padded([replace(sample, sample_id=place)]))
+    assert not records
+
+
+def test_samples_without_what_a_field_map_wants_are_named(make, files, tmp_path, caplog):
+    yaml = CHATML.replace("  videos: videos\n", "")
+    folder = write_folder(tmp_path / "wds", yaml=yaml, train=[[chatml(files)[0], chatml(files)[-1]]])
+    problem = r"^train-0.tar:text: found the parts json, expected all that the field_map of dataset.yaml names"
+    with pytest.raises(DataError, match=problem):
+        list(islice(make(folder, pack=False).stream("train"), 2))
+    assert keys(islice(make(folder, pack=False, on_bad="drop").stream("train"), 3)) == ["images"] * 3
+    assert "train-0.tar:text: found the parts json" in caplog.text and "dropped, 2 so far" in caplog.text
+
+
+def asked_of(part) -> list:
+    question = [part, {"type": "text", "text": "Which?"}]
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": "Seven."}]
+
+
+class _Evil:
+    def __reduce__(self):
+        return (print, ("loaded",))
+
+
+@pytest.mark.parametrize(
+    ("part", "problem"),
+    [
+        ({"jpgs": pickle.dumps(_Evil())}, "pickle that does not load .it names builtins.print"),
+        ({"jpgs": pickled(b"1")}, "found 0 places for images"),
+        ({"videos": pickled([b"1"])}, "found 0 places for images|found 0 places for videos"),
+    ],
+)
+def test_bad_chatml_samples_are_named(make, tmp_path, part, problem):
+    folder = write_mixed(tmp_path / "wds", [("bad", {"json": ASKED, **part})])
+    with pytest.raises(DataError, match=rf"^train-0.tar:bad: .*{problem}"):
+        next(make(folder).stream("train"))
+
+
+def test_frames_without_a_rate_are_refused(make, files, tmp_path):
+    folder = write_folder(tmp_path / "wds", yaml=CHATML.replace("  imgs: jpgs\n", ""), train=[chatml(files)[2:3]])
+    with pytest.raises(DataError, match=r"^train-0.tar:video: .*'sample_fps' of a list of frames"):
+        next(make(folder).stream("train"))
+
+
+def test_folders_of_other_kinds_are_refused(make, tmp_path):
+    yaml = "sample_type:\n  __module__: megatron.energon\n  __class__: TextSample\nfield_map:\n  text: txt\n"
+    folder = write_folder(tmp_path / "wds", yaml=yaml, train=[[("a", {"txt": "a"})]])
+    with pytest.raises(DataError, match="found a StandardWebdatasetFactory of TextSample, expected a CrudeWebdataset"):
+        make(folder).stream("train")
+    with pytest.raises(DataError, match=r"nowhere: energon does not read it"):
+        make(tmp_path / "nowhere").stream("train")
+    with pytest.raises(DataError, match=r"wds: energon does not read it"):
+        make(write_folder(tmp_path / "wds", yaml=CRUDE, train=[[("a", {"txt": "a"})]])).stream("valid")
+
+
+@pytest.mark.parametrize(("ranks", "workers"), [(2, 0), (1, 3)])
+def test_fewer_samples_than_workers_are_refused(make, tmp_path, ranks, workers):
+    folder = write_folder(tmp_path / "wds", train=[[(name, {"json": {"messages": ASKED}}) for name in "abc"]])
+    (tmp_path / "part.yaml").write_text(FIRST_SAMPLE)
+    few = make(tmp_path / "part.yaml", pack=False, num_workers=workers, num_val_workers=0)
+    for rank in range(ranks):
+        with pytest.raises(
+            DataError, match=rf"^{folder}: found 1 samples, expected at least {ranks * max(1, workers)}: "
+        ):
+            few.stream("train", dp_rank=rank, dp_size=ranks)
+    assert keys(few.evaluation("train")) == ["a"]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_tar_that_has_become_shorter_is_named(make, tmp_path, workers):
+    samples = [(name, {"json": {"messages": ASKED}}) for name in "abcd"]
+    folder = write_folder(tmp_path / "wds", train=[samples[:1], samples[1:]])
+    write_tar(folder / "train-1.tar", samples[1:2])
+    provider = make(folder, pack=False, num_workers=workers, on_bad="drop")
+    for batches in (islice(provider.stream("train"), 4), provider.evaluation("train")):
+        with pytest.raises(DataError, match=rf"^{folder}/train-1.tar: .* ValueError: Unexpected end of tar") as error:
+            list(batches)
+        assert "Traceback" not in str(error.value)

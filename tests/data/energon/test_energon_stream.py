@@ -1,0 +1,283 @@
+"""Streams over WebDatasets: each sample once, positions that go on exactly, in Megatron-Bridge's loop."""
+
+import gc
+import io
+from functools import partial
+from itertools import chain, islice
+
+from qwen3vl_bridge.data import DataError
+from qwen3vl_bridge.data.processing.processor import VisionLimits
+
+import pytest
+import torch
+from megatron.bridge.data.base import DatasetBuildContext
+from megatron.bridge.data.loaders import RerunDataIterator
+from megatron.bridge.data.utils import get_dataset_provider
+from megatron.bridge.utils.safe_pickle import energon_torch_load
+
+from tests.training.running import replicate, train
+
+from ..conftest import groups, picture, same
+from .test_energon import asked
+from .webdatasets import ASKED, keys, provider_of, write_checkpoint, write_folder
+
+NUMBER = 22
+
+
+@pytest.fixture(autouse=True)
+def _no_old_garbage():
+    """Energon collects garbage as a stream begins, in workers too: among all that Megatron's import leaves."""
+    gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def make(processor, tmp_path_factory):
+    """Makes providers."""
+    return partial(provider_of, write_checkpoint(tmp_path_factory.mktemp("hf"), processor))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """22 samples in three tars, every third with a picture; seven for validation; one for testing."""
+    folder = tmp_path_factory.mktemp("streams")
+    contents = [picture(folder / f"{n}.png", 32, 32 * (n + 1), seed=n).read_bytes() for n in range(3)]
+
+    def sample(number: int, words: str):
+        question = {"type": "text", "text": f"{words} " * (1 + number % 5)}
+        if number % 3:
+            return f"{words}{number}", {"json": {"messages": [{"role": "user", "content": [question]}, ASKED[1]]}}
+        parts = asked({"type": "image", "image": "png"}, question)
+        return f"{words}{number}", {"json": {"messages": parts}, "png": contents[number % 9 // 3]}
+
+    train = [sample(number, "t") for number in range(NUMBER)]
+    valid = [[sample(number, "v") for number in range(7)]]
+    return write_folder(folder / "wds", train=[train[:9], train[9:12], train[12:]], val=valid, test=[[sample(0, "x")]])
+
+
+def take(stream, number: int) -> list:
+    return list(islice(stream, number))
+
+
+def sample_keys(*letters_and_numbers) -> list[str]:
+    return sorted(f"{letter}{number}" for letter, count in letters_and_numbers for number in range(count))
+
+
+TRAIN = sample_keys(("t", NUMBER))
+
+
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (1, 2), (2, 0)])
+def test_each_sample_comes_once_an_epoch(make, folder, ranks, workers):
+    provider = make(folder, pack=False, num_workers=workers)
+    share = NUMBER // ranks
+    streams = [provider.stream("train", dp_rank=rank, dp_size=ranks) for rank in range(ranks)]
+    epochs = [[keys(take(stream, share)) for stream in streams] for _ in range(2)]
+    assert [sorted(chain.from_iterable(epoch)) for epoch in epochs] == [TRAIN, TRAIN]
+    assert epochs[0] != epochs[1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_rows_are_packed_from_each_sample_once(make, folder, ranks):
+    """A buffer of a rank's samples is an epoch of them."""
+    provider = make(folder, packing_buffer_size=NUMBER // ranks)
+    streams = [provider.stream("train", dp_rank=rank, dp_size=ranks) for rank in range(ranks)]
+    found, rows, most = [], 0, 0
+    for stream in streams:
+        seen: list[str] = []
+        while len(seen) < NUMBER // ranks:
+            batch = next(stream)
+            seen, rows, most = seen + keys([batch]), rows + 1, max(most, len(batch.sample_ids))
+        found += seen
+    assert sorted(found) == TRAIN
+    assert rows < NUMBER / 3 and most > 3
+
+
+SETTINGS = [
+    {"packing_buffer_size": 5, "shuffle_buffer_size": 4, "seq_length": 128},
+    {"packing_buffer_size": 5, "shuffle_buffer_size": 4, "seq_length": 128, "num_workers": 1},
+    {"pack": False, "micro_batch_size": 2, "shuffle_buffer_size": 4},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_restored_stream_gives_the_batches_of_an_unbroken_one(make, folder, settings):
+    """By energon's state as Megatron-Bridge writes and reads it; and by ours."""
+    whole = take(make(folder, **settings).stream("train"), 11)
+    assert len({batch.sample_ids for batch in whole}) > 8
+    for stop in (7,) if "num_workers" in settings else (0, 7):
+        stream = make(folder, **settings).stream("train")
+        assert all(map(same, take(stream, stop), whole))
+        theirs, ours = _saved(stream.save_state()), _saved(stream.state_dict())
+        restored, resumed = (make(folder, **settings).stream("train") for _ in range(2))
+        restored.restore_state(energon_torch_load(theirs))
+        take(resumed, 2)  # whatever it gave before
+        resumed.load_state_dict(torch.load(ours, weights_only=True))
+        for other in (restored, resumed):
+            assert all(map(same, take(other, 4), whole[stop : stop + 4]))
+        assert resumed.state_dict()["batches"] == stop + 4
+
+
+def test_ranks_go_on_from_what_one_of_them_wrote(make, folder):
+    provider = make(folder, packing_buffer_size=4)
+    ranks = [provider.stream("train", dp_rank=rank, dp_size=2) for rank in range(2)]
+    whole = [take(rank, 8) for rank in ranks]
+    written = provider.stream("train", dp_rank=0, dp_size=2)
+    take(written, 3)
+    state = torch.load(_saved(written.state_dict()), weights_only=True)
+    for rank in range(2):
+        resumed = provider.stream("train", dp_rank=rank, dp_size=2)
+        resumed.load_state_dict(state)
+        assert all(map(same, take(resumed, 5), whole[rank][3:]))
+    with pytest.raises(ValueError, match="of other data than this: found ranks 1, expected 2"):
+        provider.stream("train").load_state_dict(state)
+
+
+def _saved(state) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(state, file)
+    return io.BytesIO(file.getvalue())
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"seed": 1}, "seed 1, expected 0"),
+        ({"vision": VisionLimits(image_max_pixels=2048)}, "encoding"),
+        ({"packing_buffer_size": 6}, "data"),
+        ({"num_workers": 2}, "workers 2, expected 0"),
+        ({"on_bad": "drop"}, "on_bad drop, expected error"),
+    ],
+)
+def test_a_position_in_other_data_is_refused(make, folder, changes, found):
+    state = make(folder, packing_buffer_size=5).stream("train").state_dict()
+    with pytest.raises(ValueError, match=f"the position is of other data than this: found {found}"):
+        make(folder, **{"packing_buffer_size": 5, **changes}).stream("train").load_state_dict(state)
+
+
+def test_energons_state_of_other_workers_is_refused(make, folder):
+    stream = make(folder, pack=False).stream("train")
+    take(stream, 1)
+    with pytest.raises(ValueError, match="energon refuses the position"):
+        make(folder, pack=False, num_workers=2).stream("train").restore_state(stream.save_state())
+
+
+def test_the_order_follows_the_seed(make, folder):
+    first, again, other = (keys(take(make(folder, pack=False, seed=s).stream("train"), NUMBER)) for s in (1, 1, 2))
+    assert first == again != other
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [(1, {}), (3, {}), (2, {"pack": False}), (2, {"pack": False, "micro_batch_size": 2}), (1, {"num_workers": 2})],
+)
+def test_evaluation_sees_each_sample_once_on_as_many_batches(make, folder, ranks, settings):
+    provider = make(folder, seq_length=128, packing_buffer_size=None if "pack" in settings else 4, **settings)
+    passes = [list(provider.evaluation("valid", dp_rank=rank, dp_size=ranks)) for rank in range(ranks)]
+    assert len({len(batches) for batches in passes}) == 1
+    assert sorted(keys(batch for batches in passes for batch in batches)) == sample_keys(("v", 7))
+    rows = settings.get("micro_batch_size", 1)
+    assert all(batch.input_ids.shape == (rows, 128) for batches in passes for batch in batches)
+
+
+def test_evaluation_sees_the_split_that_it_is_asked_for(make, folder):
+    provider = make(folder)
+    assert sorted(keys(provider.evaluation("train"))) == TRAIN
+    assert keys(provider.evaluation("test")) == ["x0"]
+    with pytest.raises(ValueError, match="found the split 'val', expected 'train' or 'valid' or 'test'"):
+        provider.evaluation("val")
+
+
+def test_a_sample_that_proves_bad_in_evaluation_leaves_its_place_to_nothing(make, tmp_path):
+    whole = picture(tmp_path / "a.jpg", 96, 96).read_bytes()
+    bad = {"json": {"messages": asked({"type": "image", "image": "jpg"})}, "jpg": whole[: len(whole) // 2]}
+    good = {"json": {"messages": ASKED}}
+    folder = write_folder(tmp_path / "wds", train=[[("a", good)]], val=[[("good", good), ("bad", bad)]])
+    batches = list(make(folder, pack=False, on_bad="drop").evaluation("valid"))
+    assert len(batches) == 2 and keys(batches) == ["good"]
+    with pytest.raises(DataError, match=r"^val-0.tar:bad: "):
+        list(make(folder, pack=False).evaluation("valid"))
+
+
+def test_megatron_bridge_builds_the_same_batches_and_finds_their_state(make, folder):
+    provider = make(folder, packing_buffer_size=5)
+    train, valid, test = get_dataset_provider(provider)((10, 2, 2), provider)
+    assert test is None and next(valid).sample_ids[0].startswith("val-0.tar:v")
+    iterator = RerunDataIterator(train)  # as `megatron.bridge.data.loaders` wraps external ones
+    stream = provider.stream("train")
+    assert all(same(next(iterator), next(stream)) for _ in range(5))
+    assert iterator.iterable.save_state().worker_states
+    context = DatasetBuildContext(train_samples=4, valid_samples=4, test_samples=0)
+    assert make(folder, do_validation=False).build_datasets(context)[1:] == (None, None)
+
+
+def test_megatron_bridges_ranks_have_their_share(make, folder):
+    provider = make(folder, pack=False, seed=3)
+    context = DatasetBuildContext(
+        train_samples=4, valid_samples=0, test_samples=0, pg_collection=groups(dp=2, dp_rank=1)
+    )
+    train, _, _ = provider.build_datasets(context)
+    assert all(map(same, take(train, 11), provider.stream("train", dp_rank=1, dp_size=2)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dataloader_type": "single"}, "dataloader_type is 'single', expected 'external'"),
+        ({"on_long": "cut"}, "on_long is 'cut'"),
+        ({"micro_batch_size": 2}, "micro_batch_size is 2, expected 1 where rows are packed"),
+        ({"pack": False, "packing_buffer_size": 4}, "packing_buffer_size is 4, but pack is off"),
+        ({"seq_length": 250, "pad_to_multiple_of": 8}, "seq_length is 250, expected a multiple of"),
+        ({"shuffle_buffer_size": 0}, "shuffle_buffer_size is 0, expected at least 1"),
+        ({"max_patches": 0}, "max_patches is 0, expected at least 1"),
+        ({"sample_fps": 0.0}, "sample_fps is 0.0, expected"),
+        ({"num_workers": -1}, "num_workers is -1, expected at least 0"),
+        ({"pin_memory": False}, "pin_memory is False, expected True: this data set has no such setting"),
+        ({"data_sharding": False}, "data_sharding is False"),
+        ({"num_workers": 1, "persistent_workers": False}, "persistent_workers is False, expected True"),
+        ({"dataset_kwargs": {"auto_decode": True}}, "dataset_kwargs has auto_decode .*media stay bytes"),
+        ({"dataset_kwargs": {"batch_size": 2}}, r"dataset_kwargs has batch_size \(set micro_batch_size\)"),
+    ],
+)
+def test_settings_that_cannot_be_or_would_be_ignored_are_refused(make, folder, changes, message):
+    with pytest.raises(ValueError, match=message):
+        make(folder, **changes)
+
+
+def test_wrong_shares_are_refused(make, folder):
+    provider = make(folder)
+    with pytest.raises(ValueError, match="found data-parallel rank 2 of 2"):
+        provider.stream("train", dp_rank=2, dp_size=2)
+    with pytest.raises(ValueError, match="found data-parallel rank -1 of 1"):
+        next(provider.evaluation("valid", dp_rank=-1))
+    for ask in (provider.stream, provider.evaluation):
+        with pytest.raises(ValueError, match="found micro_batch_size 3, expected the dataset's own, 1"):
+            ask("valid", micro_batch_size=3)
+    with pytest.raises(ValueError, match="found the split 'test', expected 'train' or 'valid'"):
+        provider.stream("test")
+    provider.finalize()  # Megatron-Bridge does it again
+
+
+def test_more_arguments_reach_energon(make, folder):
+    (folder / ".nv-meta" / "small.yaml").write_text("split_parts:\n  train: [train-1.tar]\nexclude: []\n")
+    provider = make(folder, pack=False, dataset_kwargs={"split_config": "small.yaml"})
+    assert sorted(keys(take(provider.stream("train"), 3))) == ["t10", "t11", "t9"]
+
+
+def test_a_run_trains_on_it_and_goes_on_where_it_stopped(untied_folder, folder, tmp_path):
+    from qwen3vl_recipes.digits import qwen3_vl_digits_sft_config
+    from qwen3vl_recipes.paths import set_paths
+
+    def config(save: str):
+        cfg = set_paths(qwen3_vl_digits_sft_config(), hf_path=untied_folder, save=tmp_path / save)
+        replicate(cfg).mixed_precision = None
+        cfg.dataset = provider_of(untied_folder, folder, seq_length=128, packing_buffer_size=6)
+        cfg.checkpoint.pretrained_checkpoint, cfg.model.seq_length = None, 128
+        cfg.train.train_iters, cfg.scheduler.lr_warmup_iters = 4, 1
+        return cfg
+
+    def losses(log) -> list:
+        return [entry["loss"] for entry in log if "loss" in entry]
+
+    whole = losses(train(config("whole")))
+    first = losses(train(config("halves"), stop_after=2))
+    halves = first + losses(train(config("halves")))
+    assert len(whole) == 4 and halves == whole and whole[3] < whole[0]

@@ -1,0 +1,153 @@
+"""Rows that context-parallel ranks share: conversations are padded for that, whatever the source."""
+
+from itertools import islice
+
+from qwen3vl_bridge import Qwen3VLConversationProvider
+from qwen3vl_bridge.batch import token_index
+from qwen3vl_bridge.cli.data import main
+
+import datasets
+import pytest
+from megatron.bridge.data.base import DatasetBuildContext
+
+from ..conftest import groups, picture
+from ..energon.test_energon import asked
+from ..energon.webdatasets import provider_of, write_folder
+
+KINDS = ("rows", "packed before", "streamed", "energon")
+
+
+@pytest.fixture
+def pack(checkpoint, train_file, tmp_path):
+    """Packs the training file, padded to a multiple, from the command line."""
+
+    def pack(multiple: int) -> str:
+        folder = tmp_path / f"packed {multiple}"
+        command = f"pack --seq-length 256 --workers 0 --seed 0 --no-progress --pad-to-multiple-of {multiple}".split()
+        paths = ["--data", str(train_file), "--hf-model", str(checkpoint), "--output", str(folder)]
+        assert folder.exists() or main([*command, *paths]) == 0
+        return str(folder)
+
+    return pack
+
+
+@pytest.fixture
+def make(checkpoint, train_file, stream, tmp_path, monkeypatch, pack):
+    """Makes a provider of each kind, of the same settings."""
+
+    def make(kind: str, multiple: int = 1, **changes):
+        settings = {"seq_length": 256, "num_workers": 0, **changes}
+        if kind == "energon":
+            return provider_of(checkpoint, _webdataset(tmp_path), **settings)
+        if kind == "packed before":
+            settings["train_packing"] = pack(multiple)
+        elif kind == "streamed":
+            monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name: ["train"])
+            monkeypatch.setattr(datasets, "load_dataset", lambda name, **how: stream)
+            settings |= {"streaming": True, "media_root": str(train_file.parent), "train_path": "hf://me/digits"}
+        settings = {"train_path": str(train_file), "hf_processor_path": str(checkpoint), **settings}
+        provider = Qwen3VLConversationProvider(**settings)
+        provider.finalize()
+        return provider
+
+    return make
+
+
+def _webdataset(folder):
+    """Conversations of many lengths, some with a picture."""
+    content = picture(folder / "7.png", 32, 64, seed=7).read_bytes()
+    texts = [{"type": "text", "text": "seven " * (1 + number)} for number in range(12)]
+    samples = [
+        (f"t{number}", {"json": {"messages": asked({"type": "image", "image": "png"}, text)}, "png": content})
+        for number, text in enumerate(texts)
+    ]
+    return folder / "wds" if (folder / "wds").exists() else write_folder(folder / "wds", train=[samples])
+
+
+def as_a_stream(provider, cp: int):
+    """As ranks of the vision tower read them."""
+    return provider.shared_by(cp).stream("train")
+
+
+def in_megatron_bridges(provider, cp: int):
+    context = DatasetBuildContext(train_samples=40, valid_samples=0, test_samples=0, pg_collection=groups(cp=cp))
+    train, _, _ = provider.build_datasets(context)
+    if hasattr(train, "collate_fn"):
+        return (train.collate_fn([train[number]]) for number in range(40))
+    return iter(train)
+
+
+LOOPS = (as_a_stream, in_megatron_bridges)
+
+
+def check(batch, multiple: int, cp: int) -> None:
+    """Every rank can take its share, also under sequence parallelism over 2 and 4 ranks: each token has one place."""
+    layout = batch.layout
+    assert all(length % multiple == 0 for length in layout.padded_lengths) and layout.total == 256
+    for sp in (1, 2, 4):
+        shares = [token_index(layout, cp, rank, sp, part) for rank in range(cp) for part in range(sp)]
+        assert sorted(token for share in shares for token in share.flatten().tolist()) == list(range(256))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("cp", "multiple"), [(1, 1), (2, 4), (4, 8)])
+def test_conversations_are_padded_as_context_parallelism_needs(make, kind, cp, multiple):
+    provider = make(kind, multiple)
+    rows = [list(islice(loop(provider, cp), 4)) for loop in LOOPS]
+    assert [batch.sample_ids for batch in rows[0]] == [batch.sample_ids for batch in rows[1]]
+    assert any(len(batch.sample_ids) > 1 for batch in rows[0])
+    for batch in rows[0] + rows[1]:
+        check(batch, multiple, cp)
+    padded = {length for batch in rows[0] for length in batch.layout.padded_lengths}
+    assert any(length % (2 * multiple) for length in padded)  # and no more than it needs
+    assert provider.pad_to_multiple_of is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_multiple_of_ones_own_is_kept_where_it_serves(make, kind, loop):
+    provider = make(kind, 16, pad_to_multiple_of=16)
+    for batch in islice(loop(provider, 4), 3):
+        check(batch, 16, 4)
+    with pytest.raises(ValueError, match=r"pad_to_multiple_of is 16, expected a multiple of 12 under .* 6, or None"):
+        loop(make(kind, 16, pad_to_multiple_of=16, seq_length=768), 6)
+
+
+@pytest.mark.parametrize("kind", ["rows", "streamed", "energon"])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_what_cannot_be_shared_is_refused_as_a_run_is_set_up(make, kind, loop):
+    for settings, message in (
+        ({"pad_to_multiple_of": 1}, "pad_to_multiple_of is 1, expected a multiple of 4 under context_parallel_size 2"),
+        ({"pad_to_multiple_of": 2}, "pad_to_multiple_of is 2, expected a multiple of 4 under context_parallel_size 2"),
+        ({"seq_length": 250}, "seq_length is 250, expected a multiple of 4 under context_parallel_size 2"),
+    ):
+        with pytest.raises(ValueError, match=f"dataset.{message}"):
+            loop(make(kind, **settings), 2)
+    if kind != "streamed":
+        with pytest.raises(ValueError, match=r"dataset.seq_length is 250, expected a multiple of 4"):
+            loop(make(kind, seq_length=250, pack=False), 2)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_padded_rows_are_shared_whole(make, loop):
+    (batch,) = islice(loop(make("rows", pack=False), 4), 1)
+    check(batch, 256, 4)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_rows_that_were_packed_with_another_multiple_are_refused(make, loop):
+    for found, changes, message in (
+        (1, {}, r"multiples of 1, expected 4. Pack once more with --pad-to-multiple-of 4$"),
+        (8, {}, r"multiples of 8, expected 4. Pack .* 4, or set dataset.pad_to_multiple_of to 8$"),
+        (4, {"pad_to_multiple_of": 8}, r"multiples of 4, expected 8. Pack once more with --pad-to-multiple-of 8$"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            loop(make("packed before", found, **changes), 2)
+
+
+def test_a_position_is_of_rows_that_as_many_ranks_share(make):
+    """Other padding makes other rows of the same conversations."""
+    stream = as_a_stream(make("rows"), 1)
+    next(stream)
+    with pytest.raises(ValueError, match="the position is of other data than this: found multiple 4, expected 1"):
+        as_a_stream(make("rows"), 2).load_state_dict(stream.state_dict())

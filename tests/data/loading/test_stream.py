@@ -1,0 +1,174 @@
+"""Streams: the same rows whatever the ranks and workers, and after a resume; one pass sees each sample once."""
+
+import io
+import json
+
+from qwen3vl_bridge.batch import PackedBatch
+from qwen3vl_bridge.data import (
+    BatchStream,
+    DataError,
+    Window,
+    one_pass,
+)
+
+import pytest
+import torch
+
+from ..conftest import same, segments, write
+
+
+def take(stream, number: int) -> list[PackedBatch]:
+    return [next(stream) for _ in range(number)]
+
+
+def ids(batches: list[PackedBatch]) -> list[tuple[str, ...]]:
+    return [batch.sample_ids for batch in batches]
+
+
+NUMBER = 26  # rows, more than two epochs
+
+
+@pytest.mark.parametrize("settings", [{}, {"pack": False}, {"seed": None}, {"window_size": 100}])
+def test_a_resumed_stream_sees_the_rows_of_an_unbroken_one(make_rows, settings):
+    rows = make_rows(**settings)
+    whole = take(BatchStream(rows()), NUMBER)
+    assert len(set(ids(whole))) >= 10
+    for stop in (0, 1, 5, 12, NUMBER - 4):
+        stream = BatchStream(rows())
+        assert all(map(same, take(stream, stop), whole))
+        file = io.BytesIO()
+        torch.save(stream.state_dict(), file)
+        file.seek(0)
+        resumed = BatchStream(rows())
+        take(resumed, 3)
+        resumed.load_state_dict(torch.load(file, weights_only=True))
+        assert all(map(same, take(resumed, 4), whole[stop : stop + 4]))
+
+
+def test_a_resumed_stream_measures_no_samples_it_has_passed(make_rows):
+    rows = make_rows(seed=None)
+    stream = BatchStream(rows())
+    take(stream, 7)
+    resumed, state = BatchStream(rows()), stream.state_dict()
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == state
+    next(resumed)
+    window = Window(**state["window"])
+    measured = {sample for sample in range(40) if resumed._rows.samples._sizes.get(sample) is not None}
+    assert window.start >= 16
+    assert {*window.carried, *range(window.start, 40)} >= measured >= set(range(window.start, window.start + 8))
+
+
+def test_positions_are_plain_numbers_and_independent_of_workers(make_rows):
+    rows = make_rows()
+    here, ahead = BatchStream(rows()), BatchStream(rows(), num_workers=2)
+    assert all(map(same, take(here, 12), take(ahead, 12)))
+    # The other workers are ahead, but the position is that of the batches given out.
+    assert json.loads(json.dumps(here.state_dict())) == json.loads(json.dumps(ahead.state_dict()))
+    ahead.load_state_dict(here.state_dict())
+    assert all(map(same, take(here, 4), take(ahead, 4)))
+
+
+@pytest.mark.parametrize(("dp_size", "micro_batch_size"), [(2, 1), (3, 1), (1, 2), (2, 3)])
+def test_ranks_share_the_rows_of_one_stream(make_rows, dp_size, micro_batch_size):
+    rows = make_rows(pack=micro_batch_size == 1)
+    single = ids(take(BatchStream(rows()), NUMBER))
+    share = {"dp_size": dp_size, "micro_batch_size": micro_batch_size}
+    ranks = [BatchStream(rows(), dp_rank=rank, **share) for rank in range(dp_size)]
+    group = dp_size * micro_batch_size
+    for step in range(NUMBER // group):
+        together = [batch.sample_ids for rank in ranks for batch in take(rank, 1)]
+        expected = single[step * group : (step + 1) * group]
+        assert sum(together, ()) == sum(expected, ())
+        assert all(len(sample_ids) == micro_batch_size for sample_ids in together) or micro_batch_size == 1
+    assert len({rank.state_dict()["row"] for rank in ranks}) == 1
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(make_rows):
+    rows = make_rows()
+    whole = ids(take(BatchStream(rows()), NUMBER))
+    ranks = [BatchStream(rows(), dp_rank=rank, dp_size=3) for rank in range(3)]
+    for rank in ranks:
+        take(rank, 5)
+    for state in (rank.state_dict() for rank in ranks):
+        resumed = [BatchStream(rows(), dp_rank=rank, dp_size=2) for rank in range(2)]
+        for rank in resumed:
+            rank.load_state_dict(state)
+        assert ids([next(resumed[step % 2]) for step in range(10)]) == whole[15:25]
+
+
+def test_the_global_random_state_is_left_alone(make_rows):
+    before = torch.get_rng_state()
+    take(BatchStream(make_rows()()), 2)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"seq_length": 512}, "found seq_length 512, expected 256$"),
+        ({"seed": 1}, "found seed 1, expected 0$"),
+        ({"seed": None, "pack": False}, "found pack 0, expected 1; seed None, expected 0$"),
+        ({"window_size": 9}, "found window_size 9, expected 8$"),
+    ],
+)
+def test_a_position_in_other_rows_is_refused(make_rows, other, message):
+    state = BatchStream(make_rows()()).state_dict()
+    with pytest.raises(ValueError, match=message):
+        BatchStream(make_rows(**other)()).load_state_dict(state)
+
+
+def test_a_position_in_another_file_is_refused(make_rows, train_file, tmp_path):
+    lines = train_file.read_text().splitlines(keepends=True)
+    shorter = tmp_path / "train.jsonl"
+    shorter.write_text("".join(lines[:-1]))
+    (tmp_path / "images").symlink_to(train_file.parent / "images")
+    state = BatchStream(make_rows()()).state_dict()
+    with pytest.raises(ValueError, match=r"found samples 39, expected 40; data \w+, expected \w+"):
+        BatchStream(make_rows(path=shorter)()).load_state_dict(state)
+
+
+@pytest.mark.parametrize("share", [{}, {"dp_size": 3}, {"dp_size": 2, "micro_batch_size": 3, "pack": False}])
+def test_one_pass_sees_each_sample_once(make_rows, share):
+    pack = share.pop("pack", True)
+    rows = make_rows(seed=None, pack=pack)
+    total = rows().plan.end_of_epoch()
+    passes = [list(one_pass(rows(), dp_rank=rank, **share)) for rank in range(share.get("dp_size", 1))]
+    group = share.get("dp_size", 1) * share.get("micro_batch_size", 1)
+    assert {len(batches) for batches in passes} == {-(-total // group)}
+    seen = []
+    for batch in (batch for batches in passes for batch in batches):
+        for sample_id, tokens in segments(batch):
+            if batch.loss_mask.flatten()[tokens].any():
+                seen.append(sample_id)
+    assert sorted(seen) == sorted(f"train.jsonl:{line}" for line in range(1, 41))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_bad_sample_is_named_also_from_a_worker(make_rows, tmp_path, num_workers):
+    message = {"role": "user", "content": [{"type": "image", "image": "gone.png"}]}
+    path = write(tmp_path / "bad.jsonl", [{"messages": [message]}])
+    with pytest.raises(DataError, match=r"bad.jsonl:1: message 1, part 1: 'gone.png' is .*there is no such file"):
+        next(BatchStream(make_rows(path=path)(), num_workers=num_workers))
+
+
+@pytest.mark.parametrize(
+    ("share", "found"), [((2, 2, 1), "rank 2 of 2"), ((-1, 2, 1), "rank -1"), ((0, 1, 0), "0 rows")]
+)
+def test_shares_that_cannot_be_are_refused(make_rows, share, found):
+    rank, size, rows = share
+    for use in (
+        lambda **kw: BatchStream(make_rows()(), **kw),
+        lambda **kw: next(one_pass(make_rows()(), **kw)),
+    ):
+        with pytest.raises(ValueError, match=found):
+            use(dp_rank=rank, dp_size=size, micro_batch_size=rows)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_error_in_a_worker_is_as_clear_as_one_without(num_workers):
+    from qwen3vl_bridge.data.errors import DataError
+
+    plain = DataError("train.jsonl:3", "found a sample of 22 tokens, expected at most 16")
+    workers = DataError(f"Caught DataError in DataLoader worker process 0.\nTraceback\n  DataError: {plain}\n")
+    assert str((workers if num_workers else plain).without_traceback()) == str(plain)

@@ -1,0 +1,223 @@
+"""Videos: frames, times and tokens as the processor alone has them; and files that are no videos."""
+
+from qwen3vl_bridge.data import DataError
+from qwen3vl_bridge.data.media import videos as reading
+
+import av
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers.video_utils import VideoMetadata
+
+from ..conftest import picture
+
+
+def clip(path, frames: int, rate: int = 10, size=(96, 128), times=None):
+    """A video, lossless in an .mkv; each frame is of one grey, which tells its number."""
+    height, width = size
+    codec, pixels = ("ffv1", "bgr0") if path.suffix == ".mkv" else ("mpeg4", "yuv420p")
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream(codec, rate=rate)
+        stream.width, stream.height, stream.pix_fmt = width, height, pixels
+        for number in range(frames):
+            frame = av.VideoFrame.from_ndarray(np.full((height, width, 3), number * 3 % 256, np.uint8), "rgb24")
+            frame.pts = number if times is None else times[number]
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return path
+
+
+def ask(*parts) -> list:
+    question = [*parts, {"type": "text", "text": "Which?"}]
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": "Seven."}]
+
+
+@pytest.mark.parametrize("frames", [1, 4, 7, 46, 100])
+@pytest.mark.parametrize("rate", [10, 24])
+def test_equal_to_the_processor_alone(processor, encoder, read, tmp_path, frames, rate):
+    """Tokens but for the start and end that transformers 5.12 leaves around a video; pixels to the bit."""
+    clip(tmp_path / "a.mkv", frames, rate)
+    conversation = read(ask({"type": "video", "video": "a.mkv"}, {"type": "video", "video": "a.mkv"}))
+    sample = encoder(conversation)
+    text = processor.apply_chat_template([{**message} for message in conversation.messages], tokenize=False)
+    with av.open(str(tmp_path / "a.mkv")) as container:
+        decoded = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+    metadata = [VideoMetadata(total_num_frames=frames, fps=rate, frames_indices=list(range(frames)))] * 2
+    once = text.replace("<|vision_start|><|video_pad|><|vision_end|>", "<|video_pad|>")
+    expected = processor(text=[once], videos=[decoded, decoded], video_metadata=metadata, return_tensors="pt")
+    assert torch.equal(sample.input_ids, expected["input_ids"][0])
+    assert torch.equal(sample.pixel_values_videos, expected["pixel_values_videos"])
+    assert torch.equal(sample.video_grid_thw, expected["video_grid_thw"])
+    assert encoder.size(conversation).tokens == len(sample)
+    assert sample.pixel_values is None and sample.image_grid_thw is None
+    labels = sample.labels[sample.loss_mask.bool()]
+    assert processor.tokenizer.decode(labels) == "Seven.<|im_end|>"
+
+
+def test_frames_that_were_sampled_already_stay(processor, encoder, read, tmp_path):
+    """46 frames at two a second are 23 seconds, whatever the processor would sample."""
+    names = [f"{number}.png" for number in range(46)]
+    for number, name in enumerate(names):
+        picture(tmp_path / name, 64, 64, seed=number)
+    sample = encoder(read(ask({"type": "video", "video": names, "sample_fps": 2})))
+    assert sample.video_grid_thw[0, 0] == 23
+    text = processor.tokenizer.decode(sample.input_ids)
+    assert "<0.2 seconds>" in text and "<22.2 seconds>" in text and text.count(" seconds>") == 23
+    first = processor.video_processor(
+        videos=[torch.stack([torch.from_numpy(np.array(Image.open(tmp_path / n))).permute(2, 0, 1) for n in names])],
+        do_sample_frames=False,
+        return_tensors="pt",
+    )
+    assert torch.equal(sample.pixel_values_videos, first["pixel_values_videos"])
+
+
+def test_times_are_those_the_file_has(processor, tmp_path):
+    """Of a video whose frames come at uneven times, not those of a steady one of the same rate."""
+    times = [0, 1, 2, 3, 50, 51, 52, 53]
+    sampled = reading.sample(clip(tmp_path / "a.mkv", 8, 10, times=times), processor.video_processor, "here")
+    assert np.allclose([sampled.times[0], sampled.times[-1]], [0, 5.3], atol=0.01)
+    assert all(min(abs(time - shown / 10) for shown in times) < 0.01 for time in sampled.times)
+
+
+@pytest.mark.parametrize("turn", [0, 90, 180, 270])
+def test_a_video_is_seen_as_players_show_it(processor, tmp_path, turn):
+    """A phone writes its pictures as the sensor has them, and beside them how to turn them (clockwise here)."""
+    path, bright = tmp_path / "a.mp4", np.zeros((64, 128, 3), np.uint8)
+    bright[:32, :64] = 255  # upper left
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=10, options={"crf": "0"})
+        stream.width, stream.height, stream.pix_fmt = 128, 64, "yuv420p"
+        for _ in range(4):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(bright, "rgb24")))
+        container.mux(stream.encode())
+    matrix = {0: (1, 0, 0, 1), 90: (0, 1, -1, 0), 180: (-1, 0, 0, -1), 270: (0, -1, 1, 0)}[turn]
+    a, b, c, d = (number << 16 for number in matrix)
+    data = bytearray(path.read_bytes())
+    at = data.index(b"tkhd") + 4 + 40
+    data[at : at + 36] = b"".join(n.to_bytes(4, "big", signed=True) for n in (a, b, 0, c, d, 0, 0, 0, 1 << 30))
+    path.write_bytes(data)
+    sampled = reading.sample(path, processor.video_processor, "here")
+    frame = reading.load(path, sampled, processor.video_processor, "here")[0, 0].float()
+    height, width = frame.shape
+    assert (height > width) == (turn in (90, 270))
+    quarters = [frame[: height // 2, : width // 2], frame[: height // 2, width // 2 :]]
+    quarters += [frame[height // 2 :, width // 2 :], frame[height // 2 :, : width // 2]]  # clockwise
+    assert int(torch.stack([quarter.mean() for quarter in quarters]).argmax()) == turn // 90
+
+
+def test_frames_of_several_sizes_are_refused(encoder, read, tmp_path):
+    picture(tmp_path / "a.png", 64, 64), picture(tmp_path / "b.png", 64, 96)
+    conversation = read(ask({"type": "video", "video": ["a.png", "b.png"], "sample_fps": 1}))
+    with pytest.raises(DataError, match=r"jsonl:1: found frames of the sizes \[\(64, 64\), \(64, 96\)\], expected"):
+        encoder(conversation)
+
+
+@pytest.mark.parametrize("method", ["size", "__call__"])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "does not decode as a video"),
+        (b"no video", "does not decode as a video"),
+        ("sound", "has no pictures, expected a video"),
+        ("empty", "no frames|does not decode as a video|has no pictures"),
+    ],
+)
+def test_what_is_no_video_is_refused(encoder, read, tmp_path, content, message, method):
+    path = tmp_path / "a.mkv"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content == "sound":
+        with av.open(str(path), "w") as container:
+            stream = container.add_stream("pcm_s16le", rate=8000, layout="mono")
+            frame = av.AudioFrame.from_ndarray(np.zeros((1, 8000), np.int16), "s16", "mono")
+            frame.sample_rate = 8000
+            container.mux([*stream.encode(frame), *stream.encode()])
+    else:
+        with av.open(str(path), "w") as container:
+            stream = container.add_stream("ffv1", rate=10)
+            stream.width, stream.height, stream.pix_fmt = 64, 64, "bgr0"
+            container.start_encoding()
+    conversation = read(ask({"type": "video", "video": "a.mkv"}))
+    with pytest.raises(DataError, match=message) as caught:
+        getattr(encoder, method)(conversation)
+    assert str(caught.value).startswith("train.jsonl:1")
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"video": []}, "a video of no frames, expected at least one"),
+        ({"video": ["a.png"]}, "found null as the 'sample_fps' of a list of frames"),
+        ({"video": ["a.png"], "sample_fps": 0}, "found a number as the 'sample_fps'"),
+        ({"video": 7}, "found a number under 'video', expected a path or bytes"),
+        ({"video": "a.mp4", "sample_fps": 2}, "found the keys type, video, sample_fps, expected"),
+        ({"video": "b.mp4"}, "there is no such file"),
+    ],
+)
+def test_what_is_no_video_part_is_refused(read, tmp_path, part, message):
+    picture(tmp_path / "a.png", 32, 32), (tmp_path / "a.mp4").write_bytes(b"x")
+    with pytest.raises(DataError, match=message):
+        read(ask({"type": "video", **part}))
+
+
+def test_bytes_are_as_good_as_a_file(processor, tmp_path):
+    path = clip(tmp_path / "a.mkv", 12)
+    rows = [reading.sample(media, processor.video_processor, "here") for media in (path, path.read_bytes())]
+    assert rows[0] == rows[1]
+    loaded = [reading.load(media, rows[0], processor.video_processor, "here") for media in (path, path.read_bytes())]
+    assert torch.equal(*loaded)
+    assert rows[0].size == (96, 128)
+
+
+def encoded(path, frames: int, times=None, **options):
+    """A video of H.264, with frames that refer to later ones; each is of one grey."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=10, options={"crf": "0", **options})
+        stream.width, stream.height, stream.pix_fmt = 64, 64, "yuv420p"
+        for number in range(frames):
+            frame = av.VideoFrame.from_ndarray(np.full((64, 64, 3), number * 5, np.uint8), "rgb24")
+            frame.pts = number if times is None else times[number]
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return path
+
+
+@pytest.mark.parametrize("suffix", ["mp4", "mkv", "mov"])
+def test_the_rate_is_that_of_the_frames(processor, tmp_path, suffix):
+    """Not that of a header, which some containers keep from the encoder's settings."""
+    path = encoded(tmp_path / f"a.{suffix}", 20, times=[10 * number for number in range(20)])
+    sampled = reading.sample(path, processor.video_processor, "here")
+    assert sampled.indices == tuple(range(20)) and np.allclose(sampled.times, range(20), atol=0.01)
+
+
+def test_frames_that_players_leave_out_are_left_out(processor, tmp_path):
+    """A video that was cut without encoding it again begins before what is shown of it."""
+    path = encoded(tmp_path / "a.mp4", 24, times=[number - 10 for number in range(24)])
+    sampled = reading.sample(path, processor.video_processor, "here")
+    frames = reading.load(path, sampled, processor.video_processor, "here")
+    assert max(sampled.indices) == 13 and len(frames) == len(sampled.times)
+    assert abs(frames[-1].float().mean() - 23 * 5) < 3 and abs(frames[0].float().mean() - 10 * 5) < 3
+
+
+def test_videos_put_one_after_another_are_refused(processor, tmp_path):
+    path = encoded(tmp_path / "a.ts", 20)
+    path.write_bytes(path.read_bytes() * 2)
+    with pytest.raises(DataError, match=r"here: .*a.ts has a clock that goes back"):
+        reading.sample(path, processor.video_processor, "here")
+
+
+def test_a_kind_of_video_that_is_not_known_is_refused(processor, tmp_path):
+    path = encoded(tmp_path / "a.mp4", 4)
+    path.write_bytes(path.read_bytes().replace(b"avc1", b"xxxx"))
+    with pytest.raises(DataError, match=r"here: .*a.mp4 (has pictures of a kind|does not decode)"):
+        reading.sample(path, processor.video_processor, "here")
+
+
+def test_a_video_in_an_answer_is_no_answer(processor, encoder, read, tmp_path):
+    """Neither its frames nor their times."""
+    clip(tmp_path / "a.mkv", 12)
+    shown = [{"type": "video", "video": "a.mkv"}, {"type": "text", "text": "There."}]
+    sample = encoder(read([{"role": "user", "content": "Show."}, {"role": "assistant", "content": shown}]))
+    assert sample.video_grid_thw is not None
+    assert processor.tokenizer.decode(sample.labels[sample.loss_mask.bool()]) == "There.<|im_end|>"

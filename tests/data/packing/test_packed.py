@@ -1,0 +1,275 @@
+"""Rows packed before training: every sample once, the same as packed while reading, and refused where rules differ."""
+
+import copy
+import json
+import pickle
+import shutil
+from dataclasses import replace
+from itertools import islice
+
+from qwen3vl_bridge.cli.data import main
+from qwen3vl_bridge.data import (
+    Admission,
+    BatchStream,
+    DataError,
+    Encoder,
+    JsonLines,
+    PackedRows,
+    RowSettings,
+    Samples,
+    one_pass,
+)
+from qwen3vl_bridge.data.loading.row_dataset import RowDataset
+from qwen3vl_bridge.data.offline_packing import pack
+
+import numpy as np
+import pytest
+
+from ..conftest import segments, write
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory, train_file, encoder, collator) -> PackedRows:
+    folder = tmp_path_factory.mktemp("packed") / "rows"
+    pack(RowDataset(Samples(JsonLines(train_file), Admission(encoder, limit=256)), settings_of(collator)), folder)
+    return PackedRows(folder)
+
+
+def settings_of(collator):
+    return RowSettings(collator, seed=0)
+
+
+def samples_of(batch) -> dict[str, tuple]:
+    """Tokens and what is trained on, of each sample of a packed row."""
+    return {
+        name: tuple(tuple(whole.flatten()[tokens].tolist()) for whole in (batch.input_ids, batch.loss_mask))
+        for name, tokens in segments(batch)
+    }
+
+
+def test_every_sample_is_read_once_and_as_ever(packed, make_rows):
+    expected = {
+        name: tokens for batch in one_pass(make_rows(seed=None)()) for name, tokens in samples_of(batch).items()
+    }
+    batches = list(one_pass(make_rows(packed=packed)()))
+    found = {name: tokens for batch in batches for name, tokens in samples_of(batch).items()}
+    assert sum(len(batch.sample_ids) for batch in batches) == 40 == len(found)
+    for name, (tokens, mask) in expected.items():  # rows differ in what a sample is padded by at their end
+        assert found[name][0][: len(tokens)] == tokens[: len(found[name][0])]
+        assert sum(found[name][1]) == sum(mask)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_sizes_are_those_of_the_samples(tmp_path, make_rows, packed, workers):
+    rows = make_rows()()
+    report = pack(rows, tmp_path / "rows", workers=workers)
+    again = PackedRows(tmp_path / "rows")
+    fresh = make_rows()().samples
+    assert [again.size(sample) for sample in range(40)] == [fresh.size(sample) for sample in range(40)]
+    assert (report.samples, report.dropped, report.truncated, report.rows) == (40, 0, 0, len(again))
+    assert report.tokens == sum(again.size(sample).tokens for sample in range(40))
+    assert report.patches == sum(again.size(sample).patches for sample in range(40))
+    assert report.fill == report.tokens / (256 * len(again)) and report.patch_fill is None
+    assert again.digest == packed.digest
+    pack(make_rows(seed=1)(), tmp_path / "other")
+    assert PackedRows(tmp_path / "other").digest != packed.digest
+
+
+def test_nothing_is_measured_while_training(packed, make_rows, monkeypatch):
+    rows = make_rows(packed=packed)()
+    monkeypatch.setattr(Admission, "measure", lambda *_: pytest.fail("measured"))
+    assert len([rows[number] for number in range(10)]) == 10
+
+
+def test_epochs_have_orders_of_their_own_and_a_position_goes_on_anywhere(packed, make_rows):
+    make = make_rows(packed=packed)
+    whole, per_epoch = BatchStream(make()), len(packed)
+    seen = [next(whole).sample_ids for _ in range(3 * per_epoch)]
+    epochs = [seen[first : first + per_epoch] for first in range(0, 3 * per_epoch, per_epoch)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2]) and epochs[0] != epochs[1] != epochs[2]
+    for done in (1, per_epoch, per_epoch + 3):
+        before = BatchStream(make())
+        for _ in range(done):
+            next(before)
+        shares = [BatchStream(make(), dp_rank=rank, dp_size=2, num_workers=1) for rank in range(2)]
+        for share in shares:
+            share.load_state_dict(before.state_dict())
+        rest = [batch.sample_ids for pair in islice(zip(*shares, strict=True), 4) for batch in pair]
+        assert rest == seen[done : done + 8]
+
+
+def test_other_rules_are_refused(packed, make_rows, train_file, tmp_path):
+    for settings, message in (
+        ({"seq_length": 512}, "seq_length 512, expected 256"),
+        ({"multiple": 8}, "conversations padded to multiples of 1, expected 8. Pack once more with"),
+        ({"most_patches": 900}, "most_patches 900, expected None"),
+        ({"on_long": "drop"}, "on_long drop, expected error"),
+    ):
+        with pytest.raises(ValueError, match=f"was packed by other rules: found {message}"):
+            make_rows(packed=packed, **settings)()
+    other = write(tmp_path / "train.jsonl", [json.loads(line) for line in train_file.read_text().splitlines()[1:]])
+    with pytest.raises(ValueError, match="found samples 39, expected 40; data "):
+        make_rows(packed=packed, path=other)()
+    with pytest.raises(ValueError, match="found rows that are not packed, or were before"):
+        pack(make_rows(packed=packed)(), tmp_path / "again")
+
+
+def test_other_words_of_the_template_are_refused(packed, make_rows, processor, collator, train_file):
+    """Lengths and answers are others then, though nothing else is."""
+    other = copy.deepcopy(processor)
+    other.chat_template = other.chat_template.replace("<|im_start|>", "<|im_start|>Look! ")
+    samples = Samples(JsonLines(train_file), Admission(Encoder(other), limit=256), packed.sizes())
+    with pytest.raises(ValueError, match="was packed by other rules: found encoding"):
+        RowDataset(samples, RowSettings(collator, seed=0, packed=packed))
+    stream = BatchStream(RowDataset(samples, RowSettings(collator, seed=0, window_size=8)))
+    with pytest.raises(ValueError, match="the position is of other data than this: found encoding"):
+        stream.load_state_dict(BatchStream(make_rows()()).state_dict())
+
+
+def test_lines_in_another_order_are_refused(packed, make_rows, train_file, tmp_path):
+    """As many bytes and samples, and nearly every size is of another one."""
+    lines = train_file.read_text().splitlines(keepends=True)
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(reversed(lines)))
+    with pytest.raises(ValueError, match="was packed by other rules: found data"):
+        make_rows(packed=packed, path=path)()
+
+
+def test_a_position_of_other_rows_is_refused(packed, make_rows):
+    state = BatchStream(make_rows()()).state_dict()
+    with pytest.raises(ValueError, match=f"found window_size None, expected 8; packed {packed.digest}, expected None"):
+        BatchStream(make_rows(packed=packed)()).load_state_dict(state)
+
+
+def test_a_damaged_folder_is_refused(packed, tmp_path):
+    def damaged(name: str, contents: bytes | None):
+        folder = tmp_path / "damaged"
+        folder.mkdir(exist_ok=True)
+        for file in packed.folder.iterdir():
+            (folder / file.name).write_bytes(file.read_bytes())
+        if contents is None:
+            (folder / name).unlink()
+        else:
+            (folder / name).write_bytes(contents)
+        with pytest.raises(DataError) as caught:
+            PackedRows(folder)
+        return str(caught.value)
+
+    whole = {file.name: file.read_bytes() for file in packed.folder.iterdir()}
+    for name, contents in whole.items():
+        for wrong in (None, b"", contents[: len(contents) // 2]):
+            assert "found no whole packing" in damaged(name, wrong)
+    manifest = json.loads(whole["packing.json"])
+    assert "found version 7, expected 1" in damaged("packing.json", json.dumps(manifest | {"version": 7}).encode())
+    assert "not those that were written" in damaged("starts.npy", whole["rows.npy"])
+    rows = bytearray(whole["rows.npy"])
+    rows[-8] ^= 1  # another sample in the last place
+    assert "not those that were written" in damaged("rows.npy", bytes(rows))
+    assert "found no whole packing" in damaged("packing.json", b"[]")
+
+
+def test_the_rows_go_to_another_process_by_their_folder(packed):
+    assert len(pickle.dumps(packed)) < 500
+    assert pickle.loads(pickle.dumps(packed))[0] == packed[0]
+
+
+def test_what_is_dropped_and_cut_is_counted(make_rows, tmp_path):
+    lengths = sorted(make_rows()().samples.size(sample).tokens for sample in range(40))
+    limit = lengths[30]
+    for policy in ("drop", "truncate"):
+        make = make_rows(seq_length=limit, on_long=policy)
+        expected = make()
+        sizes = [expected.samples.size(sample) for sample in range(40)]
+        report = pack(make(), tmp_path / policy, workers=1)
+        assert (report.dropped, report.truncated) == (
+            expected.samples.admission.num_dropped,
+            expected.samples.admission.num_truncated,
+        )
+        assert report.dropped or report.truncated
+        packed = PackedRows(tmp_path / policy)
+        assert sorted(np.concatenate([packed[row] for row in range(len(packed))])) == [
+            sample for sample, size in enumerate(sizes) if size.tokens
+        ]
+    with pytest.raises(DataError, match=r"train.jsonl:\d+: found a sample of \d+ tokens, expected at most 8 \(a row's"):
+        pack(make_rows(seq_length=8)(), tmp_path / "none", workers=1)
+    with pytest.raises(DataError, match="none of its samples is in a row"):
+        pack(make_rows(seq_length=8, on_long="drop")(), tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+def test_rows_hold_no_more_than_they_may(make_rows, tmp_path):
+    most = max(make_rows()().samples.size(sample).patches for sample in range(40))
+    make = make_rows(most_patches=most, multiple=16)
+    report = pack(make(), tmp_path / "rows")
+    packed = PackedRows(tmp_path / "rows")
+    for row in range(len(packed)):
+        sizes = [packed.size(sample) for sample in packed[row]]
+        assert sum(-(-size.tokens // 16) * 16 for size in sizes) <= 256
+        assert sum(size.patches for size in sizes) <= most
+    assert report.patch_fill == report.patches / (most * len(packed))
+    rows = make_rows(most_patches=most, multiple=16, packed=packed)()
+    assert_row_of(packed, rows, next(BatchStream(rows)))
+
+
+def assert_row_of(packed, rows, batch):
+    """A batch of one row holds the samples of one that was packed."""
+    names = [sorted(map(rows.samples.file.sample_id, packed[row])) for row in range(len(packed))]
+    assert sorted(batch.sample_ids) in names
+
+
+@pytest.fixture
+def command(checkpoint, train_file) -> list[str]:
+    return ["pack", "--data", str(train_file), "--hf-model", str(checkpoint), "--seq-length", "256", "--workers", "0"]
+
+
+def test_the_command_writes_what_training_reads(command, checkpoint, tmp_path, capsys, packed, train_file):
+    from qwen3vl_bridge import Qwen3VLConversationProvider
+
+    output = tmp_path / "out"
+    assert main([*command, "--output", str(output), "--seed", "0"]) == 0
+    assert f"40, of them 0 dropped and 0 cut\nrows           {len(packed)}, " in capsys.readouterr().out
+    provider = Qwen3VLConversationProvider(
+        train_path=str(train_file),
+        hf_processor_path=str(checkpoint),
+        seq_length=256,
+        train_packing=str(output),
+        balance_over=2,
+    )
+    provider.finalize()
+    assert provider.rows("train").plan.end_of_epoch() == len(packed) == len(PackedRows(output))
+    assert_row_of(packed, provider.rows("train"), next(provider.stream("train", dp_rank=1, dp_size=2)))
+    assert main([*command, "--output", str(output)]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert main([*command, "--output", str(output), "--overwrite", "--json", "--seed", "1"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == len(PackedRows(output))
+    (output / "diary.txt").write_text("mine")
+    assert main([*command, "--output", str(output), "--overwrite"]) == 2
+    assert "holds 1 files beside a packing of ours, which would be lost: diary.txt;" in capsys.readouterr().err
+    for wrong in (
+        replace(provider, seq_length=512),
+        replace(provider, answers="last"),
+        replace(provider, vision=replace(provider.vision, image_max_pixels=64 * 64)),
+    ):
+        with pytest.raises(ValueError, match="was packed by other rules"):
+            wrong.rows("train")
+    for changes, message in (
+        ({"pack": False, "train_packing": None}, "balance_over is 2, but pack is off"),
+        ({"window_size": 8}, "window_size is 8, but train_packing has its rows already"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            replace(provider, **changes).finalize()
+
+
+def test_the_command_refuses_what_is_wrong(command, tmp_path, capsys):
+    output = ["--output", str(tmp_path / "out")]
+    assert main([*command, *output, "--image-min-pixels", "900000", "--image-max-pixels", "100"]) == 2
+    assert "expected image_min_pixels up to image_max_pixels" in capsys.readouterr().err
+    assert main([*command, *output, "--pad-to-multiple-of", "7"]) == 2
+    assert "a row of 256 tokens does not divide into the multiples of 7" in capsys.readouterr().err
+    assert main([*command, *output, "--seed", str(2**70)]) == 0  # as good as any
+    shutil.rmtree(tmp_path / "out")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "diary.txt").write_text("mine")
+    assert main([*command, *output, "--overwrite"]) == 2
+    assert "is no packing" in capsys.readouterr().err
+    assert (tmp_path / "out" / "diary.txt").read_text() == "mine"

@@ -1,0 +1,194 @@
+"""Sources: the same conversations from any kind of file, in any order and any process; and files of JSON."""
+
+import json
+import pickle
+
+from qwen3vl_bridge.data import DataError, JsonLines, JsonList, open_source
+from qwen3vl_bridge.data.loading.worker_processes import ignoring
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from ..conftest import llava_record, write
+
+ASK, ANSWER = {"role": "user", "content": "Which?"}, {"role": "assistant", "content": "Seven."}
+SHAPES = ("train.jsonl", "lines.json", "list.json", "train.parquet", "parts", "parts/part-*.parquet", "saved")
+
+
+def contents(source, order) -> list:
+    return [(source[index].messages, source[index].images) for index in order]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_all_shapes_hold_the_same_conversations(folder, shape):
+    source, expected = open_source(folder / shape, folder), JsonLines(folder / "train.jsonl")
+    assert len(source) == len(expected) == 20
+    assert contents(source, range(20)) == contents(expected, range(20))
+    assert len({source.sample_id(index) for index in range(20)}) == 20
+    assert all(source[index].sample_id == source.sample_id(index) for index in range(20))
+    assert source.sample_id(-1) == source.sample_id(19) and contents(source, [-1]) == contents(source, [19])
+    assert source.fingerprint() == open_source(folder / shape, folder).fingerprint()
+    for method in (source.__getitem__, source.sample_id):
+        with pytest.raises(IndexError):
+            method(20)
+
+
+def test_names_of_samples(folder):
+    names = [open_source(folder / shape, folder).sample_id(7) for shape in SHAPES]
+    assert names[:4] == ["train.jsonl:8", "lines.json:8", "list.json[7]", "train.parquet[7]"]
+    assert names[4:] == ["part-1.parquet[2]", "part-1.parquet[2]", "saved[7]"]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@settings(max_examples=10, deadline=None)
+@given(order=st.permutations(range(20)), spent=st.integers(0, 19))
+def test_any_order_gives_the_same_also_from_a_copy(folder, shape, order, spent):
+    source = open_source(folder / shape, folder)
+    expected = dict(zip(range(20), contents(source, range(20)), strict=True))
+    source[spent]
+    copy = pickle.loads(pickle.dumps(source))
+    assert contents(copy, order) == contents(source, order) == [expected[index] for index in order]
+
+
+@pytest.mark.parametrize("shape", ["list.json", "parts", "saved"])
+def test_workers_read_the_same(folder, shape):
+    source, order = open_source(folder / shape, folder), np.random.default_rng(0).permutation(20).tolist()
+    expected = [source[index] for index in order]
+    loader = DataLoader(
+        source, sampler=order, num_workers=2, batch_size=5, collate_fn=list, worker_init_fn=ignoring(None)
+    )
+    assert [conversation for batch in loader for conversation in batch] == expected
+
+
+@pytest.mark.parametrize("shape", ["train.parquet", "saved", "train.jsonl", "list.json"])
+def test_other_data_has_another_fingerprint(folder, shape, tmp_path):
+    assert open_source(folder / shape, folder).fingerprint() != open_source(folder / "parts").fingerprint()
+    other = [llava_record(number) for number in range(1, 21)]
+    if shape == "saved":
+        datasets.Dataset.from_list(other).save_to_disk(tmp_path / shape)
+    elif shape == "train.parquet":
+        pq.write_table(pa.Table.from_pylist(other), tmp_path / shape)
+    else:
+        write(tmp_path / shape, other)
+    assert open_source(folder / shape).fingerprint() != open_source(tmp_path / shape).fingerprint()
+
+
+LIST = "expected objects with commas between them"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"[]", "train.json: found an empty list, expected conversations"),
+        (b"[{}", "train.json: found 'the end of the file' inside the list, expected it whole"),
+        (b'[{"a": "b]', "found 'the end of the file' inside the list"),
+        (b"[{}, ", "found 'the end of the file' inside the list"),
+        (b"[{} {}]", rf"found '{{' after 1 records, {LIST}"),
+        (b"[{}, 7, {}]", rf"found ', 7,{{' after 1 records, {LIST}"),
+        (b'[{}, "x"]', f"""found ', "x"]' after 1 records, {LIST}"""),
+        (b"[[{}]]", rf"found '\[' after 0 records, {LIST}"),
+        (b"[{},]", rf"found ',\]' after 1 records, {LIST}"),
+        (b"[,{}]", rf"found ',{{' after 0 records, {LIST}"),
+        (b"[}", rf"found '}}' after 0 records, {LIST}"),
+        (b"[{}] x", "found 'x' after the list, expected the end of the file"),
+        (b"[{}][", r"found '\[' after the list, expected the end"),
+        (b"[\xff]", rf"found '\\\\xff\]' after 0 records, {LIST}"),
+        (b"[" * 100_000, "after 0 records, expected"),
+    ],
+)
+def test_a_list_that_is_none_is_refused(tmp_path, text, message):
+    (tmp_path / "train.json").write_bytes(text)
+    with pytest.raises(DataError, match=message) as caught:
+        open_source(tmp_path / "train.json")
+    assert str(caught.value).startswith(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b'{"a": ]}', r"no valid JSON \(.*\), expected one conversation"),
+        (b'{"a": [}]', "no valid JSON"),
+        (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "no valid JSON .*more than 50 deep"),
+        (b'{"a": ' + b"1" * 5000 + b"}", "no valid JSON .*digits"),
+        (b'{"messages": "\xff"}', "found bytes that are no UTF-8"),
+        (b'{"messages": []}', "found an empty list under 'messages'"),
+        (b'{"messages": [{"role": "user", "content": "<image>"}], "image": "../x"}', r"'../x' is .* inside the media"),
+    ],
+)
+def test_a_record_that_is_none_is_named(tmp_path, text, message):
+    good = json.dumps({"messages": [ASK, ANSWER]}).encode()
+    (tmp_path / "train.json").write_bytes(b"[" + good + b"," + text + b"]")
+    if b"[}" not in text and b": ]" not in text:  # brackets that don't match may end a record early
+        source = JsonList(tmp_path / "train.json")
+        assert source[0].messages == (ASK, ANSWER)
+        with pytest.raises(DataError, match=message) as caught:
+            source[1]
+        assert str(caught.value).startswith("train.json[1]: ")
+    (tmp_path / "train.jsonl").write_bytes(good + b"\n" + text)
+    with pytest.raises(DataError, match=message) as caught:
+        JsonLines(tmp_path / "train.jsonl")[1]
+    assert str(caught.value).startswith("train.jsonl:2: ")
+
+
+texts = st.text('[]{}",\\ \né7', max_size=5)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    records=st.lists(
+        st.dictionaries(texts, texts | st.lists(texts | st.lists(texts, max_size=2), max_size=2), max_size=2),
+        min_size=1,
+        max_size=3,
+    ),
+    indent=st.sampled_from([None, 0, 1]),
+    ascii_only=st.booleans(),
+)
+def test_records_of_a_list_are_found_whole(tmp_path_factory, records, indent, ascii_only):
+    path = tmp_path_factory.getbasetemp() / "any.json"
+    path.write_text(json.dumps(records, indent=indent, ensure_ascii=ascii_only), "utf-8")
+    source, text = JsonList(path), path.read_bytes()
+    found = [json.loads(text[start:end]) for start, end in zip(source._starts, source._ends, strict=True)]
+    assert found == records
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("no.jsonl", "no.jsonl: there is no such file, expected JSON lines"),
+        ("no.json", "no.json: there is no such file, expected JSON lines"),
+        ("no.parquet", "no.parquet: there is no such Parquet file, expected one, or a folder with some"),
+        ("no-*.parquet", "there is no such Parquet file"),
+        ("empty", "empty: there is no such Parquet file, expected one, or a folder"),
+        ("empty.json", "empty.json: found no lines"),
+        ("train.csv", "train.csv: found no folder and none of the endings .jsonl, .json and .parquet, expected one"),
+    ],
+)
+def test_what_is_no_source_is_refused(tmp_path, path, message):
+    (tmp_path / "empty").mkdir()
+    for name in ("empty.json", "train.csv"):
+        (tmp_path / name).touch()
+    with pytest.raises(DataError, match=message):
+        open_source(tmp_path / path)
+    with pytest.raises(DataError, match=r"empty.json: there is no such file, or nothing in it; expected a list"):
+        JsonList(tmp_path / "empty.json")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_missing_media_root_is_refused(folder, shape):
+    with pytest.raises(DataError, match="nowhere: there is no such folder, expected the media root"):
+        open_source(folder / shape, folder / "nowhere")
+
+
+@pytest.mark.parametrize("form", ["a.jsonl", "lines.json", "list.json"])
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path, form):
+    record = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    text = json.dumps([record, record]) if form == "list.json" else f"{json.dumps(record)}\n" * 2
+    (tmp_path / form).write_text(text, encoding="utf-8-sig")
+    source = open_source(tmp_path / form)
+    assert len(source) == 2 and source[0].messages == source[1].messages

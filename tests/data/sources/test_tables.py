@@ -1,0 +1,237 @@
+"""Tables: what their columns may hold, row groups, the hub's data sets, and what is refused."""
+
+import importlib
+import json
+import logging
+import pickle
+
+from qwen3vl_bridge.data import DataError, HubDataset, Parquet, StreamedDataset, open_source
+from qwen3vl_bridge.data.sources import parquet
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from ..conftest import write
+
+ASK, ANSWER = {"role": "user", "content": "Which?"}, {"role": "assistant", "content": "Seven."}
+
+
+def bytes_of(folder) -> list[bytes]:
+    return [(folder / name).read_bytes() for name in ("a.png", "b.png")]
+
+
+def test_pictures_may_be_in_the_table(folder, tmp_path):
+    """As `datasets` stores them, and with paths in contents of one type."""
+    first, second = bytes_of(folder)
+    parts = [{"type": "image"}, {"type": "text", "text": "or"}, {"type": "image"}]
+    messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": [{"type": "text", "text": "b"}]}]
+    rows = {"messages": [messages], "images": [[{"path": str(folder / "a.png")}, {"bytes": second, "path": "b.png"}]]}
+    rows["images"][0][0] |= {"bytes": first, "path": None}
+    dataset = datasets.Dataset.from_dict(rows).cast_column("images", datasets.List(datasets.Image()))
+    dataset.save_to_disk(tmp_path / "saved")
+    dataset.to_parquet(tmp_path / "train.parquet")
+    for source in (HubDataset(dataset, "x"), *map(open_source, (tmp_path / "saved", tmp_path / "train.parquet"))):
+        assert source[0].images == (first, second)
+        assert [part["type"] for part in source[0].messages[0]["content"]] == ["image", "text", "image"]
+        assert source[0].messages[1]["content"] == [{"type": "text", "text": "b"}]
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_contents_that_fit_no_column_are_json(folder, tmp_path, typed):
+    messages = [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}, ANSWER]
+    tools = [{"name": "look", "default": None}]
+    column = pa.array([json.dumps(messages)], pa.json_() if typed else pa.string())
+    table = pa.table({"messages": column, "tools": pa.array([json.dumps(tools)], column.type)})
+    pq.write_table(table, tmp_path / "train.parquet")
+    conversation = Parquet(tmp_path / "train.parquet", folder)[0]
+    assert conversation.messages == (messages[0], ANSWER) and conversation.tools == tuple(tools)
+
+
+def test_json_as_datasets_loads_it(folder, tmp_path):
+    """It types mixed contents as JSON inside a struct."""
+    path = write(tmp_path / "train.jsonl", [{"messages": [{"role": "user", "content": [{"type": "image"}]}, ANSWER]}])
+    dataset = datasets.load_dataset("json", data_files=str(path), split="train", cache_dir=str(tmp_path / "cache"))
+    dataset = dataset.add_column("image", ["a.png"])
+    assert HubDataset(dataset, "x", folder)[0].images == (folder / "a.png",)
+
+
+@pytest.mark.parametrize("medium", ["a.png", {"bytes": None, "path": "a.png"}])
+def test_a_path_without_a_folder_is_refused(folder, medium):
+    messages = [{"role": "user", "content": "<image>"}, ANSWER]
+    dataset = datasets.Dataset.from_list([{"messages": messages, "image": medium}])
+    with pytest.raises(DataError, match=r"x\[0\]: message 1, part 1: found the path 'a.png', and no media_root"):
+        HubDataset(dataset, "x")[0]
+    assert HubDataset(dataset, "x", folder)[0].images == (folder / "a.png",)
+
+
+def test_row_groups_are_kept_within_bounds(folder, monkeypatch, caplog):
+    source = Parquet(folder / "train.parquet")
+    assert not caplog.messages
+    assert [source[index].sample_id for index in (0, 19)] == ["train.parquet[0]", "train.parquet[19]"]
+    assert list(source._cache) == [0, 6]
+    monkeypatch.setattr(parquet, "CACHE_GROUPS", 2)
+    source[0], source[3], source[0], source[6]
+    assert list(source._cache) == [0, 2]
+    monkeypatch.setattr(parquet, "CACHE_BYTES", 10)
+    with caplog.at_level(logging.WARNING):
+        Parquet(folder / "train.parquet")
+    assert "found a row group of" in caplog.text and "smaller row_group_size" in caplog.text
+    source[9]
+    assert list(source._cache) == [3] and not pickle.loads(pickle.dumps(source))._cache
+
+
+@pytest.mark.parametrize("keep", [0, 3, 200, -9])
+def test_a_parquet_file_cut_off_is_refused(folder, tmp_path, keep):
+    (tmp_path / "train.parquet").write_bytes((folder / "train.parquet").read_bytes()[:keep])
+    with pytest.raises(DataError, match=r"train.parquet: found no whole Parquet file") as caught:
+        open_source(tmp_path)
+    assert str(caught.value).startswith(str(tmp_path))
+
+
+def test_damage_inside_a_parquet_file_is_named(folder, tmp_path):
+    data = bytearray((folder / "train.parquet").read_bytes())
+    data[4:400] = b"\xff" * 396
+    (tmp_path / "train.parquet").write_bytes(data)
+    source = Parquet(tmp_path / "train.parquet", folder)
+    with pytest.raises(DataError, match=r"^train.parquet\[1\]: found row group 0 unreadable"):
+        source[1]
+    assert source[19].messages == Parquet(folder / "train.parquet", folder)[19].messages
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        (pa.array([[{"role": "user", "content": [{"type": "image", "image": "../x.png"}]}]]), "is .* inside the media"),
+        (pa.array([[ASK]]), r"train.parquet\[0\]: found the roles user, expected an assistant's answer"),
+        (pa.array([None], pa.string()), r"train.parquet\[0\]: found null under 'messages'"),
+        (pa.array(["[{"]), r"train.parquet\[0\]: found a value that does not decode \(.*\), expected JSON"),
+        (pa.array(["[" * 100_000]), r"train.parquet\[0\]: found a value that does not decode \(.*more than 50 deep"),
+        (pa.array([b"\xff"]).cast(pa.string(), safe=False), r"train.parquet\[0\]: found bytes that are no UTF-8"),
+        (pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64())), r"train.parquet\[0\]: message 1: found tuple"),
+        (pa.array([7]), r"train.parquet\[0\]: found a number under 'messages'"),
+        (pa.array([], pa.string()), "train.parquet: found no rows, expected one conversation a row"),
+    ],
+)
+def test_a_table_of_no_conversations_is_refused(tmp_path, column, message):
+    pq.write_table(pa.table({"messages": column}), tmp_path / "train.parquet")
+    with pytest.raises(DataError, match=message):
+        Parquet(tmp_path / "train.parquet")[0]
+
+
+def test_files_that_do_not_belong_are_refused(folder, tmp_path):
+    pq.write_table(pa.table({"words": ["hi"], "n": [1]}), tmp_path / "x.parquet")
+    with pytest.raises(
+        DataError, match=r"x.parquet: found the columns words, n, expected 'messages' or 'conversations'"
+    ):
+        Parquet(tmp_path / "x.parquet")
+    for name in ("train-0.parquet", "test-0.parquet"):
+        (tmp_path / "splits").mkdir(exist_ok=True)
+        (tmp_path / "splits" / name).write_bytes((folder / "train.parquet").read_bytes())
+    with pytest.raises(
+        DataError, match=r"found files of the splits test, train, expected one, as '.*/NAME-\*.parquet'"
+    ):
+        open_source(tmp_path / "splits")
+    assert len(open_source(tmp_path / "splits/train-*.parquet", folder)) == 20
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A hub of one data set, with one split unless told otherwise."""
+    splits = ["train"]
+
+    def load(name, split):
+        if name != "owner/name" or split not in splits:
+            raise FileNotFoundError(f"no {name} with {split}")
+        messages = [ASK, ANSWER] if split == "train" else [{"role": "user", "content": split}, ANSWER]
+        return datasets.Dataset.from_list([{"messages": messages}])
+
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name: splits)
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    return splits
+
+
+def test_the_hub_is_asked_by_name_and_split(hub):
+    source = open_source("hf://owner/name")
+    assert source[0].messages == (ASK, ANSWER) and source[0].sample_id == "owner/name#train[0]"
+    assert source.fingerprint() == open_source("hf://owner/name#train").fingerprint() == "1 rows, None bytes"
+    hub.append("test")
+    assert open_source("hf://owner/name#test")[0].messages[0]["content"] == "test"
+    with pytest.raises(DataError, match="hf://owner/name: found the splits train, test, expected one, as hf://owner/n"):
+        open_source("hf://owner/name")
+    with pytest.raises(DataError, match=r"hf://owner/no: found a data set that does not load \(no owner/no with train"):
+        open_source("hf://owner/no#train")
+    for name in ("hf://name", "hf://a/b/c", "hf://", "hf://a/../b"):
+        with pytest.raises(DataError, match="expected hf://owner/name or hf://owner/name#split"):
+            open_source(name)
+
+
+def test_a_data_set_that_cannot_be_read_by_number_is_refused(tmp_path):
+    dataset = datasets.Dataset.from_list([{"messages": [ASK, ANSWER]}])
+    with pytest.raises(
+        DataError, match=r"x: found a streaming dataset, which has no length .* give it to StreamedDataset, or"
+    ):
+        HubDataset(dataset.to_iterable_dataset(), "x")
+    splits = datasets.DatasetDict(train=dataset, test=dataset)
+    with pytest.raises(DataError, match="x: found the splits train, test, expected one of them"):
+        HubDataset(splits, "x")
+    splits.save_to_disk(tmp_path / "saved")
+    with pytest.raises(DataError, match=r"found the splits test, train, expected one, as .*saved/SPLIT"):
+        open_source(tmp_path / "saved")
+    assert len(open_source(tmp_path / "saved/test")) == 1
+    next((tmp_path / "saved/test").glob("*.arrow")).unlink()
+    with pytest.raises(DataError, match="saved/test: found a data set that does not load"):
+        open_source(tmp_path / "saved/test")
+    with pytest.raises(DataError, match="x: found the columns words, expected 'messages' or 'conversations'"):
+        HubDataset(datasets.Dataset.from_dict({"words": ["hi"]}), "x")
+    with pytest.raises(DataError, match="x: found no rows"):
+        HubDataset(dataset.select([]), "x")
+
+
+@pytest.mark.parametrize(("shape", "package"), [("train.parquet", "pyarrow"), ("saved", "datasets")])
+def test_a_missing_library_is_named(folder, shape, package, monkeypatch):
+    def missing(name):
+        raise ModuleNotFoundError(f"No module named {name!r}")
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    with pytest.raises(
+        DataError, match=rf"{shape}: found no {package} \(No module .*\), expected it installed: pip in"
+    ):
+        open_source(folder / shape)
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_answers_that_are_json_by_themselves_stay_text(tmp_path, streaming):
+    """`datasets` stores them bare in a column of contents that are now a string, now a list."""
+    answers = [
+        "7",
+        "7 ",
+        "-1.5",
+        "null",
+        "true",
+        "[1, 2]",
+        "[]",
+        "{}",
+        '{"box": [1]}',
+        '[{"type": "box"}]',
+        "seven",
+        "",
+    ]
+    parts = [{"type": "text", "text": "which"}]
+    records = [
+        {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]}
+        for answer in answers
+    ]
+    path = write(tmp_path / "train.jsonl", records)
+    loaded = datasets.load_dataset(
+        "json", data_files=str(path), split="train", streaming=streaming, cache_dir=str(tmp_path / "cache")
+    )
+    if streaming:
+        source = StreamedDataset(loaded, "train")
+    else:
+        loaded.save_to_disk(tmp_path / "saved")
+        source = open_source(tmp_path / "saved")
+    found = [source[number].messages for number in range(len(answers))]
+    assert [messages[1]["content"] for messages in found] == answers
+    assert all(messages[0]["content"] == parts for messages in found)

@@ -1,0 +1,81 @@
+"""Megatron-Bridge's own ways to ask a model: its inference wrapper and engine, and the loop of its generate scripts."""
+
+from __future__ import annotations
+
+import json
+
+import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
+from qwen3vl_bridge.training.process_groups import initialize
+
+import pytest
+import torch
+from megatron.bridge import AutoBridge
+from megatron.bridge.inference.vlm.base import generate, setup_inference_wrapper
+from megatron.bridge.inference.vlm.qwenvl_inference_wrapper import QwenVLInferenceWrapper
+from megatron.core.inference.sampling_params import SamplingParams
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from tests.forked import run_ranks
+
+TOKENS = 6
+
+
+def picture(width: int, height: int) -> Image.Image:
+    """Of random colours."""
+    pixels = torch.randint(256, (height, width, 3), generator=torch.Generator().manual_seed(width), dtype=torch.uint8)
+    return Image.fromarray(pixels.numpy())
+
+
+def answers(folder, text: str, image: Image.Image) -> list[int]:
+    """What transformers answers, greedily."""
+    inputs = AutoProcessor.from_pretrained(folder)(text=[text], images=[image], return_tensors="pt")
+    model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager")
+    found = model.generate(**inputs, max_new_tokens=TOKENS, do_sample=False)
+    return found[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("kind", ["untied", "moe"])
+def test_the_inference_wrapper_and_engine_answer_as_transformers(kind, request):
+    """`megatron.bridge.inference.vlm`; its wrapper knows no model with experts of Megatron-Bridge's own."""
+    folder = request.getfixturevalue(f"{kind}_folder")
+    provider = AutoBridge.from_hf_pretrained(str(folder)).to_megatron_provider(load_weights=True)
+    provider.parallel_output = False
+    provider.finalize()
+    initialize(provider, seed=0)
+    (model,) = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=True)
+    processor = AutoProcessor.from_pretrained(folder)
+    wrapped = setup_inference_wrapper(model, processor.tokenizer, params_dtype=torch.float32)
+    assert type(wrapped) is QwenVLInferenceWrapper
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "which digit"}]}]
+    text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    image = picture(96, 64)
+    (found,) = generate(
+        wrapped,
+        processor.tokenizer,
+        processor.image_processor,
+        [text],
+        [image],
+        processor=processor,
+        random_seed=1,
+        sampling_params=SamplingParams(num_tokens_to_generate=TOKENS, top_k=1),
+    )
+    assert found.generated_tokens.tolist() == answers(folder, text, image)
+
+
+def test_rows_that_grow_pass_pipeline_stages(untied_folder, tmp_path):
+    """Megatron-Bridge's `hf_to_megatron_generate_vlm.py --pp 2`: the schedule is told each row's length, no setting."""
+    image = picture(64, 64)
+    text = "<|vision_start|><|image_pad|><|vision_end|>which digit"
+    torch.save((text, image), tmp_path / "asked.pt")
+    run_ranks(
+        "tests.frameworks.megatron_bridge.generation_on_ranks",
+        2,
+        untied_folder,
+        tmp_path / "asked.pt",
+        TOKENS,
+        tmp_path / "found",
+    )
+    found = json.loads((tmp_path / "found").read_text())
+    expected = answers(untied_folder, text, image)
+    assert found == {"fixed": expected, "variable": expected}

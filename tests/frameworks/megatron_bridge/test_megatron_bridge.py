@@ -1,0 +1,201 @@
+"""Megatron-Bridge itself: its two forward steps, its generation script, its comparison and round trip.
+
+Its recipes: `tests/recipes/test_megatron_bridge_recipes.py`. Sources: megatron/bridge/models/qwen_vl/qwen3_vl_step.py,
+training/vlm_step.py, and in its repository scripts/inference/vlm_generation.py,
+examples/conversion/{hf_megatron_roundtrip,compare_hf_and_megatron}.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.bridge import AutoBridge
+from megatron.bridge.models.qwen_vl import qwen3_vl_step
+from megatron.bridge.training import vlm_step
+from PIL import Image
+from safetensors.torch import load_file
+from transformers import AutoProcessor
+
+from tests.model.inputs.support import no_grad
+from tests.parity.conftest import make_pair
+from tests.training.foreign_batches.foreign import batch_of, direct, write_conversations
+
+from ..support import pass_of
+
+# Relative, of a loss; of each gradient, relative to its largest entry; of logits up to about 2, absolute.
+LOSS = 1e-6  # measured 2e-7
+GRADIENT = 2e-5  # measured 4e-6
+LOGITS = 1e-5  # measured 3e-6
+
+
+@pytest.fixture(scope="module")
+def pair(folder):
+    return make_pair(folder, moe_aux_loss_coeff=0.0)
+
+
+@pytest.fixture(scope="module")
+def conversations(tmp_path_factory):
+    return write_conversations(tmp_path_factory.mktemp("conversations"))
+
+
+class _Timers:
+    """Of a GlobalState: timers that are called, started, stopped and entered."""
+
+    def __call__(self, *_: Any, **__: Any) -> _Timers:
+        return self
+
+    def start(self, *_: Any, **__: Any) -> None:
+        pass
+
+    stop = start
+
+    def __enter__(self) -> _Timers:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+
+def state_of(dataset: Any) -> Any:
+    """What the steps read of a run's state."""
+    checks = SimpleNamespace(check_for_nan_in_loss=True, check_for_spiky_loss=False)
+    return SimpleNamespace(
+        timers=_Timers(),
+        straggler_timer=_Timers(),
+        cfg=SimpleNamespace(dataset=dataset, rerun_state_machine=checks),
+    )
+
+
+def reference_loss(pair, batch: dict[str, Any]) -> torch.Tensor:
+    """Sum of transformers' losses of what the loss mask counts; transformers shifts labels itself."""
+    ids, real = batch["input_ids"], batch["attention_mask"]
+    trained = torch.nn.functional.pad(batch["loss_mask"], (1, 0))[:, :-1].bool()
+    visual = vars(batch["visual_inputs"]) if batch.get("visual_inputs") is not None else {}
+    out = pair.reference(
+        input_ids=ids,
+        attention_mask=real,
+        mm_token_type_ids=(ids == pair.config.image_token_id).int(),
+        labels=ids.masked_fill(~trained, -100),
+        **{name: value for name, value in visual.items() if value is not None},
+    )
+    return out.loss * trained.sum()
+
+
+STEPS = {
+    "qwen3_vl_step, rows": (qwen3_vl_step, {}),
+    "qwen3_vl_step, rows and masks": (qwen3_vl_step, dict(skip_getting_attention_mask_from_dataset=False)),
+    "qwen3_vl_step, packed": (
+        qwen3_vl_step,
+        dict(enable_in_batch_packing=True, defer_in_batch_packing_to_step=True),
+    ),
+    "vlm_step, rows": (vlm_step, {}),
+    "vlm_step, rows and masks": (vlm_step, dict(skip_getting_attention_mask_from_dataset=False)),
+    "vlm_step, packed": (
+        vlm_step,
+        dict(enable_in_batch_packing=True, in_batch_packing_pad_to_multiple_of=8),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("numbers", [(0, 1, 2), (1, 4)], ids=["pictures", "text"])
+def test_its_steps(pair, untied_folder, conversations, name, numbers):
+    """forward_step of both modules on what their collators make: loss, count and gradients are transformers'."""
+    module, settings = STEPS[name]
+    dataset = direct(untied_folder, conversations, **settings)
+    pair.zero_grad()
+    expected = reference_loss(pair, batch_of(direct(untied_folder, conversations), numbers))
+    expected.backward()
+    losses, loss_function = module.forward_step(state_of(dataset), iter([batch_of(dataset, numbers)]), pair.megatron)
+    total, tokens, _ = loss_function(losses)
+    total.backward()
+    assert tokens > 10 and abs(total.item() / expected.item() - 1) <= LOSS
+    errors = pair.gradient_errors()
+    assert max(errors.values()) <= GRADIENT, max(errors, key=errors.get)
+
+
+def prompt(folder) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A processor, and what it makes of a question about a picture."""
+    processor = AutoProcessor.from_pretrained(folder)
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 96, 3), dtype=np.uint8))
+    asked = [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "Which digit?"}]}]
+    inputs = processor.apply_chat_template(
+        asked, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+    )
+    return processor, dict(inputs)
+
+
+def generate_by_script(model: list[Any], inputs: dict[str, torch.Tensor], tokens: int) -> torch.Tensor:
+    """The loop of vlm_generation.py: text positions [1, S], no mask, and a whole forward pass for each token."""
+    ids, types = inputs["input_ids"], inputs["mm_token_type_ids"]
+
+    def forward_step(iterator, chunk, **_):
+        output = chunk(**next(iterator))
+        return (output[0] if isinstance(output, tuple) else output), lambda logits, **__: logits
+
+    for _ in range(tokens):
+        positions = torch.arange(ids.size(1)).unsqueeze(0).expand_as(ids)
+        batch = dict(
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=None,
+            pixel_values=inputs["pixel_values"],
+            image_grid_thw=inputs["image_grid_thw"],
+            mm_token_type_ids=types,
+        )
+        with torch.no_grad():
+            output = pass_of(model, batch, forward_step)
+        logits = output[0] if isinstance(output, list) else output
+        following = logits[:, -1].argmax(-1, keepdim=True)
+        ids = torch.cat([ids, following], dim=-1)
+        types = torch.cat([types, torch.zeros_like(following, dtype=types.dtype)], dim=-1)
+    return ids
+
+
+def test_its_generation_script(folder):
+    """scripts/inference/vlm_generation.py: settings, MTP switched off, and the same answer as transformers'."""
+    bridge = AutoBridge.from_hf_pretrained(str(folder))
+    provider = bridge.to_megatron_provider(load_weights=True)
+    provider.tensor_model_parallel_size = provider.pipeline_model_parallel_size = 1
+    provider.expert_model_parallel_size = provider.expert_tensor_parallel_size = 1
+    provider.pipeline_dtype = torch.bfloat16
+    provider.finalize()
+    model = provider.provide_distributed_model(wrap_with_ddp=False)
+    for chunk in model:
+        chunk.eval()
+        chunk.config.mtp_num_layers = None
+        chunk.config.grad_scale_func = None
+    _, inputs = prompt(folder)
+    pair = make_pair(folder, moe_aux_loss_coeff=0.0)
+    expected = pair.reference.eval().generate(**inputs, max_new_tokens=4, do_sample=False)
+    found = generate_by_script(model, inputs, 4)
+    assert torch.equal(found[:, : expected.shape[1]], expected)
+
+
+def test_its_round_trip(folder):
+    """examples/conversion/hf_megatron_roundtrip.py: built with the weights, and exported one by one."""
+    bridge = AutoBridge.from_hf_pretrained(str(folder))
+    model = bridge.to_megatron_model(wrap_with_ddp=False)
+    stored = load_file(folder / "model.safetensors")
+    exported = dict(bridge.export_hf_weights(model, show_progress=False))
+    assert exported.keys() == stored.keys() and all(torch.equal(exported[name], stored[name]) for name in stored)
+
+
+def test_its_comparison(pair):
+    """examples/conversion/compare_hf_and_megatron/compare.py: one forward pass, with text positions and no mask."""
+    config, generator = pair.config, torch.Generator().manual_seed(0)
+    text = torch.randint(0, config.image_token_id - 16, (1, 12), generator=generator)
+    picture = torch.tensor([[config.vision_start_token_id, *[config.image_token_id] * 6, config.vision_end_token_id]])
+    ids = torch.cat((picture, text), 1)
+    pictures = dict(
+        pixel_values=torch.randn(24, 3 * 2 * 16 * 16, generator=generator), image_grid_thw=torch.tensor([[1, 4, 6]])
+    )
+    positions = torch.arange(ids.shape[1])[None]
+    types = (ids == config.image_token_id).int()
+    expected = no_grad(pair.reference, input_ids=ids, mm_token_type_ids=types, **pictures).logits
+    found = no_grad(pair.megatron, input_ids=ids, position_ids=positions, attention_mask=None, **pictures)
+    assert (found - expected).abs().max() <= LOGITS

@@ -1,0 +1,55 @@
+"""Forward steps that Megatron-Bridge and verl have for Qwen3-VL train this model as transformers does in one process.
+
+`qwen3_vl_step` cuts labels over context-parallel ranks and not the tokens; `vlm_step` cuts nothing, numbers tokens from
+0 and expects a loss mask back; both give pictures without their pixels, or with them, to later pipeline stages.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from tests.forked import run_ranks
+from tests.parity.references import train_reference
+
+from .upstream_steps_on_ranks import CONTENT
+
+TOPOLOGIES = {"dense": ["CP2", "PP2"], "MoE": ["CP2"]}
+STEPS = [("qwen3_vl_step", "rows"), ("qwen3_vl_step", "packed"), ("vlm_step", "rows"), ("vlm_step", "packed")]
+CASES = [
+    [family, topology, *step]
+    for family, topologies in TOPOLOGIES.items()
+    for topology in topologies
+    for step in [*STEPS, ("fused", "packed")]
+]
+LOSS = 1e-6  # relative, measured 2.9e-8
+GRADIENT = 2e-5  # relative to the largest entry of each gradient, measured 3.2e-6
+
+
+@pytest.fixture(scope="module")
+def found(untied_folder, moe_folder, tmp_path_factory):
+    folders = {}
+    for family, folder in (("dense", untied_folder), ("MoE", moe_folder)):  # which are other tests' too
+        copy = shutil.copytree(folder, tmp_path_factory.mktemp(family) / "hf")
+        torch.save(train_reference(folder, CONTENT), copy / f"reference_{CONTENT}.pt")
+        folders[family] = str(copy)
+    output = tmp_path_factory.mktemp("steps") / "found.pt"
+    run_ranks(
+        "tests.frameworks.megatron_bridge.upstream_steps_on_ranks",
+        2,
+        output,
+        json.dumps(CASES),
+        json.dumps(folders),
+        timeout=500,
+    )
+    return torch.load(output)
+
+
+@pytest.mark.parametrize("case", CASES, ids=" ".join)
+def test_they_train_as_one_process_does(found, case):
+    errors = found[tuple(case)]
+    print(case, errors)
+    assert errors["loss"] <= LOSS and errors["gradient"] <= GRADIENT

@@ -1,0 +1,117 @@
+"""Adapters of a model that is split over two ranks, saved from there: transformers and `peft` get its losses.
+
+As verl and Megatron-Bridge's training do: adapters are put in by a hook before wrapping, and every checkpoint has
+`AutoBridge.save_hf_adapter` called on all ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import warnings
+from dataclasses import asdict, replace
+
+from qwen3vl_bridge.weights.names import ExpertLayout
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
+
+from tests.forked import run_ranks
+from tests.parity.batches import make_samples
+
+from .adapters_on_ranks import PATTERN, Job
+from .peft_models import reference_logits
+
+LOSS = 2e-5  # of losses up to about 15, which adapters move by more than 0.1; measured 2.9e-6
+
+EP = dict(expert_model_parallel_size=2)
+TP = dict(tensor_model_parallel_size=2, sequence_parallel=True, expert_tensor_parallel_size=1)
+PP = dict(pipeline_model_parallel_size=2, pipeline_dtype=None)
+DENSE = [
+    Job("tensors LoRA", "", "lora", TP),
+    Job("tensors CanonicalLoRA", "", "canonical_lora", TP),
+    Job("stages VLMLoRA", "", "vlm_lora", PP),
+    Job("stages pattern", "", "lora", PP, dict(target_modules=[PATTERN])),
+]
+MOE = [
+    Job("experts ours", "", "ours", EP, dict(adapt_experts=True)),
+    Job("experts LoRA", "", "lora", EP),
+    Job("experts normalized", "", "lora", EP, dict(normalize_moe_lora=True)),
+    Job("experts CanonicalLoRA", "", "canonical_lora", EP),
+]
+
+
+@pytest.fixture(scope="module")
+def jobs(untied_folder, moe_folder, moe_folders):
+    jobs = [replace(job, folder=str(untied_folder)) for job in DENSE]
+    jobs += [replace(job, folder=str(moe_folder)) for job in MOE]
+    layouts = {layout: str(moe_folders[layout]) for layout in (ExpertLayout.INPUT_MAJOR, ExpertLayout.PER_EXPERT)}
+    return jobs + [Job(f"experts {layout.name}", folder, "lora", EP) for layout, folder in layouts.items()]
+
+
+@pytest.fixture(scope="module")
+def out(jobs, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("adapters")
+    run_ranks("tests.model.adapters.adapters_on_ranks", 2, json.dumps([asdict(job) for job in jobs]), folder)
+    return folder
+
+
+def losses_of(model, config) -> torch.Tensor:
+    """Of the first sample, a loss for each token."""
+    sample = make_samples("mixed", config, seed=9)[0]
+    (logits,) = reference_logits(model, [sample])
+    return F.cross_entropy(logits, sample.labels, reduction="none")
+
+
+def packed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of one expert each as transformers has them: [experts, 2 * I, H] and [experts, H, I] of a layer."""
+    whole, experts = {}, {}
+    for name, tensor in tensors.items():
+        if found := re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.weight", name):
+            experts.setdefault((found[1], found[3]), {})[int(found[2])] = tensor
+        else:
+            whole[name] = tensor
+    stacked = {key: torch.stack([each[n] for n in sorted(each)]) for key, each in experts.items()}
+    for module in {module for module, _ in stacked}:
+        whole[f"{module}.gate_up_proj"] = torch.cat([stacked[module, kind] for kind in ("gate_proj", "up_proj")], 1)
+        whole[f"{module}.down_proj"] = stacked[module, "down_proj"]
+    return whole
+
+
+def test_losses_are_those_of_what_is_saved(jobs, out, moe_folder):
+    for job in jobs:
+        found = json.loads((out / f"{job.name}.json").read_text())
+        if "losses" not in found:
+            continue
+        one_by_one = "PER_EXPERT" in job.name  # which transformers cannot read
+        base = AutoModelForImageTextToText.from_pretrained(moe_folder if one_by_one else job.folder)
+        if one_by_one:
+            merged = copy.deepcopy(base)
+            merged.load_state_dict(packed(load_file(out / job.name / "merged" / "model.safetensors")))
+        else:
+            merged = AutoModelForImageTextToText.from_pretrained(out / job.name / "merged")
+        before = losses_of(base, base.config)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            # `peft` 0.21 honours patterns of parameters, and says that it does not.
+            warnings.filterwarnings("default", message="The following (rank|alpha)_pattern keys")
+            adapted = PeftModel.from_pretrained(base, out / job.name / "adapter")
+        expected = torch.tensor(found["losses"])
+        assert (expected - before).abs().max() > 0.1
+        for kind, model in (("merged", merged), ("adapter", adapted)):
+            error = (losses_of(model, base.config) - expected).abs().max().item()
+            print(f"{job.name}, {kind}: {error:.1e}, tolerance {LOSS:.0e}")
+            assert error <= LOSS, (job.name, kind)
+
+
+def test_stages_have_the_adapters_of_the_whole_model(jobs, out):
+    """A pattern counts layers of the model, not of a stage; and VLMLoRA meets stages without a vision tower."""
+    names = {job.name: json.loads((out / f"{job.name}.json").read_text())["adapters"] for job in jobs}
+    assert names["stages VLMLoRA"] == names["tensors LoRA"]
+    layers = {name.partition(".self_attn.")[0] for name in names["stages pattern"] if "language_model" in name}
+    assert layers == {"model.language_model.layers.3"}

@@ -1,0 +1,300 @@
+"""Checkpoints that Megatron-Bridge's own Qwen3-VL has saved, loaded with the plugin imported, are our models.
+
+Their `run_config.yaml` names Megatron-Bridge's classes. Everything that rebuilds a model from one goes through here:
+`load_megatron_model` (Megatron-Bridge's conversion and inference scripts, NeMo-RL's export), `load_model_config`
+(NeMo-RL's policy and value workers), `ConfigContainer.from_yaml`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
+from qwen3vl_bridge.checkpoint import (
+    CheckpointError,
+    Topology,
+    export_checkpoint,
+    import_checkpoint,
+    reformat_checkpoint,
+    verify_checkpoint,
+)
+from qwen3vl_bridge.checkpoint.formats.dcp.metadata import read_metadata
+from qwen3vl_bridge.models.common.settings.encoder_parallel import DistTrainConfig
+from qwen3vl_bridge.models.common.settings.fields import default_transformer_impl
+from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
+from qwen3vl_bridge.training.checkpointing.model_loading import load_model
+from qwen3vl_bridge.training.checkpointing.weight_loading import load_weights
+from qwen3vl_bridge.training.process_groups import initialize
+from qwen3vl_bridge.weights.names import ExpertLayout
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import yaml
+from megatron.bridge import AutoBridge
+from megatron.bridge.models.qwen_vl import qwen3_vl_provider as stock
+from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.training.model_load_save import load_megatron_model, load_model_config
+from megatron.bridge.utils.instantiate_utils import instantiate
+from megatron.bridge.utils.yaml_utils import safe_yaml_representers
+from megatron.core.utils import unwrap_model
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from tests.checkpoint.support import stock_load
+from tests.expert_layouts import rewrite
+from tests.model.checkpoints.stock_models import SAVED_WITH_EXPERTS, SAVED_WITH_TE, save_stock, stock_provider
+from tests.model.inputs.support import make_rows, no_grad, reference_logits
+from tests.parity.batches import make_samples
+
+KINDS = {"untied": Qwen3VLModelProvider, "tied": Qwen3VLModelProvider, "experts": Qwen3VLMoEModelProvider}
+OF_VOCABULARY = ("word_embeddings.weight", "output_layer.weight")
+LOGITS = 1e-5  # measured 2.4e-6
+
+
+@pytest.fixture(scope="module")
+def sources(folders, tmp_path_factory) -> dict[str, Path]:
+    """Hugging Face folders that Megatron-Bridge reads: experts as in the released checkpoints."""
+    experts = rewrite(folders["experts"], tmp_path_factory.mktemp("released"), ExpertLayout.INPUT_MAJOR)
+    return {"untied": folders["untied"], "tied": folders["tied"], "experts": experts}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(sources, tmp_path_factory) -> dict[str, Path]:
+    """What Megatron-Bridge saved of each."""
+    saved = {kind: tmp_path_factory.mktemp(kind) for kind in KINDS}
+    for kind, folder in saved.items():
+        save_stock(sources[kind], folder)
+        model = yaml.safe_load((folder / "iter_0000000/run_config.yaml").read_text())["model"]
+        assert model["_target_"].startswith("megatron.bridge.models.qwen_vl.qwen3_vl_provider.Qwen3VL")
+        wanted = SAVED_WITH_TE | (SAVED_WITH_EXPERTS if kind == "experts" else {})
+        assert {name: model[name] for name in wanted} == wanted
+    return saved
+
+
+def logits_gap(model: torch.nn.Module, folder: Path) -> float:
+    """Against transformers, of pictures, a video and text."""
+    reference = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager")
+
+    class Both:
+        config = reference.config
+
+    Both.reference = reference
+    rows = make_rows(make_samples("mixed", reference.config, seed=5), [0, 0, 0, 0])
+    expected = rows.real(reference_logits(Both, rows))
+    found = no_grad(model, rows.input_ids, attention_mask=rows.attention_mask, **rows.pixels)
+    return (rows.real(found)[:, : expected.shape[-1]] - expected).abs().max().item()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_load_megatron_model_gives_ours_with_equal_logits(kind, sources, checkpoints, folders):
+    """Megatron-Bridge's `load_megatron_model`, as its inference scripts call it."""
+    (loaded,) = load_megatron_model(str(checkpoints[kind] / "iter_0000000"), use_cpu_init=True)
+    (model,) = unwrap_model([loaded])
+    assert type(model).__module__ == "qwen3vl_bridge.models.qwen3_vl.model"
+    assert type(model.config) is KINDS[kind]
+    assert model.config.transformer_impl == default_transformer_impl()
+    assert logits_gap(model.eval(), folders[kind]) < LOGITS
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_auto_bridge_loads_and_exports_every_weight(kind, sources, checkpoints, tmp_path):
+    """`AutoBridge.load_megatron_model` and `save_hf_pretrained`, as NeMo-RL's converter calls them."""
+    bridge = AutoBridge.from_hf_pretrained(str(sources[kind]))
+    model = bridge.load_megatron_model(checkpoints[kind], wrap_with_ddp=False)
+    exported = dict(bridge.export_hf_weights(model, cpu=True, show_progress=False))
+    source = load_file(sources[kind] / "model.safetensors")
+    assert all(torch.equal(exported[name], source[name]) for name in source)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_our_loader_reads_them(kind, checkpoints, folders):
+    """First weights of a run, and what `generate.py` asks."""
+    (model,) = unwrap_model(load_model(folders[kind], checkpoints[kind]))
+    (other,) = unwrap_model(load_model(folders[kind]))
+    expected = other.state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.named_parameters())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_our_exporter_reads_them(kind, sources, checkpoints, tmp_path):
+    export_checkpoint(checkpoints[kind], tmp_path / "hf", hf_model=sources[kind])
+    found, source = (load_file(folder / "model.safetensors") for folder in (tmp_path / "hf", sources[kind]))
+    assert found.keys() == source.keys()
+    assert all(torch.equal(found[name], source[name]) for name in source)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_our_exporter_refuses_a_configuration_of_another_model(kind, sources, checkpoints, tmp_path):
+    """As many heads of another width, and rotary frequencies of another base: all shapes are the same."""
+    model = shutil.copytree(sources[kind], tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    config["vision_config"]["num_heads"] = 2
+    config["text_config"]["rope_parameters"]["rope_theta"] = 10_000
+    (model / "config.json").write_text(json.dumps(config))
+    how = dict(megatron_path=checkpoints[kind], hf_model=model)
+    for refused in (
+        lambda: export_checkpoint(**how, hf_path=tmp_path / "hf"),
+        lambda: reformat_checkpoint(**how, new_path=tmp_path / "new", ckpt_format="fsdp_dtensor"),
+        lambda: verify_checkpoint(**how),
+    ):
+        with pytest.raises(CheckpointError, match=r"describes another model than .*run_config\.yaml") as error:
+            refused()
+        assert "vision_config.num_heads is 2, expected 4" in str(error.value)
+        assert "text_config.rope_parameters.rope_theta is 10000, expected 5000000" in str(error.value)
+
+
+@pytest.mark.parametrize("ckpt_format", ["torch_dist", "fsdp_dtensor"])
+@pytest.mark.parametrize(("kind", "rows"), [("untied", 600), ("tied", 515)])
+def test_a_padded_vocabulary_reformatted_is_built_with_its_rows(kind, rows, ckpt_format, sources, tmp_path):
+    """A trainer's checkpoint says nothing of its padding; of the reformatted one Megatron-Bridge reads the file."""
+    import_checkpoint(sources[kind], tmp_path / "imported")
+    stored = stock_load(tmp_path / "imported" / "iter_0000000")
+    stored = {name: tensor for name, tensor in stored.items() if isinstance(tensor, torch.Tensor)}
+    for name in stored:
+        if name.endswith(OF_VOCABULARY):
+            stored[name] = torch.nn.functional.pad(stored[name], (0, 0, 0, rows - 512))
+    dcp.save(stored, checkpoint_id=tmp_path / "run", no_dist=True)
+    new = tmp_path / "new"
+    reformat_checkpoint(tmp_path / "run", new, ckpt_format=ckpt_format, hf_model=sources[kind])
+    assert vocabulary_rows(new / "iter_0000000") == {rows}
+    provider, _ = load_model_config(str(new / "iter_0000000"))
+    assert (provider.vocab_size, provider.padded_vocab_size) == (512, rows)
+    provider.finalize()
+    groups = initialize(provider, seed=0)
+    model = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=True, pg_collection=groups)
+    load_weights(new, model, groups)
+    embedding = unwrap_model(model)[0].state_dict()["language_model.embedding.word_embeddings.weight"]
+    source = load_file(sources[kind] / "model.safetensors")["model.language_model.embed_tokens.weight"]
+    assert torch.equal(embedding[:512], source) and not embedding[512:].any() and len(embedding) == rows
+
+
+def test_a_vocabulary_padded_for_more_ranks_is_built_with_its_rows(sources, tmp_path):
+    """200 for each of two ranks makes 800 rows, where one rank would have 600; the file is of one."""
+    import_checkpoint(sources["untied"], tmp_path, topology=Topology(tp=2), vocab_divisor=200)
+    assert vocabulary_rows(tmp_path / "iter_0000000") == {800}
+    provider, _ = load_model_config(str(tmp_path / "iter_0000000"))
+    assert (provider.vocab_size, provider.padded_vocab_size) == (512, 800)
+
+
+def vocabulary_rows(folder: Path) -> set[int]:
+    """Rows of the embedding and the output layer in a checkpoint."""
+    specs = [spec for spec, _ in read_metadata(folder).tensors.values()]
+    return {spec.shape[0] for spec in specs if spec.name.endswith(OF_VOCABULARY)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bridge_of_a_checkpoint_that_has_sizes_of_its_own(kind, sources, checkpoints, tmp_path):
+    """`AutoBridge.from_auto_config` (Megatron-Bridge's `convert.sh`), of fewer layers than the reference."""
+    saved = yaml.safe_load((checkpoints[kind] / "iter_0000000/run_config.yaml").read_text())
+    saved["model"] |= dict(num_layers=3, vocab_size=256, seq_length=64)
+    (tmp_path / "run_config.yaml").write_text(yaml.safe_dump(saved))
+    bridge = AutoBridge.from_auto_config(str(tmp_path), str(sources[kind]))
+    found, reference = bridge.hf_pretrained.to_dict(), AutoConfig.from_pretrained(sources[kind]).to_dict()
+    reference["text_config"] |= dict(num_hidden_layers=3, vocab_size=256)
+    assert {k: v for k, v in found.items() if v != reference[k]} == {}
+    assert bridge.to_megatron_provider(load_weights=False).num_layers == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_run_set_travels(kind, sources, checkpoints):
+    """NeMo-RL builds its policy from `load_model_config`, and makes another of it where it overrides fields."""
+    provider, _ = load_model_config(str(checkpoints[kind] / "iter_0000000"))
+    saved = yaml.safe_load((checkpoints[kind] / "iter_0000000/run_config.yaml").read_text())["model"]
+    fresh = AutoBridge.from_hf_pretrained(str(sources[kind])).to_megatron_provider(load_weights=False)
+    assert type(provider) is type(fresh) is KINDS[kind]
+    # Megatron-Bridge's model with experts trains its mergers alone unless it is told to do more.
+    assert provider.freeze_language_model == saved["freeze_language_model"] == (kind == "experts")
+    assert isinstance(provider.dist_train, DistTrainConfig)
+    another = dataclasses.replace(provider, seq_length=80)
+    another.__post_init__()
+    assert (type(another), another.seq_length, another.vocab_size) == (KINDS[kind], 80, provider.vocab_size)
+    for name in ("vision_config", "freeze_language_model", "freeze_vision_model", "dist_train"):
+        setattr(fresh, name, getattr(provider, name))
+    fresh.finalize(), provider.finalize()
+    names = ("init_method", "output_layer_init_method", "embedding_init_method")  # functions made anew
+    differ = {name for name, value in vars(fresh).items() if getattr(provider, name) != value and name not in names}
+    # The first is of a kind of attention that this model has not; the others say where it was made.
+    assert differ <= {"attention_softmax_in_fp32", "hf_model_id", "use_cpu_initialization"}, differ
+
+
+def test_fields_that_differ_from_the_defaults_travel(sources):
+    provider = stock_provider(sources["experts"])
+    provider.seq_length, provider.moe_aux_loss_coeff, provider.freeze_vision_model = 96, 0.25, False
+    provider.recompute_granularity = "selective"
+    provider.dist_train = stock.DistTrainConfig(vision_world_size=2)
+    found = instantiate(as_saved(provider))
+    assert (found.seq_length, found.moe_aux_loss_coeff, found.freeze_vision_model) == (96, 0.25, False)
+    assert found.recompute_granularity == "selective"
+    assert found.dist_train == DistTrainConfig(vision_world_size=2)
+
+
+def test_what_no_weight_depends_on_stays_behind(sources):
+    """A run that replayed CUDA graphs is loaded to be exported or asked all the same."""
+    provider = stock_provider(sources["untied"], cuda_graph_impl="transformer_engine", cuda_graph_scope="full")
+    provider.vision_cuda_graph_impl = "transformer_engine"
+    found = instantiate(as_saved(provider))
+    found.finalize()
+    assert found.cuda_graph_impl == "none" and found.calculate_per_token_loss is False
+
+
+def test_a_scaled_rotary_embedding_travels(sources):
+    """It is in the text configuration that Megatron-Bridge saves beside its provider's fields."""
+    provider = stock_provider(sources["untied"])
+    rope = provider.hf_text_config.rope_parameters
+    scaled = rope | dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=1024)
+    provider.hf_text_config.rope_parameters = scaled
+    found = instantiate(as_saved(provider))
+    assert found.rope_parameters == scaled
+
+
+def test_another_vision_tower_is_refused(sources):
+    provider = stock_provider(sources["untied"], use_hf_vision_model=True)
+    with pytest.raises(Exception, match="saved with use_hf_vision_model=True, expected False"):
+        instantiate(as_saved(provider))
+
+
+def test_unknown_fields_are_named(sources, caplog):
+    saved = as_saved(stock_provider(sources["untied"])) | dict(of_another_release=1)
+    with caplog.at_level("WARNING", logger="qwen3vl_bridge"):
+        instantiate(saved)
+    assert "Qwen3VLModelProvider has no of_another_release: dropped" in caplog.text
+
+
+def test_ours_saved_with_transformer_engine_loads_without(sources):
+    """A run on GPUs, exported on a machine that has none."""
+    provider = AutoBridge.from_hf_pretrained(str(sources["experts"])).to_megatron_provider(load_weights=False)
+    for name, value in (SAVED_WITH_TE | SAVED_WITH_EXPERTS).items():
+        setattr(provider, name, value)
+    provider.freeze_vision_model = True
+    found = instantiate(as_saved(provider))
+    assert type(found) is Qwen3VLMoEModelProvider and found.freeze_vision_model
+    assert found.transformer_impl == default_transformer_impl()
+    assert found.moe_grouped_gemm == (found.transformer_impl == "transformer_engine")
+    found.finalize()
+
+
+def test_a_class_that_is_only_named_stays_itself():
+    """As a configuration refers to a function or a dtype."""
+    name = "megatron.bridge.models.qwen_vl.qwen3_vl_provider.Qwen3VLModelProvider"
+    assert instantiate({"it": {"_target_": name, "_call_": False}})["it"] is stock.Qwen3VLModelProvider
+
+
+def test_ours_count_as_megatron_bridges_providers():
+    """Its `setup_inference_wrapper` asks so. In name alone: none of its fields or defaults come along."""
+    assert issubclass(Qwen3VLModelProvider, stock.Qwen3VLModelProvider)
+    assert issubclass(Qwen3VLMoEModelProvider, stock.Qwen3VLMoEModelProvider)
+    assert isinstance(Qwen3VLModelProvider(num_layers=3), stock.Qwen3VLModelProvider)
+    assert isinstance(Qwen3VLMoEModelProvider(num_layers=3), stock.Qwen3VLModelProvider)  # which theirs is not
+    assert not issubclass(Qwen3VLModelProvider, stock.Qwen3VLMoEModelProvider)
+    assert stock.Qwen3VLModelProvider not in Qwen3VLModelProvider.__mro__
+
+
+def as_saved(provider: Any) -> dict[str, Any]:
+    """A provider as a `run_config.yaml` has it."""
+    with safe_yaml_representers():
+        return yaml.safe_load(yaml.safe_dump(ConfigContainer._convert_value_to_dict(provider)))

@@ -1,0 +1,151 @@
+"""Checkpoints in megatron-core's own format, `torch_dist`: their names, and loading by configuration alone."""
+
+import json
+from pathlib import Path
+
+from qwen3vl_bridge.models.qwen3_vl.bridge import provider_from_hf_config
+from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
+
+import pytest
+import yaml
+from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.transformer_block import Qwen3VLVisionTransformerBlock
+from megatron.bridge.training.model_load_save import load_megatron_model, load_model_config
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensorFactory
+from transformers import AutoConfig
+
+from tests.model.checkpoints.torch_dist_models import build, build_chunks, save, sharded, tensors, wrong
+
+KINDS = ("untied", "tied", "mixed", "experts")
+LAYERS, TAPS, EXPERTS = 4, 3, 6
+
+
+@pytest.fixture(scope="module")
+def saved(folders, tmp_path_factory):
+    """What megatron-core saves of each on one rank."""
+    checkpoints = {}
+    for kind, folder in folders.items():
+        checkpoints[kind] = tmp_path_factory.mktemp(f"saved_{kind}")
+        save(*build_chunks(folder), checkpoints[kind])
+    return checkpoints
+
+
+def shapes(state: ShardedStateDict) -> dict[str, set[tuple]]:
+    """Names in a checkpoint, with the whole shape and the offsets of each of their parts."""
+    found = {}
+    for entry in state.values():
+        for part in nested_values(entry.build()) if isinstance(entry, ShardedTensorFactory) else [entry]:
+            name = part.unique_key if isinstance(part, ShardedObject) else part.key
+            found.setdefault(name, set()).add((tuple(part.global_shape), tuple(part.global_offset)))
+    return found
+
+
+def shape(names: dict[str, set[tuple]], name: str) -> tuple[int, ...]:
+    """The one shape that all parts of a tensor tell."""
+    (whole,) = {whole for whole, _ in names[name]}
+    return whole
+
+
+def test_mergers_are_stacked_like_layers(folders):
+    names = shapes(sharded(*build(folders["untied"])))
+    merger = "vision_model.decoder.deepstack_merger_list."
+    assert shape(names, f"{merger}linear_fc1.weight") == (TAPS, 256, 256)
+    assert {offset[0] for _, offset in names[f"{merger}linear_fc2.weight"]} == set(range(TAPS))
+    for linear in ("linear_fc1", "linear_fc2"):
+        assert all(f"{merger}{linear}._extra_state/shard_{i}_{TAPS}" in names for i in range(TAPS))
+    assert not any(name.startswith(f"{merger}0.") for name in names)
+
+
+def test_mergers_are_named_where_layers_are(folders):
+    model, groups = build(folders["untied"])
+    names = shapes(sharded(model, groups, non_homogeneous_layers=True))
+    assert shape(names, "vision_model.decoder.deepstack_merger_list.2.linear_fc1.weight") == (256, 256)
+    assert "vision_model.decoder.deepstack_merger_list.2.linear_fc1._extra_state/shard_0_1" in names
+    assert "vision_model.decoder.layers.3.mlp.linear_fc1.weight" in names
+
+
+@pytest.mark.parametrize("metadata", [{}, {"non_homogeneous_layers": True}])
+def test_the_tower_has_the_names_of_megatron_bridges_own(folders, metadata):
+    model, groups = build(folders["untied"])
+    tower = model.vision_model.decoder
+    tower.pp_group = groups.pp  # theirs keeps it there
+    metadata |= dict(singleton_local_shards=False, dp_cp_group=groups.dp_cp)
+    theirs = shapes(Qwen3VLVisionTransformerBlock.sharded_state_dict(tower, "decoder.", (), dict(metadata)))
+    assert shapes(tower.sharded_state_dict("decoder.", (), dict(metadata))) == theirs
+
+
+def test_layers_that_all_have_experts_are_stacked(folders):
+    names = shapes(sharded(*build(folders["experts"])))
+    layers = "language_model.decoder.layers."
+    assert shape(names, f"{layers}mlp.experts.experts.linear_fc1.weight") == (LAYERS, EXPERTS, 96, 80)
+    assert shape(names, f"{layers}mlp.experts.experts.linear_fc2.weight") == (LAYERS, EXPERTS, 80, 48)
+    assert shape(names, f"{layers}mlp.router.weight") == (LAYERS, EXPERTS, 80)
+    assert f"{layers}mlp.experts.experts.linear_fc2._extra_state/shard_3.5_{LAYERS}.{EXPERTS}" in names
+
+
+def test_layers_that_differ_are_named(folders):
+    names = shapes(sharded(*build(folders["mixed"])))
+    assert shape(names, "language_model.decoder.layers.1.mlp.linear_fc1.weight") == (448, 80)
+    assert shape(names, "language_model.decoder.layers.3.mlp.experts.experts.linear_fc1.weight") == (EXPERTS, 96, 80)
+    # The tower's layers are alike all the same.
+    assert shape(names, "vision_model.decoder.deepstack_merger_list.linear_fc2.weight") == (TAPS, 80, 256)
+
+
+def test_norms_have_the_names_of_the_transformer_engine_spec(folders):
+    """There the norm before an MLP is a part of its first linear, and the norm before experts is a module."""
+    fused, own = "mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"
+    names = {kind: shapes(sharded(*build(folders[kind]))) for kind in ("untied", "mixed", "experts")}
+    layers = "language_model.decoder.layers."
+    expected = {"untied": {f"{layers}{fused}"}, "experts": {f"{layers}{own}"}}
+    expected["mixed"] = {f"{layers}{i}.{fused if i == 1 else own}" for i in range(LAYERS)}
+    for kind, norms in expected.items():
+        assert {name for name in names[kind] if name.startswith(layers) and name.endswith((fused, own))} == norms
+        assert not any("input_layernorm" in name for name in names[kind])
+
+
+@pytest.mark.parametrize(("kind", "frequency"), [("mixed", [1, 0, 1, 1]), ("experts", 1)])
+def test_only_layers_that_differ_are_listed(kind, frequency, folders):
+    provider = provider_from_hf_config(AutoConfig.from_pretrained(folders[kind]).to_dict())
+    assert provider.moe_layer_freq == frequency
+    assert provider.moe_layers == tuple(i for i in range(LAYERS) if kind == "experts" or i != 1)
+
+
+def run_config(folder: Path, checkpoint: Path, **settings) -> dict:
+    """Write the smallest file from which Megatron-Bridge builds the model."""
+    hf_config = json.loads((folder / "config.json").read_text())
+    sizes = dict(tensor_model_parallel_size=1, pipeline_model_parallel_size=1)
+    target = "qwen3vl_bridge.models.qwen3_vl.bridge.provider_from_hf_config"
+    model = {"_target_": target, "hf_config": hf_config, **sizes, **settings}
+    (checkpoint / "run_config.yaml").write_text(yaml.safe_dump({"model": model}))
+    return hf_config
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_megatron_bridge_loads_a_model_by_its_configuration_alone(kind, folders, saved):
+    run_config(folders[kind], saved[kind])
+    expected, _ = build_chunks(folders[kind])
+    found = load_megatron_model(str(saved[kind]), use_cpu_init=True)
+    assert not wrong(tensors(*found), tensors(*expected))
+
+
+@pytest.mark.parametrize(("kind", "made"), [("tied", Qwen3VLModelProvider), ("mixed", Qwen3VLMoEModelProvider)])
+def test_a_run_config_may_set_fields(kind, made, folders, tmp_path):
+    hf_config = run_config(folders[kind], tmp_path, hf_model_id="some/model", seq_length=77)
+    provider, _ = load_model_config(str(tmp_path))
+    assert type(provider) is made
+    assert (provider.hf_model_id, provider.seq_length) == ("some/model", 77)
+    assert provider.share_embeddings_and_output_weights == hf_config["tie_word_embeddings"]
+
+
+def test_a_configuration_is_left_as_it_was(folders):
+    config = json.loads((folders["mixed"] / "config.json").read_text())
+    provider_from_hf_config(config)
+    assert config == json.loads((folders["mixed"] / "config.json").read_text())
+
+
+def test_an_unknown_setting_or_model_is_refused(folders):
+    config = json.loads((folders["tied"] / "config.json").read_text())
+    with pytest.raises(TypeError, match="Qwen3VLModelProvider has no num_layer, sequence_paralel"):
+        provider_from_hf_config(config, num_layer=3, sequence_paralel=True)
+    with pytest.raises(ValueError, match="model_type is 'qwen2_vl', expected one of qwen3_vl, qwen3_vl_moe"):
+        provider_from_hf_config(config | {"model_type": "qwen2_vl"})

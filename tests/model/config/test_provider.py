@@ -1,0 +1,221 @@
+"""The provider refuses what it cannot honour, and the bridge reads what Hugging Face says."""
+
+import copy
+import operator
+import pickle
+
+import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
+from qwen3vl_bridge.models.common.provider import ExpertsMixin
+from qwen3vl_bridge.models.common.settings import experts, refusals
+from qwen3vl_bridge.models.common.settings.rules import Range, Row
+from qwen3vl_bridge.models.common.vision_config import vision_transformer_config
+from qwen3vl_bridge.models.qwen3_5.provider import Qwen35VLModelProvider, Qwen35VLMoEModelProvider
+from qwen3vl_bridge.models.qwen3_vl.bridge import Qwen3VLBridge
+from qwen3vl_bridge.models.qwen3_vl.config_checks import check_settings
+from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
+
+import pytest
+import torch
+from megatron.bridge import AutoBridge
+
+
+@pytest.fixture
+def provider(untied_folder):
+    return AutoBridge.from_hf_pretrained(str(untied_folder)).to_megatron_provider(load_weights=False)
+
+
+def assert_refused(provider, fields, message):
+    for name, value in fields.items():
+        setattr(provider, name, value)
+    with pytest.raises(ValueError, match=message):
+        provider.finalize()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [Qwen3VLModelProvider, Qwen3VLMoEModelProvider, Qwen35VLModelProvider, Qwen35VLMoEModelProvider],
+)
+def test_every_row_names_settings_that_there_are(kind):
+    """One that is misspelt would say so only under its own circumstances."""
+    provider = kind(vocab_size=8)
+    listed = (
+        *(experts.RULES if issubclass(kind, ExpertsMixin) else ()),
+        *kind.rules,
+        *kind.fixed.values(),
+        *refusals.GIVEN,
+        *refusals.COMPLETED,
+        *refusals.TRAINED,
+    )
+    rows = [rule for rule in listed if isinstance(rule, Row)]
+    assert len(rows) > 100
+    for row in rows:
+        for name in row.name.split(" * "):
+            operator.attrgetter(name)(provider)
+        if row.when is not None:
+            row.when.said(provider)
+        if isinstance(row.expected, Range):
+            row.expected.said(provider)
+
+
+def test_our_classes_are_registered(provider):
+    assert type(provider) is Qwen3VLModelProvider
+
+
+def test_nothing_is_frozen_unless_asked(provider):
+    assert not (provider.freeze_language_model or provider.freeze_vision_model or provider.freeze_vision_projection)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(hidden_size=1000), "out_hidden_size is .*, expected hidden_size 1000"),
+        (dict(mrope_section=[2, 1, 2]), "has sum 5, expected half the head dimension"),
+        (dict(rotary_percent=0.5), "rotary_percent is 0.5, expected 1.0"),
+        (dict(num_moe_experts=4), "num_moe_experts is 4, expected None"),
+        (dict(position_embedding_type="rope"), "position_embedding_type is 'rope'"),
+        (dict(num_layers=2), "3 DeepStack taps need as many text layers, num_layers is 2"),
+        (
+            dict(vision_recompute_granularity="full", vision_recompute_method="uniform", vision_recompute_num_layers=2),
+            r"taps \[0, 2\] don't end a chunk",
+        ),
+        (
+            dict(vision_recompute_granularity="selective", vision_recompute_modules=["layernorm"]),
+            "'layernorm' needs Transformer Engine",
+        ),
+        (
+            dict(vision_recompute_granularity="selective", vision_recompute_modules=["mlp"]),
+            r"vision_recompute_modules is \['mlp'\], expected None, 'core_attn' or 'layernorm'",
+        ),
+        (dict(softmax_type="off-by-one"), "softmax_type is 'off-by-one', expected 'vanilla'"),
+        (dict(rotary_interleaved=True), "rotary_interleaved is True, expected False"),
+        (
+            dict(recompute_granularity="full"),
+            "recompute_method is None with recompute_granularity 'full', expected 'uniform' or 'block'",
+        ),
+        (dict(vision_recompute_granularity="all"), "vision_recompute_granularity is 'all', expected None, 'full'"),
+        (
+            dict(vision_recompute_modules=["core_attn"], vision_recompute_num_layers=2),
+            "vision_recompute_num_layers is 2 with .* None, expected None: it would be ignored",
+        ),
+        (
+            dict(recompute_modules=["mlp"]),
+            r"recompute_modules is \['mlp'\] with recompute_granularity None, expected None",
+        ),
+        (dict(add_qkv_bias=True), "add_qkv_bias is True, expected False"),
+    ],
+)
+def test_contradictions_are_refused(provider, fields, message):
+    assert_refused(provider, fields, message)
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        ({"rope_type": "dynamic", "factor": 2.0}, "rope_type is 'dynamic', expected one of default, linear"),
+        ({"rope_type": "yarn"}, "no factor"),
+        ({"mrope_interleaved": False}, "mrope_interleaved is False"),
+        ({"mrope_section": None}, "no mrope_section"),
+    ],
+)
+def test_rotary_settings_we_do_not_compute_are_refused(untied_folder, rope, message):
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(untied_folder)
+    config.text_config.rope_parameters = {**config.text_config.rope_parameters, **rope}
+    pretrained = type("Pretrained", (), {"config": config})
+    with pytest.raises(ValueError, match=message):
+        Qwen3VLBridge().provider_bridge(pretrained)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("softmin", "is 'softmin', expected one of gelu, "), ("prelu", "is 'prelu', which has weight")],
+)
+def test_activation_of_the_tower_is_checked(provider, name, message):
+    provider.vision_config = copy.deepcopy(provider.vision_config)
+    provider.vision_config.hidden_act = name
+    with pytest.raises(ValueError, match=f"vision_config.hidden_act {message}"):
+        provider.finalize()
+
+
+def test_vision_tower_follows_the_models_precision(provider):
+    provider.params_dtype, provider.bf16 = torch.bfloat16, True
+    assert vision_transformer_config(provider).params_dtype is torch.bfloat16
+
+
+@pytest.fixture
+def moe_provider(moe_folder):
+    return AutoBridge.from_hf_pretrained(str(moe_folder)).to_megatron_provider(load_weights=False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(num_moe_experts=None), "expected experts in one layer or more"),
+        (dict(moe_layer_freq=[0, 0, 0, 0]), "expected experts in one layer or more"),
+        (dict(moe_layer_freq=[1, 0]), "moe_layer_freq has 2 entries, expected 4"),
+        (dict(moe_layer_freq="[1,0,1,1]"), "is the text"),
+        (dict(moe_router_topk=7), "moe_router_topk is 7, expected 1 to 6"),
+        (
+            dict(expert_model_parallel_size=4),
+            "num_moe_experts is 6, expected a multiple of expert_model_parallel_size, 4",
+        ),
+        (
+            dict(moe_grouped_gemm=True),
+            "moe_grouped_gemm is True with .* 'local', expected False: it is Transformer Engine's",
+        ),
+        (
+            dict(moe_router_load_balancing_type="sinkhorn"),
+            "is 'sinkhorn', expected 'aux_loss', 'global_aux_loss' or 'none'",
+        ),
+        (dict(moe_router_load_balancing_type=["aux_loss", "seq_aux_loss"]), "padding or packing would change"),
+        (dict(moe_expert_capacity_factor=1.0), "moe_expert_capacity_factor is 1.0, expected None"),
+        (dict(moe_router_pre_softmax=True), "moe_router_pre_softmax is True, expected False"),
+    ],
+)
+def test_what_experts_do_not_do_is_refused(moe_provider, fields, message):
+    assert_refused(moe_provider, fields, message)
+
+
+def test_nothing_is_frozen_in_a_model_with_experts_either(moe_provider):
+    assert type(moe_provider) is Qwen3VLMoEModelProvider
+    names = ("freeze_language_model", "freeze_vision_model", "freeze_vision_projection")
+    assert not any(getattr(moe_provider, name) for name in names)
+
+
+def test_a_provider_can_be_finalized_again(provider, moe_provider):
+    for one in (provider, moe_provider):
+        one.finalize()
+        one.finalize()
+
+
+@pytest.mark.parametrize(
+    ("part", "settings", "message"),
+    [
+        ("text_config", dict(attention_bias=True), "text_config.attention_bias is True, expected False"),
+        ("text_config", dict(norm_topk_prob=False), "text_config.norm_topk_prob is False, expected True"),
+        ("text_config", dict(num_experts_per_tok=9), "num_experts_per_tok is 9, expected 1 to 6"),
+        ("text_config", dict(decoder_sparse_step=0), "decoder_sparse_step is 0, expected a whole number from 1 on"),
+        ("text_config", dict(mlp_only_layers=[0, 1, 2, 3]), "no layer that uses them"),
+        (None, dict(quantization_config={"quant_method": "fp8"}), "quantization_config is"),
+    ],
+)
+def test_settings_of_a_configuration_that_nothing_would_follow(moe_folder, part, settings, message):
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(moe_folder).to_dict()
+    (config if part is None else config[part]).update(settings)
+    with pytest.raises(ValueError, match=message):
+        check_settings(config)
+
+
+def test_settings_alone_are_sent_to_other_ranks(provider):
+    """Megatron-Bridge pickles it where it exports the weights of a pipelined run, whose groups cannot be."""
+    provider.finalize()
+    provider._pg_collection = provider._pre_wrap_hooks = lambda: None
+    sent = pickle.loads(pickle.dumps(provider))
+    plain = (bool, int, float, str, list, torch.dtype)
+    assert {name for name, value in vars(provider).items() if isinstance(value, plain)} - vars(sent).keys() == set()
+    assert all(vars(sent)[name] == value for name, value in vars(provider).items() if isinstance(value, plain))
+    assert sent._pg_collection is None
+    assert copy.copy(provider)._pg_collection is provider._pg_collection

@@ -1,0 +1,152 @@
+"""AutoBridge with our classes: every weight there and back, through Megatron-Bridge's own machinery."""
+
+import shutil
+
+from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
+from qwen3vl_bridge.training.process_groups import initialize
+from qwen3vl_bridge.weights.names import ExpertLayout
+
+import pytest
+import torch
+from megatron.bridge import AutoBridge
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, Qwen3VLForConditionalGeneration
+
+from tests.expert_layouts import LAYOUTS, relayout
+
+
+def build(provider) -> list[torch.nn.Module]:
+    provider.finalize()
+    initialize(provider, seed=0)
+    return provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=True)
+
+
+def test_load_export_and_save_give_every_tensor_back(tied_folder, tmp_path):
+    bridge = AutoBridge.from_hf_pretrained(str(tied_folder))
+    model = build(bridge.to_megatron_provider(load_weights=False))
+    source = load_file(tied_folder / "model.safetensors")
+    vision_proj = "model.visual.blocks.0.attn.proj.weight"
+    parameters = dict(model[0].named_parameters())
+    ours = parameters["vision_model.decoder.layers.0.self_attention.linear_proj.weight"]
+    assert not torch.equal(ours, source[vision_proj])
+    bridge.load_hf_weights(model)
+    assert torch.equal(ours, source[vision_proj])
+
+    exported = dict(bridge.export_hf_weights(model, cpu=True, show_progress=False))
+    assert exported.keys() - {"lm_head.weight"} == source.keys()
+    assert all(torch.equal(exported[name], source[name]) for name in source)
+
+    bridge.save_hf_pretrained(model, tmp_path / "saved", show_progress=False)
+    _, report = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "saved", output_loading_info=True)
+    assert not (report["missing_keys"] or report["unexpected_keys"] or report["mismatched_keys"])
+    saved = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "saved").state_dict()
+    assert all(torch.equal(saved[name], source[name]) for name in source)
+
+
+def test_a_configuration_is_enough_for_a_provider(untied_folder):
+    provider = AutoBridge.from_hf_config(AutoConfig.from_pretrained(untied_folder)).to_megatron_provider(
+        load_weights=False
+    )
+    assert type(provider) is Qwen3VLModelProvider
+    assert provider.vision_config.deepstack_visual_indexes == [0, 1, 2]
+    assert not provider.share_embeddings_and_output_weights
+
+
+@pytest.mark.parametrize("kind", ["untied", "moe"])
+def test_freezing_stops_exactly_the_named_parts(kind, request, caplog):
+    folder = request.getfixturevalue(f"{kind}_folder")
+    provider = AutoBridge.from_hf_pretrained(str(folder)).to_megatron_provider(load_weights=False)
+    provider.freeze_vision_model = True
+    with caplog.at_level("INFO", logger="qwen3vl_bridge"):
+        (model,) = build(provider)
+    count = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    (message,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("parameters trained")]
+    assert f"parameters trained on this rank: {count:,} of " in message and "vision_model 0 of " in message
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    assert "vision_model.merger.linear_fc1.weight" in trained
+    assert "vision_model.decoder.deepstack_merger_list.2.patch_norm.weight" in trained
+    assert "language_model.output_layer.weight" in trained
+    assert all(name.startswith("vision_model.") and "merger" not in name for name in frozen) and frozen
+
+
+def load_folder(folder) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for file in folder.glob("*.safetensors"):
+        tensors |= load_file(file)
+    return tensors
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_experts_go_back_in_the_layout_they_came_in(layout, moe_folders, tmp_path):
+    bridge = AutoBridge.from_hf_pretrained(str(moe_folders[layout]))
+    model = build(bridge.to_megatron_provider(load_weights=True))
+    source = load_folder(moe_folders[layout])
+    exported = dict(bridge.export_hf_weights(model, cpu=True, show_progress=False))
+    assert exported.keys() == source.keys()
+    assert all(torch.equal(exported[name], source[name]) for name in source)
+    bridge.save_hf_pretrained(model, tmp_path, show_progress=False)
+    saved = load_folder(tmp_path)
+    assert saved.keys() == source.keys()
+    assert all(torch.equal(saved[name], source[name]) for name in source)
+
+
+def test_without_a_checkpoint_experts_leave_as_the_released_ones_lie(moe_folder):
+    bridge = AutoBridge.from_hf_config(AutoConfig.from_pretrained(moe_folder))
+    provider = bridge.to_megatron_provider(load_weights=False)
+    assert type(provider) is Qwen3VLMoEModelProvider
+    exported = dict(bridge.export_hf_weights(build(provider), cpu=True, show_progress=False))
+    expected = relayout(load_folder(moe_folder), ExpertLayout.INPUT_MAJOR)
+    assert {name: t.shape for name, t in exported.items()} == {name: t.shape for name, t in expected.items()}
+
+
+def test_a_square_expert_is_turned_as_its_layout_says(moe_folders, tmp_path):
+    """Gate and up together as wide as the model: the shape alone does not tell which side is which."""
+    folder = tmp_path / "square"
+    config = AutoConfig.from_pretrained(moe_folders[ExpertLayout.INPUT_MAJOR])
+    width = config.text_config.hidden_size
+    config.text_config.moe_intermediate_size = width // 2
+    config.save_pretrained(folder)
+    source = load_folder(moe_folders[ExpertLayout.INPUT_MAJOR])
+    for name in source:
+        if name.endswith("experts.gate_up_proj"):
+            source[name] = torch.randn(len(source[name]), width, width)
+        if name.endswith("experts.down_proj"):
+            source[name] = torch.randn(len(source[name]), width // 2, width)
+    save_file(source, folder / "model.safetensors", metadata={"format": "pt"})
+    bridge = AutoBridge.from_hf_pretrained(str(folder))
+    model = build(bridge.to_megatron_provider(load_weights=True))
+    parameters = dict(model[0].named_parameters())
+    for expert in range(2):
+        ours = parameters[f"language_model.decoder.layers.0.mlp.experts.local_experts.{expert}.linear_fc1.weight"]
+        assert torch.equal(ours, source["model.language_model.layers.0.mlp.experts.gate_up_proj"][expert].T)
+    exported = dict(bridge.export_hf_weights(model, cpu=True, show_progress=False))
+    assert all(torch.equal(exported[name], source[name]) for name in source)
+
+
+@pytest.mark.parametrize("kind", ["untied", "moe"])
+def test_to_megatron_model_needs_nothing_else(kind, request):
+    folder = request.getfixturevalue(f"{kind}_folder")
+    bridge = AutoBridge.from_hf_pretrained(str(folder))
+    model = bridge.to_megatron_model(wrap_with_ddp=False, use_cpu_initialization=True)
+    exported = dict(bridge.export_hf_weights(model, cpu=True, show_progress=False))
+    source = load_folder(folder)
+    assert all(torch.equal(exported[name], source[name]) for name in source)
+
+
+@pytest.mark.parametrize("layout", [ExpertLayout.INPUT_MAJOR, ExpertLayout.PER_EXPERT])
+def test_a_checkpoint_that_lacks_a_tensor_is_not_loaded(layout, moe_folders, tmp_path):
+    source = load_folder(moe_folders[layout])
+    del source["model.language_model.layers.1.mlp.down_proj.weight"]
+    save_file(source, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    shutil.copy(moe_folders[layout] / "config.json", tmp_path)
+    provider = AutoBridge.from_hf_pretrained(str(tmp_path)).to_megatron_provider(load_weights=True)
+    with pytest.raises(ValueError, match=r"lacks 1 tensors: model\.language_model\.layers\.1\.mlp\.down_proj"):
+        build(provider)
+
+
+def test_another_vocabulary_is_not_cut_to_fit(untied_folder):
+    provider = AutoBridge.from_hf_pretrained(str(untied_folder)).to_megatron_provider(load_weights=True)
+    provider.vocab_size = 400
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight has 512 rows, expected vocab_size, 400"):
+        build(provider)

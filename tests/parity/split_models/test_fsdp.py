@@ -1,0 +1,81 @@
+"""Under Megatron-FSDP losses and first gradients are transformers', also where one rank alone has pictures."""
+
+import math
+
+from qwen3vl_bridge.weights.model_parts import Part, part_of
+
+import pytest
+import torch
+
+from tests.forked import run_ranks
+
+from ..batches import run_reference
+from ..conftest import make_pair
+from .fsdp_on_ranks import CONTENTS, MEAN, ROWS, samples_of
+
+_SECONDS = 400  # about 60 where the machine is free; a hang has no end
+LOSS = 1e-6  # relative
+GRADIENT = 2e-5  # relative to the largest entry of each
+NORM = 5e-6  # relative; measured 5.0e-7
+
+
+@pytest.fixture(scope="module")
+def found(untied_folder, tied_folder, moe_folder, tmp_path_factory):
+    """Losses of each rank, gradients, and their norms."""
+    output = tmp_path_factory.mktemp("fsdp") / "found"
+    run_ranks(
+        "tests.parity.split_models.fsdp_on_ranks", 2, output, untied_folder, tied_folder, moe_folder, timeout=_SECONDS
+    )
+    (first, upper, norms), (second, lower, also) = (torch.load(f"{output}.{rank}") for rank in (0, 1))
+    gradients = {
+        case: {name: torch.cat((upper[case][name], lower[case][name])) for name in upper[case]} for case in upper
+    }
+    assert norms == also
+    return first, second, gradients, norms
+
+
+@pytest.mark.parametrize("kind", ["untied", "tied", "moe"])
+def test_losses_and_gradients_are_those_of_transformers(found, kind, request):
+    *losses, gradients, _ = found
+    folder = request.getfixturevalue(f"{kind}_folder")
+    pair = make_pair(folder, **(dict(moe_aux_loss_coeff=0.0) if kind == "moe" else {}))
+    worst = 0.0
+    for contents in CONTENTS:
+        pair.zero_grad()
+        expected = []
+        for content in contents:
+            _, loss = run_reference(pair.reference, samples_of(content, pair.config))
+            loss.backward()
+            expected.append(loss.item())
+        for rows in ROWS:
+            case = (str(folder), contents, rows)
+            assert [one[case] for one in losses] == pytest.approx(expected, rel=LOSS)
+            for name, p in pair.megatron.named_parameters():
+                p.grad = gradients[case][name]
+            worst = max(worst, *pair.gradient_errors().values())
+    print(f"{kind}: {worst:.1e}")
+    assert worst <= GRADIENT
+
+
+def test_without_a_loss_per_token_gradients_are_averaged(found, untied_folder):
+    """`calculate_per_token_loss=False`: a framework's loss has the factor for it."""
+    *_, gradients, _ = found
+    added_up = gradients[(str(untied_folder), *MEAN[1:])]
+    errors = {
+        name: ((2 * mean - added_up[name]).abs().max() / added_up[name].abs().max().clamp(min=1e-6)).item()
+        for name, mean in gradients["mean"].items()
+    }
+    assert max(errors.values()) <= 1e-6, errors
+
+
+def test_norms_of_parts_are_those_of_their_gradients(found):
+    *_, gradients, norms = found
+    assert len(norms) == 3
+    worst = 0.0
+    for case, (parts, total) in norms.items():
+        for part, norm in zip(Part, parts, strict=True):
+            mine = [gradient for name, gradient in gradients[case].items() if part_of(name) is part]
+            worst = max(worst, abs(norm / torch.nn.utils.get_total_norm(mine).item() - 1))
+        worst = max(worst, abs(math.hypot(*parts) / total - 1))
+    print(f"{worst:.1e}")
+    assert worst <= NORM

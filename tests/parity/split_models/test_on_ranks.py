@@ -1,0 +1,42 @@
+"""However a model is split over ranks, it trains as transformers does in one process: some cases of the matrix."""
+
+import pytest
+import torch
+
+from ..matrix import LIMITS, MATRIX_CONTENTS, TOPOLOGIES, cases, run, some_cases, table, write_references, wrong
+
+CHOSEN = {2: dict(each=2, both=True), 4: dict(each=1, both=False)}
+
+
+@pytest.fixture(scope="module")
+def folders(untied_folder, moe_folder):
+    folders = {"dense": untied_folder, "MoE": moe_folder}
+    write_references(folders)
+    return folders
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_split_models_train_as_one_process_does(folders, ranks):
+    chosen = some_cases(ranks, **CHOSEN[ranks])
+    found = run(chosen, folders, ranks)
+    print(table(found))
+    assert found.keys() == set(chosen)
+    assert not wrong(found)
+
+
+def test_the_chosen_cases_have_every_topology_content_and_kind_of_rows():
+    everything = cases(2) + cases(4)
+    chosen = [case for ranks, how in CHOSEN.items() for case in some_cases(ranks, **how)]
+    assert len(set(chosen)) == len(chosen) and set(chosen) <= set(everything)
+    assert {case[1] for case in chosen} == {case[1] for case in everything}
+    assert {case[:2] for case in some_cases(2, **CHOSEN[2])} == {case[:2] for case in cases(2)}
+    assert {case[0] for case in some_cases(4, **CHOSEN[4])} == {"dense", "MoE"}
+    assert {case[2:] for case in chosen} == {case[2:] for case in everything}
+    assert {case[1] for case in everything} == set(TOPOLOGIES)
+    assert {case[2] for case in everything} == set(MATRIX_CONTENTS)
+
+
+def test_an_error_that_is_no_number_is_too_large():
+    good = dict.fromkeys(LIMITS, 0.0)
+    found = {("dense", "TP2", "image", "packed"): good, ("MoE", "TP2", "image", "packed"): good | {"loss": torch.nan}}
+    assert list(wrong(found)) == [("MoE", "TP2", "image", "packed")]

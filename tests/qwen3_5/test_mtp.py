@@ -1,0 +1,95 @@
+"""Multi-token prediction equals its parts in transformers, pictures and packed rows included: loss and gradients."""
+
+from __future__ import annotations
+
+from qwen3vl_bridge.batch import SequenceLayout
+from qwen3vl_bridge.batch.token_layout import next_index
+from qwen3vl_bridge.peft.lora import Qwen3VLLoRA
+from qwen3vl_bridge.weights.names import ExpertLayout
+
+import pytest
+import torch
+from megatron.bridge.peft.lora import LoRA
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+from tests.parity.batches import CONTENTS, make_batch, make_samples
+from tests.parity.conftest import make_pair
+
+from .mtp_reference import run_with_mtp
+from .tiny import with_mtp
+
+FACTOR = 0.5
+GRADIENT = 5e-4  # relative to the largest entry of each parameter's gradient; measured 1.3e-4
+LOSS = 1e-6
+
+
+@pytest.fixture(scope="module", params=["dense", "moe"])
+def pair(request, qwen3_5_folders):
+    settings = {"moe_aux_loss_coeff": 0.0} if request.param == "moe" else {}
+    pair = make_pair(qwen3_5_folders[request.param], mtp_loss_scaling_factor=FACTOR, **settings)
+    with_mtp(pair.reference, qwen3_5_folders[request.param])
+    if request.param == "moe":
+        pair.layout = ExpertLayout.OUTPUT_MAJOR_MTP_PER_EXPERT
+    pair.provider.calculate_per_token_loss = True
+    return pair
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradients_of_both_losses(pair, content, packed, record_property):
+    samples = make_samples(content, pair.config, seed=5)
+    pair.zero_grad()
+    main, both = run_with_mtp(pair.reference, samples, FACTOR)
+    both.backward()
+
+    MTPLossLoggingHelper.clean_metrics_in_tracker()
+    inputs = make_batch(samples, pair.config, packed=packed).local(predicts=True)
+    loss = (pair.megatron(inputs=inputs) * inputs.loss_mask).sum()
+    loss.backward()
+    assert abs(loss.item() / main.item() - 1) <= LOSS  # the MTP loss is in the backward pass alone
+    predicted = (both - main).item() / FACTOR / inputs.following.loss_mask.sum().item()
+    assert abs(MTPLossLoggingHelper.tracker["loss_values"].item() / predicted - 1) <= LOSS
+
+    errors = pair.gradient_errors()
+    name = max(errors, key=errors.get)
+    print(content, packed, name, errors[name])
+    record_property("worst gradient error", errors[name])
+    assert errors[name] <= GRADIENT, name
+    largest = {name: one.abs().max() for name, one in pair.reference_gradients().items() if name.startswith("mtp.")}
+    assert all(one > 0 for name, one in largest.items() if ".experts." not in name)
+
+
+def test_next_tokens_by_hand():
+    """A packed row of two segments with padding behind each, cut for two context-parallel ranks."""
+    layout = SequenceLayout.packed_row([3, 6], multiple=4)
+    places, there = next_index(layout)
+    assert places.tolist() == [1, 2, 2, 3, 5, 6, 7, 8, 9, 9, 10, 11]
+    assert there.tolist() == [True, True, False, False, *[True] * 5, False, False, False]
+
+
+def test_nothing_is_predicted_in_evaluation_or_without_labels(pair):
+    samples = make_samples("one image", pair.config, seed=6)
+    inputs = make_batch(samples, pair.config).local(predicts=True)
+    pair.megatron.eval()
+    pair.zero_grad()
+    pair.megatron(inputs=inputs).sum().backward()
+    assert all(p.grad is None for name, p in pair.megatron.named_parameters() if ".mtp." in name)
+    pair.megatron.train()
+    with pytest.raises(ValueError, match="the batch has no labels"):
+        pair.megatron(inputs=inputs.without_labels())
+    with torch.no_grad():
+        pair.megatron(inputs=inputs.without_labels())
+
+
+def test_kept_weights_are_frozen(qwen3_5_folders):
+    pair = make_pair(qwen3_5_folders["dense"])
+    mtp = [p for name, p in pair.megatron.named_parameters() if ".mtp." in name]
+    assert mtp and not any(p.requires_grad for p in mtp)
+
+
+@pytest.mark.parametrize("kind", [Qwen3VLLoRA, LoRA])
+def test_it_gets_no_adapters(qwen3_5_folders, kind):
+    pair = make_pair(qwen3_5_folders["dense"])
+    kind(target_modules=["linear_qkv", "linear_fc1"], dim=4)(pair.megatron, training=True)
+    adapted = {name for name, _ in pair.megatron.named_modules() if name.endswith(".adapter")}
+    assert adapted and not any(".mtp." in name for name in adapted)

@@ -1,0 +1,62 @@
+"""Whole runs in Megatron-Bridge's loop, split and saved in either format, multi-token prediction trained along.
+
+Each saves its checkpoint, and the converter exports it, with nothing else at hand, to the weights that the run had in
+memory. Weights of Megatron-FSDP are not looked at there: gloo gathers no parts of several sizes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+from qwen3vl_bridge.checkpoint import export_checkpoint
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.training.checkpointing.chains import on_ranks
+from tests.training.checkpointing.journeys import Journey
+
+pytestmark = pytest.mark.slow
+
+# Kind of model, split, and how it is sharded and saved.
+RUNS = (
+    ("dense", "TP2+SP", dict(distributed=True)),
+    ("moe", "TP2+SP+EP2", {}),
+    ("3.6", "PP2", {}),
+    ("dense", "DP2", dict(fsdp=True)),
+    ("moe", "DP2", dict(fsdp=True)),
+)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def test_runs_train_save_and_are_exported(qwen3_5_folders, tmp_path):
+    from examples.digits.dataset import make_dataset
+
+    make_dataset(data := tmp_path / "data")
+    journeys = [
+        Journey(
+            str(qwen3_5_folders[kind]),
+            str(data),
+            str(tmp_path / f"run_{number}"),
+            split,
+            settings=dict(train__train_iters=4, model__mtp_loss_scaling_factor=0.1),
+            **sharding,
+        )
+        for number, (kind, split, sharding) in enumerate(RUNS)
+    ]
+    cases = [("go_on" if one.fsdp else "export", dict(journey=asdict(one), count=2)) for one in journeys]
+    for journey, result in zip(journeys, on_ranks(2, cases, tmp_path), strict=True):
+        log, in_memory = (result, {}) if journey.fsdp else result
+        assert len(log) == 2
+        export_checkpoint(journey.save, exported := tmp_path / "exported" / Path(journey.save).name, progress=False)
+        stored, before = weights(exported), weights(Path(journey.hf))
+        assert stored.keys() == before.keys() and (journey.fsdp or stored.keys() == in_memory.keys())
+        for name, tensor in in_memory.items():
+            assert torch.equal(stored[name], tensor), name
+        moved = {name for name, tensor in stored.items() if not torch.equal(tensor.float(), before[name].float())}
+        assert {"mtp.fc.weight", "mtp.norm.weight", "mtp.layers.0.self_attn.q_proj.weight"} <= moved

@@ -1,0 +1,67 @@
+"""Short runs that train adapters, in either format of checkpoints, and what they have trained."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from qwen3vl_bridge.peft.lora import Qwen3VLDoRA, Qwen3VLLoRA
+
+import torch
+from megatron.bridge.training.callbacks import Callback, CallbackContext
+from torch.distributed.tensor import DTensor
+
+from ..conftest import Inputs
+from ..running import replicate
+
+FSDP, DIST = FORMATS = ("fsdp_dtensor", "torch_dist")
+ALL_PARTS = dict(adapt_vision_model=True, adapt_vision_projection=True)
+CASES = {
+    "LoRA": lambda: Qwen3VLLoRA(dim=4, alpha=8, **ALL_PARTS),
+    "DoRA": lambda: Qwen3VLDoRA(dim=4, alpha=8, **ALL_PARTS),
+    "trained mergers": lambda: Qwen3VLLoRA(dim=4, alpha=8, freeze_vision_projection=False),
+    "some layers": lambda: Qwen3VLLoRA(dim=4, target_modules=["*.layers.1.*.linear_qkv", "*.layers.2.*.linear_fc1"]),
+    "experts": lambda: Qwen3VLLoRA(dim=4, alpha=8, **ALL_PARTS),
+    "adapted experts": lambda: Qwen3VLLoRA(dim=4, alpha=8, adapt_experts=True, **ALL_PARTS),
+    "experts of some layers": lambda: Qwen3VLLoRA(
+        dim=4, adapt_experts=True, target_modules=["*.layers.2.*.linear_fc*", "*.layers.1.*.linear_qkv"]
+    ),
+}
+WITH_EXPERTS = {case for case in CASES if "experts" in case}
+
+
+def peft_config(inputs: Inputs, save: Path | None, peft: object, ckpt_format: str = DIST, **settings):
+    """The shortened digits recipe with adapters, whose rate is high from the first step on.
+
+    Args:
+        inputs: of the run.
+        save: its folder.
+        peft: its adapters.
+        ckpt_format: "fsdp_dtensor" for a run under Megatron-FSDP in bfloat16, "torch_dist" for one in float32.
+        settings: as of `Inputs.config`.
+    """
+    fast = dict(optimizer__lr=2e-2, optimizer__min_lr=2e-2, validation__eval_interval=0, scheduler__lr_warmup_iters=0)
+    cfg = inputs.config(save, **(fast | settings))
+    cfg.peft = peft
+    if ckpt_format == DIST:
+        return replicate(cfg)
+    cfg.mixed_precision = "bf16_mixed"
+    return cfg
+
+
+class Trained(Callback):
+    """What a run's optimizer steps, as it is after the last step: by name, in float32."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, torch.Tensor] = {}
+
+    def on_train_start(self, context: CallbackContext) -> None:
+        """Find it: between steps Megatron-FSDP has the model's own bfloat16 weights in these places."""
+        (chunk,) = context.model
+        named = ((re.sub(r"^(module\.)+", "", name), p) for name, p in chunk.named_parameters())
+        self._stepped = {name: p for name, p in named if p.requires_grad}
+
+    def on_train_end(self, context: CallbackContext) -> None:
+        """Copy it."""
+        for name, p in self._stepped.items():
+            self.weights[name] = (p.to_local() if isinstance(p, DTensor) else p).detach().float().clone()

@@ -1,0 +1,291 @@
+"""What a run has saved of its adapters, in other libraries: they get the logits of the Megatron model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+from qwen3vl_bridge.checkpoint import CheckpointError, import_checkpoint
+from qwen3vl_bridge.checkpoint.adapters.exporting import export_adapters
+from qwen3vl_bridge.checkpoint.adapters.merging import merge_adapters
+from qwen3vl_bridge.checkpoint.formats.megatron.folder import find_iteration
+from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
+from qwen3vl_bridge.cli import convert
+from qwen3vl_bridge.peft.lora import Qwen3VLDoRA
+from qwen3vl_bridge.weights.adapter_rows import layer_of, linear_rows
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import yaml
+from megatron.bridge import AutoBridge
+from megatron.bridge.peft.dora import DoRA
+from megatron.bridge.peft.lora import LoRA
+from megatron.bridge.peft.utils import load_peft_adapter_checkpoint
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
+
+from tests.checkpoint.support import stock_load
+from tests.expert_layouts import LAYOUTS, relayout
+from tests.model.adapters.peft_models import Adapted, adapt, reference_logits, worst_difference
+
+from ..conftest import Inputs
+from ..running import stored, train
+from .peft_runs import CASES, DIST, FORMATS, FSDP, WITH_EXPERTS, Trained, peft_config
+
+TOLERANCE = 1e-5  # of logits that training has moved by more than 0.1; measured 4.3e-6
+WEIGHT = 1e-6  # of weights up to about 0.3, whose products are summed up in another order; measured 0
+
+
+def trained_and_saved(inputs: Inputs, case: str, save: Path, ckpt_format: str, steps: int = 3) -> Adapted:
+    """Some steps of a run, and their checkpoint; the model that they have made, on its own and in float32."""
+    trained = Trained()
+    settings = dict(train__train_iters=steps, checkpoint__save_interval=steps)
+    train(peft_config(inputs, save, CASES[case](), ckpt_format, **settings), callbacks=[trained])
+    made = adapt(inputs.hf, CASES[case]())
+    parameters = made.trainable()
+    assert parameters.keys() == trained.weights.keys()
+    with torch.no_grad():
+        for name, p in parameters.items():
+            p.copy_(trained.weights[name].view_as(p))
+    made.model.eval()
+    return made
+
+
+@pytest.fixture(scope="module", params=CASES)
+def run(request, inputs, moe_folder, tmp_path_factory):
+    """Of each kind a trained run in each format: inputs, a model with samples, logits by format, folder of folders."""
+    folder, logits = tmp_path_factory.mktemp("peft"), {}
+    if request.param in WITH_EXPERTS:
+        inputs = replace(inputs, hf=moe_folder, megatron=moe_folder)
+    for ckpt_format in FORMATS:
+        adapted = trained_and_saved(inputs, request.param, folder / ckpt_format, ckpt_format)
+        logits[ckpt_format] = adapted.logits()
+        assert worst_difference(logits[ckpt_format], reference_logits(adapted.pair.reference, adapted.samples)) > 0.1
+    return inputs, adapted, logits, folder
+
+
+@pytest.mark.parametrize("ckpt_format", FORMATS)
+def test_adapters(run, ckpt_format, tmp_path):
+    inputs, adapted, logits, folder = run
+    if not adapted.peft.freeze_vision_projection:
+        with pytest.raises(CheckpointError, match=r"has also trained (12|24) of the model's own tensors"):
+            export_adapters(folder / ckpt_format, tmp_path / "adapter")
+        assert not any(tmp_path.iterdir())
+        return
+    export_adapters(folder / ckpt_format, tmp_path / "adapter", verify=True, checksums=True)
+    base = AutoModelForImageTextToText.from_pretrained(inputs.hf)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # `peft` warns of keys it misses or cannot place
+        loaded = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    assert worst_difference(logits[ckpt_format], reference_logits(loaded, adapted.samples)) <= TOLERANCE
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(inputs.hf)
+    names = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    # What vLLM reads: its modules' names by prefixes of Hugging Face's; of experts, two of each layer.
+    assert all(name.startswith(("base_model.model.model.language_model.layers.", "base_model.model.model.visual."))
+               for name in names)  # fmt: skip
+    experts = {name.partition(".mlp.")[2] for name in names if ".experts." in name}
+    both = {f"experts.{module}lora_{kind}.weight" for module in ("base_layer.", "") for kind in "AB"}
+    assert experts == (both if adapted.peft.adapt_experts else set())
+
+
+@pytest.mark.parametrize("ckpt_format", FORMATS)
+def test_merged(run, ckpt_format, tmp_path):
+    inputs, adapted, logits, folder = run
+    merge_adapters(folder / ckpt_format, tmp_path / "merged", verify=True, max_shard_bytes=300_000)
+    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged")
+    assert worst_difference(logits[ckpt_format], reference_logits(loaded, adapted.samples)) <= TOLERANCE
+    before, after = load_file(inputs.hf / "model.safetensors"), {}
+    for file in (tmp_path / "merged").glob("*.safetensors"):
+        after |= load_file(file)
+    same = {name for name in before if torch.equal(before[name], after[name])}
+    layers = [row for row in linear_rows(ModelConfig(inputs.hf).rows()) if adapted.peft.settings.adapts(layer_of(row))]
+    changed = {name for row in layers for name in row.hf}
+    if not adapted.peft.freeze_vision_projection:
+        changed |= {name for name in before if "merger" in name}
+    assert before.keys() == after.keys() and before.keys() - same == changed
+
+
+def test_merged_with_weights_of_another_model(run, tmp_path):
+    inputs, _, _, folder = run
+    model = shutil.copytree(inputs.hf, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    config["vision_config"]["num_heads"] //= 2  # the same shapes, interleaved in another way
+    (model / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"vision_config\.num_heads is 2, expected 4"):
+        merge_adapters(folder / DIST, tmp_path / "merged", base_model=model)
+
+
+def test_merged_with_weights_whose_vocabulary_is_padded(run, tmp_path):
+    inputs, _, _, folder = run
+    import_checkpoint(inputs.hf, tmp_path / "m")
+    iteration = tmp_path / "m" / "iter_0000000"
+    stored = {name: value for name, value in stock_load(iteration).items() if isinstance(value, torch.Tensor)}
+    for name in [name for name in stored if name.endswith(("word_embeddings.weight", "output_layer.weight"))]:
+        stored[name] = torch.cat([stored[name], torch.ones(3, stored[name].shape[1])])
+    dcp.save(stored, checkpoint_id=tmp_path / "base", no_dist=True)
+    shutil.copytree(iteration / "hf", tmp_path / "base" / "hf")
+    how = dict(base_model=tmp_path / "base")
+    with pytest.raises(CheckpointError, match=r"3 rows beyond the vocabulary of \d+, of which 3 are not zero"):
+        merge_adapters(folder / DIST, tmp_path / "merged", **how)
+    report = merge_adapters(folder / DIST, tmp_path / "merged", drop_vocab_padding=True, **how)
+    assert any("3 of them not zero, left out as asked for" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_merged_into_every_layout_of_experts(run, moe_folder, moe_folders, layout, tmp_path):
+    inputs, _, _, folder = run
+    if inputs.hf != moe_folder:
+        return
+    merge_adapters(folder / DIST, tmp_path / "expected")
+    merge_adapters(folder / DIST, tmp_path / "found", base_model=moe_folders[layout])
+    expected, found = (load_file(tmp_path / name / "model.safetensors") for name in ("expected", "found"))
+    expected = relayout(expected, layout)
+    assert found.keys() == expected.keys()
+    worst = max((found[name] - tensor).abs().max().item() for name, tensor in expected.items())
+    print(f"weights: {worst:.1e}, tolerance {WEIGHT:.0e}")
+    assert worst <= WEIGHT
+
+
+def test_settings_name_the_layers_that_have_adapters(run):
+    inputs, adapted, _, _ = run
+    names = {name.partition(".adapter.")[0] for name in adapted.trainable() if ".adapter." in name}
+    rows = linear_rows(ModelConfig(inputs.hf).rows())
+    assert names == {layer_of(row) for row in rows if adapted.peft.settings.adapts(layer_of(row))}
+
+
+def test_bfloat16_is_rounded_once(run, tmp_path):
+    _, _, _, folder = run
+    for dtype in ("float32", "bfloat16"):
+        merge_adapters(folder / DIST, tmp_path / dtype, torch_dtype=dtype)
+    exact, rounded = (load_file(tmp_path / dtype / "model.safetensors") for dtype in ("float32", "bfloat16"))
+    assert all(torch.equal(exact[name].bfloat16(), rounded[name]) for name in exact)
+
+
+def test_the_command(run, tmp_path, capsys):
+    _, adapted, _, folder = run
+    source = ["--megatron-path", str(folder / FSDP), "--no-progress"]
+    assert convert.main(["adapters", "merge", *source, "--hf-path", str(tmp_path / "m"), "--dry-run"]) == 0
+    assert "tensors" in capsys.readouterr().out and not any(tmp_path.iterdir())
+    expected = 0 if adapted.peft.freeze_vision_projection else 2
+    assert convert.main(["adapters", "export", *source, "--hf-path", str(tmp_path / "a")]) == expected
+    whole = ["--megatron-path", str(tmp_path / "nowhere"), "--hf-path", str(tmp_path / "b")]
+    assert convert.main(["adapters", "merge", *whole]) == 2
+    assert "nowhere: found nothing" in capsys.readouterr().err
+
+
+def test_gate_and_up_in_two_tensors(run, tmp_path):
+    """As runs of earlier versions have them, and not as Megatron-FSDP stores those of adapters."""
+    _, adapted, _, folder = run
+    its = find_iteration(folder / FSDP)
+    if not adapted.peft.freeze_vision_projection:
+        return
+    export_adapters(its, tmp_path / "expected")
+    tensors = {key: t for key, t in stored(its).items() if key.startswith("model.")}
+    whole = [key for key in tensors if "language_model" in key and "linear_fc1" in key and "linear_in" not in key]
+    assert bool(whole) == any("linear_fc1" in name for name in adapted.trainable() if "language_model" in name)
+    for key in whole:
+        tensors[f"{key}_w"], tensors[f"{key}_v"] = (half.clone() for half in tensors.pop(key).chunk(2))
+    apart = tmp_path / "apart"
+    dcp.save(tensors, checkpoint_id=apart)
+    shutil.copytree(its / "hf", apart / "hf")
+    shutil.copyfile(its / "run_config.yaml", apart / "run_config.yaml")
+    export_adapters(apart, tmp_path / "found")
+    files = [(tmp_path / name / "adapter_model.safetensors").read_bytes() for name in ("expected", "found")]
+    assert files[0] == files[1]
+    if whole:
+        mixed = shutil.copytree(its, tmp_path / "split")
+        text = (its / "run_config.yaml").read_text()
+        (mixed / "run_config.yaml").write_text(
+            text.replace("tensor_model_parallel_size: 1", "tensor_model_parallel_size: 2")
+        )
+        with pytest.raises(CheckpointError, match="saved by 2 tensor-parallel ranks, and has gate and up of"):
+            export_adapters(mixed, tmp_path / "mixed")
+
+
+def test_a_lost_and_a_foreign_adapter_are_listed(run, tmp_path):
+    _, _, _, folder = run
+    its = find_iteration(folder / FSDP)
+    tensors = {key: t for key, t in stored(its).items() if ".adapter." in key and key.startswith("model.")}
+    lost = next(key for key in tensors if "linear_in" in key and "language_model" in key)
+    tensors[lost.replace("language_model", "language_model.other")] = tensors.pop(lost)
+    dcp.save(tensors, checkpoint_id=tmp_path / "damaged")
+    shutil.copytree(its / "hf", tmp_path / "damaged" / "hf")
+    shutil.copyfile(its / "run_config.yaml", tmp_path / "damaged" / "run_config.yaml")
+    with pytest.raises(CheckpointError, match=r"1 missing, 1 unexpected\n  missing: .*linear_in.*\n .*other"):
+        export_adapters(tmp_path / "damaged", tmp_path / "adapter")
+    assert not (tmp_path / "adapter").exists()
+
+
+def test_megatron_bridge_loads_it(run):
+    """Its own loader of adapters, onto a model that has fresh ones."""
+    inputs, adapted, logits, folder = run
+    fresh = adapt(inputs.hf, adapted.peft)
+    assert worst_difference(logits[DIST], fresh.logits()) > 0.1
+    load_peft_adapter_checkpoint(
+        [fresh.model],
+        find_iteration(folder / DIST),
+        adapted.peft,
+        model_sd_kwargs=dict(metadata={"non_homogeneous_layers": adapted.peft.layers_differ}),
+        fully_parallel_load=False,
+    )
+    assert worst_difference(logits[DIST], fresh.logits()) <= TOLERANCE
+
+
+def bridges_own(run) -> LoRA | DoRA | None:
+    """Megatron-Bridge's configuration of the same adapters: of its own, all parts have some, and experts too."""
+    inputs, adapted, _, _ = run
+    its, experts = adapted.peft, "moe" in json.loads((inputs.hf / "config.json").read_text())["model_type"]
+    if its.layers_differ or not its.adapt_vision_projection or its.adapt_experts != experts:
+        return None
+    return (DoRA if isinstance(its, Qwen3VLDoRA) else LoRA)(dim=its.dim, alpha=its.alpha)
+
+
+def test_verl_goes_on_from_it(run):
+    """`lora.adapter_path`: Megatron-Bridge's loader, with its defaults, onto adapters of its own class."""
+    if (peft := bridges_own(run)) is None:
+        return
+    inputs, _, logits, folder = run
+    fresh = adapt(inputs.hf, peft)
+    load_peft_adapter_checkpoint([fresh.model], str(find_iteration(folder / DIST)), peft=peft, strict=False)
+    assert worst_difference(logits[DIST], fresh.logits()) <= TOLERANCE
+
+
+def test_megatron_bridge_exports_it(run, tmp_path):
+    """`AutoBridge.export_adapter_ckpt`, which its script of that name calls. It takes all adapters for LoRA."""
+    if (peft := bridges_own(run)) is None:
+        return
+    inputs, adapted, logits, folder = run
+    bridge = AutoBridge.from_hf_pretrained(str(inputs.hf))
+    checkpoint, out = find_iteration(folder / DIST), tmp_path / "adapter"
+    if isinstance(peft, DoRA):
+        with pytest.raises(ValueError, match=r"would leave its magnitudes out; expected .*conversion/adapters\.py"):
+            bridge.export_adapter_ckpt(checkpoint, out)
+        return
+    bridge.export_adapter_ckpt(checkpoint, out, show_progress=False)
+    loaded = PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(inputs.hf), out)
+    assert worst_difference(logits[DIST], reference_logits(loaded, adapted.samples)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("ckpt_format", FORMATS)
+def test_a_run_with_megatron_bridges_own_class(run, ckpt_format, tmp_path):
+    """What it saves has the same tensors, and another name in its configuration."""
+    if (peft := bridges_own(run)) is None:
+        return
+    _, _, _, folder = run
+    export_adapters(folder / ckpt_format, tmp_path / "expected")
+    its = tmp_path / "run"
+    shutil.copytree(find_iteration(folder / ckpt_format), its)
+    config = yaml.safe_load((its / "run_config.yaml").read_text())
+    fields = {field.name: getattr(peft, field.name) for field in dataclasses.fields(peft) if field.init}
+    target = {"_target_": f"{type(peft).__module__}.{type(peft).__qualname__}", "canonical_mapping": {}}
+    (its / "run_config.yaml").write_text(yaml.safe_dump(config | {"peft": fields | target}))
+    export_adapters(its, tmp_path / "found")
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (tmp_path / "found" / name).read_bytes() == (tmp_path / "expected" / name).read_bytes()

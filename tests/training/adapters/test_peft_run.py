@@ -1,0 +1,130 @@
+"""Runs that train adapters: the steps of the `peft` library, small checkpoints, and going on from them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from qwen3vl_bridge.checkpoint import CheckpointError
+from qwen3vl_bridge.checkpoint.adapters.settings import check_same_adapters
+from qwen3vl_bridge.checkpoint.formats.megatron.folder import find_iteration
+from qwen3vl_bridge.peft.hf_export import save_hf_adapter
+from qwen3vl_bridge.peft.lora import Qwen3VLDoRA, Qwen3VLLoRA
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForImageTextToText
+
+from tests.steps import set_up, train_step
+
+from ..adamw import reference_steps
+from ..conftest import losses
+from ..running import stored, train
+from .peft_runs import ALL_PARTS, DIST, FSDP, Trained, peft_config
+
+STEPS, ROWS, LR, DECAY = 2, 2, 1e-2, 0.1
+# Above the noise of gradients, or Adam would take steps of full size where a gradient is all but zero.
+EPS = 1e-5
+# Relative errors after two steps in float32; measured 1.7e-7 of the loss, 5.8e-7 of the gradients' norm, and 1.2e-4 of
+# each adapter against how far it moved.
+LOSS, NORM, WEIGHT = 1e-6, 1e-5, 1e-3
+
+
+def tie_inputs(model: PeftModel) -> None:
+    """One `lora_A` for q, k and v, and one for gate and up, as in Megatron."""
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        for first, others in (("q_proj", ("k_proj", "v_proj")), ("gate_proj", ("up_proj",))):
+            if name.endswith(first):
+                for other in others:
+                    modules[name.removesuffix(first) + other].lora_A["default"].weight = module.lora_A["default"].weight
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_two_steps_equal_peft_with_adamw(inputs, moe_folder, tmp_path, experts):
+    from megatron.bridge import AutoBridge
+
+    settings = dict(
+        optimizer__lr=LR,
+        optimizer__min_lr=LR,
+        optimizer__adam_eps=EPS,
+        optimizer__weight_decay=DECAY,
+        scheduler__start_weight_decay=DECAY,
+        scheduler__end_weight_decay=DECAY,
+        optimizer__clip_grad=0.0,
+        scheduler__lr_decay_style="constant",
+        scheduler__lr_warmup_iters=0,
+        train__global_batch_size=ROWS,
+    )
+    if experts:
+        inputs = replace(inputs, hf=moe_folder, megatron=moe_folder)
+        settings["model__moe_aux_loss_coeff"] = 0.0  # the reference balances nothing
+    peft = Qwen3VLLoRA(dim=4, alpha=8, adapt_experts=experts, **ALL_PARTS)
+    run = set_up(peft_config(inputs, None, peft, **settings))
+    rng = torch.Generator().manual_seed(0)
+    for name, parameter in run.model[0].named_parameters():
+        if "linear_out" in name and ".adapter." in name:  # zero so far, and then `linear_in` had no gradient
+            parameter.data.normal_(std=0.05, generator=rng)
+    bridge = AutoBridge.from_hf_pretrained(str(inputs.hf))
+    save_hf_adapter(bridge, run.model, tmp_path / "before", run.cfg.peft)
+    base = AutoModelForImageTextToText.from_pretrained(inputs.hf, attn_implementation="eager")
+    reference = PeftModel.from_pretrained(base, tmp_path / "before", is_trainable=True)
+    tie_inputs(reference)
+    before = {name: p.detach().clone() for name, p in reference.named_parameters() if p.requires_grad}
+    stream = inputs.config(None).dataset.stream("train")
+    batches = [next(stream) for _ in range(STEPS * ROWS)]
+    errors = {"loss": 0.0, "norm": 0.0}
+    adapters = [dict(params=[p for p in reference.parameters() if p.requires_grad], weight_decay=DECAY)]
+    for loss, norm in reference_steps(reference, adapters, batches, ROWS, lambda _: LR, eps=EPS):
+        ours = train_step(run)
+        errors["loss"] = max(errors["loss"], abs(ours["loss"] / loss - 1))
+        errors["norm"] = max(errors["norm"], abs(ours["grad_norm"] / norm - 1))
+    found = bridge._model_bridge.adapter_weights(run.model)
+    moved = {}
+    for name, p in reference.named_parameters():
+        if name in before:
+            ours = found[name.removeprefix("base_model.model.").replace(".default", "")]
+            moved[name] = ((ours - p).norm() / (p - before[name]).norm()).item()
+    assert len(moved) == (89 if experts else 92)  # gate and up have one `lora_B` in each of three layers with experts
+    print(f"{errors}, adapters {max(moved.values()):.1e}; tolerances {LOSS:.0e}, {NORM:.0e}, {WEIGHT:.0e}")
+    assert errors["loss"] <= LOSS and errors["norm"] <= NORM and max(moved.values()) <= WEIGHT, (errors, moved)
+
+
+@pytest.mark.parametrize(("ckpt_format", "experts"), [(FSDP, False), (FSDP, True), (DIST, True)])
+def test_two_halves_are_the_whole_with_dropout(inputs, moe_folder, tmp_path, ckpt_format, experts):
+    """And a checkpoint holds what is trained and its moments, in float32, and nothing else."""
+    if experts:
+        inputs = replace(inputs, hf=moe_folder, megatron=moe_folder)
+
+    def config(name):
+        peft = Qwen3VLLoRA(dim=4, dropout=0.2, freeze_vision_projection=False, adapt_experts=experts, **ALL_PARTS)
+        settings = dict(train__train_iters=4, checkpoint__save_interval=2)
+        return peft_config(inputs, tmp_path / name, peft, ckpt_format, **settings)
+
+    trained = Trained()
+    whole = train(config("whole"), callbacks=[trained])
+    first = train(config("halves"), stop_after=2)
+    second = train(config("halves"))
+    assert losses(first + second) == losses(whole)
+    halves, expected = stored(tmp_path / "halves"), stored(tmp_path / "whole")
+    assert halves.keys() == expected.keys()
+    assert all(torch.equal(halves[key], expected[key]) for key in expected)
+    assert any("merger" in name for name in trained.weights) and any(".adapter." in name for name in trained.weights)
+    numbers = [t for t in expected.values() if t.is_floating_point()]  # not random states
+    assert sum(t.numel() for t in numbers) == 3 * sum(t.numel() for t in trained.weights.values())
+    assert {t.dtype for t in numbers} == {torch.float32}
+
+
+def test_other_adapters_than_the_checkpoints_are_refused(inputs, tmp_path):
+    train(peft_config(inputs, tmp_path, Qwen3VLLoRA(dim=4, alpha=8)), stop_after=1)
+    for peft, message in (
+        (Qwen3VLLoRA(dim=2, alpha=8), "peft.dim was 4, is 2"),
+        (Qwen3VLLoRA(dim=4, alpha=8, target_modules=["linear_qkv"]), "peft.target_modules was .* is .'linear_qkv'"),
+        (Qwen3VLDoRA(dim=4, alpha=8), "peft._target_ was 'qwen3vl_bridge.peft.Qwen3VLLoRA'"),
+        (None, "of a run with qwen3vl_bridge.peft.Qwen3VLLoRA, this one has no adapters"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            check_same_adapters(find_iteration(tmp_path), peft)
+    # Whose tensors would fit.
+    with pytest.raises(CheckpointError, match=r"peft\.alpha was 8, is 16"):
+        train(peft_config(inputs, tmp_path, Qwen3VLLoRA(dim=4, alpha=16)))

@@ -1,0 +1,159 @@
+"""Run on ranks: a run goes from one way to split the model to the next, by its checkpoints, in Megatron-Bridge's loop.
+
+    torchrun --nproc_per_node N -m tests.training.checkpointing.journeys OUTPUT CASES
+
+CASES is a JSON list of [what, settings]; `what` is a function of this module that begins with `do_`. Rank 0 writes what
+each returns to OUTPUT.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.bridge import AutoBridge
+from megatron.bridge.training.callbacks import Callback, CallbackContext
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+from tests.model.checkpoints.torch_dist_chain import PADDED
+from tests.parity.topologies import MODULES, TOPOLOGIES, split_by
+from tests.ranks import begin, leave
+
+from ..conftest import Inputs
+from ..running import optimizer_states, replicate, train
+
+SPLITS = {name: topology.fields for name, topology in (TOPOLOGIES | MODULES).items()}
+SPLITS |= {"TP2+SP, padded vocabulary": PADDED}
+MOMENTS = ("exp_avg", "exp_avg_sq")
+LOGGED = ("step", "loss", "grad_norm")
+# Rows of the same documents at every split; four microbatches, for data-parallel ranks and interleaved stages.
+COMMON = dict(
+    dataset__pad_to_multiple_of=8,
+    train__global_batch_size=4,
+    validation__eval_iters=0,
+    optimizer__lr=1e-3,
+    scheduler__lr_warmup_iters=2,
+)
+
+
+@dataclass
+class Journey:
+    """Where a run is, and where it goes.
+
+    Attributes:
+        hf: Hugging Face folder of its model.
+        data: its data.
+        save: its folder.
+        split: one of SPLITS; None for the whole model.
+        fsdp: whether Megatron-FSDP shards it, in bfloat16; or parameters are whole on each rank, in float32.
+        distributed: whether the optimizer is distributed, where it is not Megatron-FSDP's.
+        pretrained: first weights; None for those of `hf`.
+        settings: others, written `train__train_iters`.
+    """
+
+    hf: str
+    data: str
+    save: str
+    split: str | None = None
+    fsdp: bool = False
+    distributed: bool = False
+    pretrained: str | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def config(self) -> Any:
+        """Its configuration."""
+        cfg = Inputs(Path(self.hf), Path(self.data), Path("unused")).config(Path(self.save), **COMMON | self.settings)
+        cfg.checkpoint.pretrained_checkpoint = self.pretrained or self.hf
+        cfg.logger.tensorboard_dir = None
+        if self.fsdp:
+            cfg.mixed_precision = "bf16_mixed"
+        else:
+            replicate(cfg, distributed=self.distributed)
+        split_by(cfg, SPLITS[self.split] if self.split else {})
+        return cfg
+
+
+def steps(journey: Journey, count: int, *callbacks: Callback) -> list[list[float]]:
+    """Load what is there, make so many steps, save; what is logged of them."""
+    log = train(journey.config(), stop_after=count, callbacks=callbacks)
+    return [[entry[name] for name in LOGGED] for entry in log]
+
+
+def do_go_on(journey: dict[str, Any], count: int) -> list[list[float]]:
+    """So many steps from what is there."""
+    return steps(Journey(**journey), count)
+
+
+class Weights(Callback):
+    """Those of the model in memory at the end of a run, under Hugging Face names."""
+
+    def __init__(self, hf: str) -> None:
+        self._bridge = AutoBridge.from_hf_pretrained(hf)
+        self.found: dict[str, torch.Tensor] = {}
+
+    def on_train_end(self, context: CallbackContext) -> None:
+        """Copy them."""
+        exported = self._bridge.export_hf_weights(context.model, cpu=True, show_progress=False)
+        self.found = {name: tensor.clone() for name, tensor in exported}
+
+
+def do_export(journey: dict[str, Any], count: int) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
+    """All of a run of so many steps, and the weights in memory after it."""
+    run, weights = Journey(**journey), Weights(journey["hf"])
+    run.settings |= dict(train__train_iters=count, scheduler__lr_warmup_iters=0)
+    log = train(run.config(), callbacks=[weights])
+    return [[entry[name] for name in LOGGED] for entry in log], weights.found
+
+
+class Everything(Callback):
+    """What a rank has: numbers that it draws after each step, and weights and moments as they are saved."""
+
+    def __init__(self) -> None:
+        self.draws: list[torch.Tensor] = []
+        self.tensors: list[torch.Tensor] = []
+
+    def on_train_step_end(self, context: CallbackContext) -> None:
+        """Numbers of both generators; of the second they differ from one tensor-parallel rank to the next."""
+        with get_cuda_rng_tracker().fork():
+            tracked = torch.rand(3)
+        self.draws += [torch.rand(3), tracked]
+
+    def on_checkpoint_save(self, context: CallbackContext) -> None:
+        """Copies of this rank's."""
+        found = [p for chunk in context.model for p in chunk.parameters()]
+        found += [state[moment] for state in optimizer_states(context.optimizer) for moment in MOMENTS]
+        self.tensors = [tensor.detach().clone() for tensor in found]
+
+
+def do_interrupt(journey: dict[str, Any], count: int) -> bool:
+    """Whether a run that is interrupted goes on as one that is not, to the last bit on every rank."""
+    halves = Journey(**journey)
+    expected, first, second = Everything(), Everything(), Everything()
+    whole = steps(replace(halves, save=f"{halves.save}_whole"), 2 * count, expected)
+    log = steps(halves, count, first) + steps(halves, count, second)
+    assert [entry[0] for entry in log] == [*range(1, 2 * count + 1)] and expected.tensors
+    pairs = [(expected.draws, first.draws + second.draws), (expected.tensors, second.tensors)]
+    same = log == whole and all(
+        torch.equal(one, other) for ours, theirs in pairs for one, other in zip(ours, theirs, strict=True)
+    )
+    answers = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(answers, same)
+    return all(answers)
+
+
+def main(output: str, cases: list[tuple[str, dict[str, Any]]]) -> None:
+    """One case after the other."""
+    torch.distributed.init_process_group("gloo")  # or Megatron-Bridge's loop would, and take it down at its end
+    found = []
+    for what, settings in cases:
+        found.append(globals()[f"do_{what}"](**settings))
+    leave(found, output)
+
+
+if __name__ == "__main__":
+    begin()
+    main(sys.argv[1], json.loads(sys.argv[2]))

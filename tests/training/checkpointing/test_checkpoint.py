@@ -1,0 +1,167 @@
+"""What a run goes on with from a checkpoint, as its settings say; and checkpoints and weights that do not fit it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from qwen3vl_bridge.checkpoint import CheckpointError, export_checkpoint
+
+import pytest
+import torch
+from megatron.bridge.training.callbacks import Callback
+from safetensors.torch import load_file
+
+from tests.steps import save, set_up, train_step
+
+from ..conftest import losses
+from ..running import optimizer_states, replicated, sharded, stored, train
+
+STEPS = dict(train__train_iters=6, validation__eval_iters=0)
+
+
+@pytest.fixture(scope="module", params=[replicated, sharded], ids=["distributed optimizer", "Megatron-FSDP"])
+def saved(request, inputs, tmp_path_factory):
+    """What makes such runs, the folder of one after two steps that was saved after each, and what it stored."""
+    folder = tmp_path_factory.mktemp("saved")
+    run = set_up(request.param(inputs, folder, **STEPS))
+    for _ in range(2):
+        train_step(run)
+        save(run)
+    return request.param, folder, stored(folder)
+
+
+def goes_on(make, inputs, load: Path, into: Path | None = None, **settings):
+    """A run as it begins from another's folder."""
+    return set_up(make(inputs, into, **STEPS | dict(checkpoint__load=str(load)) | settings))
+
+
+def parts(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Of a checkpoint: weights, and moments."""
+    moments = {key: tensor for key, tensor in tensors.items() if "exp_avg" in key}
+    return {key: t for key, t in tensors.items() if not key.startswith(("optimizer", "rng_state"))}, moments
+
+
+def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    assert ours.keys() == theirs.keys() and ours
+    return all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def test_no_step_changes_no_weight_from_hugging_face_to_export(inputs, tmp_path):
+    save(set_up(replicated(inputs, tmp_path / "run", checkpoint__save_optim=False)))  # which begins at its first step
+    export_checkpoint(tmp_path / "run", tmp_path / "hf", progress=False)
+    before, after = (load_file(folder / "model.safetensors") for folder in (inputs.hf, tmp_path / "hf"))
+    assert same(before, after)
+
+
+def test_a_step_may_be_chosen(saved, inputs):
+    make, folder, _ = saved
+    assert goes_on(make, inputs, folder, checkpoint__ckpt_step=1).progress.step == 1
+    with pytest.raises(CheckpointError, match=r"iter_0000007 is no checkpoint.*iterations found"):
+        goes_on(make, inputs, folder, checkpoint__ckpt_step=7)
+
+
+def test_finetuning_takes_the_weights_alone(saved, inputs, tmp_path):
+    make, folder, before = saved
+    run = goes_on(make, inputs, folder, tmp_path, checkpoint__finetune=True, checkpoint__save_optim=False)
+    assert run.progress.step == run.progress.consumed_train_samples == run.scheduler.num_steps == 0
+    assert not any(state["exp_avg"].any() for state in optimizer_states(run.optimizer))
+    save(run)
+    assert same(parts(stored(tmp_path))[0], parts(before)[0])
+
+
+def test_the_optimizer_may_be_left_out(saved, inputs, tmp_path):
+    make, folder, before = saved
+    run = goes_on(make, inputs, folder, tmp_path, checkpoint__load_optim=False, checkpoint__save_optim=False)
+    assert run.progress.step == 2 and run.scheduler.num_steps == 0
+    assert not any(state["exp_avg"].any() for state in optimizer_states(run.optimizer))
+    save(run)
+    weights, moments = parts(stored(tmp_path))
+    assert same(weights, parts(before)[0]) and not moments
+    with pytest.raises(CheckpointError, match=r"saved without the optimizer.*load_optim=false"):
+        goes_on(make, inputs, tmp_path)
+    assert goes_on(make, inputs, tmp_path, checkpoint__load_optim=False).progress.step == 2
+
+
+def test_hugging_face_files_travel_from_run_to_run(saved, inputs, tmp_path):
+    make, folder, _ = saved
+    save(goes_on(make, inputs, folder, tmp_path, checkpoint__pretrained_checkpoint=None))
+    before, after = (
+        sorted(path.name for path in (run / "iter_0000002" / "hf").iterdir()) for run in (folder, tmp_path)
+    )
+    assert "tokenizer.json" in before and before == after
+
+
+def test_a_folder_without_a_checkpoint_is_a_new_run_or_an_error(inputs, tmp_path):
+    assert set_up(replicated(inputs, tmp_path)).progress.step == 0
+    for first in (str(inputs.hf), None):
+        settings = dict(checkpoint__pretrained_checkpoint=first, checkpoint__exit_on_missing_checkpoint=True)
+        with pytest.raises(CheckpointError, match="which has no checkpoint; expected one"):
+            set_up(replicated(inputs, tmp_path, **settings))
+
+
+def test_a_tracker_that_lies_is_an_error(saved, inputs, tmp_path):
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    with pytest.raises(CheckpointError, match="iter_0000007 is no checkpoint"):
+        goes_on(saved[0], inputs, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "of_hugging_face", "of_an_import"),
+    [
+        (
+            dict(model__share_embeddings_and_output_weights=True),
+            "share_embeddings_and_output_weights is False, expected True",
+            "unexpected: .*output_layer.weight",
+        ),
+        (
+            dict(model__ffn_hidden_size=64),
+            r"ffn_hidden_size is \d+, expected 64",
+            r"misshapen: .*linear_fc1.weight_v is \[.*\], expected \[64, .*\]",
+        ),
+        (
+            dict(model__num_layers=5),
+            r"another model(.|\n)*num_layers is 4, expected 5",
+            r"missing: .*layers\.4\.mlp",
+        ),
+    ],
+)
+def test_first_weights_of_another_model_are_refused(inputs, settings, of_hugging_face, of_an_import):
+    for folder, message in ((inputs.hf, of_hugging_face), (inputs.megatron, of_an_import)):
+        with pytest.raises(CheckpointError, match=message):
+            set_up(replicated(inputs, None, checkpoint__pretrained_checkpoint=str(folder), **settings))
+
+
+def test_experts_are_other_models_than_dense_ones(inputs, moe_folder):
+    with pytest.raises(CheckpointError, match=r"moe_layers is \(0, 2, 3\), expected \(\)"):
+        set_up(replicated(inputs, None, checkpoint__pretrained_checkpoint=str(moe_folder)))
+
+
+class Draws(Callback):
+    """Draws from the global generator after each step, as dropout would."""
+
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def on_train_step_end(self, context) -> None:
+        """Draw one number."""
+        self.found.append(torch.rand(1).item())
+
+
+def test_experts_and_random_states_go_on(inputs, moe_folder, tmp_path):
+    """From initial weights; experts are stepped by an optimizer of their own."""
+    moe, fresh = replace(inputs, hf=moe_folder), dict(checkpoint__pretrained_checkpoint=None, train__train_iters=4)
+
+    def run(folder: str, stop_after: int | None = None, **settings):
+        draws = Draws()
+        cfg = replicated(moe, tmp_path / folder, **STEPS | fresh | settings)
+        return train(cfg, stop_after=stop_after, callbacks=[draws]), draws.found
+
+    whole, drawn = run("whole")
+    first, second = run("halves", 2), run("halves")
+    assert losses(first[0] + second[0]) == losses(whole) and first[1] + second[1] == drawn
+    assert whole[-1]["loss"] < whole[0]["loss"] and len(set(drawn)) == 4
+    assert same(stored(tmp_path / "halves"), stored(tmp_path / "whole"))
+    anew = dict(checkpoint__load=str(tmp_path / "halves"), checkpoint__ckpt_step=2, checkpoint__load_rng=False)
+    log, others = run("anew", **anew)
+    assert losses(log) == losses(whole[2:]) and not set(others) & set(drawn[2:])

@@ -1,0 +1,141 @@
+"""Runs that are told to leave, or killed at any moment: the same command goes on, and nothing shows."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from ..bridges_loop import Start
+from ..conftest import SHORT, losses, read_log
+from ..running import train
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[3]
+STEPS = 8
+SETTINGS = SHORT | dict(train__train_iters=STEPS, checkpoint__save_interval=2, checkpoint__most_recent_k=1)
+
+
+class Runs:
+    """One command, started again and again."""
+
+    def __init__(self, inputs, folder: Path, *launcher: str, **settings) -> None:
+        overrides = [f"{name.replace('__', '.')}={value}" for name, value in (SETTINGS | settings).items()]
+        # From Hugging Face weights, with no conversion.
+        paths = ["--hf-path", inputs.hf, "--data-path", inputs.data, "--save", folder]
+        script = [*launcher, ROOT / "recipes" / "finetune.py", "--recipe", "qwen3_vl_digits_sft_config"]
+        self.command, self.folder = [sys.executable, *script, *paths, *overrides], folder
+        # As the tests themselves run: sums in another order are other numbers.
+        self.environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def until(self, step: int, number: int) -> int:
+        """Start it, and send it a signal when its log has this step; returns the status it ends with."""
+        process = subprocess.Popen(
+            self.command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=self.environment
+        )
+        deadline = time.monotonic() + 300
+        while self.steps() < step and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.002)
+        assert process.poll() is None, "it ended by itself"
+        process.send_signal(number)
+        return process.wait(timeout=120)
+
+    def to_the_end(self) -> str:
+        """Start it and wait; returns what it says."""
+        done = subprocess.run(self.command, capture_output=True, text=True, env=self.environment)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stderr
+
+    def steps(self) -> int:
+        """The last step in the log."""
+        try:
+            lines = (self.folder / "metrics.jsonl").read_text().splitlines()
+        except FileNotFoundError:
+            return 0
+        return sum('"lr"' in line for line in lines)
+
+
+@pytest.fixture(scope="module")
+def unbroken(inputs, tmp_path_factory):
+    """The log of a run that nobody disturbs."""
+    cfg = replace(inputs, megatron=inputs.hf).config(tmp_path_factory.mktemp("unbroken"), **SETTINGS)
+    cfg.mixed_precision = "bf16_mixed"
+    return losses(train(cfg))
+
+
+def checkpoints(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if "iter_" in path.name)
+
+
+def test_a_run_that_is_told_to_leave_saves_first(inputs, unbroken, tmp_path):
+    runs = Runs(inputs, tmp_path / "run")
+    assert runs.until(3, signal.SIGTERM) == 0
+    left_after = runs.steps()
+    assert 3 <= left_after < STEPS
+    assert checkpoints(runs.folder) == [f"iter_{left_after:07d}"]
+    runs.to_the_end()
+    assert losses(read_log(runs.folder)) == unbroken
+
+
+def test_torchrun_is_told_to_leave(inputs, tmp_path):
+    """As by Slurm, or by a cloud that takes its machine back: torchrun tells all processes of its ranks, and ends with
+    1 whatever these do.
+    """
+    torchrun = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--shutdown-timeout", "300")
+    settings = dict(dataset__num_workers=2, train__train_iters=30, checkpoint__save_interval=100)
+    runs = Runs(inputs, tmp_path / "run", *torchrun, **settings)
+    assert runs.until(3, signal.SIGTERM) == 1
+    left_after = runs.steps()
+    assert 3 <= left_after < 30
+    assert checkpoints(runs.folder) == [f"iter_{left_after:07d}"]
+    runs.to_the_end()
+    log = [entry["step"] for entry in read_log(runs.folder) if "lr" in entry]
+    assert log == list(range(1, 31))
+
+
+def test_torchrun_is_told_to_leave_megatron_bridges_loop(inputs, tmp_path):
+    """Its saving has a process too, which has been there since the first save, and must not end by the signal."""
+    settings = dict(train__train_iters=400, checkpoint__save_interval=2, dataset__num_workers=1)
+    save, weights = tmp_path / "run", str(inputs.hf)
+    start = Start("told", str(inputs.hf), str(inputs.data), weights, str(save), settings)
+    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", "1", "--shutdown-timeout", "300"]
+    module = ["-m", "tests.training.bridges_loop", tmp_path / "found.pt", json.dumps([asdict(start)])]
+    with (tmp_path / "said").open("w") as said:
+        process = subprocess.Popen(
+            [sys.executable, *torchrun, *module], cwd=ROOT, stdout=said, stderr=said, start_new_session=True
+        )
+        tracker, deadline = save / "latest_train_state.pt", time.monotonic() + 600
+        while not tracker.exists() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=300) == 1
+    text = (tmp_path / "said").read_text()
+    assert "exiting program after receiving SIGTERM" in text, text[-3000:]
+    newest = int((save / "latest_checkpointed_iteration.txt").read_text())
+    saved = [int(line.split()[5]) for line in text.splitlines() if "successfully saved checkpoint" in line]
+    assert saved[-1] == newest and (save / f"iter_{newest:07d}" / "metadata.json").exists()
+
+
+def test_a_run_that_is_killed_at_random_steps(inputs, unbroken, tmp_path):
+    """Three times, at steps that differ from one test run to the next, and at any moment after them."""
+    runs, seed = Runs(inputs, tmp_path / "run"), random.randrange(1000)
+    print("seed", seed)
+    rng = random.Random(seed)
+    for _ in range(3):
+        first = runs.steps() // 2 * 2  # where it goes on
+        step = rng.randint(min(first + 1, STEPS - 1), STEPS - 1)
+        assert runs.until(step, signal.SIGKILL) == -signal.SIGKILL
+    runs.to_the_end()
+    assert losses(read_log(runs.folder)) == unbroken
+    assert checkpoints(runs.folder) == [f"iter_{STEPS:07d}"]
+    assert [path.name for path in runs.folder.iterdir() if path.name.startswith(".")] == []
