@@ -160,7 +160,7 @@ def test_megatron_bridges_own_class_of_settings():
     from megatron.bridge.models.qwen_vl.qwen3_vl_provider import DistTrainConfig
 
     set_on(provider_of(DENSE, {}), dict(dist_train=DistTrainConfig()))
-    with pytest.raises(ValueError, match=r"dist_train\.vision_world_size set, expected dist_train.use_dist_train=True"):
+    with pytest.raises(ValueError, match=r"dist_train\.vision_world_size is 2 with dist_train\.use_dist_train False"):
         set_on(provider_of(DENSE, {}), dict(dist_train=DistTrainConfig(vision_world_size=2)))
 
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from qwen3vl_bridge.models.common.bridge import FamilyBridge
 from qwen3vl_bridge.models.common.model import VisionLanguageModel
 from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
+from qwen3vl_bridge.models.common.settings.rules import Row, only
 from qwen3vl_bridge.models.qwen3_vl.fixed_settings import FIXED
 
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
@@ -30,7 +31,7 @@ class ToyProvider(VisionLanguageProvider):
     family: ClassVar[str] = NAME
     model_class: ClassVar[str] = "tests.model.toy_model.ToyModel"
     language_model_class: ClassVar[str] = "qwen3vl_bridge.models.common.text_model.MRopeGPTModel"
-    fixed: ClassVar[Mapping[str, Any]] = {**FIXED, "qk_layernorm": False}
+    fixed: ClassVar[Mapping[str, Row]] = {**FIXED, **only("its heads have no norm", qk_layernorm=False)}
 
 
 class ToyModel(VisionLanguageModel):

@@ -31,9 +31,13 @@ def test_a_size_of_several_families_is_the_first_ones():
     ("settings", "message"),
     [
         ({"deterministic_mode": True}, "deterministic_mode is True, expected False"),
-        ({"tensor_model_parallel_size": 2}, "without sequence_parallel, expected sequence_parallel=True"),
+        (
+            {"tensor_model_parallel_size": 2},
+            "sequence_parallel is False with .*_size 2, expected True",
+        ),
+        ({"tensor_model_parallel_size": 0}, "tensor_model_parallel_size is 0, expected 1 or more"),
         ({"context_parallel_size": 3}, "linear_num_key_heads is 16, expected a multiple"),
-        ({"mtp_num_layers": 2}, "mtp_num_layers is 2, expected 1, or None"),
+        ({"mtp_num_layers": 2}, "mtp_num_layers is 2, expected None or 1: "),
         ({"mtp_loss_scaling_factor": 0.1, "pipeline_model_parallel_size": 2}, "variable_seq_lengths is False"),
         (
             {"mtp_loss_scaling_factor": 0.1, "recompute_granularity": "full", "recompute_method": "block"},

@@ -152,7 +152,7 @@ def test_a_save_that_fails_leaves_the_older_checkpoint(inputs, tmp_path, monkeyp
         raise OSError("no space")
 
     with monkeypatch.context() as patch:
-        patch.setattr(side_files.Pretrained, "travel_along", full)
+        patch.setattr(side_files.Pretrained, "write_export_files", full)
         with pytest.raises(CheckpointError, match="no space"):
             train(replicated(inputs, tmp_path))
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3"

@@ -16,7 +16,7 @@ from qwen3vl_bridge.batch.device_transfer import Movable
 from qwen3vl_bridge.batch.encoder_shards import Parcel, parcels_of
 from qwen3vl_bridge.batch.token_layout import SequenceLayout, next_index, token_index
 from qwen3vl_bridge.batch.vision_inputs import VisionInputs
-from qwen3vl_bridge.batch.vision_sharding import VisionWork, deal_vision
+from qwen3vl_bridge.batch.vision_sharding import VisionDeal, VisionWork, deal_vision
 
 import torch
 from torch import Tensor
@@ -162,16 +162,8 @@ class PackedBatch(Movable):
         if vision_work is not None and (encoders is not None or (cp_size > 1 and self.vision is not None)):
             deal = deal_vision(self.vision, vision_work, encoders or cp_size)
 
-        def take(whole: Tensor, index: Tensor = context_index) -> Tensor:
-            return whole.flatten(-2)[..., index.T]
-
-        def vision_rows(index: Tensor) -> VisionRows | None:
-            if not (self.vision_slot >= 0).any():
-                return None
-            slots = self.vision_slot[index.flatten()]
-            positions = (slots >= 0).nonzero().squeeze(-1)
-            rows = slots[positions]
-            return VisionRows(rows=rows if deal is None else deal.places[rows], positions=positions)
+        def take(whole: Tensor) -> Tensor:
+            return whole.flatten(-2)[..., context_index.T]
 
         own, counts, parcels = self.vision, None, None
         if encoders is not None:
@@ -180,21 +172,6 @@ class PackedBatch(Movable):
             own, parcels = None, parcels_of(self, deal)
         elif deal is not None:
             own, counts = deal.part(self.vision, cp_rank), deal.counts
-        following = None
-        if predicts:
-            places, there = next_index(self.layout)
-            mask = self.loss_mask.flatten()
-            next_mask = mask[places] * there
-            next_places = places[context_index]
-            following = NextTokens(
-                input_ids=take(self.input_ids, next_places),
-                labels=take(self.labels, next_places),
-                loss_mask=next_mask[context_index.T],
-                padding_mask=~there[index.T],
-                trained=mask.sum(),
-                predicted=next_mask.sum(),
-                fuse=vision_rows(next_places),
-            )
         return ModelInputs(
             input_ids=take(self.input_ids),
             position_ids=take(self.position_ids),
@@ -205,7 +182,37 @@ class PackedBatch(Movable):
             vision=own,
             vision_counts=counts,
             parcels=parcels,
-            fuse=vision_rows(context_index),
-            deepstack=vision_rows(index),
-            following=following,
+            fuse=self._vision_rows(context_index, deal),
+            deepstack=self._vision_rows(index, deal),
+            following=self._next_tokens(context_index, index, deal) if predicts else None,
         )
+
+    def _next_tokens(self, context_index: Tensor, index: Tensor, deal: VisionDeal | None) -> NextTokens:
+        """What multi-token prediction reads of the tokens after those at [s, b] `context_index`.
+
+        Args:
+            context_index: of the rank's tokens.
+            index: [s / sp, b] of those that it has under sequence parallelism.
+            deal: who encodes which pictures, where ranks share them.
+        """
+        places, there = next_index(self.layout)
+        mask, next_places = self.loss_mask.flatten(), places[context_index]
+        next_mask = mask[places] * there
+        return NextTokens(
+            input_ids=self.input_ids.flatten()[next_places.T],
+            labels=self.labels.flatten()[next_places.T],
+            loss_mask=next_mask[context_index.T],
+            padding_mask=~there[index.T],
+            trained=mask.sum(),
+            predicted=next_mask.sum(),
+            fuse=self._vision_rows(next_places, deal),
+        )
+
+    def _vision_rows(self, index: Tensor, deal: VisionDeal | None) -> VisionRows | None:
+        """The rows of the vision output that tokens at `index` take; None for a batch without vision tokens."""
+        if not (self.vision_slot >= 0).any():
+            return None
+        slots = self.vision_slot[index.flatten()]
+        positions = (slots >= 0).nonzero().squeeze(-1)
+        rows = slots[positions]
+        return VisionRows(rows=rows if deal is None else deal.places[rows], positions=positions)

@@ -26,7 +26,7 @@ from torch import Tensor
 class SequenceLayout(Movable):
     """The segments of a batch. Make one with `rows` or `packed_row`.
 
-    The lengths are kept on the host as well, so that nobody has to wait for a device to know them. Two layouts are
+    The lengths are stored on the host as well, so that reading them waits for no device. Two layouts are
     equal when their lengths and rows are.
 
     Attributes:

@@ -75,7 +75,7 @@ def interpolation(grids: Tensor, side: int, merge: int) -> tuple[Tensor, Tensor]
 def _frames[T](of_frame: Callable[..., T], grids: Tensor, *settings: int) -> list[T]:
     """[F] what `of_frame` gives for the height and width of each frame. It may be shared: copy it, don't change it.
 
-    Pictures come in few sizes, and their frames in one, so what was made for one is kept; for the largest it is not,
+    Pictures come in few sizes, and their frames in one, so the result for one is cached; for the largest it is not,
     which bounds the memory: 512 frames of 4,096 patches take 128 MiB.
     """
     frames = []
@@ -113,7 +113,7 @@ def _merged(raster: Tensor, merge: int) -> Tensor:
 def _axis(size: int, side: int) -> tuple[Tensor, Tensor]:
     """[2, size] int64 the embeddings before and after each patch of an axis, [2, size] float32 their weights.
 
-    Only `linspace` itself rounds as transformers does. What is kept must not depend on torch's defaults of the moment.
+    Only `linspace` itself rounds as transformers does. What is cached must not depend on torch's current defaults.
     """
     place = torch.linspace(0, side - 1, size, dtype=torch.float32, device="cpu")
     low = place.long()

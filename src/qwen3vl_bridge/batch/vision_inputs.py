@@ -1,7 +1,7 @@
 """The pictures of a batch as data.
 
-What lives here: what the vision tower reads. What may not: making it from grids (`vision_indices.py`), dealing it out
-(`vision_sharding.py`), the tower.
+What lives here: what the vision tower reads. What may not: making it from grids (`vision_indices.py`), assigning it to
+ranks (`vision_sharding.py`), the tower.
 
 Legend: N patches, F frames.
 """

@@ -1,10 +1,11 @@
 """Which context-parallel rank encodes which frames of a batch.
 
-What lives here: dealing frames out by what they cost the vision tower, and where their tokens then lie. Ranks are
-plain integers. What may not: what a model costs (`models/common/flops.py`), collectives (`parallel/collectives.py`).
+What lives here: assigning frames to ranks by what they cost the vision tower, and where their tokens then lie. Ranks
+are plain integers. What may not: what a model costs (`models/common/flops.py`), collectives
+(`parallel/collectives.py`).
 
 Context-parallel ranks see the same pictures. Each encodes some of the frames, since attention does not cross one, and
-the ranks then give each other what they made.
+the ranks then gather what all have encoded.
 Legend: F frames, N patches, M = N / merge^2 vision tokens.
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -21,7 +22,7 @@ from qwen3vl_bridge.batch.vision_inputs import VisionInputs, frame_rows
 import torch
 from torch import Tensor
 
-_EVEN = 1.005  # the most that a rank has over the mean, from which on nobody looks for better
+_EVEN = 1.005  # a rank's cost over the mean, below which the search ends
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class VisionWork:
 
 @dataclass(frozen=True)
 class VisionDeal:
-    """Who encodes which pictures.
+    """Which rank encodes which pictures.
 
     Attributes:
         frames: those of each rank, in their order.
@@ -52,7 +53,7 @@ class VisionDeal:
     places: Tensor
 
     def part(self, vision: VisionInputs | None, rank: int) -> VisionInputs | None:
-        """The pictures of a rank, out of those that were dealt; None if it has none."""
+        """The pictures of a rank, as they were assigned; None if it has none."""
         if vision is None or len(self.frames) == 1:
             return vision
         return vision.select(self.frames[rank]) if self.frames[rank] else None
@@ -84,17 +85,12 @@ def _exchange(shares: list[list[int]], costs: Sequence[float]) -> bool:
         return False
     best, swap = totals[most] * (1 - 1e-4), None  # less is not worth the search, and rounding alone would never end
     for rank, share in enumerate(shares):
-        cheapest_first = sorted(share, key=costs.__getitem__)
-        theirs = [0.0, *(costs[frame] for frame in cheapest_first)]
-        for place, frame in enumerate(shares[most]):
-            # Best is what makes both alike; the two next to it are looked at.
-            wanted = costs[frame] - (totals[most] - totals[rank]) / 2
-            after = bisect.bisect_left(theirs, wanted)
-            for other in range(max(after - 1, 0), min(after + 1, len(theirs))):
-                moved = costs[frame] - theirs[other]
-                worst = max(totals[most] - moved, totals[rank] + moved)
-                if rank != most and worst < best:
-                    best, swap = worst, (place, rank, cheapest_first[other - 1] if other else None)
+        if rank == most:
+            continue
+        for place, back, moved in _candidates(shares[most], share, (totals[most] - totals[rank]) / 2, costs):
+            worst = max(totals[most] - moved, totals[rank] + moved)
+            if worst < best:
+                best, swap = worst, (place, rank, back)
     if swap is None:
         return False
     place, rank, back = swap
@@ -105,8 +101,24 @@ def _exchange(shares: list[list[int]], costs: Sequence[float]) -> bool:
     return True
 
 
+def _candidates(
+    share: Sequence[int], other: Sequence[int], wanted: float, costs: Sequence[float]
+) -> Iterator[tuple[int, int | None, float]]:
+    """For each frame of a share the two exchanges that move most nearly what makes both shares alike.
+
+    Yields:
+        The frame's place, the frame that comes back for it or None, and the cost that is moved.
+    """
+    cheapest_first = sorted(other, key=costs.__getitem__)
+    theirs = [0.0, *(costs[frame] for frame in cheapest_first)]
+    for place, frame in enumerate(share):
+        after = bisect.bisect_left(theirs, costs[frame] - wanted)
+        for i in range(max(after - 1, 0), min(after + 1, len(theirs))):
+            yield place, cheapest_first[i - 1] if i else None, costs[frame] - theirs[i]
+
+
 def deal_vision(vision: VisionInputs | None, work: VisionWork, ranks: int) -> VisionDeal:
-    """Deal the pictures of a batch out to ranks.
+    """Assign the pictures of a batch to ranks.
 
     Args:
         vision: all pictures, or None for none.

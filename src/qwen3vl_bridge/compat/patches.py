@@ -74,6 +74,23 @@ def _read_every_weight(module: Any) -> None:
     module.load_fsdp_dtensor_checkpoint = load
 
 
+def _evaluate_modules_together(module: Any) -> None:
+    """Megatron-Bridge's loop calls its `evaluate` without the communicator between modules on ranks of their own.
+
+    In training it takes the provider's (`dist_train`); `evaluate` takes one as an argument alone, which neither of the
+    two places that evaluate gives, and would run each rank's module by itself.
+    """
+    theirs = module.evaluate
+
+    @functools.wraps(theirs)
+    def evaluate(*args: Any, **kwargs: Any) -> Any:
+        from qwen3vl_bridge.encoder_parallel.evaluation import evaluate_modules_together
+
+        return evaluate_modules_together(theirs, *args, **kwargs)
+
+    module.evaluate = evaluate
+
+
 def _save_adapters_of_ours(module: Any) -> None:
     """Have `AutoBridge.save_hf_adapter` write our models' adapters by our function.
 
@@ -117,11 +134,13 @@ def _save_adam_of_ours(module: Any) -> None:
 
 
 # By module: where a saved configuration's classes are found, where the one format of checkpoint is read whose names
-# depend on what a model is made of, where adapters are written, and which Adam there is where no fused one is.
+# depend on what a model is made of, where runs are evaluated, where adapters are written, and which Adam there is where
+# no fused one is.
 _PATCHES: Mapping[str, Callable[[Any], None]] = {
     **KERNELS,
     "megatron.bridge.utils.instantiate_utils": _give_ours,
     "megatron.bridge.training.checkpointing": _read_every_weight,
+    "megatron.bridge.training.eval": _evaluate_modules_together,
     "megatron.bridge.models.conversion.auto_bridge": _save_adapters_of_ours,
     "megatron.core.optimizer": _build_adam_of_ours,
     "megatron.core.optimizer.distrib_optimizer": _save_adam_of_ours,

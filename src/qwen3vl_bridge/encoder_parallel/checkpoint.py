@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
-from qwen3vl_bridge.parallel.collectives import hear_all, tell_all
+from qwen3vl_bridge.parallel.collectives import broadcast_object, gather_objects
 
 from megatron.bridge.training.checkpointing import CheckpointLoadContext, CheckpointSaveContext
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
@@ -84,7 +84,7 @@ class _Described:
         self._first_language = provider.dist_train.vision_world_size
         here = {i for i, one in enumerate(self._chain) if any(group["params"] for group in one.param_groups)}
         # A distributed optimizer's share of them may have none of what its module has.
-        heard = hear_all((provider.add_decoder, here))
+        heard = gather_objects((provider.add_decoder, here))
         self._own = sorted(set().union(*(there for module, there in heard if module == provider.add_decoder)))
 
     def sharded_state_dict(self, model: ShardedStateDict, is_loading: bool = False, **kwargs: Any) -> ShardedStateDict:
@@ -94,7 +94,7 @@ class _Described:
             return self._unless_one(own)
         _, lasting = extract_nonpersistent(own)
         sharded, common = extract_sharded_base(lasting)
-        common = _over(tell_all(common), tell_all(common, self._first_language))
+        common = _over(broadcast_object(common), broadcast_object(common, self._first_language))
         return self._unless_one(_over(common, sharded))
 
     def load_state_dict(self, state: dict) -> None:

@@ -1,6 +1,6 @@
 """The batches of ranks of the vision tower: those of the language replicas that they encode for.
 
-What lives here: one stream out of several. What may not: who serves whom
+What lives here: one stream out of several. What may not: which replica encodes for which
 (`parallel/encoder_replicas.py`), batches themselves.
 """
 
@@ -45,7 +45,7 @@ def read_split(state: GlobalState, split: str) -> None:
 def next_served(state: GlobalState, given: Iterator[Any], groups: ProcessGroupCollection) -> tuple:
     """The next microbatch of each replica that a rank of the tower encodes for.
 
-    Megatron-Bridge's loop deals rows out by the tower's own replicas; where those are as many as the language model's,
+    Megatron-Bridge's loop assigns rows by the tower's own replicas; where those are as many as the language model's,
     they read the same. Else its iterator is left alone, and rows are read from where the run stands. A script with an
     iterator of its own gives tuples, of a microbatch for each replica.
 
@@ -62,11 +62,11 @@ def next_served(state: GlobalState, given: Iterator[Any], groups: ProcessGroupCo
         setattr(state, _STREAMS, {})
     streams, split = getattr(state, _STREAMS), getattr(state, _SPLIT, "train")
     if split not in streams:
-        streams[split] = _from_where_it_stands(state, split, groups)
+        streams[split] = _resumed_stream(state, split, groups)
     return next(streams[split])
 
 
-def _from_where_it_stands(state: GlobalState, split: str, groups: ProcessGroupCollection) -> ServedStream:
+def _resumed_stream(state: GlobalState, split: str, groups: ProcessGroupCollection) -> ServedStream:
     """Of a split, as Megatron-Bridge's loader of it begins."""
     cfg, done = state.cfg, state.train_state
     read, size = replicas_read(cfg.model, groups)

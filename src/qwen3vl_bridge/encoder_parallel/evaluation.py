@@ -1,6 +1,7 @@
 """Evaluation of vision and language on ranks of their own, in Megatron-Bridge's loop.
 
-What lives here: what its `evaluate` has to be given. What may not: the data of an evaluation (`encoder_batches.py`).
+What lives here: what its `evaluate` has to be given. What may not: how it comes to be given that (`compat/patches.py`),
+the data of an evaluation (`encoder_batches.py`).
 
 `evaluate` takes a communicator between modules. Megatron-Bridge's loop gives it none, and it would evaluate the module
 of each rank alone.
@@ -9,35 +10,28 @@ of each rank alone.
 from __future__ import annotations
 
 import copy
-import functools
+from collections.abc import Callable
 from typing import Any
 
 from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
 
-from megatron.bridge.training import eval as bridges_eval
 from megatron.bridge.training.state import GlobalState
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-_OURS = "evaluates_qwen3vl_modules"
 
+def evaluate_modules_together(evaluate: Callable[..., Any], state: GlobalState, *args: Any, **kwargs: Any) -> Any:
+    """Megatron-Bridge's `evaluate`, which evaluates the two modules as one model; of other runs as ever.
 
-def evaluate_modules_together() -> None:
-    """Let Megatron-Bridge's loop evaluate both modules as one model. A second call changes nothing more."""
-    if not hasattr(bridges_eval.evaluate, _OURS):
-        bridges_eval.evaluate = _with_communicator(bridges_eval.evaluate)
-
-
-def _with_communicator(evaluate: Any) -> Any:
-    @functools.wraps(evaluate)
-    def wrapped(state: GlobalState, *args: Any, **kwargs: Any) -> Any:
-        provider = state.cfg.model
-        if isinstance(provider, VisionLanguageProvider) and provider.dist_train.use_dist_train:
-            kwargs["p2p_communicator"] = provider._p2p_communicator
-            kwargs["pg_collection"] = _groups_of_language(provider._pg_collection)
-        return evaluate(state, *args, **kwargs)
-
-    setattr(wrapped, _OURS, True)
-    return wrapped
+    Args:
+        evaluate: Megatron-Bridge's.
+        state: the run's.
+        args, kwargs: other arguments of `evaluate`.
+    """
+    provider = state.cfg.model
+    if isinstance(provider, VisionLanguageProvider) and provider.dist_train.use_dist_train:
+        kwargs["p2p_communicator"] = provider._p2p_communicator
+        kwargs["pg_collection"] = _groups_of_language(provider._pg_collection)
+    return evaluate(state, *args, **kwargs)
 
 
 def _groups_of_language(groups: ProcessGroupCollection) -> ProcessGroupCollection:

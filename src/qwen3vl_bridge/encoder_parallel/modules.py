@@ -82,7 +82,7 @@ class Qwen3VLDecoder(Qwen3VLModel):
             )
         payload, self.payload = self.payload, None
         if not trains_vision(self.config):
-            payload = payload.detach()  # nobody waits for its gradient
+            payload = payload.detach()  # its gradient is not sent
         return unpack(payload, inputs.parcels, self.stage.received, self.config.hidden_size)
 
     def set_input_tensor(self, input_tensor: list[dict[str, Any]]) -> None:

@@ -3,7 +3,7 @@
 What lives here: the order of things in the tensor. What may not: sending and receiving, which are megatron-core's;
 which pictures are in it (`batch/encoder_shards.py`).
 
-A payload is [P, 1 + R, (t + 1) * h]: for each of P parcels a row that says what it is, then a row for each vision
+A payload is [P, 1 + R, (t + 1) * h]: for each of P parcels a header row, then a row for each vision
 token, then rows of zeros up to the longest parcel. A token's row has its DeepStack features first, in the order of
 their layers, and its final embedding last. megatron-core joins parcels of several senders, and parts those of several
 receivers, along the first dimension, so pictures may have any size.
@@ -41,7 +41,7 @@ def pack(tokens: Tensor, features: Tensor, parcels: Sequence[Parcel], rows: int)
     counts = [parcel.tokens for parcel in parcels]
     parts = each[: sum(counts)].split(counts)
     padded = torch.stack([F.pad(part, (0, 0, 1, rows - len(part))) for part in parts])
-    heads = _heads(parcels, len(features), tokens.size(-1)).to(padded, non_blocking=True)
+    heads = _headers(parcels, len(features), tokens.size(-1)).to(padded, non_blocking=True)
     return padded + F.pad(heads[:, None], (0, 0, 0, rows))
 
 
@@ -67,7 +67,7 @@ def unpack(payload: Tensor, parcels: Sequence[Parcel], taps: int, hidden: int) -
             f"{len(parcels)} parcels of up to {most} vision tokens, with {taps} DeepStack features of width {hidden} "
             "and their embedding each"
         )
-    expected = _heads(parcels, taps, hidden).to(payload, non_blocking=True)
+    expected = _headers(parcels, taps, hidden).to(payload, non_blocking=True)
     if not torch.equal(payload[:, 0].detach(), expected):
         found = [_read(head) for head in payload[:, 0].detach()]
         raise ValueError(
@@ -80,8 +80,8 @@ def unpack(payload: Tensor, parcels: Sequence[Parcel], taps: int, hidden: int) -
     return each[-1], each[:-1]
 
 
-def _heads(parcels: Sequence[Parcel], taps: int, hidden: int) -> Tensor:
-    """[P, (t + 1) * h] the rows that say what parcels are, on the host."""
+def _headers(parcels: Sequence[Parcel], taps: int, hidden: int) -> Tensor:
+    """[P, (t + 1) * h] the header rows of parcels, on the host."""
     said = [(parcel.tokens, parcel.mark, taps, hidden) for parcel in parcels]
     digits = [[digit for number in one for digit in number.to_bytes(_DIGITS, "big")] for one in said]
     return F.pad(torch.tensor(digits), (0, (taps + 1) * hidden - 4 * _DIGITS))

@@ -1,6 +1,6 @@
 """Vision and language on ranks of their own: what they do together in a step, in Megatron-Bridge's loop.
 
-What lives here: gradients that come back or don't, one division by the tokens, one norm that clips. What may not:
+What lives here: gradients sent back or not, one division by the tokens, one norm for clipping. What may not:
 groups (`training/process_groups.py`), the two modules (`modules.py`), data (`encoder_batches.py`), checkpoints and
 evaluation in Megatron-Bridge's loop (`checkpoint.py`, `evaluation.py`).
 
@@ -18,12 +18,12 @@ from typing import Any
 from qwen3vl_bridge.data.provider import Qwen3VLConversationProvider
 from qwen3vl_bridge.encoder_parallel.encoder_batches import read_split
 from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
-from qwen3vl_bridge.models.common.settings.encoder_parallel import expect, replicas_of, trains_vision
-from qwen3vl_bridge.parallel.collectives import sum_over_ranks, tell_from
+from qwen3vl_bridge.models.common.settings.encoder_parallel import replicas_of, trains_vision
+from qwen3vl_bridge.models.common.settings.rules import Row, Rule, When, check, under
+from qwen3vl_bridge.parallel.collectives import broadcast_number, sum_over_ranks
 
 import torch
 from megatron.bridge.training.callbacks import Callback, CallbackContext
-from megatron.bridge.training.state import GlobalState
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.num_microbatches_calculator import (
     get_current_running_global_batch_size,
@@ -45,7 +45,7 @@ class Modules(Callback):
         Raises:
             ValueError: the run is to do what Megatron-Bridge's loop cannot, of modules.
         """
-        _refuse_what_their_loop_cannot(context.state)
+        check(_RULES, context.state.cfg)
         sharded = context.state.cfg.optimizer.use_distributed_optimizer
         join_modules(get_model_config(context.model[0]), context.optimizer, sharded=sharded)
 
@@ -70,23 +70,25 @@ class Modules(Callback):
     on_test_end = on_eval_end
 
 
-def _refuse_what_their_loop_cannot(state: GlobalState) -> None:
-    cfg, saves = state.cfg, bool(state.cfg.checkpoint.save) and state.cfg.checkpoint.save_optim
-    replicas, settings = replicas_of(cfg.model), cfg.checkpoint
-    wrong = {}
-    if saves and cfg.optimizer.use_distributed_optimizer:
-        name, found = "checkpoint.dist_ckpt_optim_fully_reshardable", settings.dist_ckpt_optim_fully_reshardable
-        wrong[name] = (found, True, "other forms name what they save by numbers of groups, which both modules have")
-    if replicas.vision != replicas.language:  # and so the tower's ranks read rows by themselves
-        wrong |= {
-            "train.iterations_to_skip": (list(cfg.train.iterations_to_skip or ()), [], "ranks of the tower skip none"),
-            "dataset": (
-                type(cfg.dataset),
-                Qwen3VLConversationProvider,
-                f"its rows have numbers, by which ranks of the tower read them with {replicas}",
-            ),
-        }
-    expect(wrong, " in Megatron-Bridge's loop")
+_SHARDS_ARE_SAVED = When(
+    "model.dist_train.use_dist_train",
+    lambda cfg: cfg.checkpoint.save and cfg.checkpoint.save_optim and cfg.optimizer.use_distributed_optimizer,
+)
+_TOWER_READS_BY_ITSELF = When(
+    "model.dist_train.vision_world_size model.dist_train.language_world_size",
+    lambda cfg: replicas_of(cfg.model).vision != replicas_of(cfg.model).language,
+)
+_BY_NUMBERS = "other forms name what they save by numbers of groups, which both modules have"
+
+# What Megatron-Bridge's loop cannot do with modules on ranks of their own.
+_RULES: tuple[Rule, ...] = (
+    Row("checkpoint.dist_ckpt_optim_fully_reshardable", True, _BY_NUMBERS, _SHARDS_ARE_SAVED),
+    *under(
+        _TOWER_READS_BY_ITSELF,
+        Row("train.iterations_to_skip", [], "ranks of the tower skip none", also=(None, ())),
+        Row("dataset.__class__", Qwen3VLConversationProvider, "its rows have numbers, by which the tower reads them"),
+    ),
+)
 
 
 def join_modules(provider: VisionLanguageProvider, optimizer: MegatronOptimizer, *, sharded: bool) -> None:
@@ -102,8 +104,8 @@ def join_modules(provider: VisionLanguageProvider, optimizer: MegatronOptimizer,
         _send_no_gradients(provider._p2p_communicator)
     provider.finalize_model_grads_func = finalize_gradients
     if not sharded:
-        speaks = torch.distributed.get_rank() in (0, provider.dist_train.vision_world_size)
-        optimizer.get_grad_norm = functools.partial(_joint_norm, optimizer.get_grad_norm, speaks=speaks)
+        contributes = torch.distributed.get_rank() in (0, provider.dist_train.vision_world_size)
+        optimizer.get_grad_norm = functools.partial(_joint_norm, optimizer.get_grad_norm, contributes=contributes)
 
 
 def is_split_unjoined(provider: Any) -> bool:
@@ -137,20 +139,20 @@ def finalize_gradients(
     finalize_model_grads(model, counted, pg_collection=groups, force_all_reduce=force_all_reduce)
     if num_tokens is None:
         return
-    tokens = tell_from(num_tokens, provider.dist_train.vision_world_size)
+    tokens = broadcast_number(num_tokens, provider.dist_train.vision_world_size)
     if not provider.add_decoder and tokens > 0:
         for chunk in model:
             chunk.scale_gradients(1.0 / tokens)
 
 
-def _joint_norm(own: Any, *, speaks: bool) -> float:
-    """The norm of both modules' gradients; each module's ranks have its own already, and one of them tells it."""
+def _joint_norm(own: Any, *, contributes: bool) -> float:
+    """The norm of both modules' gradients; each module's ranks have its own already, and one of them contributes it."""
     norm = own() or 0.0
-    return math.sqrt(sum_over_ranks(torch.tensor(float(norm) ** 2 if speaks else 0.0, dtype=torch.float64)).item())
+    return math.sqrt(sum_over_ranks(torch.tensor(float(norm) ** 2 if contributes else 0.0, dtype=torch.float64)).item())
 
 
 def _send_no_gradients(communicator: MultiModulePipelineCommunicator) -> None:
-    """Let nobody wait for gradients of a tower that is not trained."""
+    """Send no gradients to a tower that is not trained, and expect none."""
     for info in communicator.rank_module_map.values():
         info.bridge_comms_as_src_module = _one_way(info.bridge_comms_as_src_module)
         info.bridge_comms_as_dest_module = _one_way(info.bridge_comms_as_dest_module)

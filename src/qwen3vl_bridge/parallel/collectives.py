@@ -45,7 +45,7 @@ def largest(value: float) -> float:
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """`values` of all ranks added up, the same to the last bit on each, on the device that ranks talk over."""
+    """`values` of all ranks added up, the same to the last bit on each, on the device of the collectives."""
     values = values.to(_device_of_collectives(), copy=True)
     torch.distributed.all_reduce(values)
     return values
@@ -56,15 +56,15 @@ def _device_of_collectives() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
-def tell_from(value: Tensor, rank: int) -> float:
-    """The number that one rank has in a tensor, on every one."""
+def broadcast_number(value: Tensor, rank: int) -> float:
+    """A number that one rank has in a tensor, broadcast to all."""
     value = value.to(_device_of_collectives(), copy=True)
     torch.distributed.broadcast(value, src=rank)
     return value.item()
 
 
 def tell_group(values: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
-    """`values` of a group's first rank, on every one, in a tensor of its own."""
+    """`values` of a group's first rank, broadcast to the group, in a tensor of its own."""
     values = values.clone()
     torch.distributed.broadcast(values, src=torch.distributed.get_global_rank(group, 0), group=group)
     return values
@@ -75,15 +75,15 @@ def wait_for_all() -> None:
     torch.distributed.barrier()
 
 
-def tell_all[Value](value: Value, rank: int = 0) -> Value:
-    """What one process has, by default the first, on every one; it can be pickled."""
+def broadcast_object[Value](value: Value, rank: int = 0) -> Value:
+    """An object of one process, by default the first, broadcast to all; it has to be picklable."""
     told = [value]
     torch.distributed.broadcast_object_list(told, src=rank)
     return told[0]
 
 
-def hear_all[Value](value: Value, group: torch.distributed.ProcessGroup | None = None) -> list[Value]:
-    """What every process has, of a group or of all, on every one, by rank; it can be pickled."""
+def gather_objects[Value](value: Value, group: torch.distributed.ProcessGroup | None = None) -> list[Value]:
+    """Every process' object, of a group or of all, gathered on all, by rank; it has to be picklable."""
     heard: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(heard, value, group=group)
     return heard

@@ -35,11 +35,11 @@ from qwen3vl_bridge.checkpoint.formats.megatron.folder import (
 )
 from qwen3vl_bridge.encoder_parallel.checkpoint import as_one_model
 from qwen3vl_bridge.files.errors import CheckpointError
-from qwen3vl_bridge.parallel.collectives import hear_all, tell_all
+from qwen3vl_bridge.parallel.collectives import broadcast_object, gather_objects
 from qwen3vl_bridge.peft.lora import Qwen3VLParts
 from qwen3vl_bridge.training.checkpointing.all_or_none import is_first, together
 from qwen3vl_bridge.training.checkpointing.optimizer_groups import loads_either_form
-from qwen3vl_bridge.training.checkpointing.saving_process import signals_kept, start_saving_process
+from qwen3vl_bridge.training.checkpointing.saving_process import signals_blocked, start_saving_process
 from qwen3vl_bridge.training.checkpointing.schedules import chosen_schedule
 from qwen3vl_bridge.training.checkpointing.side_files import expect_data, write_side_files
 from qwen3vl_bridge.training.checkpointing.staged_saves import is_staged, staged_save
@@ -100,7 +100,7 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
             CheckpointError: a rank could not write.
         """
         cfg = ctx.state.cfg
-        with as_one_model(ctx) as whole, _layers_may_differ(ctx), signals_kept():
+        with as_one_model(ctx) as whole, _layers_may_differ(ctx), signals_blocked():
             if not is_staged(ctx):
                 super().save(whole, callback_manager)
                 self._write_side_files(iteration_folder(Path(cfg.checkpoint.save), ctx.state.train_state.step), ctx)
@@ -208,7 +208,7 @@ def has_checkpoint(settings: CheckpointConfig) -> bool:
     with together():
         if is_first():
             found = _is_there(settings)
-    return tell_all(found)
+    return broadcast_object(found)
 
 
 def _is_there(settings: CheckpointConfig) -> bool:
@@ -276,12 +276,12 @@ def _random_states_fit(settings: CheckpointConfig, ctx: CheckpointLoadContext) -
             folder = _folder_to_load(settings)
             if folder and format_of(folder) == TORCH_DIST:  # in the other format a rank's are every data-parallel one's
                 stored = {key for key in read_metadata(folder).byte_items if key.startswith(_RANDOM)}
-    folder, stored = tell_all((folder, stored))
+    folder, stored = broadcast_object((folder, stored))
     if stored is None:
         return True
     groups, init = get_pg_collection(unwrap_model(ctx.model)), ctx.state.cfg.rng.data_parallel_random_init
     wanted = get_rng_state(init, TORCH_DIST, pg_collection=groups, module_name=ctx.module_name).unique_key
-    heard = hear_all((ctx.module_name, wanted))
+    heard = gather_objects((ctx.module_name, wanted))
     missing = sorted(key for name, key in heard if name is None and key not in stored)
     if missing and is_first():
         found = sorted({_place_sizes(key) for key in stored if key.startswith(f"{_RANDOM}/")})

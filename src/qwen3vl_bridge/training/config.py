@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from qwen3vl_bridge.data.row_settings import ConversationRows
-from qwen3vl_bridge.encoder_parallel.evaluation import evaluate_modules_together
-from qwen3vl_bridge.models.common.settings.encoder_parallel import check_world, expect
+from qwen3vl_bridge.models.common.settings.encoder_parallel import check_world
 from qwen3vl_bridge.models.common.settings.parallelism import check_microbatches
+from qwen3vl_bridge.models.common.settings.rules import Row, Rule, When, check, under
 from qwen3vl_bridge.training.checkpoint_manager import MANAGER, expect_checkpoint, manage_checkpoints
 from qwen3vl_bridge.training.checkpointing.initial_weights import read_first_weights
 from qwen3vl_bridge.training.checkpointing.saving_process import check_script
@@ -105,6 +105,43 @@ def check_lengths(cfg: ConfigContainer) -> None:
         )
 
 
+_APART = When("model.dist_train.use_dist_train", lambda cfg: cfg.model.dist_train.use_dist_train)
+_SAVED_APART = When(
+    _APART.names,
+    lambda cfg: _APART.holds(cfg) and (cfg.checkpoint.save is not None or cfg.checkpoint.load is not None),
+)
+_GROUPS, _SHARDS = "each module has groups of its own, of one kind", "it shards one module's parameters"
+
+# Vision and language on ranks of their own: what the run beside the model has to be like.
+_WITH_MODULES_APART: tuple[Rule, ...] = (
+    *under(
+        _APART,
+        Row("dist.use_decentralized_pg", True, _GROUPS),
+        Row("dist.use_gloo_process_groups", False, _GROUPS),
+        Row("ddp.num_distributed_optimizer_instances", 1, _GROUPS),
+        Row("dist.use_torch_fsdp2", False, _SHARDS),
+        Row("ddp.use_megatron_fsdp", False, _SHARDS),
+        Row("dist.use_megatron_fsdp", False, _SHARDS),
+        Row("peft", None, "adapters are put into whole models"),
+        Row("accuracy.path", None, "generation needs a whole model"),
+        Row(
+            "checkpoint.also_save_hf_checkpoint",
+            False,
+            "the first rank would write the tower alone; the converter writes all",
+        ),
+        Row("checkpoint.non_persistent_ckpt_type", None, "runs of modules go on from lasting checkpoints alone"),
+        Row("rerun_state_machine.rerun_mode", "disabled", "ranks of the tower cannot read their rows again"),
+    ),
+    Row(
+        "checkpoint.custom_manager_class",
+        None,
+        "it would save random states of both modules by the same names",
+        _SAVED_APART,
+        also=(MANAGER,),
+    ),
+)
+
+
 @dataclass(kw_only=True)
 class Qwen3VLConfigContainer(ConfigContainer):
     """Megatron-Bridge's `ConfigContainer` with two sections more, which the callbacks of `training_callbacks` follow.
@@ -146,7 +183,7 @@ class Qwen3VLConfigContainer(ConfigContainer):
         """
         check_script()
         check_lengths(self)
-        self._check_modules()
+        check(_WITH_MODULES_APART, self)
         self.accuracy.finalize()
         if self.accuracy.path is not None:
             self._check_accuracy()
@@ -166,46 +203,6 @@ class Qwen3VLConfigContainer(ConfigContainer):
         self._repeat_evaluations()
         self._check_checkpoints()
         self._check_meta_device()
-        if self.model.dist_train.use_dist_train:
-            evaluate_modules_together()
-
-    def _check_modules(self) -> None:
-        """Vision and language on ranks of their own: what the run beside the model has to be like."""
-        if not self.model.dist_train.use_dist_train:
-            return
-        groups = "each module has groups of its own, of one kind"
-        shards = "it shards one module's parameters"
-        saved = self.checkpoint.save is not None or self.checkpoint.load is not None
-        settings = {
-            "dist.use_decentralized_pg": (self.dist.use_decentralized_pg, True, groups),
-            "dist.use_gloo_process_groups": (self.dist.use_gloo_process_groups, False, groups),
-            "ddp.num_distributed_optimizer_instances": (self.ddp.num_distributed_optimizer_instances, 1, groups),
-            "dist.use_torch_fsdp2": (self.dist.use_torch_fsdp2, False, shards),
-            "peft": (self.peft, None, "adapters are put into whole models"),
-            "accuracy.path": (self.accuracy.path, None, "generation needs a whole model"),
-            "checkpoint.also_save_hf_checkpoint": (
-                self.checkpoint.also_save_hf_checkpoint,
-                False,
-                "the first rank would write the tower alone; the converter writes all",
-            ),
-            "checkpoint.non_persistent_ckpt_type": (
-                self.checkpoint.non_persistent_ckpt_type,
-                None,
-                "runs of modules go on from lasting checkpoints alone",
-            ),
-            "rerun_state_machine.rerun_mode": (
-                self.rerun_state_machine.rerun_mode,
-                "disabled",
-                "ranks of the tower cannot read their rows again",
-            ),
-        }
-        used = self.ddp.use_megatron_fsdp or self.dist.use_megatron_fsdp
-        settings["ddp.use_megatron_fsdp"] = (used, False, shards)
-        if saved:
-            other = self.checkpoint.custom_manager_class
-            unmanaged = "it would save random states of both modules by the same names"
-            settings["checkpoint.custom_manager_class"] = (other if other != MANAGER else None, None, unmanaged)
-        expect(settings)
 
     def _repeat_evaluations(self) -> None:
         """Each one reads the same rows."""

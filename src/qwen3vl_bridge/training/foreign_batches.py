@@ -1,7 +1,7 @@
 """Batches of Megatron-Bridge's collators, which are dicts, as batches of ours.
 
 What lives here: which keys such a batch has and what they mean, and checks of what would train silently on something
-else. What may not: masks, packing and pictures themselves (the model's door has them,
+else. What may not: masks, packing and pictures themselves (the model's input interface has them,
 `models/common/inputs/model_inputs.py`), where batches come from, devices.
 
 Their batches are whole and on the host when they leave the data loader. They are turned into ours there, so that the
@@ -109,7 +109,7 @@ def _check_keys(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _pictures(visual: Any) -> dict[str, Tensor]:
-    """The pictures of a batch, as arguments of the model's door."""
+    """The pictures of a batch, as arguments of `as_model_inputs`."""
     if visual is None:
         return {}
     given = visual.normalized_for_model()

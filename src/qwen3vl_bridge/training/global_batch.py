@@ -1,4 +1,4 @@
-"""The global batch: whether ranks can share it, and whether rows are dealt out within it.
+"""The global batch: whether ranks can share it, and whether rows are assigned to ranks within it.
 
 What lives here: these two checks, for a configuration and for the loops that follow it. What may not: microbatches of
 pipeline stages (`models/common/settings/parallelism.py`).
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def check_share(cfg: Any, ranks: int) -> int:
-    """Refuses rows that data-parallel ranks cannot share out evenly.
+    """Refuses a global batch that does not divide over data-parallel ranks.
 
     Args:
         cfg: the configuration.
@@ -32,7 +32,7 @@ def check_share(cfg: Any, ranks: int) -> int:
 
 
 def check_balance(cfg: Any) -> None:
-    """Refuses rows dealt out among those of several steps: a step would sum over others at each number of ranks.
+    """Refuses rows assigned among those of several steps: which rows a step has would depend on the number of ranks.
 
     Raises:
         ValueError: they are.

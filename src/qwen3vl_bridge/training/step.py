@@ -20,7 +20,7 @@ from qwen3vl_bridge.models.common.vision_config import vision_work
 from qwen3vl_bridge.training.foreign_batches import from_collator
 from qwen3vl_bridge.training.global_batch import check_balance
 from qwen3vl_bridge.training.monitoring.batch_meter import Amounts, count_microbatch, count_operations
-from qwen3vl_bridge.training.optimizer.loss_recorder import watched
+from qwen3vl_bridge.training.optimizer.loss_recorder import recorded
 
 import torch
 from megatron.bridge.training.losses import create_masked_next_token_loss_function
@@ -50,8 +50,8 @@ def forward_step(
 
     Raises:
         NotImplementedError: a schedule plan is asked for.
-        ValueError: a collator's batch that contradicts itself or would train on something else, see `foreign_batch`;
-            rows that are dealt out over more or less than global batches, or that pipeline stages don't expect;
+        ValueError: a collator's batch that contradicts itself or would train on something else, see `from_collator`;
+            rows that are assigned within more or less than a global batch, or that pipeline stages don't expect;
             settings that callbacks follow, where none has started.
     """
     if return_schedule_plan:
@@ -75,15 +75,26 @@ def forward_step(
     else:
         inputs = batch.local(**ranks | dict(vision_work=None, encoders=None)).without_pictures()
     inputs = to_device(inputs, model)
-    checks = state.cfg.rerun_state_machine
-    count = create_masked_next_token_loss_function(
-        inputs.loss_mask, checks.check_for_nan_in_loss, checks.check_for_spiky_loss
-    )
-    if model.training:
-        count = watched(count, state, batch, inputs.loss_mask)
-    if not config.calculate_per_token_loss:
-        count = functools.partial(mean_of_microbatch, count, batch.loss_mask.sum().clamp(min=1).item())
+    count = _loss_function(state, model, batch, inputs.loss_mask)
     return model(inputs=inputs), count
+
+
+def _loss_function(state: GlobalState, model: torch.nn.Module, batch: PackedBatch, mask: Tensor) -> Callable:
+    """The second result of `forward_step`.
+
+    Args:
+        state: the run.
+        model: wrapped or not.
+        batch: the microbatch, on the host.
+        mask: [b, s] this rank's share of its loss mask, on the device.
+    """
+    checks = state.cfg.rerun_state_machine
+    count = create_masked_next_token_loss_function(mask, checks.check_for_nan_in_loss, checks.check_for_spiky_loss)
+    if model.training:
+        count = recorded(count, state, batch, mask)
+    if not get_model_config(model).calculate_per_token_loss:
+        count = functools.partial(mean_of_microbatch, count, batch.loss_mask.sum().clamp(min=1).item())
+    return count
 
 
 def mean_of_microbatch(count: Callable, tokens: float, losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -141,7 +152,7 @@ def to_device[Inputs: Movable](inputs: Inputs, model: torch.nn.Module) -> Inputs
 
 
 def check_rows(batch: PackedBatch, config: VisionLanguageProvider, rows: int) -> None:
-    """Refuses more, fewer or other rows than pipeline stages expect, who would wait for the rest of them.
+    """Refuses more, fewer or other rows than pipeline stages expect, which would wait for others.
 
     Args:
         batch: a microbatch.

@@ -1,10 +1,15 @@
 """The provider refuses what it cannot honour, and the bridge reads what Hugging Face says."""
 
 import copy
+import operator
 import pickle
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
+from qwen3vl_bridge.models.common.provider import ExpertsMixin
+from qwen3vl_bridge.models.common.settings import experts, refusals
+from qwen3vl_bridge.models.common.settings.rules import Range, Row
 from qwen3vl_bridge.models.common.vision_config import vision_transformer_config
+from qwen3vl_bridge.models.qwen3_5.provider import Qwen35VLModelProvider, Qwen35VLMoEModelProvider
 from qwen3vl_bridge.models.qwen3_vl.bridge import Qwen3VLBridge
 from qwen3vl_bridge.models.qwen3_vl.config_checks import check_settings
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
@@ -24,6 +29,32 @@ def assert_refused(provider, fields, message):
         setattr(provider, name, value)
     with pytest.raises(ValueError, match=message):
         provider.finalize()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [Qwen3VLModelProvider, Qwen3VLMoEModelProvider, Qwen35VLModelProvider, Qwen35VLMoEModelProvider],
+)
+def test_every_row_names_settings_that_there_are(kind):
+    """One that is misspelt would say so only under its own circumstances."""
+    provider = kind(vocab_size=8)
+    listed = (
+        *(experts.RULES if issubclass(kind, ExpertsMixin) else ()),
+        *kind.rules,
+        *kind.fixed.values(),
+        *refusals.GIVEN,
+        *refusals.COMPLETED,
+        *refusals.TRAINED,
+    )
+    rows = [rule for rule in listed if isinstance(rule, Row)]
+    assert len(rows) > 100
+    for row in rows:
+        for name in row.name.split(" * "):
+            operator.attrgetter(name)(provider)
+        if row.when is not None:
+            row.when.said(provider)
+        if isinstance(row.expected, Range):
+            row.expected.said(provider)
 
 
 def test_our_classes_are_registered(provider):
@@ -53,14 +84,23 @@ def test_nothing_is_frozen_unless_asked(provider):
         ),
         (
             dict(vision_recompute_granularity="selective", vision_recompute_modules=["mlp"]),
-            r"vision_recompute_modules has \['mlp'\], expected some of",
+            r"vision_recompute_modules is \['mlp'\], expected None, 'core_attn' or 'layernorm'",
         ),
         (dict(softmax_type="off-by-one"), "softmax_type is 'off-by-one', expected 'vanilla'"),
         (dict(rotary_interleaved=True), "rotary_interleaved is True, expected False"),
-        (dict(recompute_granularity="full"), "recompute_method is None and recompute_num_layers None"),
+        (
+            dict(recompute_granularity="full"),
+            "recompute_method is None with recompute_granularity 'full', expected 'uniform' or 'block'",
+        ),
         (dict(vision_recompute_granularity="all"), "vision_recompute_granularity is 'all', expected None, 'full'"),
-        (dict(vision_recompute_modules=["core_attn"], vision_recompute_num_layers=2), "would ignore"),
-        (dict(recompute_modules=["mlp"]), r"recompute_modules is \['mlp'\], which recompute_granularity None would"),
+        (
+            dict(vision_recompute_modules=["core_attn"], vision_recompute_num_layers=2),
+            "vision_recompute_num_layers is 2 with .* None, expected None: it would be ignored",
+        ),
+        (
+            dict(recompute_modules=["mlp"]),
+            r"recompute_modules is \['mlp'\] with recompute_granularity None, expected None",
+        ),
         (dict(add_qkv_bias=True), "add_qkv_bias is True, expected False"),
     ],
 )
@@ -120,8 +160,14 @@ def moe_provider(moe_folder):
             dict(expert_model_parallel_size=4),
             "num_moe_experts is 6, expected a multiple of expert_model_parallel_size, 4",
         ),
-        (dict(moe_grouped_gemm=True), "moe_grouped_gemm is True, expected False: it is Transformer Engine's"),
-        (dict(moe_router_load_balancing_type="sinkhorn"), "is 'sinkhorn', expected some of"),
+        (
+            dict(moe_grouped_gemm=True),
+            "moe_grouped_gemm is True with .* 'local', expected False: it is Transformer Engine's",
+        ),
+        (
+            dict(moe_router_load_balancing_type="sinkhorn"),
+            "is 'sinkhorn', expected 'aux_loss', 'global_aux_loss' or 'none'",
+        ),
         (dict(moe_router_load_balancing_type=["aux_loss", "seq_aux_loss"]), "padding or packing would change"),
         (dict(moe_expert_capacity_factor=1.0), "moe_expert_capacity_factor is 1.0, expected None"),
         (dict(moe_router_pre_softmax=True), "moe_router_pre_softmax is True, expected False"),

@@ -161,7 +161,7 @@ def test_outputs_return_to_the_callers_places(data):
 
     rows = arrange(ids, mask, None, None)
     arranged = rows.take(ids)
-    order = rows.way_back(None)
+    order = rows.caller_order(None)
     assert torch.equal(arranged if order is None else order.restore(arranged), ids)
     assert torch.equal(arranged.flatten()[~rows.layout.padding_mask()], ids[mask])
 
@@ -174,8 +174,8 @@ def test_outputs_return_to_the_callers_places(data):
     packed = arrange(ids, mask, packed_params(offsets), None)
     arranged = packed.take(ids)
     assert torch.equal(arranged.flatten()[~packed.layout.padding_mask()], ids[mask])
-    assert packed.way_back(None) is None
-    order = packed.way_back(ids)
+    assert packed.caller_order(None) is None
+    order = packed.caller_order(ids)
     outputs = arranged if order is None else order.restore(arranged)
     assert torch.equal(outputs[mask], ids[mask]) and outputs.shape == ids.shape
     assert flat_row or not outputs[~mask].any()

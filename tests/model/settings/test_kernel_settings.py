@@ -3,9 +3,10 @@
 import logging
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
+from qwen3vl_bridge.models.common.settings import kernels, parallelism
 from qwen3vl_bridge.models.common.settings.fields import can_fuse_weight_gradients
-from qwen3vl_bridge.models.common.settings.kernels import check_float32, check_kernels
-from qwen3vl_bridge.models.common.settings.parallelism import check_parallel
+from qwen3vl_bridge.models.common.settings.kernels import check_float32, complete_precision
+from qwen3vl_bridge.models.common.settings.rules import check
 from qwen3vl_bridge.models.common.vision_config import vision_transformer_config
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
 
@@ -91,15 +92,17 @@ def test_activations_that_no_configuration_can_name():
 def test_eight_and_four_bits_are_transformer_engines(precision, caplog):
     caplog.set_level(logging.INFO)
     (name,) = precision
-    with pytest.raises(ValueError, match=f"{name} is .* with transformer_impl 'local', which would ignore it"):
+    with pytest.raises(ValueError, match=f"{name} is .* with transformer_impl 'local', .*: it would be ignored"):
         finalized(DENSE, precision)
-    check_kernels(with_transformer_engine(DENSE, precision))
+    provider = with_transformer_engine(DENSE, precision)
+    check(kernels.RULES, provider)
+    complete_precision(provider)
     assert f"{name} is for the text model's layers" in caplog.text
 
 
 def test_local_attention_in_transformer_engines_layers():
     with pytest.raises(ValueError, match="attention_backend is local with transformer_impl 'transformer_engine'"):
-        check_kernels(with_transformer_engine(DENSE, dict(attention_backend=AttnBackend.local)))
+        check(kernels.RULES, with_transformer_engine(DENSE, dict(attention_backend=AttnBackend.local)))
     finalized(DENSE, dict(attention_backend=AttnBackend.local))
 
 
@@ -134,23 +137,27 @@ def test_context_parallelism_by_release(kind, release, refused, installed):
     provider = with_transformer_engine(DENSE, dict(CP2, cp_comm_type=[kind] + ["p2p"] * 35))
     if refused:
         with pytest.raises(ValueError, match=f"{kind}' takes packed rows from .* on, and {release} is installed"):
-            check_parallel(provider)
+            check(parallelism.RULES, provider)
     else:
-        check_parallel(provider)
+        check(parallelism.RULES, provider)
 
 
 def test_fused_permutation():
     """As NeMo-RL's base configuration and Megatron-Bridge's recipes ask for it."""
-    with pytest.raises(ValueError, match="moe_permute_fusion is True, expected False: it is Transformer Engine's"):
+    with pytest.raises(
+        ValueError, match=r"moe_permute_fusion is True with .* 'local', expected False: it is Transformer Engine's"
+    ):
         finalized(EXPERTS, dict(moe_permute_fusion=True))
 
 
 def test_the_fused_router(installed):
     """It is Transformer Engine's, in 32 bits."""
-    with pytest.raises(ValueError, match="moe_router_fusion is True, expected False: it is Transformer Engine's"):
+    with pytest.raises(
+        ValueError, match=r"moe_router_fusion is True with .* 'local', expected False: it is Transformer Engine's"
+    ):
         finalized(EXPERTS, dict(moe_router_fusion=True))
     provider = provider_of(EXPERTS, dict(moe_router_fusion=True, moe_router_dtype="fp64", transformer_impl=TE))
-    with pytest.raises(ValueError, match="moe_router_fusion is True with moe_router_dtype 'fp64', expected 'fp32'"):
+    with pytest.raises(ValueError, match=r"moe_router_fusion is True with moe_router_dtype 'fp64', .* in 'fp32'"):
         provider.finalize()
 
 

@@ -3,7 +3,8 @@
 from types import SimpleNamespace
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
-from qwen3vl_bridge.models.common.settings.parallelism import check_microbatches, check_training
+from qwen3vl_bridge.models.common.settings.parallelism import TRAINING, check_microbatches
+from qwen3vl_bridge.models.common.settings.rules import check
 from qwen3vl_bridge.training.process_groups import initialize
 
 import pytest
@@ -40,22 +41,30 @@ def build(monkeypatch):
         (DENSE, dict(PP2, **OVERLAP, virtual_pipeline_model_parallel_size=9), "first pipeline stage has 2 layers"),
         (DENSE, dict(PP2, num_layers_in_first_pipeline_stage=1), "first pipeline stage has 1 layers"),
         (DENSE, dict(PP2, pipeline_model_parallel_layout="E|t*36L"), "first pipeline stage has 0 layers"),
-        (DENSE, VPP2, "expected overlap_p2p_comm=True and batch_p2p_comm=False: stages would mix up"),
+        (DENSE, VPP2, "overlap_p2p_comm is False with .* expected True: two interleaved stages would mix up"),
         (
             DENSE,
             dict(PP2, pipeline_model_parallel_layout="Et*9|t*9|t*9|t*9L"),
-            "expected overlap_p2p_comm=True and batch",
+            "overlap_p2p_comm is False with .* expected True: two .* batch_p2p_comm has to be False",
         ),
-        (DENSE, dict(VPP2, overlap_p2p_comm=True), "overlap_p2p_comm is True and batch_p2p_comm True .* at most one"),
-        (DENSE, dict(PP2, **OVERLAP), "expected overlap_p2p_comm=False without virtual_pipeline_model_parallel_size"),
+        (
+            DENSE,
+            dict(VPP2, overlap_p2p_comm=True),
+            "batch_p2p_comm is True with overlap_p2p_comm and .*, expected False: .* one of the two",
+        ),
+        (
+            DENSE,
+            dict(PP2, **OVERLAP),
+            "overlap_p2p_comm is True with .* virtual_pipeline_model_parallel_size None, expected False",
+        ),
         (
             DENSE,
             dict(VPP2, **OVERLAP, microbatch_group_size_per_vp_stage=1),
             "stage is 1, expected at least .*, 2",
         ),
         (DENSE, dict(PP2, pipeline_model_parallel_layout="Ett|t*10|t*14|t*10L", **OVERLAP), "stage has 2 layers"),
-        (DENSE, dict(SP2, parallel_output=False), "parallel_output is False, expected True under .* 2: a loss of"),
-        (DENSE, dict(VPP2, batch_p2p_comm=False), "batch_p2p_comm False with .* expected overlap_p2p_comm=True"),
+        (DENSE, dict(SP2, parallel_output=False), "parallel_output is False with .* 2, expected True: a loss of"),
+        (DENSE, dict(VPP2, batch_p2p_comm=False), "overlap_p2p_comm is False with .* expected True: two interleaved"),
         (DENSE, dict(PP2, pipeline_dtype=torch.float16), "pipeline_dtype is torch.float16, expected torch.bfloat16"),
     ],
 )
@@ -106,7 +115,7 @@ def test_overlap_settings_of_megatron_bridge_are_in_place_before_the_check():
     overlap.finalize()
     overlap.setup(provider, OptimizerConfig(), None)
     provider.finalize()
-    check_training(provider)
+    check(TRAINING, provider)
     assert (provider.overlap_p2p_comm, provider.batch_p2p_comm) == (True, False)
 
 
@@ -125,7 +134,9 @@ def first_of_two(untied_folder):
 def test_a_model_that_provide_has_built_meets_them_in_its_first_step(first_of_two):
     """With megatron-core's defaults two stages mix up what they send each other: and only gradients are wrong."""
     ids = torch.arange(8)[None]
-    with pytest.raises(ValueError, match="expected overlap_p2p_comm=True and batch_p2p_comm=False: stages would mix"):
+    with pytest.raises(
+        ValueError, match=r"overlap_p2p_comm is False .* expected True: two interleaved stages would mix"
+    ):
         first_of_two(ids)
     with torch.no_grad():
         assert first_of_two(ids).isfinite().all()

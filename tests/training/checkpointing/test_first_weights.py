@@ -7,7 +7,7 @@ import shutil
 from dataclasses import asdict
 
 from qwen3vl_bridge.checkpoint import CheckpointError, import_checkpoint
-from qwen3vl_bridge.training.checkpointing.initial_weights import _give_host_memory
+from qwen3vl_bridge.training.checkpointing.initial_weights import _allocate_on_host
 
 import pytest
 import torch
@@ -275,7 +275,7 @@ class TestTheConfiguration:
     def test_a_buffer_without_memory_is_refused(self):
         module = torch.nn.BatchNorm1d(3, device="meta")
         with pytest.raises(CheckpointError, match=r"running_mean, running_var, .* would have no values"):
-            _give_host_memory(module)
+            _allocate_on_host(module)
 
     def test_parameters_keep_what_is_noted_on_them(self):
         with torch.device("meta"):
@@ -283,7 +283,7 @@ class TestTheConfiguration:
         two.weight = one.weight
         one.weight.allreduce = False
         one.bias.requires_grad_(False)
-        _give_host_memory(model := torch.nn.Sequential(one, two))
+        _allocate_on_host(model := torch.nn.Sequential(one, two))
         assert one.weight is two.weight and one.weight.allreduce is False and not one.bias.requires_grad
         assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import textwrap
 
-from qwen3vl_bridge.training.checkpointing.saving_process import signals_kept
+from qwen3vl_bridge.training.checkpointing.saving_process import signals_blocked
 
 import pytest
 
@@ -47,7 +47,7 @@ def test_what_is_started_has_none_of_the_signals_that_are_handled():
     received = []
     before = signal.signal(signal.SIGTERM, lambda *_: received.append(1))
     try:
-        with signals_kept():
+        with signals_blocked():
             child = subprocess.Popen(["sleep", "60"])
             child.send_signal(signal.SIGTERM)
             signal.raise_signal(signal.SIGTERM)

@@ -42,12 +42,12 @@ def found(references, tmp_path_factory):
     return found
 
 
-def test_the_reference_lets_parts_rest(references):
+def test_the_reference_freezes_parts(references):
     for reference in references[1].values():
         for step in range(STEPS):
-            resting = {part for part in PARTS if step < TOWERS.get(f"freeze_{part}_steps", 0)}
-            assert reference["moved"][step] == set(PARTS) - resting
-            assert {part for part, norm in reference["norms"][step].items() if norm == 0} == resting
+            frozen = {part for part in PARTS if step < TOWERS.get(f"freeze_{part}_steps", 0)}
+            assert reference["moved"][step] == set(PARTS) - frozen
+            assert {part for part, norm in reference["norms"][step].items() if norm == 0} == frozen
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,4 +1,4 @@
-"""Parts of the model with learning rates of their own, and parts that rest for the first steps: one process.
+"""Parts of the model with learning rates of their own, and parts that are frozen for the first steps: one process.
 
 `test_parts_on_ranks.py` compares them with transformers and torch's AdamW.
 """
@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from qwen3vl_bridge.compat.adam import Adam
-from qwen3vl_bridge.training.optimizer.delayed_unfreezing import Rest
+from qwen3vl_bridge.training.optimizer.delayed_unfreezing import DelayedUnfreezing
 from qwen3vl_bridge.training.optimizer.tower_settings import Qwen3VLTowers
 from qwen3vl_bridge.weights.model_parts import Part
 
@@ -59,14 +59,14 @@ def test_rates_and_decay_of_every_parameter_follow_the_schedule(inputs):
             assert decay == (0.1 if is_matrix else 0.0), name
 
 
-def test_a_run_resumed_while_a_part_rests_or_right_after_is_the_whole(inputs, tmp_path):
+def test_a_run_resumed_while_a_part_is_frozen_or_right_after_is_the_whole(inputs, tmp_path):
     whole = train(config(inputs, tmp_path / "whole", **SCHEDULE))
     pieces = [train(config(inputs, tmp_path / "pieces", **SCHEDULE), stop_after=2) for _ in range(3)]
     assert losses(list(itertools.chain.from_iterable(pieces))) == losses(whole)
     found, expected = stored(tmp_path / "pieces"), stored(tmp_path / "whole")
     assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
-    resting = [entry["grad_norm_vision_model"] == 0.0 for entry in whole]
-    assert resting == [True] * 3 + [False] * 3
+    frozen = [entry["grad_norm_vision_model"] == 0.0 for entry in whole]
+    assert frozen == [True] * 3 + [False] * 3
 
 
 @dataclass
@@ -100,24 +100,24 @@ def test_adam_starts_on_a_part_as_new():
     ours, adam = build(by_group)
     reference, torchs = build(by_torch)
     parts = {p: list(Part)[i % 3] for i, p in enumerate(ours)}
-    rest = Rest(Steps(adam), parts, {part: first for part, first in firsts.items() if first})
+    unfreezing = DelayedUnfreezing(Steps(adam), parts, {part: first for part, first in firsts.items() if first})
     updates = 0
     for step in range(1100):
         for i, (mine, theirs) in enumerate(zip(ours, reference, strict=True)):
             gradient = torch.randn(3, generator=torch.Generator().manual_seed(100 * step + i))
             mine.grad = gradient.clone()
             theirs.grad = gradient if updates >= firsts[parts[mine]] else None
-        rest.silence()
-        rest.before()
+        unfreezing.drop_frozen_gradients()
+        unfreezing.before()
         if updated := step != 20:
             adam.step()
             torchs.step()
             updates += 1
-        rest.after(updated=updated)
+        unfreezing.after(updated=updated)
         # What a checkpoint of Megatron's has room for: one count.
         assert {g["step"] for g in adam.param_groups if "step" in g} == {updates}
         assert len(adam.param_groups) == 2 and len(adam.state) == 6
-    assert not rest._late, "parts that have long begun need no more care"
+    assert not unfreezing._delayed, "parts that were unfrozen long ago need no count of their own"
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(ours, reference, strict=True))
 
 
@@ -133,15 +133,15 @@ def test_adam_starts_on_a_part_as_new():
         (dict(vision_model_lr=1e-4, optimizer__min_lr=1.0), r"not below its minimum"),
         (dict(vision_model_lr=1e-4, scheduler__lr_warmup_init=1e-3), r"no less than scheduler.lr_warmup_init, 0.001"),
         (dict(language_model_lr=1e-4, optimizer__decoupled_lr=1e-4), r"expected None with optimizer.decoupled_lr"),
-        (dict(freeze_vision_model_steps=2, optimizer__optimizer="sgd"), r"does not work with optimizer.optimizer"),
-        (dict.fromkeys([f"freeze_{part.value}_steps" for part in Part], 2), r"all parts that are trained rest"),
+        (dict(freeze_vision_model_steps=2, optimizer__optimizer="sgd"), r"do not work with optimizer.optimizer"),
+        (dict.fromkeys([f"freeze_{part.value}_steps" for part in Part], 2), r"all parts that are trained are frozen"),
         (
             dict(
                 freeze_language_model_steps=1,
                 model__freeze_vision_model=True,
                 model__freeze_vision_projection=True,
             ),
-            r"all parts that are trained rest",
+            r"all parts that are trained are frozen",
         ),
         (dict.fromkeys([f"{part.value}_lr" for part in Part], 1e-4), r"optimizer.lr, 0.003, would be ignored"),
     ],
@@ -158,12 +158,12 @@ def test_settings_that_contradict_each_other_are_refused(inputs, settings, messa
 
 
 def test_schedules_under_megatron_fsdp_are_refused(inputs):
-    from qwen3vl_bridge.training.optimizer.before_step import _check
+    from qwen3vl_bridge.training.optimizer.before_step import _check_settings
 
     cfg = config(inputs, None, **SCHEDULE)
     cfg.ddp.use_megatron_fsdp = True
     with pytest.raises(ValueError, match=r"freeze_\*_steps with ddp.use_megatron_fsdp"):
-        _check(cfg)
+        _check_settings(cfg)
 
 
 def test_settings_are_changed_on_the_command_line(inputs):

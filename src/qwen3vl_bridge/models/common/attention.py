@@ -181,7 +181,7 @@ class SegmentAttention(MegatronModule):
 class ContextParallelAttention(SegmentAttention):
     """Core attention of a rank's own tokens to those of all context-parallel ranks.
 
-    Of 2 * cp chunks of a segment, rank r has chunks r and 2 * cp - 1 - r (`sequence.layout.token_index`). Keys and
+    Of 2 * cp chunks of a segment, rank r has chunks r and 2 * cp - 1 - r (`batch.token_layout.token_index`). Keys and
     values are gathered once a layer; each of the two chunks attends to what lies before its end.
     """
 

@@ -222,9 +222,9 @@ def operations_of_a_step(
     """Operations of a global batch, which Megatron-Bridge asks for to log TFLOP/s.
 
     It passes no patches. It does pass what it takes for the keys of another attention, and their products with the
-    queries: where our step has filled them (`meter.Meter`) these are the patches, and the squares of frames' patches,
-    which the vision tower's attention is. So nothing is estimated. Under LoRA it does not ask, and takes a formula of
-    its own.
+    queries: where our step has filled them (`batch_meter.Meter`) these are the patches, and the squares of frames'
+    patches, which the vision tower's attention is. So nothing is estimated. Under LoRA it does not ask, and takes a
+    formula of its own.
 
     Args:
         provider: the model.

@@ -16,6 +16,7 @@ from qwen3vl_bridge.models.common.attention import layout_packed_seq_params
 from qwen3vl_bridge.models.common.freezing import freeze_parts
 from qwen3vl_bridge.models.common.inputs.arguments import check_inference, check_settings
 from qwen3vl_bridge.models.common.inputs.model_inputs import as_model_inputs
+from qwen3vl_bridge.models.common.inputs.outputs import Answer
 from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
 from qwen3vl_bridge.models.common.text_model import MRopeGPTModel
 from qwen3vl_bridge.models.common.vision_config import vision_transformer_config
@@ -147,47 +148,40 @@ class VisionLanguageModel(MegatronModule):
             inputs: or the batch as `PackedBatch.local` gives it, which needs no work here.
             output_processor, output_processor_context: what makes the output of hidden states [s, b, h] and labels in
                 place of logits or losses, and what it is given beside; as GPTModel's.
-            inference_context: accepted while it holds no tokens, because nothing is kept in it.
+            inference_context: accepted while it holds no tokens, because nothing is stored in it.
             runtime_gather_output: whether logits are of the whole vocabulary; None: as the provider says.
 
         Returns:
             [b, s] float32 loss of each token where there are labels, else logits [b, s, padded vocabulary / tp]. A
-            caller's own batch comes back in the caller's token order, see `conventions.Arrangement.way_back`; under
+            caller's own batch comes back in the caller's token order, see `padding_and_packing.Arrangement`; under
             context parallelism as this rank's share and, where a whole loss_mask was given, in a tuple with that mask's
             share. Of a pipeline stage that is not the last, what the next one is to be given, see `load`.
         """
         check_settings(self.config, self.training)
         check_inference(inference_context, runtime_gather_output, labels)
-        answer, given = (
-            None,
-            dict(
-                position_ids=position_ids,
-                attention_mask=attention_mask,
-                labels=labels,
-                loss_mask=loss_mask,
-                **pictures_and_packing,
-            ),
-        )
-        if inputs is not None and any(argument is not None for argument in (input_ids, *given.values())):
-            raise ValueError("inputs holds a whole batch; nothing else can be given beside it")
-        if inputs is None:
-            inputs, answer = as_model_inputs(
-                self.config, self.pg_collection, input_ids, encodes=self.pre_process, **given
-            )
-        processor = {}
+        given = dict(position_ids=position_ids, attention_mask=attention_mask, labels=labels, loss_mask=loss_mask)
+        inputs, answer = self._inputs_of(inputs, input_ids, **given, **pictures_and_packing)
+        settings = dict(runtime_gather_output=runtime_gather_output)
         if output_processor is not None:
             answer = answer and answer.of_processor()
-            processor = dict(
-                output_processor=output_processor,
-                output_processor_context=output_processor_context,
-                loss_mask=inputs.loss_mask,
-            )
+            settings |= dict(output_processor=output_processor, output_processor_context=output_processor_context)
+            settings |= dict(loss_mask=inputs.loss_mask)
         self.check_inputs(inputs)
         hidden, beside = self.embed(inputs) if self.pre_process else self.receive(inputs)
-        output = self.decode(inputs, hidden, beside, runtime_gather_output=runtime_gather_output, **processor)
+        output = self.decode(inputs, hidden, beside, **settings)
         if not self.post_process:
             return self.load(output, beside)
         return output if answer is None else answer.of(output)
+
+    def _inputs_of(
+        self, inputs: ModelInputs | None, input_ids: Tensor | None, **given: Any
+    ) -> tuple[ModelInputs, Answer | None]:
+        """The batch of a call, and what becomes of outputs; ValueError for one that is given in both ways."""
+        if inputs is None:
+            return as_model_inputs(self.config, self.pg_collection, input_ids, encodes=self.pre_process, **given)
+        if any(argument is not None for argument in (input_ids, *given.values())):
+            raise ValueError("inputs holds a whole batch; nothing else can be given beside it")
+        return inputs, None
 
     def decode(self, inputs: ModelInputs, hidden: Tensor | None, beside: dict[str, Any], **arguments: Any) -> Any:
         """What the text model makes of hidden states; arguments of `embed`'s results, and others of GPTModel's."""

@@ -15,16 +15,9 @@ from typing import Any, ClassVar, Self
 
 from qwen3vl_bridge import registry
 from qwen3vl_bridge.models.common.flops import operations_of_a_step, provider_sizes
-from qwen3vl_bridge.models.common.settings import fields, kernels, parallelism
-from qwen3vl_bridge.models.common.settings.activations import name_of, vision_activation
-from qwen3vl_bridge.models.common.settings.encoder_parallel import (
-    check_dist_train,
-    complete_dist_train,
-    complete_groups,
-)
-from qwen3vl_bridge.models.common.settings.experts import check_experts, layers_with_experts
-from qwen3vl_bridge.models.common.settings.recompute import check_recompute
-from qwen3vl_bridge.models.config.fields import check_tower_size
+from qwen3vl_bridge.models.common.settings import experts, fields, kernels, parallelism, refusals
+from qwen3vl_bridge.models.common.settings.encoder_parallel import complete_dist_train, complete_groups
+from qwen3vl_bridge.models.common.settings.rules import Row, Rule, check
 from qwen3vl_bridge.weights.dimensions import Dimensions, indices_of
 
 import torch
@@ -46,6 +39,7 @@ class VisionLanguageProvider(fields.VisionLanguageFields):
     Class attributes, which a family sets:
         family: its name in the registry.
         fixed: settings that the model does not follow, each with the only value it may have.
+        rules: what else the family asks of its settings.
         model_class, language_model_class: dotted names of what `provide` and `provide_language_model` build.
         encoder_class, decoder_class: of the two modules that are on ranks of their own under `dist_train`; None for a
             family that has none.
@@ -56,7 +50,8 @@ class VisionLanguageProvider(fields.VisionLanguageFields):
     language_model_class: ClassVar[str]
     encoder_class: ClassVar[str | None] = None
     decoder_class: ClassVar[str | None] = None
-    fixed: ClassVar[Mapping[str, Any]]
+    fixed: ClassVar[Mapping[str, Row]]
+    rules: ClassVar[tuple[Rule, ...]] = ()
     # Megatron-Bridge looks for it where it logs TFLOP/s.
     _get_num_floating_point_operations_with_runtime_stats = operations_of_a_step
 
@@ -66,41 +61,13 @@ class VisionLanguageProvider(fields.VisionLanguageFields):
         Raises:
             ValueError: fields that contradict each other, or that this model would ignore.
         """
-        if self.dist_train.use_dist_train and self.encoder_class is None:
-            raise ValueError("dist_train.use_dist_train is True, expected False: this family has no modules of its own")
         kernels.complete_kernels(self)
         parallelism.complete_parallel(self)
-        self.check_vision()
-        for name, only in self.fixed.items():
-            if getattr(self, name) != only:
-                raise ValueError(f"{name} is {getattr(self, name)!r}, expected {only!r}: this model has nothing else")
-        name_of(self.activation_func)
-        self.check_names()
-        check_recompute(self)
-        parallelism.check_sizes(self)
-        kernels.check_kernels(self)
+        check((*refusals.SIZES, *self.rules, *self.fixed.values(), *refusals.GIVEN), self)
         super().finalize()
         kernels.complete_precision(self)
-        parallelism.check_parallel(self)
-        check_dist_train(self)
+        check(refusals.COMPLETED, self)
         complete_dist_train(self)
-        self._check_mrope()
-
-    def _check_mrope(self) -> None:
-        turning = int(self.kv_channels * self.rotary_percent)
-        if 2 * sum(self.mrope_section) != turning:
-            raise ValueError(
-                f"mrope_section {self.mrope_section} has sum {sum(self.mrope_section)}, expected half the head "
-                f"dimension that rotary_percent turns, {turning // 2}"
-            )
-
-    def check_vision(self) -> None:
-        """Check that the tower is one that the language model can take features of; ValueError where it is not."""
-        check_tower_size(self.vision_config.to_dict(), self.hidden_size)
-        vision_activation(self.vision_config.hidden_act)
-
-    def check_names(self) -> None:
-        """Check what else was set on the provider; ValueError for what is no setting."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy, such as layers of experts make; what talks to other ranks is the same in it."""
@@ -199,8 +166,7 @@ class VisionLanguageProvider(fields.VisionLanguageFields):
 
         given = inspect.signature(super().provide_distributed_model).bind(*args, **kwargs).arguments
         if training := given.get("wrap_with_ddp", True):
-            parallelism.check_training(self)
-            kernels.check_float32(self)
+            check(refusals.TRAINED, self)
             parallelism.complete_ddp(self, given.get("ddp_config"))
         complete_groups(self, given.get("pg_collection"), training=training)
         model = super().provide_distributed_model(*args, **kwargs)
@@ -231,10 +197,10 @@ class ExpertsMixin:
         Raises:
             ValueError: fields that contradict each other, or that this model would ignore.
         """
-        check_experts(self)
+        check((*refusals.SIZES, *experts.RULES), self)
         super().finalize()
 
     @property
     def moe_layers(self: Any) -> tuple[int, ...]:
         """Layers with experts, as megatron-core reads `moe_layer_freq`."""
-        return layers_with_experts(self)
+        return experts.layers_with_experts(self)

@@ -60,7 +60,7 @@ def rotate(x: Tensor, rotary: Tensor) -> Tensor:
 
 
 class InterleavedMRoPE(nn.Module):
-    """Angles of the text model: frequencies are dealt out to the axes t, h, w, t, h, w, ..., the rest to t.
+    """Angles of the text model: frequencies are assigned to the axes t, h, w, t, h, w, ..., the rest to t.
 
     Source: transformers, Qwen3VLTextRotaryEmbedding.apply_interleaved_mrope.
 

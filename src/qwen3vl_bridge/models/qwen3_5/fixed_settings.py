@@ -1,38 +1,75 @@
-"""Settings of Megatron's configuration that Qwen3.5-VL does not follow, each with the only value it may have.
+"""Settings of Megatron's configuration that Qwen3.5-VL does not follow, each with the only value it may have, and what
+its linear attention and multi-token prediction ask of the others.
 
-What lives here: the values; the provider's `finalize` refuses others. What may not: settings with a choice, those of
-every family (`models/common/settings/fixed.py`).
+What lives here: these tables. What may not: settings with a choice, those of every family
+(`models/common/settings/fixed.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from qwen3vl_bridge.models.common.settings import fixed
+from qwen3vl_bridge.models.common.settings.rules import Row, Rule, When, any_of, multiple_of, only
 
-_SHARED: Mapping[str, Any] = {
-    "attention_output_gate": True,
-    "layernorm_zero_centered_gamma": True,
-    "experimental_attention_variant": "gated_delta_net",
-    # megatron-core's linear attention then takes no packed rows.
-    "deterministic_mode": False,
-    # A scaled rotary embedding is in no configuration of this family that transformers computes.
-    "rope_parameters": None,
-    # The output layer and the decoder learn from multi-token prediction, which is one layer of its own.
-    "mtp_detach_heads": False,
-    "mtp_use_repeated_layer": False,
+_SHARED: Mapping[str, Row] = {
+    **only(
+        fixed.NOTHING_ELSE,
+        attention_output_gate=True,
+        layernorm_zero_centered_gamma=True,
+        experimental_attention_variant="gated_delta_net",
+    ),
+    **only("megatron-core's linear attention then takes no packed rows", deterministic_mode=False),
+    **only("transformers computes no scaled rotary embedding of this family", rope_parameters=None),
+    "mtp_num_layers": Row("mtp_num_layers", any_of(None, 1), "multi-token prediction is one layer"),
+    **only(
+        "the output layer and the decoder learn from multi-token prediction, which is one layer of its own",
+        mtp_detach_heads=False,
+        mtp_use_repeated_layer=False,
+    ),
 }
 
-_CHOICES = ("mtp_num_layers",)  # that this family has, and others have not
+FIXED: Mapping[str, Row] = {
+    **fixed.FIXED,
+    **_SHARED,
+    **only("a model with experts has the provider of such models", num_moe_experts=None),
+}
 
+FIXED_WITH_EXPERTS: Mapping[str, Row] = {
+    **fixed.FIXED_WITH_EXPERTS,
+    **_SHARED,
+    **only(fixed.NOTHING_ELSE, moe_shared_expert_gate=True, moe_layer_freq=1),
+}
 
-def _fixed(shared: Mapping[str, Any], own: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {name: only for name, only in {**shared, **_SHARED, **own}.items() if name not in _CHOICES}
+_HEADS = multiple_of("tensor_model_parallel_size * context_parallel_size")
+_HEADS_ARE_DIVIDED = "linear attention divides its heads over both"
 
+_STAGES_WITH_MTP = When(
+    "pipeline_model_parallel_size mtp_loss_scaling_factor",
+    lambda provider: provider.trains_mtp and provider.pipeline_model_parallel_size > 1,
+)
+_RECOMPUTED_MTP = When(
+    "recompute_granularity mtp_loss_scaling_factor",
+    lambda provider: provider.trains_mtp and provider.recompute_granularity == "full",
+)
+_RECOMPUTED_SO = "megatron-core recomputes multi-token prediction in no other way"
 
-FIXED: Mapping[str, Any] = _fixed(fixed.FIXED, {"num_moe_experts": None})
-
-FIXED_WITH_EXPERTS: Mapping[str, Any] = _fixed(
-    fixed.FIXED_WITH_EXPERTS, {"moe_shared_expert_gate": True, "moe_layer_freq": 1}
+RULES: tuple[Rule, ...] = (
+    Row(
+        "sequence_parallel",
+        True,
+        "else megatron-core does not add up the gradients of linear attention's output norm over the ranks",
+        When("tensor_model_parallel_size", lambda provider: provider.tensor_model_parallel_size > 1),
+    ),
+    Row("linear_num_key_heads", _HEADS, _HEADS_ARE_DIVIDED),
+    Row("linear_num_value_heads", _HEADS, _HEADS_ARE_DIVIDED),
+    Row(
+        "variable_seq_lengths",
+        True,
+        "next tokens go to the last pipeline stage beside hidden states, for multi-token prediction; or set "
+        "mtp_loss_scaling_factor=0",
+        _STAGES_WITH_MTP,
+    ),
+    Row("recompute_method", "uniform", _RECOMPUTED_SO, _RECOMPUTED_MTP),
+    Row("recompute_num_layers", 1, _RECOMPUTED_SO, _RECOMPUTED_MTP),
 )

@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from qwen3vl_bridge.models.common.provider import ExpertsMixin, VisionLanguageProvider
+from qwen3vl_bridge.models.common.settings.rules import Row, Rule
 from qwen3vl_bridge.models.qwen3_5.config_dimensions import (
     FAMILY,
     LINEAR_SIZES,
@@ -20,7 +21,7 @@ from qwen3vl_bridge.models.qwen3_5.config_dimensions import (
     linear_sizes,
     mtp_sizes,
 )
-from qwen3vl_bridge.models.qwen3_5.fixed_settings import FIXED, FIXED_WITH_EXPERTS
+from qwen3vl_bridge.models.qwen3_5.fixed_settings import FIXED, FIXED_WITH_EXPERTS, RULES
 from qwen3vl_bridge.weights.dimensions import Dimensions
 
 from megatron.core.models.gpt.experimental_attention_variant_module_specs import get_linear_attention_pattern
@@ -77,7 +78,8 @@ class Qwen35VLModelProvider(VisionLanguageProvider):
     family: ClassVar[str] = FAMILY
     model_class: ClassVar[str] = "qwen3vl_bridge.models.qwen3_5.model.Qwen35VLModel"
     language_model_class: ClassVar[str] = "qwen3vl_bridge.models.qwen3_5.model.Qwen35VLGPTModel"
-    fixed: ClassVar[Mapping[str, Any]] = FIXED
+    fixed: ClassVar[Mapping[str, Row]] = FIXED
+    rules: ClassVar[tuple[Rule, ...]] = RULES
 
     def finalize(self) -> None:
         """Check the fields and complete them.
@@ -85,45 +87,9 @@ class Qwen35VLModelProvider(VisionLanguageProvider):
         Raises:
             ValueError: fields that contradict each other, or that this model would ignore.
         """
-        self._check_ranks()
-        self._check_mtp()
         super().finalize()
-
-    def _check_ranks(self) -> None:
-        tp, cp = self.tensor_model_parallel_size, self.context_parallel_size
-        if tp > 1 and not self.sequence_parallel:
-            raise ValueError(
-                f"tensor_model_parallel_size is {tp} without sequence_parallel, expected sequence_parallel=True: else "
-                "megatron-core leaves the gradients of linear attention's output norm apart on the ranks, which share "
-                "out its heads"
-            )
-        for name in ("linear_num_key_heads", "linear_num_value_heads"):
-            if (heads := getattr(self, name)) % (tp * cp):
-                raise ValueError(
-                    f"{name} is {heads}, expected a multiple of tensor_model_parallel_size * context_parallel_size, "
-                    f"which is {tp * cp}: linear attention shares out its heads over both"
-                )
-
-    def _check_mtp(self) -> None:
-        if self.mtp_num_layers not in (None, 0, 1):
-            raise ValueError(f"mtp_num_layers is {self.mtp_num_layers!r}, expected 1, or None for a model without")
-        if not self.trains_mtp:
-            if self.mtp_num_layers:
-                logger.info("multi-token prediction is kept as it is; mtp_loss_scaling_factor=0.1 trains it")
-            return
-        if self.pipeline_model_parallel_size > 1 and not self.variable_seq_lengths:
-            raise ValueError(
-                "variable_seq_lengths is False and next tokens go to the last pipeline stage beside hidden states, for "
-                "multi-token prediction: expected True, or mtp_loss_scaling_factor=0"
-            )
-        if self.recompute_granularity == "full" and (self.recompute_method, self.recompute_num_layers) != (
-            "uniform",
-            1,
-        ):
-            raise ValueError(
-                f"recompute_method is {self.recompute_method!r} and recompute_num_layers {self.recompute_num_layers}, "
-                "expected 'uniform' and 1: megatron-core recomputes multi-token prediction in no other way"
-            )
+        if self.mtp_num_layers and not self.trains_mtp:
+            logger.info("multi-token prediction is kept as it is; mtp_loss_scaling_factor=0.1 trains it")
 
     def dimensions(self) -> Dimensions:
         """What the weight table's symbols stand for; the vocabulary without padding."""
@@ -154,7 +120,7 @@ class Qwen35VLMoEModelProvider(ExpertsMixin, Qwen35VLModelProvider):
     moe_shared_expert_gate: bool = True
     moe_aux_loss_coeff: float | list[float] = 1e-3
 
-    fixed: ClassVar[Mapping[str, Any]] = FIXED_WITH_EXPERTS
+    fixed: ClassVar[Mapping[str, Row]] = FIXED_WITH_EXPERTS
 
     @property
     def moe_layers(self) -> tuple[int, ...]:

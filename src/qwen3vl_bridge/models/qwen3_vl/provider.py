@@ -9,15 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from qwen3vl_bridge.models.common.provider import ExpertsMixin, VisionLanguageProvider
+from qwen3vl_bridge.models.common.settings.fields import VisionLanguageFields
+from qwen3vl_bridge.models.common.settings.rules import Row, Rule
 from qwen3vl_bridge.models.qwen3_vl.config_dimensions import FAMILY
 from qwen3vl_bridge.models.qwen3_vl.config_fields import check_taps
 from qwen3vl_bridge.models.qwen3_vl.fixed_settings import FIXED, FIXED_WITH_EXPERTS
 from qwen3vl_bridge.models.qwen3_vl.upstream_names import UpstreamExpertNames, UpstreamNames, check_names
 
 from transformers import Qwen3VLVisionConfig
+
+
+def _check_taps(provider: VisionLanguageFields) -> None:
+    check_taps(provider.vision_config.to_dict(), provider.num_layers)
 
 
 @dataclass
@@ -45,20 +51,8 @@ class Qwen3VLModelProvider(UpstreamNames, VisionLanguageProvider):
     language_model_class: ClassVar[str] = "qwen3vl_bridge.models.qwen3_vl.model.Qwen3VLGPTModel"
     encoder_class: ClassVar[str] = "qwen3vl_bridge.encoder_parallel.modules.Qwen3VLEncoder"
     decoder_class: ClassVar[str] = "qwen3vl_bridge.encoder_parallel.modules.Qwen3VLDecoder"
-    fixed: ClassVar[Mapping[str, Any]] = FIXED
-
-    def check_vision(self) -> None:
-        """Check that the tower is one that the text model can take features of.
-
-        Raises:
-            ValueError: widths or DeepStack taps that do not fit, or an activation that is not known.
-        """
-        super().check_vision()
-        check_taps(self.vision_config.to_dict(), self.num_layers)
-
-    def check_names(self) -> None:
-        """Check what else was set on the provider; ValueError for what is no setting."""
-        check_names(self)
+    fixed: ClassVar[Mapping[str, Row]] = FIXED
+    rules: ClassVar[tuple[Rule, ...]] = (_check_taps, check_names)
 
 
 @dataclass
@@ -70,4 +64,4 @@ class Qwen3VLMoEModelProvider(UpstreamExpertNames, ExpertsMixin, Qwen3VLModelPro
     moe_ffn_hidden_size: int | None = 768
     moe_aux_loss_coeff: float | list[float] = 1e-3
 
-    fixed: ClassVar[Mapping[str, Any]] = FIXED_WITH_EXPERTS
+    fixed: ClassVar[Mapping[str, Row]] = FIXED_WITH_EXPERTS

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from qwen3vl_bridge.files.atomic import atomic_directory
 from qwen3vl_bridge.files.errors import CheckpointError
-from qwen3vl_bridge.parallel.collectives import hear_all, tell_all
+from qwen3vl_bridge.parallel.collectives import broadcast_object, gather_objects
 
 import torch
 from torch.distributed.checkpoint import CheckpointException
@@ -46,7 +46,7 @@ def together() -> Iterator[None]:
         problem.__cause__ = error
     except Exception as error:
         problem = error
-    said = hear_all(None if problem is None else f"{type(problem).__name__}: {problem}")
+    said = gather_objects(None if problem is None else f"{type(problem).__name__}: {problem}")
     if problem is not None:
         raise problem
     if found := [f"rank {rank}: {words}" for rank, words in enumerate(said) if words is not None]:
@@ -71,7 +71,7 @@ def staged_together(target: Path) -> Iterator[Path]:
         with together():
             if is_first():
                 aside = stack.enter_context(atomic_directory(target, logger.info, replace=lambda _: True))
-        aside = tell_all(aside)
+        aside = broadcast_object(aside)
         assert aside is not None
         with together():
             if not aside.is_dir():

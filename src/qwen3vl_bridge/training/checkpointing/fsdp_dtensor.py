@@ -12,7 +12,7 @@ from pathlib import Path
 from qwen3vl_bridge.checkpoint.formats.dcp.metadata import read_metadata
 from qwen3vl_bridge.checkpoint.formats.megatron.folder import key_of
 from qwen3vl_bridge.files.errors import CheckpointError
-from qwen3vl_bridge.parallel.collectives import hear_all
+from qwen3vl_bridge.parallel.collectives import gather_objects
 from qwen3vl_bridge.training.checkpointing.all_or_none import together
 from qwen3vl_bridge.training.checkpointing.stored_parameters import StoredParameter, stored_parameters
 from qwen3vl_bridge.weights.names import local_name
@@ -49,9 +49,9 @@ def load(folder: Path, model: Sequence[torch.nn.Module], groups: ProcessGroupCol
         }
         padded = _padded_otherwise(found, tensors, parameters, unwrap_model(list(model))[0].config.vocab_size)
         whole = {key: tensor for key, tensor in tensors.items() if key not in padded}
-        problems = misfits(found, {key: tuple(tensor.shape) for key, tensor in whole.items()})
-    wanted = set(tensors).union(*hear_all(list(tensors)))
-    raise_problems(folder, problems + strangers(found, wanted))
+        problems = missing_or_mismatched(found, {key: tuple(tensor.shape) for key, tensor in whole.items()})
+    wanted = set(tensors).union(*gather_objects(list(tensors)))
+    raise_problems(folder, problems + unexpected(found, wanted))
     with together():
         dcp.load(whole, checkpoint_id=folder, no_dist=True)
         for key, part in padded.items():
@@ -83,8 +83,10 @@ def _load_rows(folder: Path, key: str, part: Tensor, whole: Tensor) -> None:
     part[len(rows) :] = 0
 
 
-def misfits(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...] | None]) -> list[str]:
-    """What is wanted of a checkpoint that it lacks, or has in another shape; None is any shape."""
+def missing_or_mismatched(
+    found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...] | None]
+) -> list[str]:
+    """Tensors that a checkpoint lacks, or has in another shape; None is any shape."""
     missing = [f"missing: {key} {list(shape or ())}" for key, shape in wanted.items() if key not in found]
     return missing + [
         f"misshapen: {key} is {list(found[key])}, expected {list(shape)}"
@@ -93,8 +95,8 @@ def misfits(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int
     ]
 
 
-def strangers(found: Mapping[str, tuple[int, ...]], wanted: Collection[str]) -> list[str]:
-    """What a checkpoint has that nobody wants."""
+def unexpected(found: Mapping[str, tuple[int, ...]], wanted: Collection[str]) -> list[str]:
+    """Tensors of a checkpoint that no parameter is for."""
     return [f"unexpected: {key} {list(shape)}" for key, shape in found.items() if key not in wanted]
 
 
@@ -108,5 +110,5 @@ def raise_problems(folder: Path, mine: Sequence[str]) -> None:
     Raises:
         CheckpointError: one has found something.
     """
-    if problems := sorted(set().union(*hear_all(list(mine)))):
+    if problems := sorted(set().union(*gather_objects(list(mine)))):
         raise CheckpointError("\n  ".join([f"{folder} does not fit the model:", *problems]))

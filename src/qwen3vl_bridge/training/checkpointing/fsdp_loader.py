@@ -18,7 +18,7 @@ from typing import Any
 
 from qwen3vl_bridge.files.errors import CheckpointError
 from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
-from qwen3vl_bridge.parallel.collectives import hear_all
+from qwen3vl_bridge.parallel.collectives import gather_objects
 from qwen3vl_bridge.training.checkpointing.all_or_none import together
 from qwen3vl_bridge.training.checkpointing.fsdp_dtensor import raise_problems
 from qwen3vl_bridge.training.checkpointing.stored_parameters import rows_by_name
@@ -70,7 +70,7 @@ def load_every_weight(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> 
             )
     raise_problems(folder, problems)
     loaded = theirs(*args, **kwargs)
-    if any(hear_all(bool(renamed))):
+    if any(gather_objects(bool(renamed))):
         logger.info("%d weights of %s are read under the names of other layers than this model's", len(renamed), folder)
         dcp.load({"model": renamed}, storage_reader=checkpointing._get_filesystem_reader(folder))
     return loaded

@@ -1,4 +1,4 @@
-"""First weights in Megatron-Bridge's own loop, by the loader of the small one.
+"""First weights in Megatron-Bridge's loop, by our loader.
 
 What lives here: where in Megatron-Bridge's set-up they are read. What may not: reading them (`weight_loading.py`), what
 keeps it from reading them again (`training/checkpoint_manager.py`).
@@ -55,7 +55,7 @@ class FirstWeights:
         peft = cfg.peft or self.peft  # ours already where a set-up that failed is repeated
         with together():
             for chunk in chunks:
-                _give_host_memory(chunk)
+                _allocate_on_host(chunk)
         if peft is None and has_checkpoint(cfg.checkpoint):
             return chunks
         with together():
@@ -70,10 +70,10 @@ class FirstWeights:
 
     def after(self, chunks: Chunks) -> Chunks:
         """A hook for when chunks are wrapped: the configuration has its adapters again."""
-        self.give_back()
+        self.restore_peft()
         return chunks
 
-    def give_back(self) -> None:
+    def restore_peft(self) -> None:
         """Let the configuration have its adapters, where this has them."""
         if self.peft is not None:
             self.cfg.peft, self.peft = self.peft, None
@@ -101,25 +101,26 @@ def _remove_hooks(cfg: ConfigContainer) -> None:
     for hook in [hook for hook in hooks if isinstance(hook, FirstWeights)]:
         cfg.model._pre_wrap_hooks.remove(hook)
         cfg.model._post_wrap_hooks.remove(hook.after)
-        hook.give_back()
+        hook.restore_peft()
 
 
-def _give_host_memory(chunk: torch.nn.Module) -> None:
-    """Let parameters without memory have some on the host, with what megatron-core has noted on them.
+def _allocate_on_host(chunk: torch.nn.Module) -> None:
+    """Move parameters from the meta device to the host, with the attributes that megatron-core has set on them.
 
     Raises:
-        CheckpointError: a buffer without memory, whose values nobody knows.
+        CheckpointError: a buffer on the meta device, whose values are not known.
     """
     if lost := [name for name, buffer in chunk.named_buffers() if buffer.is_meta]:
         raise CheckpointError(
             f"model.init_model_with_meta_device is True, expected False: {', '.join(lost)} would have no values"
         )
     made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    for parameter in chunk.parameters():  # those that are tied once
+        if parameter.is_meta:
+            data = torch.empty_like(parameter, device="cpu")
+            made[parameter] = torch.nn.Parameter(data, requires_grad=parameter.requires_grad)
+            vars(made[parameter]).update(vars(parameter))
     for module in chunk.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter.is_meta:
-                if parameter not in made:  # or tied to one that was
-                    data = torch.empty_like(parameter, device="cpu")
-                    made[parameter] = torch.nn.Parameter(data, requires_grad=parameter.requires_grad)
-                    vars(made[parameter]).update(vars(parameter))
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if parameter in made:
                 setattr(module, name, made[parameter])

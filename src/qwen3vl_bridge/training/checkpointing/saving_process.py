@@ -48,7 +48,7 @@ def start_saving_process() -> None:
     late.daemon = True
     late.start()
     try:
-        with signals_kept():
+        with signals_blocked():
             get_write_results_queue()
     except (EOFError, OSError) as error:
         raise RuntimeError(f"the process that saving needs ended at once, as it says above; {_GUARD}") from error
@@ -57,8 +57,8 @@ def start_saving_process() -> None:
 
 
 @contextlib.contextmanager
-def signals_kept() -> Iterator[None]:
-    """Processes that the body starts never get the signals that this process handles; it gets them as ever.
+def signals_blocked() -> Iterator[None]:
+    """Block the signals that this process handles in the processes that the body starts; this one gets them as ever.
 
     They inherit what this thread blocks. Another thread takes a signal meanwhile, or this one afterwards, and Python
     calls the handler.

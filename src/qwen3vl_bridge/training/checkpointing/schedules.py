@@ -41,7 +41,7 @@ def chosen_schedule(ctx: CheckpointLoadContext, folder: Path | None) -> Iterator
     theirs = ours if folder is None or ctx.optimizer is None else _saved_rates(folder, ours)
     loads = cfg.checkpoint.load_optim and not cfg.checkpoint.finetune
     if not loads or theirs == ours or scheduler is None:
-        with _words():
+        with _explained():
             yield
         return
     if not (scheduler.override_opt_param_scheduler or scheduler.use_checkpoint_opt_param_scheduler):
@@ -50,7 +50,7 @@ def chosen_schedule(ctx: CheckpointLoadContext, folder: Path | None) -> Iterator
             f"{theirs}; {_CHOOSE}"
         )
     _rename(ctx, ours, theirs)
-    with _words():
+    with _explained():
         yield
     if scheduler.override_opt_param_scheduler:
         _rename(ctx, theirs, ours)
@@ -72,7 +72,7 @@ def _rename(ctx: CheckpointLoadContext, before: tuple, after: tuple) -> None:
 
 
 @contextlib.contextmanager
-def _words() -> Iterator[None]:
+def _explained() -> Iterator[None]:
     """Say what to set where megatron-core asserts that a schedule is the checkpoint's.
 
     Raises:

@@ -37,7 +37,7 @@ def write_side_files(folder: Path, cfg: ConfigContainer, origin: Pretrained | No
     """
     write_object(folder / RUN_DATA, _data_of(cfg))
     if origin is not None:
-        origin.travel_along(folder, cfg.model)
+        origin.write_export_files(folder, cfg.model)
 
 
 def expect_data(folder: Path, cfg: ConfigContainer, row: int) -> None:

@@ -32,6 +32,7 @@ from qwen3vl_bridge.training.checkpointing.all_or_none import is_first, staged_t
 
 from megatron.bridge.training.callbacks import CallbackContext, should_fire
 from megatron.bridge.training.checkpointing import DATALOADER_STATE_SUBDIR, CheckpointSaveContext
+from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.state import GlobalState
 from megatron.bridge.training.utils import comet_utils, mlflow_utils, wandb_utils
 from megatron.core.utils import unwrap_model
@@ -80,17 +81,22 @@ def staged_save(ctx: CheckpointSaveContext, callback_manager: Any, keep: Path | 
             yield aside
         with together():
             if is_first():
-                written = iteration_folder(aside / PRIVATE, step)
-                state.cfg.to_yaml(str(written / RUN_CONFIG))  # the one there names the hidden folder
-                for path in written.iterdir():
-                    path.rename(aside / path.name)
-                shutil.rmtree(aside / PRIVATE)
+                _take_out(aside, step, state.cfg)
     with together():
         if is_first():
             replace_file(folder / LATEST_TRAIN_STATE, (final / TRAIN_STATE).read_bytes())
             replace_file(folder / TRACKER, str(step).encode())
             _remove_older(folder, step, most, keep)
-    _tell_of(ctx, final, callback_manager)
+    _announce(ctx, final, callback_manager)
+
+
+def _take_out(folder: Path, step: int, cfg: ConfigContainer) -> None:
+    """Move what Megatron-Bridge has written to a private folder in `folder` up into it."""
+    written = iteration_folder(folder / PRIVATE, step)
+    cfg.to_yaml(str(written / RUN_CONFIG))  # the one there names the hidden folder
+    for path in written.iterdir():
+        path.rename(folder / path.name)
+    shutil.rmtree(folder / PRIVATE)
 
 
 @contextlib.contextmanager
@@ -117,17 +123,17 @@ def _saving_to(folder: Path, ctx: CheckpointSaveContext) -> Iterator[None]:
             setattr(owner, name, value) if had else delattr(owner, name)
 
 
-def _tell_of(ctx: CheckpointSaveContext, final: Path, callback_manager: Any) -> None:
+def _announce(ctx: CheckpointSaveContext, final: Path, callback_manager: Any) -> None:
     """What Megatron-Bridge does when a checkpoint is there."""
     state, step = ctx.state, ctx.state.train_state.step
-    _tell_experiments(state, str(final), step)
+    _log_to_experiments(state, str(final), step)
     if should_fire(callback_manager, "on_checkpoint_save"):
         model = unwrap_model(ctx.model)
         context = CallbackContext(state, model, callback_manager.user_state, optimizer=ctx.optimizer)
         callback_manager.fire("on_checkpoint_save", context)
 
 
-def _tell_experiments(state: GlobalState, final: str, step: int) -> None:
+def _log_to_experiments(state: GlobalState, final: str, step: int) -> None:
     save = state.cfg.checkpoint.save
     wandb_utils.on_save_checkpoint_success(final, save, step, wandb_writer=state.wandb_logger)
     if state.cfg.logger.mlflow_log_artifacts:

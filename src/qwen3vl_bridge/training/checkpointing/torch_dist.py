@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qwen3vl_bridge.checkpoint.formats.dcp.metadata import read_metadata
-from qwen3vl_bridge.parallel.collectives import hear_all
+from qwen3vl_bridge.parallel.collectives import gather_objects
 from qwen3vl_bridge.training.checkpointing.all_or_none import together
-from qwen3vl_bridge.training.checkpointing.fsdp_dtensor import misfits, raise_problems, strangers
+from qwen3vl_bridge.training.checkpointing.fsdp_dtensor import missing_or_mismatched, raise_problems, unexpected
 
 import torch
 from megatron.core import dist_checkpointing
@@ -58,10 +58,10 @@ def _tensors(state: dict) -> list[ShardedTensor]:
 def _check(folder: Path, mine: dict[str, tuple[int, ...] | None]) -> None:
     """Compare all names and shapes, those of every rank with those of the checkpoint."""
     wanted: dict[str, tuple[int, ...] | None] = {}
-    for shapes in hear_all(mine):
+    for shapes in gather_objects(mine):
         wanted |= shapes
     with together():
         found = {key: spec.shape for key, (spec, _) in read_metadata(folder).tensors.items()}
         ours = {key: shape for key, shape in found.items() if key.startswith(("language_model.", "vision_model."))}
-        problems = misfits(found, wanted) + strangers(ours, wanted)
+        problems = missing_or_mismatched(found, wanted) + unexpected(ours, wanted)
     raise_problems(folder, problems)

@@ -99,7 +99,7 @@ class Pretrained:
         else:
             _load(self.folder, model, groups)
 
-    def travel_along(self, folder: Path, provider: VisionLanguageProvider) -> None:
+    def write_export_files(self, folder: Path, provider: VisionLanguageProvider) -> None:
         """Write what an export asks for: configuration, tokenizer, processor, and how experts were held.
 
         Args:

@@ -26,7 +26,7 @@ from megatron.core.utils import get_attr_wrapped_model
 
 logger = logging.getLogger(__name__)
 
-_TOGETHER = 16  # questions of one batch
+_BATCH_SIZE = 16  # questions
 
 
 class Accuracy(Callback):
@@ -61,9 +61,9 @@ class Accuracy(Callback):
         asked = self._questions or []
         right, tokenizer = 0, self.rows.checkpoint().encoder.processor.tokenizer
         device = next(model[0].parameters()).device
-        for first in range(0, len(asked), _TOGETHER):
-            batch = asked[first : first + _TOGETHER]
-            prompts = _side_by_side(batch, device)
+        for first in range(0, len(asked), _BATCH_SIZE):
+            batch = asked[first : first + _BATCH_SIZE]
+            prompts = _collate(batch, device)
             answers = generate(list(model), **prompts, max_new_tokens=self.settings.max_new_tokens)
             texts = tokenizer.batch_decode(answers[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
             for question, text in zip(batch, texts, strict=True):
@@ -87,7 +87,7 @@ class Accuracy(Callback):
         return answer == expected if self.settings.metric == "exact" else expected in answer
 
 
-def _side_by_side(batch: Sequence[Question], device: torch.device) -> dict[str, Any]:
+def _collate(batch: Sequence[Question], device: torch.device) -> dict[str, Any]:
     """Prompts as rows with padding behind, and the pictures of all of them in their order."""
     prompts = [question.prompt.input_ids for question in batch]
     longest = max(map(len, prompts))

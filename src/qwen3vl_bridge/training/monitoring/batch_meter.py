@@ -131,7 +131,7 @@ def count_operations(state: GlobalState, amounts: Amounts) -> None:
         "_flops_seqlen_sum": amounts.tokens,
         "_flops_seqlen_sq_sum": amounts.token_pairs,
         "_flops_vision_patches": amounts.patches,
-        # See provider_cost.operations_of_a_step.
+        # See flops.operations_of_a_step.
         "_flops_cross_seqlen_sum": amounts.patches,
         "_flops_cross_seqlen_product_sum": amounts.patch_pairs,
     }.items():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from qwen3vl_bridge.parallel.collectives import hear_all
+from qwen3vl_bridge.parallel.collectives import gather_objects
 from qwen3vl_bridge.weights.model_parts import part_of_wrapped
 
 from megatron.bridge.training.callbacks import CallbackContext
@@ -30,7 +30,7 @@ class PartRates:
         if len({_span(group) for group in context.optimizer.param_groups}) < 2:  # the same on every rank
             return
         found: dict[str, set[_Span]] = defaultdict(set)
-        for rank in hear_all(_spans(context)):  # not every rank has all parts
+        for rank in gather_objects(_spans(context)):  # not every rank has all parts
             for part, spans in rank.items():
                 found[part] |= spans
         self._parts = {part: next(iter(spans)) for part, spans in found.items() if len(spans) == 1}

@@ -39,7 +39,7 @@ class Metrics(Callback):
 
     Rates are means over these steps, without the time of evaluations and checkpoints. What does not depend on time is
     the step's own, so that it is the same in a run that was resumed. Real tokens count, not padding; operations are
-    those that the model needs for them (`cost.TowerCosts`).
+    those that the model needs for them (`flops.TowerCosts`).
 
     Args:
         cfg: the run's configuration.

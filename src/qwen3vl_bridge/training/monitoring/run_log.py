@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from qwen3vl_bridge.files.atomic import replace_file
-from qwen3vl_bridge.parallel.collectives import hear_all
+from qwen3vl_bridge.parallel.collectives import gather_objects
 from qwen3vl_bridge.training.metrics_file import METRICS, metrics_line, read_metrics
 from qwen3vl_bridge.training.monitoring.progress import Progress
 from qwen3vl_bridge.training.monitoring.trackers import MEASURED, step_of
@@ -78,7 +78,7 @@ class RunLog(Callback):
 
     def on_eval_end(self, context: CallbackContext) -> None:
         """The entry of an evaluation. That of the same step and rows a second time is none."""
-        heard = hear_all({name: float(value) for name, value in (context.total_loss_dict or {}).items()})
+        heard = gather_objects({name: float(value) for name, value in (context.total_loss_dict or {}).items()})
         losses = next((found for found in heard if "lm loss" in found), {})
         step = context.state.train_state.step
         if self._validated != step and losses:

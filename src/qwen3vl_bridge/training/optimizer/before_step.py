@@ -1,10 +1,10 @@
-"""The one look at a step's losses and gradients before the weights change, for all who need it.
+"""The hook between a step's gradients and the optimizer, in Megatron-Bridge's loop.
 
-What lives here: getting between the gradients and the optimizer, in Megatron-Bridge's loop. What may not:
-judging (`step_guard.py`), norms (`gradient_norms.py`), resting parts (`delayed_unfreezing.py`).
+What lives here: what happens there, once a step: losses and gradient norms of all ranks, the guard, delayed unfreezing.
+What may not: the guard's rules (`step_guard.py`), norms (`gradient_norms.py`), frozen parts (`delayed_unfreezing.py`).
 
-The loop has no place for callbacks there. megatron-core's optimizers first make gradients ready, in a method that
-can also say that the step is not to be done; this one is called through.
+The loop has no callback there. megatron-core's optimizers first prepare gradients, in a method that can also say that
+the step is skipped; the hook wraps that method of the run's optimizer.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import logging
 import math
 from pathlib import Path
 
-from qwen3vl_bridge.parallel.collectives import hear_all, sum_over_ranks, tell_all
+from qwen3vl_bridge.parallel.collectives import broadcast_object, gather_objects, sum_over_ranks
 from qwen3vl_bridge.training.metrics_file import read_metrics
 from qwen3vl_bridge.training.monitoring.trackers import MEASURED
-from qwen3vl_bridge.training.optimizer.delayed_unfreezing import Rest
+from qwen3vl_bridge.training.optimizer.delayed_unfreezing import DelayedUnfreezing
 from qwen3vl_bridge.training.optimizer.gradient_norms import PartSquares, parts_of_parameters
-from qwen3vl_bridge.training.optimizer.loss_recorder import end_watch, start_watch
+from qwen3vl_bridge.training.optimizer.loss_recorder import start_recording, stop_recording
 from qwen3vl_bridge.training.optimizer.step_guard import Finding, Guard, SpoiltStepError, latest_losses
 from qwen3vl_bridge.training.optimizer.tower_settings import Qwen3VLTowers, check_towers
 from qwen3vl_bridge.weights.model_parts import Part
@@ -45,64 +45,65 @@ class BeforeStep(Callback):
     """
 
     def on_train_start(self, context: CallbackContext) -> None:
-        """Get between gradients and optimizer.
+        """Wrap the optimizer's methods.
 
         Raises:
             ValueError: settings that contradict each other, or that are not followed here.
         """
         cfg, optimizer = context.state.cfg, context.optimizer
-        _check(cfg)
+        _check_settings(cfg)
         towers = cfg.optimizer_config_override_provider
         parts = parts_of_parameters(context.model, optimizer)
-        self._rest = Rest(optimizer, parts, towers.rests() if isinstance(towers, Qwen3VLTowers) else {})
+        frozen = towers.frozen_updates() if isinstance(towers, Qwen3VLTowers) else {}
+        self._unfreezing = DelayedUnfreezing(optimizer, parts, frozen)
         self._groups = get_attr_wrapped_model(context.model[0], "pg_collection")
         self._squares = PartSquares(optimizer, parts, self._groups)
         self._guard = _guard(cfg, context.state.train_state.step)
-        self._state, self._watch = context.state, start_watch(context.state)
+        self._state, self._recorder = context.state, start_recording(context.state)
         self._norms: dict[str, float] = {}
         self._loss = (0.0, 0.0)
         self._prepare, self._step = optimizer.prepare_grads, optimizer.step
-        optimizer.prepare_grads, optimizer.step = self._prepare_and_look, self._step_if_good
+        optimizer.prepare_grads, optimizer.step = self._prepare_and_check, self._step_if_good
 
     def on_train_step_start(self, context: CallbackContext) -> None:
-        """A step of which nothing is known."""
-        self._watch.microbatches.clear()
+        """Forget the microbatches of the step before."""
+        self._recorder.microbatches.clear()
 
     def on_train_step_end(self, context: CallbackContext) -> None:
         """Put the norms where others find them."""
-        self._watch.microbatches.clear()
+        self._recorder.microbatches.clear()
         context.user_state[TOWER_NORMS], context.user_state[STEP_LOSS] = dict(self._norms), self._loss
         measured = context.user_state.setdefault(MEASURED, {})
         measured |= {f"grad_norm_{part}": norm for part, norm in self._norms.items()}
 
     def on_train_end(self, context: CallbackContext) -> None:
-        """Leave the optimizer as it was."""
+        """Give the optimizer its own methods back."""
         del context.optimizer.prepare_grads, context.optimizer.step
-        end_watch(context.state)
+        stop_recording(context.state)
 
-    def _prepare_and_look(self) -> bool:
-        """As the optimizer's `prepare_grads`: gradients where it reads them, and whether the step is not to be done."""
+    def _prepare_and_check(self) -> bool:
+        """As the optimizer's `prepare_grads`: gradients where it reads them, and whether the step is skipped."""
         overflow = self._prepare()  # of a scaled loss, which megatron-core skips by itself
-        self._rest.silence()
-        finding = self._look(overflow=overflow)
+        self._unfreezing.drop_frozen_gradients()
+        finding = self._check(overflow=overflow)
         if finding is not None:
-            samples = self._watch.samples(self._groups) if self._groups.tp.rank() == 0 else []
-            message = finding.message(self._state.train_state.step + 1, itertools.chain(*hear_all(samples)))
+            samples = self._recorder.samples(self._groups) if self._groups.tp.rank() == 0 else []
+            message = finding.message(self._state.train_state.step + 1, itertools.chain(*gather_objects(samples)))
             if finding.action == "stop":
                 raise SpoiltStepError(message)
             if torch.distributed.get_rank() == 0:
                 logger.warning(message)
         if overflow or finding is not None:
             return True
-        self._rest.before()
+        self._unfreezing.before()
         return False
 
-    def _look(self, *, overflow: bool) -> Finding | None:
-        """Losses and norms of all ranks, at the price of one wait for the device."""
-        squares, sums = self._squares.of_this_rank(), self._watch.sums()
+    def _check(self, *, overflow: bool) -> Finding | None:
+        """Losses and norms of all ranks, by one sum over them; the host waits for the device once."""
+        squares, sums = self._squares.of_this_rank(), self._recorder.sums()
         if self._groups.tp.rank():  # tensor-parallel ranks have the same losses
             sums = torch.zeros_like(sums)
-        seen = torch.tensor([len(self._watch.microbatches)], dtype=torch.float64)
+        seen = torch.tensor([len(self._recorder.microbatches)], dtype=torch.float64)
         figures = sum_over_ranks(torch.cat([one.to(squares.device) for one in (squares, sums, seen)]))
         *by_part, loss, tokens, microbatches = figures.tolist()
         self._loss = (loss, tokens)
@@ -115,26 +116,26 @@ class BeforeStep(Callback):
         return self._guard.judge(loss / tokens if tokens else None, norm)
 
     def _step_if_good(self) -> tuple[bool, float | None, int | None]:
-        """As the optimizer's `step`; a step that was held back has a norm all the same."""
+        """As the optimizer's `step`; a skipped step has a norm too."""
         updated, norm, zeros = False, None, None
         try:
             updated, norm, zeros = self._step()
         finally:
-            self._rest.after(updated=updated)
+            self._unfreezing.after(updated=updated)
         if norm is None:
             norm = math.sqrt(sum(norm**2 for norm in self._norms.values()))
         return updated, norm, zeros
 
 
-def _check(cfg: ConfigContainer) -> None:
+def _check_settings(cfg: ConfigContainer) -> None:
     check_towers(cfg)
     if cfg.optimizer.optimizer_cuda_graph:
-        raise ValueError("optimizer.optimizer_cuda_graph is True: expected False, or no step could be held back")
+        raise ValueError("optimizer.optimizer_cuda_graph is True: expected False, or no step could be skipped")
     towers = cfg.optimizer_config_override_provider
-    if cfg.ddp.use_megatron_fsdp and isinstance(towers, Qwen3VLTowers) and towers.rests():
+    if cfg.ddp.use_megatron_fsdp and isinstance(towers, Qwen3VLTowers) and towers.frozen_updates():
         raise ValueError(
             "optimizer_config_override_provider.freeze_*_steps with ddp.use_megatron_fsdp: expected one or the other; "
-            "that resting parts keep their weights is not proven there"
+            "that frozen parts keep their weights is not proven there"
         )
 
 
@@ -146,4 +147,4 @@ def _guard(cfg: ConfigContainer, step: int) -> Guard | None:
     latest = []
     if step and cfg.checkpoint.save and torch.distributed.get_rank() == 0:
         latest = latest_losses(read_metrics(Path(cfg.checkpoint.save)), step, settings.spike_window)
-    return Guard(settings, tell_all(latest))
+    return Guard(settings, broadcast_object(latest))

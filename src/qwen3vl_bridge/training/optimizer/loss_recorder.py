@@ -1,7 +1,7 @@
-"""What the forward step keeps of a training step for those who look at it before the weights change.
+"""The losses of a training step, recorded by the forward step for callbacks that run before the weights change.
 
-What lives here: the losses of a step's microbatches, where the forward step leaves and callbacks find them, and which
-sample each of them is of. What may not: judging them (`step_guard.py`), collectives.
+What lives here: the recorder of a run's microbatches, the loss function that writes to it, and which sample each loss
+is of. What may not: judging them (`step_guard.py`), collectives.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class SampleLoss(NamedTuple):
 
 @dataclass(frozen=True)
 class Microbatch:
-    """What one microbatch came to on this rank; nothing of it is on the host before somebody asks.
+    """The losses of one microbatch on this rank; they stay on the device until they are read.
 
     Attributes:
         losses: [b, s] float32, of every token.
@@ -80,7 +80,7 @@ class Microbatch:
 
 
 @dataclass
-class Watch:
+class LossRecorder:
     """The microbatches of the step that is under way, on ranks that compute losses.
 
     Attributes:
@@ -102,32 +102,29 @@ class Watch:
         return [sample for i, one in enumerate(self.microbatches) for sample in one.samples(i, groups)]
 
 
-# By the identity of the run's state, which a watch keeps alive; those who look keep the watch.
-_WATCHES: WeakValueDictionary[int, Watch] = WeakValueDictionary()
+# By the identity of the run's state, to which a recorder holds a reference; callbacks hold one to the recorder.
+_RECORDERS: WeakValueDictionary[int, LossRecorder] = WeakValueDictionary()
 
 
-def start_watch(state: GlobalState) -> Watch:
-    """Have the forward step keep a run's losses.
+def start_recording(state: GlobalState) -> LossRecorder:
+    """Have the forward step record a run's losses.
 
     Raises:
-        ValueError: somebody does already.
+        ValueError: they are recorded already.
     """
-    if id(state) in _WATCHES:
-        raise ValueError(
-            "the callbacks of training_callbacks(cfg) were given twice; expected once, and not at all in the small "
-            "loop, which adds them by itself"
-        )
-    watch = _WATCHES[id(state)] = Watch(state)
-    return watch
+    if id(state) in _RECORDERS:
+        raise ValueError("the callbacks of training_callbacks(cfg) were given twice, expected once")
+    recorder = _RECORDERS[id(state)] = LossRecorder(state)
+    return recorder
 
 
-def end_watch(state: GlobalState) -> None:
-    """Keep no more of a run's losses."""
-    _WATCHES.pop(id(state), None)
+def stop_recording(state: GlobalState) -> None:
+    """Record no more of a run's losses."""
+    _RECORDERS.pop(id(state), None)
 
 
-def watched(count: Callable, state: GlobalState, batch: PackedBatch, mask: Tensor) -> Callable:
-    """The loss function of a training microbatch, which leaves what it has seen where it is asked for.
+def recorded(count: Callable, state: GlobalState, batch: PackedBatch, mask: Tensor) -> Callable:
+    """The loss function of a training microbatch, which records losses where a recorder has been started.
 
     Args:
         count: from losses [b, s] to (sum, tokens, what to report).
@@ -138,17 +135,17 @@ def watched(count: Callable, state: GlobalState, batch: PackedBatch, mask: Tenso
     Raises:
         ValueError: the configuration has settings that callbacks follow, and none has started.
     """
-    if (watch := _WATCHES.get(id(state))) is None:
+    if (recorder := _RECORDERS.get(id(state))) is None:
         _check_nothing_is_ignored(state.cfg)
         return count
 
-    def count_and_keep(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def count_and_record(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         counted = count(losses)
         sums = counted[2]["lm loss"]
-        watch.microbatches.append(Microbatch(losses.detach(), mask, sums, batch.layout, batch.sample_ids))
+        recorder.microbatches.append(Microbatch(losses.detach(), mask, sums, batch.layout, batch.sample_ids))
         return counted
 
-    return count_and_keep
+    return count_and_record
 
 
 def _check_nothing_is_ignored(cfg: Any) -> None:
@@ -156,7 +153,8 @@ def _check_nothing_is_ignored(cfg: Any) -> None:
     settings = {
         "model.dist_train.use_dist_train": is_split_unjoined(cfg.model),
         "guard": getattr(cfg, "guard", None) is not None,
-        "optimizer_config_override_provider.freeze_*_steps": isinstance(towers, Qwen3VLTowers) and towers.rests(),
+        "optimizer_config_override_provider.freeze_*_steps": isinstance(towers, Qwen3VLTowers)
+        and towers.frozen_updates(),
     }
     if ignored := [name for name, is_set in settings.items() if is_set]:
         raise ValueError(

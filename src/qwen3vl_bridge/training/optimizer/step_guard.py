@@ -1,7 +1,7 @@
 """Steps that would spoil the weights: what is wrong with one, what is done about it, which samples are to blame.
 
 What lives here: the judgement of a step by its loss and its gradients. What may not: computing these
-(`loss_recorder.py`, `gradient_norms.py`), holding the step back (`before_step.py`).
+(`loss_recorder.py`, `gradient_norms.py`), skipping the step (`before_step.py`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Finding:
     to_blame: Callable[[float], bool] | None
 
     def message(self, step: int, samples: Iterable[SampleLoss]) -> str:
-        """What people are told.
+        """The message of the error, or of the log.
 
         Args:
             step: its number.

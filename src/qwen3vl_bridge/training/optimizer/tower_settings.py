@@ -1,7 +1,7 @@
-"""Learning rates of the model's parts, and parts that rest for the first steps.
+"""Learning rates of the model's parts, and parts that are frozen for the first steps.
 
 What lives here: the settings, their checks, and the rates as overrides of megatron-core's parameter groups. What may
-not: letting parts rest (`delayed_unfreezing.py`).
+not: the freezing (`delayed_unfreezing.py`).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Qwen3VLTowers(OptimizerConfigOverrideProvider):
     """`cfg.optimizer_config_override_provider`: a learning rate and a schedule for each part of the model.
 
     Rates follow the run's schedule: `scheduler` warms up to them, and lets them fall in proportion to `optimizer.lr`
-    and `optimizer.min_lr`. Weight decay is as without them. A part that rests is as if it were frozen; once it is
-    trained, Adam starts on it as new, at the rate that the schedule has reached.
+    and `optimizer.min_lr`. Weight decay is as without them. Once a part that was frozen for the first steps
+    is trained, Adam starts on it as new, at the rate that the schedule has reached.
 
     Attributes:
         language_model_lr, vision_model_lr, vision_projection_lr: the highest learning rate; None for `optimizer.lr`.
         freeze_language_model_steps, freeze_vision_model_steps, freeze_vision_projection_steps: how many first updates
-            of the run's weights it rests for; steps that are skipped are none. Followed by `training_callbacks`.
+            of the run's weights it is frozen for; skipped steps are no updates. Followed by `training_callbacks`.
     """
 
     language_model_lr: float | None = None
@@ -49,10 +49,10 @@ class Qwen3VLTowers(OptimizerConfigOverrideProvider):
         rates = {part: getattr(self, f"{part.value}_lr") for part in Part}
         return {part: rate for part, rate in rates.items() if rate is not None}
 
-    def rests(self) -> dict[Part, int]:
-        """The parts that rest, and for how many updates."""
-        rests = {part: getattr(self, f"freeze_{part.value}_steps") for part in Part}
-        return {part: steps for part, steps in rests.items() if steps}
+    def frozen_updates(self) -> dict[Part, int]:
+        """The parts that are frozen for the first updates, and for how many."""
+        steps = {part: getattr(self, f"freeze_{part.value}_steps") for part in Part}
+        return {part: number for part, number in steps.items() if number}
 
     def build_config_overrides(
         self, context: OptimizerConfigOverrideProviderContext
@@ -88,14 +88,14 @@ def check_towers(cfg: ConfigContainer) -> None:
         return
     frozen = {part for part in Part if getattr(cfg.model, f"freeze_{part.value}", False)}
     _check_values(cfg, towers, frozen)
-    rates, rests = towers.rates(), towers.rests()
-    if (rates or rests) and cfg.peft is not None:
+    rates, delayed = towers.rates(), towers.frozen_updates()
+    if (rates or delayed) and cfg.peft is not None:
         raise ValueError(f"{_FIELD} has rates or schedules of parts: expected none under peft, which trains adapters")
     trained = [part for part in Part if part not in frozen]
-    if trained and all(part in rests for part in trained):
+    if trained and all(part in delayed for part in trained):
         raise ValueError(
-            f"{_FIELD}: all parts that are trained rest for the first steps, expected one that does not: "
-            f"{', '.join(f'freeze_{part.value}_steps={steps}' for part, steps in rests.items())}"
+            f"{_FIELD}: all parts that are trained are frozen for the first steps, expected one that is not: "
+            f"{', '.join(f'freeze_{part.value}_steps={steps}' for part, steps in delayed.items())}"
         )
     if trained and all(rates.get(part, cfg.optimizer.lr) != cfg.optimizer.lr for part in trained):
         raise ValueError(
@@ -132,7 +132,7 @@ def _check_values(cfg: ConfigContainer, towers: Qwen3VLTowers, frozen: set[Part]
                 f"{name} is {steps}, expected fewer than train.train_iters, {train_iters}; model.freeze_{part.value} "
                 "freezes a part for good"
             )
-    if towers.rests():
+    if towers.frozen_updates():
         _check_optimizer(cfg)
 
 
@@ -145,4 +145,4 @@ def _check_optimizer(cfg: ConfigContainer) -> None:
         "optimizer.optimizer_cuda_graph": optimizer.optimizer_cuda_graph,
     }
     if found := [name for name, is_set in wrong.items() if is_set]:
-        raise ValueError(f"{_FIELD} lets parts rest, which does not work with {', '.join(found)}; expected it unset")
+        raise ValueError(f"{_FIELD} has freeze_*_steps, which do not work with {', '.join(found)}; expected them unset")

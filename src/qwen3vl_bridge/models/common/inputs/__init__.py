@@ -1,1 +1,1 @@
-"""The callers' door: arguments in a caller's convention become `ModelInputs`, outputs go back in it."""
+"""The callers' interface: arguments in a caller's convention become `ModelInputs`, outputs go back in it."""

@@ -1,4 +1,4 @@
-"""Checks at the model's door: of single arguments, and of settings that only matter to a model that is called.
+"""Checks of a model's call: of single arguments, and of settings that only matter to a model that is called.
 
 What lives here: refusals, with what was found and what was expected. What may not: making anything of the arguments
 (`model_inputs.py`), masks and offsets (`masks.py`), whether pictures fit the tokens (`batch/`).
@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
-from qwen3vl_bridge.models.common.settings.kernels import check_float32
-from qwen3vl_bridge.models.common.settings.parallelism import check_training
+from qwen3vl_bridge.models.common.settings.refusals import CALLED, TRAINED
+from qwen3vl_bridge.models.common.settings.rules import check
 
 import torch
 from torch import Tensor
@@ -50,11 +50,17 @@ def check_settings(config: VisionLanguageProvider, training: bool) -> None:
         training: whether the model is in training mode.
 
     Raises:
-        ValueError: as `check_float32`, and with gradients as `check_training`.
+        ValueError: a rule is broken: of `TRAINED` with gradients, of `CALLED` in any case.
     """
-    check_float32(config)
-    if training and torch.is_grad_enabled():
-        check_training(config)
+    check(TRAINED if training and torch.is_grad_enabled() else CALLED, config)
+
+
+def checked_ids(input_ids: Tensor | None) -> Tensor:
+    """The token ids; refuses what is not [rows, tokens] of integers, or has none."""
+    if input_ids is None or input_ids.dim() != 2 or input_ids.is_floating_point() or not input_ids.numel():
+        found = None if input_ids is None else f"{list(input_ids.shape)} {input_ids.dtype}"
+        raise ValueError(f"input_ids has shape {found}, expected [rows, tokens] of integers")
+    return input_ids
 
 
 def check_pixels(config: VisionLanguageProvider, **pixels: Tensor | None) -> None:

@@ -1,4 +1,4 @@
-"""The model's door: a batch in a caller's convention becomes `ModelInputs`.
+"""The model's input interface: a batch in a caller's convention becomes `ModelInputs`.
 
 What lives here: what people call vision-language models with, turned into a batch of ours. What may not: where real
 tokens lie (`padding_and_packing.py`, `masks.py`), rows that context-parallel ranks have shared out already
@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 
 from qwen3vl_bridge.batch import ModelInputs, PackedBatch, make_vision_inputs, mrope_positions, vision_slots
-from qwen3vl_bridge.models.common.inputs.arguments import check_others, check_pixels
+from qwen3vl_bridge.models.common.inputs.arguments import check_others, check_pixels, checked_ids
 from qwen3vl_bridge.models.common.inputs.cp_shards import with_whole_row
 from qwen3vl_bridge.models.common.inputs.labels import are_cut, with_labels, with_own_labels, without_ignored
 from qwen3vl_bridge.models.common.inputs.local_ranks import sequence_ranks
@@ -46,7 +46,7 @@ def as_model_inputs(
 
     Lengths, positions and indices are worked out on the host, which waits for the device to read the token ids: use
     `PackedBatch` where that matters. Shares are put together from all context-parallel ranks first, see
-    `shares.with_whole_row`, and outputs are of the share.
+    `cp_shards.with_whole_row`, and outputs are of the share.
 
     Args:
         config: the provider.
@@ -77,7 +77,7 @@ def as_model_inputs(
         ranks |= dict(vision_work=None, encoders=None)
     cut = are_cut(arranged, labels, mask, ranks["cp_size"])
     # Labels that were cut from a packed row lie in the layout's order. Others of rows that were rolled do not.
-    order = None if cut and arranged.packed else _way_back(arranged, labels, ranks["cp_size"])
+    order = None if cut and arranged.packed else _caller_order(arranged, labels, ranks["cp_size"])
     if cut:
         if config.trains_mtp:
             raise ValueError(
@@ -119,8 +119,8 @@ def as_packed_batch(
         position_ids: [3, B, S] temporal, height and width position of each token; [4, B, S], where transformers has
             text positions first; [B, S] of text, see `position_ids.given_positions`; or None to derive them.
         attention_mask: [B, S], 1 for real tokens, on the left, on the right or in the middle of each row; or what each
-            token sees, see `masks.real_tokens`. None: see `conventions.arrange`, as for all that rows and packing mean
-            together.
+            token sees, see `masks.real_tokens`. None: see `padding_and_packing.arrange`, as for all that rows and
+            packing mean together.
         padding_mask: [B, S], 1 for padding: the same the other way round, as megatron-core names it.
         packed_seq_params: the segments of a packed row.
         pixel_values, image_grid_thw: patches and grids of the images, as the processor gives them.
@@ -158,10 +158,7 @@ def _unlabelled(
 ) -> tuple[PackedBatch, Arrangement]:
     """As `as_packed_batch`, of a batch without labels; pictures are needed besides their grids if it `encodes`."""
     check_others(others)
-    if input_ids is None or input_ids.dim() != 2 or input_ids.is_floating_point() or not input_ids.numel():
-        found = None if input_ids is None else f"{list(input_ids.shape)} {input_ids.dtype}"
-        raise ValueError(f"input_ids has shape {found}, expected [rows, tokens] of integers")
-    ids, grids = input_ids.cpu(), (_host(image_grid_thw), _host(video_grid_thw))
+    ids, grids = checked_ids(input_ids).cpu(), (_host(image_grid_thw), _host(video_grid_thw))
     check_pixels(config, pixel_values=pixel_values, pixel_values_videos=pixel_values_videos)
     real = real_tokens(attention_mask, padding_mask, ids)
     if config.moe_layers and real is None and packed_seq_params is None and (ids[:, -1] == 0).any():
@@ -205,8 +202,8 @@ def _warn_of_zeros() -> None:
     )
 
 
-def _way_back(arranged: Arrangement, labels: Tensor | None, cp_size: int) -> CallerOrder | None:
-    order = arranged.way_back(labels)
+def _caller_order(arranged: Arrangement, labels: Tensor | None, cp_size: int) -> CallerOrder | None:
+    order = arranged.caller_order(labels)
     if order is not None and cp_size > 1:
         raise ValueError(
             f"context parallelism over {cp_size} ranks gives each its share of the outputs, which cannot come back in "

@@ -1,6 +1,6 @@
 """What a caller is given for the model's output.
 
-What lives here: the way from outputs of our layout back to what the caller expects. What may not: which way that is
+What lives here: from outputs of our layout to what the caller expects. What may not: which tokens lie where
 (`padding_and_packing.py`, `model_inputs.py`), the model.
 Legend: B rows, S tokens a row, b and s a rank's own of the layout.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class CallerOrder:
-    """The way back from outputs to the caller's places.
+    """Where the caller's tokens lie among outputs.
 
     Attributes:
         slots: [B, S] int64, where each of the caller's tokens lies in the flat layout; -1 where it was left out.
@@ -40,7 +40,7 @@ class Answer:
     """What becomes of the outputs of one call.
 
     Attributes:
-        order: the way back to the caller's places; None where outputs lie in them.
+        order: of the caller's tokens; None where outputs are in it.
         unlabelled: [b, s] bool, where a label is none and the loss is 0 for it; None where there are none such.
         loss_mask: [b, s] this rank's share of a mask that was given whole, to go with the output, as from
             Megatron-Bridge's own model; None where the caller has it already.

@@ -81,8 +81,8 @@ class Arrangement:
             )
         return values if in_layout else self.take(values)
 
-    def way_back(self, labels: Tensor | None) -> CallerOrder | None:
-        """How outputs come back to the caller's order; None where they lie in it already.
+    def caller_order(self, labels: Tensor | None) -> CallerOrder | None:
+        """How outputs are put into the caller's order; None where they are in it already.
 
         Outputs of rows without packed-sequence parameters are [B, S, ...]. With them, logits are a packed row
         [1, T, ...] as the parameters describe it, which is what Megatron-Bridge's own model gives and RL frameworks

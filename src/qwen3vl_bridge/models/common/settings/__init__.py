@@ -1,1 +1,1 @@
-"""Checks of a provider's settings: kernels, parallel sizes, experts, recompute, vision on ranks of its own."""
+"""A provider's fields, and the tables of what it refuses, by subject."""

@@ -1,8 +1,8 @@
 """Vision and language on ranks of their own: the settings.
 
-What lives here: checks of the fields of `provider.dist_train`. What may not: the fields (`fields.py`), who encodes for
-whom (`parallel/encoder_replicas.py`), process groups (Megatron-Bridge's set-up makes them from these fields), tensors,
-modules.
+What lives here: rules of the fields of `provider.dist_train`, and of others with it. What may not: the fields
+(`fields.py`), who encodes for whom (`parallel/encoder_replicas.py`), process groups (Megatron-Bridge's set-up makes
+them from these fields), tensors, modules.
 
 The first ranks are the vision tower's, the others the language model's. Both have data-parallel replicas of their own;
 one number is a multiple of the other. With more of the tower's, those of a language replica share its pictures; with
@@ -11,12 +11,12 @@ fewer, each encodes the pictures of several.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from qwen3vl_bridge.models.common.settings.fields import DistTrainConfig as DistTrainConfig  # saved runs name it so
 from qwen3vl_bridge.models.common.settings.fields import VisionLanguageFields
-from qwen3vl_bridge.models.common.settings.parallelism import vision_widths
+from qwen3vl_bridge.models.common.settings.parallelism import VISION_WIDTHS
+from qwen3vl_bridge.models.common.settings.rules import Row, Rule, When, at_least, check, multiple_of, under
 from qwen3vl_bridge.parallel.encoder_replicas import Replicas
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 # The modules' names in Megatron-Bridge's set-up: of grids, and of what they send each other.
 VISION, LANGUAGE = "vision_module", "language_module"
-SIZES = ("vision_world_size", "language_world_size", "vision_tensor_model_parallel_size")
 
 
 def replicas_of(provider: VisionLanguageFields) -> Replicas:
@@ -51,36 +50,6 @@ def trains_vision(provider: VisionLanguageFields) -> bool:
     return not (provider.freeze_vision_model and provider.freeze_vision_projection)
 
 
-def check_dist_train(provider: VisionLanguageFields) -> None:
-    """Check a provider whose fields megatron-core has completed, before any process group is made.
-
-    Raises:
-        ValueError: sizes that are missing or don't divide, or settings that would be ignored or fail in the first step.
-    """
-    split = provider.dist_train
-    if not split.use_dist_train:
-        _check_unused(provider)
-        return
-    _check_sizes(provider)
-    _check_replicas(provider)
-    _check_schedule(provider)
-
-
-def expect(settings: Mapping[str, tuple[object, object, str]], where: str = "") -> None:
-    """Refuse settings that vision and language on ranks of their own cannot have.
-
-    Args:
-        settings: by name, what was found, what is expected, and why.
-        where: it is expected, for the message, as " in ...".
-
-    Raises:
-        ValueError: one has another value.
-    """
-    for name, (found, expected, why) in settings.items():
-        if found != expected:
-            raise ValueError(f"{name} is {found!r} with dist_train.use_dist_train, expected {expected!r}{where}: {why}")
-
-
 def check_world(provider: VisionLanguageFields, world: int) -> None:
     """Check that every process is a rank of one of the modules.
 
@@ -94,7 +63,7 @@ def check_world(provider: VisionLanguageFields, world: int) -> None:
     split = provider.dist_train
     if not split.use_dist_train:
         return
-    _check_sizes(provider)
+    check(SIZES, provider)
     if split.vision_world_size + split.language_world_size != world:
         raise ValueError(
             f"dist_train.vision_world_size {split.vision_world_size} and language_world_size "
@@ -103,48 +72,9 @@ def check_world(provider: VisionLanguageFields, world: int) -> None:
         )
 
 
-def _check_unused(provider: VisionLanguageFields) -> None:
-    usual, split = DistTrainConfig(), provider.dist_train
-    # Megatron-Bridge's own class has None for what is not set.
-    found = [f"dist_train.{name}" for name, value in vars(usual).items() if getattr(split, name) not in (value, None)]
-    found += [name for name in ("add_encoder", "add_decoder") if not getattr(provider, name)]
-    if found:
-        raise ValueError(f"{', '.join(found)} set, expected dist_train.use_dist_train=True, or they would be ignored")
-
-
-def _check_sizes(provider: VisionLanguageFields) -> None:
-    split = provider.dist_train
-    for name in SIZES:
-        if (found := getattr(split, name)) is None or found < 1:
-            raise ValueError(f"dist_train.{name} is {found}, expected 1 or more")
-    for name, why in {
-        "vision_pipeline_model_parallel_size": "the tower is one stage",
-        "vision_context_parallel_size": "ranks share pictures as data-parallel ones",
-        "vision_expert_tensor_parallel_size": "the tower has no experts",
-        "vision_expert_model_parallel_size": "the tower has no experts",
-    }.items():
-        if getattr(split, name) != 1:
-            raise ValueError(f"dist_train.{name} is {getattr(split, name)}, expected 1: {why}")
-    tensor, ranks = split.vision_tensor_model_parallel_size, {"dist_train.vision_world_size": split.vision_world_size}
-    for name, width in (vision_widths(provider) | ranks).items():
-        if width % tensor:
-            raise ValueError(
-                f"{name} is {width}, expected a multiple of dist_train.vision_tensor_model_parallel_size, {tensor}"
-            )
-    sizes = "tensor_model_parallel_size * pipeline_model_parallel_size * context_parallel_size"
-    language, each = split.language_world_size, _language_size(provider)
-    if language % each:
-        raise ValueError(f"dist_train.language_world_size is {language}, expected a multiple of {each}, {sizes}")
-    experts = provider.expert_tensor_parallel_size or provider.tensor_model_parallel_size
-    experts *= provider.expert_model_parallel_size * provider.pipeline_model_parallel_size
-    if provider.moe_layers and language % experts:
-        raise ValueError(
-            f"dist_train.language_world_size is {language}, expected a multiple of {experts}, "
-            "expert_tensor_parallel_size * expert_model_parallel_size * pipeline_model_parallel_size"
-        )
-
-
 def _check_replicas(provider: VisionLanguageFields) -> None:
+    if not provider.dist_train.use_dist_train:
+        return
     replicas, ratio = replicas_of(provider), provider.dist_train.vision_to_llm_dp_ratio
     replicas.check(
         ": dist_train.vision_world_size / vision_tensor_model_parallel_size, and language_world_size / "
@@ -158,42 +88,62 @@ def _check_replicas(provider: VisionLanguageFields) -> None:
         )
 
 
-def _check_schedule(provider: VisionLanguageFields) -> None:
-    wrong = {
-        "context_parallel_size": (
-            provider.context_parallel_size,
-            1,
-            "megatron-core's communicator between modules does not know context parallelism",
-        ),
-        "virtual_pipeline_model_parallel_size": (
-            provider.virtual_pipeline_model_parallel_size,
-            None,
-            "the schedule of two modules is not interleaved",
-        ),
-        "variable_seq_lengths": (
-            provider.variable_seq_lengths,
-            True,
-            "what the modules send each other grows with the pictures of a row",
-        ),
-        "fp16": (provider.fp16, False, "each module would scale its loss, and skip steps, by itself"),
-        "calculate_per_token_loss": (
-            provider.calculate_per_token_loss,
-            True,
-            "megatron-core would divide each module's gradients by its own data-parallel ranks",
-        ),
-        "overlap_p2p_comm": (provider.overlap_p2p_comm, False, "the schedule of two modules is not interleaved"),
-        "fp32_residual_connection": (
-            provider.fp32_residual_connection,
-            False,
-            "stages would send another type than the modules",
-        ),
-    }
-    expect(wrong)
-    if provider.pipeline_dtype not in (None, provider.params_dtype):
+def _check_sent_type(provider: VisionLanguageFields) -> None:
+    if provider.dist_train.use_dist_train and provider.pipeline_dtype not in (None, provider.params_dtype):
         raise ValueError(
             f"pipeline_dtype is {provider.pipeline_dtype}, expected params_dtype, {provider.params_dtype}, in which "
             "the tower has its output"
         )
+
+
+# The modules are on ranks of their own, or not.
+APART = When("dist_train.use_dist_train", lambda provider: provider.dist_train.use_dist_train)
+_TOGETHER = When("dist_train.use_dist_train", lambda provider: not provider.dist_train.use_dist_train)
+_EXPERTS_APART = When("", lambda provider: provider.dist_train.use_dist_train and provider.moe_layers)
+_VISION, _RANKS = "dist_train.vision_tensor_model_parallel_size", "dist_train.language_world_size"
+_TENSOR, _STAGES, _CONTEXT = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
+_EXPERTS = "expert_tensor_parallel_size * expert_model_parallel_size"
+
+# How many ranks each module has, of a provider that is finalised or not.
+SIZES: tuple[Rule, ...] = (
+    *under(
+        APART,
+        *(Row(name, at_least(1)) for name in ("dist_train.vision_world_size", _RANKS, _VISION)),
+        Row("dist_train.vision_pipeline_model_parallel_size", 1, "the tower is one stage"),
+        Row("dist_train.vision_context_parallel_size", 1, "ranks share pictures as data-parallel ones"),
+        Row("dist_train.vision_expert_tensor_parallel_size", 1, "the tower has no experts"),
+        Row("dist_train.vision_expert_model_parallel_size", 1, "the tower has no experts"),
+        *(Row(name, multiple_of(_VISION)) for name in (*VISION_WIDTHS, "dist_train.vision_world_size")),
+        Row(_RANKS, multiple_of(f"{_TENSOR} * {_STAGES} * {_CONTEXT}")),
+    ),
+    Row(_RANKS, multiple_of(f"{_EXPERTS} * {_STAGES}"), when=_EXPERTS_APART),
+)
+
+# Of a provider whose fields megatron-core has completed, before any process group is made.
+RULES: tuple[Rule, ...] = (
+    *under(
+        _TOGETHER,
+        *(
+            Row(f"dist_train.{name}", default, "it would be ignored", also=(None,))  # as Megatron-Bridge's class has it
+            for name, default in vars(DistTrainConfig()).items()
+            if name != "use_dist_train"
+        ),
+        *(Row(name, True, "each rank has both modules") for name in ("add_encoder", "add_decoder")),
+    ),
+    *SIZES,
+    _check_replicas,
+    *under(
+        APART,
+        Row(_CONTEXT, 1, "megatron-core's communicator between modules does not know context parallelism"),
+        Row(f"virtual_{_STAGES}", None, "the schedule of two modules is not interleaved"),
+        Row("variable_seq_lengths", True, "what the modules send each other grows with the pictures of a row"),
+        Row("fp16", False, "each module would scale its loss, and skip steps, by itself"),
+        Row("calculate_per_token_loss", True, "else each module divides gradients by its own data-parallel ranks"),
+        Row("overlap_p2p_comm", False, "the schedule of two modules is not interleaved"),
+        Row("fp32_residual_connection", False, "stages would send another type than the modules"),
+    ),
+    _check_sent_type,
+)
 
 
 def complete_dist_train(provider: VisionLanguageFields) -> None:

@@ -1,16 +1,14 @@
 """Settings of experts: which layers have some, and what would contradict itself or change real tokens' training.
 
-What lives here: reading and checking them. What may not: fields (`fields.py`), what has one value
-(a provider's `fixed`), how experts are split (`parallelism.py`), the router (`models/common/router.py`).
+What lives here: reading them, and their rules. What may not: fields (`fields.py`), what has one value (`fixed.py`),
+how experts are split (`parallelism.py`), the router (`models/common/router.py`).
 """
 
 from __future__ import annotations
 
 from qwen3vl_bridge.models.common.settings.fields import VisionLanguageFields
-
-# Kinds of load balancing that see tokens alone: not their order, and not which of them share a row.
-ROUTING = frozenset({"aux_loss", "global_aux_loss", "none"})
-_OF_TRANSFORMER_ENGINE = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion")
+from qwen3vl_bridge.models.common.settings.kernels import LOCAL
+from qwen3vl_bridge.models.common.settings.rules import Row, Rule, When, any_of, multiple_of
 
 
 def layers_with_experts(provider: VisionLanguageFields) -> tuple[int, ...]:
@@ -29,13 +27,7 @@ def layers_with_experts(provider: VisionLanguageFields) -> tuple[int, ...]:
     return tuple(layer for layer, has_experts in enumerate(frequency) if has_experts)
 
 
-def check_experts(provider: VisionLanguageFields) -> None:
-    """Check a provider before megatron-core completes it.
-
-    Raises:
-        ValueError: there are no experts, or more are chosen than there are, or ranks cannot share them; tokens would
-            depend on padding or chance; or kernels that are not there are asked for.
-    """
+def _check_experts(provider: VisionLanguageFields) -> None:
     if not provider.num_moe_experts or not provider.moe_layers:
         raise ValueError(
             f"num_moe_experts is {provider.num_moe_experts}, moe_layer_freq {provider.moe_layer_freq}: expected "
@@ -43,26 +35,32 @@ def check_experts(provider: VisionLanguageFields) -> None:
         )
     if not 0 < provider.moe_router_topk <= provider.num_moe_experts:
         raise ValueError(f"moe_router_topk is {provider.moe_router_topk}, expected 1 to {provider.num_moe_experts}")
-    if provider.num_moe_experts % provider.expert_model_parallel_size:
-        raise ValueError(
-            f"num_moe_experts is {provider.num_moe_experts}, expected a multiple of expert_model_parallel_size, "
-            f"{provider.expert_model_parallel_size}"
-        )
-    kinds = provider.moe_router_load_balancing_type
-    if unknown := set([kinds] if isinstance(kinds, str) else kinds) - ROUTING:
-        raise ValueError(
-            f"moe_router_load_balancing_type is {kinds!r}, expected some of {sorted(ROUTING)}: under "
-            f"{sorted(unknown)} padding or packing would change what real tokens are trained to"
-        )
-    if provider.moe_router_force_load_balancing and not provider.allow_random_routing:
-        raise ValueError(
-            "moe_router_force_load_balancing is True, expected False: tokens would go to experts at random, and "
-            "training would spoil the weights. To measure speed alone, set allow_random_routing too"
-        )
-    for name in _OF_TRANSFORMER_ENGINE:
-        if provider.transformer_impl == "local" and getattr(provider, name):
-            raise ValueError(
-                f"{name} is True, expected False: it is Transformer Engine's, and transformer_impl is 'local'"
-            )
-    if provider.moe_router_fusion and provider.moe_router_dtype == "fp64":
-        raise ValueError("moe_router_fusion is True with moe_router_dtype 'fp64', expected 'fp32': it has no other")
+
+
+# Of a provider with experts, before megatron-core completes it.
+RULES: tuple[Rule, ...] = (
+    _check_experts,
+    Row("num_moe_experts", multiple_of("expert_model_parallel_size")),
+    Row(
+        "moe_router_load_balancing_type",
+        any_of("aux_loss", "global_aux_loss", "none"),
+        "the others see which tokens share a row; padding or packing would change what real tokens are trained to",
+    ),
+    Row(
+        "moe_router_force_load_balancing",
+        False,
+        "tokens would go to experts at random, and training would spoil the weights. To measure speed alone, set "
+        "allow_random_routing too",
+        When("allow_random_routing", lambda provider: not provider.allow_random_routing),
+    ),
+    *(
+        Row(name, False, "it is Transformer Engine's", LOCAL)
+        for name in ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion")
+    ),
+    Row(
+        "moe_router_fusion",
+        False,
+        "the fused router computes in 'fp32'",
+        When("moe_router_dtype", lambda provider: provider.moe_router_dtype == "fp64"),
+    ),
+)

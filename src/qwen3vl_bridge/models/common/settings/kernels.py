@@ -1,7 +1,7 @@
 """Settings of kernels: what computes the model, in which precision, what is fused and what is captured in graphs.
 
-What lives here: settings that are completed with a line in the log, and those that would be ignored or give something
-else. What may not: fields (`fields.py`), layer specs (`models/common/layer_specs.py`), how a model is split
+What lives here: settings that are completed with a line in the log, and rules of those that would be ignored or give
+something else. What may not: fields (`fields.py`), layer specs (`models/common/layer_specs.py`), how a model is split
 (`parallelism.py`).
 """
 
@@ -11,6 +11,7 @@ import logging
 
 from qwen3vl_bridge.models.common.settings.activations import text_activation
 from qwen3vl_bridge.models.common.settings.fields import VisionLanguageFields, can_fuse_weight_gradients
+from qwen3vl_bridge.models.common.settings.rules import Row, Rule, When, any_of
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +39,12 @@ def complete_kernels(provider: VisionLanguageFields) -> None:
             known = ", ".join(AttnBackend.__members__)
             raise ValueError(f"attention_backend is {provider.attention_backend!r}, expected one of {known}")
         provider.attention_backend = AttnBackend[provider.attention_backend]
+    if provider.transformer_impl == "local" and provider.attention_backend not in (AttnBackend.auto, AttnBackend.local):
+        logger.info(
+            "attention_backend %s chooses among Transformer Engine's kernels; with transformer_impl 'local' torch "
+            "chooses by itself",
+            provider.attention_backend.name,
+        )
     if provider.apply_rope_fusion:
         logger.warning(
             "apply_rope_fusion is True and set to False: there is no fused kernel for interleaved multimodal rotary "
@@ -62,6 +69,9 @@ def complete_kernels(provider: VisionLanguageFields) -> None:
 
 def complete_precision(provider: VisionLanguageFields) -> None:
     """Turn off what is wrong in the parameters' precision, saying so; megatron-core has completed the fields."""
+    for precision in ("fp8", "fp4"):
+        if getattr(provider, precision):
+            logger.info("%s is for the text model's layers; the vision tower computes in its parameters'", precision)
     if _attends_without_kernel(provider):
         logger.warning("Transformer Engine keeps all attention scores in float32; transformer_impl='local' does not")
     native = provider.cross_entropy_loss_fusion and provider.cross_entropy_fusion_impl == "native"
@@ -74,58 +84,32 @@ def complete_precision(provider: VisionLanguageFields) -> None:
         provider.cross_entropy_loss_fusion = False
 
 
-def check_kernels(provider: VisionLanguageFields) -> None:
-    """Check settings that the model would ignore, or that would leave a part of it out.
+LOCAL = When("transformer_impl", lambda provider: provider.transformer_impl == "local")
+_NOT_LOCAL = When("transformer_impl", lambda provider: provider.transformer_impl != "local")
+_CAPTURED = (
+    "rows, pictures and their places differ from batch to batch, and a replayed layer would add no DeepStack features "
+    "and take padding for tokens"
+)
+_WITHOUT_GRAPHS = {
+    "cuda_graph_impl": "none",
+    "enable_cuda_graph": False,
+    "external_cuda_graph": False,
+    "vision_cuda_graph_impl": "none",
+    "vision_cuda_graph_scope": [],
+    "max_vision_cuda_graph_seq_length": None,
+}
 
-    Raises:
-        ValueError: CUDA graphs; a precision or a kernel of Transformer Engine's without its layers, or one that leaves
-            its layers without attention.
-    """
-    _check_graphs(provider)
-    if provider.transformer_impl == "local":
-        _check_local(provider)
-        return
-    if provider.attention_backend == AttnBackend.local:
-        raise ValueError(
-            "attention_backend is local with transformer_impl 'transformer_engine', whose attention it would leave "
-            "without a kernel. Expected another, or transformer_impl='local'"
-        )
-    for precision in ("fp8", "fp4"):
-        if getattr(provider, precision):
-            logger.info("%s is for the text model's layers; the vision tower computes in its parameters'", precision)
-
-
-def _check_graphs(provider: VisionLanguageFields) -> None:
-    """A replayed layer is what megatron-core captured: without DeepStack's features, packed rows or a padding mask."""
-    wanted = {
-        "cuda_graph_impl": "none",
-        "enable_cuda_graph": False,
-        "external_cuda_graph": False,
-        "vision_cuda_graph_impl": "none",
-        "vision_cuda_graph_scope": [],
-        "max_vision_cuda_graph_seq_length": None,
-    }
-    for name, expected in wanted.items():
-        if (found := getattr(provider, name)) not in (expected, None):
-            raise ValueError(
-                f"{name} is {found!r}, expected {expected!r}: rows, pictures and their places differ from batch to "
-                "batch, and a replayed layer would add no DeepStack features and take padding for tokens"
-            )
-
-
-def _check_local(provider: VisionLanguageFields) -> None:
-    for precision in ("fp8", "fp4"):
-        if found := getattr(provider, precision):
-            raise ValueError(
-                f"{precision} is {found!r} with transformer_impl 'local', which would ignore it: expected None, or "
-                "transformer_impl='transformer_engine'"
-            )
-    if provider.attention_backend not in (AttnBackend.auto, AttnBackend.local):
-        logger.info(
-            "attention_backend %s chooses among Transformer Engine's kernels; with transformer_impl 'local' torch "
-            "chooses by itself",
-            provider.attention_backend.name,
-        )
+# Before megatron-core completes a provider.
+RULES: tuple[Rule, ...] = (
+    *(Row(name, value, _CAPTURED, also=(None,)) for name, value in _WITHOUT_GRAPHS.items()),
+    *(Row(name, None, "it would be ignored", LOCAL, also=(False, "")) for name in ("fp8", "fp4")),
+    Row(
+        "attention_backend",
+        any_of(*(backend for backend in AttnBackend if backend is not AttnBackend.local)),
+        "Transformer Engine's layers would have no attention; or use transformer_impl='local'",
+        _NOT_LOCAL,
+    ),
+)
 
 
 def check_float32(provider: VisionLanguageFields) -> None:

@@ -1,62 +1,64 @@
 """Settings of activation recomputation that would lose something or fail in the middle of a step.
 
-What lives here: their check. What may not: fields (`fields.py`); megatron-core does the recomputing.
+What lives here: their rules. What may not: fields (`fields.py`); megatron-core does the recomputing.
 """
 
 from __future__ import annotations
 
 from qwen3vl_bridge.models.common.settings.fields import VisionLanguageFields
+from qwen3vl_bridge.models.common.settings.rules import Row, Rule, When, any_of, at_least
 
-_MEGATRONS_OWN = ["core_attn"]  # what finalize() writes into recompute_modules where nobody has
-# Not "mlp": megatron-core 0.19 hands a recomputed MLP's bias, which the tower's have, out of its autograd function,
-# and the backward pass then calls itself without end. The rest is for experts or another kind of attention.
-_OF_VISION = {"core_attn", "layernorm"}
+_BY_FINALIZE = ["core_attn"]  # what megatron-core writes into recompute_modules where nobody has
 # What each granularity has no use for.
-_IDLE = {None: ("method", "num_layers", "modules"), "full": ("modules",), "selective": ("method", "num_layers")}
+_UNUSED = {None: ("method", "num_layers", "modules"), "full": ("modules",), "selective": ("method", "num_layers")}
 
 
-def check_recompute(provider: VisionLanguageFields) -> None:
-    """Check the text model's and the vision tower's settings.
+def _of_tower(prefix: str) -> tuple[Rule, ...]:
+    """Rules of the text model ("") or the vision tower ("vision_")."""
+    granularity, modules = f"{prefix}recompute_granularity", f"{prefix}recompute_modules"
 
-    Raises:
-        ValueError: DeepStack features would be lost, Transformer Engine is needed and not used, or the backward pass
-            would not end.
-    """
-    for prefix in ("", "vision_"):
-        _check_tower(provider, prefix)
-    if unknown := set(provider.vision_recompute_modules or ()) - _OF_VISION:
-        raise ValueError(f"vision_recompute_modules has {sorted(unknown)}, expected some of {sorted(_OF_VISION)}")
-    # megatron-core keeps a tapped layer's output only at the end of a recomputed chunk, and is silent otherwise.
-    if provider.vision_recompute_granularity == "full" and provider.vision_recompute_method == "uniform":
-        chunk = provider.vision_recompute_num_layers
-        lost = [tap for tap in provider.tapped_layers if (tap + 1) % chunk]
-        if lost:
-            raise ValueError(
-                f"vision_recompute_num_layers is {chunk}; DeepStack taps {lost} don't end a chunk of {chunk} "
-                "layers and would be lost. Use 1"
-            )
+    def at(wanted: str | None) -> When:
+        return When(granularity, lambda provider: getattr(provider, granularity) == wanted)
+
+    def norms_are_local(provider: VisionLanguageFields) -> bool:
+        return provider.transformer_impl == "local" and "layernorm" in (getattr(provider, modules) or ())
+
+    return (
+        Row(granularity, any_of(*_UNUSED)),
+        Row(f"{prefix}recompute_method", any_of("uniform", "block"), when=at("full")),
+        Row(f"{prefix}recompute_num_layers", at_least(1), when=at("full")),
+        *(
+            Row(f"{prefix}recompute_{name}", None, "it would be ignored", at(of), also=(0, [], _BY_FINALIZE))
+            for of, names in _UNUSED.items()
+            for name in names
+        ),
+        # megatron-core's recomputation of a norm takes its default for 8-bit training, and asks Transformer Engine.
+        Row(
+            "transformer_impl",
+            "transformer_engine",
+            "recomputing 'layernorm' needs Transformer Engine. Leave it out",
+            When(modules, norms_are_local),
+        ),
+    )
 
 
-def _check_tower(provider: VisionLanguageFields, prefix: str) -> None:
-    names = ("granularity", "method", "num_layers", "modules")
-    found = {name: getattr(provider, f"{prefix}recompute_{name}") for name in names}
-    granularity, modules = found["granularity"], found["modules"] or ()
-    if granularity not in (None, "full", "selective"):
-        raise ValueError(f"{prefix}recompute_granularity is {granularity!r}, expected None, 'full' or 'selective'")
-    if granularity == "full" and (found["method"] not in ("uniform", "block") or not found["num_layers"]):
+def _check_taps(provider: VisionLanguageFields) -> None:
+    """megatron-core keeps a tapped layer's output only at the end of a recomputed chunk, and is silent otherwise."""
+    if (provider.vision_recompute_granularity, provider.vision_recompute_method) != ("full", "uniform"):
+        return
+    chunk = provider.vision_recompute_num_layers
+    if lost := [tap for tap in provider.tapped_layers if (tap + 1) % chunk]:
         raise ValueError(
-            f"{prefix}recompute_method is {found['method']!r} and {prefix}recompute_num_layers {found['num_layers']}, "
-            f"expected 'uniform' or 'block' and 1 or more, as {prefix}recompute_granularity is 'full'"
+            f"vision_recompute_num_layers is {chunk}; DeepStack taps {lost} don't end a chunk of {chunk} layers and "
+            "would be lost. Use 1"
         )
-    for name in _IDLE[granularity]:
-        if found[name] and found[name] != _MEGATRONS_OWN:
-            raise ValueError(
-                f"{prefix}recompute_{name} is {found[name]!r}, which {prefix}recompute_granularity {granularity!r} "
-                "would ignore"
-            )
-    # megatron-core's recomputation of a norm takes its default for 8-bit training, and asks Transformer Engine.
-    if "layernorm" in modules and provider.transformer_impl == "local":
-        raise ValueError(
-            f"{prefix}recompute_modules is {modules}: 'layernorm' needs Transformer Engine, and transformer_impl "
-            "is 'local'. Leave it out"
-        )
+
+
+RULES: tuple[Rule, ...] = (
+    *_of_tower(""),
+    *_of_tower("vision_"),
+    # Not "mlp": megatron-core 0.19 hands a recomputed MLP's bias, which the tower's have, out of its autograd function,
+    # and the backward pass then calls itself without end. The rest is for experts or another kind of attention.
+    Row("vision_recompute_modules", any_of(None, "core_attn", "layernorm")),
+    _check_taps,
+)

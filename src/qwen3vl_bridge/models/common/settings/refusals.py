@@ -1,0 +1,56 @@
+"""What a provider refuses, all of it: the list of its rules by the time at which they are checked.
+
+What lives here: this list, and checks of the model itself. What may not: rules of a subject (the modules beside), of a
+family (`models/*/fixed_settings.py`; its provider's `fixed` and `rules`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qwen3vl_bridge.models.common.settings import encoder_parallel, kernels, parallelism, recompute
+from qwen3vl_bridge.models.common.settings.activations import name_of, vision_activation
+from qwen3vl_bridge.models.common.settings.rules import Row, Rule, When
+from qwen3vl_bridge.models.config.fields import check_tower_size
+
+
+def _check_tower(provider: Any) -> None:
+    check_tower_size(provider.vision_config.to_dict(), provider.hidden_size)
+    vision_activation(provider.vision_config.hidden_act)
+
+
+def _check_activation(provider: Any) -> None:
+    name_of(provider.activation_func)
+
+
+def _check_rotary(provider: Any) -> None:
+    found, turning = provider.mrope_section, int(provider.kv_channels * provider.rotary_percent)
+    if 2 * sum(found) != turning:
+        raise ValueError(
+            f"mrope_section {found} has sum {sum(found)}, expected half the head dimension that rotary_percent turns, "
+            f"{turning // 2}"
+        )
+
+
+_WITHOUT_MODULES = When("", lambda provider: provider.encoder_class is None)
+
+# What others divide by: before all else.
+SIZES: tuple[Rule, ...] = parallelism.SIZES
+
+# Before megatron-core completes the fields, after `experts.RULES`, of a model with experts, and the family's.
+GIVEN: tuple[Rule, ...] = (
+    Row("dist_train.use_dist_train", False, "this family has no modules of its own", _WITHOUT_MODULES),
+    _check_tower,
+    _check_activation,
+    *recompute.RULES,
+    *kernels.RULES,
+)
+
+# After that.
+COMPLETED: tuple[Rule, ...] = (*parallelism.RULES, *encoder_parallel.RULES, _check_rotary)
+
+# Of a model that is called: what its attention has a kernel for.
+CALLED: tuple[Rule, ...] = (kernels.check_float32,)
+
+# Of a model that is trained.
+TRAINED: tuple[Rule, ...] = (*CALLED, *parallelism.TRAINING)

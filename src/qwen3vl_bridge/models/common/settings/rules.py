@@ -1,0 +1,138 @@
+"""Rules of settings as rows of a table, and the checker that walks a table.
+
+What lives here: what a row can ask of a setting, and what a refusal says. What may not: settings; the tables are in the
+modules beside, one for each subject, `refusals.py` has their list, and `models/*/fixed_settings.py` the families' own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import reduce
+from typing import Any
+
+# A row; or a function that raises ValueError, for what follows from several settings together.
+Rule = Callable[[Any], None]
+
+
+def check(rules: Iterable[Rule], settings: Any) -> None:
+    """Check a provider or a run's configuration against a table, in its order.
+
+    Raises:
+        ValueError: the first rule that is broken: what was found, what is expected and why.
+    """
+    for rule in rules:
+        rule(settings)
+
+
+@dataclass(frozen=True)
+class When:
+    """Circumstances under which rows hold.
+
+    Attributes:
+        names: the settings that make them, with spaces between, for the message.
+        holds: whether they are there.
+    """
+
+    names: str
+    holds: Callable[[Any], Any]
+
+    def said(self, settings: Any) -> str:
+        """These settings with their values, as " with a 1 and b 'c'"; nothing where none is named."""
+        found = {name: _value(settings, name) for name in self.names.split()}
+        words = [name if value is True else f"{name} {_shown(value)}" for name, value in found.items()]
+        return f" with {' and '.join(words)}" if words else ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one setting may be.
+
+    Attributes:
+        name: the path to it, as "dist_train.vision_world_size"; or a product of some, as "a * b".
+        expected: its only value, or a `Range` of them.
+        why: nothing else will do, or what to do instead.
+        when: the row holds; None: always.
+        also: values that are left alone too, as meaning the same.
+    """
+
+    name: str
+    expected: Any
+    why: str = ""
+    when: When | None = None
+    also: tuple[Any, ...] = ()
+
+    def __call__(self, settings: Any) -> None:
+        """Raises ValueError where the setting has another value."""
+        if self.when is not None and not self.when.holds(settings):
+            return
+        found, wanted = _value(settings, self.name), self.expected
+        if found in self.also or (wanted.has(found, settings) if isinstance(wanted, Range) else found == wanted):
+            return
+        expected = wanted.said(settings) if isinstance(wanted, Range) else _shown(wanted)
+        circumstances, why = self.when.said(settings) if self.when else "", f": {self.why}" if self.why else ""
+        raise ValueError(f"{self.name} is {_shown(found)}{circumstances}, expected {expected}{why}")
+
+
+@dataclass(frozen=True)
+class Range:
+    """Values that a setting may have.
+
+    Attributes:
+        has: whether (a value, all settings) is one.
+        said: what they are, in words, by all settings.
+    """
+
+    has: Callable[[Any, Any], bool]
+    said: Callable[[Any], str]
+
+
+def any_of(*values: Any) -> Range:
+    """These values, or a list of some."""
+    *words, last = map(_shown, values)
+    expected = f"{', '.join(words)} or {last}"
+
+    def has(found: Any, _: Any) -> bool:
+        return all(entry in values for entry in (found if isinstance(found, list) else [found]))
+
+    return Range(has, lambda _: expected)
+
+
+def at_least(least: int) -> Range:
+    """This number and those above."""
+    return Range(lambda found, _: found is not None and found >= least, lambda _: f"{least} or more")
+
+
+def multiple_of(divisor: str) -> Range:
+    """Multiples of a setting, or of a product, as "a * b"; what is None counts as 1."""
+
+    def sizes(settings: Any) -> dict[str, int]:
+        found = {name: _value(settings, name) for name in divisor.split(" * ")}
+        return {name: size for name, size in found.items() if size is not None}
+
+    return Range(
+        lambda found, settings: found % math.prod(sizes(settings).values()) == 0,
+        lambda settings: f"a multiple of {' * '.join(sizes(settings))}, {math.prod(sizes(settings).values())}",
+    )
+
+
+def under(when: When, *rows: Row) -> tuple[Row, ...]:
+    """Rows that hold under the same circumstances."""
+    return tuple(replace(row, when=when) for row in rows)
+
+
+def only(why: str, **values: Any) -> dict[str, Row]:
+    """Rows of settings that have one value each, for one reason; by name, so that a family can replace some."""
+    return {name: Row(name, value, why) for name, value in values.items()}
+
+
+def _value(settings: Any, name: str) -> Any:
+    if " * " in name:
+        return math.prod(_value(settings, factor) for factor in name.split(" * "))
+    return reduce(getattr, name.split("."), settings)
+
+
+def _shown(value: Any) -> str:
+    return value.name if isinstance(value, Enum) else repr(value)
