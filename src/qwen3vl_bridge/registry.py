@@ -48,6 +48,7 @@ class Family:
         released_experts: how released checkpoints hold their experts, where nothing says it.
         optional: parts that one checkpoint of a model has and another lacks: the condition of its rows, and the field
             of the configuration's text part that counts its layers.
+        dist_train: whether its vision tower can be on ranks of its own.
         complete: whether its bridge takes the place of Megatron-Bridge's own, and its presets are known by their sizes.
             The bridge of a family which is not has to be imported by name; conversion knows the family all the same.
     """
@@ -65,6 +66,7 @@ class Family:
     presets: str | None = None
     released_experts: ExpertLayout = ExpertLayout.INPUT_MAJOR
     optional: Mapping[str, str] = field(default_factory=dict)
+    dist_train: bool = False
     complete: bool = True
 
     def rows(self, experts: ExpertLayout | None = None) -> tuple[Row, ...]:
@@ -144,6 +146,7 @@ _FAMILIES: dict[str, Family] = {
                 "qwen3_vl": "Qwen3VLForConditionalGeneration",
                 "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
             },
+            dist_train=True,
         ),
         _ours(
             "qwen3_5",
@@ -249,6 +252,19 @@ def preset(name: str) -> dict[str, Any]:
 def preset_sizes() -> list[str]:
     """The sizes that `preset` knows."""
     return list(dict.fromkeys(size for presets in _presets() for size in presets.PRESETS))
+
+
+def presets_of(name: str) -> Any:
+    """The presets of a family, whose bridge is registered with Megatron-Bridge from then on.
+
+    Raises:
+        ValueError: there is no such family, or it has no presets.
+    """
+    one = family(name)
+    if one.presets is None:
+        raise ValueError(f"the family {name} has no presets")
+    importlib.import_module(one.bridge)
+    return importlib.import_module(one.presets)
 
 
 def _presets() -> list[Any]:

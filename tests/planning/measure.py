@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from qwen3vl_bridge.batch import PackedBatch
+from qwen3vl_bridge.models.common.flops import CHUNK
 from qwen3vl_bridge.planning.memory.microbatch_activations import Work
 
 import torch
@@ -43,7 +44,19 @@ def saved_bytes(model: nn.Module, batch: PackedBatch) -> int:
 def work_of(batch: PackedBatch) -> Work:
     """Tokens and patches of a batch; one without pictures has a blank one of four patches."""
     patches = 4 if batch.vision is None else len(batch.vision.pixel_values)
-    return Work(batch.layout.total, patches, 0 if batch.vision is None else patches / 4)
+    return Work(batch.layout.total, patches, 0 if batch.vision is None else patches / 4, slots_of(batch))
+
+
+def slots_of(batch: PackedBatch) -> float:
+    """Slots of the delta rule's chunks in torch, for each token: so many chunks for each row, one more for a segment.
+
+    A row that is not packed is a segment.
+    """
+    layout = batch.layout
+    rows = 1 if layout.packed else len(layout.padded_lengths)
+    tokens = layout.total // rows
+    segments = len(layout.padded_lengths) // rows
+    return CHUNK * (tokens // CHUNK + segments) / tokens
 
 
 def gradient_bytes(model: Sequence[Any]) -> int:

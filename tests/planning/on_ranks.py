@@ -23,7 +23,7 @@ from tests.parity.topologies import TOPOLOGIES
 from tests.ranks import begin, leave
 from tests.steps import forward_backward, train_step
 
-from .measure import described_bytes, gradient_bytes, keeping, optimizer_bytes
+from .measure import described_bytes, gradient_bytes, keeping, optimizer_bytes, slots_of
 
 KINDS = ("fully_reshardable", "dp_reshardable")  # how megatron-core calls state by parameters and by numbers
 MICROBATCHES = 2  # as many as two interleaved stages take
@@ -63,6 +63,7 @@ def activations(split: Split) -> dict[str, float]:
         "tokens": local.input_ids.numel(),
         "patches": 4 if local.vision is None else len(local.vision.pixel_values),
         "vision_tokens": 0 if local.fuse is None else len(local.fuse.positions),
+        "slots": slots_of(batch),
     }
 
 

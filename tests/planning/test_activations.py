@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import partial
 
+import qwen3vl_bridge.models.qwen3_5.bridge  # noqa: F401  which is not registered by itself
+from qwen3vl_bridge.batch import PackedBatch, SequenceLayout
+from qwen3vl_bridge.models.qwen3_5 import presets as qwen3_5_presets
 from qwen3vl_bridge.models.qwen3_vl import presets
 from qwen3vl_bridge.planning.memory.estimate import estimate
 from qwen3vl_bridge.planning.memory.microbatch_activations import chunk_activations
@@ -19,14 +23,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.bridge import AutoBridge
 
-from tests.parity.batches import make_batch, make_samples
+from tests.parity.batches import Sample, make_batch, make_samples
 
 from .measure import saved_bytes, work_of
 
-# Measured at most 2e-4: scalars of the balancing loss and of recomputation, which do not grow with the rows.
+# Measured at most 2e-4, and 5e-4 with linear attention in torch: scalars of the balancing loss and of recomputation,
+# padding of the convolution, which do not grow with the rows.
 NEAR = 1e-3
+# In a batch of several rows torch also copies what it works on of each chunk. Measured 9.7e-3.
+NEAR_ROWS = 1.5e-2
 
 SELECTIVE = {name: Recompute("selective", frozenset({name})) for name in ("core_attn", "mlp", "moe")}
+# Modules of `recompute_modules` that some models have nothing of.
+WITHOUT = {"moe": ("dense", "Qwen3.5"), "mlp": ("Qwen3.5 MoE",)}
 CASES = {
     "float32": (FP32, Recompute(), Recompute()),
     "bfloat16": (BF16, Recompute(), Recompute()),
@@ -58,6 +67,39 @@ def wide(moe: bool):
     return config
 
 
+def wide_qwen3_5(moe: bool):
+    """The same of Qwen3.5, with both kinds of attention; heads turn as a whole, as the formulas have it."""
+    config = qwen3_5_presets.hf_config("35B-A3B" if moe else "2B")
+    text, vision = config.text_config, config.vision_config
+    text.update(
+        dict(hidden_size=192, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=3, head_dim=40)
+        | dict(layer_types=["linear_attention", "full_attention", "linear_attention"], vocab_size=1536)
+        | dict(linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=24, linear_value_head_dim=28)
+        | dict(rope_parameters={**text.rope_parameters, "mrope_section": [8, 6, 6], "partial_rotary_factor": 1.0})
+        | (
+            dict(num_experts=10, num_experts_per_tok=3, moe_intermediate_size=112)
+            | dict(shared_expert_intermediate_size=136)
+            if moe
+            else dict(intermediate_size=544)
+        )
+    )
+    vision.update(
+        dict(hidden_size=160, intermediate_size=368, depth=3, num_heads=5, out_hidden_size=192)
+        | dict(num_position_embeddings=64)
+    )
+    config.image_token_id, config.video_token_id = 1500, 1501
+    config.vision_start_token_id, config.vision_end_token_id = 1502, 1503
+    return config
+
+
+FAMILIES = {
+    "dense": partial(wide, moe=False),
+    "MoE": partial(wide, moe=True),
+    "Qwen3.5": partial(wide_qwen3_5, moe=False),
+    "Qwen3.5 MoE": partial(wide_qwen3_5, moe=True),
+}
+
+
 def build(config, training: Training):
     """A model of that configuration, trained so."""
     provider = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
@@ -79,13 +121,13 @@ def build(config, training: Training):
     return model.train()
 
 
-@pytest.mark.parametrize("moe", [False, True], ids=["dense", "MoE"])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("case", CASES)
-def test_what_autograd_keeps(case, moe):
+def test_what_autograd_keeps(case, family):
     precision, recompute, vision = CASES[case]
-    if case == "moe" and not moe:
-        pytest.skip("a dense model has no experts")
-    config = wide(moe)
+    if family in WITHOUT.get(case, ()):
+        pytest.skip("this model has no such module")
+    config = FAMILIES[family]()
     n, split = dimensions_of(config.to_dict()), Split(1)
     ((chunk,),) = split.chunks(len(n.indices["text_layers"]))
     training = Training(
@@ -95,15 +137,22 @@ def test_what_autograd_keeps(case, moe):
         vision_recompute=vision,
         fused_activation=case == "fused activation",
     )
-    model, worst = build(config, training), 0.0
+    model = build(config, training)
     for content, packed in itertools.product(("many images", "video", "text only"), (True, False)):
-        batch = make_batch(make_samples(content, config, seed=3), config, packed=packed)
+        batch = padded(make_samples(content, config, seed=3), config, packed=packed)
         one = replace(training, packed=packed)
         counted = chunk_activations(n, split, one, chunk, chosen=3, work=work_of(batch)).total
         error = counted / saved_bytes(model, batch) - 1
-        worst = max(worst, abs(error))
-        assert abs(error) <= NEAR, (content, packed)
-    print(f"{case}: {worst:.1e}")
+        linear = "linear_layers" in n.indices
+        print(f"{family}, {case}, {content}, {'packed' if packed else 'rows'}: {error:+.1e}")
+        assert abs(error) <= (NEAR_ROWS if linear and not packed else NEAR), (content, packed)
+
+
+def padded(samples: list[Sample], config, *, packed: bool) -> PackedBatch:
+    """With padding, so that segments fill more chunks of linear attention than one: only then is all kept of each."""
+    lengths = [len(sample.ids) for sample in samples]
+    layout = SequenceLayout.packed_row(lengths, multiple=196) if packed else SequenceLayout.rows(lengths, 330)
+    return make_batch(samples, config, layout=layout)
 
 
 def total(size: str, split: Split, training: Training) -> float:

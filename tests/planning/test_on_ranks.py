@@ -13,11 +13,13 @@ from qwen3vl_bridge.planning.settings import FP32, Sharding, Training
 from qwen3vl_bridge.planning.split import Chunk, Split
 from qwen3vl_bridge.registry import dimensions_of
 from qwen3vl_bridge.weights.dimensions import Dimensions
+from qwen3vl_bridge.weights.names import ExpertLayout
 
 import pytest
 
 from tests.forked import run_ranks
 from tests.parity.topologies import TOPOLOGIES
+from tests.qwen3_5.tiny import make_checkpoint
 
 from .on_ranks import KINDS, MICROBATCHES
 
@@ -32,8 +34,18 @@ CASES = {
         ("tied", "PP2+VPP2"),
         ("MoE", "TP2+SP+ETP2"),
         ("MoE", "CP2+EP2"),
+        ("Qwen3.5", "TP2+SP"),
+        ("Qwen3.5", "CP2"),
+        ("Qwen3.5", "DP2, distributed optimizer"),
+        ("Qwen3.5 MoE", "CP2+EP2"),
     ],
-    4: [("dense", "PP4"), ("MoE", "PP2+TP2+SP+EP2"), ("MoE", "DP2+CP2+EP2")],
+    4: [
+        ("dense", "PP4"),
+        ("MoE", "PP2+TP2+SP+EP2"),
+        ("MoE", "DP2+CP2+EP2"),
+        ("Qwen3.5", "PP2+TP2+SP"),
+        ("Qwen3.5 MoE", "TP2+SP+CP2+EP2"),
+    ],
 }
 # Measured 0.0056 and 0.0088: vision tokens are not spread evenly over ranks, nor tokens over experts.
 ACTIVATIONS = {1: 0.01, 2: 0.03}  # by expert-parallel size
@@ -60,8 +72,11 @@ def split_of(name: str) -> Split:
 
 
 @pytest.fixture(scope="module")
-def folders(untied_folder, tied_folder, moe_folder) -> dict[str, Path]:
-    return {"dense": untied_folder, "tied": tied_folder, "MoE": moe_folder}
+def folders(untied_folder, tied_folder, moe_folder, tmp_path_factory) -> dict[str, Path]:
+    released = ExpertLayout.OUTPUT_MAJOR_MTP_PER_EXPERT
+    others = {"Qwen3.5": {"mtp": released}, "Qwen3.5 MoE": {"moe": True, "mtp": released}}
+    made = {name: make_checkpoint(tmp_path_factory.mktemp("other"), **kind) for name, kind in others.items()}
+    return {"dense": untied_folder, "tied": tied_folder, "MoE": moe_folder, **made}
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda ranks: f"{ranks} ranks")
@@ -116,7 +131,7 @@ def test_what_a_rank_gathers_on_the_host_to_save_a_distributed_optimizer(found, 
 
 def kept(n: Dimensions, split: Split, training: Training, chunks: tuple[Chunk, ...], one: dict[str, Any]) -> float:
     """What all microbatches keep, by the formulas."""
-    work = Work(one["tokens"], one["patches"], one["vision_tokens"])
+    work = Work(one["tokens"], one["patches"], one["vision_tokens"], one["slots"])
     found = (chunk_activations(n, split, training, chunk, chosen=2, work=work) for chunk in chunks)
     return MICROBATCHES * sum(activations.total for activations in found)
 

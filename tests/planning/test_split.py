@@ -80,7 +80,7 @@ def test_settings_that_contradict_each_other(name):
 
 def test_adapters_that_there_are_none_for():
     training = Training(lora=Lora(8, ("linear_fc1",)))
-    with pytest.raises(ValueError, match="experts get no adapters"):
+    with pytest.raises(ValueError, match="none of which this model has outside of experts"):
         estimate(presets.config_dict("30B-A3B"), Split(1), training)
 
 

@@ -65,11 +65,12 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "qwen3vl-plan") 
 def _parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=prog,
-        description="Estimate what each GPU holds while Qwen3-VL trains. Without any parallel size, or with --propose, "
+        description="Estimate what each GPU holds while a model trains. Without any parallel size, or with --propose, "
         "propose ways to split the model that fit. docs/memory.md says what is counted and what is assumed.",
     )
     add = parser.add_argument
-    add("--model", required=True, metavar="MODEL", help=f"{', '.join(preset_sizes())}, a hub id, or a folder")
+    add("--model", required=True, metavar="MODEL",
+        help=f"{', '.join(preset_sizes())}, a hub id such as Qwen/Qwen3.5-4B, or a folder")  # fmt: skip
     add("--gpus", required=True, type=_positive, metavar="N", help="how many there are")
     add("--gpu", default="H100", metavar="NAME", help=f"{', '.join(GPUS)} (default: %(default)s)")
     add("--gpu-memory", type=float, metavar="GIB", help="memory of one, where it is not the table's")

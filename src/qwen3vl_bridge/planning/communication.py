@@ -5,7 +5,8 @@ What lives here: how many bytes go over which link. Standard library only. What 
 
 - Tensor and sequence parallelism: a layer gathers and scatters hidden states twice in each direction, and gathers
   twice more in backward (Korthikanti et al., arXiv 2205.05198, section 4.2.2); the tower reduces instead.
-- Context: keys and values go around, in forward once, in backward twice.
+- Context: keys and values go around, in forward once, in backward twice. In linear attention each rank gives away
+  its tokens for heads behind the first projection, and gets them back before the last one.
 - Experts: tokens to their experts and back, in forward and backward.
 - Stages: hidden states, and the DeepStack features of layers behind the boundary.
 - Towers on ranks of their own: what the vision ranks have made goes to one rank of a replica, through one adapter, and
@@ -47,7 +48,13 @@ def layer_seconds(chosen: int, n: Dimensions, split: Split, training: Training, 
     e, layers = training.precision.weight, len(n.indices["text_layers"])
     hidden = n["hidden"] * e
     tensor = (split.tp - 1) / split.tp * hidden / link(gpu, split.tp)
-    keys = (split.cp - 1) * 2 * n["kv"] / split.tp * e / link(gpu, split.tp * split.cp)
+    between = link(gpu, split.tp * split.cp)
+    keys = (split.cp - 1) * 2 * n["kv"] / split.tp * e / between
+    linear = len(n.indices.get("linear_layers", ())) / layers
+    exchanged = 0.0
+    if linear:
+        numbers = n["l_qkv"] + 2 * n["l_value"] + 2 * n["l_value_heads"]
+        exchanged = linear * (split.cp - 1) / split.cp * numbers / split.tp * e / between
     experts = 0.0
     if n.indices["moe_layers"] and split.ep > 1:
         routed = chosen * hidden / split.sequence_ranks * split.expert_tp * (split.ep - 1) / split.ep
@@ -57,7 +64,7 @@ def layer_seconds(chosen: int, n: Dimensions, split: Split, training: Training, 
         experts = moe * routed * ((1 - away) / link(gpu, 1) + away / link(gpu, split.world + gpu.nvlink_gpus))
     return {
         "tensor": Passes(4 * tensor, 6 * tensor),
-        "context": Passes(keys, 2 * keys),
+        "context": Passes((1 - linear) * keys + exchanged, 2 * (1 - linear) * keys + exchanged),
         "experts": Passes(2 * experts, 2 * experts),
     }
 

@@ -24,10 +24,20 @@ from qwen3vl_bridge.planning.memory.microbatch_activations import Work, chunk_ac
 from qwen3vl_bridge.planning.memory.model_states import stage_states
 from qwen3vl_bridge.planning.settings import Sharding, Training
 from qwen3vl_bridge.planning.split import Chunk, Split
+from qwen3vl_bridge.registry import family
 from qwen3vl_bridge.weights.dimensions import Dimensions
 
 VISION_STAGE = -1
 TOWER = Chunk(VISION_STAGE, 0, range(0), first=False, last=False, tower=True)
+
+
+def check_family(n: Dimensions) -> None:
+    """Check that the model's towers can be on ranks of their own; ValueError where they cannot."""
+    if not family(n.family).dist_train:
+        raise ValueError(
+            f"vision on ranks of its own, expected it on the language model's: the family {n.family} has no modules "
+            "for that"
+        )
 
 
 @dataclass(frozen=True)
@@ -79,6 +89,7 @@ class DistSplit:
         Raises:
             ValueError: it cannot; the message says why.
         """
+        check_family(n)
         self.replicas.check()
         if self.language.cp > 1 or (self.language.vpp or 1) > 1:
             raise ValueError(

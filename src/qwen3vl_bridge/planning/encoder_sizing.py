@@ -26,7 +26,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from qwen3vl_bridge.planning.communication import Passes, boundary_seconds, payload_seconds
-from qwen3vl_bridge.planning.encoder_ranks import TOWER, DistSplit, dist_estimate, dist_microbatches
+from qwen3vl_bridge.planning.encoder_ranks import (
+    TOWER,
+    DistSplit,
+    check_family,
+    dist_estimate,
+    dist_microbatches,
+)
 from qwen3vl_bridge.planning.hardware import Gpu
 from qwen3vl_bridge.planning.memory.estimate import Estimate
 from qwen3vl_bridge.planning.proposals import MARGIN, splits, ways
@@ -135,7 +141,7 @@ def size(
     """The best sizes for so many GPUs, best first; none if nothing fits, or no tower keeps up.
 
     Args:
-        config: a Qwen3-VL `config.json` as a mapping.
+        config: a `config.json` as a mapping.
         gpus: vision and language ranks together.
         gpu: of which kind.
         training: as it is used with `language`; otherwise its sharding and recomputation are chosen here.
@@ -146,9 +152,11 @@ def size(
         best: how many at most.
 
     Raises:
-        ValueError: with `language`, if no number of vision ranks can be beside it; the message has the last reason.
+        ValueError: a family whose tower has to be on the language model's ranks; with `language`, if no number of
+            vision ranks can be beside it, where the message has the last reason.
     """
     n, costs, fixed = dimensions_of(config), Costs.of(config, training), dict(fixed or {})
+    check_family(n)
     tried, refused = list[Sized](), ""
     for split in _candidates(n, gpus, gpu, training, language, fixed):
         try:

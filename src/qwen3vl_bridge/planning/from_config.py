@@ -36,6 +36,7 @@ _UNCOUNTED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "enable_cuda_graph": (False,),
         "delay_wgrad_compute": (False,),
         "parallel_output": (True,),
+        "trains_mtp": (False,),
     },
     "optimizer": {"optimizer": ("adam",), "optimizer_cpu_offload": (False,)},
     "ddp": {

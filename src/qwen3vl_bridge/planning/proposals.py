@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from qwen3vl_bridge.planning.hardware import Gpu
-from qwen3vl_bridge.planning.memory.estimate import Estimate, check, check_layers, estimate_of
+from qwen3vl_bridge.planning.memory.estimate import Estimate, check, estimate_of
 from qwen3vl_bridge.planning.settings import FULL, Recompute, Sharding, Training
 from qwen3vl_bridge.planning.speed.microbatch_flops import Costs
 from qwen3vl_bridge.planning.speed.step_time import StepTime, step_time
@@ -60,7 +60,7 @@ def propose(
     """The best ways to train a model on so many GPUs, best first; none if nothing fits.
 
     Args:
-        config: a Qwen3-VL `config.json` as a mapping.
+        config: a `config.json` as a mapping.
         world: GPUs.
         gpu: of which kind.
         training: what is wanted; its sharding and recomputation are chosen here.
@@ -85,7 +85,6 @@ def propose_of(
 ) -> list[Proposal]:
     """As `propose`, of a model's numbers and costs."""
     limit = gpu.memory_bytes * (1 - MARGIN)
-    check_layers(n)
     found: list[Proposal] = []
     for split in splits(n, world, gpu, training.seq_length, fixed or {}):
         try:

@@ -204,7 +204,18 @@ class Split:
         elif self.tp > 1 and not self.sequence_parallel:
             raise ValueError(f"sequence_parallel is False with experts under tp {self.tp}, expected True: "
                              "megatron-core trains experts in no other way")  # fmt: skip
+        if n.indices.get("linear_layers"):
+            self._check_linear_attention(n)
         self.chunks(len(n.indices["text_layers"]))
+
+    def _check_linear_attention(self, n: Dimensions) -> None:
+        if self.tp > 1 and not self.sequence_parallel:
+            raise ValueError(f"sequence_parallel is False with linear attention under tp {self.tp}, expected True: "
+                             "megatron-core leaves gradients of its output norm apart otherwise")  # fmt: skip
+        for name, heads in (("key", n["l_key"] // n["l_key_dim"]), ("value", n["l_value_heads"])):
+            if heads % (self.tp * self.cp):
+                raise ValueError(f"linear_num_{name}_heads is {heads}, expected a multiple of tp * cp, "
+                                 f"{self.tp * self.cp}: linear attention shares out its heads over both")  # fmt: skip
 
     def check_tower(self, n: Dimensions) -> None:
         """Check that the vision tower can be split so.

@@ -14,6 +14,8 @@ from typing import Any
 from qwen3vl_bridge.registry import dimensions_of, family
 from qwen3vl_bridge.weights.dimensions import Dimensions, text_sizes, vision_sizes
 
+CHUNK = 64  # tokens that kernels of the gated delta rule treat at once
+
 
 @dataclass(frozen=True)
 class TowerCosts:
@@ -168,12 +170,17 @@ def model_costs(n: Dimensions, trained: Trained | None = None) -> TowerCosts:
 def _attend_linearly(text: _Chain, name: str, n: Dimensions, trained: bool) -> None:
     """A layer of linear attention: its work grows with the tokens alone.
 
-    For each token and value head three products with the state of key size times value size: what is remembered under
-    the key, what is written, what is read.
+    The gated delta rule by chunks, as kernels do it. For each token and value head three products with the state of key
+    size times value size (what is remembered under the key, what is written, what is read), and within a chunk as many
+    as there are tokens in it: of keys with keys, queries and what solves the chunk's triangular system; of values with
+    the latter and with the queries' scores. Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks (2025), section
+    3.3; transformers, torch_chunk_gated_delta_rule, whose matrix products these are.
     """
+    keys, values = n["l_value_heads"] * n["l_key_dim"], n["l_value"]
     text.add(f"{name}.in_proj", n["hidden"], n["l_qkv"] + n["l_value"] + 2 * n["l_value_heads"], trained)
     text.add("", n["l_conv"], n["l_qkv"], trained)
-    text.linear += 3 * n["l_key_dim"] * n["l_value"] * (1 + 2 * text.reached)
+    rule = 3 * n["l_key_dim"] * values + CHUNK * (3 * keys + 2 * values)
+    text.linear += rule * (1 + 2 * text.reached)
     text.add(f"{name}.out_proj", n["l_value"], n["hidden"], trained)
 
 

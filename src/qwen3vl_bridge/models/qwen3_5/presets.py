@@ -7,7 +7,7 @@ alike (`models/config/released.py`), parameter names (`table.py`), how a model i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from qwen3vl_bridge.models.config import released
@@ -38,18 +38,25 @@ PRESETS: Mapping[str, Preset] = {
 }
 
 
-def hub_id(size: str) -> str:
-    """Name on the Hugging Face hub."""
-    return f"Qwen/Qwen3.5-{size}"
+# The largest in small, to try its splits on a machine: four layers, sixteen experts. Never released.
+PROXY = Preset(
+    4096, 0, 4, 32, 2, linear_value_heads=64, vision=replace(_LARGE, depth=2), experts=Experts(16, chosen=2, ffn=1024)
+)
+_KNOWN: Mapping[str, Preset] = {**PRESETS, "proxy": PROXY}
+
+
+def hub_ids(size: str) -> tuple[str]:
+    """Name on the Hugging Face hub; of the proxy, that of the model whose processor it has."""
+    return (f"Qwen/Qwen3.5-{'397B-A17B' if size == 'proxy' else size}",)
 
 
 def size_of(name: str) -> str:
-    """The size, a key of `PRESETS`, that a size's own name or a hub id means.
+    """The size, a key of `PRESETS` or "proxy", that a size's own name or a hub id means.
 
     Raises:
         ValueError: there is no such model; the message lists the sizes.
     """
-    return released.size_of(name, PRESETS, lambda size: (hub_id(size),))
+    return name if name == "proxy" else released.size_of(name, PRESETS, hub_ids)
 
 
 def config_dict(size: str) -> dict[str, Any]:
@@ -61,7 +68,7 @@ def config_dict(size: str) -> dict[str, Any]:
     Raises:
         ValueError: an unknown size.
     """
-    preset, experts = PRESETS[size_of(size)], PRESETS[size_of(size)].experts
+    preset, experts = _KNOWN[size_of(size)], _KNOWN[size_of(size)].experts
     text = {
         "vocab_size": 248_320,
         "layer_types": [FULL if layer % 4 == 3 else LINEAR for layer in range(preset.layers)],

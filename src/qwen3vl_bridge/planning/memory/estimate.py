@@ -13,6 +13,7 @@ from qwen3vl_bridge.planning.hardware import GIB
 from qwen3vl_bridge.planning.memory.in_flight_microbatches import most_in_flight
 from qwen3vl_bridge.planning.memory.microbatch_activations import Activations, chunk_activations
 from qwen3vl_bridge.planning.memory.model_states import States, stage_states
+from qwen3vl_bridge.planning.memory.parameters import adapter_widths, kinds_of_layers
 from qwen3vl_bridge.planning.settings import Training
 from qwen3vl_bridge.planning.split import Split
 from qwen3vl_bridge.registry import dimensions_of
@@ -119,30 +120,22 @@ def estimate(config: Mapping, split: Split, training: Training, *, vocab: int | 
     return estimate_of(n, split, training, n["chosen_experts"])
 
 
-def check_layers(n: Dimensions) -> None:
-    """Check that it is known what the model's layers hold; ValueError where it is not."""
-    if layers := n.indices.get("linear_layers"):
-        raise ValueError(
-            f"{len(layers)} layers have linear attention, whose activations the planner does not know, expected a "
-            "Qwen3-VL"
-        )
-
-
 def check(n: Dimensions, split: Split, training: Training) -> None:
     """Check that a model can be trained so.
 
     Raises:
         ValueError: it cannot; the message says why.
     """
-    check_layers(n)
     split.check(n)
     split.check_rows(training.seq_length)
     split.microbatches(training.global_batch_size, training.micro_batch_size)
     if training.lora is not None:
-        dense = bool(n.indices["dense_layers"])
-        if not dense and not {"linear_qkv", "linear_proj"} & set(training.lora.targets):
-            raise ValueError(f"LoRA's targets are {training.lora.targets}: experts get no adapters, and there is no "
-                             "other MLP; expected linear_qkv or linear_proj")  # fmt: skip
+        known = {name for layers in kinds_of_layers(n) for name in adapter_widths(n, layers[0])}
+        if not known & set(training.lora.targets):
+            raise ValueError(
+                f"LoRA's targets are {training.lora.targets}, none of which this model has outside of experts, which "
+                f"get no adapters; expected some of {', '.join(sorted(known))}"
+            )
     moe = {"moe", "moe_act"} & training.recompute.modules
     if moe and not n.indices["moe_layers"]:
         raise ValueError(f"recompute_modules has {sorted(moe)}, expected neither: this model has no experts")

@@ -14,6 +14,8 @@ really keeps. Transformer Engine's differ in the terms that are marked here: its
 model's precision, where torch's on a CPU also keep the normalised input and compute in float32; values are copied out
 of the product that made queries, keys and values; its attention puts out what the next layer takes, where ours copies
 packed rows; experts' tokens are permuted by a map.
+
+Linear attention is counted in `linear_attention_activations.py`.
 """
 
 from __future__ import annotations
@@ -104,12 +106,16 @@ def attention(n: Dimensions, split: Split, training: Training) -> list[Kept]:
         Kept("linear_proj: input", w.q * e),
         Kept("attention: logarithms", w.heads * LOG, core),
     ]
+    gates = "gated_q" in n.sizes  # of each query, which are a part of linear_qkv's output
+    if gates:
+        found.append(Kept("attention: output before its gate", w.q * e))
+        found.append(Kept("gate", w.q * (e if training.transformer_engine else 4)))
     if training.transformer_engine:
         return [*found, Kept("keys", w.kv * e), Kept("values", w.kv * e)]
     if e == w.norm:  # norms of what is no copy, but a part of linear_qkv's output, keep that, which is kept anyway
         parts = {"norm of keys: input"} | ({"norm of queries: input"} if w.groups == 1 else set())
         found = [row for row in found if row.what not in parts]
-    found.append(Kept("linear_qkv: output", (w.q + 2 * w.kv) * e))
+    found.append(Kept("linear_qkv: output", ((1 + gates) * w.q + 2 * w.kv) * e))
     if split.cp > 1:
         found.append(Kept("keys and values of all context-parallel ranks", 2 * w.kv * e * split.cp))
     else:
@@ -173,14 +179,27 @@ def experts(n: Dimensions, split: Split, training: Training, chosen: int) -> lis
         Kept("experts: probabilities", seen * NORM, freed),
         Kept("experts: linear_fc1 input", seen * n["hidden"] * w.weight, freed),
         *gated("experts", seen * n["moe_ffn"] / split.expert_tp, training, freed, weighed=True),
+        *shared_expert(n, split, training, freed),
     ]
 
 
-def adapters(n: Dimensions, split: Split, training: Training, *, dense: bool) -> list[Kept]:
+def shared_expert(n: Dimensions, split: Split, training: Training, freed: frozenset[str]) -> list[Kept]:
+    """The expert that every token visits, and the gate of its output; its input is the router's."""
+    if not (ffn := n.sizes.get("shared_ffn", 0)):
+        return []
+    w = Widths.of(n, split, training)
+    return [
+        *gated("shared expert", ffn / split.tp, training, freed, weighed=False),
+        Kept("shared expert: output", w.hidden * w.weight, freed),
+        Kept("shared expert: gate", w.weight / split.sequence_ranks, freed),
+    ]
+
+
+def adapters(n: Dimensions, training: Training, layer: int) -> list[Kept]:
     """Between the two matrices of each adapter of a layer."""
     if training.lora is None:
         return []
-    names = [name for name in adapter_widths(n) if name in training.lora.targets and (dense or "fc" not in name)]
+    names = [name for name in adapter_widths(n, layer) if name in training.lora.targets]
     return [Kept(f"adapter of {name}", training.lora.rank * training.precision.weight) for name in names]
 
 

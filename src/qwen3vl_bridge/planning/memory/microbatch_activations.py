@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from qwen3vl_bridge.planning.memory import language_activations as kept
 from qwen3vl_bridge.planning.memory import vision_activations
 from qwen3vl_bridge.planning.memory.language_activations import Kept
+from qwen3vl_bridge.planning.memory.linear_attention_activations import linear_attention, linear_attention_passing
+from qwen3vl_bridge.planning.memory.parameters import kinds_of_layers
 from qwen3vl_bridge.planning.settings import Recompute, Training
 from qwen3vl_bridge.planning.split import Chunk, Split
 from qwen3vl_bridge.weights.dimensions import Dimensions
@@ -28,11 +30,13 @@ class Work:
         tokens: of its context-parallel share.
         patches: that it encodes.
         vision_tokens: among `tokens`.
+        slots: of linear attention's chunks, for each token, where torch computes it; kernels leave none empty.
     """
 
     tokens: float
     patches: float
     vision_tokens: float
+    slots: float = 1.0
 
     @classmethod
     def of(cls, n: Dimensions, split: Split, training: Training) -> Work:
@@ -104,7 +108,7 @@ def chunk_activations(
     """
     work = work or Work.of(n, split, training)
     found: dict[str, float] = {}
-    layers = _text_layers(n, split, training, chunk, chosen)
+    layers = _text_layers(n, split, training, chunk, chosen, work.slots)
     text, passing = _recomputed(layers, training.recompute)
     found["language model"] = text * work.tokens
     passing *= work.tokens
@@ -131,22 +135,30 @@ def chunk_activations(
     return Activations({name: value for name, value in found.items() if value}, passing)
 
 
-def _text_layers(n: Dimensions, split: Split, training: Training, chunk: Chunk, chosen: int) -> list[Layer]:
-    w, moe = kept.Widths.of(n, split, training), set(n.indices["moe_layers"])
-    attention = kept.attention(n, split, training)
-
-    def layer(mlp: list[Kept], wide: float, *, dense: bool) -> Layer:
-        rows = (*attention, *mlp, *kept.adapters(n, split, training, dense=dense))
-        return Layer(rows, w.hidden * w.weight, (3 * wide + 2 * w.hidden) * w.weight)
-
+def _text_layers(
+    n: Dimensions, split: Split, training: Training, chunk: Chunk, chosen: int, slots: float
+) -> list[Layer]:
+    w, linear, moe = kept.Widths.of(n, split, training), n.indices.get("linear_layers", ()), n.indices["moe_layers"]
     seen = chosen * training.expert_load / split.sequence_ranks
     of_experts = seen * (n["moe_ffn"] + 2 * n["hidden"] * split.expert_tp / 3)
-    kinds = {
-        False: lambda: layer(kept.dense_mlp(n, split, training), w.ffn, dense=True),
-        True: lambda: layer(kept.experts(n, split, training, chosen), of_experts, dense=False),
-    }
-    made = {kind: kinds[kind]() for kind in {number in moe for number in chunk.layers}}
-    return [made[number in moe] for number in chunk.layers]
+
+    def layer(number: int) -> Layer:
+        wide, mlp = w.ffn, kept.dense_mlp
+        if number in moe:
+            wide, mlp = of_experts, lambda *_: kept.experts(n, split, training, chosen)
+        gradients = 3 * wide * w.weight
+        if number in linear:
+            attention = linear_attention(n, split, training, slots)
+            gradients = max(gradients, linear_attention_passing(n, split, training))
+        else:
+            attention = kept.attention(n, split, training)
+        rows = (*attention, *mlp(n, split, training), *kept.adapters(n, training, number))
+        return Layer(rows, w.hidden * w.weight, gradients + 2 * w.hidden * w.weight)
+
+    made: dict[int, Layer] = {}
+    for alike in kinds_of_layers(n, chunk.layers):
+        made |= dict.fromkeys(alike, layer(alike[0]))
+    return [made[number] for number in chunk.layers]
 
 
 def _tower(n: Dimensions, split: Split, training: Training) -> tuple[float, float, float]:

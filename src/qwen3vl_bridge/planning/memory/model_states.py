@@ -11,7 +11,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from qwen3vl_bridge.planning.memory.parameters import Count, adapter_count, chunk_count, layer_count, vision_layer_count
+from qwen3vl_bridge.planning.memory.parameters import (
+    Count,
+    adapter_count,
+    chunk_count,
+    kinds_of_layers,
+    layer_count,
+    mtp_count,
+    vision_layer_count,
+)
 from qwen3vl_bridge.planning.settings import Sharding, Training
 from qwen3vl_bridge.planning.split import Chunk, Split
 from qwen3vl_bridge.weights.dimensions import Dimensions
@@ -69,7 +77,8 @@ def stage_states(n: Dimensions, split: Split, chunks: tuple[Chunk, ...], trainin
     if training.sharding in (Sharding.GRADIENTS, Sharding.ALL) and split.pp > 1:
         raise ValueError(f"pp is {split.pp} with {training.sharding.value}, expected 1: Megatron-FSDP has no stages")
     held = sum((chunk_count(n, split, chunk) for chunk in chunks), Count())
-    trained = held.without(training.resting)
+    mtp = sum((mtp_count(n, split, chunk) for chunk in chunks), Count())
+    trained = (held - mtp).without(training.resting)
     if training.lora is not None:
         adapters = sum(adapter_count(n, split, chunk, training.lora) for chunk in chunks)
         held, trained = held + Count(language_model=adapters), trained + Count(language_model=adapters)
@@ -97,8 +106,7 @@ def stage_states(n: Dimensions, split: Split, chunks: tuple[Chunk, ...], trainin
 
 def _gathered(n: Dimensions, split: Split, chunks: tuple[Chunk, ...], training: Training, held: Count) -> int:
     """Under ZeRO-3: what lies outside of layers for the whole step, and some layers of the largest kind."""
-    kinds = [n.indices[name][:1] for name in ("dense_layers", "moe_layers")]
-    units = [layer_count(n, split, layer).total for kind in kinds for layer in kind]
+    units = [layer_count(n, split, layers[0]).total for layers in kinds_of_layers(n)]
     only_layers = [replace(chunk, first=False, last=False, tower=False) for chunk in chunks]
     in_layers = sum(chunk_count(n, split, chunk).total for chunk in only_layers)
     in_tower = vision_layer_count(n, split) * len(n.indices["vision_layers"]) * any(chunk.tower for chunk in chunks)

@@ -16,16 +16,19 @@ from qwen3vl_bridge.planning.split import Chunk, Split
 from qwen3vl_bridge.registry import family
 from qwen3vl_bridge.weights.dimensions import Dimensions
 from qwen3vl_bridge.weights.model_parts import Part, part_of
-from qwen3vl_bridge.weights.rows import PackedExpert, Row
+from qwen3vl_bridge.weights.names import is_of_experts
+from qwen3vl_bridge.weights.rows import Row
 
+_MTP = "language_model.mtp."
 _EMBEDDING = "language_model.embedding.word_embeddings.weight"
-_LAST = ("language_model.decoder.final_layernorm.weight", "language_model.output_layer.weight")
 # Whole on every tensor-parallel rank, beside the rows marked so: norms, the router, and biases of layers whose inputs
 # are split. Everything else is cut along one of its dimensions, which comes to the same count.
 _WHOLE = ("norm.", "_norm_", "mlp.router.", "linear_proj.bias", "linear_fc2.bias")
-_LAYERS = ("text_layers", "dense_layers", "moe_layers")
+# Indices that count text layers, each of which lies on one pipeline stage.
+_LAYERS = ("text_layers", "dense_layers", "moe_layers", "linear_layers", "full_layers")
 
-
+# A row of a family's table, its kind, and what its ranks divide it by.
+_Row = tuple[Row, str, Callable[[Split], int]]
 _KINDS = ("language_model", "experts", "vision_model", "vision_projection")
 
 
@@ -40,6 +43,9 @@ class Count:
 
     def __add__(self, other: Count) -> Count:
         return Count(**{kind: getattr(self, kind) + getattr(other, kind) for kind in _KINDS})
+
+    def __sub__(self, other: Count) -> Count:
+        return Count(**{kind: getattr(self, kind) - getattr(other, kind) for kind in _KINDS})
 
     @property
     def total(self) -> int:
@@ -65,17 +71,35 @@ def chunk_count(n: Dimensions, split: Split, chunk: Chunk) -> Count:
         split: over how many ranks.
         chunk: of the pipeline.
     """
-    inside = {name: len(_inside(n, chunk, name)) for name in _LAYERS}
+    return _count(n, split, chunk, _rows(n.family))
+
+
+def _count(n: Dimensions, split: Split, chunk: Chunk, rows: Iterable[_Row]) -> Count:
+    inside = {name: len(set(chunk.layers).intersection(n.indices.get(name, ()))) for name in _LAYERS}
     found: dict[str, int] = {kind: 0 for kind in _KINDS}  # noqa: C420
-    for row, kind, divided in _rows(n.family):
+    for row, kind, divided in rows:
         if copies := _copies(row, n, split, chunk, inside):
             found[kind] += copies * _numbers(row, n) // divided(split)
     return Count(**found)
 
 
+def mtp_count(n: Dimensions, split: Split, chunk: Chunk) -> Count:
+    """Of these, parameters of multi-token prediction, which are kept and not trained."""
+    return _count(n, split, chunk, [one for one in _rows(n.family) if one[0].megatron.startswith(_MTP)])
+
+
 def layer_count(n: Dimensions, split: Split, layer: int) -> Count:
     """Parameters of one text layer that a rank holds."""
     return chunk_count(n, split, Chunk(0, 0, range(layer, layer + 1), first=False, last=False))
+
+
+def kinds_of_layers(n: Dimensions, layers: Iterable[int] | None = None) -> list[list[int]]:
+    """Text layers by what they are made of: linear or full attention, experts or none; None for all of the model's."""
+    linear, moe = (set(n.indices.get(name, ())) for name in ("linear_layers", "moe_layers"))
+    found: dict[tuple[bool, bool], list[int]] = {}
+    for layer in n.indices["text_layers"] if layers is None else layers:
+        found.setdefault((layer in linear, layer in moe), []).append(layer)
+    return list(found.values())
 
 
 def vision_layer_count(n: Dimensions, split: Split) -> int:
@@ -86,22 +110,24 @@ def vision_layer_count(n: Dimensions, split: Split) -> int:
 
 def adapter_count(n: Dimensions, split: Split, chunk: Chunk, lora: Lora) -> int:
     """Parameters of a chunk's adapters that a rank holds: both matrices are cut over tensor-parallel ranks."""
-    dense = len(_inside(n, chunk, "dense_layers"))
-    total = 0
-    for name, wide in adapter_widths(n).items():
-        if name in lora.targets:
-            total += lora.rank * sum(wide) * (dense if "fc" in name else len(chunk.layers))
-    return total // split.tp
+    numbers = sum(
+        sum(wide) for layer in chunk.layers for name, wide in adapter_widths(n, layer).items() if name in lora.targets
+    )
+    return lora.rank * numbers // split.tp
 
 
-def adapter_widths(n: Dimensions) -> dict[str, tuple[int, int]]:
-    """Inputs and outputs of the linear layers of a text layer without experts."""
-    return {
-        "linear_qkv": (n["hidden"], n["q"] + 2 * n["kv"]),
-        "linear_proj": (n["q"], n["hidden"]),
-        "linear_fc1": (n["hidden"], 2 * n["ffn"]),
-        "linear_fc2": (n["ffn"], n["hidden"]),
-    }
+def adapter_widths(n: Dimensions, layer: int) -> dict[str, tuple[int, int]]:
+    """Inputs and outputs of those linear layers of a text layer that adapters are put on, which experts' are not."""
+    if layer in n.indices.get("linear_layers", ()):
+        inner = n["l_qkv"] + n["l_value"] + 2 * n["l_value_heads"]
+        found = {"in_proj": (n["hidden"], inner), "out_proj": (n["l_value"], n["hidden"])}
+    else:
+        queries = n.sizes.get("gated_q", n["q"])
+        found = {"linear_qkv": (n["hidden"], queries + 2 * n["kv"]), "linear_proj": (n["q"], n["hidden"])}
+    ffn = n["ffn"] if layer in n.indices["dense_layers"] else n.sizes.get("shared_ffn", 0)
+    if ffn:
+        found |= {"linear_fc1": (n["hidden"], 2 * ffn), "linear_fc2": (ffn, n["hidden"])}
+    return found
 
 
 def _numbers(row: Row, n: Dimensions) -> int:
@@ -109,18 +135,18 @@ def _numbers(row: Row, n: Dimensions) -> int:
 
 
 def _divisor(row: Row) -> Callable[[Split], int]:
-    if isinstance(row, PackedExpert):
+    if is_of_experts(row.megatron):
         return lambda split: split.expert_tp
     whole = row.replicated or any(name in row.megatron for name in _WHOLE)
     return lambda split: 1 if whole else split.tp
 
 
 def _kind(row: Row) -> str:
-    return "experts" if isinstance(row, PackedExpert) else part_of(row.megatron).value
+    return "experts" if is_of_experts(row.megatron) else part_of(row.megatron).value
 
 
 @functools.cache
-def _rows(name: str) -> list[tuple[Row, str, Callable[[Split], int]]]:
+def _rows(name: str) -> list[_Row]:
     """A family's table, each row with its kind and what its ranks divide it by."""
     return [(row, _kind(row), _divisor(row)) for row in family(name).rows()]
 
@@ -129,23 +155,17 @@ def _copies(row: Row, n: Dimensions, split: Split, chunk: Chunk, inside: Mapping
     """How many parameters of this row the chunk has."""
     if row.condition is not None and not n[row.condition]:
         return 0
-    if not row.indices and row.megatron in _LAST:
-        return int(chunk.last)
     if row.megatron == _EMBEDDING:
         # The stage with the output layer has a copy where the two are one weight.
         return int(chunk.first or (chunk.last and not n["untied"]))
-    if not row.indices:
-        return int(chunk.tower)
-    count = 1
+    # What belongs to no text layer lies with the tower, or behind all of them.
+    outside = int(chunk.last if row.megatron.startswith("language_model.") else chunk.tower)
+    count = 1 if set(row.indices).intersection(_LAYERS) else outside
     for name in row.indices:
         if name in _LAYERS:
             count *= inside[name]
         elif name == "experts":
             count *= len(n.indices[name]) // split.ep
         else:
-            count *= len(n.indices[name]) * chunk.tower
+            count *= len(n.indices[name])
     return count
-
-
-def _inside(n: Dimensions, chunk: Chunk, name: str) -> set[int]:
-    return set(chunk.layers).intersection(n.indices[name])

@@ -19,11 +19,11 @@ not: how fast links are (`planning/hardware.py`), what is sent within a replica 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from qwen3vl_bridge.planning.communication import Passes
 from qwen3vl_bridge.planning.hardware import Gpu
-from qwen3vl_bridge.planning.memory.parameters import Count, chunk_count
+from qwen3vl_bridge.planning.memory.parameters import Count, chunk_count, mtp_count
 from qwen3vl_bridge.planning.settings import Sharding, Training
 from qwen3vl_bridge.planning.split import Chunk, Split
 from qwen3vl_bridge.weights.dimensions import Dimensions
@@ -64,7 +64,7 @@ def data_seconds(n: Dimensions, split: Split, training: Training, microbatches: 
 def stage_data_seconds(
     n: Dimensions,
     split: Split,
-    chunks: Iterable[Chunk],
+    chunks: Sequence[Chunk],
     training: Training,
     microbatches: int,
     gpu: Gpu,
@@ -72,7 +72,8 @@ def stage_data_seconds(
 ) -> float:
     """As `data_seconds`, of a stage that has these chunks."""
     held = sum((chunk_count(n, split, chunk) for chunk in chunks), Count())
-    sent = _sent(held, held.without(training.resting), split, training, gpu)
+    mtp = sum((mtp_count(n, split, chunk) for chunk in chunks), Count())
+    sent = _sent(held, (held - mtp).without(training.resting), split, training, gpu)
     every_pass = training.sharding is Sharding.ALL
     scattered = training.sharding in (Sharding.GRADIENTS, Sharding.ALL)
     forward = max(sent.forward - work.forward * training.overlap_param_gather, 0.0)

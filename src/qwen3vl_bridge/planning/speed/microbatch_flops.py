@@ -124,7 +124,9 @@ def _again(chosen: int, n: Dimensions, training: Training, layer: Line) -> Line:
     layers, mlp = len(n.indices["text_layers"]), 6 * n["hidden"]
     recomputed = {
         "mlp": Line(mlp * n["ffn"] * len(n.indices["dense_layers"]) / layers),
-        "moe": Line(mlp * n["moe_ffn"] * chosen * len(n.indices["moe_layers"]) / layers),
+        "moe": Line(
+            mlp * (n["moe_ffn"] * chosen + n.sizes.get("shared_ffn", 0)) * len(n.indices["moe_layers"]) / layers
+        ),
         "core_attn": Line(0.0, layer.square),
     }
     return sum((recomputed.get(name, Line()) for name in training.recompute.modules), Line())
@@ -141,7 +143,8 @@ def _trained(training: Training) -> Trained:
         return whole
 
     def rank(layer: str) -> int:
-        of_text = layer.startswith("language_model.") and layer.rpartition(".")[2] in lora.targets
-        return lora.rank if of_text else 0
+        part, _, name = layer.rpartition(".")
+        adapted = part.startswith("language_model.") and not part.endswith(".experts") and name in lora.targets
+        return lora.rank if adapted else 0
 
     return replace(whole, rank=rank)

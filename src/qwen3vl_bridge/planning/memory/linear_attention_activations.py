@@ -1,0 +1,91 @@
+"""What a layer of linear attention keeps for its backward pass, by the rules of `language_activations.py`.
+
+What lives here: the table, in numbers for each token of a context-parallel rank. Between its projections such a rank
+has all tokens and its share of the heads, which comes to the same. Standard library only. What may not: the MLP behind
+it, counts of layers (`microbatch_activations.py`).
+
+Two ways to compute it, as for attention. The rule in torch (`models/qwen3_5/delta_rule.py`) keeps what autograd keeps
+of each of its lines, six matrices of chunk times chunk among them, and is counted out in tests; its chunks never have
+tokens of two segments, so that it has more slots than tokens. Kernels keep what their own functions save: the
+convolution its input; the normalisation its result; the rule queries, keys, values, decays, strengths and the inverse
+of each chunk's triangular system, and work out the rest again. Source: flash-linear-attention, `CausalConv1dFunction`,
+`L2NormFunction`, `ChunkGatedDeltaRuleFunction`; not measured, for want of a GPU.
+"""
+
+from __future__ import annotations
+
+from qwen3vl_bridge.models.common.flops import CHUNK
+from qwen3vl_bridge.planning.memory.language_activations import INDEX, NORM, Kept, Widths, norm
+from qwen3vl_bridge.planning.settings import Training
+from qwen3vl_bridge.planning.split import Split
+from qwen3vl_bridge.weights.dimensions import Dimensions
+
+_FLOAT = 4  # bytes, in which the rule is computed in torch, and decays everywhere
+
+
+def linear_attention(n: Dimensions, split: Split, training: Training, slots: float = 1.0) -> list[Kept]:
+    """Linear attention of one layer, with the norm before it.
+
+    Args:
+        n, split, training: as everywhere.
+        slots: of chunks, for each token; more than 1 where segments leave some empty.
+    """
+    w, e = Widths.of(n, split, training), training.precision.weight
+    mixed, value, heads = (n[name] / split.tp for name in ("l_qkv", "l_value", "l_value_heads"))
+    keys, key_heads = 2 * n["l_key"] / split.tp, 2 * n["l_key"] / n["l_key_dim"] / split.tp
+    found = [
+        *norm("norm before attention", w.hidden, 1 / split.sequence_ranks, w, training),
+        Kept("in_proj: input", w.hidden * e),
+        Kept("in_proj: output, which the convolution takes", (mixed + value + 2 * heads) * e),
+        Kept("decays: softplus", 2 * heads * _FLOAT),
+        Kept("writing strengths", heads * e),
+        Kept("out_proj: input", value * e),
+    ]
+    if not training.transformer_engine:
+        return [
+            *found,
+            Kept("convolution: earlier tokens", (n["l_conv"] - 1) * (mixed * e + 1)),
+            Kept("convolution: output", mixed * e),
+            Kept("queries and keys before their norm", (keys + key_heads) * _FLOAT),
+            *_rule_in_torch(n, heads, slots),
+            *norm("norm of the output", value, heads, w, training),
+            Kept("gate and what it becomes", 2 * value * _FLOAT),
+            Kept("norm of the output: result", value * e),
+        ]
+    return [
+        *found,
+        Kept("queries and keys, normalised", keys * e + key_heads * NORM),
+        Kept("queries and keys of value heads", 2 * heads * n["l_key_dim"] * e),
+        Kept("values", value * e),
+        Kept("decays since the chunk began", heads * _FLOAT),
+        Kept("inverses of chunks' systems", heads * CHUNK * e),
+        Kept("norm of the output: input", value * e),
+        Kept("norm of the output: statistic", heads * NORM),
+        Kept("norm of the output: result", value * e),
+        Kept("gate", value * e),
+    ]
+
+
+def _rule_in_torch(n: Dimensions, heads: float, slots: float) -> list[Kept]:
+    """The gated delta rule line by line, in float32; numbers of a head and a slot."""
+    key, value = n["l_key_dim"], n["l_value_dim"]
+    numbers = {
+        "decays, system, scores": 6 * CHUNK,
+        "keys and queries": 10 * key,
+        "values": 4 * value,
+        "decays and strengths": 4 + 1 / CHUNK,
+        "states": key * value / CHUNK,
+    }
+    rows = [Kept(f"delta rule: {what}", heads * slots * number * _FLOAT) for what, number in numbers.items()]
+    return [*rows, Kept("delta rule: tokens in slots", slots * INDEX)]
+
+
+def linear_attention_passing(n: Dimensions, split: Split, training: Training) -> float:
+    """Bytes for each token while its backward pass runs: what kernels work out again, and gradients.
+
+    Of each head what the chunk writes and sees, queries, keys and values with their gradients, and the states between
+    chunks with theirs.
+    """
+    key, value = n["l_key_dim"], n["l_value_dim"]
+    numbers = 4 * key + 4 * value + 2 * key * value / CHUNK
+    return n["l_value_heads"] / split.tp * numbers * training.precision.weight

@@ -1,0 +1,156 @@
+"""The planner on Qwen3.5: parameters of released sizes, splits, adapters, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import qwen3vl_bridge.models.qwen3_5.bridge  # noqa: F401  which is not registered by itself
+from qwen3vl_bridge import Qwen3VLLoRA
+from qwen3vl_bridge.cli.plan import main
+from qwen3vl_bridge.models.qwen3_5.presets import PRESETS, config_dict, hf_config, hub_ids
+from qwen3vl_bridge.planning.hardware import GPUS
+from qwen3vl_bridge.planning.memory.estimate import estimate
+from qwen3vl_bridge.planning.memory.model_states import stage_states
+from qwen3vl_bridge.planning.memory.parameters import Count, chunk_count, mtp_count
+from qwen3vl_bridge.planning.proposals import propose
+from qwen3vl_bridge.planning.settings import FP32, LINEAR_LAYERS, Lora, Sharding, Training
+from qwen3vl_bridge.planning.split import Split
+from qwen3vl_bridge.registry import dimensions_of
+from qwen3vl_bridge.training.process_groups import initialize
+from qwen3vl_bridge.weights.model_parts import part_of
+
+import pytest
+import torch
+from megatron.bridge import AutoBridge
+
+from tests.parity.conftest import make_pair
+
+from .test_table import MTP_PARAMETERS, PARAMETERS
+
+
+@pytest.mark.parametrize("size", PRESETS)
+def test_released_sizes_unsplit(size):
+    n = dimensions_of(config_dict(size))
+    ((chunk,),) = Split(1).chunks(len(n.indices["text_layers"]))
+    assert chunk_count(n, Split(1), chunk).total == PARAMETERS[size] + MTP_PARAMETERS[size]
+    assert mtp_count(n, Split(1), chunk).total == MTP_PARAMETERS[size]
+
+
+STAGES = {
+    "9B": Split(4, pp=4),
+    "35B-A3B": Split(4, pp=4),
+    "27B": Split(8, pp=8, vpp=2),
+    "4B": Split(3, pp=3, layout=((9,), (11,), (12,))),
+}
+
+
+@pytest.mark.parametrize("size", STAGES)
+def test_stages_have_everything_once(size):
+    n, split = dimensions_of(config_dict(size)), STAGES[size]
+    chunks = [chunk for stage in split.chunks(len(n.indices["text_layers"])) for chunk in stage]
+    again = 0 if n["untied"] else n["vocab"] * n["hidden"]
+    assert (
+        sum(chunk_count(n, split, chunk).total for chunk in chunks) == PARAMETERS[size] + MTP_PARAMETERS[size] + again
+    )
+    assert [mtp_count(n, split, chunk).total > 0 for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+
+
+def test_a_released_size_as_it_is_built():
+    """The 0.8B, part by part, of megatron-core's modules on the meta device."""
+    provider = AutoBridge.from_hf_config(hf_config("0.8B")).to_megatron_provider(load_weights=False)
+    provider.bf16, provider.params_dtype, provider.perform_initialization = True, torch.bfloat16, False
+    provider.finalize()
+    initialize(provider, seed=0)
+    with torch.device("meta"):
+        model = provider.provide(pre_process=True, post_process=True)
+    found: Counter[str] = Counter()
+    for name, p in model.named_parameters():
+        found[part_of(name).value] += p.numel()
+    n = dimensions_of(config_dict("0.8B")).with_vocab(provider.padded_vocab_size or provider.vocab_size)
+    assert chunk_count(n, Split(1), Split(1).chunks(24)[0][0]) == Count(**found)
+
+
+@pytest.mark.parametrize("size", PRESETS)
+def test_released_sizes_are_planned_without_a_network(size, capsys):
+    gpus = {"122B-A10B": 64, "397B-A17B": 256}.get(size, 16)
+    words = [
+        "--model",
+        hub_ids(size)[0],
+        "--gpus",
+        str(gpus),
+        "--seq-length",
+        "8192",
+        "--max-patches",
+        "8192",
+        "--json",
+    ]
+    assert main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found and all(one["fits"] for one in found)
+
+
+@pytest.mark.parametrize(
+    ("split", "message"),
+    [
+        (Split(8, tp=2), "sequence_parallel is False with linear attention under tp 2, expected True"),
+        (Split(32, cp=32), "linear_num_key_heads is 16, expected a multiple of tp . cp, 32"),
+    ],
+)
+def test_splits_that_linear_attention_cannot_have(split, message):
+    with pytest.raises(ValueError, match=message):
+        estimate(config_dict("9B"), split, Training(seq_length=65536))
+
+
+def test_adapters_of_nothing():
+    with pytest.raises(ValueError, match=r"none of which this model has .* in_proj, linear_fc1, linear_fc2"):
+        estimate(config_dict("9B"), Split(8), Training(lora=Lora(8, ())))
+
+
+@pytest.mark.skip(reason="Qwen3.5-VL takes no adapters yet")
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_adapters_as_they_are_put_in(kind, qwen3_5_folders):
+    """On all linear layers but experts': parameters that are trained, to the last one."""
+    folder = qwen3_5_folders[kind]
+    pair = make_pair(folder)
+    Qwen3VLLoRA(dim=8, target_modules=list(LINEAR_LAYERS))([pair.megatron])
+    real = sum(p.numel() for p in pair.megatron.parameters() if p.requires_grad)
+    n = dimensions_of(json.loads((folder / "config.json").read_text()))
+    training = Training(precision=FP32, lora=Lora(8), sharding=Sharding.NONE)
+    states = stage_states(n, Split(1), Split(1).chunks(4)[0], training)
+    assert (states.gradients, states.optimizer) == (4 * real, 8 * real)
+    assert states.parameters == 4 * sum(p.numel() for p in pair.megatron.parameters())
+
+
+def test_vision_on_ranks_of_its_own_is_refused(capsys):
+    for words in (["--dist-train"], ["--dist-train", "--tp", "2"]):
+        assert main(["--model", "Qwen/Qwen3.5-9B", "--gpus", "16", *words]) == 2
+        assert "the family qwen3_5 has no modules for that" in capsys.readouterr().err
+
+
+def test_linear_attention_is_worth_it_where_rows_are_long():
+    """The 9B's layers keep no more than attention's would; its time does not grow with the square of rows."""
+    config = config_dict("9B")
+    (short, *_), (long, *_) = (
+        propose(config, 16, GPUS["H200"], Training(seq_length=length, max_patches=8192)) for length in (8192, 65536)
+    )
+    full = config | {"text_config": config["text_config"] | {"layer_types": ["full_attention"] * 32}}
+    (all_full, *_) = propose(full, 16, GPUS["H200"], Training(seq_length=65536, max_patches=8192))
+    assert 8 * short.time.work < long.time.work * short.rows / long.rows * 1.01
+    assert long.time.work / long.rows < 0.75 * all_full.time.work / all_full.rows
+
+
+def test_heads_are_shared_out_over_tensor_and_context_parallel_ranks():
+    config, rows = config_dict("9B"), Training(seq_length=32768, max_patches=0)
+    kept = {
+        name: sum(estimate(config, split, rows).worst.activations.values())
+        for name, split in {
+            "whole": Split(16),
+            "TP": Split(16, tp=4, sequence_parallel=True),
+            "CP": Split(16, cp=4),
+            "both": Split(16, tp=4, cp=4, sequence_parallel=True),
+        }.items()
+    }
+    assert kept["CP"] == pytest.approx(kept["whole"] / 4, rel=1e-3)
+    assert kept["TP"] == pytest.approx(kept["whole"] / 4, rel=0.02)  # angles and indices are whole on each
+    assert kept["both"] == pytest.approx(kept["TP"] / 4, rel=1e-3)
