@@ -18,23 +18,27 @@ K = 1024
 DIST_TRAIN_PATCHES = 27_107
 
 
-def sft(size: str, *, seq_length: int = 8 * K, global_batch_size: int = 32) -> Qwen3VLConfigContainer:
+def sft(
+    size: str, *, family: str = "qwen3_vl", seq_length: int = 8 * K, global_batch_size: int = 32
+) -> Qwen3VLConfigContainer:
     """Full fine-tuning on conversations, packed into rows; all of the model is trained.
 
     Args:
-        size: a key of `presets.PRESETS`.
+        size: of the model, as its family's presets name it.
+        family: a name that `registry.family` knows.
         seq_length: tokens of a row.
         global_batch_size: rows of a step.
     """
     import qwen3vl_bridge
-    from qwen3vl_bridge.models.qwen3_vl import presets
+    from qwen3vl_bridge import registry
     from qwen3vl_bridge.training.config import Qwen3VLConfigContainer
 
     import torch
     from megatron.bridge import AutoBridge
     from megatron.bridge.training import config
 
-    hf_model, _ = presets.hub_ids(size)
+    presets = registry.presets_of(family)
+    hf_model = presets.hub_ids(size)[0]
     model = AutoBridge.from_hf_config(presets.hf_config(size)).to_megatron_provider(load_weights=False)
     model.hf_model_id, model.seq_length = hf_model, seq_length
     # Losses are divided once, by the tokens of the global batch, however these are packed.
@@ -110,32 +114,34 @@ def _allocator() -> dict[str, Any]:
     return {} if chosen else {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "NCCL_GRAPH_REGISTER": "0"}
 
 
-def peft(
-    size: str, *, dora: bool = False, seq_length: int = 8 * K, global_batch_size: int = 32
-) -> Qwen3VLConfigContainer:
+def peft(size: str, *, dora: bool = False, **settings: Any) -> Qwen3VLConfigContainer:
     """Adapters on the language model's linear layers, experts aside; a checkpoint holds the adapters alone.
 
     Args:
-        size, seq_length, global_batch_size: as for `sft`.
+        size: as for `sft`.
         dora: DoRA in place of LoRA, for a model that is split neither by tensors nor into pipeline stages.
+        settings: others of `sft`.
     """
     from qwen3vl_bridge import Qwen3VLDoRA, Qwen3VLLoRA
 
-    cfg = sft(size, seq_length=seq_length, global_batch_size=global_batch_size)
+    cfg = sft(size, **settings)
     cfg.peft = (Qwen3VLDoRA if dora else Qwen3VLLoRA)(dim=32, alpha=32)
+    if getattr(cfg.model, "linear_attention_freq", None):  # whose layers Megatron-Bridge's default leaves out
+        cfg.peft.target_modules = [*cfg.peft.target_modules, "in_proj", "out_proj"]
     keep_tower(cfg)  # without adapters there is nothing to keep
     cfg.optimizer.lr, cfg.optimizer.min_lr, cfg.optimizer.weight_decay = 1e-4, 1e-5, 0.0
     cfg.scheduler.start_weight_decay = cfg.scheduler.end_weight_decay = 0.0
     return cfg
 
 
-def pretrain(size: str, *, seq_length: int = 8 * K, global_batch_size: int = 512) -> Qwen3VLConfigContainer:
+def pretrain(size: str, *, global_batch_size: int = 512, **settings: Any) -> Qwen3VLConfigContainer:
     """Training from the weights that are given, or from random ones, on much data: what is packed before is read.
 
     Args:
-        size, seq_length, global_batch_size: as for `sft`.
+        size, global_batch_size: as for `sft`.
+        settings: others of `sft`.
     """
-    cfg = sft(size, seq_length=seq_length, global_batch_size=global_batch_size)
+    cfg = sft(size, global_batch_size=global_batch_size, **settings)
     cfg.train.train_iters, cfg.scheduler.lr_warmup_iters = 100_000, 1000
     cfg.optimizer.lr, cfg.optimizer.min_lr = 1e-4, 1e-5
     cfg.validation.eval_interval, cfg.checkpoint.save_interval = 1000, 500

@@ -27,6 +27,15 @@ _MODULES = (
     "qwen3_vl.qwen3_vl_32b",
     "qwen3_vl.qwen3_vl_30b_a3b",
     "qwen3_vl.qwen3_vl_235b_a22b",
+    "qwen3_5.qwen35_vl_800m",
+    "qwen3_5.qwen35_vl_2b",
+    "qwen3_5.qwen35_vl_4b",
+    "qwen3_5.qwen35_vl_9b",
+    "qwen3_5.qwen35_vl_27b",
+    "qwen3_5.qwen35_vl_35b_a3b",
+    "qwen3_5.qwen35_vl_122b_a10b",
+    "qwen3_5.qwen35_vl_397b_a17b",
+    "qwen3_5.qwen35_vl_proxy",
     "digits",
 )
 

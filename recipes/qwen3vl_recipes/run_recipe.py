@@ -7,9 +7,9 @@ What lives here: how that script is told of them. What may not: settings, option
 which asks for more before it starts.
 
 The script looks a recipe up among the names of `megatron.bridge.recipes`, and knows the forward step and the training
-function by tables of its own. In a process that is started so, Qwen3-VL's names in all three are ours: a recipe, the
-step that takes its batches, and a training function with the callbacks that its configuration asks for.
-Megatron-Bridge's recipes of the same names mean other settings; they are not to be had here.
+function by tables of its own. In a process that is started so, the names of Qwen3-VL and Qwen3.5-VL in all three are
+ours: a recipe, the step that takes its batches, and a training function with the callbacks that its configuration asks
+for. Megatron-Bridge's recipes of the same names mean other settings; they are not to be had here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from qwen3vl_recipes.registry import recipes
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# By which Megatron-Bridge's scripts choose a step for recipes whose names begin with `qwen3_vl_`.
+# By which Megatron-Bridge's scripts choose a step for recipes whose names begin with `qwen3_vl_` or `qwen35_vl_`.
 _STEP = "qwen3_vl_step"
 
 

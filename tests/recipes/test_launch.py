@@ -92,16 +92,17 @@ def test_lines_for_several_nodes_are_one():
     assert recipes()["qwen3_vl_8b_pretrain_config"].gpus == 8 * 8
 
 
-def test_names_that_megatron_bridge_has_too():
+@pytest.mark.parametrize(("family", "number"), [("qwen3_vl", 6), ("qwen35_vl", 16)])
+def test_names_that_megatron_bridge_has_too(family, number):
     folder = Path(importlib.util.find_spec("megatron.bridge").origin).parent
-    file = folder / "recipes" / "qwen_vl" / "qwen3_vl.py"
+    file = folder / "recipes" / "qwen_vl" / f"{family}.py"
     if not file.exists():
         pytest.skip("this release of Megatron-Bridge has its recipes elsewhere")
     theirs = {alias.asname for node in ast.walk(ast.parse(file.read_text())) for alias in getattr(node, "names", ())}
     section = DOCS.split("\n## Names that Megatron-Bridge has too\n", 1)[1].split("\n## ", 1)[0]
-    sizes, kinds = re.search(r"`qwen3_vl_{(.*?)}_{(.*?)}_config`", section).groups()
-    said = {f"qwen3_vl_{size}_{kind}_config" for size in sizes.split(",") for kind in kinds.split(",")}
-    assert theirs & recipes().keys() == said and len(said) == 6
+    sizes, kinds = re.search(rf"`{family}_{{(.*?)}}_{{(.*?)}}_config`", section).groups()
+    said = {f"{family}_{size}_{kind}_config" for size in sizes.split(",") for kind in kinds.split(",")}
+    assert theirs & recipes().keys() == said and len(said) == number
 
 
 @pytest.mark.parametrize(

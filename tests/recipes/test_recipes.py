@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from qwen3vl_bridge import registry
 from qwen3vl_bridge.models.common.settings.encoder_parallel import replicas_of
-from qwen3vl_bridge.models.qwen3_vl import presets
 from qwen3vl_bridge.planning.from_config import sized_of
 from qwen3vl_bridge.planning.hardware import GPUS, HOST_BYTES, HOST_RESERVE
 
@@ -19,8 +19,20 @@ from qwen3vl_recipes.dry_run import finalised, memory_plan
 from qwen3vl_recipes.registry import find, recipes
 
 NAMES = [name for name, recipe in recipes().items() if recipe.gpus]
-SIZES = [size.lower().replace("-", "_") for size in presets.PRESETS]
 KINDS = ("sft", "sft_fsdp", "sft_32k", "sft_128k", "sft_256k", "peft", "pretrain")
+
+
+def sizes_of(family: str, prefix: str, **other: str) -> dict[str, tuple[str, str]]:
+    """What names of recipes begin with, each with a family and a size of it."""
+    sizes = registry.presets_of(family).PRESETS
+    return {f"{prefix}_{other.get(size, size.lower().replace('-', '_'))}": (family, size) for size in sizes}
+
+
+SIZES = sizes_of("qwen3_vl", "qwen3_vl")
+SIZES_3_5 = sizes_of("qwen3_5", "qwen35_vl", **{"0.8B": "800m"})
+# Where tensor- and context-parallel ranks are bounded by linear attention's sixteen key heads, rows are, too.
+TOO_LONG = {f"qwen35_vl_{size}_sft_256k_config" for size in ("27b", "122b_a10b", "397b_a17b")}
+PROXY = {"qwen35_vl_proxy_sft_config", "qwen35_vl_proxy_sft_fsdp_config"}
 # Not for the 8B: it does not pay there (docs/dist_train.md).
 DIST_TRAIN = {f"qwen3_vl_{size}_sft_dist_train_config" for size in ("30b_a3b", "235b_a22b")}
 
@@ -46,8 +58,9 @@ def test_the_optimizers_state_is_saved_by_parameters_where_the_host_has_room(nam
 
 
 def test_every_size_has_every_kind():
-    expected = {f"qwen3_vl_{size}_{kind}_config" for size in SIZES for kind in KINDS}
-    assert expected | DIST_TRAIN <= set(NAMES)
+    expected = {f"{size}_{kind}_config" for size in (*SIZES, *SIZES_3_5) for kind in KINDS} - TOO_LONG
+    with_dora = {f"{size}_peft_dora_config" for size in SIZES}
+    assert expected | with_dora | DIST_TRAIN | PROXY == set(NAMES)
     assert {name for name in NAMES if "_dist_train_" in name} == DIST_TRAIN
     for name in NAMES:
         assert getattr(qwen3vl_recipes, name) is recipes()[name].function
@@ -75,7 +88,10 @@ def test_is_completed_for_its_gpus(name):
     assert (cfg.peft is not None) == ("_peft_" in name)
     for length in ("32k", "128k", "256k"):
         assert (f"_{length}_" in name) == (data.seq_length == int(length[:-1]) * 1024)
-    size = next(s for s in presets.PRESETS if name.startswith(f"qwen3_vl_{s.lower().replace('-', '_')}_"))
+    known = SIZES | SIZES_3_5 | {"qwen35_vl_proxy": ("qwen3_5", "proxy")}
+    family, size = next(found for begin, found in known.items() if name.startswith(f"{begin}_"))
+    presets = registry.presets_of(family)
+    assert model.family == family
     expected = presets.config_dict(size)["text_config"]
     assert (model.num_layers, model.hidden_size) == (expected["num_hidden_layers"], expected["hidden_size"])
     assert model.hf_model_id == data.hf_processor_path == cfg.tokenizer.tokenizer_model == presets.hub_ids(size)[0]

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
 from qwen3vl_recipes.registry import recipes
 
 from tests.forked import run_ranks
+from tests.qwen3_5.tiny import make_checkpoint
 from tests.training.running import train
 
 from .twin import family, pattern, twin
 
-NAMES = [name for name, recipe in recipes().items() if recipe.gpus]
+# Qwen3.5-VL takes no adapters yet.
+NAMES = [
+    name for name, recipe in recipes().items() if recipe.gpus and not re.fullmatch(r"qwen35_vl_.*_peft_config", name)
+]
 # Relative, in the recipes' bfloat16; measured 1.4e-4 and 9.9e-4.
 LOSS, NORM = 1e-3, 5e-3
 
@@ -25,8 +30,10 @@ def places(untied_folder, tied_folder, moe_folder, tmp_path_factory):
 
     data = tmp_path_factory.mktemp("twins")
     make_dataset(data)
-    folders = {"untied": str(untied_folder), "tied": str(tied_folder), "moe": str(moe_folder)}
-    return folders, str(data)
+    folders = {"untied": untied_folder, "tied": tied_folder, "moe": moe_folder}
+    for kind, options in (("untied", {}), ("tied", {"tied": True}), ("moe", {"moe": True})):
+        folders[f"qwen3_5 {kind}"] = make_checkpoint(tmp_path_factory.mktemp("qwen3_5"), **options)
+    return {kind: str(folder) for kind, folder in folders.items()}, str(data)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +41,10 @@ def whole(places):
     """The step of each family in one process."""
     folders, data = places
     found = {}
-    for name in ("qwen3_vl_2b_sft_config", "qwen3_vl_8b_sft_config", "qwen3_vl_30b_a3b_sft_config"):
+    for name in (
+        *("qwen3_vl_2b_sft_config", "qwen3_vl_8b_sft_config", "qwen3_vl_30b_a3b_sft_config"),
+        *("qwen35_vl_2b_sft_config", "qwen35_vl_9b_sft_config", "qwen35_vl_35b_a3b_sft_config"),
+    ):
         (found[family(name)],) = train(twin(name, folders[family(name)], data, whole=True))
     return found
 

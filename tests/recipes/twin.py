@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -52,9 +53,11 @@ _OF_MODULES = {
 
 def family(name: str) -> str:
     """The tiny checkpoint that is like the recipe's size."""
-    if "_a3b_" in name or "_a22b_" in name:
-        return "moe"
-    return "tied" if name.startswith(("qwen3_vl_2b", "qwen3_vl_4b")) else "untied"
+    of_qwen3_5 = name.startswith("qwen35_vl_")
+    size = name.removeprefix("qwen35_vl_" if of_qwen3_5 else "qwen3_vl_")
+    with_experts = size.startswith("proxy") or re.match(r"\d+b_a\d+b_", size)
+    kind = "moe" if with_experts else "tied" if size.startswith(("800m_", "2b_", "4b_")) else "untied"
+    return f"qwen3_5 {kind}" if of_qwen3_5 else kind
 
 
 @cache

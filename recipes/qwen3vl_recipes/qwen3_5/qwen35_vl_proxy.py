@@ -1,0 +1,20 @@
+"""Recipes of Qwen3.5-VL-397B-A17B in small: the real widths, four layers, sixteen experts.
+
+What lives here: how it is split, and for what machines. What may not: the rest (`base.py`).
+"""
+
+from qwen3vl_recipes.base import fsdp, split
+from qwen3vl_recipes.qwen3_5 import sft
+from qwen3vl_recipes.registry import recipe
+
+
+@recipe(gpus=8)
+def qwen35_vl_proxy_sft_config():
+    """Full fine-tuning, rows of 8K tokens of the 397B-A17B's proxy, 8 H100: two to a layer, its experts on four."""
+    return split(sft("proxy"), tp=2, ep=4)
+
+
+@recipe(gpus=8)
+def qwen35_vl_proxy_sft_fsdp_config():
+    """As qwen35_vl_proxy_sft_config, sharded by Megatron-FSDP alone but for experts, on four."""
+    return fsdp(split(sft("proxy"), ep=4))
