@@ -1,4 +1,4 @@
-"""A tiny random Qwen3-VL checkpoint with every part of the released architecture, and its processor.
+"""A tiny random Qwen3-VL or Qwen3.5-VL checkpoint with every part of the released architecture, and its processor.
 
 What lives here: the example's model config and the folder on disk. What may not: tokens and pixels (`processor.py`).
 """
@@ -11,6 +11,8 @@ import torch
 from transformers import (
     GenerationConfig,
     PreTrainedModel,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
     Qwen3VLMoeConfig,
@@ -20,6 +22,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from .processor import MERGE, PATCH, TEMPORAL_PATCH, make_processor
 
+FAMILIES = ("qwen3_vl", "qwen3_5")
 VOCAB_SIZE = 512  # more rows than the tokenizer has tokens, as in the released checkpoints
 
 
@@ -94,7 +97,38 @@ def make_config(
     )
 
 
-def make_model(config: Qwen3VLConfig | Qwen3VLMoeConfig, *, seed: int = 0) -> PreTrainedModel:
+def make_qwen3_5_config(tokenizer: PreTrainedTokenizerBase) -> Qwen3_5Config:
+    """As `make_config`, of a dense Qwen3.5-VL: linear attention in three of four layers, gates, partly turning heads.
+
+    Args:
+        tokenizer: the tokenizer whose special token ids the config names.
+    """
+    like = make_config(tokenizer)
+    text, vision = like.text_config.to_dict(), like.vision_config.to_dict()
+    for section in (text, vision):
+        del section["model_type"]
+    del vision["deepstack_visual_indexes"]
+    text |= {
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 24,
+        "linear_value_head_dim": 28,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10_000_000,
+            "partial_rotary_factor": 0.25,
+            "mrope_interleaved": True,
+            "mrope_section": [2, 1, 1],
+        },
+    }
+    tokens = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    return Qwen3_5Config(
+        text_config=text, vision_config=vision, dtype="float32", **{name: getattr(like, name) for name in tokens}
+    )
+
+
+def make_model(config: Qwen3VLConfig | Qwen3VLMoeConfig | Qwen3_5Config, *, seed: int = 0) -> PreTrainedModel:
     """Build the model with random weights, float32.
 
     Norms and biases get a little noise: at one and zero, two of them mixed up would go unnoticed in a conversion.
@@ -108,8 +142,7 @@ def make_model(config: Qwen3VLConfig | Qwen3VLMoeConfig, *, seed: int = 0) -> Pr
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        moe = isinstance(config, Qwen3VLMoeConfig)
-        model = (Qwen3VLMoeForConditionalGeneration if moe else Qwen3VLForConditionalGeneration)(config)
+        model = _MODELS[type(config)](config)
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim == 1:
@@ -117,21 +150,42 @@ def make_model(config: Qwen3VLConfig | Qwen3VLMoeConfig, *, seed: int = 0) -> Pr
     return model.eval()
 
 
-def make_checkpoint(folder: str | Path, *, seed: int = 0, tied: bool = False, moe: bool = False) -> Path:
-    """Save a tiny random Qwen3-VL and its processor as a Hugging Face folder.
+_MODELS = {
+    Qwen3VLConfig: Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig: Qwen3VLMoeForConditionalGeneration,
+    Qwen3_5Config: Qwen3_5ForConditionalGeneration,
+}
+
+
+def make_checkpoint(
+    folder: str | Path, *, seed: int = 0, tied: bool = False, moe: bool = False, family: str = "qwen3_vl"
+) -> Path:
+    """Save a tiny random model and its processor as a Hugging Face folder.
 
     Args:
         folder: where to write; made if it is not there.
         seed: seed of the weights.
         tied: whether the output layer is the input embedding.
         moe: whether layers have experts.
+        family: qwen3_vl, or qwen3_5, which is dense and untied here.
 
     Returns:
         The folder.
+
+    Raises:
+        ValueError: another family, or one of qwen3_5 that is tied or has experts.
     """
+    if family not in FAMILIES or (family != "qwen3_vl" and (tied or moe)):
+        raise ValueError(
+            f"family is {family!r}, tied {tied} and moe {moe}, expected one of {FAMILIES}, neither tied nor with "
+            "experts but for the first"
+        )
     folder = Path(folder)
     processor = make_processor(VOCAB_SIZE)
-    config = make_config(processor.tokenizer, tied=tied, moe=moe)
+    if family == "qwen3_5":
+        config = make_qwen3_5_config(processor.tokenizer)
+    else:
+        config = make_config(processor.tokenizer, tied=tied, moe=moe)
     model = make_model(config, seed=seed)
     bos, eos = config.text_config.bos_token_id, config.text_config.eos_token_id
     model.generation_config = GenerationConfig(

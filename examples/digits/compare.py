@@ -26,10 +26,10 @@ def logits_difference(megatron_run: Path, hf_folder: Path, data: Path, *, sample
     """
     from qwen3vl_bridge.training.checkpointing.model_loading import load_model
 
-    from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
+    from transformers import AutoModelForImageTextToText, AutoProcessor
 
     processor = AutoProcessor.from_pretrained(hf_folder)
-    reference = Qwen3VLForConditionalGeneration.from_pretrained(hf_folder).eval()
+    reference = AutoModelForImageTextToText.from_pretrained(hf_folder).eval()
     megatron = load_model(hf_folder, megatron_run)[0].eval()
     worst = scale = 0.0
     for line in data.read_text().splitlines()[:samples]:

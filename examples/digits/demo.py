@@ -1,9 +1,9 @@
 """The main job, end to end: convert, fine-tune, export, generate.
 
-    python examples/digits/demo.py [--hf-model FOLDER] [--work-dir FOLDER]
+    python examples/digits/demo.py [--family qwen3_5] [--hf-model FOLDER] [--work-dir FOLDER]
 
-Makes a tiny Qwen3-VL checkpoint (or takes yours), converts it for Megatron, fine-tunes it on scanned handwritten
-digits, exports it, and lets stock transformers read digits it has never seen.
+Makes a tiny Qwen3-VL or Qwen3.5-VL checkpoint (or takes yours), converts it for Megatron, fine-tunes it on scanned
+handwritten digits, exports it, and lets stock transformers read digits it has never seen.
 
 What lives here: the order of the steps and the table at the end. What may not: a step's own work.
 """
@@ -25,13 +25,15 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # examples and recipes stand beside the package
 
 GOAL = 0.95
+RECIPES = {"qwen3_vl": "qwen3_vl_digits_sft_config", "qwen3_5": "qwen35_vl_digits_sft_config"}  # by family
 _MADE_HERE = ".made_by_the_digits_demo"
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hf-model", type=Path, help="a Qwen3-VL checkpoint of yours; default: a tiny random one")
+    parser.add_argument("--family", choices=RECIPES, default="qwen3_vl", help="of the model (default: %(default)s)")
+    parser.add_argument("--hf-model", type=Path, help="a checkpoint of yours; default: a tiny random one")
     parser.add_argument("--work-dir", type=Path, default=Path("out/digits"), help="default: %(default)s")
     parser.add_argument("overrides", nargs="*", metavar="SETTING=VALUE", help="settings that differ from the recipe")
     args = parser.parse_args(arguments)
@@ -107,8 +109,8 @@ def main(arguments: list[str] | None = None) -> None:
     test, report = data / "test.jsonl", Report()
 
     if args.hf_model is None:
-        with report.step("make a tiny Qwen3-VL and its processor", source):
-            make_checkpoint(source)
+        with report.step(f"make a tiny model ({args.family}) and its processor", source):
+            make_checkpoint(source, family=args.family)
     with report.step("make conversations about scanned digits", data):
         make_dataset(data)
     with report.step("answers before training", "-"):
@@ -116,7 +118,7 @@ def main(arguments: list[str] | None = None) -> None:
     with report.step("convert to a Megatron-FSDP checkpoint", megatron):
         command("conversion/convert.py", "import", "--hf-model", source, "--megatron-path", megatron)
     with report.step("fine-tune", run):
-        recipe = ("--recipe", "qwen3_vl_digits_sft_config")
+        recipe = ("--recipe", RECIPES[args.family])
         paths = ("--hf-path", source, "--data-path", data, "--pretrained-checkpoint", megatron, "--save", run)
         command("recipes/finetune.py", *recipe, *paths, *args.overrides)
     with report.step("convert to Hugging Face", export):

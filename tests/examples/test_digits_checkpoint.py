@@ -5,12 +5,20 @@ from __future__ import annotations
 import json
 from math import isqrt
 
+from qwen3vl_bridge.registry import family_of
+
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoProcessor, Qwen3VLForConditionalGeneration, Qwen3VLProcessor
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLProcessor,
+)
 
 from examples.digits.checkpoint import make_checkpoint
 from examples.digits.dataset import conversation
@@ -61,6 +69,22 @@ def test_checkpoint_depends_on_its_seed_alone(untied_folder, tmp_path):
         assert (again / path.name).read_bytes() == path.read_bytes(), path.name
     assert (other / "model.safetensors").read_bytes() != (untied_folder / "model.safetensors").read_bytes()
     assert (other / "tokenizer.json").read_bytes() == (untied_folder / "tokenizer.json").read_bytes()
+
+
+def test_a_qwen3_5_has_every_part_of_its_architecture(tmp_path):
+    """Both kinds of attention, gates, heads that turn in part; the tokens are those of the processor."""
+    folder = make_checkpoint(tmp_path, family="qwen3_5")
+    model, loading = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
+    assert type(model).__name__ == "Qwen3_5ForConditionalGeneration" and not any(loading.values())
+    text, tokenizer = model.config.text_config, AutoProcessor.from_pretrained(folder).tokenizer
+    assert text.layer_types == ["linear_attention"] * 3 + ["full_attention"]
+    assert 1 < text.linear_num_key_heads < text.linear_num_value_heads
+    assert 8 * sum(text.rope_parameters["mrope_section"]) == text.head_dim
+    assert model.config.image_token_id == tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    config = json.loads((folder / "config.json").read_text())
+    family_of(config).check_settings(config)
+    with pytest.raises(ValueError, match="neither tied nor with experts"):
+        make_checkpoint(tmp_path, family="qwen3_5", moe=True)
 
 
 # The processor
