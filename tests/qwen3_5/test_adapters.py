@@ -14,7 +14,7 @@ from megatron.bridge.peft.canonical_lora import CanonicalLoRA
 from megatron.bridge.peft.lora import LoRA
 from transformers import AutoModelForImageTextToText
 
-from tests.model.peft_models import (
+from tests.model.adapters.peft_models import (
     ALL_PARTS,
     Adapted,
     adapt,
@@ -135,7 +135,7 @@ def test_each_projection_is_a_part_of_the_layers_product(qwen3_5_folders):
     adapter = layers[1].self_attention.in_proj.adapter
     whole = 8 / 4 * adapter.linear_out.weight @ adapter.linear_in.weight
     # q, k, v, then z, b, a: 2 * 4 * 8 + 8 * 12, 8 * 12, 8 and 8 rows.
-    for part, rows in zip("qkv z b a".split(), whole.split([160, 96, 8, 8]), strict=True):
+    for part, rows in zip(["qkv", "z", "b", "a"], whole.split([160, 96, 8, 8]), strict=True):
         assert torch.equal(delta(f"1.linear_attn.in_proj_{part}"), rows)
     adapter = layers[3].self_attention.linear_qkv.adapter
     whole = (8 / 4 * adapter.linear_out.weight @ adapter.linear_in.weight).unflatten(0, (2, 6, 32))
