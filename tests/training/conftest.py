@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.qwen3_5.conftest import qwen3_5_folders  # noqa: F401  a fixture
+from tests.qwen3_5.tiny import make_checkpoint
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,12 @@ def inputs(tmp_path_factory, untied_folder) -> Inputs:
 
 
 @pytest.fixture(scope="session")
-def folders(moe_folder, qwen3_5_folders) -> dict[tuple[str, str], Path]:
+def folders(moe_folder, tmp_path_factory) -> dict[tuple[str, str], Path]:
     """Hugging Face folders of models other than that of `inputs`."""
-    own = {("qwen3_5", kind): qwen3_5_folders[kind] for kind in ("dense", "moe")}
+    own = {
+        ("qwen3_5", kind): make_checkpoint(tmp_path_factory.mktemp(f"qwen3_5_{kind}"), moe=kind == "moe")
+        for kind in ("dense", "moe")
+    }
     return own | {("qwen3_vl", "moe"): moe_folder}
 
 

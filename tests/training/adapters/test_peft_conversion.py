@@ -37,8 +37,8 @@ from ..conftest import Inputs
 from ..running import stored, train
 from .peft_runs import CASES, DIST, FORMATS, FSDP, Trained, inputs_of, peft_config
 
-# By family, of logits that training has moved by more than 0.1; measured 4.3e-6, and 7.8e-5 as linear attention multiplies
-# rounding errors.
+# By family, of logits that training has moved by more than 0.1; measured 4.3e-6, and 7.8e-5 as linear attention
+# multiplies rounding errors.
 TOLERANCE = {"qwen3_vl": 1e-5, "qwen3_5": 5e-4}
 WEIGHT = 1e-6  # of weights up to about 0.3, whose products are summed up in another order; measured 0
 
