@@ -4,9 +4,9 @@ What lives here: names and shapes of adapters, Hugging Face's `peft` library on 
 from the row of the layer's own weight; which layers a configuration adapts. Standard library only. What may not: names
 of the model's own parameters (`models/*/table.py`), tensors, files.
 
-A layer in Megatron may be several in Hugging Face (q, k and v; gate and up; the four of linear attention's `in_proj`). Its
-adapter has one `linear_in`, which is the `lora_A` of each of them, and one `linear_out`, whose rows lie as those of the
-layer's weight do.
+A layer in Megatron may be several in Hugging Face (q, k and v; gate and up; the four of linear attention's `in_proj`).
+Its adapter has one `linear_in`, which is the `lora_A` of each of them, and one `linear_out`, whose rows lie as those of
+the layer's weight do.
 
 Experts that are one tensor in Hugging Face have adapters of their own in Megatron, and in `peft` two matrices for all
 of them (source: peft 0.21, `ParamWrapper`; vLLM reads the same). `lora_A` is [experts * dim, in], expert by expert.

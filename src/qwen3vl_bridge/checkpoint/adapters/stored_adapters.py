@@ -166,9 +166,9 @@ def _refuse_mixed_rows(stored: StoredAdapters, ranks: Any) -> None:
     mixed = [row.megatron for row in stacks if stored.ckpt_format == megatron.FSDP_DTENSOR or len(row.hf) > 2]
     if mixed:
         raise CheckpointError(
-            f"{stored.folder} was saved by {ranks} tensor-parallel ranks, and has all rows of {mixed[0]} in one tensor, "
-            "as Megatron-FSDP stores gate and up, or the sections of linear attention: whose row is which cannot be "
-            f"told. Expected one such rank, or checkpoint.ckpt_format={megatron.TORCH_DIST}"
+            f"{stored.folder} was saved by {ranks} tensor-parallel ranks, and has all rows of {mixed[0]} in one "
+            "tensor, as Megatron-FSDP stores gate and up, or the sections of linear attention: whose row is which "
+            f"cannot be told. Expected one such rank, or checkpoint.ckpt_format={megatron.TORCH_DIST}"
         )
 
 
