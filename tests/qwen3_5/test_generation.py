@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-import qwen3vl_bridge.models.qwen3_5.bridge  # noqa: F401  which is not registered by itself
+import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.inference.generation import generate
 
 import pytest
