@@ -91,7 +91,7 @@ def _answer(options: argparse.Namespace) -> str | None:
         return_dict=True,
         return_tensors="pt",
     ).to(next(model[0].parameters()).device)
-    ends = end_token_ids(model[0].config, processor.tokenizer, options.hf_model)
+    ends = end_token_ids([*model], processor.tokenizer, options.hf_model)
     answer = generate([*model], **inputs, max_new_tokens=options.max_new_tokens, eos_token_id=ends)
     new = answer[:, inputs["input_ids"].shape[1] :]
     return processor.batch_decode(new, skip_special_tokens=True)[0] if is_first() else None

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from qwen3vl_bridge.batch import ModelInputs, PackedBatch, SequenceLayout, VisionInputs
 from qwen3vl_bridge.models.common.inputs.local_ranks import sequence_ranks
@@ -29,9 +29,6 @@ from megatron.core.inference.contexts import StaticInferenceContext
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformers import GenerationConfig
-
-if TYPE_CHECKING:
-    from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
 
 
 @torch.no_grad()
@@ -109,17 +106,17 @@ def generate(
     return torch.cat((input_ids, answers[:, :longest]), dim=1)
 
 
-def end_token_ids(provider: VisionLanguageProvider, tokenizer: Any, hf_model: str | Path | None = None) -> list[int]:
+def end_token_ids(model: nn.Module | list[nn.Module], tokenizer: Any, hf_model: str | Path | None = None) -> list[int]:
     """Ids that end an answer, for `generate`.
 
     Chat models end a turn with another token than a text, and no one place is sure to name both.
 
     Args:
-        provider: the model's, with the text's end of its `config.json`.
+        model: as for `generate`; its provider has the text's end of its `config.json`.
         tokenizer: with the end that it is trained to give; chat models', of a turn.
         hf_model: folder or hub id, whose `generation_config.json` may name more; None not to look there.
     """
-    found = [provider.eos_token_id, tokenizer.eos_token_id]
+    found = [_whole_model(model).config.eos_token_id, tokenizer.eos_token_id]
     if hf_model is not None:
         with contextlib.suppress(OSError):  # it has none
             named = GenerationConfig.from_pretrained(str(hf_model)).eos_token_id

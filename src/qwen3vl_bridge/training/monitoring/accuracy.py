@@ -63,7 +63,7 @@ class Accuracy(Callback):
         device = next(model[0].parameters()).device
         settings = dict(
             max_new_tokens=self.settings.max_new_tokens,
-            eos_token_id=end_token_ids(get_attr_wrapped_model(model[0], "config"), tokenizer),
+            eos_token_id=end_token_ids(list(model), tokenizer),
         )
         for first in range(0, len(asked), _BATCH_SIZE):
             batch = asked[first : first + _BATCH_SIZE]
