@@ -25,6 +25,7 @@ _PUBLIC = {
     "Qwen3VLTowers": "qwen3vl_bridge.training.optimizer.tower_settings",
     "forward_step": "qwen3vl_bridge.training.step",
     "training_callbacks": "qwen3vl_bridge.training.callbacks",
+    "end_token_ids": "qwen3vl_bridge.inference.generation",
     "generate": "qwen3vl_bridge.inference.generation",
     "import_checkpoint": "qwen3vl_bridge.checkpoint",
     "export_checkpoint": "qwen3vl_bridge.checkpoint",

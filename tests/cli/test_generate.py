@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
 from qwen3vl_bridge.cli.main import main
 
 import pytest
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from tests.qwen3_5.tiny import make_checkpoint
 
 QUESTION = "Which digit is this?"
 
@@ -20,20 +24,61 @@ def picture(tmp_path):
     return path
 
 
-def test_the_answer_is_that_of_transformers(untied_folder, picture, capsys):
-    processor = AutoProcessor.from_pretrained(untied_folder)
+@pytest.fixture(scope="module", params=["qwen3_vl", "qwen3_5", "qwen3_5 moe"])
+def folder(request, untied_folder, tmp_path_factory):
+    """Of a model of each family."""
+    if request.param == "qwen3_vl":
+        return untied_folder
+    return make_checkpoint(tmp_path_factory.mktemp("qwen3_5"), moe=request.param.endswith("moe"))
+
+
+def reference(folder: Path, picture: Path, tokens: int) -> list[int]:
+    """The new tokens of transformers."""
+    processor = AutoProcessor.from_pretrained(folder)
     content = [{"type": "image", "image": Image.open(picture)}, {"type": "text", "text": QUESTION}]
     inputs = processor.apply_chat_template(
         [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=True, return_dict=True,
         return_tensors="pt",
     )  # fmt: skip
-    model = AutoModelForImageTextToText.from_pretrained(untied_folder)
-    new = model.generate(**inputs, do_sample=False, max_new_tokens=6)[:, inputs["input_ids"].shape[1] :]
-    expected = processor.batch_decode(new, skip_special_tokens=True)[0]
-    words = ["generate", QUESTION, "--hf-model", str(untied_folder), "--image", str(picture), "--max-new-tokens", "6"]
-    assert main([*words, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"question": QUESTION, "images": [str(picture)], "answer": expected}
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    new = model.generate(**inputs, do_sample=False, max_new_tokens=tokens)[:, inputs["input_ids"].shape[1] :]
+    return new[0].tolist()
+
+
+def answer(folder: Path, picture: Path, tokens: int, capsys) -> dict:
+    """What the command prints."""
+    words = ["generate", QUESTION, "--hf-model", str(folder), "--image", str(picture)]
+    assert main([*words, "--max-new-tokens", str(tokens), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_answer_is_that_of_transformers(folder, picture, capsys):
+    new = reference(folder, picture, 6)
+    expected = AutoProcessor.from_pretrained(folder).decode(new, skip_special_tokens=True)
+    found = answer(folder, picture, 6, capsys)
+    assert found == {"question": QUESTION, "images": [str(picture)], "answer": expected}
     assert expected
+
+
+@pytest.mark.parametrize("said", ["config", "tokenizer_config", "generation_config"])
+def test_an_answer_ends_with_its_turn(folder, picture, capsys, tmp_path, said):
+    """Whichever file names what ends it."""
+    new, tokenizer = reference(folder, picture, 12), AutoProcessor.from_pretrained(folder).tokenizer
+    end = next(token for number, token in enumerate(new) if number > 3 and token not in new[:number])
+    changed = shutil.copytree(folder, tmp_path / "changed")
+    file = changed / f"{said}.json"
+    values = json.loads(file.read_text()) if file.is_file() else {}
+    if said == "config":
+        values["text_config"]["eos_token_id"] = end
+    elif said == "tokenizer_config":
+        values["eos_token"] = tokenizer.convert_ids_to_tokens(end)
+    else:
+        values["eos_token_id"] = [end]
+    file.write_text(json.dumps(values))
+    found = answer(changed, picture, 12, capsys)["answer"]
+    until = new[: new.index(end)]
+    ended = [tokenizer.decode(ids, skip_special_tokens=True) for ids in (until, [*until, end])]  # it may be special now
+    assert found in ended and found != tokenizer.decode(new, skip_special_tokens=True)
 
 
 def test_a_checkpoint_that_is_not_there_is_status_2(untied_folder, tmp_path, capsys):

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.qwen3_5.tiny import make_checkpoint
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -64,6 +66,16 @@ def inputs(tmp_path_factory, untied_folder) -> Inputs:
         path.write_text("".join(path.read_text().splitlines(keepends=True)[:keep]))
     import_checkpoint(untied_folder, folder / "megatron", progress=False)
     return Inputs(untied_folder, data, folder / "megatron")
+
+
+@pytest.fixture(scope="session")
+def folders(moe_folder, tmp_path_factory) -> dict[tuple[str, str], Path]:
+    """Hugging Face folders of models other than that of `inputs`."""
+    own = {
+        ("qwen3_5", kind): make_checkpoint(tmp_path_factory.mktemp(f"qwen3_5_{kind}"), moe=kind == "moe")
+        for kind in ("dense", "moe")
+    }
+    return own | {("qwen3_vl", "moe"): moe_folder}
 
 
 def losses(log: list[dict]) -> list[tuple]:

@@ -74,7 +74,7 @@ def _parse(prog: str | None, arguments: Sequence[str] | None) -> argparse.Namesp
 
 def _answer(options: argparse.Namespace) -> str | None:
     """The answer's text on the first of several processes, which all decode; None on the others."""
-    from qwen3vl_bridge.inference.generation import generate
+    from qwen3vl_bridge.inference.generation import end_token_ids, generate
     from qwen3vl_bridge.training.checkpointing.all_or_none import is_first
     from qwen3vl_bridge.training.checkpointing.model_loading import load_model
 
@@ -91,7 +91,8 @@ def _answer(options: argparse.Namespace) -> str | None:
         return_dict=True,
         return_tensors="pt",
     ).to(next(model[0].parameters()).device)
-    answer = generate([*model], **inputs, max_new_tokens=options.max_new_tokens)
+    ends = end_token_ids([*model], processor.tokenizer, options.hf_model)
+    answer = generate([*model], **inputs, max_new_tokens=options.max_new_tokens, eos_token_id=ends)
     new = answer[:, inputs["input_ids"].shape[1] :]
     return processor.batch_decode(new, skip_special_tokens=True)[0] if is_first() else None
 

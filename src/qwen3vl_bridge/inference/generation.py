@@ -8,10 +8,13 @@ Legend: B prompts, S tokens of a prompt with its padding, b prompts of one lengt
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from qwen3vl_bridge.batch import ModelInputs, PackedBatch, SequenceLayout, VisionInputs
 from qwen3vl_bridge.models.common.inputs.local_ranks import sequence_ranks
@@ -25,6 +28,7 @@ import torch.nn.functional as F
 from megatron.core.inference.contexts import StaticInferenceContext
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from transformers import GenerationConfig
 
 
 @torch.no_grad()
@@ -44,9 +48,10 @@ def generate(
 ) -> Tensor:
     """What transformers' `generate(do_sample=False)` returns for the same arguments, which its processor makes.
 
-    The vision tower runs once. Keys and values are kept, so a new token costs the work of one; under sequence
-    parallelism, where one token does not divide over the ranks, each costs the work of the whole sequence. Prompts of
-    one length are decoded together, one length after the other, so no padding gets between a prompt and its answer.
+    The vision tower runs once. Keys and values are kept, so a new token costs the work of one. Under sequence
+    parallelism, where one token does not divide over the ranks, and in a model with linear attention, whose state
+    megatron-core does not keep, each costs the work of the whole sequence. Prompts of one length are decoded together,
+    one length after the other, so no padding gets between a prompt and its answer.
 
     Ranks that share weights decode in step: all of them must be given the same prompts (`ranks_in_step`), and answer
     with the first one's words.
@@ -60,7 +65,8 @@ def generate(
         pixel_values, image_grid_thw: patches and grids of the images, as the processor gives them.
         pixel_values_videos, video_grid_thw: the same of videos.
         mm_token_type_ids: accepted because the processor gives it; `input_ids` says the same.
-        eos_token_id: ids that end an answer; an empty list for none, None for the provider's.
+        eos_token_id: ids that end an answer, as `end_token_ids` finds them; an empty list for none, None for the
+            provider's, which may be the end of a text and not of a turn.
         pad_token_id: what follows an answer's end; None for the provider's, or the first of `eos_token_id`.
 
     Returns:
@@ -98,6 +104,24 @@ def generate(
             answers[rows.numbers, : found.shape[1]] = found
             longest = max(longest, found.shape[1])
     return torch.cat((input_ids, answers[:, :longest]), dim=1)
+
+
+def end_token_ids(model: nn.Module | list[nn.Module], tokenizer: Any, hf_model: str | Path | None = None) -> list[int]:
+    """Ids that end an answer, for `generate`.
+
+    Chat models end a turn with another token than a text, and no one place is sure to name both.
+
+    Args:
+        model: as for `generate`; its provider has the text's end of its `config.json`.
+        tokenizer: with the end that it is trained to give; chat models', of a turn.
+        hf_model: folder or hub id, whose `generation_config.json` may name more; None not to look there.
+    """
+    found = [_whole_model(model).config.eos_token_id, tokenizer.eos_token_id]
+    if hf_model is not None:
+        with contextlib.suppress(OSError):  # it has none
+            named = GenerationConfig.from_pretrained(str(hf_model)).eos_token_id
+            found += named if isinstance(named, list) else [named]
+    return [end for end in dict.fromkeys(found) if end is not None]
 
 
 @dataclass(frozen=True)
@@ -202,8 +226,8 @@ def _decode(
 
     All ranks of the group take the first one's tokens: two that differ in a last bit would not end together.
     """
-    one_divides = _round_up(1, model) == 1
-    cache = StaticInferenceContext(*rows.ids.shape) if one_divides else None
+    one_divides, has_state = _round_up(1, model) == 1, model.config.experimental_attention_variant is not None
+    cache = StaticInferenceContext(*rows.ids.shape) if one_divides and not has_state else None
     running = torch.ones(len(rows.ids), dtype=torch.bool, device=rows.ids.device)
     ends = torch.tensor(ends, dtype=torch.long, device=rows.ids.device)
     start = 0

@@ -1,4 +1,4 @@
-"""LoRA and DoRA of Qwen3-VL: Megatron-Bridge's, with parts of the model that can be frozen and adapted one by one.
+"""LoRA and DoRA: Megatron-Bridge's, with parts of the model that can be frozen and adapted one by one.
 
 What lives here: the two configurations and what they do to a model. What may not: what any adapters need of this model,
 Megatron-Bridge's own too (`models/common/adapters/insertion.py`), Hugging Face names and layouts (`hf_export.py`),
@@ -20,7 +20,7 @@ from qwen3vl_bridge.models.common.adapters.insertion import (
 )
 from qwen3vl_bridge.models.common.freezing import log_trained_parameters
 from qwen3vl_bridge.models.common.model import VisionLanguageModel
-from qwen3vl_bridge.weights.adapter_rows import ALL_LINEAR_LAYERS, AdapterSettings, plain_name
+from qwen3vl_bridge.weights.adapter_rows import LINEAR_LAYERS, AdapterSettings, plain_name
 from qwen3vl_bridge.weights.model_parts import Part, part_of
 from qwen3vl_bridge.weights.names import is_of_experts, shared_name
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
 
 _ADAPT = {f"adapt_{part.value}": part for part in Part}
-_ALL_LINEAR_LAYERS = list(ALL_LINEAR_LAYERS)  # target_modules, where nobody sets it
+_UNSET = list(LINEAR_LAYERS)  # target_modules, where nobody sets it
 # Fields of LoRA for other ways to adapt experts, and their defaults.
 _OTHER_WAYS = {"normalize_moe_lora": False, "experts_shared_outer_loras": False}
 
@@ -46,8 +46,10 @@ class Qwen3VLParts:
 
     `target_modules` (and `exclude_modules`) choose among the linear layers of the adapted parts: a name such as
     "linear_qkv", or a pattern such as "*.layers.0.*.linear_qkv". Layers are linear_qkv and linear_proj of attention,
-    linear_fc1 and linear_fc2 of MLPs; the mergers have linear_fc1 and linear_fc2. Experts of a layer go by one name,
-    such as "language_model.decoder.layers.0.mlp.experts.linear_fc1": all of them are adapted, or none.
+    in_proj and out_proj of linear attention, linear_fc1 and linear_fc2 of MLPs, shared experts among them; the mergers
+    have linear_fc1 and linear_fc2. The default is Megatron-Bridge's, all but those of linear attention. Experts of a
+    layer go by one name, such as "language_model.decoder.layers.0.mlp.experts.linear_fc1": all of them are adapted, or
+    none.
 
     Attributes:
         freeze_language_model, freeze_vision_model, freeze_vision_projection: whether that part's own weights rest.
@@ -202,7 +204,7 @@ class Qwen3VLParts:
 
     def _refuse_idle_fields(self, targets: dict[str, list[str]], names: list[str]) -> None:
         parts = [part for part in _ADAPT if getattr(self, part)]
-        asked_for = [] if self.target_modules == _ALL_LINEAR_LAYERS else self.target_modules or []
+        asked_for = [] if self.target_modules == _UNSET else self.target_modules or []
         if self.adapt_experts and not any(is_of_experts(name) for name in names):
             raise ValueError(
                 f"adapt_experts is True, and among the adapted layers, {names[:1]} and others, are none of experts: "

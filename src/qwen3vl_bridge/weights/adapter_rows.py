@@ -4,8 +4,9 @@ What lives here: names and shapes of adapters, Hugging Face's `peft` library on 
 from the row of the layer's own weight; which layers a configuration adapts. Standard library only. What may not: names
 of the model's own parameters (`models/*/table.py`), tensors, files.
 
-A layer in Megatron may be several in Hugging Face (q, k and v; gate and up). Its adapter has one `linear_in`, which is
-the `lora_A` of each of them, and one `linear_out`, whose rows lie as those of the layer's weight do.
+A layer in Megatron may be several in Hugging Face (q, k and v; gate and up; the four of linear attention's `in_proj`).
+Its adapter has one `linear_in`, which is the `lora_A` of each of them, and one `linear_out`, whose rows lie as those of
+the layer's weight do.
 
 Experts that are one tensor in Hugging Face have adapters of their own in Megatron, and in `peft` two matrices for all
 of them (source: peft 0.21, `ParamWrapper`; vLLM reads the same). `lora_A` is [experts * dim, in], expert by expert.
@@ -21,7 +22,7 @@ from types import MappingProxyType
 
 from qwen3vl_bridge.weights.model_parts import part_of
 from qwen3vl_bridge.weights.names import is_of_experts, local_name, shared_name
-from qwen3vl_bridge.weights.rows import Copy, ExpertInput, ExpertOutput, GatedMLP, PackedExpert, Row
+from qwen3vl_bridge.weights.rows import Copy, ExpertInput, ExpertOutput, GatedMLP, PackedExpert, Row, Sectioned
 
 # What Megatron-Bridge calls the parts of an adapter, behind the name of its layer.
 MARK = ".adapter."
@@ -31,12 +32,13 @@ _WRAPPED = ".to_wrap."
 _HF = {IN: "lora_A.weight", OUT: "lora_B.weight", MAGNITUDE: "lora_magnitude_vector"}
 # How `peft` begins the names in a file of adapters.
 HF_PREFIX = "base_model.model."
-ALL_LINEAR_LAYERS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-_LINEAR = re.compile(rf"\.({'|'.join(ALL_LINEAR_LAYERS)})\.weight\d*$")
+# What Megatron-Bridge adapts where nobody says what, and what linear attention has.
+LINEAR_LAYERS, OF_LINEAR_ATTENTION = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"), ("in_proj", "out_proj")
+_LINEAR = re.compile(rf"\.({'|'.join(LINEAR_LAYERS + OF_LINEAR_ATTENTION)})\.weight\d*$")
 
 
-class WholeGatedMLP(GatedMLP):
-    """A stacked gate and up projection that an fsdp_dtensor checkpoint stores as one."""
+class WholeStack(GatedMLP):
+    """Stacked tensors that a checkpoint stores as one: gate and up projection, or a projection's sections."""
 
     @property
     def stored(self) -> tuple[str, ...]:
@@ -158,7 +160,7 @@ def adapter_row(weight: Row, kind: str, dim: int, *, whole: bool = False) -> Row
         weight: the row of the layer's own weight, expanded.
         kind: IN, OUT or MAGNITUDE.
         dim: of the adapter.
-        whole: whether an fsdp_dtensor checkpoint has gate and up in one, as Megatron-FSDP leaves those of adapters.
+        whole: whether a checkpoint has in one what the layer's weight has apart, as Megatron-FSDP leaves adapters.
 
     Returns:
         A row; of IN, the first Hugging Face tensor only (`input_names` has all).
@@ -175,8 +177,8 @@ def adapter_row(weight: Row, kind: str, dim: int, *, whole: bool = False) -> Row
         return replace(row, position=weight.position, pattern=names["pattern"])
     shapes = tuple((shape[0], dim) if kind == OUT else (shape[0],) for shape in weight.shapes)
     row = replace(weight, hf=_hf_names(weight, kind), shapes=shapes, **names)
-    if whole and isinstance(row, GatedMLP):
-        return WholeGatedMLP(**{field: getattr(row, field) for field in row.__dataclass_fields__})
+    if whole and isinstance(row, GatedMLP | Sectioned):
+        return WholeStack(**{field: getattr(row, field) for field in Row.__dataclass_fields__})
     return row
 
 

@@ -1,9 +1,8 @@
 """Run on ranks: runs that train adapters go on from checkpoints of one process, split over ranks.
 
-torchrun --nproc_per_node 2 -m tests.training.adapters.peft_on_ranks OUTPUT JOBS DENSE MOE DATA START OUT
+torchrun --nproc_per_node 2 -m tests.training.adapters.peft_on_ranks OUTPUT JOBS DATA START OUT
 
-JOBS is a JSON list of `Job`s; DENSE and MOE are Hugging Face folders. What runs save goes to OUT, and their losses and
-gradients' norms to OUTPUT.
+JOBS is a JSON list of `Job`s. What runs save goes to OUT, and their losses and gradients' norms to OUTPUT.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from tests.ranks import begin, leave
 from tests.steps import save, set_up, train_step
 
 from ..conftest import Inputs
-from .peft_runs import CASES, DIST, WITH_EXPERTS, peft_config
+from .peft_runs import CASES, DIST, peft_config
 
 STEPS = 2
 # The same rows, however they are split.
@@ -31,12 +30,14 @@ class Job:
     Attributes:
         name: of it.
         case: of the adapters.
+        hf: Hugging Face folder of the model.
         split: settings of the model.
         ckpt_format: of the checkpoints that it goes on from, and leaves.
     """
 
     name: str
     case: str
+    hf: str = ""
     split: dict[str, int] = field(default_factory=dict)
     ckpt_format: str = DIST
 
@@ -60,11 +61,11 @@ def go_on(job: Job, inputs: Inputs, start: Path, out: Path) -> list[dict[str, fl
     return entries
 
 
-def main(output: str, jobs: list[dict], dense: str, moe: str, data: str, start: str, out: str) -> None:
+def main(output: str, jobs: list[dict], data: str, start: str, out: str) -> None:
     """One job after the other."""
     found = {}
     for job in (Job(**one) for one in jobs):
-        hf = Path(moe if job.case in WITH_EXPERTS else dense)
+        hf = Path(job.hf)
         found[job.name] = go_on(job, Inputs(hf, Path(data), hf), Path(start), Path(out))
     leave(found, output)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from qwen3vl_bridge.peft.lora import Qwen3VLDoRA, Qwen3VLLoRA
+from qwen3vl_bridge.weights.adapter_rows import LINEAR_LAYERS, OF_LINEAR_ATTENTION
 
 import torch
 from megatron.bridge.training.callbacks import Callback, CallbackContext
@@ -16,6 +18,7 @@ from ..running import replicate
 
 FSDP, DIST = FORMATS = ("fsdp_dtensor", "torch_dist")
 ALL_PARTS = dict(adapt_vision_model=True, adapt_vision_projection=True)
+ALL_LAYERS = dict(target_modules=[*LINEAR_LAYERS, *OF_LINEAR_ATTENTION], **ALL_PARTS)
 CASES = {
     "LoRA": lambda: Qwen3VLLoRA(dim=4, alpha=8, **ALL_PARTS),
     "DoRA": lambda: Qwen3VLDoRA(dim=4, alpha=8, **ALL_PARTS),
@@ -26,8 +29,27 @@ CASES = {
     "experts of some layers": lambda: Qwen3VLLoRA(
         dim=4, adapt_experts=True, target_modules=["*.layers.2.*.linear_fc*", "*.layers.1.*.linear_qkv"]
     ),
+    "linear attention": lambda: Qwen3VLLoRA(dim=4, alpha=8, **ALL_LAYERS),
+    "linear attention, DoRA": lambda: Qwen3VLDoRA(dim=4, alpha=8, **ALL_LAYERS),
+    "linear attention, adapted experts": lambda: Qwen3VLLoRA(dim=4, alpha=8, adapt_experts=True, **ALL_LAYERS),
 }
-WITH_EXPERTS = {case for case in CASES if "experts" in case}
+
+
+def model_of(case: str) -> tuple[str, str]:
+    """Which of the tiny models it is of: the family, and "dense" or "moe"."""
+    return "qwen3_5" if "linear attention" in case else "qwen3_vl", "moe" if "experts" in case else "dense"
+
+
+def inputs_of(case: str, inputs: Inputs, folders: dict[tuple[str, str], Path]) -> Inputs:
+    """A run's, with weights of its model.
+
+    Args:
+        case: of the adapters.
+        inputs: of a run of the dense Qwen3-VL model.
+        folders: Hugging Face folders of the other models.
+    """
+    folder = folders.get(model_of(case))
+    return inputs if folder is None else replace(inputs, hf=folder, megatron=folder)
 
 
 def peft_config(inputs: Inputs, save: Path | None, peft: object, ckpt_format: str = DIST, **settings):

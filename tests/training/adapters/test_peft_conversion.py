@@ -6,7 +6,6 @@ import dataclasses
 import json
 import shutil
 import warnings
-from dataclasses import replace
 from pathlib import Path
 
 from qwen3vl_bridge.checkpoint import CheckpointError, import_checkpoint
@@ -36,9 +35,11 @@ from tests.model.adapters.peft_models import Adapted, adapt, reference_logits, w
 
 from ..conftest import Inputs
 from ..running import stored, train
-from .peft_runs import CASES, DIST, FORMATS, FSDP, WITH_EXPERTS, Trained, peft_config
+from .peft_runs import CASES, DIST, FORMATS, FSDP, Trained, inputs_of, peft_config
 
-TOLERANCE = 1e-5  # of logits that training has moved by more than 0.1; measured 4.3e-6
+# By family, of logits that training has moved by more than 0.1; measured 4.3e-6, and 7.8e-5 as linear attention
+# multiplies rounding errors.
+TOLERANCE = {"qwen3_vl": 1e-5, "qwen3_5": 5e-4}
 WEIGHT = 1e-6  # of weights up to about 0.3, whose products are summed up in another order; measured 0
 
 
@@ -58,11 +59,10 @@ def trained_and_saved(inputs: Inputs, case: str, save: Path, ckpt_format: str, s
 
 
 @pytest.fixture(scope="module", params=CASES)
-def run(request, inputs, moe_folder, tmp_path_factory):
+def run(request, inputs, folders, tmp_path_factory):
     """Of each kind a trained run in each format: inputs, a model with samples, logits by format, folder of folders."""
     folder, logits = tmp_path_factory.mktemp("peft"), {}
-    if request.param in WITH_EXPERTS:
-        inputs = replace(inputs, hf=moe_folder, megatron=moe_folder)
+    inputs = inputs_of(request.param, inputs, folders)
     for ckpt_format in FORMATS:
         adapted = trained_and_saved(inputs, request.param, folder / ckpt_format, ckpt_format)
         logits[ckpt_format] = adapted.logits()
@@ -83,7 +83,10 @@ def test_adapters(run, ckpt_format, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # `peft` warns of keys it misses or cannot place
         loaded = PeftModel.from_pretrained(base, tmp_path / "adapter")
-    assert worst_difference(logits[ckpt_format], reference_logits(loaded, adapted.samples)) <= TOLERANCE
+    assert (
+        worst_difference(logits[ckpt_format], reference_logits(loaded, adapted.samples))
+        <= TOLERANCE[adapted.pair.provider.family]
+    )
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(inputs.hf)
     names = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
@@ -100,7 +103,10 @@ def test_merged(run, ckpt_format, tmp_path):
     inputs, adapted, logits, folder = run
     merge_adapters(folder / ckpt_format, tmp_path / "merged", verify=True, max_shard_bytes=300_000)
     loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged")
-    assert worst_difference(logits[ckpt_format], reference_logits(loaded, adapted.samples)) <= TOLERANCE
+    assert (
+        worst_difference(logits[ckpt_format], reference_logits(loaded, adapted.samples))
+        <= TOLERANCE[adapted.pair.provider.family]
+    )
     before, after = load_file(inputs.hf / "model.safetensors"), {}
     for file in (tmp_path / "merged").glob("*.safetensors"):
         after |= load_file(file)
@@ -205,7 +211,7 @@ def test_gate_and_up_in_two_tensors(run, tmp_path):
         (mixed / "run_config.yaml").write_text(
             text.replace("tensor_model_parallel_size: 1", "tensor_model_parallel_size: 2")
         )
-        with pytest.raises(CheckpointError, match="saved by 2 tensor-parallel ranks, and has gate and up of"):
+        with pytest.raises(CheckpointError, match="saved by 2 tensor-parallel ranks, and has all rows of"):
             export_adapters(mixed, tmp_path / "mixed")
 
 
@@ -235,7 +241,7 @@ def test_megatron_bridge_loads_it(run):
         model_sd_kwargs=dict(metadata={"non_homogeneous_layers": adapted.peft.layers_differ}),
         fully_parallel_load=False,
     )
-    assert worst_difference(logits[DIST], fresh.logits()) <= TOLERANCE
+    assert worst_difference(logits[DIST], fresh.logits()) <= TOLERANCE[adapted.pair.provider.family]
 
 
 def bridges_own(run) -> LoRA | DoRA | None:
@@ -244,17 +250,18 @@ def bridges_own(run) -> LoRA | DoRA | None:
     its, experts = adapted.peft, "moe" in json.loads((inputs.hf / "config.json").read_text())["model_type"]
     if its.layers_differ or not its.adapt_vision_projection or its.adapt_experts != experts:
         return None
-    return (DoRA if isinstance(its, Qwen3VLDoRA) else LoRA)(dim=its.dim, alpha=its.alpha)
+    method = DoRA if isinstance(its, Qwen3VLDoRA) else LoRA
+    return method(dim=its.dim, alpha=its.alpha, target_modules=its.target_modules)
 
 
 def test_verl_goes_on_from_it(run):
     """`lora.adapter_path`: Megatron-Bridge's loader, with its defaults, onto adapters of its own class."""
     if (peft := bridges_own(run)) is None:
         return
-    inputs, _, logits, folder = run
+    inputs, adapted, logits, folder = run
     fresh = adapt(inputs.hf, peft)
     load_peft_adapter_checkpoint([fresh.model], str(find_iteration(folder / DIST)), peft=peft, strict=False)
-    assert worst_difference(logits[DIST], fresh.logits()) <= TOLERANCE
+    assert worst_difference(logits[DIST], fresh.logits()) <= TOLERANCE[adapted.pair.provider.family]
 
 
 def test_megatron_bridge_exports_it(run, tmp_path):
@@ -270,7 +277,10 @@ def test_megatron_bridge_exports_it(run, tmp_path):
         return
     bridge.export_adapter_ckpt(checkpoint, out, show_progress=False)
     loaded = PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(inputs.hf), out)
-    assert worst_difference(logits[DIST], reference_logits(loaded, adapted.samples)) <= TOLERANCE
+    assert (
+        worst_difference(logits[DIST], reference_logits(loaded, adapted.samples))
+        <= TOLERANCE[adapted.pair.provider.family]
+    )
 
 
 @pytest.mark.parametrize("ckpt_format", FORMATS)

@@ -15,44 +15,56 @@ from tests.steps import save, set_up, train_step
 
 from ..running import stored
 from .peft_on_ranks import SETTINGS, STEPS, Job
-from .peft_runs import CASES, FSDP, WITH_EXPERTS, peft_config
+from .peft_runs import CASES, FSDP, inputs_of, model_of, peft_config
 
 pytestmark = pytest.mark.slow
 
 JOBS = [
-    Job("tensors", "trained mergers", dict(tensor_model_parallel_size=2)),
-    Job("stages", "some layers", dict(pipeline_model_parallel_size=2)),
-    Job("tokens", "DoRA", dict(context_parallel_size=2)),
+    Job("tensors", "trained mergers", split=dict(tensor_model_parallel_size=2)),
+    Job("stages", "some layers", split=dict(pipeline_model_parallel_size=2)),
+    Job("tokens", "DoRA", split=dict(context_parallel_size=2)),
     Job("rows", "DoRA"),
-    Job("experts", "adapted experts", dict(expert_model_parallel_size=2)),
-    Job("some experts", "experts of some layers", dict(expert_model_parallel_size=2)),
-    Job("experts, tensors", "adapted experts", dict(tensor_model_parallel_size=2, expert_tensor_parallel_size=1)),
+    Job("experts", "adapted experts", split=dict(expert_model_parallel_size=2)),
+    Job("some experts", "experts of some layers", split=dict(expert_model_parallel_size=2)),
+    Job("experts, tensors", "adapted experts", split=dict(tensor_model_parallel_size=2, expert_tensor_parallel_size=1)),
     Job("shards", "trained mergers", ckpt_format=FSDP),
+    Job("sections", "linear attention", split=dict(tensor_model_parallel_size=2)),
+    Job(
+        "sections, experts",
+        "linear attention, adapted experts",
+        split=dict(tensor_model_parallel_size=2, expert_tensor_parallel_size=1),
+    ),
+    Job("linear attention, tokens", "linear attention, DoRA", split=dict(context_parallel_size=2)),
+    Job("linear attention, shards", "linear attention", ckpt_format=FSDP),
 ]
-# Relative: of the loss, of the gradients' norm, and of each tensor, adapters and moments, to how far it moved.
-# Measured 1.0e-7, 4.3e-7 and 2.6e-6; that under Megatron-FSDP in bfloat16, 0, 7.6e-8 and 4.6e-7.
-LOSS, NORM, MOVED = 1e-6, 2e-6, 1e-4
+# Relative: of the loss, of the gradients' norm, and of each tensor, adapters and moments, to how far it moved. Measured
+# 1.0e-7, 4.3e-7 and 2.6e-6; that under Megatron-FSDP in bfloat16, 0, 7.6e-8 and 4.6e-7. Linear attention multiplies
+# rounding errors: 1.5e-6, 3.2e-5 and 6.8e-4.
+LIMITS = {"qwen3_vl": (1e-6, 2e-6, 1e-4), "qwen3_5": (1e-5, 2e-4, 4e-3)}
 
 
 @pytest.fixture(scope="module")
-def began(inputs, moe_folder, tmp_path_factory):
+def began(inputs, folders, tmp_path_factory):
     """Runs of one process: what they saved after two steps and after two more, and how these went."""
     start, went = tmp_path_factory.mktemp("start"), {}
     for job in JOBS:
         if job.began in went:
             continue
-        its = replace(inputs, hf=moe_folder, megatron=moe_folder) if job.case in WITH_EXPERTS else inputs
-        run = set_up(peft_config(its, start / job.began, CASES[job.case](), job.ckpt_format, **SETTINGS))
+        run = set_up(
+            peft_config(
+                inputs_of(job.case, inputs, folders), start / job.began, CASES[job.case](), job.ckpt_format, **SETTINGS
+            )
+        )
         for _ in range(2):
             went[job.began] = [train_step(run) for _ in range(STEPS)]
             save(run)
     return start, went
 
 
-def test_two_ranks_go_on_as_one_would(began, inputs, moe_folder, tmp_path):
+def test_two_ranks_go_on_as_one_would(began, inputs, folders, tmp_path):
     start, went = began
-    jobs = json.dumps([asdict(job) for job in JOBS])
-    given = (jobs, inputs.hf, moe_folder, inputs.data, start, tmp_path)
+    jobs = [replace(job, hf=str(inputs_of(job.case, inputs, folders).hf)) for job in JOBS]
+    given = (json.dumps([asdict(job) for job in jobs]), inputs.data, start, tmp_path)
     run_ranks("tests.training.adapters.peft_on_ranks", 2, tmp_path / "found.pt", *given)
     logs, worst = torch.load(tmp_path / "found.pt"), {}
     for job in JOBS:
@@ -67,4 +79,6 @@ def test_two_ranks_go_on_as_one_would(began, inputs, moe_folder, tmp_path):
         print(
             f"{job.name}: loss {loss:.1e}, norm {norm:.1e}, moved {max(moved.values()):.1e}", max(moved, key=moved.get)
         )
-    assert all(loss <= LOSS and norm <= NORM and moved <= MOVED for loss, norm, moved in worst.values()), worst
+    for job in JOBS:
+        limits = LIMITS[model_of(job.case)[0]]
+        assert all(found <= limit for found, limit in zip(worst[job.name], limits, strict=True)), (job, worst[job.name])

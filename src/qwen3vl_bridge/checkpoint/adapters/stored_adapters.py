@@ -25,7 +25,14 @@ from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
 from qwen3vl_bridge.checkpoint.stored_models.stored_model import compared_with_run, own_config
 from qwen3vl_bridge.files.errors import CheckpointError
 from qwen3vl_bridge.files.paths import expanded
-from qwen3vl_bridge.weights.adapter_rows import MARK, AdapterSettings, adapter_row, layer_of, linear_rows
+from qwen3vl_bridge.weights.adapter_rows import (
+    MARK,
+    AdapterSettings,
+    WholeStack,
+    adapter_row,
+    layer_of,
+    linear_rows,
+)
 from qwen3vl_bridge.weights.dimensions import Dimensions
 from qwen3vl_bridge.weights.names import NAMED_IF_MIXED, ExpertLayout, local_name
 from qwen3vl_bridge.weights.rows import Row
@@ -103,7 +110,7 @@ class StoredAdapters:
         return make_plan(rows, self.layout(rows), target, found, where=str(self.folder), dtype=dtype)
 
     def _whole(self, layer: Row, kind: str) -> bool:
-        """Whether gate and up of an adapter are one tensor, as Megatron-FSDP leaves them."""
+        """Whether gate and up of an adapter, or its sections, are one tensor, as Megatron-FSDP leaves them."""
         return f"{layer_of(layer)}{MARK}{kind}" in self.tensors.specs
 
 
@@ -145,19 +152,23 @@ def open_adapters(
     hf_model = _text(run, "model", "hf_model_id")
     stored = StoredAdapters(folder, ckpt_format, config, settings, tensors, base, hf_model)
     ranks = (run.get("model") or {}).get("tensor_model_parallel_size", 1)
-    if ckpt_format == megatron.FSDP_DTENSOR and ranks != 1:
+    if ranks != 1:
         _refuse_mixed_rows(stored, ranks)
     return stored
 
 
 def _refuse_mixed_rows(stored: StoredAdapters, ranks: Any) -> None:
-    gated = (row for row in stored.rows(ExpertLayout.PER_EXPERT) if len(row.hf) == 2)
-    mixed = [row.megatron for row in gated if row.stored == (row.megatron,)]
+    """Of what a layer's weight has apart, each rank has its part of all, and these lie rank after rank.
+
+    Not so gate and up in megatron-core's own format, which are whole one after the other.
+    """
+    stacks = [row for row in stored.rows(ExpertLayout.PER_EXPERT) if isinstance(row, WholeStack)]
+    mixed = [row.megatron for row in stacks if stored.ckpt_format == megatron.FSDP_DTENSOR or len(row.hf) > 2]
     if mixed:
         raise CheckpointError(
-            f"{stored.folder} was saved by {ranks} tensor-parallel ranks, and has gate and up of {mixed[0]} in one "
-            "tensor, as Megatron-FSDP stores them: whose row is which cannot be told. Expected one such rank, or "
-            f"checkpoint.ckpt_format={megatron.TORCH_DIST}"
+            f"{stored.folder} was saved by {ranks} tensor-parallel ranks, and has all rows of {mixed[0]} in one "
+            "tensor, as Megatron-FSDP stores gate and up, or the sections of linear attention: whose row is which "
+            f"cannot be told. Expected one such rank, or checkpoint.ckpt_format={megatron.TORCH_DIST}"
         )
 
 

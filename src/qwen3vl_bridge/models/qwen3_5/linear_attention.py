@@ -9,15 +9,20 @@ from __future__ import annotations
 from typing import Any
 
 from qwen3vl_bridge.models.qwen3_5 import delta_rule
+from qwen3vl_bridge.weights.adapter_rows import MAGNITUDE, MARK, OUT
 
 import torch
 import torch.nn.functional as F
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from megatron.core.ssm.utils import _split_tensor_factory
 from torch import Tensor
 
 
 class LinearAttention(GatedDeltaNet):
-    """megatron-core's, in which packed rows cost no host waits and decays are computed in float32."""
+    """megatron-core's, in which packed rows cost no host waits and decays are computed in float32.
+
+    And adapters of its projection are stored as the projection is, so that other tensor-parallel ranks can load them.
+    """
 
     def _setup_variant_attrs(self) -> None:
         super()._setup_variant_attrs()
@@ -41,3 +46,15 @@ class LinearAttention(GatedDeltaNet):
         """
         decay = -A_log_local_cp.float().exp() * F.softplus(alpha.float() + dt_bias_local_cp)
         return decay, beta.sigmoid()
+
+    def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As megatron-core's, which keeps the projection's sections apart; those of its adapter's rows too.
+
+        A rank has its part of each section, one above the other, so the rows of several are in no order as a whole.
+        """
+        state = super().sharded_state_dict(prefix, *args, **kwargs)
+        for name in (f"{prefix}in_proj{MARK}{kind}" for kind in (OUT, MAGNITUDE)):
+            if name in state:
+                sections = list(self.in_proj_split_sections)
+                state[name] = _split_tensor_factory(state[name], sections, self.in_proj_split_names, 0)
+        return state

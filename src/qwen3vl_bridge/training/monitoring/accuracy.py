@@ -13,7 +13,7 @@ from typing import Any
 from qwen3vl_bridge.data.questions import Question, questions
 from qwen3vl_bridge.data.row_settings import ConversationRows
 from qwen3vl_bridge.data.sources.opening import open_source
-from qwen3vl_bridge.inference.generation import generate, ranks_in_step
+from qwen3vl_bridge.inference.generation import end_token_ids, generate, ranks_in_step
 from qwen3vl_bridge.parallel.collectives import sum_counts
 from qwen3vl_bridge.training.config import AccuracyConfig
 from qwen3vl_bridge.training.monitoring.trackers import publish
@@ -61,10 +61,14 @@ class Accuracy(Callback):
         asked = self._questions or []
         right, tokenizer = 0, self.rows.checkpoint().encoder.processor.tokenizer
         device = next(model[0].parameters()).device
+        settings = dict(
+            max_new_tokens=self.settings.max_new_tokens,
+            eos_token_id=end_token_ids(list(model), tokenizer),
+        )
         for first in range(0, len(asked), _BATCH_SIZE):
             batch = asked[first : first + _BATCH_SIZE]
             prompts = _collate(batch, device)
-            answers = generate(list(model), **prompts, max_new_tokens=self.settings.max_new_tokens)
+            answers = generate(list(model), **prompts, **settings)
             texts = tokenizer.batch_decode(answers[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
             for question, text in zip(batch, texts, strict=True):
                 is_right = self._is_right(question.answer.strip(), text.strip())

@@ -213,15 +213,27 @@ class AdapterConversion(MegatronPeftBridge):
         prefix = adapter_weights[0].global_base_prefix
         if is_of_experts(prefix):
             return self._merge_into_experts(converted_weights_dict, adapter_weights[0])
-        layer = dict(_dora_layers(megatron_model)).get(prefix)
-        if layer is None:
-            return super()._merge_lora_adapter_weights(megatron_model, converted_weights_dict, adapter_weights)
         whole = {name: weight.float() for name, weight in converted_weights_dict.items()}
-        merged = super()._merge_lora_adapter_weights(megatron_model, whole, adapter_weights)
-        for name, magnitude in self._magnitudes(megatron_model, prefix, layer, list(merged)).items():
-            length = magnitude.to(merged[name]) / torch.linalg.norm(merged[name], dim=1)
-            merged[name] = merged[name] * length[:, None]
+        if self._is_gdn_in_proj_split(whole):
+            merged = self._merge_into_sections(megatron_model, whole, adapter_weights[0])
+        else:
+            merged = super()._merge_lora_adapter_weights(megatron_model, whole, adapter_weights)
+        if (layer := dict(_dora_layers(megatron_model)).get(prefix)) is not None:
+            for name, magnitude in self._magnitudes(megatron_model, prefix, layer, list(merged)).items():
+                length = magnitude.to(merged[name]) / torch.linalg.norm(merged[name], dim=1)
+                merged[name] = merged[name] * length[:, None]
         return {name: weight.to(converted_weights_dict[name].dtype) for name, weight in merged.items()}
+
+    def _merge_into_sections(
+        self, megatron_model: list[MegatronModule], weights: Weights, adapter: AdapterWeight
+    ) -> Weights:
+        """Merge into the projections of linear attention. Megatron-Bridge's own rounds the product to their dtype."""
+        rows, columns = adapter.linear_in_weight.weight, adapter.linear_out_weight.weight
+        parts = self._get_fused_adapter_linear_out_slices(megatron_model, list(weights), columns)
+        return {
+            name: self._merge_single_adapter_weight(weight, adapter.alpha, adapter.dim, rows, parts[name])
+            for name, weight in weights.items()
+        }
 
     def _merge_into_experts(self, converted: Weights, adapter: AdapterWeight) -> Weights:
         """Merge into tensors of one expert each: gate, up or down."""

@@ -151,6 +151,8 @@ def _refuse_wrong_adapters(chunk: MegatronModule, peft: PEFT) -> None:
             "expected it among exclude_modules, or target_modules without it"
         )
     for name, module in adapted.items():
+        if isinstance(module, LoRALinearSplitQKV) and part_of(name) is Part.LANGUAGE_MODEL:
+            _refuse_gates(whole_name(name, chunk), chunk.config, kind)
         if isinstance(module, LoRALinearSplitQKV | LoRALinearSplitFC1UpGate):
             _refuse_missing_halves(whole_name(name, chunk), module, kind)
     if experts := [name for name in adapted if is_of_experts(name)]:
@@ -163,6 +165,14 @@ def _refuse_wrong_adapters(chunk: MegatronModule, peft: PEFT) -> None:
                 f"left out of Megatron-Bridge's checkpoints; expected {flag}=True, target_modules of other parts (such "
                 "as '*language_model*.linear_qkv'), or qwen3vl_bridge.Qwen3VLLoRA, which saves both"
             )
+
+
+def _refuse_gates(name: str, config: VisionLanguageFields, kind: str) -> None:
+    if config.attention_output_gate:
+        raise ValueError(
+            f"{kind} adapts queries, keys and values of {name} one by one, and it has their gates' rows too: expected "
+            "another kind, such as qwen3vl_bridge.Qwen3VLLoRA, or target_modules without linear_q, linear_k, linear_v"
+        )
 
 
 def _refuse_missing_halves(name: str, module: AdapterWrapper, kind: str) -> None:
