@@ -107,7 +107,6 @@ def test_adapters_of_nothing():
         estimate(config_dict("9B"), Split(8), Training(lora=Lora(8, ())))
 
 
-@pytest.mark.skip(reason="Qwen3.5-VL takes no adapters yet")
 @pytest.mark.parametrize("kind", ["dense", "moe"])
 def test_adapters_as_they_are_put_in(kind, qwen3_5_folders):
     """On all linear layers but experts': parameters that are trained, to the last one."""

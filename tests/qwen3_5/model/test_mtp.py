@@ -15,8 +15,8 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from tests.parity.batches import CONTENTS, make_batch, make_samples
 from tests.parity.conftest import make_pair
 
-from .mtp_reference import run_with_mtp
-from .tiny import with_mtp
+from ..mtp_reference import run_with_mtp
+from ..tiny import with_mtp
 
 FACTOR = 0.5
 GRADIENT = 5e-4  # relative to the largest entry of each parameter's gradient; measured 1.3e-4

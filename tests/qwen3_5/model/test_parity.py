@@ -14,7 +14,7 @@ from tests.parity.batches import CONTENTS, make_batch, make_samples, run_referen
 from tests.parity.conftest import Pair, make_pair
 from tests.parity.one_process.test_parity import run_megatron
 
-from .tiny import with_mtp
+from ..tiny import with_mtp
 
 # In units of the noise: how far transformers is from itself when it computes the delta rule token by token and not by
 # chunks, and attention by another function. Not below the second number, as a short row may have little noise.

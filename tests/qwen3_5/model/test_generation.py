@@ -1,6 +1,6 @@
 """Greedy answers of a model with linear attention are those of transformers' `generate`, token for token.
 
-Run on ranks it is the script of the test of parallel ranks: -m tests.qwen3_5.test_generation OUTPUT FOLDER...
+Run on ranks it is the script of the test of parallel ranks: -m tests.qwen3_5.model.test_generation OUTPUT FOLDER...
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def test_rows_end_where_transformers_ends_them(pair):
 
 def test_two_ranks_give_the_same_answers(qwen3_5_folders, tmp_path):
     folders = [qwen3_5_folders[kind] for kind in ("dense", "moe")]
-    run_ranks("tests.qwen3_5.test_generation", 2, tmp_path / "answers.pt", *folders)
+    run_ranks("tests.qwen3_5.model.test_generation", 2, tmp_path / "answers.pt", *folders)
     for folder, found in torch.load(tmp_path / "answers.pt").items():
         alone = load(folder)
         assert torch.equal(found, answers(alone, prompts("mixed", alone.config)))
