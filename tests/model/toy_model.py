@@ -10,7 +10,7 @@ from qwen3vl_bridge.models.common.bridge import FamilyBridge
 from qwen3vl_bridge.models.common.model import VisionLanguageModel
 from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
 from qwen3vl_bridge.models.common.settings.rules import Row, only
-from qwen3vl_bridge.models.qwen3_vl.fixed_settings import FIXED
+from qwen3vl_bridge.models.qwen3_vl.refusals import FIXED
 
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qwen3vl_bridge.registry import family
-from qwen3vl_bridge.weights.names import ExpertLayout
+from qwen3vl_bridge.weights.expert_layout import ExpertLayout
 from qwen3vl_bridge.weights.rows import ZeroCentered
 
 import pytest

@@ -13,7 +13,7 @@ from qwen3vl_bridge.planning.settings import FP32, Sharding, Training
 from qwen3vl_bridge.planning.split import Chunk, Split
 from qwen3vl_bridge.registry import dimensions_of
 from qwen3vl_bridge.weights.dimensions import Dimensions
-from qwen3vl_bridge.weights.names import ExpertLayout
+from qwen3vl_bridge.weights.expert_layout import ExpertLayout
 
 import pytest
 

@@ -10,7 +10,7 @@ from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
 from qwen3vl_bridge.models.qwen3_5.config_dimensions import dimensions_of
 from qwen3vl_bridge.models.qwen3_5.presets import PRESETS, config_dict, hf_config
 from qwen3vl_bridge.models.qwen3_5.table import table
-from qwen3vl_bridge.weights.names import ExpertLayout
+from qwen3vl_bridge.weights.expert_layout import ExpertLayout
 from qwen3vl_bridge.weights.rows import expand, parameter_count
 
 import pytest

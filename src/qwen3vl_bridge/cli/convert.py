@@ -26,7 +26,7 @@ from qwen3vl_bridge.cli import convert_options, convert_output
 from qwen3vl_bridge.files.errors import CheckpointError
 from qwen3vl_bridge.files.paths import expanded
 from qwen3vl_bridge.terminal import BAD_INPUT, INTERRUPTED, show, show_anything
-from qwen3vl_bridge.weights.names import ExpertLayout
+from qwen3vl_bridge.weights.expert_layout import ExpertLayout
 
 _SIZES = {
     "tp": "tensor-parallel size",

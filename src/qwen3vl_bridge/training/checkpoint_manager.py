@@ -4,7 +4,7 @@ What lives here: when it has nothing to load, adapters that are others or differ
 have no place in a run, putting the manager in. What may not: first weights
 (`training/checkpointing/initial_weights.py`), modules on ranks of their own (`encoder_parallel/checkpoint.py`), an
 optimizer's settings (`training/checkpointing/optimizer_groups.py`), how a folder comes into its place
-(`training/checkpointing/staged_saves.py`), files beside tensors (`training/checkpointing/side_files.py`).
+(`training/checkpointing/megatron_bridge_saves.py`), files beside tensors (`training/checkpointing/side_files.py`).
 
 Megatron-Bridge's set-up asks the manager to load where a run has a checkpoint, or first weights, which are read by
 then.
@@ -38,11 +38,11 @@ from qwen3vl_bridge.files.errors import CheckpointError
 from qwen3vl_bridge.parallel.collectives import broadcast_object, gather_objects
 from qwen3vl_bridge.peft.lora import Qwen3VLParts
 from qwen3vl_bridge.training.checkpointing.all_or_none import is_first, together
+from qwen3vl_bridge.training.checkpointing.megatron_bridge_saves import is_staged, staged_save
 from qwen3vl_bridge.training.checkpointing.optimizer_groups import loads_either_form
 from qwen3vl_bridge.training.checkpointing.saving_process import signals_blocked, start_saving_process
 from qwen3vl_bridge.training.checkpointing.schedules import chosen_schedule
 from qwen3vl_bridge.training.checkpointing.side_files import expect_data, write_side_files
-from qwen3vl_bridge.training.checkpointing.staged_saves import is_staged, staged_save
 from qwen3vl_bridge.training.checkpointing.weight_loading import Pretrained
 
 from megatron.bridge.training.checkpointing import (

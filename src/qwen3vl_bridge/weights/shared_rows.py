@@ -6,7 +6,7 @@ standard library only. What may not: rows of one family, tensors, files.
 
 from __future__ import annotations
 
-from qwen3vl_bridge.weights.names import ExpertLayout
+from qwen3vl_bridge.weights.expert_layout import ExpertLayout
 from qwen3vl_bridge.weights.rows import ConcatenatedQKV, Copy, GatedMLP, PackedExpert, Row, Shape
 
 _VISION = "vision_model.decoder.layers.*."

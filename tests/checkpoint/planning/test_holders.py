@@ -12,7 +12,7 @@ from qwen3vl_bridge.checkpoint.planning.topology import Part
 from qwen3vl_bridge.models.qwen3_vl.presets import config_dict
 from qwen3vl_bridge.models.qwen3_vl.table import TABLE
 from qwen3vl_bridge.registry import dimensions_of
-from qwen3vl_bridge.weights.names import ExpertLayout
+from qwen3vl_bridge.weights.expert_layout import ExpertLayout
 from qwen3vl_bridge.weights.rows import expand
 
 import pytest

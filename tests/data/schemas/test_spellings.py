@@ -5,7 +5,7 @@ from pathlib import Path
 
 from qwen3vl_bridge.data import DataError
 from qwen3vl_bridge.data.schemas.conversations import conversation_of
-from qwen3vl_bridge.data.schemas.foreign_schemas import SPEAKERS, messages_of
+from qwen3vl_bridge.data.schemas.spellings import SPEAKERS, messages_of
 
 import pytest
 from hypothesis import given

@@ -13,7 +13,7 @@ import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from qwen3vl_bridge.weights.names import ExpertLayout
+from qwen3vl_bridge.weights.expert_layout import ExpertLayout
 
 import pytest
 import torch

@@ -29,7 +29,7 @@ from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider, Qwen3V
 from qwen3vl_bridge.training.checkpointing.model_loading import load_model
 from qwen3vl_bridge.training.checkpointing.weight_loading import load_weights
 from qwen3vl_bridge.training.process_groups import initialize
-from qwen3vl_bridge.weights.names import ExpertLayout
+from qwen3vl_bridge.weights.expert_layout import ExpertLayout
 
 import pytest
 import torch

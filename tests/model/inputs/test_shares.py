@@ -12,7 +12,7 @@ from threading import Barrier
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.batch import SequenceLayout
-from qwen3vl_bridge.models.common.inputs import cp_shards
+from qwen3vl_bridge.models.common.inputs import precut_rows
 from qwen3vl_bridge.models.common.inputs.model_inputs import as_model_inputs
 
 import pytest
@@ -31,7 +31,7 @@ class Ranks:
 
     def __init__(self, size, monkeypatch):
         self.size, self.barrier, self.given, self.gathered = size, Barrier(size, timeout=20), [None] * size, 0
-        monkeypatch.setattr(cp_shards, "gather_shares", self.gather)
+        monkeypatch.setattr(precut_rows, "gather_shares", self.gather)
 
     def gather(self, local, group):
         self.given[group.rank()] = local
@@ -160,7 +160,7 @@ def test_any_lengths(data):
     whole = dict(input_ids=torch.randperm(layout.total)[None], position_ids=torch.rand(3, 1, layout.total))
     with pytest.MonkeyPatch.context() as monkeypatch:
         found = Ranks(cp, monkeypatch).call(
-            lambda rank, group: cp_shards.with_whole_row(
+            lambda rank, group: precut_rows.with_whole_row(
                 {name: share_of(values, padded, cp, rank) for name, values in whole.items()}
                 | dict(packed_seq_params=params_of(layout), more=rank),
                 group,
@@ -169,7 +169,7 @@ def test_any_lengths(data):
     for rank, one in enumerate(found):
         assert one["more"] == rank
         assert all(torch.equal(one[name], values) for name, values in whole.items())
-    assert cp_shards.with_whole_row(found[0], ALONE) is found[0]
+    assert precut_rows.with_whole_row(found[0], ALONE) is found[0]
 
 
 IDS = torch.arange(1, 9)[None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from qwen3vl_bridge.batch import SequenceLayout
 from qwen3vl_bridge.batch.token_layout import next_index
 from qwen3vl_bridge.peft.lora import Qwen3VLLoRA
-from qwen3vl_bridge.weights.names import ExpertLayout
+from qwen3vl_bridge.weights.expert_layout import ExpertLayout
 
 import pytest
 import torch

@@ -34,7 +34,8 @@ from qwen3vl_bridge.weights.adapter_rows import (
     linear_rows,
 )
 from qwen3vl_bridge.weights.dimensions import Dimensions
-from qwen3vl_bridge.weights.names import NAMED_IF_MIXED, ExpertLayout, local_name
+from qwen3vl_bridge.weights.expert_layout import ExpertLayout
+from qwen3vl_bridge.weights.names import NAMED_IF_MIXED, local_name
 from qwen3vl_bridge.weights.rows import Row
 
 # All indices that a torch_dist checkpoint may leave in names.

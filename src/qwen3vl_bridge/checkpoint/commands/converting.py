@@ -14,7 +14,7 @@ from qwen3vl_bridge.checkpoint.formats.layouts import TensorLayout
 from qwen3vl_bridge.checkpoint.planning.plan import Plan, make_plan
 from qwen3vl_bridge.checkpoint.stored_models.stored_model import StoredModel
 from qwen3vl_bridge.files.paths import place
-from qwen3vl_bridge.weights.names import ExpertLayout
+from qwen3vl_bridge.weights.expert_layout import ExpertLayout
 
 
 class Target(Protocol):

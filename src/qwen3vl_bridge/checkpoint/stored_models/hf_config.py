@@ -15,7 +15,7 @@ from qwen3vl_bridge.checkpoint.formats.tensor_specs import Shape
 from qwen3vl_bridge.files.errors import CheckpointError
 from qwen3vl_bridge.files.json_files import read_object, write_object
 from qwen3vl_bridge.registry import family_of
-from qwen3vl_bridge.weights.names import ExpertLayout, expert_layout_of
+from qwen3vl_bridge.weights.expert_layout import ExpertLayout, expert_layout_of
 from qwen3vl_bridge.weights.rows import Row, expand
 
 

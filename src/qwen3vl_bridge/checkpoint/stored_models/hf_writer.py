@@ -16,7 +16,7 @@ from qwen3vl_bridge.checkpoint.formats.safetensors.writer import shard_files, wr
 from qwen3vl_bridge.checkpoint.planning.plan import Plan
 from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
 from qwen3vl_bridge.files.errors import CheckpointError
-from qwen3vl_bridge.weights.names import ExpertLayout
+from qwen3vl_bridge.weights.expert_layout import ExpertLayout
 
 
 @dataclass(frozen=True)

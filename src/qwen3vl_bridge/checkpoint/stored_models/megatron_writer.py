@@ -29,7 +29,7 @@ from qwen3vl_bridge.checkpoint.planning.topology import Topology
 from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
 from qwen3vl_bridge.files.errors import CheckpointError
 from qwen3vl_bridge.weights.dimensions import Dimensions
-from qwen3vl_bridge.weights.names import ExpertLayout
+from qwen3vl_bridge.weights.expert_layout import ExpertLayout
 from qwen3vl_bridge.weights.rows import Row
 
 # Modules of which megatron-core stores a state beside their weights, always None here, and asks for on loading. The

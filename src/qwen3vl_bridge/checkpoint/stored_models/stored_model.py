@@ -26,7 +26,7 @@ from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
 from qwen3vl_bridge.files.errors import CheckpointError
 from qwen3vl_bridge.files.paths import expanded
 from qwen3vl_bridge.weights.adapter_rows import MARK
-from qwen3vl_bridge.weights.names import ExpertLayout
+from qwen3vl_bridge.weights.expert_layout import ExpertLayout
 from qwen3vl_bridge.weights.rows import Row
 
 

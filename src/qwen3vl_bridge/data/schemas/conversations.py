@@ -1,7 +1,7 @@
 """Conversations as they are written down, checked.
 
 What lives here: what a record of ours may hold, and refusing what is none. What may not: finding and reading records
-(`data/sources/opening.py`), other people's spellings (`foreign_schemas.py`), pixels (`data/media/images.py`,
+(`data/sources/opening.py`), other people's spellings (`spellings.py`), pixels (`data/media/images.py`,
 `data/media/videos.py`), tokens (`data/processing/encoding.py`).
 
 A record is {"messages": [{"role": "user", "content": "..."}, ...]}. Roles are system, user, assistant and tool. Content
@@ -23,7 +23,7 @@ from typing import Any
 
 from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.media.images import FrameList, Media, MediaAccess, Video, find
-from qwen3vl_bridge.data.schemas.foreign_schemas import stored
+from qwen3vl_bridge.data.schemas.spellings import stored
 
 ROLES = ("system", "user", "assistant", "tool")
 PARTS = ("text", "image", "video")

@@ -2,7 +2,7 @@
 
 What lives here: which keys such a record has, what is checked before Megatron-Bridge's adapter translates it, and the
 result in our own spelling. What may not: the translations themselves, which are Megatron-Bridge's, so that the target
-text of a data set is the same here and there; spellings that need no name (`foreign_schemas.py`).
+text of a data set is the same here and there; spellings that need no name (`spellings.py`).
 
 `cord_v2` is the format of `naver-clova-ix/cord-v2`: an image, and "ground_truth", a string of JSON with "gt_parse" (or
 "gt_parses", a list whose first entry counts). The answer is that object as tags, keys in reverse alphabetical order,
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qwen3vl_bridge.data.errors import DataError
-from qwen3vl_bridge.data.schemas.foreign_schemas import messages_of
+from qwen3vl_bridge.data.schemas.spellings import messages_of
 from qwen3vl_bridge.files.parsing import parse_record
 
 

@@ -1,7 +1,7 @@
 """Where conversations are read from: files of JSON here, tables in their own modules, and the choice among them.
 
 What lives here: what a source is, finding a record in a file of JSON, which reader a path is for. What may not: tables
-(`parquet.py`, `hub.py`), what a record means (`data/schemas/foreign_schemas.py`, `data/schemas/conversations.py`).
+(`parquet.py`, `hub.py`), what a record means (`data/schemas/spellings.py`, `data/schemas/conversations.py`).
 """
 
 from __future__ import annotations

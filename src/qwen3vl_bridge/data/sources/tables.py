@@ -1,9 +1,9 @@
 """Rows of Arrow tables as conversations.
 
 What lives here: which columns are read, and how a row becomes plain Python. What may not: finding a row (`parquet.py`,
-`hub.py`), spellings (`data/schemas/foreign_schemas.py`).
+`hub.py`), spellings (`data/schemas/spellings.py`).
 
-Columns are named as the keys of a record (see `data/schemas/foreign_schemas.py`); others are not read. A table has each
+Columns are named as the keys of a record (see `data/schemas/spellings.py`); others are not read. A table has each
 key in every row, so a null is read as a key that is not there. `messages`, `conversations` and `tools` may be strings
 of JSON, or hold them where the column's type says so: contents that are now a string, now a list, fit no other column.
 `datasets` (5.2) writes a string there as JSON, unless it is JSON by itself: the answer "7" is stored as a number, and

@@ -21,7 +21,7 @@ from qwen3vl_bridge.models.common.provider import ExpertsMixin, VisionLanguagePr
 from qwen3vl_bridge.models.common.settings.activations import text_activation
 from qwen3vl_bridge.registry import family
 from qwen3vl_bridge.weights.bridge_mappings import param_mappings
-from qwen3vl_bridge.weights.names import ExpertLayout, expert_layout_of
+from qwen3vl_bridge.weights.expert_layout import ExpertLayout, expert_layout_of
 from qwen3vl_bridge.weights.rows import expand
 
 import torch

@@ -1,7 +1,7 @@
 """The released Qwen3.5-VL models: their numbers, and configurations made of them without any network.
 
 What lives here: the numbers, each once. Standard library only. What may not: what configurations of all families have
-alike (`models/config/released.py`), parameter names (`table.py`), how a model is trained (recipes).
+alike (`models/config/size_description.py`), parameter names (`table.py`), how a model is trained (recipes).
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from qwen3vl_bridge.models.config import released
-from qwen3vl_bridge.models.config.released import Experts, VisionTower
+from qwen3vl_bridge.models.config import size_description
+from qwen3vl_bridge.models.config.size_description import Experts, VisionTower
 from qwen3vl_bridge.models.qwen3_5.config_dimensions import FULL, LINEAR, LINEAR_SIZES, MTP_LAYERS
 
 
 @dataclass(frozen=True, kw_only=True)
-class Preset(released.Preset):
+class Preset(size_description.Preset):
     """What sets one size apart from the others; `ffn` is 0 with experts, whose width a shared one has too."""
 
     linear_value_heads: int
@@ -56,7 +56,7 @@ def size_of(name: str) -> str:
     Raises:
         ValueError: there is no such model; the message lists the sizes.
     """
-    return name if name == "proxy" else released.size_of(name, PRESETS, hub_ids)
+    return name if name == "proxy" else size_description.size_of(name, PRESETS, hub_ids)
 
 
 def config_dict(size: str) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def config_dict(size: str) -> dict[str, Any]:
         **({"intermediate_size": preset.ffn} if experts is None else {"shared_expert_intermediate_size": experts.ffn}),
     }
     tokens = (248_056, 248_057, 248_053, 248_054)
-    return released.config_of(preset, model_type="qwen3_5", architecture="Qwen3_5", text=text, token_ids=tokens)
+    return size_description.config_of(preset, model_type="qwen3_5", architecture="Qwen3_5", text=text, token_ids=tokens)
 
 
 def hf_config(size: str) -> Any:
@@ -100,4 +100,4 @@ def hf_config(size: str) -> Any:
     Raises:
         ValueError: an unknown size.
     """
-    return released.as_transformers(config_dict(size))
+    return size_description.as_transformers(config_dict(size))

@@ -21,7 +21,7 @@ from qwen3vl_bridge.models.qwen3_5.config_dimensions import (
     linear_sizes,
     mtp_sizes,
 )
-from qwen3vl_bridge.models.qwen3_5.fixed_settings import FIXED, FIXED_WITH_EXPERTS, RULES
+from qwen3vl_bridge.models.qwen3_5.refusals import FIXED, FIXED_WITH_EXPERTS, RULES
 from qwen3vl_bridge.weights.dimensions import Dimensions
 
 from megatron.core.models.gpt.experimental_attention_variant_module_specs import get_linear_attention_pattern

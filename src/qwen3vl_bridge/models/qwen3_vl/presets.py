@@ -1,7 +1,7 @@
 """The released Qwen3-VL models: their numbers, and configurations made of them without any network.
 
 What lives here: the numbers, each once. Standard library only. What may not: what configurations of all families have
-alike (`models/config/released.py`), parameter names (`table.py`), how a model is trained (recipes).
+alike (`models/config/size_description.py`), parameter names (`table.py`), how a model is trained (recipes).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from qwen3vl_bridge.models.config import released
-from qwen3vl_bridge.models.config.released import Experts, Preset, VisionTower
+from qwen3vl_bridge.models.config import size_description
+from qwen3vl_bridge.models.config.size_description import Experts, Preset, VisionTower
 from qwen3vl_bridge.models.qwen3_vl.config_dimensions import dimensions_of
 from qwen3vl_bridge.models.qwen3_vl.table import TABLE
 from qwen3vl_bridge.weights.rows import parameter_count as count_parameters
@@ -44,7 +44,7 @@ def size_of(name: str) -> str:
     Raises:
         ValueError: there is no such model; the message lists the sizes.
     """
-    return released.size_of(name, PRESETS, hub_ids)
+    return size_description.size_of(name, PRESETS, hub_ids)
 
 
 def config_dict(size: str) -> dict[str, Any]:
@@ -73,7 +73,9 @@ def config_dict(size: str) -> dict[str, Any]:
     if preset.experts is not None:
         text |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
     tokens = (151_655, 151_656, 151_652, 151_653)
-    return released.config_of(preset, model_type="qwen3_vl", architecture="Qwen3VL", text=text, token_ids=tokens)
+    return size_description.config_of(
+        preset, model_type="qwen3_vl", architecture="Qwen3VL", text=text, token_ids=tokens
+    )
 
 
 def hf_config(size: str) -> Any:
@@ -85,7 +87,7 @@ def hf_config(size: str) -> Any:
     Raises:
         ValueError: an unknown size.
     """
-    return released.as_transformers(config_dict(size))
+    return size_description.as_transformers(config_dict(size))
 
 
 def parameter_count(size: str) -> int:

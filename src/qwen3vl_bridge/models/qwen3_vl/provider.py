@@ -1,8 +1,8 @@
 """The provider: everything that defines a Qwen3-VL model and how it is trained, as one dataclass.
 
-What lives here: Qwen3-VL's fields and defaults, with Megatron-Bridge's names, and its own checks. What may not: what
-all families share (`models/common/provider.py`, `models/common/settings/fields.py`), reading Hugging Face
-configurations (`bridge.py`), modules.
+What lives here: Qwen3-VL's fields and defaults, with Megatron-Bridge's names. What may not: what is refused
+(`refusals.py`), what all families share (`models/common/provider.py`, `models/common/settings/fields.py`), reading
+Hugging Face configurations (`bridge.py`), modules.
 """
 
 from __future__ import annotations
@@ -12,18 +12,12 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from qwen3vl_bridge.models.common.provider import ExpertsMixin, VisionLanguageProvider
-from qwen3vl_bridge.models.common.settings.fields import VisionLanguageFields
 from qwen3vl_bridge.models.common.settings.rules import Row, Rule
 from qwen3vl_bridge.models.qwen3_vl.config_dimensions import FAMILY
-from qwen3vl_bridge.models.qwen3_vl.config_fields import check_taps
-from qwen3vl_bridge.models.qwen3_vl.fixed_settings import FIXED, FIXED_WITH_EXPERTS
-from qwen3vl_bridge.models.qwen3_vl.upstream_names import UpstreamExpertNames, UpstreamNames, check_names
+from qwen3vl_bridge.models.qwen3_vl.refusals import FIXED, FIXED_WITH_EXPERTS, RULES
+from qwen3vl_bridge.models.qwen3_vl.upstream_names import UpstreamExpertNames, UpstreamNames
 
 from transformers import Qwen3VLVisionConfig
-
-
-def _check_taps(provider: VisionLanguageFields) -> None:
-    check_taps(provider.vision_config.to_dict(), provider.num_layers)
 
 
 @dataclass
@@ -52,7 +46,7 @@ class Qwen3VLModelProvider(UpstreamNames, VisionLanguageProvider):
     encoder_class: ClassVar[str] = "qwen3vl_bridge.encoder_parallel.modules.Qwen3VLEncoder"
     decoder_class: ClassVar[str] = "qwen3vl_bridge.encoder_parallel.modules.Qwen3VLDecoder"
     fixed: ClassVar[Mapping[str, Row]] = FIXED
-    rules: ClassVar[tuple[Rule, ...]] = (_check_taps, check_names)
+    rules: ClassVar[tuple[Rule, ...]] = RULES
 
 
 @dataclass

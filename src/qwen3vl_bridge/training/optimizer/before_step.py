@@ -1,7 +1,8 @@
 """The hook between a step's gradients and the optimizer, in Megatron-Bridge's loop.
 
-What lives here: what happens there, once a step: losses and gradient norms of all ranks, the guard, delayed unfreezing.
-What may not: the guard's rules (`step_guard.py`), norms (`gradient_norms.py`), frozen parts (`delayed_unfreezing.py`).
+What lives here: what happens there, once a step: losses and gradient norms of all ranks, delayed unfreezing, and that a
+step which the guard judges wrong is skipped or ends the run. What may not: the guard's rules (`step_guard.py`), norms
+(`gradient_norms.py`), frozen parts (`delayed_unfreezing.py`).
 
 The loop has no callback there. megatron-core's optimizers first prepare gradients, in a method that can also say that
 the step is skipped; the hook wraps that method of the run's optimizer.

@@ -2,8 +2,8 @@
 
 What lives here: what people call vision-language models with, turned into a batch of ours. What may not: where real
 tokens lie (`padding_and_packing.py`, `masks.py`), rows that context-parallel ranks have shared out already
-(`cp_shards.py`), labels (`labels.py`), positions (`position_ids.py`), checks of single arguments (`arguments.py`), the
-model's own work. Batches of our own data path do not come through here.
+(`precut_rows.py`), labels (`labels.py`), positions (`position_ids.py`), checks of single arguments (`arguments.py`),
+the model's own work. Batches of our own data path do not come through here.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 
 from qwen3vl_bridge.batch import ModelInputs, PackedBatch, make_vision_inputs, mrope_positions, vision_slots
 from qwen3vl_bridge.models.common.inputs.arguments import check_others, check_pixels, checked_ids
-from qwen3vl_bridge.models.common.inputs.cp_shards import with_whole_row
 from qwen3vl_bridge.models.common.inputs.labels import are_cut, with_labels, with_own_labels, without_ignored
 from qwen3vl_bridge.models.common.inputs.local_ranks import sequence_ranks
 from qwen3vl_bridge.models.common.inputs.masks import real_tokens
 from qwen3vl_bridge.models.common.inputs.outputs import Answer, CallerOrder
 from qwen3vl_bridge.models.common.inputs.padding_and_packing import Arrangement, arrange
 from qwen3vl_bridge.models.common.inputs.position_ids import given_positions
+from qwen3vl_bridge.models.common.inputs.precut_rows import with_whole_row
 from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
 
 import torch
@@ -46,7 +46,7 @@ def as_model_inputs(
 
     Lengths, positions and indices are worked out on the host, which waits for the device to read the token ids: use
     `PackedBatch` where that matters. Shares are put together from all context-parallel ranks first, see
-    `cp_shards.with_whole_row`, and outputs are of the share.
+    `precut_rows.with_whole_row`, and outputs are of the share.
 
     Args:
         config: the provider.

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-# Such rows are whole when they come here, see `cp_shards.py`.
+# Such rows are whole when they come here, see `precut_rows.py`.
 _SHARE = (
     "The model's forward also takes one flat row that is a context-parallel rank's share, of offsets that count its "
     "tokens times the ranks"

@@ -1,7 +1,7 @@
 """Settings of Megatron's configuration that no family's model follows, each with the only value it may have.
 
 What lives here: these values. What may not: settings with a choice, those of one family
-(`models/*/fixed_settings.py`).
+(`models/*/refusals.py`).
 """
 
 from __future__ import annotations

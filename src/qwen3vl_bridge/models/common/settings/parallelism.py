@@ -1,6 +1,7 @@
 """How a model is split: settings that would fail in the middle of a run's first step, or train something else.
 
-What lives here: their rules, on plain numbers. What may not: fields (`fields.py`), groups, modules.
+What lives here: their rules, on plain numbers. What may not: fields (`fields.py`), what one family alone refuses
+(`models/*/refusals.py`), groups, modules.
 What megatron-core and Megatron-Bridge refuse clearly by themselves, when a configuration is finalised, is left to them:
 text heads and query groups that don't fit tensor parallelism, expert parallelism without experts, uneven pipeline
 stages and layouts that don't add up. Query groups may be fewer than tensor-parallel ranks, if they divide them.

@@ -1,7 +1,7 @@
 """What a provider refuses, all of it: the list of its rules by the time at which they are checked.
 
 What lives here: this list, and checks of the model itself. What may not: rules of a subject (the modules beside), of a
-family (`models/*/fixed_settings.py`; its provider's `fixed` and `rules`).
+family (`models/*/refusals.py`; its provider's `fixed` and `rules`).
 """
 
 from __future__ import annotations

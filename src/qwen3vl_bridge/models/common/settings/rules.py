@@ -1,7 +1,7 @@
 """Rules of settings as rows of a table, and the checker that walks a table.
 
 What lives here: what a row can ask of a setting, and what a refusal says. What may not: settings; the tables are in the
-modules beside, one for each subject, `refusals.py` has their list, and `models/*/fixed_settings.py` the families' own.
+modules beside, one for each subject, `refusals.py` has their list, and `models/*/refusals.py` the families' own.
 """
 
 from __future__ import annotations

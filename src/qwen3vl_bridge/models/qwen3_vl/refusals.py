@@ -1,7 +1,7 @@
 """Settings of Megatron's configuration that Qwen3-VL does not follow, each with the only value it may have.
 
-What lives here: these values. What may not: settings with a choice, those of every family
-(`models/common/settings/fixed.py`).
+What lives here: these values, and the family's own checks of several settings. What may not: settings with a choice,
+those of every family (`models/common/settings/`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from qwen3vl_bridge.models.common.settings import fixed
-from qwen3vl_bridge.models.common.settings.rules import Row, only
+from qwen3vl_bridge.models.common.settings.fields import VisionLanguageFields
+from qwen3vl_bridge.models.common.settings.rules import Row, Rule, only
+from qwen3vl_bridge.models.qwen3_vl.config_fields import check_taps
+from qwen3vl_bridge.models.qwen3_vl.upstream_names import check_names
 
 _SHARED: Mapping[str, Row] = only(
     fixed.NOTHING_ELSE,
@@ -30,3 +33,10 @@ FIXED_WITH_EXPERTS: Mapping[str, Row] = {
     **_SHARED,
     **only(fixed.NOTHING_ELSE, moe_shared_expert_intermediate_size=None, moe_shared_expert_gate=False),
 }
+
+
+def _check_taps(provider: VisionLanguageFields) -> None:
+    check_taps(provider.vision_config.to_dict(), provider.num_layers)
+
+
+RULES: tuple[Rule, ...] = (_check_taps, check_names)
