@@ -170,8 +170,8 @@ def test_the_readmes_commands(capsys):
     commands = section.split("```bash\n")[1].split("```")[0].strip().splitlines()
     assert len(commands) == 2
     for command in commands:
-        name, *arguments = shlex.split(command)
-        assert name == "qwen3vl-plan"
+        program, name, *arguments = shlex.split(command)
+        assert (program, name) == ("qwen3vl", "plan")
         assert main(arguments) == 0, command
     assert "GiB" in capsys.readouterr().out
 
