@@ -27,7 +27,8 @@ from qwen3vl_bridge.checkpoint.planning.vocab_padding import check_vocab_padding
 from qwen3vl_bridge.checkpoint.stored_models.config_comparison import check_same_model
 from qwen3vl_bridge.checkpoint.stored_models.hf_model import open_model
 from qwen3vl_bridge.checkpoint.stored_models.hf_writer import HFOutput
-from qwen3vl_bridge.checkpoint.stored_models.stored_model import StoredModel, open_stored
+from qwen3vl_bridge.checkpoint.stored_models.megatron_model import open_stored
+from qwen3vl_bridge.checkpoint.stored_models.stored_model import StoredModel
 from qwen3vl_bridge.files.errors import CheckpointError
 from qwen3vl_bridge.files.paths import expanded, place
 from qwen3vl_bridge.weights.adapter_rows import IN, MAGNITUDE, OUT, adapter_row, layer_of, linear_rows

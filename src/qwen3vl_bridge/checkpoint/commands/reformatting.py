@@ -13,8 +13,8 @@ from qwen3vl_bridge.checkpoint.engine.conversion import Conversion, ConversionOp
 from qwen3vl_bridge.checkpoint.engine.reports import ConversionReport
 from qwen3vl_bridge.checkpoint.formats.layouts import TRANSFORMER_ENGINE
 from qwen3vl_bridge.checkpoint.planning.topology import Topology
+from qwen3vl_bridge.checkpoint.stored_models.megatron_model import open_stored
 from qwen3vl_bridge.checkpoint.stored_models.megatron_writer import MegatronTarget
-from qwen3vl_bridge.checkpoint.stored_models.stored_model import open_stored
 
 
 def reformat_checkpoint(

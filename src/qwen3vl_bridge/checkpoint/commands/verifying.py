@@ -19,7 +19,8 @@ from qwen3vl_bridge.checkpoint.formats.slices import Segments, Slice
 from qwen3vl_bridge.checkpoint.formats.tensor_specs import TensorSource
 from qwen3vl_bridge.checkpoint.planning.plan import Plan, make_plan
 from qwen3vl_bridge.checkpoint.stored_models.hf_model import open_model
-from qwen3vl_bridge.checkpoint.stored_models.stored_model import StoredModel, open_stored
+from qwen3vl_bridge.checkpoint.stored_models.megatron_model import open_stored
+from qwen3vl_bridge.checkpoint.stored_models.stored_model import StoredModel
 from qwen3vl_bridge.files.errors import CheckpointError
 
 
