@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from qwen3vl_bridge.checkpoint import import_checkpoint
 from qwen3vl_bridge.training.checkpointing.model_loading import load_model
+from qwen3vl_bridge.training.checkpointing.weight_loading import load_weights
+from qwen3vl_bridge.training.process_groups import initialize
 
 import pytest
 import torch
+from megatron.bridge import AutoBridge
 from megatron.core import dist_checkpointing
 
 
@@ -40,3 +43,21 @@ def test_megatron_core_loads_it_strictly(qwen3_5_folders, kind, tmp_path):
     model[0].load_state_dict({name: loaded[name] for name in state})
     for name, tensor in weights(model).items():
         assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize("ckpt_format", ["fsdp_dtensor", "torch_dist"])
+def test_a_model_may_leave_multi_token_prediction_out(qwen3_5_folders, ckpt_format, tmp_path):
+    folder = qwen3_5_folders["dense"]
+    expected = weights(load_model(folder))
+    import_checkpoint(folder, tmp_path / "megatron", ckpt_format=ckpt_format)
+    provider = AutoBridge.from_hf_pretrained(str(folder)).to_megatron_provider(load_weights=False)
+    provider.mtp_num_layers = None
+    provider.finalize()
+    groups = initialize(provider, seed=0)
+    model = provider.provide_distributed_model(
+        wrap_with_ddp=False, use_cpu_initialization=True, pg_collection=groups, mixed_precision_wrapper=None
+    )
+    load_weights(tmp_path / "megatron", model, groups)
+    found = weights(model)
+    assert found.keys() == {name for name in expected if ".mtp." not in name}
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from qwen3vl_bridge.weights.model_parts import part_of
-from qwen3vl_bridge.weights.names import is_of_experts, local_name, shared_name
+from qwen3vl_bridge.weights.names import is_of_experts, is_of_mtp, local_name, shared_name
 from qwen3vl_bridge.weights.rows import Copy, ExpertInput, ExpertOutput, GatedMLP, PackedExpert, Row, Sectioned
 
 # What Megatron-Bridge calls the parts of an adapter, behind the name of its layer.
@@ -144,13 +144,8 @@ def layer_of(row: Row) -> str:
 
 
 def linear_rows(rows: Iterable[Row]) -> Iterator[Row]:
-    """Of expanded rows, the weights of linear layers that can be adapted."""
+    """Of expanded rows, the weights of linear layers that can be adapted: models that `peft` knows have no MTP."""
     return (row for row in rows if _LINEAR.search(row.megatron) and not is_of_mtp(row.megatron))
-
-
-def is_of_mtp(layer: str) -> bool:
-    """Whether a module is of multi-token prediction, which gets no adapters: models that `peft` knows have none."""
-    return ".mtp." in layer
 
 
 def adapter_row(weight: Row, kind: str, dim: int, *, whole: bool = False) -> Row:

@@ -38,6 +38,11 @@ def is_of_experts(layer: str) -> bool:
     return ".mlp.experts." in layer
 
 
+def is_of_mtp(name: str) -> bool:
+    """Whether a Megatron module or parameter is of multi-token prediction."""
+    return ".mtp." in name
+
+
 def shared_name(layer: str) -> str:
     """A linear layer's name as all experts of its layer share it; any other layer's own name."""
     return _ONE_EXPERT.sub("", layer)

@@ -15,7 +15,7 @@ from qwen3vl_bridge.files.errors import CheckpointError
 from qwen3vl_bridge.parallel.collectives import gather_objects
 from qwen3vl_bridge.training.checkpointing.all_or_none import together
 from qwen3vl_bridge.training.checkpointing.stored_parameters import StoredParameter, stored_parameters
-from qwen3vl_bridge.weights.names import local_name
+from qwen3vl_bridge.weights.names import is_of_mtp, local_name
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -96,8 +96,13 @@ def missing_or_mismatched(
 
 
 def unexpected(found: Mapping[str, tuple[int, ...]], wanted: Collection[str]) -> list[str]:
-    """Tensors of a checkpoint that no parameter is for."""
-    return [f"unexpected: {key} {list(shape)}" for key, shape in found.items() if key not in wanted]
+    """Tensors of a checkpoint that no parameter is for; a model may be without multi-token prediction."""
+    without_mtp = not any(is_of_mtp(key) for key in wanted)
+    return [
+        f"unexpected: {key} {list(shape)}"
+        for key, shape in found.items()
+        if key not in wanted and not (without_mtp and is_of_mtp(key))
+    ]
 
 
 def raise_problems(folder: Path, mine: Sequence[str]) -> None:

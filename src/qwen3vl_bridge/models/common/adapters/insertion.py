@@ -18,9 +18,8 @@ from typing import Any
 from qwen3vl_bridge.models.common.adapters.dora_linear import MagnitudeLinear
 from qwen3vl_bridge.models.common.freezing import freeze_parts
 from qwen3vl_bridge.models.common.settings.fields import VisionLanguageFields
-from qwen3vl_bridge.weights.adapter_rows import is_of_mtp
 from qwen3vl_bridge.weights.model_parts import Part, part_of
-from qwen3vl_bridge.weights.names import OUTPUT_LAYER, is_of_experts
+from qwen3vl_bridge.weights.names import OUTPUT_LAYER, is_of_experts, is_of_mtp
 
 import torch
 from megatron.bridge.peft.adapter_wrapper import AdapterWrapper
