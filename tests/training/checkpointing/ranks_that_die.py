@@ -9,6 +9,7 @@ list: of each case and moment, how the ranks ended, after how many seconds, and 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -29,8 +30,8 @@ from .journeys import Journey
 
 RANKS = 2
 PATIENCE = 120  # seconds, after which ranks that are still there are said to hang
-# Seconds that the others have to end by themselves after one has failed: a rank that waits for another inside
-# Megatron-Bridge's own collectives is not told.
+# Seconds that the others have to end by themselves after one has failed: a rank that waits inside Megatron-Bridge's own
+# collectives for one that has failed is not told.
 GRACE = 5
 # The rank that dies, the event of Python's audit before which it does, and how the event's path or target ends.
 DEATHS = {
@@ -87,6 +88,7 @@ def start(work: Callable[[int], None], meeting: str) -> list[int]:
         if child := os.fork():
             children.append(child)
             continue
+        os.setpgid(0, 0)  # with what it starts, which would outlive it and hold this program's output open
         os.environ |= dict(WORLD_SIZE=str(RANKS), RANK=str(rank))
         try:
             dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
@@ -116,9 +118,11 @@ def ends(children: list[int]) -> tuple[list[int | None], float]:
                     last = min(last, time.monotonic() + GRACE)
         time.sleep(0.02)
     seconds = time.monotonic() - begun
-    for child in (child for child, code in codes.items() if code is None):
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+    for child, code in codes.items():
+        with contextlib.suppress(ProcessLookupError):  # nothing of it is left
+            os.killpg(child, signal.SIGKILL)
+        if code is None:
+            os.waitpid(child, 0)
     return list(codes.values()), seconds
 
 

@@ -42,7 +42,7 @@ def together() -> Iterator[None]:
     try:
         yield
     except CheckpointException as error:  # torch's own way of failing together, which is no Exception
-        problem = CheckpointError("; ".join(f"rank {rank}: {said}" for rank, (said, _) in error.failures.items()))
+        problem = _said(error)
         problem.__cause__ = error
     except Exception as error:
         problem = error
@@ -53,9 +53,17 @@ def together() -> Iterator[None]:
         raise CheckpointError("; ".join(found))
 
 
+def _said(error: CheckpointException) -> CheckpointError:
+    """What each process said that failed in torch's own way of failing together."""
+    return CheckpointError("; ".join(f"rank {rank}: {said}" for rank, (said, _) in error.failures.items()))
+
+
 @contextlib.contextmanager
 def staged_together(target: Path) -> Iterator[Path]:
     """A hidden folder beside the target that all processes write; it becomes the target when all have.
+
+    In the body are other people's collectives. A process that fails between these cannot tell the others, who wait in
+    one; so it raises at once, its end is their launcher's to notice, and nothing has come into its place.
 
     Args:
         target: where it is to be. What is there already is replaced.
@@ -76,7 +84,11 @@ def staged_together(target: Path) -> Iterator[Path]:
         with together():
             if not aside.is_dir():
                 raise CheckpointError(f"{aside} is not there, expected a file system that all ranks share")
-        with together():
+        try:
             yield aside
+        except CheckpointException as error:
+            raise _said(error) from error
+        with together():
+            pass  # nobody goes on before all have written
         with together():
             stack.close()
