@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import signal
@@ -33,18 +34,19 @@ PATIENCE = 120  # seconds, after which ranks that are still there are said to ha
 # Seconds that the others have to end by themselves after one has failed: a rank that waits inside Megatron-Bridge's own
 # collectives for one that has failed is not told.
 GRACE = 5
+# When it is written the step's folder is in its place, and so is Megatron-Bridge's state: a run goes on from that step.
+TRACKER = "the tracker"
 # The rank that dies, the event of Python's audit before which it does, and how the event's path or target ends.
 DEATHS = {
     "a rank's tensors": (1, "open", ".distcp"),
     "the metadata": (0, "open", ".metadata.tmp"),
     "the run's state": (0, "open", "run_config.yaml"),
     "the folder's way into place": (0, "os.rename", "iter_0000002"),
-    "the tracker": (0, "open", ".latest_checkpointed_iteration.txt.unfinished"),
+    TRACKER: (0, "open", ".latest_checkpointed_iteration.txt.unfinished"),
 }
 # Of ranks that live on and are told that the disk is full there.
 FULL = "no space for "
 STEP = "a step"  # in which the first rank is killed between two microbatches
-# After the last ones the step's folder is in its place.
 MOMENTS = {name: where for moment, where in DEATHS.items() for name in (moment, FULL + moment)}
 
 
@@ -66,11 +68,18 @@ def dying(stream: Iterator[Any]) -> Iterator[Any]:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def one_more_step(journey: Journey, rank: int, moment: str | None) -> None:
-    """Go on from what is there, make a step, save; the one of a moment dies in that."""
+def one_more_step(journey: Journey, rank: int, moment: str | None, *, done: bool) -> None:
+    """Go on from what is there, make a step, save; the one of a moment dies in that.
+
+    Args:
+        journey: the run.
+        rank: this one.
+        moment: when; None for a run that begins.
+        done: whether a step's checkpoint has come into its place although a rank died then.
+    """
     run = set_up(journey.config())
     if moment is not None:
-        assert run.progress.step == 1, run.progress.step
+        assert run.progress.step == 1 or done, run.progress.step
     if moment == STEP and rank == 0:
         run.stream = dying(run.stream)
     train_step(run)
@@ -132,7 +141,9 @@ def main(journey: Journey, moments: list[str]) -> dict:
     tracker = Path(journey.save) / "latest_checkpointed_iteration.txt"
     for moment in (None, *moments, "nothing"):
         meeting = f"{journey.save}, {moment}"
-        codes, seconds = ends(start(lambda rank, moment=moment: one_more_step(journey, rank, moment), meeting))
+        done = TRACKER in found
+        step = functools.partial(one_more_step, journey, moment=moment, done=done)
+        codes, seconds = ends(start(step, meeting))
         hidden = sorted(path.name for path in Path(journey.save).glob(".*"))
         found[str(moment)] = dict(codes=codes, seconds=seconds, tracker=tracker.read_text(), hidden=hidden)
     return found
