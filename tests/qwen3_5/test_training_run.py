@@ -20,13 +20,16 @@ from tests.training.checkpointing.journeys import Journey
 
 pytestmark = pytest.mark.slow
 
-# Kind of model, split, and how it is sharded and saved.
+# Kind of model, split, what a token's MTP loss weighs (0: it is kept), and how the run is sharded and saved.
 RUNS = (
-    ("dense", "TP2+SP", dict(distributed=True)),
-    ("moe", "TP2+SP+EP2", {}),
-    ("3.6", "PP2", {}),
-    ("dense", "DP2", dict(fsdp=True)),
-    ("moe", "DP2", dict(fsdp=True)),
+    ("dense", "TP2+SP", 0.1, dict(distributed=True)),
+    ("moe", "TP2+SP+EP2", 0.1, {}),
+    ("3.6", "PP2", 0.1, {}),
+    ("dense", "DP2", 0.1, dict(fsdp=True)),
+    ("moe", "DP2", 0.1, dict(fsdp=True)),
+    ("moe", "PP2", 0.0, {}),
+    ("dense", "DP2", 0.0, dict(distributed=True)),
+    ("moe", "DP2", 0.0, dict(fsdp=True)),
 )
 
 
@@ -44,10 +47,10 @@ def test_runs_train_save_and_are_exported(qwen3_5_folders, tmp_path):
             str(data),
             str(tmp_path / f"run_{number}"),
             split,
-            settings=dict(train__train_iters=4, model__mtp_loss_scaling_factor=0.1),
+            settings=dict(train__train_iters=4, model__mtp_loss_scaling_factor=factor),
             **sharding,
         )
-        for number, (kind, split, sharding) in enumerate(RUNS)
+        for number, (kind, split, factor, sharding) in enumerate(RUNS)
     ]
     cases = [("go_on" if one.fsdp else "export", dict(journey=asdict(one), count=2)) for one in journeys]
     for journey, result in zip(journeys, on_ranks(2, cases, tmp_path), strict=True):
@@ -59,4 +62,11 @@ def test_runs_train_save_and_are_exported(qwen3_5_folders, tmp_path):
         for name, tensor in in_memory.items():
             assert torch.equal(stored[name], tensor), name
         moved = {name for name, tensor in stored.items() if not torch.equal(tensor.float(), before[name].float())}
-        assert {"mtp.fc.weight", "mtp.norm.weight", "mtp.layers.0.self_attn.q_proj.weight"} <= moved
+        mtp = {"mtp.fc.weight", "mtp.norm.weight", "mtp.layers.0.self_attn.q_proj.weight"}
+        if journey.settings["model__mtp_loss_scaling_factor"]:
+            assert mtp <= moved
+        else:
+            assert "model.language_model.norm.weight" in moved
+            rounded = {name for name in before if name.startswith("mtp.") and journey.fsdp}  # to bfloat16, and no more
+            assert not {name for name in moved - rounded if name.startswith("mtp.")}
+            assert all(torch.equal(stored[name].bfloat16(), before[name].bfloat16()) for name in rounded)

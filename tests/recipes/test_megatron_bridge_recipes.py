@@ -110,7 +110,7 @@ def test_is_completed_for_its_gpus(recipes, name, monkeypatch):
     experts = (model.expert_model_parallel_size or 1) * (model.expert_tensor_parallel_size or 1)
     world = max(ranks, experts * model.pipeline_model_parallel_size)
     if name == "qwen3_vl_235b_a22b_pretrain_mock_config":
-        with pytest.raises(ValueError, match=r"num_layers is 94, expected a multiple of .*, 16; .*account_for_embedd"):
+        with pytest.raises(ValueError, match=r"num_layers is 94, expected a multiple of .*, 16: .*account_for_embedd"):
             finalised(cfg, world)
         model.account_for_embedding_in_pipeline_split = model.account_for_loss_in_pipeline_split = True
     complete = finalised(cfg, world)

@@ -196,11 +196,13 @@ class PackedBatch(Movable):
             deal: who encodes which pictures, where ranks share them.
         """
         places, there = next_index(self.layout)
-        mask, next_places = self.loss_mask.flatten(), places[context_index]
+        labels, next_places = self.labels.flatten(), places[context_index]
+        # Callers may say by a negative label what is not trained on, and nothing of padding.
+        mask = self.loss_mask.flatten() * (labels >= 0) * ~self.layout.padding_mask()
         next_mask = mask[places] * there
         return NextTokens(
             input_ids=self.input_ids.flatten()[next_places.T],
-            labels=self.labels.flatten()[next_places.T],
+            labels=labels[next_places.T].clamp(min=0),
             loss_mask=next_mask[context_index.T],
             padding_mask=~there[index.T],
             trained=mask.sum(),

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
+
 from qwen3vl_bridge.batch import SequenceLayout
 from qwen3vl_bridge.batch.token_layout import next_index
 from qwen3vl_bridge.peft.lora import Qwen3VLLoRA
+from qwen3vl_bridge.training.process_groups import initialize
 from qwen3vl_bridge.weights.expert_layout import ExpertLayout
 
 import pytest
 import torch
+from megatron.bridge import AutoBridge
 from megatron.bridge.peft.lora import LoRA
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+from safetensors.torch import load_file, save_file
 
 from tests.parity.batches import CONTENTS, make_batch, make_samples
 from tests.parity.conftest import make_pair
@@ -65,6 +71,36 @@ def test_next_tokens_by_hand():
     places, there = next_index(layout)
     assert places.tolist() == [1, 2, 2, 3, 5, 6, 7, 8, 9, 9, 10, 11]
     assert there.tolist() == [True, True, False, False, *[True] * 5, False, False, False]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_labels_of_minus_100_are_not_predicted(pair, packed):
+    """In a caller's own convention, without a loss mask."""
+    samples = make_samples("mixed", pair.config, seed=8)
+    batch = make_batch(samples, pair.config, packed=packed)
+    expected = batch.local(predicts=True).following
+    labels = batch.labels.masked_fill(batch.loss_mask == 0, -100)
+    ignored = replace(batch, labels=labels, loss_mask=torch.ones_like(batch.loss_mask)).local(predicts=True).following
+    assert torch.equal(ignored.loss_mask, expected.loss_mask)
+    assert torch.equal(ignored.labels * ignored.loss_mask, expected.labels * expected.loss_mask)
+    assert (ignored.trained, ignored.predicted) == (expected.trained, expected.predicted)
+    assert ignored.labels.min() >= 0
+
+
+def test_weights_without_it_are_refused(qwen3_5_folders, tmp_path):
+    """They would leave it at random."""
+    shutil.copytree(qwen3_5_folders["dense"], without := tmp_path / "without")
+    tensors = load_file(without / "model.safetensors")
+    left = {name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.")}
+    save_file(left, without / "model.safetensors", metadata={"format": "pt"})
+    provider = AutoBridge.from_hf_pretrained(str(qwen3_5_folders["dense"])).to_megatron_provider(load_weights=False)
+    provider.finalize()
+    groups = initialize(provider, seed=0)
+    model = provider.provide_distributed_model(
+        wrap_with_ddp=False, use_cpu_initialization=True, pg_collection=groups, mixed_precision_wrapper=None
+    )
+    with pytest.raises(ValueError, match=r"lacks 15 tensors: mtp\..*; mtp_num_layers=None leaves"):
+        AutoBridge.from_hf_pretrained(str(without)).load_hf_weights(model)
 
 
 def test_nothing_is_predicted_in_evaluation_or_without_labels(pair):

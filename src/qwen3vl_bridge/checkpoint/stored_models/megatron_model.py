@@ -122,7 +122,8 @@ def _experts(config: ModelConfig, manifest: dict[str, Any], folder: Path) -> Exp
     if not config.dimensions.indices["moe_layers"]:
         return config.family.released_experts
     if has_weights(config.folder):
-        return config.expert_layout({name: spec.shape for name, spec in HFWeights(config.folder).specs.items()})
+        shapes = {name: spec.shape for name, spec in HFWeights(config.folder).specs.items()}
+        return config.having(shapes).expert_layout(shapes)
     name = manifest.get("expert_layout")
     if name is None:
         return config.family.released_experts

@@ -29,6 +29,8 @@ from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRe
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.models.hf_pretrained.state import SafeTensorsStateSource
 from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import unwrap_model
 from safetensors import safe_open
 from transformers import CONFIG_MAPPING
 
@@ -65,7 +67,9 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
     def leave_out(self, provider: VisionLanguageProvider, config: Mapping[str, Any]) -> None:
         """Leave out of a provider what the checkpoint lacks, by its `config.json` with optional parts counted."""
 
-    def load_weights_hf_to_megatron(self, hf_pretrained: Any, *args: Any, **kwargs: Any) -> Any:
+    def load_weights_hf_to_megatron(
+        self, hf_pretrained: Any, megatron_model: list[MegatronModule], *args: Any, **kwargs: Any
+    ) -> Any:
         """As Megatron-Bridge's, which leaves a weight that the checkpoint lacks as it happens to be.
 
         Raises:
@@ -73,12 +77,15 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
         """
         self.hf_pretrained = hf_pretrained
         rows = family(self.family).rows(self.expert_layout())
-        dimensions = family(self.family).dimensions_of(_stored_config(self.family, hf_pretrained))
+        dimensions = unwrap_model(megatron_model)[0].config.dimensions()
         wanted = {name for row in expand(rows, dimensions) for name in row.hf}
         if missing := sorted(wanted - set(hf_pretrained.state.keys())):
             shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
-            raise ValueError(f"{hf_pretrained.model_name_or_path} lacks {len(missing)} tensors: {shown}")
-        return super().load_weights_hf_to_megatron(hf_pretrained, *args, **kwargs)
+            advice = ""
+            if all(name.startswith("mtp.") for name in missing):
+                advice = "; mtp_num_layers=None leaves multi-token prediction out"
+            raise ValueError(f"{hf_pretrained.model_name_or_path} lacks {len(missing)} tensors: {shown}{advice}")
+        return super().load_weights_hf_to_megatron(hf_pretrained, megatron_model, *args, **kwargs)
 
     def provider_fields(self, config: Any) -> dict[str, Any]:
         """The provider's fields that a Hugging Face configuration decides; those that it decides alike in all families.

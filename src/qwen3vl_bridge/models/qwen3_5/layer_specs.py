@@ -35,9 +35,12 @@ def text_block_spec(config: TransformerConfig, vp_stage: int | None, pp_rank: in
     return block
 
 
-def full_attention_spec(config: TransformerConfig, vp_stage: int | None, pp_rank: int) -> ModuleSpec:
-    """A layer with full attention, whichever the stage's own are."""
-    return _with_attention_everywhere(config, vp_stage, pp_rank).layer_specs[-1]
+def full_attention_spec(config: TransformerConfig) -> ModuleSpec:
+    """A layer with full attention, also of a stage that has no layers of the decoder."""
+    whole = copy.copy(config)
+    whole.pipeline_model_parallel_size = 1
+    whole.virtual_pipeline_model_parallel_size = whole.pipeline_model_parallel_layout = None
+    return _with_attention_everywhere(whole, None, 0).layer_specs[-1]
 
 
 def _with_attention_everywhere(

@@ -47,10 +47,8 @@ class Qwen35VLGPTModel(MRopeGPTModel):
         ends = dict(pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
         super().__init__(config, pg_collection, **ends)
         if post_process and config.mtp_num_layers:
-            layer = full_attention_spec(config, vp_stage, pg_collection.pp.rank())
-            self.mtp = MultiTokenPredictionBlock(
-                config, mtp_block_spec(config, layer), vp_stage=vp_stage, pg_collection=pg_collection
-            )
+            spec = mtp_block_spec(config, full_attention_spec(config))
+            self.mtp = MultiTokenPredictionBlock(config, spec, vp_stage=vp_stage, pg_collection=pg_collection)
             # Kept as they are, to be exported again.
             self.mtp.requires_grad_(config.trains_mtp)
 
@@ -92,8 +90,8 @@ class Qwen35VLModel(VisionLanguageModel):
         """Refuse rows without labels where MTP is to be trained: nothing would be."""
         if self.config.trains_mtp and self.training and torch.is_grad_enabled() and inputs.following is None:
             raise ValueError(
-                "mtp_loss_scaling_factor is above 0 and the batch has no labels, expected labels, or "
-                "mtp_loss_scaling_factor=0, which keeps the weights of multi-token prediction as they are"
+                "mtp_loss_scaling_factor is above 0 and the batch has no labels, expected labels, on every pipeline "
+                "stage, or mtp_loss_scaling_factor=0, which keeps the weights of multi-token prediction as they are"
             )
 
     def embed(self, inputs: ModelInputs, encoded: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, dict[str, Any]]:
@@ -128,4 +126,4 @@ class Qwen35VLModel(VisionLanguageModel):
 
     def _predicts(self, inputs: ModelInputs) -> bool:
         """Whether there is an MTP loss of this batch; none in evaluation, which would not show it."""
-        return inputs.following is not None and self.training
+        return inputs.following is not None and self.training and torch.is_grad_enabled()

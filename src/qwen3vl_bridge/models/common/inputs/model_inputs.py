@@ -79,7 +79,7 @@ def as_model_inputs(
     # Labels that were cut from a packed row lie in the layout's order. Others of rows that were rolled do not.
     order = None if cut and arranged.packed else _caller_order(arranged, labels, ranks["cp_size"])
     if cut:
-        if config.trains_mtp:
+        if config.trains_mtp and labels is not None and torch.is_grad_enabled():
             raise ValueError(
                 "labels are of this context-parallel rank's tokens alone, and multi-token prediction needs their next "
                 "tokens' labels: expected labels of whole rows, or mtp_loss_scaling_factor=0"
