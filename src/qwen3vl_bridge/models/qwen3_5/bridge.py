@@ -41,7 +41,6 @@ class Qwen35VLBridge(FamilyBridge):
             rotary_percent=rope["partial_rotary_factor"],
             mrope_section=list(rope["mrope_section"]),
             linear_attention_freq=[int(kind == LINEAR) for kind in layer_types_of(text.to_dict())],
-            mtp_num_layers=getattr(text, MTP_LAYERS, None) or None,
             **{name: getattr(text, name) for name in LINEAR_SIZES},
         )
 

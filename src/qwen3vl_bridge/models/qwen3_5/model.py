@@ -35,20 +35,11 @@ class Qwen35VLGPTModel(MRopeGPTModel):
 
     block_spec = staticmethod(text_block_spec)
 
-    def __init__(
-        self,
-        config: VisionLanguageProvider,
-        pg_collection: ProcessGroupCollection,
-        *,
-        pre_process: bool,
-        post_process: bool,
-        vp_stage: int | None,
-    ) -> None:
-        ends = dict(pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
+    def __init__(self, config: VisionLanguageProvider, pg_collection: ProcessGroupCollection, **ends: Any) -> None:
         super().__init__(config, pg_collection, **ends)
-        if post_process and config.mtp_num_layers:
+        if self.post_process and config.mtp_num_layers:
             spec = mtp_block_spec(config, full_attention_spec(config))
-            self.mtp = MultiTokenPredictionBlock(config, spec, vp_stage=vp_stage, pg_collection=pg_collection)
+            self.mtp = MultiTokenPredictionBlock(config, spec, vp_stage=self.vp_stage, pg_collection=pg_collection)
             # Kept as they are, to be exported again.
             self.mtp.requires_grad_(config.trains_mtp)
 

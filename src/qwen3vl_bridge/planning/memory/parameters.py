@@ -16,10 +16,9 @@ from qwen3vl_bridge.planning.split import Chunk, Split
 from qwen3vl_bridge.registry import family
 from qwen3vl_bridge.weights.dimensions import Dimensions
 from qwen3vl_bridge.weights.model_parts import Part, part_of
-from qwen3vl_bridge.weights.names import is_of_experts
+from qwen3vl_bridge.weights.names import is_of_experts, is_of_mtp
 from qwen3vl_bridge.weights.rows import Row
 
-_MTP = "language_model.mtp."
 _EMBEDDING = "language_model.embedding.word_embeddings.weight"
 # Whole on every tensor-parallel rank, beside the rows marked so: norms, the router, and biases of layers whose inputs
 # are split. Everything else is cut along one of its dimensions, which comes to the same count.
@@ -85,7 +84,7 @@ def _count(n: Dimensions, split: Split, chunk: Chunk, rows: Iterable[_Row]) -> C
 
 def mtp_count(n: Dimensions, split: Split, chunk: Chunk) -> Count:
     """Of these, parameters of multi-token prediction, which are kept and not trained."""
-    return _count(n, split, chunk, [one for one in _rows(n.family) if one[0].megatron.startswith(_MTP)])
+    return _count(n, split, chunk, [one for one in _rows(n.family) if is_of_mtp(one[0].megatron)])
 
 
 def layer_count(n: Dimensions, split: Split, layer: int) -> Count:

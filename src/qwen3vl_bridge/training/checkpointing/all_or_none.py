@@ -16,7 +16,7 @@ from pathlib import Path
 
 from qwen3vl_bridge.files.atomic import atomic_directory
 from qwen3vl_bridge.files.errors import CheckpointError
-from qwen3vl_bridge.parallel.collectives import broadcast_object, gather_objects
+from qwen3vl_bridge.parallel.collectives import broadcast_object, gather_objects, wait_for_all
 
 import torch
 from torch.distributed.checkpoint import CheckpointException
@@ -88,7 +88,6 @@ def staged_together(target: Path) -> Iterator[Path]:
             yield aside
         except CheckpointException as error:
             raise _said(error) from error
-        with together():
-            pass  # nobody goes on before all have written
+        wait_for_all()  # to have written
         with together():
             stack.close()
