@@ -28,6 +28,7 @@ def keeping(model: Sequence[nn.Module]) -> Iterator[dict[int, torch.UntypedStora
             storage = saved.untyped_storage()
             if storage.data_ptr() not in weights:
                 storages[storage.data_ptr()] = storage
+            return saved.detach()  # an operation that kept its own result would keep itself, and all before it
         return saved
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
