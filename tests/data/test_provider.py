@@ -103,7 +103,6 @@ def test_settings_reach_the_rows(make):
     ("changes", "message"),
     [
         ({"pack": False, "pad_to_multiple_of": 8}, "pad_to_multiple_of is 8, but pack is off"),
-        ({"url_cache": "cache"}, "url_cache is 'cache', but allowed_urls allows no addresses"),
         ({"drop_last": False}, "drop_last is False, expected True: this data set has no such setting"),
         ({"num_workers": -1}, "num_workers is -1, expected at least 0"),
         ({"dataloader_type": "cyclic"}, "dataloader_type is 'cyclic', expected 'single'"),

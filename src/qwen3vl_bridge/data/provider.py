@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.batch import PackedBatch
 from qwen3vl_bridge.data.loading.batch_stream import BatchStream, one_pass
 from qwen3vl_bridge.data.loading.row_dataset import Balance, RowDataset, RowSettings
 from qwen3vl_bridge.data.media.images import MediaAccess
+from qwen3vl_bridge.data.media.url_cache import UrlCache
 from qwen3vl_bridge.data.packing.packed_rows import PackedRows
 from qwen3vl_bridge.data.packing.shared_sizes import sizes_of_job
 from qwen3vl_bridge.data.processing.samples import Samples
@@ -42,9 +44,8 @@ class Qwen3VLConversationProvider(ConversationRows):
         valid_path: likewise, for validation, or None.
         test_path: likewise, or None.
         media_root: folder of the pictures; by default that of each file.
-        allowed_urls: beginnings of addresses that pictures and videos may be fetched from, such as
-            "https://images.example.org/"; none by default.
-        url_cache: folder of what was fetched; the user's cache folder if None.
+        allowed_urls: no setting any more. What addresses hold is downloaded before training: `qwen3vl data download`.
+        url_cache: folder of what was downloaded; the user's own if None.
         schema_adapter: the records' format, by Megatron-Bridge's name for it, such as "cord_v2"; None for
             conversations (see `data/schemas/named_schemas.py`).
         streaming: read data sets of the hub as they are downloaded, instead of all of them first. Every data-loading
@@ -98,10 +99,16 @@ class Qwen3VLConversationProvider(ConversationRows):
             raise ValueError(f"streaming is on, but {wrong[0]} is not on the hub, expected {HUB}owner/name#split")
         if self.train_packing is not None and self.window_size != type(self).window_size:
             raise ValueError(f"window_size is {self.window_size}, but train_packing has its rows already")
-        if self.url_cache is not None and not self.allowed_urls:
-            raise ValueError(f"url_cache is {self.url_cache!r}, but allowed_urls allows no addresses")
-        MediaAccess.of(None, self.allowed_urls)
+        if self.allowed_urls:
+            raise ValueError(
+                f"allowed_urls is {self.allowed_urls!r}, expected (): nothing is downloaded while training. Before it, "
+                "qwen3vl data download --data PATH --allowed-urls URL does it, into the folder url_cache"
+            )
         named_schema(self.schema_adapter)
+
+    def downloaded(self) -> UrlCache:
+        """What was downloaded before training."""
+        return UrlCache(None if self.url_cache is None else Path(self.url_cache))
 
     def path_of(self, split: str) -> str | None:
         """Where a split's conversations are, or None if it has none."""
@@ -217,11 +224,10 @@ class Qwen3VLConversationProvider(ConversationRows):
             return open_source(
                 path,
                 self.media_root,
-                allowed_urls=self.allowed_urls,
-                url_cache=self.url_cache,
+                addresses=self.downloaded(),
                 schema_adapter=self.schema_adapter,
             )
-        media = MediaAccess.of(self.media_root, self.allowed_urls, self.url_cache)
+        media = MediaAccess(None if self.media_root is None else Path(self.media_root), self.downloaded())
         # A row's samples are nearly always of its window and the one before, and the plan is a window ahead.
         schema = named_schema(self.schema_adapter)
         return StreamedDataset.named(*name_on_hub(path), media, seed=seed, keep=4 * self.window_size, schema=schema)

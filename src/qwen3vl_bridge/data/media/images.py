@@ -1,7 +1,7 @@
 """Pictures: which file or bytes a conversation means, how large it is, its pixels.
 
-What lives here: where media may come from, and everything that opens a picture. What may not: videos (`videos.py`), the
-network (`downloads.py`), resizing and patches (the processor's).
+What lives here: where media may come from, and everything that opens a picture. What may not: videos (`videos.py`),
+files by address (`url_cache.py`), resizing and patches (the processor's).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import io
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -46,40 +46,23 @@ class MediaAccess:
 
     Attributes:
         root: folder that paths are relative to and may not leave; None where there may be no paths.
-        allowed_urls: beginnings of addresses that are fetched, such as "https://images.example.org/"; "https://" is
-            any address of that scheme. Addresses inside them that lead elsewhere are refused.
-        url_cache: folder of what was fetched; the user's cache folder if None.
+        addresses: gives the file of an address and the place where that stands, as `UrlCache` does; None for the
+            user's own folder of what was downloaded.
     """
 
     root: Path | None = None
-    allowed_urls: tuple[str, ...] = ()
-    url_cache: Path | None = None
+    addresses: Callable[[str, str], Path] | None = None
 
-    def __post_init__(self) -> None:
-        if isinstance(self.allowed_urls, str):  # whose letters would each be one
-            raise ValueError(f"allowed_urls is {self.allowed_urls!r}, expected a tuple of beginnings of addresses")
-        if self.allowed_urls:
-            from qwen3vl_bridge.data.media.urls import (
-                check_prefix,  # brings the library for HTTP, which takes a while to import
-            )
+    def downloaded(self, address: str, place: str) -> Path:
+        """The file of an address; raises as `UrlCache`."""
+        if self.addresses is not None:
+            return self.addresses(address, place)
+        from qwen3vl_bridge.data.media.url_cache import UrlCache
 
-            for prefix in self.allowed_urls:
-                check_prefix(prefix)
-
-    @classmethod
-    def of(
-        cls, root: str | Path | None, allowed_urls: Sequence[str] = (), url_cache: str | Path | None = None
-    ) -> MediaAccess:
-        """As settings have it; arguments as for the class.
-
-        Raises:
-            ValueError: something that is no beginning of an address.
-        """
-        urls = allowed_urls if isinstance(allowed_urls, str) else tuple(allowed_urls)
-        return cls(None if root is None else Path(root), urls, None if url_cache is None else Path(url_cache))  # pyright: ignore[reportArgumentType]  (refused there)
+        return UrlCache()(address, place)
 
 
-# A folder, or None for none or the source's own, says the same as an access without addresses.
+# A folder, or None for none or the source's own.
 MediaRoot = str | Path | MediaAccess | None
 
 
@@ -101,26 +84,24 @@ def media_access(given: MediaRoot, default: Path | None) -> MediaAccess:
 
 
 def find(name: str, root: Path | MediaAccess, place: str) -> Media:
-    """What a conversation calls `name`. An address is fetched now, unless it was before.
+    """What a conversation calls `name`. What an address holds was downloaded before; nothing is now.
 
     Args:
-        name: path relative to the root, or absolute and inside it; an address that is allowed; or the contents
+        name: path relative to the root, or absolute and inside it; an address; or the contents
             themselves, "data:...;base64,...".
         root: folder that no path may leave, by `..` or by a link; or where else media may come from, too.
         place: where the name stands, for messages.
 
     Raises:
-        DataError: an address that is not allowed, is gone or holds no picture or video, a path that leaves the root,
-            no such file, or damaged contents.
-        Unreachable: no answer from an address that is allowed.
+        DataError: an address whose download was given up, a path that leaves the root, no such file, or damaged
+            contents.
+        Unreachable: an address of which nothing was downloaded.
     """
     access = root if isinstance(root, MediaAccess) else MediaAccess(root)
     if name.startswith("data:"):
         return _contents(name, place)
     if name.lower().startswith(("http://", "https://")):
-        from qwen3vl_bridge.data.media.downloads import fetch
-
-        return fetch(name, access.allowed_urls, access.url_cache, place)
+        return access.downloaded(name, place)
     if "://" in name:
         raise DataError(place, f"found the address {name[:80]!r}, expected the path of a file")
     if access.root is None:
@@ -153,18 +134,18 @@ def _file(name: str, root: Path, place: str) -> Path:
 
 
 def describe(media: Media) -> str:
-    """A file's path, and the address that it was fetched from, if it was; or how many bytes came in its stead."""
+    """A file's path, and the address that it was downloaded from, if it was; or how many bytes came in its stead."""
     if not isinstance(media, Path):
         return f"a picture or video of {len(media):,} bytes"
     try:
-        return f"{media} (fetched from {address_file(media).read_text('utf-8')})"
+        return f"{media} (downloaded from {address_file(media).read_text('utf-8')})"
     except (OSError, ValueError):
         return str(media)
 
 
-def address_file(fetched: Path) -> Path:
-    """Where the address of a fetched file is written down."""
-    return fetched.with_name(f"{fetched.name}.address")
+def address_file(downloaded: Path) -> Path:
+    """Where the address of a downloaded file is written down."""
+    return downloaded.with_name(f"{downloaded.name}.address")
 
 
 def is_picture(file: Path) -> bool:

@@ -12,7 +12,7 @@ import mmap
 import re
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -213,8 +213,7 @@ def open_source(
     path: str | Path,
     media_root: str | Path | None = None,
     *,
-    allowed_urls: Sequence[str] = (),
-    url_cache: str | Path | None = None,
+    addresses: Callable[[str, str], Path] | None = None,
     schema_adapter: str | None = None,
 ) -> ConversationSource:
     """The reader for what a path is.
@@ -225,16 +224,15 @@ def open_source(
             "hf://owner/name#split" for a data set of the hub.
         media_root: folder that paths of pictures and videos are relative to and may not leave; by default that of the
             file, and none for the hub.
-        allowed_urls: beginnings of addresses that pictures and videos may be fetched from (see `MediaAccess`).
-        url_cache: folder of what was fetched; the user's cache folder if None.
+        addresses: gives the files of addresses (see `MediaAccess`).
         schema_adapter: name of the records' schema (`named_schemas.py`), where they have one.
 
     Raises:
         DataError: a path of none of these, or one that the reader refuses.
-        ValueError: something in `allowed_urls` that is no beginning of an address, or no such schema.
+        ValueError: no such schema.
     """
     schema = named_schema(schema_adapter)
-    media = MediaAccess.of(media_root, allowed_urls, url_cache)
+    media = MediaAccess(None if media_root is None else Path(media_root), addresses)
     if str(path).startswith(HUB):
         return HubDataset.named(*name_on_hub(str(path)), media, schema)
     path = Path(path)
