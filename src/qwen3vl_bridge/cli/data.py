@@ -70,7 +70,9 @@ def _source(parser: argparse.ArgumentParser) -> None:
                         help="the model to train, a folder or hub id: its processor and template")  # fmt: skip
     parser.add_argument("--schema-adapter", metavar="NAME",
                         help="format of the records, such as cord_v2 (default: conversations)")  # fmt: skip
-    parser.add_argument("--media-root", metavar="FOLDER", help="folder of the pictures (default: that of --data)")
+    parser.add_argument("--media-root", action="append", metavar="FOLDER",
+                        help="folder of the pictures (default: that of --data); given several times, they are looked "
+                        "up in each, and links may lead from one into another")  # fmt: skip
     parser.add_argument("--allowed-urls", nargs="+", default=[], metavar="URL",
                         help="beginnings of addresses that pictures may be fetched from (default: none)")  # fmt: skip
     parser.add_argument("--url-cache", metavar="FOLDER",

@@ -41,7 +41,8 @@ class Qwen3VLConversationProvider(ConversationRows):
             `data/sources/opening.py`).
         valid_path: likewise, for validation, or None.
         test_path: likewise, or None.
-        media_root: folder of the pictures; by default that of each file.
+        media_root: folder of the pictures, or several: a path is looked up in each, in their order, and links may lead
+            from one into another; by default that of each file.
         allowed_urls: beginnings of addresses that pictures and videos may be fetched from, such as
             "https://images.example.org/"; none by default.
         url_cache: folder of what was fetched; the user's cache folder if None.
@@ -63,7 +64,7 @@ class Qwen3VLConversationProvider(ConversationRows):
     train_path: str | None = None
     valid_path: str | None = None
     test_path: str | None = None
-    media_root: str | None = None
+    media_root: str | list[str] | None = None
     allowed_urls: tuple[str, ...] = ()
     url_cache: str | None = None
     schema_adapter: str | None = None
@@ -100,7 +101,7 @@ class Qwen3VLConversationProvider(ConversationRows):
             raise ValueError(f"window_size is {self.window_size}, but train_packing has its rows already")
         if self.url_cache is not None and not self.allowed_urls:
             raise ValueError(f"url_cache is {self.url_cache!r}, but allowed_urls allows no addresses")
-        MediaAccess.of(None, self.allowed_urls)
+        MediaAccess.of(self.media_root, self.allowed_urls)
         named_schema(self.schema_adapter)
 
     def path_of(self, split: str) -> str | None:

@@ -211,7 +211,7 @@ class JsonList(_JsonFile):
 
 def open_source(
     path: str | Path,
-    media_root: str | Path | None = None,
+    media_root: str | Path | Sequence[str | Path] | None = None,
     *,
     allowed_urls: Sequence[str] = (),
     url_cache: str | Path | None = None,
@@ -223,8 +223,8 @@ def open_source(
         path: a .jsonl file; a .json file, of lines or with one list; a .parquet file, a folder of them, or a pattern
             such as "data/train-*.parquet"; a folder made by `save_to_disk` of Hugging Face's `datasets`; or
             "hf://owner/name#split" for a data set of the hub.
-        media_root: folder that paths of pictures and videos are relative to and may not leave; by default that of the
-            file, and none for the hub.
+        media_root: folder that paths of pictures and videos are relative to and may not leave, or several (see
+            `MediaAccess`); by default that of the file, and none for the hub.
         allowed_urls: beginnings of addresses that pictures and videos may be fetched from (see `MediaAccess`).
         url_cache: folder of what was fetched; the user's cache folder if None.
         schema_adapter: name of the records' schema (`named_schemas.py`), where they have one.
