@@ -65,7 +65,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 def _source(parser: argparse.ArgumentParser) -> None:
     """What samples are and how they are encoded."""
     parser.add_argument("--data", required=True, metavar="PATH",
-                        help="conversations: a file, a folder, or hf://owner/name#split")  # fmt: skip
+                        help="conversations: a file, a folder, or hf://owner/name:configuration#split")  # fmt: skip
     parser.add_argument("--hf-model", required=True, metavar="MODEL",
                         help="the model to train, a folder or hub id: its processor and template")  # fmt: skip
     parser.add_argument("--schema-adapter", metavar="NAME",

@@ -20,7 +20,7 @@ from qwen3vl_bridge.data.packing.shared_sizes import sizes_of_job
 from qwen3vl_bridge.data.processing.samples import Samples
 from qwen3vl_bridge.data.row_settings import SPLITS, ConversationRows
 from qwen3vl_bridge.data.schemas.named_schemas import named_schema
-from qwen3vl_bridge.data.sources.hub import HUB, name_on_hub
+from qwen3vl_bridge.data.sources.hub import HUB, HubName
 from qwen3vl_bridge.data.sources.hub_streaming import StreamedDataset
 from qwen3vl_bridge.data.sources.opening import ConversationSource, open_source
 from qwen3vl_bridge.data.sources.splits import splits_in
@@ -37,8 +37,8 @@ class Qwen3VLConversationProvider(ConversationRows):
     Attributes:
         path: a folder with `train.jsonl`, and `valid.jsonl` or `test.jsonl` if there is validation data (or the same as
             `.json` and `.parquet`); in place of the three paths below.
-        train_path: conversations: a file of JSON or Parquet, a folder, or "hf://owner/name#split" (see
-            `data/sources/opening.py`).
+        train_path: conversations: a file of JSON or Parquet, a folder, or
+            "hf://owner/name:configuration#split" (see `data/sources/opening.py`).
         valid_path: likewise, for validation, or None.
         test_path: likewise, or None.
         media_root: folder of the pictures, or several: a path is looked up in each, in their order, and links may lead
@@ -97,6 +97,9 @@ class Qwen3VLConversationProvider(ConversationRows):
             self.check_least(seed=0)
         if self.streaming and (wrong := [path for path in paths if not path.startswith(HUB)]):
             raise ValueError(f"streaming is on, but {wrong[0]} is not on the hub, expected {HUB}owner/name#split")
+        for path in paths:
+            if path.startswith(HUB):
+                HubName.of(path)
         if self.train_packing is not None and self.window_size != type(self).window_size:
             raise ValueError(f"window_size is {self.window_size}, but train_packing has its rows already")
         if self.url_cache is not None and not self.allowed_urls:
@@ -225,4 +228,5 @@ class Qwen3VLConversationProvider(ConversationRows):
         media = MediaAccess.of(self.media_root, self.allowed_urls, self.url_cache)
         # A row's samples are nearly always of its window and the one before, and the plan is a window ahead.
         schema = named_schema(self.schema_adapter)
-        return StreamedDataset.named(*name_on_hub(path), media, seed=seed, keep=4 * self.window_size, schema=schema)
+        how = {"seed": seed, "keep": 4 * self.window_size, "schema": schema}
+        return StreamedDataset.named(path, media_root=media, **how)

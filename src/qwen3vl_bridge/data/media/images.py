@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from qwen3vl_bridge.data.errors import DataError
 
@@ -88,7 +89,7 @@ MediaRoot = str | Path | Sequence[str | Path] | MediaAccess | None
 
 
 def _roots(given: str | Path | Sequence[str | Path] | None) -> tuple[Path, ...]:
-    each = () if given is None else given if isinstance(given, list | tuple) else (given,)
+    each: Sequence[Any] = () if given is None else given if isinstance(given, list | tuple) else (given,)
     if wrong := [root for root in each if not isinstance(root, str | Path)]:
         raise ValueError(f"media_root has {wrong[0]!r}, expected a folder, or a list of folders")
     return tuple(map(Path, each))

@@ -20,7 +20,7 @@ from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.media.images import MediaAccess, MediaRoot, media_access
 from qwen3vl_bridge.data.schemas.conversations import Conversation, conversation_of
 from qwen3vl_bridge.data.schemas.named_schemas import NamedSchema, marked, named_schema, read_by
-from qwen3vl_bridge.data.sources.hub import HUB, HubDataset, name_on_hub
+from qwen3vl_bridge.data.sources.hub import HUB, HubDataset
 from qwen3vl_bridge.data.sources.parquet import Parquet
 from qwen3vl_bridge.files.parsing import parse_record
 
@@ -222,7 +222,7 @@ def open_source(
     Args:
         path: a .jsonl file; a .json file, of lines or with one list; a .parquet file, a folder of them, or a pattern
             such as "data/train-*.parquet"; a folder made by `save_to_disk` of Hugging Face's `datasets`; or
-            "hf://owner/name#split" for a data set of the hub.
+            "hf://owner/name:configuration#split" for a data set of the hub (see `HubName.of`).
         media_root: folder that paths of pictures and videos are relative to and may not leave, or several (see
             `MediaAccess`); by default that of the file, and none for the hub.
         allowed_urls: beginnings of addresses that pictures and videos may be fetched from (see `MediaAccess`).
@@ -236,7 +236,7 @@ def open_source(
     schema = named_schema(schema_adapter)
     media = MediaAccess.of(media_root, allowed_urls, url_cache)
     if str(path).startswith(HUB):
-        return HubDataset.named(*name_on_hub(str(path)), media, schema)
+        return HubDataset.named(str(path), media_root=media, schema=schema)
     path = Path(path)
     if path.is_dir():
         saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
