@@ -65,7 +65,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 def _source(parser: argparse.ArgumentParser) -> None:
     """What samples are and how they are encoded."""
     parser.add_argument("--data", required=True, metavar="PATH",
-                        help="conversations: a file, a folder, or hf://owner/name:configuration#split")  # fmt: skip
+                        help="conversations, as dataset.path has them: a file, a folder, also one with splits, or "
+                        "hf://owner/name:configuration#split")  # fmt: skip
     parser.add_argument("--hf-model", required=True, metavar="MODEL",
                         help="the model to train, a folder or hub id: its processor and template")  # fmt: skip
     parser.add_argument("--schema-adapter", metavar="NAME",
@@ -111,7 +112,7 @@ def _pack(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=_at_least(0), default=os.cpu_count() or 0, metavar="N",
                         help="processes that measure samples; 0 for this one alone (default: %(default)s)")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=_run_pack)
+    parser.set_defaults(run=_run_pack, split="train")
 
 
 def _inspect(parser: argparse.ArgumentParser) -> None:
@@ -120,6 +121,8 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
         "are, how full rows get, and which samples cannot be trained on. The exit status is 1 if there are any."
     )
     _source(parser)
+    parser.add_argument("--split", choices=("train", "valid", "test"), default="train",
+                        help="of a folder with splits (default: %(default)s)")  # fmt: skip
     parser.add_argument("--samples", type=_at_least(0), default=8, metavar="N",
                         help="how many samples to show (default: %(default)s)")  # fmt: skip
     which = parser.add_mutually_exclusive_group()
@@ -215,10 +218,11 @@ def _run_pack(options: argparse.Namespace) -> int:
 
 def _opened(options: argparse.Namespace) -> Any:
     from qwen3vl_bridge.data.sources.opening import open_source
+    from qwen3vl_bridge.data.sources.splits import split_of
 
     with _wrong("--allowed-urls and --schema-adapter"):
         return open_source(
-            options.data,
+            split_of(options.data, options.split),
             options.media_root,
             allowed_urls=options.allowed_urls,
             url_cache=options.url_cache,

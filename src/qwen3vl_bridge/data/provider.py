@@ -35,8 +35,9 @@ class Qwen3VLConversationProvider(ConversationRows):
     Only the training split is shuffled. A "sample" of Megatron-Bridge's counters is a row.
 
     Attributes:
-        path: a folder with `train.jsonl`, and `valid.jsonl` or `test.jsonl` if there is validation data (or the same as
-            `.json` and `.parquet`); in place of the three paths below.
+        path: a folder with `train.jsonl`, and `valid.jsonl` or `test.jsonl` if there is validation data, or with splits
+            in other kinds of files (see `data/sources/splits.py`), or training data alone; in place of the three
+            paths below.
         train_path: conversations: a file of JSON or Parquet, a folder, or
             "hf://owner/name:configuration#split" (see `data/sources/opening.py`).
         valid_path: likewise, for validation, or None.

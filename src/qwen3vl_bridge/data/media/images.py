@@ -88,8 +88,8 @@ class MediaAccess:
 MediaRoot = str | Path | Sequence[str | Path] | MediaAccess | None
 
 
-def _roots(given: str | Path | Sequence[str | Path] | None) -> tuple[Path, ...]:
-    each: Sequence[Any] = () if given is None else given if isinstance(given, list | tuple) else (given,)
+def _roots(given: Any) -> tuple[Path, ...]:
+    each = () if given is None else given if isinstance(given, list | tuple) else (given,)
     if wrong := [root for root in each if not isinstance(root, str | Path)]:
         raise ValueError(f"media_root has {wrong[0]!r}, expected a folder, or a list of folders")
     return tuple(map(Path, each))

@@ -240,6 +240,13 @@ def open_source(
     path = Path(path)
     if path.is_dir():
         saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
+        if not saved and not any(path.glob("*.parquet")):
+            names = ", ".join(sorted(file.name for file in path.iterdir())[:5]) or "nothing"
+            raise DataError(
+                str(path),
+                f"found {names} in the folder, expected Parquet files or what save_to_disk wrote (a folder with "
+                "train.jsonl is for dataset.path or --data)",
+            )
         return HubDataset.saved(path, media, schema) if saved else Parquet(path, media, schema)
     if path.suffix == ".parquet":
         return Parquet(path, media, schema)
