@@ -66,10 +66,13 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 def _records(parser: argparse.ArgumentParser) -> None:
     """What samples are."""
     parser.add_argument("--data", required=True, metavar="PATH",
-                        help="conversations: a file, a folder, or hf://owner/name#split")  # fmt: skip
+                        help="conversations, as dataset.path has them: a file, a folder, also one with splits, or "
+                        "hf://owner/name:configuration#split")  # fmt: skip
     parser.add_argument("--schema-adapter", metavar="NAME",
                         help="format of the records, such as cord_v2 (default: conversations)")  # fmt: skip
-    parser.add_argument("--media-root", metavar="FOLDER", help="folder of the pictures (default: that of --data)")
+    parser.add_argument("--media-root", action="append", metavar="FOLDER",
+                        help="folder of the pictures (default: that of --data); given several times, they are looked "
+                        "up in each, and links may lead from one into another")  # fmt: skip
     parser.add_argument("--url-cache", metavar="FOLDER",
                         help="folder of what was downloaded (default: the user's cache folder)")  # fmt: skip
     parser.add_argument("--no-progress", action="store_true", help="show no progress")
@@ -113,7 +116,7 @@ def _pack(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=_at_least(0), default=os.cpu_count() or 0, metavar="N",
                         help="processes that measure samples; 0 for this one alone (default: %(default)s)")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=_run_pack)
+    parser.set_defaults(run=_run_pack, split="train")
 
 
 def _inspect(parser: argparse.ArgumentParser) -> None:
@@ -122,6 +125,8 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
         "are, how full rows get, and which samples cannot be trained on. The exit status is 1 if there are any."
     )
     _source(parser)
+    parser.add_argument("--split", choices=("train", "valid", "test"), default="train",
+                        help="of a folder with splits (default: %(default)s)")  # fmt: skip
     parser.add_argument("--samples", type=_at_least(0), default=8, metavar="N",
                         help="how many samples to show (default: %(default)s)")  # fmt: skip
     which = parser.add_mutually_exclusive_group()
@@ -257,10 +262,11 @@ def _run_download(options: argparse.Namespace) -> int:
 
 def _opened(options: argparse.Namespace, addresses: Callable[[str, str], Path] | None = None) -> Any:
     from qwen3vl_bridge.data.sources.opening import open_source
+    from qwen3vl_bridge.data.sources.splits import split_of
 
     with _wrong("--schema-adapter"):
         return open_source(
-            options.data,
+            split_of(options.data, options.split),
             options.media_root,
             addresses=addresses or _url_cache(options),
             schema_adapter=options.schema_adapter,

@@ -22,7 +22,7 @@ from qwen3vl_bridge.data.packing.shared_sizes import sizes_of_job
 from qwen3vl_bridge.data.processing.samples import Samples
 from qwen3vl_bridge.data.row_settings import SPLITS, ConversationRows
 from qwen3vl_bridge.data.schemas.named_schemas import named_schema
-from qwen3vl_bridge.data.sources.hub import HUB, name_on_hub
+from qwen3vl_bridge.data.sources.hub import HUB, HubName
 from qwen3vl_bridge.data.sources.hub_streaming import StreamedDataset
 from qwen3vl_bridge.data.sources.opening import ConversationSource, open_source
 from qwen3vl_bridge.data.sources.splits import splits_in
@@ -37,13 +37,15 @@ class Qwen3VLConversationProvider(ConversationRows):
     Only the training split is shuffled. A "sample" of Megatron-Bridge's counters is a row.
 
     Attributes:
-        path: a folder with `train.jsonl`, and `valid.jsonl` or `test.jsonl` if there is validation data (or the same as
-            `.json` and `.parquet`); in place of the three paths below.
-        train_path: conversations: a file of JSON or Parquet, a folder, or "hf://owner/name#split" (see
-            `data/sources/opening.py`).
+        path: a folder with `train.jsonl`, and `valid.jsonl` or `test.jsonl` if there is validation data, or with splits
+            in other kinds of files (see `data/sources/splits.py`), or training data alone; in place of the three
+            paths below.
+        train_path: conversations: a file of JSON or Parquet, a folder, or
+            "hf://owner/name:configuration#split" (see `data/sources/opening.py`).
         valid_path: likewise, for validation, or None.
         test_path: likewise, or None.
-        media_root: folder of the pictures; by default that of each file.
+        media_root: folder of the pictures, or several: a path is looked up in each, in their order, and links may lead
+            from one into another; by default that of each file.
         allowed_urls: no setting any more. What addresses hold is downloaded before training: `qwen3vl data download`.
         url_cache: folder of what was downloaded; the user's own if None.
         schema_adapter: the records' format, by Megatron-Bridge's name for it, such as "cord_v2"; None for
@@ -64,7 +66,7 @@ class Qwen3VLConversationProvider(ConversationRows):
     train_path: str | None = None
     valid_path: str | None = None
     test_path: str | None = None
-    media_root: str | None = None
+    media_root: str | list[str] | None = None
     allowed_urls: tuple[str, ...] = ()
     url_cache: str | None = None
     schema_adapter: str | None = None
@@ -97,6 +99,9 @@ class Qwen3VLConversationProvider(ConversationRows):
             self.check_least(seed=0)
         if self.streaming and (wrong := [path for path in paths if not path.startswith(HUB)]):
             raise ValueError(f"streaming is on, but {wrong[0]} is not on the hub, expected {HUB}owner/name#split")
+        for path in paths:
+            if path.startswith(HUB):
+                HubName.of(path)
         if self.train_packing is not None and self.window_size != type(self).window_size:
             raise ValueError(f"window_size is {self.window_size}, but train_packing has its rows already")
         if self.allowed_urls:
@@ -104,6 +109,7 @@ class Qwen3VLConversationProvider(ConversationRows):
                 f"allowed_urls is {self.allowed_urls!r}, expected (): nothing is downloaded while training. Before it, "
                 "qwen3vl data download --data PATH --allowed-urls URL does it, into the folder url_cache"
             )
+        MediaAccess.of(self.media_root)
         named_schema(self.schema_adapter)
 
     def downloaded(self) -> UrlCache:
@@ -227,7 +233,8 @@ class Qwen3VLConversationProvider(ConversationRows):
                 addresses=self.downloaded(),
                 schema_adapter=self.schema_adapter,
             )
-        media = MediaAccess(None if self.media_root is None else Path(self.media_root), self.downloaded())
+        media = MediaAccess.of(self.media_root, self.downloaded())
         # A row's samples are nearly always of its window and the one before, and the plan is a window ahead.
         schema = named_schema(self.schema_adapter)
-        return StreamedDataset.named(*name_on_hub(path), media, seed=seed, keep=4 * self.window_size, schema=schema)
+        how = {"seed": seed, "keep": 4 * self.window_size, "schema": schema}
+        return StreamedDataset.named(path, media_root=media, **how)
