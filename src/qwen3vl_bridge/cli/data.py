@@ -64,8 +64,9 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 def _source(parser: argparse.ArgumentParser) -> None:
     """What samples are and how they are encoded."""
-    parser.add_argument("--data", required=True, metavar="PATH",
-                        help="conversations: a file, a folder, or hf://owner/name#split")  # fmt: skip
+    data = parser.add_mutually_exclusive_group(required=True)
+    data.add_argument("--data", metavar="PATH", help="conversations: a file, a folder, or hf://owner/name#split")
+    data.add_argument("--mixture", type=Path, metavar="FILE", help="YAML with several data sets, as dataset.mixture")
     parser.add_argument("--hf-model", required=True, metavar="MODEL",
                         help="the model to train, a folder or hub id: its processor and template")  # fmt: skip
     parser.add_argument("--schema-adapter", metavar="NAME",
@@ -169,7 +170,7 @@ def _run_inspect(options: argparse.Namespace) -> int:
     if options.output is not None:
         from qwen3vl_bridge.data.inspection.html_report import write_html
 
-        write_html(found, options.output, title=Path(options.data).name)
+        write_html(found, options.output, title=Path(options.data or options.mixture).name)
     if options.json:
         print(as_json(found))
     else:
@@ -214,13 +215,21 @@ def _run_pack(options: argparse.Namespace) -> int:
 def _opened(options: argparse.Namespace) -> Any:
     from qwen3vl_bridge.data.sources.opening import open_source
 
+    access = {"allowed_urls": options.allowed_urls, "url_cache": options.url_cache}
+    if options.mixture is not None:
+        from qwen3vl_bridge.data.sources.mixture import mixed_sets, open_mixture
+
+        with _wrong("--mixture"):
+            sets = mixed_sets(str(options.mixture), options.media_root, options.schema_adapter)
+            mixture = open_mixture(sets, "train", **access)
+        print(mixture.words().replace("; ", "\n"), file=sys.stderr)
+        return mixture
     with _wrong("--allowed-urls and --schema-adapter"):
         return open_source(
             options.data,
             options.media_root,
-            allowed_urls=options.allowed_urls,
-            url_cache=options.url_cache,
             schema_adapter=options.schema_adapter,
+            **access,
         )
 
 
