@@ -40,7 +40,7 @@ def finalised(cfg: ConfigContainer, world_size: int) -> ConfigContainer:
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() != world_size:
         raise ValueError(f"there are {torch.distributed.get_world_size()} processes already, expected none beside this")
     cfg = copy.deepcopy(cfg)
-    if getattr(cfg.dataset, "path", "") is None and getattr(cfg.dataset, "train_path", "") is None:
+    if all(getattr(cfg.dataset, name, "") is None for name in ("path", "train_path", "mixture")):
         cfg.dataset.path = _DATA
     weights = cfg.checkpoint.pretrained_checkpoint
     with _world_of(world_size), tempfile.TemporaryDirectory() as folder:

@@ -70,6 +70,7 @@ def check_data(cfg: ConfigContainer) -> None:
         if cfg.dataset.path
         else {f"dataset.{split}_path": cfg.dataset.path_of(split) for split in SPLITS}
     )
+    names |= {f"the path of {one.name} in dataset.mixture": one.path for one in cfg.dataset.mixed("train")}
     for name, path in names.items():
         pattern = path is not None and any(mark in path for mark in "*?[")
         if path and not pattern and not path.startswith(HUB) and not Path(path).exists():

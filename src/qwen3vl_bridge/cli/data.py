@@ -65,9 +65,11 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 def _records(parser: argparse.ArgumentParser) -> None:
     """What samples are."""
-    parser.add_argument("--data", required=True, metavar="PATH",
-                        help="conversations, as dataset.path has them: a file, a folder, also one with splits, or "
-                        "hf://owner/name:configuration#split")  # fmt: skip
+    data = parser.add_mutually_exclusive_group(required=True)
+    data.add_argument("--data", metavar="PATH",
+                      help="conversations, as dataset.path has them: a file, a folder, also one with splits, or "
+                      "hf://owner/name:configuration#split")  # fmt: skip
+    data.add_argument("--mixture", type=Path, metavar="FILE", help="YAML with several data sets, as dataset.mixture")
     parser.add_argument("--schema-adapter", metavar="NAME",
                         help="format of the records, such as cord_v2 (default: conversations)")  # fmt: skip
     parser.add_argument("--media-root", action="append", metavar="FOLDER",
@@ -149,6 +151,8 @@ def _download(parser: argparse.ArgumentParser) -> None:
         "is there already is kept, so the command can be stopped and run again. The exit status is 1 if some failed."
     )
     _records(parser)
+    parser.add_argument("--split", choices=("train", "valid", "test"), default="train",
+                        help="of a folder with splits (default: %(default)s)")  # fmt: skip
     parser.add_argument("--allowed-urls", nargs="+", required=True, metavar="URL",
                         help="beginnings of addresses that may be asked, such as https://images.example.org/; https:// "
                              "allows all of that scheme, those of your own network too")  # fmt: skip
@@ -200,7 +204,7 @@ def _run_inspect(options: argparse.Namespace) -> int:
     if options.output is not None:
         from qwen3vl_bridge.data.inspection.html_report import write_html
 
-        write_html(found, options.output, title=Path(options.data).name)
+        write_html(found, options.output, title=Path(options.data or options.mixture).name)
     if options.json:
         print(as_json(found))
     else:
@@ -264,11 +268,20 @@ def _opened(options: argparse.Namespace, addresses: Callable[[str, str], Path] |
     from qwen3vl_bridge.data.sources.opening import open_source
     from qwen3vl_bridge.data.sources.splits import split_of
 
+    addresses = addresses or _url_cache(options)
+    if options.mixture is not None:
+        from qwen3vl_bridge.data.sources.mixture import mixed_sets, open_mixture
+
+        with _wrong("--mixture"):
+            sets = mixed_sets(str(options.mixture), options.media_root, options.schema_adapter)
+            mixture = open_mixture(sets, options.split, addresses)
+        print(mixture.words().replace("; ", "\n"), file=sys.stderr)
+        return mixture
     with _wrong("--schema-adapter"):
         return open_source(
             split_of(options.data, options.split),
             options.media_root,
-            addresses=addresses or _url_cache(options),
+            addresses=addresses,
             schema_adapter=options.schema_adapter,
         )
 

@@ -21,6 +21,7 @@ _PUBLIC = {
     "JsonLines": "qwen3vl_bridge.data.sources.opening",
     "JsonList": "qwen3vl_bridge.data.sources.opening",
     "MediaAccess": "qwen3vl_bridge.data.media.images",
+    "Mixture": "qwen3vl_bridge.data.sources.mixture",
     "NumberedOrder": "qwen3vl_bridge.data.packing.sample_order",
     "PackedRows": "qwen3vl_bridge.data.packing.packed_rows",
     "Parquet": "qwen3vl_bridge.data.sources.parquet",

@@ -9,6 +9,7 @@ nothing for thousands of samples, and too much for millions.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import count, takewhile
@@ -19,7 +20,6 @@ from qwen3vl_bridge.data.loading.row_dataset import RowDataset
 from qwen3vl_bridge.data.loading.worker_processes import ignoring
 from qwen3vl_bridge.data.packing.packed_rows import FILES, MANIFEST, PackedRows, write
 from qwen3vl_bridge.data.packing.row_plan import RowPlan
-from qwen3vl_bridge.data.packing.sample_order import NumberedOrder
 from qwen3vl_bridge.data.packing.sample_sizes import Size
 from qwen3vl_bridge.data.processing.samples import Samples
 from qwen3vl_bridge.files.atomic import atomic_directory
@@ -161,11 +161,12 @@ def _measured(
 def _packed(rows: RowDataset, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The samples of each row, row after row, and where each row begins among them."""
     settings, multiple = rows.settings, rows.settings.collator.multiple
+    # In random order, because neighbours are often alike, and then none of them fills what others leave.
+    order = rows.order(settings.seed or 0)
     try:
         plan = RowPlan(
             lambda sample: Size(*sizes[sample].tolist()).padded(multiple),
-            # In random order, because neighbours are often alike, and then none of them fills what others leave.
-            NumberedOrder(len(sizes), settings.seed or 0),
+            order,
             capacity=settings.collator.seq_length,
             pack=settings.pack,
             window_size=_WINDOW,
@@ -183,8 +184,9 @@ def _packed(rows: RowDataset, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 
 def _prove(rows: RowDataset, sizes: np.ndarray, samples: np.ndarray, starts: np.ndarray) -> None:
-    """That every sample with a size is in exactly one row, and that none holds too much."""
-    kept = np.flatnonzero(sizes[:, 0])
+    """That every sample with a size is in a row as often as an epoch reads it, and that none holds too much."""
+    epoch = np.sort(np.array(rows.order(rows.settings.seed or 0).numbers(0, 0, sys.maxsize), dtype=np.int64))
+    kept = epoch[sizes[epoch, 0] > 0]
     collator, most = rows.settings.collator, rows.samples.admission.most_patches
     padded = -(-sizes[samples, 0] // collator.multiple) * collator.multiple
     longest = np.add.reduceat(padded, starts[:-1]).max()

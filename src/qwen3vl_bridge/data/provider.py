@@ -24,6 +24,7 @@ from qwen3vl_bridge.data.row_settings import SPLITS, ConversationRows
 from qwen3vl_bridge.data.schemas.named_schemas import named_schema
 from qwen3vl_bridge.data.sources.hub import HUB, HubName
 from qwen3vl_bridge.data.sources.hub_streaming import StreamedDataset
+from qwen3vl_bridge.data.sources.mixture import MixedSet, mixed_sets, open_mixture
 from qwen3vl_bridge.data.sources.opening import ConversationSource, open_source
 from qwen3vl_bridge.data.sources.splits import splits_in
 
@@ -42,6 +43,10 @@ class Qwen3VLConversationProvider(ConversationRows):
             paths below.
         train_path: conversations: a file of JSON or Parquet, a folder, or
             "hf://owner/name:configuration#split" (see `data/sources/opening.py`).
+        mixture: several data sets in one run, in place of `path` and `train_path`: a list of {path, weight} or
+            {path, epochs}, with name, media_root and schema_adapter where they need them, or a YAML file with such a
+            list (see `MixedSet` in `data/sources/mixture.py`). Their validation and test splits are read one after the
+            other.
         valid_path: likewise, for validation, or None.
         test_path: likewise, or None.
         media_root: folder of the pictures, or several: a path is looked up in each, in their order, and links may lead
@@ -64,6 +69,7 @@ class Qwen3VLConversationProvider(ConversationRows):
 
     path: str | None = None
     train_path: str | None = None
+    mixture: list[dict[str, Any]] | str | None = None
     valid_path: str | None = None
     test_path: str | None = None
     media_root: str | list[str] | None = None
@@ -97,6 +103,8 @@ class Qwen3VLConversationProvider(ConversationRows):
         paths = [path for split in SPLITS if (path := self.path_of(split))]
         if self.streaming:
             self.check_least(seed=0)
+        if self.streaming and self.mixture is not None:
+            raise ValueError("streaming is on, but there is a dataset.mixture; it needs samples by number")
         if self.streaming and (wrong := [path for path in paths if not path.startswith(HUB)]):
             raise ValueError(f"streaming is on, but {wrong[0]} is not on the hub, expected {HUB}owner/name#split")
         for path in paths:
@@ -121,11 +129,36 @@ class Qwen3VLConversationProvider(ConversationRows):
         own = getattr(self, f"{split}_path", None)
         return own if self.path is None else splits_in(self.path).get(split, own)
 
+    def mixed(self, split: str) -> tuple[MixedSet, ...]:
+        """The sets of the mixture that have a split.
+
+        Raises:
+            ValueError: a mixture that is none.
+        """
+        if self.mixture is None:
+            return ()
+        sets = mixed_sets(self.mixture, self.media_root, self.schema_adapter)
+        return tuple(one for one in sets if one.path_of(split) is not None)
+
     def _check_paths(self) -> None:
+        if self.mixture is not None:
+            for name in ("path", "train_path"):
+                if (given := getattr(self, name)) is not None:
+                    raise ValueError(
+                        f"dataset.{name} is {given!r}, and dataset.mixture is set; expected one of the two"
+                    )
+            for split in SPLITS:
+                given, sets = getattr(self, f"{split}_path"), self.mixed(split)
+                if given is not None and sets:
+                    raise ValueError(
+                        f"dataset.{split}_path is {given!r}, and {sets[0].name} of dataset.mixture has data for "
+                        f"{split}; expected one of the two"
+                    )
+            return
         if self.path is None and self.train_path is None:
             raise ValueError(
                 "dataset.path is None, expected a folder with train.jsonl, or dataset.train_path with a file of "
-                "conversations"
+                "conversations, or dataset.mixture with several data sets"
             )
         for split in SPLITS:
             given, found = getattr(self, f"{split}_path"), self.path_of(split)
@@ -149,7 +182,9 @@ class Qwen3VLConversationProvider(ConversationRows):
         rows, ranks = (self, 1) if groups is None else (self.shared_by(groups.cp.size()), groups.dp.size())
         wanted = (context.train_samples, context.valid_samples, context.test_samples)
         train, valid, test = (
-            rows.rows(split, length=length, ranks=ranks) if length and self.path_of(split) else None
+            rows.rows(split, length=length, ranks=ranks)
+            if length and (self.path_of(split) or self.mixed(split))
+            else None
             for split, length in zip(SPLITS, wanted, strict=True)
         )
         if train is not None:
@@ -202,8 +237,8 @@ class Qwen3VLConversationProvider(ConversationRows):
             ValueError: a split that has no path, or rows that were packed by other settings.
             DataError: a file that is not there or cannot be read.
         """
-        path = self.path_of(split)
-        if path is None:
+        path, sets = self.path_of(split), self.mixed(split)
+        if path is None and not sets:
             raise ValueError(f"the split {split!r} has no {split}_path; splits are {', '.join(SPLITS)}")
         shuffled = split == "train" if shuffle is None else shuffle
         seed = self.seed if shuffled else None
@@ -217,22 +252,19 @@ class Qwen3VLConversationProvider(ConversationRows):
             packed,
             Balance(dealt, self.checkpoint().costs) if dealt else None,
         )
-        source, admission = self._source(path, seed), self.admission()
-        sizes = None if packed is None else packed.sizes()
+        source = self._source(path, seed) if path is not None else open_mixture(sets, split, self.downloaded())
+        admission, sizes = self.admission(), None if packed is None else packed.sizes()
         if sizes is None and not isinstance(source, StreamedDataset):
-            place = {"path": os.path.abspath(path), "media_root": self.media_root}
+            paths = [path] if path is not None else [one.path_of(split) for one in sets]
+            roots = [one.media_root for one in sets] or [self.media_root]
+            place = {"path": [os.path.abspath(path) for path in paths if path], "media_root": roots}
             sizes = sizes_of_job(len(source), {**place, "data": source.fingerprint(), **admission.fingerprint()})
         repeat = None if split == "train" else self.rows_of_evaluation
         return RowDataset(Samples(source, admission, sizes), settings, length=length, ranks=ranks, repeat=repeat)
 
     def _source(self, path: str, seed: int | None) -> ConversationSource | StreamedDataset:
         if not self.streaming:
-            return open_source(
-                path,
-                self.media_root,
-                addresses=self.downloaded(),
-                schema_adapter=self.schema_adapter,
-            )
+            return open_source(path, self.media_root, addresses=self.downloaded(), schema_adapter=self.schema_adapter)
         media = MediaAccess.of(self.media_root, self.downloaded())
         # A row's samples are nearly always of its window and the one before, and the plan is a window ahead.
         schema = named_schema(self.schema_adapter)

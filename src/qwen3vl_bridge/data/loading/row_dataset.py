@@ -19,6 +19,7 @@ from qwen3vl_bridge.data.packing.sample_sizes import Size
 from qwen3vl_bridge.data.processing.collation import Collator
 from qwen3vl_bridge.data.processing.encoding import EncodedSample
 from qwen3vl_bridge.data.processing.samples import Samples
+from qwen3vl_bridge.data.sources.mixture import Mixture
 from qwen3vl_bridge.models.common.flops import TowerCosts
 
 import torch
@@ -130,7 +131,7 @@ class RowDataset(Dataset[Row]):
             return settings.packed.plan(settings.seed)
         return RowPlan(
             self._size_in_row,
-            self._order(),
+            self.order(settings.seed),
             capacity=settings.collator.seq_length,
             pack=settings.pack,
             window_size=settings.window_size,
@@ -140,13 +141,15 @@ class RowDataset(Dataset[Row]):
             measure=self.samples.measure,
         )
 
-    def _order(self) -> Order:
-        """A stream has an order of its own."""
+    def order(self, seed: int | None) -> Order:
+        """In which epochs read the samples. A stream has an order of its own, a mixture one that mixes its sets."""
         file, total = self.samples.file, self.samples.total
         if isinstance(file, Order):
             return file
+        if isinstance(file, Mixture):
+            return file.order(seed)
         assert total is not None  # all others know how many they have
-        return NumberedOrder(total, self.settings.seed)
+        return NumberedOrder(total, seed)
 
     def _size_in_row(self, index: int) -> Size:
         return self.samples.size(index).padded(self.settings.collator.multiple if self.settings.pack else 1)

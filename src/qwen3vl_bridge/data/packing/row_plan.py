@@ -151,8 +151,9 @@ class RowPlan:
         is_last = len(new) < self._window_size
         if self._measure is not None:
             self._measure(new)
-        sizes = {sample: size for sample in (*window.carried, *new) if (size := self._size(sample)).tokens}
-        kept, carried = list(sizes), ()
+        sizes = {sample: self._size(sample) for sample in (*window.carried, *new)}
+        # Not the keys: a mixture may have a sample several times in a window.
+        kept, carried = [sample for sample in (*window.carried, *new) if sizes[sample].tokens], ()
         if not self._pack:
             rows = [(sample,) for sample in kept]
         else:

@@ -1,17 +1,23 @@
 """In which order an epoch reads its samples.
 
-What lives here: what a plan asks of an order, and that of samples that are read by number. What may not: rows
-(`row_plan.py`), orders of streams (`data/sources/hub_streaming.py`).
+What lives here: what a plan asks of an order, that of samples that are read by number, and that of several sets that
+are mixed. What may not: rows (`row_plan.py`), orders of streams (`data/sources/hub_streaming.py`), what is in the sets
+(`data/sources/mixture.py`).
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from fractions import Fraction
+from itertools import accumulate, pairwise
+from math import floor
 from typing import Protocol, runtime_checkable
 
 import torch
 
 _KEPT = 2  # epochs: what is read together may lie on both sides of an epoch's end
+_SEEDS = 1_000_003  # apart, so that epochs of one seed are not those of the next
 
 
 @runtime_checkable
@@ -54,8 +60,72 @@ class NumberedOrder(Order):
             return range(start, end)
         if epoch not in self._shuffled:
             # One generator an epoch, so that any epoch can be gone on from without those before it.
-            generator = torch.Generator().manual_seed((self._seed * 1_000_003 + epoch) % 2**63)
+            generator = torch.Generator().manual_seed((self._seed * _SEEDS + epoch) % 2**63)
             self._shuffled[epoch] = torch.randperm(self._num_samples, generator=generator)
             if len(self._shuffled) > _KEPT:
                 del self._shuffled[next(iter(self._shuffled))]
         return self._shuffled[epoch][start:end].tolist()
+
+
+class MixedOrder(Order):
+    """Samples of several sets, numbered one set after the other, each set as often as it is said.
+
+    A set is read pass after pass, each sample once a pass and each pass in an order of its own; an epoch takes the next
+    part of that. So after any number of epochs all samples of a set have been taken equally often, or once more than
+    others, also where an epoch takes 0.3 or 2.5 times the set.
+
+    Within an epoch, each set's k-th of n samples has a time drawn from [k / n, (k + 1) / n), or the middle of it where
+    nothing is random, and samples stand by their times. So the sets' shares hold in every stretch of the epoch.
+    """
+
+    def __init__(self, lengths: Sequence[int], taken: Sequence[Fraction], seed: int | None = None) -> None:
+        """Order samples.
+
+        Args:
+            lengths: how many samples each set has.
+            taken: how many samples of each set an epoch takes, on average where that is no whole number.
+            seed: of the order; None for that of the numbers in each set.
+
+        Raises:
+            ValueError: no samples in a set, none of one taken, or so few of all that an epoch may have none.
+        """
+        if any(number <= 0 for number in taken) or sum(map(floor, taken)) < 1:
+            found = ", ".join(f"{float(number):g} of {length}" for number, length in zip(taken, lengths, strict=True))
+            raise ValueError(
+                f"found epochs that take {found} samples, expected more than 0 of each and 1 of one at least"
+            )
+        self._lengths, self._taken, self._seed = tuple(lengths), tuple(taken), seed
+        self._firsts = [0, *accumulate(lengths)]
+        seeds = [None if seed is None else seed * _SEEDS + number for number in range(len(lengths))]
+        self._sets = [NumberedOrder(length, own) for length, own in zip(lengths, seeds, strict=True)]
+        self._merged = dict[int, torch.Tensor]()  # by epoch
+
+    def numbers(self, epoch: int, start: int, count: int) -> Sequence[int]:
+        """As `Order` has it."""
+        begun, ended = self._passed(epoch), self._passed(epoch + 1)
+        before = [0, *accumulate(end - begin for begin, end in zip(begun, ended, strict=True))]
+        found = []
+        for drawn in self._merged_of(epoch, before)[start : start + count].tolist():
+            number = bisect_right(before, drawn) - 1  # of the set; sets that take none are passed over
+            passed, place = divmod(begun[number] + drawn - before[number], self._lengths[number])
+            found.append(self._firsts[number] + self._sets[number].numbers(passed, place, 1)[0])
+        return found
+
+    def _passed(self, epoch: int) -> list[int]:
+        """How many samples of each set have been taken before an epoch."""
+        return [floor(epoch * number) for number in self._taken]
+
+    def _merged_of(self, epoch: int, before: Sequence[int]) -> torch.Tensor:
+        """[samples] int64 the epoch's samples, numbered one set's after the other's, by their times."""
+        if epoch not in self._merged:
+            counts = [end - begin for begin, end in pairwise(before)]
+            within = torch.full((before[-1],), 0.5, dtype=torch.float64)
+            if self._seed is not None:
+                generator = torch.Generator().manual_seed((self._seed * _SEEDS * _SEEDS + epoch - _SEEDS) % 2**63)
+                within = torch.rand(before[-1], dtype=torch.float64, generator=generator)
+            parts = zip(within.split(counts), counts, strict=True)
+            times = torch.cat([(torch.arange(count, dtype=torch.float64) + part) / count for part, count in parts])
+            self._merged[epoch] = times.argsort(stable=True)
+            if len(self._merged) > _KEPT:
+                del self._merged[next(iter(self._merged))]
+        return self._merged[epoch]
