@@ -49,7 +49,7 @@ def _two_cores():
 
 @pytest.fixture(scope="module", autouse=True)
 def _groups_of_one_module():
-    """A module's groups are left with it: each of gloo's has three threads that look for work, 600 a tenth of a core."""
+    """A module's groups are left with it: the threads of gloo's look for work, 600 of them take a tenth of a core."""
     yield
     shutdown()
     gc.collect()  # a model in a circle of references would hold them
