@@ -2,8 +2,15 @@
 
 from dataclasses import replace
 
-from qwen3vl_bridge.batch import EncoderInputs, PackedBatch, Parcel, SequenceLayout, VisionWork, make_vision_inputs
-from qwen3vl_bridge.batch.encoder_shards import parcels_of
+from qwen3vl_bridge.batch import (
+    EncoderInputs,
+    EncoderShard,
+    PackedBatch,
+    SequenceLayout,
+    VisionWork,
+    make_vision_inputs,
+)
+from qwen3vl_bridge.batch.encoder_shards import encoder_shards_of
 from qwen3vl_bridge.batch.vision_sharding import deal_vision
 from qwen3vl_bridge.encoder_parallel.payload import pack, unpack
 
@@ -24,8 +31,8 @@ def encoded(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     return numbers[0].requires_grad_(), numbers[1:].requires_grad_()
 
 
-def parcels(counts: list[int]) -> tuple[Parcel, ...]:
-    return tuple(Parcel(count, 2**31 + 7 * i) for i, count in enumerate(counts))
+def shards(counts: list[int]) -> tuple[EncoderShard, ...]:
+    return tuple(EncoderShard(count, 2**31 + 7 * i) for i, count in enumerate(counts))
 
 
 def batch_of(grids: list[tuple[int, int, int]], name: str = "a") -> PackedBatch:
@@ -46,15 +53,15 @@ def test_one_side_packs_and_the_other_unpacks_the_same(counts, more, dtype):
     """One sender to several receivers, each of which gets its own tokens; then several senders to one receiver."""
     tokens, features = (one.to(dtype) for one in encoded(sum(counts) + more))
     rows = max(counts) + more
-    payload = pack(tokens, features, parcels(counts), rows)
+    payload = pack(tokens, features, shards(counts), rows)
     assert payload.shape == (len(counts), 1 + rows, (TAPS + 1) * HIDDEN)
     assert payload.dtype == dtype and payload._base is None
     starts = [sum(counts[:i]) for i in range(len(counts))]
-    for parcel, part, start in zip(parcels(counts), payload.split(1), starts, strict=True):
-        own = slice(start, start + parcel.tokens)
-        for found, expected in zip(unpack(part, (parcel,), TAPS, HIDDEN), (tokens[own], features[:, own]), strict=True):
+    for shard, part, start in zip(shards(counts), payload.split(1), starts, strict=True):
+        own = slice(start, start + shard.tokens)
+        for found, expected in zip(unpack(part, (shard,), TAPS, HIDDEN), (tokens[own], features[:, own]), strict=True):
             assert torch.equal(found, expected)
-    found = unpack(payload, parcels(counts), TAPS, HIDDEN)
+    found = unpack(payload, shards(counts), TAPS, HIDDEN)
     for one, expected in zip(found, (tokens, features), strict=True):
         assert torch.equal(one, expected.narrow(-2, 0, sum(counts)))
 
@@ -62,9 +69,9 @@ def test_one_side_packs_and_the_other_unpacks_the_same(counts, more, dtype):
 @given(counts=COUNTS)
 def test_gradients_come_back_to_where_they_belong(counts):
     tokens, features = encoded(sum(counts))
-    payload = pack(tokens, features, parcels(counts), max(counts) + 1)
+    payload = pack(tokens, features, shards(counts), max(counts) + 1)
     weights = [torch.randn_like(one) for one in (tokens, features)]
-    back = unpack(payload, parcels(counts), TAPS, HIDDEN)
+    back = unpack(payload, shards(counts), TAPS, HIDDEN)
     sum((one * weight).sum() for one, weight in zip(back, weights, strict=True)).backward()
     for one, weight in zip((tokens, features), weights, strict=True):
         assert torch.equal(one.grad, weight)
@@ -72,40 +79,40 @@ def test_gradients_come_back_to_where_they_belong(counts):
 
 def test_the_order_is_features_first_and_the_embedding_last():
     tokens, features = encoded(2)
-    row = pack(tokens, features, (Parcel(2, 0),), 2)[0, 1]
+    row = pack(tokens, features, (EncoderShard(2, 0),), 2)[0, 1]
     assert torch.equal(row, torch.cat((features[0, 0], features[1, 0], features[2, 0], tokens[0])))
 
 
 @pytest.mark.parametrize(
     ("expected", "taps", "hidden", "words"),
     [
-        (Parcel(3, 5), TAPS, HIDDEN, r"sent parcels of .*\[\(2, 5, 3, 8\)\], expected \[\(3, 5, 3, 8\)\]"),
-        (Parcel(2, 6), TAPS, HIDDEN, "read the same batches in the same order"),
-        (Parcel(2, 5), 1, 2 * HIDDEN, r"expected \[\(2, 5, 1, 16\)\]"),  # a swap that has the same shape
-        (Parcel(2, 5), TAPS, HIDDEN + 1, r"sent \[1, 5, 32\], expected \[1, '3 or more', 36\]"),
-        (Parcel(9, 5), TAPS, HIDDEN, r"expected \[1, '10 or more', 32\]"),
+        (EncoderShard(3, 5), TAPS, HIDDEN, r"sent shards of .*\[\(2, 5, 3, 8\)\], expected \[\(3, 5, 3, 8\)\]"),
+        (EncoderShard(2, 6), TAPS, HIDDEN, "read the same batches in the same order"),
+        (EncoderShard(2, 5), 1, 2 * HIDDEN, r"expected \[\(2, 5, 1, 16\)\]"),  # a swap that has the same shape
+        (EncoderShard(2, 5), TAPS, HIDDEN + 1, r"sent \[1, 5, 32\], expected \[1, '3 or more', 36\]"),
+        (EncoderShard(9, 5), TAPS, HIDDEN, r"expected \[1, '10 or more', 32\]"),
     ],
 )
 def test_another_payload_than_is_expected_is_refused(expected, taps, hidden, words):
-    payload = pack(*encoded(2), (Parcel(2, 5),), 4)
+    payload = pack(*encoded(2), (EncoderShard(2, 5),), 4)
     with pytest.raises(ValueError, match=words):
         unpack(payload, (expected,), taps, hidden)
 
 
 @given(grids=GRIDS, encoders=st.integers(1, 4))
-def test_both_sides_work_out_the_same_parcels(grids, encoders):
+def test_both_sides_work_out_the_same_shards(grids, encoders):
     batch = batch_of(grids)
     expected = batch.local(vision_work=WORK, encoders=encoders)
     sent = [EncoderInputs.of((batch,), WORK, encoders, share) for share in range(encoders)]
     assert expected.vision is None and expected.vision_counts is None
     assert (
-        expected.parcels
-        == parcels_of(batch, deal_vision(batch.vision, WORK, encoders))
-        == tuple(one.parcels[0] for one in sent)
+        expected.encoder_shards
+        == encoder_shards_of(batch, deal_vision(batch.vision, WORK, encoders))
+        == tuple(one.shards[0] for one in sent)
     )
-    assert {one.rows for one in sent} == {max(parcel.tokens for parcel in expected.parcels)}
+    assert {one.rows for one in sent} == {max(shard.tokens for shard in expected.encoder_shards)}
     for one in sent:
-        assert one.parcels[0].tokens == sum(one.vision.lengths if one.vision else ()) // 4
+        assert one.shards[0].tokens == sum(one.vision.lengths if one.vision else ()) // 4
     assert sorted(n for one in sent if one.vision for n in one.vision.lengths) == sorted(
         batch.vision.lengths if batch.vision else ()
     )
@@ -115,7 +122,7 @@ def test_both_sides_work_out_the_same_parcels(grids, encoders):
 def test_one_rank_encodes_for_several(grids):
     batches = [batch_of(some, str(i)) for i, some in enumerate(grids)]
     one = EncoderInputs.of(batches, WORK, 1, 0)
-    assert one.parcels == tuple(batch.local(vision_work=WORK, encoders=1).parcels[0] for batch in batches)
+    assert one.shards == tuple(batch.local(vision_work=WORK, encoders=1).encoder_shards[0] for batch in batches)
     pictures = [batch.vision for batch in batches if batch.vision]
     assert (one.vision is None) == (not pictures)
     if pictures:
@@ -131,5 +138,5 @@ def test_other_samples_or_pictures_have_another_mark():
         replace(batch, layout=SequenceLayout.packed_row([8, 8])),
         batch_of([(1, 2, 4), (1, 4, 4)]),
     ]
-    marks = {parcels_of(one, deal_vision(one.vision, WORK, 1))[0].mark for one in (batch, *others)}
+    marks = {encoder_shards_of(one, deal_vision(one.vision, WORK, 1))[0].mark for one in (batch, *others)}
     assert len(marks) == 4

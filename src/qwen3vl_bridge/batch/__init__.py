@@ -1,6 +1,6 @@
 """Tokens, pictures and where they lie, as plain tensors: torch only, no process groups, ranks are integers."""
 
-from qwen3vl_bridge.batch.encoder_shards import EncoderInputs, Parcel
+from qwen3vl_bridge.batch.encoder_shards import EncoderInputs, EncoderShard
 from qwen3vl_bridge.batch.grids import frame_lengths
 from qwen3vl_bridge.batch.packed_batch import ModelInputs, PackedBatch, VisionRows
 from qwen3vl_bridge.batch.positions import mrope_positions
@@ -11,9 +11,9 @@ from qwen3vl_bridge.batch.vision_sharding import VisionWork
 
 __all__ = [
     "EncoderInputs",
+    "EncoderShard",
     "ModelInputs",
     "PackedBatch",
-    "Parcel",
     "SequenceLayout",
     "VisionInputs",
     "VisionRows",

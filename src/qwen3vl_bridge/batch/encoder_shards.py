@@ -3,7 +3,7 @@
 What lives here: which pictures a rank encodes, and how both sides name what is sent. What may not: who serves whom
 (`parallel/encoder_replicas.py`), the tensor that is sent (`encoder_parallel/payload.py`), process groups.
 
-Both sides read the same batches and work out the same parcels, so nothing needs to be agreed on; what is sent says what
+Both sides read the same batches and work out the same shards, so nothing needs to be agreed on; what is sent says what
 it is all the same, and the receiver compares.
 """
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Parcel:
+class EncoderShard:
     """What one rank of the tower sends to one language replica for a microbatch.
 
     Attributes:
@@ -38,7 +38,7 @@ class Parcel:
     mark: int
 
 
-def parcels_of(batch: PackedBatch, deal: VisionDeal) -> tuple[Parcel, ...]:
+def encoder_shards_of(batch: PackedBatch, deal: VisionDeal) -> tuple[EncoderShard, ...]:
     """What each of the tower's ranks sends for a microbatch.
 
     Args:
@@ -49,7 +49,7 @@ def parcels_of(batch: PackedBatch, deal: VisionDeal) -> tuple[Parcel, ...]:
     samples = zlib.crc32(batch.input_ids.numpy(), samples)  # they may have no names
     lengths = () if batch.vision is None else batch.vision.lengths
     return tuple(
-        Parcel(tokens, zlib.crc32(repr([lengths[frame] for frame in frames]).encode(), samples))
+        EncoderShard(tokens, zlib.crc32(repr([lengths[frame] for frame in frames]).encode(), samples))
         for frames, tokens in zip(deal.frames, deal.counts, strict=True)
     )
 
@@ -60,12 +60,12 @@ class EncoderInputs(Movable):
 
     Attributes:
         vision: its pictures, those of one receiver after the other's; None where there are none.
-        parcels: what each receiver is sent.
-        rows: the most vision tokens in a parcel of any rank that sends to the same receivers; parcels are made as long.
+        shards: what each receiver is sent.
+        rows: the most vision tokens in a shard of any rank that sends to the same receivers; shards are made as long.
     """
 
     vision: VisionInputs | None
-    parcels: tuple[Parcel, ...]
+    shards: tuple[EncoderShard, ...]
     rows: int
 
     @classmethod
@@ -79,12 +79,12 @@ class EncoderInputs(Movable):
             share: which of the shares is this rank's.
         """
         deals = [deal_vision(batch.vision, work, encoders) for batch in batches]
-        sent = [parcels_of(batch, deal) for batch, deal in zip(batches, deals, strict=True)]
+        sent = [encoder_shards_of(batch, deal) for batch, deal in zip(batches, deals, strict=True)]
         parts = [deal.part(batch.vision, share) for batch, deal in zip(batches, deals, strict=True)]
         return cls(
             vision=_joined([part for part in parts if part is not None]),
-            parcels=tuple(parcels[share] for parcels in sent),
-            rows=max(parcel.tokens for parcels in sent for parcel in parcels),
+            shards=tuple(shards[share] for shards in sent),
+            rows=max(shard.tokens for shards in sent for shard in shards),
         )
 
 

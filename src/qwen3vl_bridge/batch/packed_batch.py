@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from qwen3vl_bridge.batch.device_transfer import Movable
-from qwen3vl_bridge.batch.encoder_shards import Parcel, parcels_of
+from qwen3vl_bridge.batch.encoder_shards import EncoderShard, encoder_shards_of
 from qwen3vl_bridge.batch.token_layout import SequenceLayout, next_index, token_index
 from qwen3vl_bridge.batch.vision_inputs import VisionInputs
 from qwen3vl_bridge.batch.vision_sharding import VisionDeal, VisionWork, deal_vision
@@ -83,7 +83,7 @@ class ModelInputs(Movable):
         layout: the layout of the whole batch, every rank's share; packed rows attend by it.
         vision: the pictures this rank encodes, or None where it has none.
         vision_counts: vision tokens that each context-parallel rank encodes; None where it encodes all that it needs.
-        parcels: what ranks of the vision tower alone send for this microbatch; None where there are none such.
+        encoder_shards: what ranks of the vision tower alone send for this microbatch; None where there are none such.
         fuse: vision tokens of this context-parallel rank.
         deepstack: vision tokens of this context- and sequence-parallel rank.
         following: the next tokens, for multi-token prediction; None where nothing is to be predicted from them.
@@ -97,7 +97,7 @@ class ModelInputs(Movable):
     layout: SequenceLayout
     vision: VisionInputs | None = None
     vision_counts: tuple[int, ...] | None = None
-    parcels: tuple[Parcel, ...] | None = None
+    encoder_shards: tuple[EncoderShard, ...] | None = None
     fuse: VisionRows | None = None
     deepstack: VisionRows | None = None
     following: NextTokens | None = None
@@ -108,7 +108,7 @@ class ModelInputs(Movable):
 
     def without_pictures(self) -> Self:
         """The same inputs for a pipeline stage that encodes nothing; where its vision tokens lie is still known."""
-        return replace(self, vision=None, vision_counts=None, parcels=None)
+        return replace(self, vision=None, vision_counts=None, encoder_shards=None)
 
 
 @dataclass(frozen=True)
@@ -165,11 +165,11 @@ class PackedBatch(Movable):
         def take(whole: Tensor) -> Tensor:
             return whole.flatten(-2)[..., context_index.T]
 
-        own, counts, parcels = self.vision, None, None
+        own, counts, shards = self.vision, None, None
         if encoders is not None:
             if deal is None:
                 raise ValueError("encoders are given without vision_work, expected what pictures cost")
-            own, parcels = None, parcels_of(self, deal)
+            own, shards = None, encoder_shards_of(self, deal)
         elif deal is not None:
             own, counts = deal.part(self.vision, cp_rank), deal.counts
         return ModelInputs(
@@ -181,7 +181,7 @@ class PackedBatch(Movable):
             layout=self.layout,
             vision=own,
             vision_counts=counts,
-            parcels=parcels,
+            encoder_shards=shards,
             fuse=self._vision_rows(context_index, deal),
             deepstack=self._vision_rows(index, deal),
             following=self._next_tokens(context_index, index, deal) if predicts else None,

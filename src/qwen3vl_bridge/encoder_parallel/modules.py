@@ -48,7 +48,7 @@ class Qwen3VLEncoder(MegatronModule):
         """
         pictures = inputs.vision or self.vision_model.blank_picture(next(self.parameters()).device)
         tokens, features = self.vision_model(pictures)
-        return {VISION: pack(tokens, features, inputs.parcels, inputs.rows)}
+        return {VISION: pack(tokens, features, inputs.shards, inputs.rows)}
 
     def set_input_tensor(self, input_tensor: list[dict[str, Tensor]]) -> None:
         """Nothing comes before the tower."""
@@ -75,7 +75,7 @@ class Qwen3VLDecoder(Qwen3VLModel):
         Raises:
             ValueError: nothing has arrived, or what has is not what this microbatch needs.
         """
-        if self.payload is None or inputs.parcels is None:
+        if self.payload is None or inputs.encoder_shards is None:
             raise ValueError(
                 "this model has no vision tower (dist_train.use_dist_train): expected a microbatch of "
                 "qwen3vl_bridge.forward_step, in the schedule that vision ranks take part in"
@@ -83,7 +83,7 @@ class Qwen3VLDecoder(Qwen3VLModel):
         payload, self.payload = self.payload, None
         if not trains_vision(self.config):
             payload = payload.detach()  # its gradient is not sent
-        return unpack(payload, inputs.parcels, self.stage.received, self.config.hidden_size)
+        return unpack(payload, inputs.encoder_shards, self.stage.received, self.config.hidden_size)
 
     def set_input_tensor(self, input_tensor: list[dict[str, Any]]) -> None:
         """Take what vision ranks or the previous pipeline stage sent, for the next `forward`."""

@@ -42,7 +42,7 @@ _OTHER_WAYS = {"normalize_moe_lora": False, "experts_shared_outer_loras": False}
 
 @dataclass
 class Qwen3VLParts:
-    """What LoRA and DoRA share: which parts get adapters, and which parts' own weights rest.
+    """What LoRA and DoRA share: which parts get adapters, and which parts' own weights are frozen.
 
     `target_modules` (and `exclude_modules`) choose among the linear layers of the adapted parts: a name such as
     "linear_qkv", or a pattern such as "*.layers.0.*.linear_qkv". Layers are linear_qkv and linear_proj of attention,
@@ -52,7 +52,7 @@ class Qwen3VLParts:
     none.
 
     Attributes:
-        freeze_language_model, freeze_vision_model, freeze_vision_projection: whether that part's own weights rest.
+        freeze_language_model, freeze_vision_model, freeze_vision_projection: whether its own weights are frozen.
             False leaves them as the provider's fields of the same name have left them. The vision projection is the
             mergers. Adapters are trained in any case.
         adapt_language_model, adapt_vision_model, adapt_vision_projection: whether that part's linear layers get

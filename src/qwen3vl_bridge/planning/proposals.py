@@ -143,7 +143,7 @@ def ways(n: Dimensions, split: Split, training: Training) -> Iterator[Training]:
         text.insert(1, Recompute("selective", modules=frozenset({"moe_act", "layernorm"})))
     else:
         text.insert(1, Recompute("selective", modules=frozenset({"mlp"})))
-    tower = [Recompute(), FULL] if Part.VISION_MODEL not in training.resting else [Recompute()]
+    tower = [Recompute(), FULL] if Part.VISION_MODEL not in training.frozen_weights else [Recompute()]
     for sharding in kinds:
         for recompute in text:
             for vision in tower:

@@ -109,7 +109,7 @@ FULL = Recompute("full", method="uniform", num_layers=1)
 
 @dataclass(frozen=True)
 class Lora:
-    """Adapters of the language model's layers, of those without experts; all else rests.
+    """Adapters of the language model's layers, of those without experts; all else is frozen.
 
     Attributes:
         rank: their inner width, `dim`.
@@ -190,6 +190,6 @@ class Training:
             raise ValueError(f"recompute_modules has {sorted(local)}, which need Transformer Engine; leave them out")
 
     @property
-    def resting(self) -> frozenset[Part]:
+    def frozen_weights(self) -> frozenset[Part]:
         """Parts whose own weights are not trained."""
         return frozenset(Part) if self.lora else self.frozen

@@ -113,7 +113,7 @@ def chunk_activations(
     found["language model"] = text * work.tokens
     passing *= work.tokens
     found["language model"] += _sum(kept.embedding(n, training, first=chunk.first)) * work.tokens
-    trained = not training.resting >= {Part.VISION_MODEL, Part.VISION_PROJECTION}
+    trained = not training.frozen_weights >= {Part.VISION_MODEL, Part.VISION_PROJECTION}
     received = len(n.indices["deepstack_taps"]) - chunk.layers.start
     if chunk.layers and received > 0:
         found["DeepStack"] = _sum(vision_activations.deepstack(n, split, training, received)) * work.vision_tokens
@@ -163,11 +163,11 @@ def _text_layers(
 
 def _tower(n: Dimensions, split: Split, training: Training) -> tuple[float, float, float]:
     """For each patch: what the tower keeps, what the mergers keep, and what comes on top for a while."""
-    rests, projection = (part in training.resting for part in (Part.VISION_MODEL, Part.VISION_PROJECTION))
+    tower_frozen, projection = (part in training.frozen_weights for part in (Part.VISION_MODEL, Part.VISION_PROJECTION))
     e, v, taps = training.precision.weight, n["v_hidden"], len(n.indices["deepstack_taps"])
     mergers = taps * _sum(vision_activations.merger(n, split, training, after_shuffle=True))
     mergers += _sum(vision_activations.merger(n, split, training, after_shuffle=False))
-    if rests:  # a merger's input is then kept for the merger alone
+    if tower_frozen:  # a merger's input is then kept for the merger alone
         return 0.0, 0.0 if projection else mergers + taps * v * e, 0.0
     rows = tuple(vision_activations.vision_layer(n, split, training))
     layer = Layer(rows, v * e, (2 * n["v_ffn"] / split.tp + 2 * v) * e)

@@ -37,7 +37,7 @@ class States:
     """Bytes on one rank.
 
     Attributes:
-        parameters: weights, of what rests too.
+        parameters: weights, of what is frozen too.
         gradients: of what is trained.
         optimizer: its copy of the weights, and the moments.
         gathered: under ZeRO-3, weights and gradients that lie whole for a while.
@@ -69,7 +69,7 @@ def stage_states(n: Dimensions, split: Split, chunks: tuple[Chunk, ...], trainin
         n: the model's numbers.
         split: over how many ranks.
         chunks: those of the stage.
-        training: precision, sharding, what rests.
+        training: precision, sharding, what is frozen.
 
     Raises:
         ValueError: a kind of sharding that does not go with pipeline stages.
@@ -78,7 +78,7 @@ def stage_states(n: Dimensions, split: Split, chunks: tuple[Chunk, ...], trainin
         raise ValueError(f"pp is {split.pp} with {training.sharding.value}, expected 1: Megatron-FSDP has no stages")
     held = sum((chunk_count(n, split, chunk) for chunk in chunks), Count())
     mtp = sum((mtp_count(n, split, chunk) for chunk in chunks), Count())
-    trained = (held - mtp).without(training.resting)
+    trained = (held - mtp).without(training.frozen_weights)
     if training.lora is not None:
         adapters = sum(adapter_count(n, split, chunk, training.lora) for chunk in chunks)
         held, trained = held + Count(language_model=adapters), trained + Count(language_model=adapters)

@@ -73,7 +73,7 @@ def stage_data_seconds(
     """As `data_seconds`, of a stage that has these chunks."""
     held = sum((chunk_count(n, split, chunk) for chunk in chunks), Count())
     mtp = sum((mtp_count(n, split, chunk) for chunk in chunks), Count())
-    sent = _sent(held, (held - mtp).without(training.resting), split, training, gpu)
+    sent = _sent(held, (held - mtp).without(training.frozen_weights), split, training, gpu)
     every_pass = training.sharding is Sharding.ALL
     scattered = training.sharding in (Sharding.GRADIENTS, Sharding.ALL)
     forward = max(sent.forward - work.forward * training.overlap_param_gather, 0.0)

@@ -98,7 +98,7 @@ def language_operations(costs: Costs, n: Dimensions, split: Split, training: Tra
     layers, forward, step = len(n.indices["text_layers"]), costs.forward, costs.step
     head = Line(2 * n["hidden"] * n["vocab"])
     # Something before the output layer is trained, so a gradient always goes through it.
-    head_step = head * (2 + (Part.LANGUAGE_MODEL not in training.resting))
+    head_step = head * (2 + (Part.LANGUAGE_MODEL not in training.frozen_weights))
     layer = (Line(forward.token, forward.token_pair) - head) * (1 / layers)
     layer_step = (Line(step.token, step.token_pair) - head_step) * (1 / layers)
     again = _again(costs.chosen, n, training, layer)
@@ -113,7 +113,7 @@ def language_operations(costs: Costs, n: Dimensions, split: Split, training: Tra
 def tower_operations(costs: Costs, training: Training) -> Operations:
     """Of the vision tower and its mergers, for each patch."""
     once, step = Line(costs.forward.patch, costs.forward.patch_pair), Line(costs.step.patch, costs.step.patch_pair)
-    whole = training.vision_recompute.granularity == "full" and Part.VISION_MODEL not in training.resting
+    whole = training.vision_recompute.granularity == "full" and Part.VISION_MODEL not in training.frozen_weights
     return Operations(once, step - once, once * whole)
 
 
@@ -133,11 +133,11 @@ def _again(chosen: int, n: Dimensions, training: Training, layer: Line) -> Line:
 
 
 def _trained(training: Training) -> Trained:
-    resting, lora = training.resting, training.lora
+    frozen, lora = training.frozen_weights, training.lora
     whole = Trained(
-        language_model=Part.LANGUAGE_MODEL not in resting,
-        vision_model=Part.VISION_MODEL not in resting,
-        vision_projection=Part.VISION_PROJECTION not in resting,
+        language_model=Part.LANGUAGE_MODEL not in frozen,
+        vision_model=Part.VISION_MODEL not in frozen,
+        vision_projection=Part.VISION_PROJECTION not in frozen,
     )
     if lora is None:
         return whole
