@@ -4,14 +4,16 @@ import base64
 import html
 import io
 import json
+import os
 import re
 import subprocess
 import sys
 import unicodedata
+from pathlib import Path
 
 from qwen3vl_bridge.cli.data import main
 from qwen3vl_bridge.data import Admission, DataError, Samples, open_source
-from qwen3vl_bridge.data.inspection.html_report import html_parts
+from qwen3vl_bridge.data.inspection.html_report import _ticks, html_parts, write_html
 from qwen3vl_bridge.data.inspection.summary import InspectionSettings, inspect_samples, view_sample
 from qwen3vl_bridge.data.inspection.text_report import as_json, as_text
 from qwen3vl_bridge.data.inspection.unpatchify import unpatched
@@ -24,6 +26,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers.image_utils import SizeDict
 
+from . import browser
 from .conftest import picture, write
 
 END = "<|im_end|>"
@@ -91,7 +94,7 @@ def test_plain_text_puts_trained_tokens_in_brackets_and_shortens_runs(tmp_path, 
     text = as_text(inspect(write(tmp_path / "train.jsonl", [record])), brackets=True).plain
     assert f"assistant\n[[a fox{END}]]\n" in text
     assert "<|vision_start|><|image_pad|> x 6<|vision_end|>" in text
-    assert "image 1: 64 x 96 pixels (height x width), grid 1 x 4 x 6, 6 tokens" in text
+    assert "image 1: 96 x 64 pixels (width x height), 6 tokens, grid 1 x 4 x 6 (time x height x width)" in text
     assert "[[" not in as_text(inspect(tmp_path / "train.jsonl")).plain
 
 
@@ -211,6 +214,83 @@ def test_json_holds_everything_but_pictures(train_file, inspect):
         assert sum(piece.get("count") or len(piece["ids"]) for piece in sample["pieces"]) == sample["num_tokens"]
     empty = json.loads(as_json(inspect(train_file, samples=0, lengths=0)))
     assert empty["length"] is None and empty["row_fills"] == []
+
+
+@pytest.fixture
+def report(tmp_path, inspect):
+    """A page with a wide picture, a video, tools, a sample that is too long, and one with an error."""
+    picture(tmp_path / "wide.png", 64, 640, seed=1)
+    frames = [picture(tmp_path / f"{number}.png", 64, 96, seed=number).name for number in range(12)]
+    records = [
+        conversation("yes", question=[{"type": "image", "image": "wide.png"}, {"type": "text", "text": "w" * 300}]),
+        conversation("no", question=[{"type": "video", "video": frames, "sample_fps": 2}]),
+        conversation("word " * 800),
+        {"messages": []},
+    ]
+    records[0]["messages"].insert(0, {"role": "system", "content": "be brief"})
+    found = inspect(write(tmp_path / "train.jsonl", records), pictures=True, seq_length=700)
+    path = tmp_path / "report.html"
+    write_html(found, path, "train.jsonl", "owner/model<1>")
+    return path
+
+
+def test_the_report_says_what_it_is_of(report):
+    page = report.read_text()
+    assert page.count("train.jsonl for owner/model&lt;1&gt;, rows of 700 tokens") == 2  # title and heading
+    assert "640 x 64 pixels (width x height)" in page
+    strips = re.findall(r'<div class="strip">(.*?)</figure>', page)
+    assert len(strips) == 1 and strips[0].count("<img") == 12 and page.count("<figure>") == 2
+    assert strips[0].count("video 1: 96 x 64 pixels") == 1
+    roles = re.findall(r'<div class="turn (\w*)">', page)
+    assert roles[:3] == ["system", "user", "assistant"] and len(roles) == 7
+    assert [fold != "" for fold in re.findall(r"<details( open)?>", page)] == [True, True, False]
+    assert len(re.findall(r"fits no row: [\d,]+ tokens, and a row has 700", page)) == 1
+    assert page.count("number of samples") == 1 and "prefers-color-scheme: dark" in page
+
+
+def test_axes_have_round_numbers():
+    assert (
+        _ticks(0, 7, 3) == [0, 5]
+        and _ticks(0, 1, 3) == [0, 1]
+        and _ticks(37, 2_000_100, 4) == [1_000_000 * number for number in range(1, 3)]
+    )
+    assert _ticks(0, 20_000, 3) == [0, 10_000, 20_000] and _ticks(12.5, 99.2, 4) == [50]
+
+
+@pytest.mark.skipif(browser.found() is None, reason="no browser of Chromium's kind is installed")
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("dark", [False, True])
+def test_a_browser_shows_the_report(report, tmp_path, width, dark):
+    with browser.Browser(browser.found(), tmp_path / "profile") as page:
+        page.show(report, width, dark=dark)
+        if folder := os.environ.get("QWEN3VL_SCREENSHOTS"):
+            page.picture(Path(folder) / f"report-{width}-{'dark' if dark else 'light'}.png")
+        assert page.value("document.documentElement.clientWidth") == width
+        assert page.value("document.documentElement.scrollWidth") == width  # nothing sticks out to the side
+        tops = "new Set([...document.querySelectorAll('.frame')].map(one => one.getBoundingClientRect().top)).size"
+        assert page.value(tops) == 1  # one strip
+        strip = "(one => one.scrollWidth > one.clientWidth)(document.querySelector('.strip'))"
+        assert page.value(strip)  # it has a scroll bar of its own
+        assert page.value("document.querySelectorAll('details[open]').length") == 2
+        assert page.value("[...document.images].every(one => one.complete && one.naturalWidth > 0)")
+        letters = (
+            "Math.min(...[...document.querySelectorAll('svg text')].map(one => one.getBoundingClientRect().height))"
+        )
+        assert page.value(letters) >= 10
+        assert page.value(_OVERLAPS) == 0
+        ink, paper = (page.value(f"getComputedStyle(document.body).{name}") for name in ("color", "backgroundColor"))
+        brightness = [sum(map(int, re.findall(r"\d+", colour)[:3])) for colour in (ink, paper)]
+        assert (brightness[0] > 500 > 200 > brightness[1]) if dark else (brightness[0] < 200 < 500 < brightness[1])
+        bars = page.value("[...document.querySelectorAll('.turn')].map(one => getComputedStyle(one).borderLeftColor)")
+        assert len(set(bars)) == 3
+
+
+# Pairs of words in a histogram that lie over each other.
+_OVERLAPS = """[...document.querySelectorAll('svg')].map(svg => {
+    const boxes = [...svg.querySelectorAll('text')].map(one => one.getBoundingClientRect());
+    return boxes.flatMap((a, i) => boxes.slice(i + 1).filter(
+        b => a.left < b.right && b.left < a.right && a.top + 2 < b.bottom && b.top + 2 < a.bottom)).length;
+}).reduce((sum, count) => sum + count, 0)"""
 
 
 def test_the_command_prints_and_writes(train_file, hf_model, tmp_path, capsys):

@@ -204,7 +204,7 @@ def _run_inspect(options: argparse.Namespace) -> int:
     if options.output is not None:
         from qwen3vl_bridge.data.inspection.html_report import write_html
 
-        write_html(found, options.output, title=Path(options.data or options.mixture).name)
+        write_html(found, options.output, Path(options.data or options.mixture).name, options.hf_model)
     if options.json:
         print(as_json(found))
     else:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import io
+import math
 import os
 from collections.abc import Iterator, Sequence
 from html import escape
@@ -24,41 +25,66 @@ from torch import Tensor
 MOST_ERRORS = 100
 _MOST_FRAMES = 16
 _MOST_PNG_PIXELS = 2**16  # a larger picture takes far less room as JPEG
+_MOST_OPEN = 1500  # pieces of a sample that is not folded
 _BINS = 24
-_WIDTH, _HEIGHT, _MARGIN = 480, 140, 24
+# Of a histogram: as wide as a phone's page, so that its letters are as large as they say there; and what axes take.
+_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 340, 200, 44, 36, 40
+_TURN = "<|im_start|>"
+_ROLES = ("system", "user", "assistant", "tool")
 
 _HEAD = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
 <title>{title}</title><style>
-body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 70em; padding: 0 1em; color: #222 }}
-section {{ border-top: 1px solid #ccc; margin-top: 2em }}
+:root {{ color-scheme: light dark; --page: #fff; --ink: #222; --faint: #5a5a5a; --line: #ccc; --on: #b7e4c7;
+  --vision: #2a6f97; --error: #b00020; --system: #8a8a8a; --user: #2a6f97; --assistant: #2d8a54; --tool: #b06a00 }}
+@media (prefers-color-scheme: dark) {{
+:root {{ --page: #16181b; --ink: #e4e4e4; --faint: #a6a6a6; --line: #444; --on: #1f5136;
+  --vision: #7cc0e8; --error: #ff8a94; --user: #7cc0e8; --assistant: #6fcf97; --tool: #e8a84c }} }}
+body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 70em; padding: 0 1em;
+  color: var(--ink); background: var(--page) }}
+h1 {{ font-size: 1.4em; overflow-wrap: anywhere }}
+section {{ border-top: 1px solid var(--line); margin-top: 2em }}
 h2 {{ font-size: 1.1em; overflow-wrap: anywhere }}
-th {{ text-align: left; padding-right: 1.5em }}
+th {{ text-align: left; vertical-align: top; padding-right: 1.5em; white-space: nowrap }}
+td {{ overflow-wrap: anywhere }}
 .text {{ font: 13px/1.7 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere }}
-.text span:hover {{ outline: 1px solid #555 }}
-.on {{ background: #b7e4c7 }}
-.vision {{ color: #2a6f97 }}
-.error {{ color: #b00020; white-space: pre-wrap; overflow-wrap: anywhere }}
-figure {{ display: inline-block; margin: 0 1em 1em 0; vertical-align: top; max-width: 100% }}
-figure img {{ display: block; max-width: 100%; image-rendering: pixelated }}
-figcaption {{ font-size: 12px; color: #555 }}
-svg {{ margin-right: 2em }}
-svg rect {{ fill: #2a6f97 }}
-svg text {{ font-size: 11px; fill: #555 }}
+.text span:hover {{ outline: 1px solid var(--faint) }}
+.turn {{ border-left: 4px solid var(--line); padding-left: .7em; margin: .5em 0 }}
+{roles}
+.on {{ background: var(--on) }}
+.vision {{ color: var(--vision) }}
+.error, .long {{ color: var(--error); white-space: pre-wrap; overflow-wrap: anywhere }}
+.long {{ font-weight: bold }}
+summary {{ cursor: pointer; color: var(--faint) }}
+figure {{ display: inline-block; margin: 0 0 1em; padding-right: 1em; box-sizing: border-box; vertical-align: top;
+  max-width: 100% }}
+img {{ display: block; max-width: 100%; image-rendering: pixelated }}
+figcaption, .frame {{ font-size: 12px; color: var(--faint) }}
+.strip {{ display: flex; gap: 6px; overflow-x: auto; padding-bottom: 4px }}
+.frame {{ flex: none; max-width: 80% }}
+svg {{ width: 100%; max-width: 30em }}
+svg rect {{ fill: var(--vision) }}
+svg line {{ stroke: var(--faint) }}
+svg .limit {{ stroke: var(--error); stroke-dasharray: 4 3 }}
+svg text {{ font-size: 11px; fill: var(--faint) }}
+svg .name {{ font-size: 12px; fill: var(--ink) }}
 </style></head><body>
 <h1>{title}</h1>
-<p>Tokens <span class="on">marked like this</span> are trained on. Point at a token for its id.</p>
+<p>Tokens <span class="on">marked like this</span> are trained on. Point at a token for its id. The bar beside a
+turn has the colour of its role: {legend}.</p>
 """
 
 
-def write_html(inspection: Inspection, path: Path, title: str) -> None:
+def write_html(inspection: Inspection, path: Path, title: str, model: str | None = None) -> None:
     """Write the report beside its place, then move it there, so that no half of one is ever found.
 
     Args:
         inspection: what was found, with pictures.
         path: the file.
-        title: of the page.
+        title: of the page: what the data are called.
+        model: whose processor and template made them tokens.
 
     Raises:
         OSError: it cannot be written.
@@ -66,25 +92,32 @@ def write_html(inspection: Inspection, path: Path, title: str) -> None:
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with part.open("w", encoding="utf-8", errors="backslashreplace") as file:
-            file.writelines(html_parts(inspection, title))
+            file.writelines(html_parts(inspection, title, model))
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
 
 
-def html_parts(inspection: Inspection, title: str) -> Iterator[str]:
-    """The page, part by part."""
-    yield _HEAD.format(title=_escaped(title))
+def html_parts(inspection: Inspection, title: str, model: str | None = None) -> Iterator[str]:
+    """The page, part by part; arguments as for `write_html`."""
+    of_model = f" for {model}" if model else ""
+    yield _HEAD.format(
+        title=_escaped(f"{title}{of_model}, rows of {inspection.seq_length:,} tokens"),
+        roles="\n".join(
+            f".{role} {{ border-color: var(--{role}) }} b.{role} {{ color: var(--{role}) }}" for role in _ROLES
+        ),
+        legend=", ".join(f'<b class="{role}">{role}</b>' for role in _ROLES),
+    )
     rows = (f"<tr><th>{name}</th><td>{_escaped(value)}</td></tr>\n" for name, value in summary(inspection).items())
     yield f"<table>\n{''.join(rows)}</table>\n"
     for _, message in inspection.errors[:MOST_ERRORS]:
         yield f'<p class="error">{_escaped(message)}</p>\n'
     if len(inspection.errors) > MOST_ERRORS:
         yield f'<p class="error">and {len(inspection.errors) - MOST_ERRORS} more</p>\n'
-    yield _histogram("tokens of a sample", inspection.lengths)
-    yield _histogram("% of real tokens in a row", [100 * fill for fill in inspection.row_fills])
+    yield _histogram("samples", "tokens of a sample", inspection.lengths, limit=inspection.seq_length)
+    yield _histogram("rows", "% of a row that is real tokens", [100 * fill for fill in inspection.row_fills])
     for view in inspection.samples:
-        yield from _sample(view)
+        yield from _sample(view, inspection.seq_length)
     yield "</body></html>\n"
 
 
@@ -92,14 +125,29 @@ def _escaped(text: str) -> str:
     return escape(visible(text))
 
 
-def _sample(view: SampleView) -> Iterator[str]:
+def _sample(view: SampleView, seq_length: int) -> Iterator[str]:
     yield f"<section><h2>{_escaped(view.sample_id)}</h2>\n<p>{_escaped(next(iter(headlines(view))))}</p>\n"
+    fits = view.num_tokens <= seq_length
+    if not fits:
+        yield f'<p class="long">fits no row: {view.num_tokens:,} tokens, and a row has {seq_length:,}</p>\n'
     for number, picture in enumerate(view.pictures, start=1):
         yield from _picture(picture, number)
-    yield '<div class="text">'
-    for piece in view.pieces:
-        yield _piece(piece)
-    yield "</div></section>\n"
+    shown = " open" if fits and len(view.pieces) <= _MOST_OPEN else ""
+    yield f'<details{shown}><summary>{view.num_tokens:,} tokens</summary><div class="text">'
+    for role, pieces in _turns(view.pieces):
+        yield f'<div class="turn {role}">{"".join(map(_piece, pieces))}</div>'
+    yield "</div></details></section>\n"
+
+
+def _turns(pieces: Sequence[Piece]) -> Iterator[tuple[str, Sequence[Piece]]]:
+    """Each turn, as the template begins them, with its role; "" for one that is none of them."""
+    starts = [place for place, piece in enumerate(pieces) if piece.text == _TURN]
+    for start, end in zip(
+        dict.fromkeys((0, *starts)), (*(start for start in starts if start), len(pieces)), strict=True
+    ):
+        turn = pieces[start:end]
+        role = "".join(piece.text for piece in turn[1:8]).partition("\n")[0].strip()
+        yield role if role in _ROLES else "", turn
 
 
 def _piece(piece: Piece) -> str:
@@ -113,17 +161,22 @@ def _piece(piece: Piece) -> str:
 
 
 def _picture(picture: Picture, number: int) -> Iterator[str]:
+    """A figure: of a video, with its frames, or some of them, side by side."""
     if picture.frames is None:
         return
-    total = len(picture.frames)
-    count = min(total, _MOST_FRAMES)
-    for place in (i * total // count for i in range(count)):
-        frame = f", frame {place + 1} of {total}" if picture.kind == "video" else ""
-        caption = f"{picture.kind} {number}{frame}: {describe(picture)}"
-        yield (
-            f'<figure><img width="{picture.width}" alt="{caption}" src="{_inlined(picture.frames[place])}">'
-            f"<figcaption>{caption}</figcaption></figure>\n"
-        )
+    caption, total = f"{picture.kind} {number}: {describe(picture)}", len(picture.frames)
+    if picture.kind == "video":
+        shown = min(total, _MOST_FRAMES)
+        frames = "".join(_frame(picture.frames, i * total // shown, picture.width) for i in range(shown))
+        inner = f'<div class="strip">{frames}</div>'
+    else:
+        inner = f'<img width="{picture.width}" alt="{caption}" src="{_inlined(picture.frames[0])}">'
+    yield f"<figure>{inner}<figcaption>{caption}</figcaption></figure>\n"
+
+
+def _frame(frames: Tensor, place: int, width: int) -> str:
+    name = f"frame {place + 1} of {len(frames)}"
+    return f'<div class="frame"><img width="{width}" alt="{name}" src="{_inlined(frames[place])}">{name}</div>'
 
 
 def _inlined(frame: Tensor) -> str:
@@ -133,8 +186,15 @@ def _inlined(frame: Tensor) -> str:
     return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode('ascii')}"
 
 
-def _histogram(title: str, values: Sequence[float]) -> str:
-    """How many values lie in each of some equal ranges."""
+def _histogram(of: str, title: str, values: Sequence[float], limit: float | None = None) -> str:
+    """How many values lie in each of some equal ranges.
+
+    Args:
+        of: what is counted.
+        title: of the values' axis.
+        values: what they are.
+        limit: a value to mark, if it is among them.
+    """
     if not values:
         return ""
     low, high = min(values), max(values)
@@ -142,16 +202,41 @@ def _histogram(title: str, values: Sequence[float]) -> str:
     counts = [0] * _BINS
     for value in values:
         counts[min(int((value - low) / step), _BINS - 1)] += 1
-    wide, tall = _WIDTH / _BINS, _HEIGHT - 2 * _MARGIN
-    bars = "".join(
-        f'<rect x="{place * wide:.1f}" y="{_HEIGHT - _MARGIN - tall * count / max(counts):.1f}" '
-        f'width="{wide - 1:.1f}" height="{tall * count / max(counts):.1f}">'
-        f"<title>{low + place * step:,.1f} to {low + (place + 1) * step:,.1f}: {count:,}</title></rect>"
-        for place, count in enumerate(counts)
-    )
-    caption, end = f"{title}; the tallest bar is {max(counts):,}", low + _BINS * step
-    return (
-        f'<svg width="{_WIDTH}" height="{_HEIGHT}"><text x="0" y="14">{caption}</text>{bars}'
-        f'<text x="0" y="{_HEIGHT - 8}">{low:,.0f}</text>'
-        f'<text x="{_WIDTH}" y="{_HEIGHT - 8}" text-anchor="end">{end:,.0f}</text></svg>\n'
-    )
+    high, most, floor = low + _BINS * step, max(counts), _HEIGHT - _BOTTOM
+
+    def across(value: float) -> float:
+        return _LEFT + (_WIDTH - _LEFT - 12) * (value - low) / (high - low)
+
+    def up(number: float) -> float:
+        return floor - (floor - _TOP) * number / most
+
+    parts = [f'<text class="name" x="0" y="14">number of {of}</text>']
+    for place, number in enumerate(counts):
+        left, right, top = across(low + place * step), across(low + (place + 1) * step), up(number)
+        parts.append(
+            f'<rect x="{left:.1f}" y="{top:.1f}" width="{right - left - 1:.1f}" height="{floor - top:.1f}">'
+            f"<title>{low + place * step:,.1f} to {low + (place + 1) * step:,.1f}: {number:,}</title></rect>"
+        )
+    parts.append(f'<line x1="{_LEFT}" y1="{floor}" x2="{_WIDTH}" y2="{floor}"/>')
+    parts.append(f'<line x1="{_LEFT}" y1="{floor}" x2="{_LEFT}" y2="{_TOP}"/>')
+    for tick in _ticks(0, most, 3):
+        parts.append(f'<line x1="{_LEFT - 4}" y1="{up(tick):.1f}" x2="{_LEFT}" y2="{up(tick):.1f}"/>')
+        parts.append(f'<text x="{_LEFT - 7}" y="{up(tick) + 4:.1f}" text-anchor="end">{tick:,.10g}</text>')
+    for tick in _ticks(low, high, 4):
+        parts.append(f'<line x1="{across(tick):.1f}" y1="{floor}" x2="{across(tick):.1f}" y2="{floor + 4}"/>')
+        parts.append(f'<text x="{across(tick):.1f}" y="{floor + 16}" text-anchor="middle">{tick:,.10g}</text>')
+    parts.append(f'<text class="name" x="{(_LEFT + _WIDTH) / 2}" y="{_HEIGHT - 6}" text-anchor="middle">{title}</text>')
+    if limit is not None and low < limit < high:
+        parts.append(
+            f'<line class="limit" x1="{across(limit):.1f}" y1="{floor}" x2="{across(limit):.1f}" y2="{_TOP}"/>'
+        )
+        parts.append(f'<text x="{across(limit):.1f}" y="{_TOP - 4}" text-anchor="middle">a row</text>')
+    return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{title}">{"".join(parts)}</svg>\n'
+
+
+def _ticks(low: float, high: float, wanted: int) -> list[float]:
+    """Round numbers from one to another, 1, 2 or 5 by a power of ten apart, and about as many as wanted."""
+    rough = max((high - low) / wanted, 1)
+    power = 10 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
+    return [step * number for number in range(math.ceil(low / step), math.floor(high / step) + 1)]

@@ -131,7 +131,8 @@ def headlines(view: SampleView) -> Iterator[str]:
 def describe(picture: Picture) -> str:
     """Size and grid of a picture."""
     grid = " x ".join(map(str, picture.grid))
-    return f"{picture.height} x {picture.width} pixels (height x width), grid {grid}, {picture.num_tokens:,} tokens"
+    size = f"{picture.width} x {picture.height} pixels (width x height)"
+    return f"{size}, {picture.num_tokens:,} tokens, grid {grid} (time x height x width)"
 
 
 def summary(inspection: Inspection) -> dict[str, str]:

@@ -1,16 +1,17 @@
 """Conversations in Parquet files.
 
 What lives here: finding a row, and what is kept of the row groups that were read. What may not: what a row means
-(`tables.py`).
+(`tables.py`), what files are told by (`parquet_digest.py`).
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import re
 from array import array
 from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.media.images import MediaRoot, media_access
 from qwen3vl_bridge.data.schemas.conversations import Conversation
 from qwen3vl_bridge.data.schemas.named_schemas import NamedSchema, marked
+from qwen3vl_bridge.data.sources.parquet_digest import ParquetDigest
 from qwen3vl_bridge.data.sources.tables import columns_of, conversation_in, library
 
 logger = logging.getLogger(__name__)
@@ -53,7 +55,7 @@ class Parquet:
         self.media = media_access(media_root, self._files[0].parent)
         self._columns: list[list[str]] = []
         self._first_rows, self._groups = array("Q"), []
-        self._starts, rows, sizes = array("Q"), 0, []
+        self._starts, rows, digest = array("Q"), 0, ParquetDigest()
         for number, file in enumerate(self._files):
             metadata = _parquet_metadata(file)
             self._columns.append(columns_of(metadata.schema.to_arrow_schema().names, str(file), schema))
@@ -62,12 +64,14 @@ class Parquet:
                 self._starts.append(rows)
                 self._groups.append((number, group))
                 rows += metadata.row_group(group).num_rows
-            sizes.append((file.stat().st_size, metadata.num_rows))
+            with _readable(file):
+                digest.add(file, metadata, self._columns[number])
             _warn_of_large_groups(file, metadata)
         if not rows:
             raise DataError(str(self.path), "found no rows, expected one conversation a row")
         self._len = rows
-        self._fingerprint = f"{rows} rows, {hashlib.sha256(repr(sizes).encode()).hexdigest()[:16]}"
+        with _readable(self.path):
+            self._fingerprint = f"{rows} rows, {digest.hexdigest()}"
         self._cache: dict[int, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -83,7 +87,7 @@ class Parquet:
         return f"{self._files[file].name}[{row - self._first_rows[file]}]"
 
     def fingerprint(self) -> str:
-        """Rows, and a digest of each file's size and rows, in their order."""
+        """Rows, and a digest of the files, in their order (see `parquet_digest.py`)."""
         return marked(self._fingerprint, self._schema)
 
     def __getitem__(self, index: int) -> Conversation:
@@ -136,6 +140,14 @@ def _parquet_metadata(file: Path) -> Any:
         return library("pyarrow.parquet", str(file)).read_metadata(file)
     except (OSError, library("pyarrow", str(file)).ArrowException) as error:
         raise DataError(str(file), f"found no whole Parquet file ({error})") from error
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(str(path), f"found a file unreadable ({error})") from error
 
 
 def _warn_of_large_groups(file: Path, metadata: Any) -> None:

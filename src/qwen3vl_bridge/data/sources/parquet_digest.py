@@ -1,0 +1,119 @@
+"""Whether Parquet files are still what they were, told from a part of their bytes.
+
+What lives here: which bytes stand for files, and their digest. What may not: rows (`parquet.py`).
+
+Texts decide what a sample is, and are a small part of files that hold pictures. So they are read first:
+- every footer, which has the place and size of each column of each row group, and its least and greatest value;
+- the texts of the columns that are read, in blocks of 64 KiB; 4096 blocks spread evenly over them where they are more;
+- in the same way 1024 blocks of the columns of bytes, which are pictures.
+
+A block is of one column of one row group. Where there are no more blocks than that, any change is noticed. Where there
+are more, which is beyond 256 MiB of texts as they are stored, or beyond thousands of small row groups, what is noticed
+for certain is what alters a footer: another number of rows, and whatever makes a column of a row group longer or
+shorter as it is stored, or gives it another least or greatest value. A change that leaves all of that, such as one
+letter of one row in a file without compression, is noticed if it is in a block that is read: by a chance of 4096 in the
+number of blocks. Pictures exchanged for others to the byte as large are noticed by 1024 in the number of theirs.
+Nothing depends on names, folders or times of files, which are others on another machine.
+
+The cost has a bound, whatever the size: 5120 reads of 320 MiB in all, beside the footers, which opening the files reads
+as well. In memory 256 MiB take 0.3 s, and 20,000 row groups 0.15 s; on a network disk of 5 ms a read, 5120 are half a
+minute.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_BLOCK, _MOST_OF_TEXTS, _MOST_OF_BYTES = 2**16, 4096, 1024
+_TAIL = 8  # behind the footer: its length and the format's name
+
+
+class _Chunks(NamedTuple):
+    """Columns of row groups, each as one piece of a file: 64-bit numbers, as there may be millions."""
+
+    files: array[int]
+    starts: array[int]
+    lengths: array[int]
+
+
+class ParquetDigest:
+    """Made file by file, so that no more than one's footer is in memory."""
+
+    def __init__(self) -> None:
+        self._files: list[Path] = []
+        self._texts, self._bytes = (_Chunks(*(array("Q") for _ in _Chunks._fields)) for _ in range(2))
+        self._digest = hashlib.sha256()
+
+    def add(self, file: Path, metadata: Any, columns: Sequence[str]) -> None:
+        """Take the next file.
+
+        Args:
+            file: where it is.
+            metadata: its `pyarrow.parquet.FileMetaData`.
+            columns: those that are read.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        self._digest.update(_footer(file, metadata.serialized_size))
+        for leaf in range(metadata.num_columns):
+            column = metadata.schema.column(leaf)
+            if column.path.partition(".")[0] in columns:
+                raw = column.physical_type == "BYTE_ARRAY" and column.logical_type.type == "NONE"
+                _note(self._bytes if raw else self._texts, len(self._files), metadata, leaf)
+        self._files.append(file)
+
+    def hexdigest(self) -> str:
+        """16 digits, of all files that were taken.
+
+        Raises:
+            OSError: one of them cannot be read.
+        """
+        digest = self._digest.copy()
+        for chunks, most in ((self._texts, _MOST_OF_TEXTS), (self._bytes, _MOST_OF_BYTES)):
+            for block in _blocks(self._files, chunks, most):
+                digest.update(block)
+        return digest.hexdigest()[:16]
+
+
+def _footer(file: Path, size: int) -> bytes:
+    with file.open("rb") as opened:
+        opened.seek(-(size + _TAIL), 2)
+        return opened.read()
+
+
+def _note(chunks: _Chunks, file: int, metadata: Any, leaf: int) -> None:
+    for group in range(metadata.num_row_groups):
+        column = metadata.row_group(group).column(leaf)
+        pages = [page for page in (column.dictionary_page_offset, column.data_page_offset) if page is not None]
+        chunks.files.append(file)
+        chunks.starts.append(min(pages))
+        chunks.lengths.append(column.total_compressed_size)
+
+
+def _blocks(files: Sequence[Path], chunks: _Chunks, most: int) -> Iterator[bytes]:
+    """All blocks of some chunks, or `most` of them, as far from each other as can be."""
+    ends = array("Q", accumulate(-(-length // _BLOCK) for length in chunks.lengths))
+    total = ends[-1] if ends else 0
+    wanted, opened, number = min(total, most), None, None
+    try:
+        for place in range(wanted):
+            block = place * total // wanted
+            chunk = bisect_right(ends, block)
+            inside = (block - (ends[chunk - 1] if chunk else 0)) * _BLOCK
+            if opened is None or number != chunks.files[chunk]:
+                if opened is not None:
+                    opened.close()
+                number = chunks.files[chunk]
+                opened = files[number].open("rb", buffering=0)
+            opened.seek(chunks.starts[chunk] + inside)
+            yield opened.read(min(_BLOCK, chunks.lengths[chunk] - inside))
+    finally:
+        if opened is not None:
+            opened.close()

@@ -1,0 +1,97 @@
+"""A browser without a window, by the DevTools protocol over pipes: what a page looks like, by the standard library."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Self
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+# The browser reads from its file 3 and writes to its file 4, whatever ours are.
+_START = """import fcntl, os, sys
+ends = [fcntl.fcntl(int(number), fcntl.F_DUPFD, 10) for number in sys.argv[1:3]]
+for end, number in zip(ends, (3, 4)): os.dup2(end, number)
+os.execvp(sys.argv[3], sys.argv[3:])"""
+
+
+def found() -> str | None:
+    """Where a browser of Chromium's kind is, or None."""
+    return next((path for name in NAMES if (path := shutil.which(name))), None)
+
+
+class Browser:
+    """One page, of any width, light or dark."""
+
+    def __init__(self, program: str, folder: Path) -> None:
+        (theirs_in, self._out), (self._in, theirs_out) = os.pipe(), os.pipe()
+        command = [program, "--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run"]
+        command += ["--disable-dev-shm-usage", "--remote-debugging-pipe", f"--user-data-dir={folder}", "about:blank"]
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _START, str(theirs_in), str(theirs_out), *command],
+            pass_fds=(theirs_in, theirs_out),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(theirs_in)
+        os.close(theirs_out)
+        self._number, self._held, self._session = 0, b"", None
+        target = self.ask("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.wait(30)
+        os.close(self._in)
+        os.close(self._out)
+
+    def ask(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """One command, and its result."""
+        self._number += 1
+        message: dict[str, Any] = {"id": self._number, "method": method, "params": parameters}
+        if self._session is not None:
+            message["sessionId"] = self._session
+        os.write(self._out, json.dumps(message).encode() + b"\0")
+        while (answer := self._next()).get("id") != self._number:
+            pass
+        assert "error" not in answer, answer
+        return answer["result"]
+
+    def _next(self) -> dict[str, Any]:
+        while b"\0" not in self._held:
+            ready, _, _ = select.select([self._in], [], [], 60)
+            part = os.read(self._in, 2**16) if ready else b""
+            assert part, "the browser does not answer"
+            self._held += part
+        message, _, self._held = self._held.partition(b"\0")
+        return json.loads(message)
+
+    def show(self, page: Path, width: int, *, dark: bool = False) -> None:
+        """Open a file, as wide as so many pixels."""
+        phone = width < 600
+        scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+        self.ask("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=phone)
+        self.ask("Emulation.setEmulatedMedia", features=scheme)
+        self.ask("Page.navigate", url=page.as_uri())
+        end = time.monotonic() + 60
+        while self.value("document.readyState + location.protocol") != "completefile:":
+            assert time.monotonic() < end
+            time.sleep(0.05)
+
+    def value(self, script: str) -> Any:
+        """What an expression of JavaScript is on the page."""
+        return self.ask("Runtime.evaluate", expression=script, returnByValue=True)["result"].get("value")
+
+    def picture(self, file: Path) -> None:
+        """Leave all of the page as a picture."""
+        taken = self.ask("Page.captureScreenshot", captureBeyondViewport=True)
+        file.write_bytes(base64.b64decode(taken["data"]))
