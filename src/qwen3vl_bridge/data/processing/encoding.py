@@ -7,6 +7,8 @@ Which tokens are trained on is asked of the template, not of the tokens: what th
 before an answer, with the prompt to generate, is what a model will be given; the rest of the turn, up to the token
 that closes it, is the answer. A user's text may hold anything, the template's own control tokens too, and none of it
 is ever trained on. Templates that write thinking are asked otherwise (`thinking.py`).
+
+Which answers are trained on is up to each of them where it says so (`Conversation.losses`), and to `answers` elsewhere.
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ class Encoder:
 
         Args:
             processor: it.
-            answers: train on all of an assistant's answers, or on the last alone.
+            answers: train on all of an assistant's answers, or on the last alone, where they don't say it themselves.
             empty_thinking: whether a block of thinking that the template writes empty, before an answer without
                 reasoning, belongs to the "prompt", or is to "train" on.
 
@@ -114,10 +116,12 @@ class Encoder:
             limit: most tokens, to which it is cut; no picture is cut.
 
         Raises:
-            DataError: a picture or a conversation that cannot be encoded, or that has no answer before the cut.
+            DataError: a picture or a conversation that cannot be encoded, or that has no answer to train on, or none
+                before the cut.
         """
         seen = self._see(conversation)
         self._check_placeholders(conversation)
+        self._trained(conversation)
         # Where nothing is cut, nobody needs to know where the answers are.
         text = self._render(conversation, conversation.messages)
         tokens = tokenise(self.processor, text, (), seen, conversation.sample_id)
@@ -201,8 +205,7 @@ class Encoder:
         messages, place = conversation.messages, conversation.sample_id
         text = self._render(conversation, messages)
         spans = []
-        answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        answers = answers if self._only == "all" else answers[-1:]
+        answers = self._trained(conversation)
         closing = tuple(self.processor.tokenizer.all_special_tokens)
         if self._thinks:
             turns = Turns(place, messages, text, partial(self._render, conversation), closing, self._empty)
@@ -221,6 +224,16 @@ class Encoder:
                 raise DataError(where, f"the answer ends in {turn[-20:]!r}, expected a token that closes the turn")
             spans.append((len(prompt), end))
         return text, spans
+
+    def _trained(self, conversation: Conversation) -> list[int]:
+        """The numbers of the messages that are trained on, at least one."""
+        answers = [number for number, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+        chosen = answers if self._only == "all" else answers[-1:]
+        trained = [number for number in answers if conversation.losses.get(number, number in chosen)]
+        if not trained:
+            problem = f"found no answer to train on with answers={self._only!r}"
+            raise DataError(conversation.sample_id, f"{problem}: what messages say of their loss leaves out all")
+        return trained
 
     def _render(
         self, conversation: Conversation, messages: Sequence[dict[str, Any]], prompt: bool = False, **reads: Any

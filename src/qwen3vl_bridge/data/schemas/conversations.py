@@ -9,6 +9,11 @@ is a string, or a list of {"type": "text", "text": "..."}, {"type": "image", "im
 {"type": "video", "video": "path"}. Beside a role there may be what a chat template reads: "reasoning_content",
 "tool_calls", "name"; beside the messages, "tools".
 
+An assistant's message may say whether it is trained on: "loss": true or false, or "weight": 1 or 0. What it says goes
+before `answers`, which decides for those that say nothing: with `answers="last"`, an earlier one of "loss": true is
+trained on too, and a last one of "loss": false is not. Messages of other roles are never trained on, and may say no
+more than that.
+
 A picture or a video is a path, an address ("https://...", where that is allowed), "data:...;base64,...", bytes, or
 {"bytes": ..., "path": ...} as Hugging Face datasets have it. A video may also be a list of pictures, with how many of
 them are a second: "sample_fps".
@@ -17,7 +22,8 @@ them are a second: "sample_fps".
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +34,7 @@ from qwen3vl_bridge.data.schemas.spellings import stored
 ROLES = ("system", "user", "assistant", "tool")
 PARTS = ("text", "image", "video")
 _BESIDE = {"reasoning_content", "tool_calls", "tool_call_id", "name"}
+_LOSS = ("loss", "weight")
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,7 @@ class Conversation:
         images: the pictures, in the order of their parts.
         videos: likewise.
         tools: what the model may call, as a chat template takes them, or None.
+        losses: whether an assistant's message is trained on, by its number from 0, of those that say so themselves.
     """
 
     sample_id: str
@@ -47,6 +55,7 @@ class Conversation:
     images: tuple[Media, ...] = ()
     videos: tuple[Video, ...] = ()
     tools: tuple[dict[str, Any], ...] | None = None
+    losses: Mapping[int, bool] = field(default_factory=dict)
 
 
 def conversation_of(record: Any, place: str, root: Path | MediaAccess) -> Conversation:
@@ -64,7 +73,7 @@ def conversation_of(record: Any, place: str, root: Path | MediaAccess) -> Conver
     if not isinstance(messages, list) or not messages:
         found = _kind(record) if not isinstance(record, dict) else f"{_kind(messages)} under 'messages'"
         raise DataError(place, f"found {found}, expected an object with a list of messages")
-    media = _Media(root)
+    media, losses = _Media(root), _losses(messages, place)
     checked = tuple(media.message(m, f"{place}: message {i}") for i, m in enumerate(messages, start=1))
     roles = [message["role"] for message in checked]
     if "assistant" not in roles or roles[0] == "assistant":
@@ -72,7 +81,32 @@ def conversation_of(record: Any, place: str, root: Path | MediaAccess) -> Conver
     tools = record.get("tools")
     if not (tools is None or (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools))):
         raise DataError(place, f"found {_kind(tools)} under 'tools', expected a list of objects")
-    return Conversation(place, checked, tuple(media.images), tuple(media.videos), tuple(tools) if tools else None)
+    called = tuple(tools) if tools else None
+    return Conversation(place, checked, tuple(media.images), tuple(media.videos), called, losses)
+
+
+def _losses(messages: list[Any], place: str) -> dict[int, bool]:
+    """Whether messages are trained on, by their numbers; those of the assistant that say so."""
+    losses = {}
+    for number, message in enumerate(messages):
+        given = (
+            {key: message[key] for key in _LOSS if message.get(key) is not None} if isinstance(message, dict) else {}
+        )
+        where = f"{place}: message {number + 1}"
+        if len(given) > 1:
+            raise DataError(where, "found both 'loss' and 'weight', expected one of them")
+        for key, value in given.items():
+            # Tables of numbers may hold 1.0 for 1; in Python true is 1, too.
+            fits = isinstance(value, bool) if key == "loss" else not isinstance(value, bool) and value in (0, 1)
+            if not fits:
+                expected = "true or false" if key == "loss" else "0 or 1"
+                raise DataError(where, f"found {json.dumps(value, default=str)} under {key!r}, expected {expected}")
+            if message.get("role") == "assistant":
+                losses[number] = bool(value)
+            elif value:
+                problem = f"found {key!r} on a message of the role {message.get('role')!r}"
+                raise DataError(where, f"{problem}, expected it on the assistant's: only answers are trained on")
+    return losses
 
 
 class _Media:
@@ -87,12 +121,13 @@ class _Media:
         if not isinstance(message, dict):
             raise DataError(place, f"found {_kind(message)}, expected an object with role and content")
         # Tables give every row the columns of all others, empty where a message has none.
-        message = {key: value for key, value in message.items() if value is not None or key == "content"}
+        given = {key: value for key, value in message.items() if value is not None or key == "content"}
+        message = {key: value for key, value in given.items() if key not in _LOSS}
         if message.get("content") is None and message.get("tool_calls"):
             message["content"] = ""
         if not {"role", "content"} <= set(message) <= {"role", "content", *_BESIDE}:
-            allowed = f"role and content, and {', '.join(sorted(_BESIDE))} where needed"
-            raise DataError(place, f"found the keys {', '.join(map(str, message))}, expected {allowed}")
+            allowed = f"role and content, and {', '.join(sorted({*_BESIDE, *_LOSS}))} where needed"
+            raise DataError(place, f"found the keys {', '.join(map(str, given))}, expected {allowed}")
         role, content = message["role"], message["content"]
         if role not in ROLES:
             raise DataError(place, f"found the role {role!r}, expected one of {', '.join(ROLES)}")
