@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import prod
+from operator import itemgetter
 from typing import Any, Literal
 
 from qwen3vl_bridge.data.choices import check_choice
@@ -29,7 +31,7 @@ from qwen3vl_bridge.data.media.images import image_size, load_image
 from qwen3vl_bridge.data.packing.sample_sizes import Size
 from qwen3vl_bridge.data.processing.thinking import EmptyThinking, Turns
 from qwen3vl_bridge.data.processing.tokenization import Seen, Tokens, tokenise
-from qwen3vl_bridge.data.schemas.conversations import Conversation
+from qwen3vl_bridge.data.schemas.conversations import Conversation, PixelLimits
 
 import torch
 from torch import Tensor
@@ -171,8 +173,11 @@ class Encoder:
         """What a conversation's pictures and videos become, by their headers."""
         place, images = conversation.sample_id, self.processor.image_processor
         sizes = [image_size(image, place) for image in conversation.images]
+        limits = [limit._asdict() for limit in self._limits(conversation)]
         try:
-            patches = [images.get_number_of_image_patches(height, width, {}) for height, width in sizes]
+            patches = [
+                images.get_number_of_image_patches(*size, limit) for size, limit in zip(sizes, limits, strict=True)
+            ]
         except ValueError as error:
             raise _refused(conversation, error) from error
         videos = (video.sample(clip, self.processor.video_processor, place) for clip in conversation.videos)
@@ -185,7 +190,7 @@ class Encoder:
         pairs = zip(conversation.videos, seen.videos, strict=False)  # a sample cut short shows fewer
         clips = [video.load(clip, sampled, reader, place) for clip, sampled in pairs]
         try:
-            images = self.processor.image_processor(images=pictures, return_tensors="pt") if pictures else {}
+            images = self._images(pictures, self._limits(conversation))
             # They have their frames and their size already.
             as_they_are = {"do_sample_frames": False, "do_resize": False, "return_tensors": "pt"}
             made = [reader(videos=[clip], **as_they_are) for clip in clips]
@@ -199,6 +204,36 @@ class Encoder:
             raise DataError(place, f"pictures and videos became {found}, expected {expected} by their headers")
         names = ("pixel_values_videos", "video_grid_thw") if made else ()
         return images, {name: torch.cat([one[name] for one in made]) for name in names}
+
+    def _images(self, pictures: Sequence[Any], limits: Sequence[PixelLimits]) -> Mapping[str, Any]:
+        """What the image processor makes of pictures, those of the same limits at once; {} without any."""
+        made = []
+        pairs = zip(limits, pictures, strict=False)  # a sample cut short shows fewer
+        for limit, run in itertools.groupby(pairs, key=itemgetter(0)):
+            images = [picture for _, picture in run]
+            made.append(self.processor.image_processor(images=images, **limit._asdict(), return_tensors="pt"))
+        return {name: torch.cat([one[name] for one in made]) for name in (made[0] if made else ())}
+
+    def _limits(self, conversation: Conversation) -> list[PixelLimits]:
+        """Least and most pixels of each picture: its own, or the processor's."""
+        reader = self.processor.image_processor
+        usual = PixelLimits(reader.size["shortest_edge"], reader.size["longest_edge"])
+        found, token = [], (reader.patch_size * reader.merge_size) ** 2
+        for number in range(len(conversation.images)):
+            own = conversation.limits.get(number, PixelLimits())
+            least, most = (theirs if given is None else given for given, theirs in zip(own, usual, strict=True))
+            where = f"{conversation.sample_id}: picture {number + 1}"
+            if own.max_pixels is not None and most < token:
+                raise DataError(where, f"found 'max_pixels' {most}, expected at least {token}, the pixels of one token")
+            if own != PixelLimits() and least > most:
+                given, other = ("min", "max") if own.max_pixels is None else ("max", "min")
+                raise DataError(
+                    where,
+                    f"found at least {least} and at most {most} pixels, where '{given}_pixels' is its own and "
+                    f"'{other}_pixels' the processor's; expected both of its own, or limits that fit",
+                )
+            found.append(PixelLimits(least, most))
+        return found
 
     def _answers(self, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
         """The whole text, and where in it the answers lie, each with the token that closes it."""
