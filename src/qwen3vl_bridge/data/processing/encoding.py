@@ -38,6 +38,13 @@ from torch import Tensor
 
 Answers = Literal["all", "last"]
 
+# What to do about a template that leaves no place to hold on to, by what it fails on: all of a conversation, how an
+# answer is asked for, or an answer that others follow.
+_ANOTHER = "give the checkpoint another chat template, which reads 'reasoning_content' if it writes thinking"
+_WHOLE = f"mend the sample, leave it out with on_bad='drop', or {_ANOTHER}"
+_ITS_PROMPT = f"{_ANOTHER}, as released ones do"
+_EARLIER = f"train on the last answer alone with answers='last', leave this one out with \"loss\": false, or {_ANOTHER}"
+
 
 @dataclass(frozen=True)
 class EncodedSample:
@@ -212,16 +219,19 @@ class Encoder:
         for limit, run in itertools.groupby(pairs, key=itemgetter(0)):
             images = [picture for _, picture in run]
             made.append(self.processor.image_processor(images=images, **limit._asdict(), return_tensors="pt"))
-        return {name: torch.cat([one[name] for one in made]) for name in (made[0] if made else ())}
+        if len(made) < 2:
+            return made[0] if made else {}
+        return {name: torch.cat([one[name] for one in made]) for name in made[0]}
 
     def _limits(self, conversation: Conversation) -> list[PixelLimits]:
         """Least and most pixels of each picture: its own, or the processor's."""
         reader = self.processor.image_processor
-        usual = PixelLimits(reader.size["shortest_edge"], reader.size["longest_edge"])
+        usual: tuple[int, int] = (reader.size["shortest_edge"], reader.size["longest_edge"])
         found, token = [], (reader.patch_size * reader.merge_size) ** 2
         for number in range(len(conversation.images)):
             own = conversation.limits.get(number, PixelLimits())
-            least, most = (theirs if given is None else given for given, theirs in zip(own, usual, strict=True))
+            least = usual[0] if own.min_pixels is None else own.min_pixels
+            most = usual[1] if own.max_pixels is None else own.max_pixels
             where = f"{conversation.sample_id}: picture {number + 1}"
             if own.max_pixels is not None and most < token:
                 raise DataError(where, f"found 'max_pixels' {most}, expected at least {token}, the pixels of one token")
@@ -250,9 +260,9 @@ class Encoder:
             prompt = self._render(conversation, messages[:number], prompt=True)
             turn = self._render(conversation, messages[: number + 1])
             if not turn.startswith(prompt):
-                raise DataError(where, _parting("the prompt to generate it", prompt, "it", turn))
+                raise DataError(where, _parting("the prompt to generate it", prompt, "it", turn, _ITS_PROMPT))
             if not text.startswith(turn):
-                raise DataError(where, _parting("it alone", turn, "it with what follows", text))
+                raise DataError(where, _parting("it alone", turn, "it with what follows", text, _EARLIER))
             # Templates put white space between turns, which a model is not asked for.
             end = len(turn.rstrip())
             if not turn[len(prompt) : end].endswith(closing):
@@ -280,7 +290,9 @@ class Encoder:
             asked = {"tokenize": False, "add_generation_prompt": prompt, **reads}
             return self.processor.apply_chat_template(copies, tools=tools, **asked)
         except Exception as error:  # a template is a program, and this one runs on whatever a record holds
-            raise DataError(conversation.sample_id, f"the chat template refuses it: {error}") from error
+            whole = len(messages) == len(conversation.messages)
+            part, remedy = ("it", _WHOLE) if whole else (f"its first {len(messages)} messages alone", _EARLIER)
+            raise DataError(conversation.sample_id, f"the chat template refuses {part}: {error}; {remedy}") from error
 
     def _check_placeholders(self, conversation: Conversation) -> None:
         """Refuses text that would be taken for a picture."""
@@ -297,12 +309,10 @@ def _refused(conversation: Conversation, error: Exception) -> DataError:
     return DataError(conversation.sample_id, f"the processor refuses it: {error}")
 
 
-def _parting(first_name: str, first: str, second_name: str, second: str) -> str:
-    """Where two texts part that should begin alike."""
+def _parting(first_name: str, first: str, second_name: str, second: str, remedy: str) -> str:
+    """Where two texts part that should begin alike, and what to do."""
     at = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
     return (
         f"the chat template renders {first_name} as '...{first[max(at - 20, 0) : at + 20]}', but {second_name} as "
-        f"'...{second[max(at - 20, 0) : at + 20]}': expected the second to begin with the first. A template that "
-        "writes thinking has to read 'reasoning_content', as released ones do; one that writes earlier turns "
-        "otherwise than the last works with answers='last'"
+        f"'...{second[max(at - 20, 0) : at + 20]}': expected the second to begin with the first; {remedy}"
     )
