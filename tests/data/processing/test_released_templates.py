@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+import logging
 import re
 from pathlib import Path
 
@@ -198,6 +199,18 @@ def test_the_remedies_for_earlier_turns_without_reasoning_are_named_and_work(pro
         assert processor.tokenizer.decode(sample.labels[sample.loss_mask.bool()]) == expected
     sample = with_template(str)(TURNS)  # which reads it
     assert processor.tokenizer.decode(sample.labels[sample.loss_mask.bool()]) == f"Seven{END}{expected}"
+
+
+def test_nothing_is_said_of_a_template_that_cannot_be_told_not_to_think(with_template, caplog, monkeypatch):
+    """A warning of `enable_thinking` came with every sample."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    encoder = with_template(str)
+    caplog.clear()
+    encoder(TURNS)
+    assert not caplog.records
+    # What it would have said.
+    encoder.processor.apply_chat_template([ASK], tokenize=False, enable_thinking=False)
+    assert {record.name for record in caplog.records} == {"transformers.processing_utils"}
 
 
 @pytest.mark.parametrize("answers", ["all", "last"])

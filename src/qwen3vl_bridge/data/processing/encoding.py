@@ -287,7 +287,9 @@ class Encoder:
         try:
             # transformers rewrites messages in place.
             copies, tools = copy.deepcopy((list(messages), conversation.tools))
-            asked = {"tokenize": False, "add_generation_prompt": prompt, **reads}
+            # transformers warns, each time, of what a template does not read; Qwen3-VL's always asks to think.
+            known = {name: value for name, value in reads.items() if name in str(self.processor.chat_template)}
+            asked = {"tokenize": False, "add_generation_prompt": prompt, **known}
             return self.processor.apply_chat_template(copies, tools=tools, **asked)
         except Exception as error:  # a template is a program, and this one runs on whatever a record holds
             whole = len(messages) == len(conversation.messages)
