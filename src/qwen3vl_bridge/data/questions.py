@@ -52,7 +52,7 @@ def questions(source: ConversationSource, rows: ConversationRows, first: int) ->
     encoder = replace(rows, answers="last").checkpoint().encoder
     found = []
     for number in range(min(first, len(source))):
-        conversation = source[number]
+        conversation = replace(source[number], losses={})  # which of them a run trains on is no matter here
         last = conversation.messages[-1]
         if last["role"] != "assistant":
             raise DataError(conversation.sample_id, f"the last message is the {last['role']}'s, expected an answer")

@@ -7,17 +7,21 @@ Which tokens are trained on is asked of the template, not of the tokens: what th
 before an answer, with the prompt to generate, is what a model will be given; the rest of the turn, up to the token
 that closes it, is the answer. A user's text may hold anything, the template's own control tokens too, and none of it
 is ever trained on. Templates that write thinking are asked otherwise (`thinking.py`).
+
+Which answers are trained on is up to each of them where it says so (`Conversation.losses`), and to `answers` elsewhere.
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import prod
+from operator import itemgetter
 from typing import Any, Literal
 
 from qwen3vl_bridge.data.choices import check_choice
@@ -27,12 +31,19 @@ from qwen3vl_bridge.data.media.images import image_size, load_image
 from qwen3vl_bridge.data.packing.sample_sizes import Size
 from qwen3vl_bridge.data.processing.thinking import EmptyThinking, Turns
 from qwen3vl_bridge.data.processing.tokenization import Seen, Tokens, tokenise
-from qwen3vl_bridge.data.schemas.conversations import Conversation
+from qwen3vl_bridge.data.schemas.conversations import Conversation, PixelLimits
 
 import torch
 from torch import Tensor
 
 Answers = Literal["all", "last"]
+
+# What to do about a template that leaves no place to hold on to, by what it fails on: all of a conversation, how an
+# answer is asked for, or an answer that others follow.
+_ANOTHER = "give the checkpoint another chat template, which reads 'reasoning_content' if it writes thinking"
+_WHOLE = f"mend the sample, leave it out with on_bad='drop', or {_ANOTHER}"
+_ITS_PROMPT = f"{_ANOTHER}, as released ones do"
+_EARLIER = f"train on the last answer alone with answers='last', leave this one out with \"loss\": false, or {_ANOTHER}"
 
 
 @dataclass(frozen=True)
@@ -71,7 +82,7 @@ class Encoder:
 
         Args:
             processor: it.
-            answers: train on all of an assistant's answers, or on the last alone.
+            answers: train on all of an assistant's answers, or on the last alone, where they don't say it themselves.
             empty_thinking: whether a block of thinking that the template writes empty, before an answer without
                 reasoning, belongs to the "prompt", or is to "train" on.
 
@@ -114,10 +125,12 @@ class Encoder:
             limit: most tokens, to which it is cut; no picture is cut.
 
         Raises:
-            DataError: a picture or a conversation that cannot be encoded, or that has no answer before the cut.
+            DataError: a picture or a conversation that cannot be encoded, or that has no answer to train on, or none
+                before the cut.
         """
         seen = self._see(conversation)
         self._check_placeholders(conversation)
+        self._trained(conversation)
         # Where nothing is cut, nobody needs to know where the answers are.
         text = self._render(conversation, conversation.messages)
         tokens = tokenise(self.processor, text, (), seen, conversation.sample_id)
@@ -167,8 +180,11 @@ class Encoder:
         """What a conversation's pictures and videos become, by their headers."""
         place, images = conversation.sample_id, self.processor.image_processor
         sizes = [image_size(image, place) for image in conversation.images]
+        limits = [limit._asdict() for limit in self._limits(conversation)]
         try:
-            patches = [images.get_number_of_image_patches(height, width, {}) for height, width in sizes]
+            patches = [
+                images.get_number_of_image_patches(*size, limit) for size, limit in zip(sizes, limits, strict=True)
+            ]
         except ValueError as error:
             raise _refused(conversation, error) from error
         videos = (video.sample(clip, self.processor.video_processor, place) for clip in conversation.videos)
@@ -181,7 +197,7 @@ class Encoder:
         pairs = zip(conversation.videos, seen.videos, strict=False)  # a sample cut short shows fewer
         clips = [video.load(clip, sampled, reader, place) for clip, sampled in pairs]
         try:
-            images = self.processor.image_processor(images=pictures, return_tensors="pt") if pictures else {}
+            images = self._images(pictures, self._limits(conversation))
             # They have their frames and their size already.
             as_they_are = {"do_sample_frames": False, "do_resize": False, "return_tensors": "pt"}
             made = [reader(videos=[clip], **as_they_are) for clip in clips]
@@ -196,13 +212,45 @@ class Encoder:
         names = ("pixel_values_videos", "video_grid_thw") if made else ()
         return images, {name: torch.cat([one[name] for one in made]) for name in names}
 
+    def _images(self, pictures: Sequence[Any], limits: Sequence[PixelLimits]) -> Mapping[str, Any]:
+        """What the image processor makes of pictures, those of the same limits at once; {} without any."""
+        made = []
+        pairs = zip(limits, pictures, strict=False)  # a sample cut short shows fewer
+        for limit, run in itertools.groupby(pairs, key=itemgetter(0)):
+            images = [picture for _, picture in run]
+            made.append(self.processor.image_processor(images=images, **limit._asdict(), return_tensors="pt"))
+        if len(made) < 2:
+            return made[0] if made else {}
+        return {name: torch.cat([one[name] for one in made]) for name in made[0]}
+
+    def _limits(self, conversation: Conversation) -> list[PixelLimits]:
+        """Least and most pixels of each picture: its own, or the processor's."""
+        reader = self.processor.image_processor
+        usual: tuple[int, int] = (reader.size["shortest_edge"], reader.size["longest_edge"])
+        found, token = [], (reader.patch_size * reader.merge_size) ** 2
+        for number in range(len(conversation.images)):
+            own = conversation.limits.get(number, PixelLimits())
+            least = usual[0] if own.min_pixels is None else own.min_pixels
+            most = usual[1] if own.max_pixels is None else own.max_pixels
+            where = f"{conversation.sample_id}: picture {number + 1}"
+            if own.max_pixels is not None and most < token:
+                raise DataError(where, f"found 'max_pixels' {most}, expected at least {token}, the pixels of one token")
+            if own != PixelLimits() and least > most:
+                given, other = ("min", "max") if own.max_pixels is None else ("max", "min")
+                raise DataError(
+                    where,
+                    f"found at least {least} and at most {most} pixels, where '{given}_pixels' is its own and "
+                    f"'{other}_pixels' the processor's; expected both of its own, or limits that fit",
+                )
+            found.append(PixelLimits(least, most))
+        return found
+
     def _answers(self, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
         """The whole text, and where in it the answers lie, each with the token that closes it."""
         messages, place = conversation.messages, conversation.sample_id
         text = self._render(conversation, messages)
         spans = []
-        answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        answers = answers if self._only == "all" else answers[-1:]
+        answers = self._trained(conversation)
         closing = tuple(self.processor.tokenizer.all_special_tokens)
         if self._thinks:
             turns = Turns(place, messages, text, partial(self._render, conversation), closing, self._empty)
@@ -212,15 +260,25 @@ class Encoder:
             prompt = self._render(conversation, messages[:number], prompt=True)
             turn = self._render(conversation, messages[: number + 1])
             if not turn.startswith(prompt):
-                raise DataError(where, _parting("the prompt to generate it", prompt, "it", turn))
+                raise DataError(where, _parting("the prompt to generate it", prompt, "it", turn, _ITS_PROMPT))
             if not text.startswith(turn):
-                raise DataError(where, _parting("it alone", turn, "it with what follows", text))
+                raise DataError(where, _parting("it alone", turn, "it with what follows", text, _EARLIER))
             # Templates put white space between turns, which a model is not asked for.
             end = len(turn.rstrip())
             if not turn[len(prompt) : end].endswith(closing):
                 raise DataError(where, f"the answer ends in {turn[-20:]!r}, expected a token that closes the turn")
             spans.append((len(prompt), end))
         return text, spans
+
+    def _trained(self, conversation: Conversation) -> list[int]:
+        """The numbers of the messages that are trained on, at least one."""
+        answers = [number for number, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+        chosen = answers if self._only == "all" else answers[-1:]
+        trained = [number for number in answers if conversation.losses.get(number, number in chosen)]
+        if not trained:
+            problem = f"found no answer to train on with answers={self._only!r}"
+            raise DataError(conversation.sample_id, f"{problem}: what messages say of their loss leaves out all")
+        return trained
 
     def _render(
         self, conversation: Conversation, messages: Sequence[dict[str, Any]], prompt: bool = False, **reads: Any
@@ -229,10 +287,14 @@ class Encoder:
         try:
             # transformers rewrites messages in place.
             copies, tools = copy.deepcopy((list(messages), conversation.tools))
-            asked = {"tokenize": False, "add_generation_prompt": prompt, **reads}
+            # transformers warns, each time, of what a template does not read; Qwen3-VL's always asks to think.
+            known = {name: value for name, value in reads.items() if name in str(self.processor.chat_template)}
+            asked = {"tokenize": False, "add_generation_prompt": prompt, **known}
             return self.processor.apply_chat_template(copies, tools=tools, **asked)
         except Exception as error:  # a template is a program, and this one runs on whatever a record holds
-            raise DataError(conversation.sample_id, f"the chat template refuses it: {error}") from error
+            whole = len(messages) == len(conversation.messages)
+            part, remedy = ("it", _WHOLE) if whole else (f"its first {len(messages)} messages alone", _EARLIER)
+            raise DataError(conversation.sample_id, f"the chat template refuses {part}: {error}; {remedy}") from error
 
     def _check_placeholders(self, conversation: Conversation) -> None:
         """Refuses text that would be taken for a picture."""
@@ -249,12 +311,10 @@ def _refused(conversation: Conversation, error: Exception) -> DataError:
     return DataError(conversation.sample_id, f"the processor refuses it: {error}")
 
 
-def _parting(first_name: str, first: str, second_name: str, second: str) -> str:
-    """Where two texts part that should begin alike."""
+def _parting(first_name: str, first: str, second_name: str, second: str, remedy: str) -> str:
+    """Where two texts part that should begin alike, and what to do."""
     at = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
     return (
         f"the chat template renders {first_name} as '...{first[max(at - 20, 0) : at + 20]}', but {second_name} as "
-        f"'...{second[max(at - 20, 0) : at + 20]}': expected the second to begin with the first. A template that "
-        "writes thinking has to read 'reasoning_content', as released ones do; one that writes earlier turns "
-        "otherwise than the last works with answers='last'"
+        f"'...{second[max(at - 20, 0) : at + 20]}': expected the second to begin with the first; {remedy}"
     )

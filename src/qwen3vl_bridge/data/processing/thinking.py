@@ -87,7 +87,8 @@ class Turns:
         found = self._with(number, content=self._answer).split(self._answer)
         if len(found) != 2:
             problem = f"the chat template writes the answer {len(found) - 1} times, expected once"
-            raise DataError(where, f"{problem}; train on others with answers='last', or give another template")
+            remedy = "leave it out with answers='last' or \"loss\": false, or give another template"
+            raise DataError(where, f"{problem}; {remedy}")
         return found[0], found[1]
 
     def _opened(self, number: int) -> str | None:
@@ -124,7 +125,8 @@ class Turns:
                 raise DataError(
                     f"{self._place}: message {last + 1}",
                     f"the chat template ends the prompt to generate it with {prompt[-40:]!r}, expected the messages as "
-                    f"without it, {written[-40:]!r}, and then the beginning of an answer",
+                    f"without it, {written[-40:]!r}, and then the beginning of an answer: give the checkpoint another "
+                    "template, which heeds add_generation_prompt",
                 )
         return {thinking: prompt.removeprefix(written) for thinking, prompt in prompts.items()}
 

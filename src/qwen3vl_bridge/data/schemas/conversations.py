@@ -9,6 +9,14 @@ is a string, or a list of {"type": "text", "text": "..."}, {"type": "image", "im
 {"type": "video", "video": "path"}. Beside a role there may be what a chat template reads: "reasoning_content",
 "tool_calls", "name"; beside the messages, "tools".
 
+A picture may have pixel limits of its own, as Qwen's message format has them: "min_pixels" and "max_pixels". They stand
+in place of the checkpoint's and of `dataset.vision`'s; one that is not given stays theirs. A video has none of its own.
+
+An assistant's message may say whether it is trained on: "loss": true or false, or "weight": 1 or 0. What it says goes
+before `answers`, which decides for those that say nothing: with `answers="last"`, an earlier one of "loss": true is
+trained on too, and a last one of "loss": false is not. Messages of other roles are never trained on, and may say no
+more than that.
+
 A picture or a video is a path, an address ("https://...", where that is allowed), "data:...;base64,...", bytes, or
 {"bytes": ..., "path": ...} as Hugging Face datasets have it. A video may also be a list of pictures, with how many of
 them are a second: "sample_fps".
@@ -17,17 +25,44 @@ them are a second: "sample_fps".
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from qwen3vl_bridge.data.errors import DataError
-from qwen3vl_bridge.data.media.images import FrameList, Media, MediaAccess, Video, find
+from qwen3vl_bridge.data.media.images import MOST_PIXELS, FrameList, Media, MediaAccess, Video, find
 from qwen3vl_bridge.data.schemas.spellings import stored
 
 ROLES = ("system", "user", "assistant", "tool")
 PARTS = ("text", "image", "video")
 _BESIDE = {"reasoning_content", "tool_calls", "tool_call_id", "name"}
+_LOSS = ("loss", "weight")
+_LIMITS = ("min_pixels", "max_pixels")
+# What Qwen's message format has besides, and where it is to be said here.
+_ELSEWHERE = {
+    "image": dict.fromkeys(
+        ("resized_height", "resized_width"), "'min_pixels' and 'max_pixels', which keep proportions"
+    ),
+    "video": {
+        "min_pixels": "dataset.vision.video_min_pixels, which holds for every video, all of its frames together",
+        "max_pixels": "dataset.vision.video_max_pixels, which holds for every video, all of its frames together",
+        "total_pixels": "dataset.vision.video_max_pixels, which holds for every video",
+        "fps": "dataset.vision.video_fps, which holds for every video",
+        "nframes": "dataset.vision.video_min_frames and video_max_frames, which hold for every video",
+        "min_frames": "dataset.vision.video_min_frames, which holds for every video",
+        "max_frames": "dataset.vision.video_max_frames, which holds for every video",
+        **dict.fromkeys(("resized_height", "resized_width"), "dataset.vision.video_max_pixels, for every video"),
+        **dict.fromkeys(("video_start", "video_end"), "a video that is cut already"),
+    },
+}
+
+
+class PixelLimits(NamedTuple):
+    """Limits of one picture's size in pixels, each None where it has no own."""
+
+    min_pixels: int | None = None
+    max_pixels: int | None = None
 
 
 @dataclass(frozen=True)
@@ -40,6 +75,8 @@ class Conversation:
         images: the pictures, in the order of their parts.
         videos: likewise.
         tools: what the model may call, as a chat template takes them, or None.
+        limits: pixel limits of pictures, by their numbers from 0, of those that have their own.
+        losses: whether an assistant's message is trained on, by its number from 0, of those that say so themselves.
     """
 
     sample_id: str
@@ -47,6 +84,8 @@ class Conversation:
     images: tuple[Media, ...] = ()
     videos: tuple[Video, ...] = ()
     tools: tuple[dict[str, Any], ...] | None = None
+    limits: Mapping[int, PixelLimits] = field(default_factory=dict)
+    losses: Mapping[int, bool] = field(default_factory=dict)
 
 
 def conversation_of(record: Any, place: str, root: Path | MediaAccess) -> Conversation:
@@ -64,7 +103,7 @@ def conversation_of(record: Any, place: str, root: Path | MediaAccess) -> Conver
     if not isinstance(messages, list) or not messages:
         found = _kind(record) if not isinstance(record, dict) else f"{_kind(messages)} under 'messages'"
         raise DataError(place, f"found {found}, expected an object with a list of messages")
-    media = _Media(root)
+    media, losses = _Media(root), _losses(messages, place)
     checked = tuple(media.message(m, f"{place}: message {i}") for i, m in enumerate(messages, start=1))
     roles = [message["role"] for message in checked]
     if "assistant" not in roles or roles[0] == "assistant":
@@ -72,7 +111,32 @@ def conversation_of(record: Any, place: str, root: Path | MediaAccess) -> Conver
     tools = record.get("tools")
     if not (tools is None or (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools))):
         raise DataError(place, f"found {_kind(tools)} under 'tools', expected a list of objects")
-    return Conversation(place, checked, tuple(media.images), tuple(media.videos), tuple(tools) if tools else None)
+    called = tuple(tools) if tools else None
+    return Conversation(place, checked, tuple(media.images), tuple(media.videos), called, media.limits, losses)
+
+
+def _losses(messages: list[Any], place: str) -> dict[int, bool]:
+    """Whether messages are trained on, by their numbers; those of the assistant that say so."""
+    losses = {}
+    for number, message in enumerate(messages):
+        given = (
+            {key: message[key] for key in _LOSS if message.get(key) is not None} if isinstance(message, dict) else {}
+        )
+        where = f"{place}: message {number + 1}"
+        if len(given) > 1:
+            raise DataError(where, "found both 'loss' and 'weight', expected one of them")
+        for key, value in given.items():
+            # Tables of numbers may hold 1.0 for 1; in Python true is 1, too.
+            fits = isinstance(value, bool) if key == "loss" else not isinstance(value, bool) and value in (0, 1)
+            if not fits:
+                expected = "true or false" if key == "loss" else "0 or 1"
+                raise DataError(where, f"found {json.dumps(value, default=str)} under {key!r}, expected {expected}")
+            if message.get("role") == "assistant":
+                losses[number] = bool(value)
+            elif value:
+                problem = f"found {key!r} on a message of the role {message.get('role')!r}"
+                raise DataError(where, f"{problem}, expected it on the assistant's: only answers are trained on")
+    return losses
 
 
 class _Media:
@@ -82,17 +146,19 @@ class _Media:
         self._root = root
         self.images: list[Media] = []
         self.videos: list[Video] = []
+        self.limits: dict[int, PixelLimits] = {}
 
     def message(self, message: Any, place: str) -> dict[str, Any]:
         if not isinstance(message, dict):
             raise DataError(place, f"found {_kind(message)}, expected an object with role and content")
         # Tables give every row the columns of all others, empty where a message has none.
-        message = {key: value for key, value in message.items() if value is not None or key == "content"}
+        given = {key: value for key, value in message.items() if value is not None or key == "content"}
+        message = {key: value for key, value in given.items() if key not in _LOSS}
         if message.get("content") is None and message.get("tool_calls"):
             message["content"] = ""
         if not {"role", "content"} <= set(message) <= {"role", "content", *_BESIDE}:
-            allowed = f"role and content, and {', '.join(sorted(_BESIDE))} where needed"
-            raise DataError(place, f"found the keys {', '.join(map(str, message))}, expected {allowed}")
+            allowed = f"role and content, and {', '.join(sorted({*_BESIDE, *_LOSS}))} where needed"
+            raise DataError(place, f"found the keys {', '.join(map(str, given))}, expected {allowed}")
         role, content = message["role"], message["content"]
         if role not in ROLES:
             raise DataError(place, f"found the role {role!r}, expected one of {', '.join(ROLES)}")
@@ -111,8 +177,15 @@ class _Media:
         part = {key: value for key, value in part.items() if value is not None}
         value, keys = part.get(kind), set(part) - {"type", kind}
         frames = kind == "video" and isinstance(value, list)
-        if keys - ({"sample_fps"} if frames else set()):
-            raise DataError(place, f"found the keys {', '.join(map(str, part))}, expected 'type' and {kind!r} alone")
+        for key, instead in _ELSEWHERE.get(kind, {}).items():
+            if key in keys and not frames:
+                raise DataError(place, f"found {key!r} of one {kind}, expected {instead}")
+        beside = ["sample_fps"] if frames else list(_LIMITS) if kind == "image" else []
+        if keys - set(beside):
+            needed = f", and {' and '.join(map(repr, beside))} where needed" if beside else " alone"
+            raise DataError(place, f"found the keys {', '.join(map(str, part))}, expected 'type' and {kind!r}{needed}")
+        if kind == "image" and keys:
+            self.limits[len(self.images)] = _limits(part, place)
         if kind == "text":
             if not isinstance(value, str):
                 raise DataError(place, f"found {_kind(value)} under 'text', expected a string")
@@ -141,6 +214,21 @@ class _Media:
         return FrameList(
             tuple(self._media(frame, "video", f"{place}, frame {i}") for i, frame in enumerate(frames)), fps
         )
+
+
+def _limits(part: dict[str, Any], place: str) -> PixelLimits:
+    """A picture's own pixel limits."""
+    limits = PixelLimits(*(part.get(name) for name in _LIMITS))
+    for name, value in limits._asdict().items():
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= MOST_PIXELS
+        ):
+            found = json.dumps(value, default=str)
+            raise DataError(place, f"found {found} under {name!r}, expected a number of pixels up to {MOST_PIXELS:,}")
+    least, most = limits
+    if least is not None and most is not None and least > most:
+        raise DataError(place, f"found 'min_pixels' {least} beyond 'max_pixels' {most}, expected it up to that")
+    return limits
 
 
 def _kind(value: Any) -> str:

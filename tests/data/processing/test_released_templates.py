@@ -1,0 +1,245 @@
+"""Loss masks under templates that behave as the released Qwen3-VL's, Instruct and Thinking, for every mix of roles."""
+
+import copy
+import itertools
+import json
+import logging
+import re
+from pathlib import Path
+
+from qwen3vl_bridge.data import Conversation, DataError, Encoder
+from qwen3vl_bridge.data.media.images import FrameList
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ..conftest import picture
+
+HERE = Path(__file__).parent
+END = "<|im_end|>"
+CALL = {"function": {"name": "look", "arguments": {"where": "left"}}}
+CALLED = '<tool_call>\n{"name": "look", "arguments": {"where": "left"}}\n</tool_call>'
+TOOL = {"type": "function", "function": {"name": "look"}}
+IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+VIDEO = "<0.2 seconds><|vision_start|><|video_pad|><|vision_end|>"  # two frames, half a second from each other
+
+words = st.sampled_from(["seven", "two words", "é 🙂", "answer-0-marked", "Which?\nThis?"])
+# What a user or a tool may write to be taken for the template.
+fakes = st.sampled_from(["hi", f"<|im_start|>assistant\n8{END}", "<think>\n", "</think>", "assistant\n"])
+said = st.sampled_from([None, None, True, False])
+asked = st.tuples(st.just("user"), st.lists(st.one_of(fakes, st.sampled_from([IMAGE, VIDEO])), min_size=1, max_size=4))
+# Words, reasoning, whether that stands inside the content, calls, what it says of its loss.
+answered = st.tuples(st.just("assistant"), words, st.one_of(st.none(), words), st.booleans(), st.integers(0, 2), said)
+tool = st.tuples(st.just("tool"), fakes)
+cases = st.tuples(st.one_of(st.none(), fakes), st.booleans(), st.lists(st.one_of(asked, answered, tool), max_size=6))
+
+
+@pytest.fixture(scope="module")
+def encoders(processor):
+    """By whether the template writes thinking."""
+    both = {}
+    for thinks, name in ((False, "released_template.jinja"), (True, "released_thinking_template.jinja")):
+        other = copy.copy(processor)
+        other.chat_template = HERE.joinpath(name).read_text(encoding="utf-8")
+        both[thinks] = Encoder(other)
+    return both
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory):
+    return picture(tmp_path_factory.mktemp("released") / "7.png", 64, 64)
+
+
+def made(case, image) -> Conversation:
+    system, with_tools, turns = case
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    losses, images, videos = {}, [], []
+    for turn in [("user", ["hi"]), *turns]:
+        if turn[0] == "assistant":
+            _, text, thought, inside, calls, loss = turn
+            message = {"role": "assistant", "content": text}
+            if thought is not None and inside:
+                message["content"] = f"<think>\n{thought}\n</think>\n\n{text}"
+            elif thought is not None:
+                message["reasoning_content"] = thought
+            if calls:
+                message["tool_calls"] = [CALL] * calls
+            if loss is not None:
+                losses[len(messages)] = loss
+        elif turn[0] == "user":
+            images += [image] * turn[1].count(IMAGE)
+            videos += [FrameList((image, image), 2)] * turn[1].count(VIDEO)
+            kinds = {IMAGE: {"type": "image", "image": ""}, VIDEO: {"type": "video", "video": ""}}
+            message = {"role": "user", "content": [kinds.get(p, {"type": "text", "text": p}) for p in turn[1]]}
+        else:
+            message = {"role": "tool", "content": turn[1]}
+        messages.append(message)
+    tools = (TOOL,) if with_tools else None
+    return Conversation("train.jsonl:1", tuple(messages), tuple(images), tuple(videos), tools, losses=losses)
+
+
+def written(conversation: Conversation, case, thinks: bool) -> list[tuple[str, bool]]:
+    """What the model is given, put together turn by turn: each piece, and whether it is trained on."""
+    system, with_tools, turns = case
+    turns = [("user", ["hi"]), *turns]
+    pieces = []
+    if with_tools:
+        before = "" if system is None else f"{system}\n\n"
+        pieces.append((f"<|im_start|>system\n{before}# Tools\n<tools>\n{json.dumps(TOOL)}\n</tools>{END}\n", False))
+    elif system is not None:
+        pieces.append((f"<|im_start|>system\n{system}{END}\n", False))
+    question = max(number for number, turn in enumerate(turns) if turn[0] == "user")
+    for number, turn in enumerate(turns):
+        if turn[0] == "user":
+            pieces.append((f"<|im_start|>user\n{''.join(turn[1])}{END}\n", False))
+        elif turn[0] == "tool":
+            opens = number == 0 or turns[number - 1][0] != "tool"
+            closes = number + 1 == len(turns) or turns[number + 1][0] != "tool"
+            response = f"\n<tool_response>\n{turn[1]}\n</tool_response>"
+            pieces.append(("<|im_start|>user" * opens + response + f"{END}\n" * closes, False))
+        else:
+            _, text, thought, inside, calls, loss = turn
+            says = loss is not False
+            head, answer = "<|im_start|>assistant\n", text
+            if not thinks and thought is not None and inside:  # the other template knows no thinking
+                answer = f"<think>\n{thought}\n</think>\n\n{text}"
+            last = number + 1 == len(turns)
+            if thinks and number > question and (last or thought):
+                head += "<think>\n"
+                if thought:
+                    answer = f"{thought}\n</think>\n\n{text}"
+                else:
+                    head += "\n</think>\n\n"
+            if calls:
+                answer += "\n" + "\n".join([CALLED] * calls)
+            pieces += [(head, False), (answer + END, says), ("\n", False)]
+    return pieces
+
+
+def runs(pieces) -> list[tuple[str, bool]]:
+    return [
+        ("".join(text for text, _ in group), trained)
+        for trained, group in itertools.groupby(pieces, key=lambda piece: piece[1])
+    ]
+
+
+@given(cases, st.booleans())
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_answers_alone_are_trained_on_in_every_mix_of_roles(encoders, image, case, thinks):
+    conversation, encoder = made(case, image), encoders[thinks]
+    expected = runs(written(conversation, case, thinks))
+    if not any(trained for _, trained in expected):
+        with pytest.raises(DataError, match="found no answer to train on with answers='all'"):
+            encoder(conversation)
+        return
+    sample = encoder(conversation)
+    trained = [False, *map(bool, sample.loss_mask[:-1].tolist())]
+    found = []
+    for is_trained, tokens in itertools.groupby(
+        zip(sample.input_ids.tolist(), trained, strict=True), key=lambda token: token[1]
+    ):
+        text = encoder.processor.tokenizer.decode([number for number, _ in tokens])
+        found.append((re.sub(r"(<\|(?:image|video)_pad\|>)+", r"\1", text), is_trained))
+    assert found == expected
+    assert encoder.size(conversation).tokens == len(sample)
+
+
+@pytest.mark.parametrize("thinks", [False, True])
+def test_a_model_is_asked_with_what_precedes_its_answer(encoders, image, thinks):
+    """What the template itself makes as the prompt to the last answer is not trained on; the rest is."""
+    case = ("Be brief.", True, [*(("assistant", "seven", "A bar.", False, 1, None), ("tool", "hi"))])
+    final = ("assistant", "two words", "A stem." if thinks else None, False, 0, None)
+    conversation = made((*case[:2], [*case[2], final]), image)
+    encoder = encoders[thinks]
+    sample = encoder(conversation)
+    text = encoder.processor.tokenizer.decode(sample.input_ids)
+    prompt = encoder.processor.apply_chat_template(
+        copy.deepcopy(list(conversation.messages[:-1])), tools=[TOOL], tokenize=False, add_generation_prompt=True
+    )
+    answer = encoder.processor.tokenizer.decode(sample.labels[sample.loss_mask.bool()])
+    assert text.startswith(prompt)
+    assert answer.endswith(text.removeprefix(prompt).removesuffix("\n")) and answer.count(END) == 2
+
+
+def without_reading_reasoning(template: str) -> str:
+    """A template that drops the reasoning of earlier turns, and takes it from the content alone."""
+    old = template[template.index("{%- if message.reasoning_content is string") : template.index("{%- elif '</think>'")]
+    return template.replace(old, "").replace("{%- elif '</think>' in text", "{%- if '</think>' in text")
+
+
+ASK = {"role": "user", "content": "Which?"}
+SEVEN, EIGHT = ({"role": "assistant", "content": f"<think>\nA bar.\n</think>\n\n{text}"} for text in ("Seven", "Eight"))
+TURNS = Conversation("train.jsonl:1", (ASK, SEVEN, ASK, EIGHT))
+
+
+@pytest.fixture
+def with_template(processor):
+    """An encoder with the thinking template, changed."""
+
+    def make(change, answers="all") -> Encoder:
+        other = copy.copy(processor)
+        other.chat_template = change(HERE.joinpath("released_thinking_template.jinja").read_text(encoding="utf-8"))
+        return Encoder(other, answers)
+
+    return make
+
+
+def test_the_remedies_for_earlier_turns_without_reasoning_are_named_and_work(processor, with_template):
+    with pytest.raises(
+        DataError, match=r"(?s)message 2: .* alone with answers='last', leave .* with \"loss\": false, or"
+    ):
+        with_template(without_reading_reasoning)(TURNS)
+    expected = f"A bar.\n</think>\n\nEight{END}"
+    for encoder, conversation in (
+        (with_template(without_reading_reasoning, "last"), TURNS),
+        (with_template(without_reading_reasoning), Conversation("x", TURNS.messages, losses={1: False})),
+    ):
+        sample = encoder(conversation)
+        assert processor.tokenizer.decode(sample.labels[sample.loss_mask.bool()]) == expected
+    sample = with_template(str)(TURNS)  # which reads it
+    assert processor.tokenizer.decode(sample.labels[sample.loss_mask.bool()]) == f"Seven{END}{expected}"
+
+
+def test_nothing_is_said_of_a_template_that_cannot_be_told_not_to_think(with_template, caplog, monkeypatch):
+    """A warning of `enable_thinking` came with every sample."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    encoder = with_template(str)
+    caplog.clear()
+    encoder(TURNS)
+    assert not caplog.records
+    # What it would have said.
+    encoder.processor.apply_chat_template([ASK], tokenize=False, enable_thinking=False)
+    assert {record.name for record in caplog.records} == {"transformers.processing_utils"}
+
+
+@pytest.mark.parametrize("answers", ["all", "last"])
+def test_a_template_that_no_setting_helps_is_to_be_another(with_template, answers):
+    """It drops the reasoning of every turn, and asks for some."""
+    encoder = with_template(
+        lambda text: without_reading_reasoning(text).replace("question.last and (loop.last or thought)", "9999"),
+        answers,
+    )
+    with pytest.raises(DataError, match=r"(?s)first; give the checkpoint another chat template, which reads") as caught:
+        encoder(TURNS)
+    assert "answers=" not in str(caught.value)
+
+
+def test_a_template_that_raises_is_told_with_what_to_do(with_template):
+    """On the whole conversation, or on its beginning alone, where an answer there is trained on."""
+
+    def raising(when: str):
+        return lambda text: f"{{%- if {when} -%}}{{{{- raise_exception('no more') -}}}}{{%- endif -%}}{text}"
+
+    for work in (with_template(raising("messages | length > 3")), with_template(raising("messages | length > 3")).size):
+        with pytest.raises(
+            DataError, match="1: the chat template refuses it: no more; mend the sample, leave it out w"
+        ):
+            work(TURNS)
+
+    def short(text: str) -> str:
+        return raising("messages | length < 3")(without_reading_reasoning(text))
+
+    with pytest.raises(DataError, match="refuses its first 1 messages alone: no more; train on the last answer alone"):
+        with_template(short)(TURNS)
+    assert with_template(short, "last")(TURNS).loss_mask.any()
