@@ -13,7 +13,8 @@ have, of toy size, so that it makes about twice as many tokens of a text.
 - encode: what a row's samples take besides: tokens, where answers are, pixels.
 - collate: `Collator.packed` of the encoded samples, in rows of 4,096 tokens.
 
-Rounds take every way in turn, so that a busy machine slows all of them; the median of each is kept, and the ratio.
+Rounds take every way in turn, so that a busy machine slows all of them; the median of each is kept, the ratio, and the
+machine's load, beyond whose number of cores samples a second are too few and ratios alone say something.
 
 What lives here: the measurement. What may not: code that training needs.
 """
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -166,6 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                             "way": way,
                             "samples/s": pace,
                             "of wrapper": ratio,
+                            "load": f"{os.getloadavg()[0]:.1f}",
                         }
                     )
     record.append(options.csv, rows)
