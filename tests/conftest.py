@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -44,6 +45,14 @@ def pytest_collection_modifyitems(config, items):
 def _two_cores():
     # Workers share the machine's cores; the tiny models gain nothing from more threads.
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _groups_of_one_module():
+    """A module's groups are left with it: the threads of gloo's look for work, 600 of them take a tenth of a core."""
+    yield
+    shutdown()
+    gc.collect()  # a model in a circle of references would hold them
 
 
 @pytest.fixture

@@ -51,11 +51,15 @@ def server(monkeypatch):
 
 @pytest.fixture
 def get(server, tmp_path):
-    """Fetches a path of the server into a cache of its own."""
-    from qwen3vl_bridge.data.media.downloads import fetch
+    """Downloads a path of the server into a cache of its own."""
+    from qwen3vl_bridge.data.media.downloads import Downloader
+    from qwen3vl_bridge.data.media.url_cache import UrlCache
+
+    cache = UrlCache(tmp_path / "cache")
 
     def get(path: str, *allowed: str) -> Path:
-        return fetch(server.url + path, allowed or (f"{server.url}/",), tmp_path / "cache", "here")
+        Downloader(cache, allowed or (f"{server.url}/",))(server.url + path, "here")
+        return cache(server.url + path, "here")
 
     return get
 

@@ -3,9 +3,7 @@
 import contextlib
 import io
 import os
-import socket
 import threading
-import time
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -70,33 +68,11 @@ def raw(answer: bytes):
 
 
 @contextlib.contextmanager
-def dripping(start: bytes, wait: float):
-    """The port of a server of no protocol: to whoever connects it sends a start, then a byte now and then."""
-
-    def drip(connection) -> None:
-        with contextlib.suppress(OSError), connection:
-            connection.sendall(start)
-            for _ in range(400):
-                time.sleep(wait)
-                connection.sendall(b"0")
-
-    def accept() -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                threading.Thread(target=drip, args=(listener.accept()[0],), daemon=True).start()
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        threading.Thread(target=accept, daemon=True).start()
-        yield listener.getsockname()[1]
-
-
-@contextlib.contextmanager
 def fetched_from(monkeypatch):
     """A server that is asked without a proxy, and again after no time."""
     for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
         monkeypatch.delenv(name)
     monkeypatch.setattr(downloads, "WAITS", (0.01, 0.02))
-    downloads._client.cache_clear()
     server = Server()
     yield server
     server.close()
@@ -109,6 +85,5 @@ def png(colour: str = "red") -> bytes:
 
 
 def files(folder: Path) -> list[str]:
-    """What is in a cache beside locks and addresses."""
-    several = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".address")
-    return sorted(path.name for path in several if path.name != ".lock")
+    """What is in a cache beside addresses."""
+    return sorted(path.name for path in folder.rglob("*") if path.is_file() and path.suffix != ".address")

@@ -231,6 +231,15 @@ def test_the_command_prints_and_writes(train_file, hf_model, tmp_path, capsys):
     assert report.read_text() == page
 
 
+def test_pictures_in_several_folders(train_file, hf_model, tmp_path, capsys):
+    (tmp_path / "images").symlink_to(train_file.parent / "images")
+    (tmp_path / "train.jsonl").write_bytes(train_file.read_bytes())
+    command = ["inspect", "--data", str(tmp_path / "train.jsonl"), "--hf-model", hf_model, "--samples", "0"]
+    assert main(command) == 1
+    assert f"media_root=[{tmp_path},{train_file.parent / 'images'}]" in capsys.readouterr().out
+    assert main([*command, "--media-root", str(tmp_path), "--media-root", str(train_file.parent)]) == 0
+
+
 def test_the_last_answer_alone(hf_model, tmp_path, capsys):
     file = write(tmp_path / "train.jsonl", [conversation("one", "two")])
     assert main(["inspect", "--data", str(file), "--hf-model", hf_model, "--answers", "last"]) == 0

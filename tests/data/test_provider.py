@@ -103,7 +103,7 @@ def test_settings_reach_the_rows(make):
     ("changes", "message"),
     [
         ({"pack": False, "pad_to_multiple_of": 8}, "pad_to_multiple_of is 8, but pack is off"),
-        ({"url_cache": "cache"}, "url_cache is 'cache', but allowed_urls allows no addresses"),
+        ({"media_root": [7]}, "media_root has 7, expected a folder, or a list of folders"),
         ({"drop_last": False}, "drop_last is False, expected True: this data set has no such setting"),
         ({"num_workers": -1}, "num_workers is -1, expected at least 0"),
         ({"dataloader_type": "cyclic"}, "dataloader_type is 'cyclic', expected 'single'"),
@@ -128,6 +128,21 @@ def test_missing_things_are_named(make, tmp_path):
         make(hf_processor_path=str(tmp_path / "nowhere")).stream("train")
     with pytest.raises(DataError, match=r"'images/.*expected a path inside|'images/.*no such file"):
         next(make(media_root=str(tmp_path)).stream("train"))
+
+
+def test_pictures_may_be_in_several_folders(make, train_file, tmp_path):
+    """And a run goes on with others: roots are where data are, and not what they are."""
+    (tmp_path / "elsewhere").symlink_to(train_file.parent / "images")
+    (tmp_path / "train.jsonl").write_text(train_file.read_text().replace("images/", "elsewhere/"))
+    path = str(tmp_path / "train.jsonl")
+    with pytest.raises(DataError, match=rf"name it too: media_root=\[{tmp_path},{train_file.parent}/images\]"):
+        list(islice(make(train_path=path).stream("train"), 20))
+    stream = make(train_path=path, media_root=[str(tmp_path), str(train_file.parent)]).stream("train")
+    batches = list(islice(stream, 10))
+    assert ids(batches) == ids(islice(make().stream("train"), 10))
+    other = make(train_path=path, media_root=[str(tmp_path), str(train_file.parent / "images")]).stream("train")
+    other.load_state_dict(stream.state_dict())
+    assert next(other).sample_ids == next(stream).sample_ids
 
 
 def test_rows_are_bounded_by_patches_too(make):

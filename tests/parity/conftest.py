@@ -107,7 +107,7 @@ def make_pair(folder, reference_folder=None, **provider_fields) -> Pair:
 MOE = [layout.name for layout in LAYOUTS]
 
 
-@pytest.fixture(scope="session", params=["untied", "tied", *MOE])
+@pytest.fixture(scope="module", params=["untied", "tied", *MOE])
 def pair(request) -> Pair:
     if request.param not in MOE:
         return make_pair(request.getfixturevalue(f"{request.param}_folder"))

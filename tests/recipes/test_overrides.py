@@ -43,6 +43,14 @@ def test_settings_inside_settings(cfg):
     assert cfg.dataset.vision.image_max_pixels == 50176 and cfg.dataset.vision.video_fps == 0.5
 
 
+def test_folders_of_pictures(cfg):
+    """One, or several."""
+    assert overrides.apply(cfg, ["dataset.media_root=/mnt/coco"]).dataset.media_root == "/mnt/coco"
+    cfg = overrides.apply(qwen3_vl_8b_sft_config(), ["dataset.media_root=[/data,/mnt/coco]", "dataset.path=/data"])
+    assert type(cfg.dataset.media_root) is list and cfg.dataset.media_root == ["/data", "/mnt/coco"]
+    cfg.dataset.finalize()
+
+
 def test_of_adapters():
     cfg = qwen3_vl_8b_peft_config()
     overrides.apply(cfg, ["peft.dim=8", "peft.adapt_vision_model=true", "peft.target_modules=[linear_qkv]"])

@@ -15,8 +15,11 @@ from tests.training.running import train
 from .twin import family, pattern, twin
 
 NAMES = [name for name, recipe in recipes().items() if recipe.gpus]
-# Relative, in the recipes' bfloat16; measured 1.4e-4 and 9.9e-4.
-LOSS, NORM = 1e-3, 5e-3
+# Of loss and gradient norm, relative, in the recipes' bfloat16; measured 4.6e-4 and 1.2e-3.
+LIMITS = (1e-3, 5e-3)
+# Linear attention with experts: measured 1.9e-3 and 3.4e-2. That is bfloat16, which puts the step of one process 1.6e-3
+# and 4.2e-2 from float32; there, the step of two tensor-parallel ranks has the same loss, and a norm within 5e-7.
+LIMITS_OF_EXPERTS = (4e-3, 6e-2)
 
 
 @pytest.fixture(scope="module")
@@ -63,14 +66,15 @@ def test_a_step_of_every_twin(ranks, places, whole, tmp_path):
     print(f"{ranks} ranks: {len(names)} runs stand for {sum(map(len, alike.values()))} recipes")
     for name, step in found.items():
         expected = whole[family(name)]
+        most_loss, most_norm = LIMITS_OF_EXPERTS if family(name) == "qwen3_5 moe" else LIMITS
         loss = abs(step["loss"] / expected["loss"] - 1)
         norm = abs(step["grad_norm"] / expected["grad_norm"] - 1)
         print(f"{name}: loss {loss:.1e}, gradient norm {norm:.1e}")
-        assert loss <= LOSS, (name, step, expected)
+        assert loss <= most_loss, (name, step, expected)
         assert step["trained"] > 0 and step["strayed"] == 0
         assert step["changed"] > step["trained"] / 2, (name, step)
         assert step["saved"] > 0, name
-        assert "_peft_" in name or norm <= NORM, (name, step, expected)
+        assert "_peft_" in name or norm <= most_norm, (name, step, expected)
 
 
 def test_the_patterns_are_those_of_the_recipes():

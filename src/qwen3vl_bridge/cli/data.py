@@ -1,4 +1,4 @@
-"""`qwen3vl data`: inspect and pack.
+"""`qwen3vl data`: inspect, pack and download.
 
 What lives here: options and their meaning. What may not: torch at import time (so that `--help` answers at once), work,
 words of a report (`data/inspection/text_report.py`, `data/inspection/html_report.py`).
@@ -19,7 +19,7 @@ from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.files.errors import CheckpointError
 from qwen3vl_bridge.terminal import BAD_INPUT, INTERRUPTED, show_anything, show_report
 
-_BAD_SAMPLES = 1
+_BAD_SAMPLES = _FAILURES = 1
 # As `VisionLimits` has them, which needs torch.
 _LIMITS = {
     "image_min_pixels": (int, "a smaller picture is enlarged to as many (default of all these: the model's)"),
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "qwen3vl-data") 
         prog: the program's name, for messages.
 
     Returns:
-        Exit status: 0, 1 if there were samples with errors, 2 for bad input, 130 if interrupted.
+        Exit status: 0, 1 if there were samples with errors or failed downloads, 2 for bad input, 130 if interrupted.
     """
     options = _parser(prog).parse_args(arguments)
     show_anything()
@@ -59,23 +59,32 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(metavar="VERB", required=True)
     _inspect(verbs.add_parser("inspect", help="show samples as the model will see them, and what is trained on"))
     _pack(verbs.add_parser("pack", help="measure all samples and pack them into rows, before training"))
+    _download(verbs.add_parser("download", help="download pictures and videos that samples have by address"))
     return parser
+
+
+def _records(parser: argparse.ArgumentParser) -> None:
+    """What samples are."""
+    data = parser.add_mutually_exclusive_group(required=True)
+    data.add_argument("--data", metavar="PATH",
+                      help="conversations, as dataset.path has them: a file, a folder, also one with splits, or "
+                      "hf://owner/name:configuration#split")  # fmt: skip
+    data.add_argument("--mixture", type=Path, metavar="FILE", help="YAML with several data sets, as dataset.mixture")
+    parser.add_argument("--schema-adapter", metavar="NAME",
+                        help="format of the records, such as cord_v2 (default: conversations)")  # fmt: skip
+    parser.add_argument("--media-root", action="append", metavar="FOLDER",
+                        help="folder of the pictures (default: that of --data); given several times, they are looked "
+                        "up in each, and links may lead from one into another")  # fmt: skip
+    parser.add_argument("--url-cache", metavar="FOLDER",
+                        help="folder of what was downloaded (default: the user's cache folder)")  # fmt: skip
+    parser.add_argument("--no-progress", action="store_true", help="show no progress")
 
 
 def _source(parser: argparse.ArgumentParser) -> None:
     """What samples are and how they are encoded."""
-    data = parser.add_mutually_exclusive_group(required=True)
-    data.add_argument("--data", metavar="PATH", help="conversations: a file, a folder, or hf://owner/name#split")
-    data.add_argument("--mixture", type=Path, metavar="FILE", help="YAML with several data sets, as dataset.mixture")
+    _records(parser)
     parser.add_argument("--hf-model", required=True, metavar="MODEL",
                         help="the model to train, a folder or hub id: its processor and template")  # fmt: skip
-    parser.add_argument("--schema-adapter", metavar="NAME",
-                        help="format of the records, such as cord_v2 (default: conversations)")  # fmt: skip
-    parser.add_argument("--media-root", metavar="FOLDER", help="folder of the pictures (default: that of --data)")
-    parser.add_argument("--allowed-urls", nargs="+", default=[], metavar="URL",
-                        help="beginnings of addresses that pictures may be fetched from (default: none)")  # fmt: skip
-    parser.add_argument("--url-cache", metavar="FOLDER",
-                        help="folder of what was fetched (default: the user's cache folder)")  # fmt: skip
     parser.add_argument("--answers", choices=("all", "last"), default="all",
                         help="train on all answers, or on the last one alone (default: %(default)s)")  # fmt: skip
     parser.add_argument("--empty-thinking", choices=("prompt", "train"), default="prompt",
@@ -85,7 +94,6 @@ def _source(parser: argparse.ArgumentParser) -> None:
                         help="tokens of a row (default: %(default)s)")  # fmt: skip
     for name, (kind, words) in _LIMITS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=words)
-    parser.add_argument("--no-progress", action="store_true", help="show no progress")
 
 
 def _pack(parser: argparse.ArgumentParser) -> None:
@@ -110,7 +118,7 @@ def _pack(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=_at_least(0), default=os.cpu_count() or 0, metavar="N",
                         help="processes that measure samples; 0 for this one alone (default: %(default)s)")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=_run_pack)
+    parser.set_defaults(run=_run_pack, split="train")
 
 
 def _inspect(parser: argparse.ArgumentParser) -> None:
@@ -119,6 +127,8 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
         "are, how full rows get, and which samples cannot be trained on. The exit status is 1 if there are any."
     )
     _source(parser)
+    parser.add_argument("--split", choices=("train", "valid", "test"), default="train",
+                        help="of a folder with splits (default: %(default)s)")  # fmt: skip
     parser.add_argument("--samples", type=_at_least(0), default=8, metavar="N",
                         help="how many samples to show (default: %(default)s)")  # fmt: skip
     which = parser.add_mutually_exclusive_group()
@@ -133,6 +143,30 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier report at that place")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_run_inspect)
+
+
+def _download(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Download the pictures and videos that samples have by address, before training, which downloads nothing. What "
+        "is there already is kept, so the command can be stopped and run again. The exit status is 1 if some failed."
+    )
+    _records(parser)
+    parser.add_argument("--split", choices=("train", "valid", "test"), default="train",
+                        help="of a folder with splits (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--allowed-urls", nargs="+", required=True, metavar="URL",
+                        help="beginnings of addresses that may be asked, such as https://images.example.org/; https:// "
+                             "allows all of that scheme, those of your own network too")  # fmt: skip
+    parser.add_argument("--workers", type=_at_least(1), default=16, metavar="N",
+                        help="downloads at a time (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--retry", action="store_true", help="try those again that failed for good in an earlier run")
+    parser.add_argument("--give-up", action="store_true",
+                        help="take those that did not answer as failed for good, too: training drops such samples "
+                             "with on_bad='drop', and stops at them without")  # fmt: skip
+    parser.add_argument("--manifest", type=Path, metavar="FILE",
+                        help="where the failures are written to, as JSON lines (default: failed.jsonl in the folder "
+                             "of what was downloaded)")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=_run_download)
 
 
 def _at_least(least: int) -> Callable[[str], int]:
@@ -212,25 +246,50 @@ def _run_pack(options: argparse.Namespace) -> int:
     return 0
 
 
-def _opened(options: argparse.Namespace) -> Any:
-    from qwen3vl_bridge.data.sources.opening import open_source
+def _run_download(options: argparse.Namespace) -> int:
+    from qwen3vl_bridge.data.downloading import AddressBook, DownloadSettings, download
+    from qwen3vl_bridge.data.inspection.text_report import downloads_as_json, downloads_as_text
+    from qwen3vl_bridge.data.media.downloads import Downloader
 
-    access = {"allowed_urls": options.allowed_urls, "url_cache": options.url_cache}
+    cache, book = _url_cache(options), AddressBook()
+    with _wrong("--allowed-urls"):
+        fetch = Downloader(cache, options.allowed_urls)
+    source = _opened(options, book)
+    settings = DownloadSettings(options.workers, retry=options.retry, give_up=options.give_up)
+    progress = functools.partial(_counted, shown=not options.no_progress)
+    report = download(source, book, fetch, cache, settings, progress)
+    manifest = options.manifest or cache.root / "failed.jsonl"
+    report.write_manifest(manifest)
+    print(downloads_as_json(report) if options.json else downloads_as_text(report, manifest))
+    return _FAILURES if report.failures or report.unread else 0
+
+
+def _opened(options: argparse.Namespace, addresses: Callable[[str, str], Path] | None = None) -> Any:
+    from qwen3vl_bridge.data.sources.opening import open_source
+    from qwen3vl_bridge.data.sources.splits import split_of
+
+    addresses = addresses or _url_cache(options)
     if options.mixture is not None:
         from qwen3vl_bridge.data.sources.mixture import mixed_sets, open_mixture
 
         with _wrong("--mixture"):
             sets = mixed_sets(str(options.mixture), options.media_root, options.schema_adapter)
-            mixture = open_mixture(sets, "train", **access)
+            mixture = open_mixture(sets, options.split, addresses)
         print(mixture.words().replace("; ", "\n"), file=sys.stderr)
         return mixture
-    with _wrong("--allowed-urls and --schema-adapter"):
+    with _wrong("--schema-adapter"):
         return open_source(
-            options.data,
+            split_of(options.data, options.split),
             options.media_root,
+            addresses=addresses,
             schema_adapter=options.schema_adapter,
-            **access,
         )
+
+
+def _url_cache(options: argparse.Namespace) -> Any:
+    from qwen3vl_bridge.data.media.url_cache import UrlCache
+
+    return UrlCache(None if options.url_cache is None else Path(options.url_cache))
 
 
 def _processor(options: argparse.Namespace) -> Any:

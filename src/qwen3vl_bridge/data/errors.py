@@ -32,7 +32,7 @@ class Changed(DataError):
 
 
 class Unreachable(DataError):
-    """Data that may be good, but cannot be had now: the network is down, a stream broke off.
+    """Data that may be good, but cannot be had now: it was not downloaded, the network is down, a stream broke off.
 
     It is no reason to leave a sample out: the next one would fail as well, and a later run would have it.
     """

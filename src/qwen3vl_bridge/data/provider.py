@@ -9,18 +9,20 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.batch import PackedBatch
 from qwen3vl_bridge.data.loading.batch_stream import BatchStream, one_pass
 from qwen3vl_bridge.data.loading.row_dataset import Balance, RowDataset, RowSettings
 from qwen3vl_bridge.data.media.images import MediaAccess
+from qwen3vl_bridge.data.media.url_cache import UrlCache
 from qwen3vl_bridge.data.packing.packed_rows import PackedRows
 from qwen3vl_bridge.data.packing.shared_sizes import sizes_of_job
 from qwen3vl_bridge.data.processing.samples import Samples
 from qwen3vl_bridge.data.row_settings import SPLITS, ConversationRows
 from qwen3vl_bridge.data.schemas.named_schemas import named_schema
-from qwen3vl_bridge.data.sources.hub import HUB, name_on_hub
+from qwen3vl_bridge.data.sources.hub import HUB, HubName
 from qwen3vl_bridge.data.sources.hub_streaming import StreamedDataset
 from qwen3vl_bridge.data.sources.mixture import MixedSet, mixed_sets, open_mixture
 from qwen3vl_bridge.data.sources.opening import ConversationSource, open_source
@@ -36,20 +38,21 @@ class Qwen3VLConversationProvider(ConversationRows):
     Only the training split is shuffled. A "sample" of Megatron-Bridge's counters is a row.
 
     Attributes:
-        path: a folder with `train.jsonl`, and `valid.jsonl` or `test.jsonl` if there is validation data (or the same as
-            `.json` and `.parquet`); in place of the three paths below.
-        train_path: conversations: a file of JSON or Parquet, a folder, or "hf://owner/name#split" (see
-            `data/sources/opening.py`).
+        path: a folder with `train.jsonl`, and `valid.jsonl` or `test.jsonl` if there is validation data, or with splits
+            in other kinds of files (see `data/sources/splits.py`), or training data alone; in place of the three
+            paths below.
+        train_path: conversations: a file of JSON or Parquet, a folder, or
+            "hf://owner/name:configuration#split" (see `data/sources/opening.py`).
         mixture: several data sets in one run, in place of `path` and `train_path`: a list of {path, weight} or
             {path, epochs}, with name, media_root and schema_adapter where they need them, or a YAML file with such a
             list (see `MixedSet` in `data/sources/mixture.py`). Their validation and test splits are read one after the
             other.
         valid_path: likewise, for validation, or None.
         test_path: likewise, or None.
-        media_root: folder of the pictures; by default that of each file.
-        allowed_urls: beginnings of addresses that pictures and videos may be fetched from, such as
-            "https://images.example.org/"; none by default.
-        url_cache: folder of what was fetched; the user's cache folder if None.
+        media_root: folder of the pictures, or several: a path is looked up in each, in their order, and links may lead
+            from one into another; by default that of each file.
+        allowed_urls: no setting any more. What addresses hold is downloaded before training: `qwen3vl data download`.
+        url_cache: folder of what was downloaded; the user's own if None.
         schema_adapter: the records' format, by Megatron-Bridge's name for it, such as "cord_v2"; None for
             conversations (see `data/schemas/named_schemas.py`).
         streaming: read data sets of the hub as they are downloaded, instead of all of them first. Every data-loading
@@ -69,7 +72,7 @@ class Qwen3VLConversationProvider(ConversationRows):
     mixture: list[dict[str, Any]] | str | None = None
     valid_path: str | None = None
     test_path: str | None = None
-    media_root: str | None = None
+    media_root: str | list[str] | None = None
     allowed_urls: tuple[str, ...] = ()
     url_cache: str | None = None
     schema_adapter: str | None = None
@@ -104,12 +107,22 @@ class Qwen3VLConversationProvider(ConversationRows):
             raise ValueError("streaming is on, but there is a dataset.mixture; it needs samples by number")
         if self.streaming and (wrong := [path for path in paths if not path.startswith(HUB)]):
             raise ValueError(f"streaming is on, but {wrong[0]} is not on the hub, expected {HUB}owner/name#split")
+        for path in paths:
+            if path.startswith(HUB):
+                HubName.of(path)
         if self.train_packing is not None and self.window_size != type(self).window_size:
             raise ValueError(f"window_size is {self.window_size}, but train_packing has its rows already")
-        if self.url_cache is not None and not self.allowed_urls:
-            raise ValueError(f"url_cache is {self.url_cache!r}, but allowed_urls allows no addresses")
-        MediaAccess.of(None, self.allowed_urls)
+        if self.allowed_urls:
+            raise ValueError(
+                f"allowed_urls is {self.allowed_urls!r}, expected (): nothing is downloaded while training. Before it, "
+                "qwen3vl data download --data PATH --allowed-urls URL does it, into the folder url_cache"
+            )
+        MediaAccess.of(self.media_root)
         named_schema(self.schema_adapter)
+
+    def downloaded(self) -> UrlCache:
+        """What was downloaded before training."""
+        return UrlCache(None if self.url_cache is None else Path(self.url_cache))
 
     def path_of(self, split: str) -> str | None:
         """Where a split's conversations are, or None if it has none."""
@@ -239,7 +252,7 @@ class Qwen3VLConversationProvider(ConversationRows):
             packed,
             Balance(dealt, self.checkpoint().costs) if dealt else None,
         )
-        source = self._source(path, seed) if path is not None else open_mixture(sets, split, **self._access())
+        source = self._source(path, seed) if path is not None else open_mixture(sets, split, self.downloaded())
         admission, sizes = self.admission(), None if packed is None else packed.sizes()
         if sizes is None and not isinstance(source, StreamedDataset):
             paths = [path] if path is not None else [one.path_of(split) for one in sets]
@@ -251,12 +264,9 @@ class Qwen3VLConversationProvider(ConversationRows):
 
     def _source(self, path: str, seed: int | None) -> ConversationSource | StreamedDataset:
         if not self.streaming:
-            return open_source(path, self.media_root, schema_adapter=self.schema_adapter, **self._access())
-        media = MediaAccess.of(self.media_root, self.allowed_urls, self.url_cache)
+            return open_source(path, self.media_root, addresses=self.downloaded(), schema_adapter=self.schema_adapter)
+        media = MediaAccess.of(self.media_root, self.downloaded())
         # A row's samples are nearly always of its window and the one before, and the plan is a window ahead.
         schema = named_schema(self.schema_adapter)
-        return StreamedDataset.named(*name_on_hub(path), media, seed=seed, keep=4 * self.window_size, schema=schema)
-
-    def _access(self) -> dict[str, Any]:
-        """Which addresses may be fetched, as sources take it."""
-        return {"allowed_urls": self.allowed_urls, "url_cache": self.url_cache}
+        how = {"seed": seed, "keep": 4 * self.window_size, "schema": schema}
+        return StreamedDataset.named(path, media_root=media, **how)

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import base64
 import json
+import pickle
+import re
 
 import qwen3vl_bridge
-from qwen3vl_bridge.data import DataError, StreamedDataset, open_source
-from qwen3vl_bridge.data.schemas.named_schemas import named_schema
+from qwen3vl_bridge.cli.data import main
+from qwen3vl_bridge.data import DataError, PackedRows, StreamedDataset, open_source
+from qwen3vl_bridge.data.schemas.conversations import conversation_of
+from qwen3vl_bridge.data.schemas.named_schemas import SCHEMAS, named_schema
 
+import datasets
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron.bridge.data.sources import hf_adapters
 from megatron.bridge.data.token_utils import json2token
+from PIL import Image
 
-from tests.receipts import receipt, receipts
+from tests.receipts import receipt, receipts, write_receipts
 
-from ..conftest import write
+from ..conftest import picture, write
+from ..media.test_video import clip
 
 _VALUES = st.recursive(
     st.text(max_size=8) | st.integers() | st.booleans(),
@@ -91,11 +99,186 @@ def test_a_table_without_its_columns_is_refused(folder):
             open_source(folder / name, schema_adapter="cord_v2")
 
 
+# A record of each published set, with a column or two that nobody reads.
+RECORDS = {
+    "rdr": {"image": "7.png", "text": "A bolt, M8."},
+    "medpix": {"image_id": "7.png", "question": "Which organ?", "answer": "A lung.", "mode": "train"},
+    "raven": {
+        "images": ["7.png", "8.png"],
+        "texts": [
+            {"user": "Which comes <image> next?", "assistant": "B.", "source": "RAVEN"},
+            {"user": "And then?", "assistant": "C.", "source": "RAVEN"},
+        ],
+    },
+    "llava_video_178k": {
+        "id": "x/1",
+        "data_source": "0_30_s_nextqa",
+        "video": "clips/1.mkv",
+        "conversations": [
+            {"from": "human", "value": "<image>\nWhat is shown?"},
+            {"from": "gpt", "value": " A dog. "},
+            {"from": "human", "value": "And <video> then?"},
+            {"from": "gpt", "value": "A cat."},
+        ],
+    },
+    "squad": {
+        "id": "1",
+        "title": "Tea",
+        "context": "Tea is hot.",
+        "question": "What is hot?",
+        "answers": {"text": ["Tea", "tea"], "answer_start": [0, 0]},
+    },
+    "gsm8k": {"question": "One and two?", "answer": "They are three.\n#### 3"},
+    "openmathinstruct2": {
+        "problem": "Half of 8?",
+        "generated_solution": "Halve 8: $\\boxed{4}$",
+        "expected_answer": "4",
+        "problem_source": "augmented_math",
+    },
+}
+RECORDS["openmathinstruct2_thinking"] = RECORDS["openmathinstruct2"]
+
+
+def by_megatron_bridge(name: str, record: dict, **settings) -> list[tuple]:
+    """Roles, reasoning and parts that Megatron-Bridge's own adapter makes of a record."""
+    (made,) = hf_adapters.adapt_hf_dataset([record], adapter_name=name, adapter_kwargs=settings)
+    if "prompt" in made:
+        return [("user", None, [made["prompt"]]), ("assistant", None, [made["completion"]])]
+    messages = made.get("conversation") or made["messages"]
+    return [(m["role"], m.get("thinking"), [_told(part) for part in _parts(m["content"])]) for m in messages]
+
+
+def _parts(content) -> list:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _told(part: dict):
+    return part["text"] if part["type"] == "text" else part.get("image") or part["path"]
+
+
+@pytest.fixture
+def media(tmp_path):
+    for name in ("7.png", "8.png"):
+        picture(tmp_path / name, 32, 32)
+    (tmp_path / "clips").mkdir()
+    clip(tmp_path / "clips/1.mkv", 4)
+    return tmp_path
+
+
+def test_every_name_of_megatron_bridge_is_read_or_refused():
+    for name in hf_adapters._ADAPTERS:
+        if name in ("cv17", "default_audio", "valor32k_avqa"):
+            with pytest.raises(
+                ValueError, match=f"schema_adapter is '{name}', whose records hold audio, which the mod"
+            ):
+                named_schema(name)
+        else:
+            assert pickle.loads(pickle.dumps(named_schema(name))) == SCHEMAS[name]
+    assert set(RECORDS) == set(SCHEMAS) - {"cord_v2"}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_record_becomes_what_megatron_bridges_adapter_makes_of_it(media, encoder, name):
+    """From JSON lines and from a table: words, reasoning and media, in their order."""
+    record = RECORDS[name]
+    expected = by_megatron_bridge(name, record, video_root_path=str(media))
+    lines = write(media / "train.jsonl", [record])
+    datasets.Dataset.from_list([record]).to_parquet(media / "train.parquet")
+    for path in (lines, media / "train.parquet"):
+        sample = open_source(path, schema_adapter=name)[0]
+        found, seen = [], iter((*sample.images, *sample.videos))
+        for message in sample.messages:
+            parts = [p["text"] if p["type"] == "text" else next(seen) for p in _parts(message["content"])]
+            found.append((message["role"], message.get("reasoning_content"), parts))
+        at_media = [(role, thought, [_there(media, part) for part in parts]) for role, thought, parts in expected]
+        assert found == at_media
+        assert len(encoder(sample)) == encoder.size(sample).tokens
+
+
+def _there(media, part: str):
+    """Megatron-Bridge leaves pictures as they are named, and makes a video's path whole."""
+    return media / part if (media / part).is_file() else part
+
+
+def test_a_table_of_pictures_is_read_as_published(media):
+    features = datasets.Features(
+        {"image_id": datasets.Image(), **dict.fromkeys(("question", "answer"), datasets.Value("string"))}
+    )
+    rows = {"image_id": [Image.open(media / "7.png")], "question": ["Which?"], "answer": ["A lung."]}
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(media / "saved")
+    sample = open_source(media / "saved", schema_adapter="medpix")[0]
+    assert isinstance(sample.images[0], bytes) and sample.messages[1]["content"][0]["text"] == "A lung."
+
+
+def test_a_video_stays_inside_the_media_root(media):
+    path = write(media / "clips/train.jsonl", [{**RECORDS["llava_video_178k"], "video": "../7.png"}])
+    with pytest.raises(DataError, match=r"part 1: '../7.png' is .*, expected a path inside the media root"):
+        open_source(path, schema_adapter="llava_video_178k")[0]
+
+
+def turns(*changes) -> dict:
+    return {"conversations": [{"from": "human", "value": "What?"}, *changes]}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("rdr", {"text": None}, "found the keys image, text, expected image and text under schema rdr"),
+        ("rdr", {"text": 7}, "found int under 'text', expected a string with something in it"),
+        ("rdr", {"text": " "}, "found an empty string under 'text', expected a string"),
+        ("medpix", {"question": ["a"]}, "found list under 'question', expected a string"),
+        ("raven", {"images": []}, "found an empty list under 'images', expected a list of pictures"),
+        ("raven", {"images": "7.png"}, "found str under 'images', expected a list of pictures"),
+        ("raven", {"texts": {}}, "found dict under 'texts', expected a list of objects with 'user' and 'assistant'"),
+        ("raven", {"texts": ["a"]}, "found str as the first of 'texts', expected an object"),
+        ("raven", {"texts": [{"user": "a"}]}, "found NoneType under 'assistant' of the first of 'texts', exp"),
+        ("llava_video_178k", {"video": ""}, "message 1, part 1: found an empty string under 'video', expected a path"),
+        ("llava_video_178k", {"conversations": "a"}, "found str under 'conversations', expected a list of turns"),
+        ("llava_video_178k", {"conversations": []}, "found an empty list under 'conversations', expected a list"),
+        ("llava_video_178k", turns(7), "x: turn 2: found int, expected an object with 'from', human or gpt"),
+        ("llava_video_178k", turns({"from": "system", "value": "a"}), "x: turn 2: found the speaker 'system', exp"),
+        ("llava_video_178k", turns({"from": "gpt", "value": ""}), "x: turn 2: found an empty string under 'value'"),
+        ("squad", {"answers": ["Tea"]}, r"found \['Tea'\] under 'answers', expected an object with 'text', a list"),
+        ("squad", {"answers": {"text": []}}, "under 'answers', expected an object with 'text', a list"),
+        ("squad", {"answers": {"text": [7]}}, "found int under the first 'text' of 'answers', expected a string"),
+        ("gsm8k", {"answer": 3}, "found int under 'answer', expected a string"),
+        ("openmathinstruct2", {"expected_answer": 4}, "found int under 'expected_answer', expected a string"),
+    ],
+)  # fmt: skip
+def test_a_bad_value_is_refused_with_its_place(tmp_path, name, change, message):
+    picture(tmp_path / "7.png", 32, 32)
+    record = {**RECORDS[name], **change}
+    with pytest.raises(DataError, match=message) as caught:
+        conversation_of(SCHEMAS[name].messages_of(record, "x"), "x", tmp_path)
+    assert str(caught.value).startswith("x: ")
+
+
+@pytest.mark.parametrize("kind", ["train.jsonl", "train.parquet"])
+def test_the_commands_read_receipts(tmp_path, checkpoint, capsys, kind):
+    """The very answers, and nothing else, are what is shown as trained on; packing finds every receipt."""
+    rows = [receipt(number) for number in range(5)]
+    write_receipts(tmp_path, train=5, valid=1)
+    urls = [{**row, "image": f"data:image/png;base64,{base64.b64encode(row['image']).decode()}"} for row in rows]
+    write(tmp_path / "train.jsonl", urls)
+    source = ["--data", str(tmp_path / kind), "--hf-model", str(checkpoint), "--schema-adapter", "cord_v2"]
+    assert main(["inspect", *source, "--seq-length", "1024"]) == 0
+    shown = re.findall(r"\[\[(.*?)<\|im_end\|>\]\]", capsys.readouterr().out)
+    assert shown == [json2token(json.loads(row["ground_truth"])["gt_parse"]) for row in rows]
+    packing = ["--output", str(tmp_path / "rows"), "--seq-length", "1024", "--workers", "0"]
+    assert main(["pack", *source, *packing]) == 0
+    assert "5, of them 0 dropped and 0 cut" in capsys.readouterr().out and len(PackedRows(tmp_path / "rows")) >= 1
+    rest = [*source[:4], "--schema-adapter", "cord"]
+    assert main(["inspect", *rest]) == main(["pack", *rest, "--output", str(tmp_path / "no")]) == 2
+    assert (
+        capsys.readouterr().err.count("--schema-adapter: schema_adapter is 'cord', expected one of cord_v2, rdr,") == 2
+    )
+
+
 def test_a_name_of_no_schema_is_refused(tmp_path):
     provider = qwen3vl_bridge.Qwen3VLConversationProvider(
         train_path="x.jsonl", hf_processor_path="x", seq_length=64, schema_adapter="cord"
     )
-    with pytest.raises(ValueError, match="schema_adapter is 'cord', expected one of cord_v2, or none"):
+    with pytest.raises(ValueError, match=r"schema_adapter is 'cord', expected one of cord_v2, rdr, .*, or none"):
         provider.finalize()
     with pytest.raises(ValueError, match="schema_adapter is 'cord'"):
         open_source(tmp_path, schema_adapter="cord")

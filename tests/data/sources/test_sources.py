@@ -164,7 +164,11 @@ def test_records_of_a_list_are_found_whole(tmp_path_factory, records, indent, as
         ("no.json", "no.json: there is no such file, expected JSON lines"),
         ("no.parquet", "no.parquet: there is no such Parquet file, expected one, or a folder with some"),
         ("no-*.parquet", "there is no such Parquet file"),
-        ("empty", "empty: there is no such Parquet file, expected one, or a folder"),
+        ("empty", "empty: found nothing in the folder, expected Parquet files or what save_to_disk wrote"),
+        (
+            ".",
+            r"found empty, empty.json, train.csv in the folder, expected .*\(a folder with train.jsonl is for dataset",
+        ),
         ("empty.json", "empty.json: found no lines"),
         ("train.csv", "train.csv: found no folder and none of the endings .jsonl, .json and .parquet, expected one"),
     ],

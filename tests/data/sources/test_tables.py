@@ -155,16 +155,115 @@ def hub(monkeypatch):
 def test_the_hub_is_asked_by_name_and_split(hub):
     source = open_source("hf://owner/name")
     assert source[0].messages == (ASK, ANSWER) and source[0].sample_id == "owner/name#train[0]"
-    assert source.fingerprint() == open_source("hf://owner/name#train").fingerprint() == "1 rows, None bytes"
+    assert (
+        source.fingerprint()
+        == open_source("hf://owner/name#train").fingerprint()
+        == "owner/name#train, 1 rows, None bytes"
+    )
     hub.append("test")
     assert open_source("hf://owner/name#test")[0].messages[0]["content"] == "test"
     with pytest.raises(DataError, match="hf://owner/name: found the splits train, test, expected one, as hf://owner/n"):
         open_source("hf://owner/name")
     with pytest.raises(DataError, match=r"hf://owner/no: found a data set that does not load \(no owner/no with train"):
         open_source("hf://owner/no#train")
-    for name in ("hf://name", "hf://a/b/c", "hf://", "hf://a/../b"):
-        with pytest.raises(DataError, match="expected hf://owner/name or hf://owner/name#split"):
+    for name in ("hf://name", "hf://a/b/c", "hf://", "hf://a/../b", "hf://a/b:", "hf://a/b#", "hf://datasets/a"):
+        with pytest.raises(
+            DataError, match="expected hf://owner/name, hf://owner/name:configuration#split or hf://dat"
+        ):
             open_source(name)
+    with pytest.raises(DataError, match="hf://owner/name#test: found the split 'train' beside it, expected one split"):
+        HubDataset.named("hf://owner/name#test", "train")
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """Repositories laid out as on the hub, which `datasets` reads by their names where they lie in this folder."""
+    configurations = {"ai2d": ("train", "test"), "vqa(x, y)": ("train",)}
+    head = ["configs:"]
+    for configuration, splits in configurations.items():
+        head += [f'- config_name: "{configuration}"', "  data_files:"]
+        for split in splits:
+            messages = [{"role": "user", "content": f"{configuration} {split}?"}, ANSWER]
+            folder = tmp_path / "owner/several" / configuration
+            folder.mkdir(parents=True, exist_ok=True)
+            table = pa.Table.from_pylist([{"messages": messages}])
+            pq.write_table(table, folder / f"{split}-00000-of-00001.parquet")
+            head += [f"  - split: {split}", f'    path: "{configuration}/{split}-*"']
+    (tmp_path / "owner/several/README.md").write_text("\n".join(["---", *head, "---", ""]))
+    (tmp_path / "owner/one").mkdir()
+    (tmp_path / "owner/one/train.parquet").write_bytes((folder / "train-00000-of-00001.parquet").read_bytes())
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("name", "called", "asked"),
+    [
+        ("owner/several:ai2d#train", "owner/several:ai2d#train", "ai2d train?"),
+        ("owner/several:ai2d#test", "owner/several:ai2d#test", "ai2d test?"),
+        ("datasets/owner/several:vqa(x, y)", "owner/several:vqa(x, y)#train", "vqa(x, y) train?"),
+        ("owner/one", "owner/one#train", "vqa(x, y) train?"),
+        ("datasets/owner/one@main#train", "owner/one@main#train", "vqa(x, y) train?"),
+        ("datasets/owner/several/ai2d#test", "datasets/owner/several/ai2d#test", "ai2d test?"),
+        (
+            "datasets/owner/several/ai2d/test-*.parquet",
+            "datasets/owner/several/ai2d/test-*.parquet#train",
+            "ai2d test?",
+        ),
+        (
+            "datasets/owner/several/ai2d/test-00000-of-00001.parquet",
+            "datasets/owner/several/ai2d/test-00000-of-00001.parquet#train",
+            "ai2d test?",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("repository")
+def test_configurations_of_the_hub(name, called, asked, streaming):
+    source = StreamedDataset.named(f"hf://{name}") if streaming else open_source(f"hf://{name}")
+    assert (source[0].sample_id, source[0].messages[0]["content"]) == (f"{called}[0]", asked)
+    assert source.fingerprint().startswith(f"{called}, ")
+
+
+@pytest.mark.parametrize("read", [open_source, StreamedDataset.named])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "owner/several",
+            r"hf://owner/several: found the configurations ai2d, vqa\(x, y\), expected one of them, "
+            "as hf://owner/several:ai2d$",
+        ),
+        ("owner/several#test", "found the configurations ai2d, .*, as hf://owner/several:ai2d#test$"),
+        ("owner/several@main:ocr", "hf://owner/several@main: found the configurations ai2d, .*several@main:ai2d$"),
+        ("owner/one:ai2d", "hf://owner/one: found the configurations default, expected one of them"),
+        (
+            "datasets/owner/several:ai2d",
+            "hf://owner/several:ai2d: found the splits train, test, expected one, as hf://owner/several:ai2d#train",
+        ),
+        (
+            "owner/several:ai2d#dev",
+            'hf://owner/several:ai2d: found a data set that does not load .*"dev"|Bad split: dev',
+        ),
+        (
+            "datasets/owner/several/no/*.parquet",
+            r"hf://datasets/owner/several/no/\*.parquet: found a data set that does",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("repository")
+def test_configurations_that_are_not_there_are_refused(name, message, read):
+    with pytest.raises(DataError, match=message):
+        read(f"hf://{name}")
+
+
+@pytest.mark.parametrize("revision", ["v1.0", "refs%2Fconvert%2Fparquet"])
+def test_a_revision_is_asked_for(hub, monkeypatch, revision):
+    asked = []
+    load = datasets.load_dataset
+    monkeypatch.setattr(datasets, "load_dataset", lambda *n, revision, **how: asked.append(revision) or load(*n, **how))
+    assert open_source(f"hf://owner/name@{revision}#train")[0].messages == (ASK, ANSWER)
+    assert asked == [revision.replace("%2F", "/")]
 
 
 def test_a_data_set_that_cannot_be_read_by_number_is_refused(tmp_path):

@@ -1,4 +1,4 @@
-"""An inspection, or a packing, as text for a terminal, and as JSON.
+"""An inspection, a packing or a download as text for a terminal, and as JSON.
 
 What lives here: words and marks. What may not: finding things (`summary.py`), HTML (`html_report.py`).
 
@@ -14,9 +14,11 @@ import unicodedata
 from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import groupby
+from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from qwen3vl_bridge.data.downloading import DownloadReport
 from qwen3vl_bridge.data.inspection.summary import Inspection, Picture, Piece, SampleView
 from qwen3vl_bridge.data.offline_packing import PackingReport
 
@@ -41,6 +43,26 @@ def print_text(inspection: Inspection) -> None:
 def packing_as_json(report: PackingReport) -> str:
     """All numbers of a packing."""
     return json.dumps(asdict(report), indent=2)
+
+
+def downloads_as_json(report: DownloadReport) -> str:
+    """All of a download's report."""
+    return json.dumps(asdict(report), indent=2)
+
+
+def downloads_as_text(report: DownloadReport, manifest: Path) -> str:
+    """How many files there are, and the first of those that failed."""
+    lines = [f"downloaded: {report.downloaded:,}; there before: {report.present:,}"]
+    final = sum(failure.final for failure in report.failures)
+    if report.failures:
+        lines.append(f"failed: {len(report.failures):,}, for good {final:,}; all of them: {manifest}")
+        lines += [f"  {failure.place}: {failure.problem}" for failure in report.failures[:MOST_ERRORS]]
+    if report.unread:
+        lines.append(f"samples that cannot be read: {len(report.unread):,}")
+        lines += [f"  {problem}" for problem in report.unread[:MOST_ERRORS]]
+    if final < len(report.failures):
+        lines.append("training stops at those that did not fail for good: run this again, or with --give-up")
+    return "\n".join(lines)
 
 
 def packing_as_text(report: PackingReport) -> str:

@@ -1,4 +1,4 @@
-"""Images and videos: which addresses are allowed, fetching, decoding."""
+"""Images and videos: downloading, what was downloaded, decoding."""
 
 from qwen3vl_bridge import moved
 

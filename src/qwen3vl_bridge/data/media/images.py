@@ -1,7 +1,7 @@
 """Pictures: which file or bytes a conversation means, how large it is, its pixels.
 
-What lives here: where media may come from, and everything that opens a picture. What may not: videos (`videos.py`), the
-network (`downloads.py`), resizing and patches (the processor's).
+What lives here: where media may come from, and everything that opens a picture. What may not: videos (`videos.py`),
+files by address (`url_cache.py`), resizing and patches (the processor's).
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import base64
 import io
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from qwen3vl_bridge.data.errors import DataError
 
@@ -45,87 +46,88 @@ class MediaAccess:
     """Where pictures and videos may come from, whatever records say.
 
     Attributes:
-        root: folder that paths are relative to and may not leave; None where there may be no paths.
-        allowed_urls: beginnings of addresses that are fetched, such as "https://images.example.org/"; "https://" is
-            any address of that scheme. Addresses inside them that lead elsewhere are refused.
-        url_cache: folder of what was fetched; the user's cache folder if None.
+        roots: folders that paths are relative to and may not leave: a path is looked up in each, in their order, and a
+            link in one may lead into another. None where there may be no paths.
+        addresses: gives the file of an address and the place where that stands, as `UrlCache` does; None for the
+            user's own folder of what was downloaded.
     """
 
-    root: Path | None = None
-    allowed_urls: tuple[str, ...] = ()
-    url_cache: Path | None = None
-
-    def __post_init__(self) -> None:
-        if isinstance(self.allowed_urls, str):  # whose letters would each be one
-            raise ValueError(f"allowed_urls is {self.allowed_urls!r}, expected a tuple of beginnings of addresses")
-        if self.allowed_urls:
-            from qwen3vl_bridge.data.media.urls import (
-                check_prefix,  # brings the library for HTTP, which takes a while to import
-            )
-
-            for prefix in self.allowed_urls:
-                check_prefix(prefix)
+    roots: tuple[Path, ...] = ()
+    addresses: Callable[[str, str], Path] | None = None
 
     @classmethod
     def of(
-        cls, root: str | Path | None, allowed_urls: Sequence[str] = (), url_cache: str | Path | None = None
+        cls, root: str | Path | Sequence[str | Path] | None, addresses: Callable[[str, str], Path] | None = None
     ) -> MediaAccess:
-        """As settings have it; arguments as for the class.
+        """As settings have it; arguments as for the class, and one root may be by itself.
 
         Raises:
-            ValueError: something that is no beginning of an address.
+            ValueError: something that is no folder's name.
         """
-        urls = allowed_urls if isinstance(allowed_urls, str) else tuple(allowed_urls)
-        return cls(None if root is None else Path(root), urls, None if url_cache is None else Path(url_cache))  # pyright: ignore[reportArgumentType]  (refused there)
+        return cls(_roots(root), addresses)
+
+    def downloaded(self, address: str, place: str) -> Path:
+        """The file of an address; raises as `UrlCache`."""
+        if self.addresses is not None:
+            return self.addresses(address, place)
+        from qwen3vl_bridge.data.media.url_cache import UrlCache
+
+        return UrlCache()(address, place)
 
 
-# A folder, or None for none or the source's own, says the same as an access without addresses.
-MediaRoot = str | Path | MediaAccess | None
+# A folder, several, or None for none or the source's own.
+MediaRoot = str | Path | Sequence[str | Path] | MediaAccess | None
+
+
+def _roots(given: Any) -> tuple[Path, ...]:
+    each = () if given is None else given if isinstance(given, list | tuple) else (given,)
+    if wrong := [root for root in each if not isinstance(root, str | Path)]:
+        raise ValueError(f"media_root has {wrong[0]!r}, expected a folder, or a list of folders")
+    return tuple(map(Path, each))
 
 
 def media_access(given: MediaRoot, default: Path | None) -> MediaAccess:
     """What a source was given, as an access.
 
     Args:
-        given: an access, or its root.
+        given: an access, or its root, or several.
         default: the root where none is given.
 
     Raises:
         DataError: there is no such folder.
     """
-    access = given if isinstance(given, MediaAccess) else MediaAccess(None if given is None else Path(given))
-    root = default if access.root is None else access.root
-    if root is not None and not root.is_dir():
-        raise DataError(str(root), "there is no such folder, expected the media root")
-    return replace(access, root=root)
+    access = given if isinstance(given, MediaAccess) else MediaAccess.of(given)
+    roots = access.roots or _roots(default)
+    for root in roots:
+        if not root.is_dir():
+            raise DataError(str(root), "there is no such folder, expected the media root")
+    return replace(access, roots=roots)
 
 
 def find(name: str, root: Path | MediaAccess, place: str) -> Media:
-    """What a conversation calls `name`. An address is fetched now, unless it was before.
+    """What a conversation calls `name`. What an address holds was downloaded before; nothing is now.
 
     Args:
-        name: path relative to the root, or absolute and inside it; an address that is allowed; or the contents
+        name: path relative to a root, or absolute and inside one; an address; or the contents
             themselves, "data:...;base64,...".
-        root: folder that no path may leave, by `..` or by a link; or where else media may come from, too.
+        root: folder that no path may leave, by `..` or by a link; or an access, which may have several.
         place: where the name stands, for messages.
 
     Raises:
-        DataError: an address that is not allowed, is gone or holds no picture or video, a path that leaves the root,
-            no such file, or damaged contents.
-        Unreachable: no answer from an address that is allowed.
+        DataError: an address whose download was given up, a path that leaves the roots, no such file, or damaged
+            contents.
+        Unreachable: an address of which nothing was downloaded.
     """
-    access = root if isinstance(root, MediaAccess) else MediaAccess(root)
+    access = root if isinstance(root, MediaAccess) else MediaAccess((root,))
     if name.startswith("data:"):
         return _contents(name, place)
     if name.lower().startswith(("http://", "https://")):
-        from qwen3vl_bridge.data.media.downloads import fetch
-
-        return fetch(name, access.allowed_urls, access.url_cache, place)
+        return access.downloaded(name, place)
     if "://" in name:
         raise DataError(place, f"found the address {name[:80]!r}, expected the path of a file")
-    if access.root is None:
+    if not access.roots:
         raise DataError(place, f"found the path {name[:80]!r}, and no media_root that it is relative to")
-    return _file(name, access.root, place)
+    return _file(name, access.roots, place)
 
 
 def _contents(name: str, place: str) -> bytes:
@@ -138,33 +140,59 @@ def _contents(name: str, place: str) -> bytes:
         raise DataError(place, f"found contents that are no base64 ({error})") from error
 
 
-def _file(name: str, root: Path, place: str) -> Path:
+def _file(name: str, roots: tuple[Path, ...], place: str) -> Path:
     try:
-        path = (root / name).resolve()
-        if not path.is_relative_to(root.resolve()):
-            raise DataError(place, f"{name!r} is {path}, expected a path inside the media root {root.resolve()}")
-        if not path.is_file():
-            raise DataError(place, f"{name!r} is {path}, and there is no such file")
+        inside, outside = [root.resolve() for root in roots], None
+        for root in roots:
+            path = (root / name).resolve()
+            found, allowed = path.is_file(), any(path.is_relative_to(one) for one in inside)
+            if found and allowed:
+                return path
+            if not allowed and (found or outside is None):
+                outside = root, path
+            if found:
+                break  # the first that is there is meant, and not another of the same name
+        if outside is not None:
+            root, path = outside
+            raise DataError(
+                place,
+                f"{name!r} is {path}, expected a path inside the media root {_listed(roots)}; if that place is "
+                f"meant, name it too: media_root=[{','.join(map(str, (*roots, _left_to(name, root, inside))))}]",
+            )
+        raise DataError(place, f"{name!r} is {_listed(root / name for root in inside)}, and there is no such file")
     except DataError:
         raise
     except (OSError, ValueError) as error:  # too long, a loop of links, a null character
         raise DataError(place, f"found {name[:80]!r}, expected the path of a file ({error})") from error
-    return path
+
+
+def _left_to(name: str, root: Path, roots: list[Path]) -> Path:
+    """Which folder a path is in that leaves the roots: the one that a link leads to, if it is by a link."""
+    path = root / name
+    if ".." not in Path(name).parts and not Path(name).is_absolute():
+        steps = [*reversed(path.parents), path][len(root.parts) :]
+        path = next(step for step in steps if not any(step.resolve().is_relative_to(one) for one in roots))
+    path = path.resolve()
+    return path if path.is_dir() else path.parent
+
+
+def _listed(paths: Iterable[Path]) -> str:
+    return " or ".join(map(str, paths))
 
 
 def describe(media: Media) -> str:
-    """A file's path, and the address that it was fetched from, if it was; or how many bytes came in its stead."""
+    """A file's path, and the address that it was downloaded from, if it was; or how many bytes came in its stead."""
     if not isinstance(media, Path):
         return f"a picture or video of {len(media):,} bytes"
     try:
-        return f"{media} (fetched from {address_file(media).read_text('utf-8')})"
+        return f"{media} (downloaded from {address_file(media).read_text('utf-8')})"
     except (OSError, ValueError):
         return str(media)
 
 
-def address_file(fetched: Path) -> Path:
-    """Where the address of a fetched file is written down."""
-    return fetched.with_name(f"{fetched.name}.address")
+def address_file(downloaded: Path) -> Path:
+    """Where the address of a downloaded file is written down."""
+    return downloaded.with_name(f"{downloaded.name}.address")
 
 
 def is_picture(file: Path) -> bool:

@@ -1,7 +1,7 @@
 """Addresses of pictures and videos: which of them are allowed.
 
 What lives here: reading an address, and comparing it with what a user allows. What may not: the network
-(`downloads.py`).
+(`downloads.py`), files (`url_cache.py`).
 
 Both sides are read by the library that sends the request, so that what is compared is what is asked for. Scheme, host
 and port are compared whole, paths by whole segments: "https://example.org/a" allows "https://example.org/a/1.png", but
@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 from urllib.parse import unquote
 
-from qwen3vl_bridge.data.errors import DataError
+from qwen3vl_bridge.data.errors import DataError, Unreachable
 
 import httpx
 
@@ -30,7 +30,7 @@ def check_prefix(prefix: str) -> None:
     """
     if _is_scheme(prefix):
         return
-    url = _read(prefix)
+    url = read_url(prefix)
     if url is None or url.scheme not in _PORTS or not url.host or re.search(r"[@?#*\\\s]", prefix) or _climbs(url):
         raise ValueError(
             f"allowed_urls has {prefix!r}, expected a scheme and a host, and a path if need be, such as "
@@ -48,22 +48,28 @@ def allowed_url(address: str, prefixes: Sequence[str], place: str) -> httpx.URL:
         place: where it stands, for messages.
 
     Raises:
-        DataError: it is none, or is not allowed.
+        DataError: it is none.
+        Unreachable: it is not allowed; another time it may be.
     """
-    url = _read(address)
-    if url is None or not url.host or url.userinfo or _climbs(url) or not any(_begins(url, one) for one in prefixes):
-        allowed = f"an address that begins with {' or '.join(prefixes)}" if prefixes else "one that allowed_urls allows"
-        raise DataError(
-            place, f"found the address {_shown(address)}, expected the path of a file, or {allowed} (allowed_urls)"
+    url = read_url(address)
+    if url is None or not url.host:
+        raise DataError(place, f"found {shown(address)}, expected the address of a picture or a video")
+    if url.userinfo or _climbs(url) or not any(_begins(url, one) for one in prefixes):
+        raise Unreachable(
+            place,
+            f"found the address {shown(address)}, expected one that begins with {' or '.join(prefixes)} "
+            "(--allowed-urls)",
         )
     return url.copy_with(fragment=None)
 
 
-def _shown(address: str) -> str:
+def shown(address: str) -> str:
+    """An address in a message."""
     return repr(address if len(address) <= 200 else f"{address[:197]}...")
 
 
-def _read(address: str) -> httpx.URL | None:
+def read_url(address: str) -> httpx.URL | None:
+    """An address as it is asked for; None if it is none."""
     try:
         url = httpx.URL(address)
         url.host  # noqa: B018  (read for what it raises)

@@ -4,10 +4,25 @@ What lives here: which keys such a record has, what is checked before Megatron-B
 result in our own spelling. What may not: the translations themselves, which are Megatron-Bridge's, so that the target
 text of a data set is the same here and there; spellings that need no name (`spellings.py`).
 
-`cord_v2` is the format of `naver-clova-ix/cord-v2`: an image, and "ground_truth", a string of JSON with "gt_parse" (or
-"gt_parses", a list whose first entry counts). The answer is that object as tags, keys in reverse alphabetical order,
-items of a list with "<sep/>" between: {"total": {"total_price": "45"}} is
-"<s_total><s_total_price>45</s_total_price></s_total>". The question is "Describe this image.".
+| name | as published by | a record | becomes |
+|---|---|---|---|
+| `cord_v2` | naver-clova-ix/cord-v2 | image, ground_truth | "Describe this image.", the receipt's fields |
+| `rdr` | quintend/rdr-items | image, text | "Describe this image.", the text |
+| `medpix` | mmoukouba/MedPix-VQA | image_id (the picture), question, answer | both |
+| `raven` | HuggingFaceM4/the_cauldron, raven | images, texts | all pictures, the first of the texts |
+| `llava_video_178k` | lmms-lab/LLaVA-Video-178K | video, conversations | all turns |
+| `squad` | rajpurkar/squad | context, question, answers | context and question, the first answer |
+| `gsm8k` | openai/gsm8k | question, answer | both |
+| `openmathinstruct2` | nvidia/OpenMathInstruct-2 | problem, generated_solution | both |
+| `openmathinstruct2_thinking` | the same | the same, expected_answer | the solution as reasoning, that answer |
+
+`ground_truth` of `cord_v2` is a string of JSON with "gt_parse" (or "gt_parses", a list whose first entry counts). The
+answer is that object as tags, keys in reverse alphabetical order, items of a list with "<sep/>" between:
+{"total": {"total_price": "45"}} is "<s_total><s_total_price>45</s_total_price></s_total>".
+
+`texts` of `raven` are objects with "user" and "assistant". `conversations` of `llava_video_178k` are turns with "from"
+("human" or "gpt") and "value"; the video stands before the first of the user's words, whatever "<image>" or "<video>"
+they hold, and its path is relative to the media root, which Megatron-Bridge calls `video_root_path`.
 """
 
 from __future__ import annotations
@@ -20,6 +35,14 @@ from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.schemas.spellings import messages_of
 from qwen3vl_bridge.files.parsing import parse_record
 
+# Names of Megatron-Bridge's whose records are sounds, or videos asked about by their sound.
+_SOUND = ("cv17", "default_audio", "valor32k_avqa")
+_SPEAKERS = ("human", "gpt")
+
+
+def _nothing(record: dict[str, Any], place: str) -> None:
+    """Where keys and strings are all there is to check."""
+
 
 @dataclass(frozen=True)
 class NamedSchema:
@@ -28,12 +51,15 @@ class NamedSchema:
     Attributes:
         name: Megatron-Bridge's.
         keys: that a record must have; others are not read.
-        check: refuses values that the adapter could not translate; called with the record and its place.
+        texts: those of them whose values are strings, of at least one letter.
+        check: refuses other values that the adapter could not translate, or would leave out; called with the record and
+            its place.
     """
 
     name: str
     keys: tuple[str, ...]
-    check: Callable[[dict[str, Any], str], None]
+    texts: tuple[str, ...] = ()
+    check: Callable[[dict[str, Any], str], None] = _nothing
 
     def messages_of(self, record: Any, place: str) -> dict[str, Any]:
         """A record in our own spelling.
@@ -48,9 +74,41 @@ class NamedSchema:
         if missing:
             found = f"the keys {', '.join(map(str, given)) or 'none'}" if given is record else type(record).__name__
             raise DataError(place, f"found {found}, expected {' and '.join(self.keys)} under schema {self.name}")
+        for key in self.texts:
+            _check_text(given[key], repr(key), place)
         self.check(given, place)
-        (adapted,) = adapt_hf_dataset([{key: given[key] for key in self.keys}], adapter_name=self.name)
-        return {"messages": adapted["conversation"]}
+        # A video may be contents, and a path is under our own rules: both come back in place of what stands for them.
+        read = {key: "video" if key == "video" else given[key] for key in self.keys}
+        settings = {"video_root_path": "."} if "video" in read else {}
+        (adapted,) = adapt_hf_dataset([read], adapter_name=self.name, adapter_kwargs=settings)
+        return {"messages": _own_messages(adapted, given.get("video"))}
+
+
+def _own_messages(adapted: dict[str, Any], video: Any) -> list[dict[str, Any]]:
+    """What an adapter made of a record, as our messages.
+
+    Args:
+        adapted: a prompt and its completion, or a conversation.
+        video: what the record has under that name, for a part that shows it.
+    """
+    if "completion" in adapted:
+        pair = (("user", adapted["prompt"]), ("assistant", adapted["completion"]))
+        return [{"role": role, "content": text} for role, text in pair]
+    messages = []
+    for message in adapted.get("conversation") or adapted["messages"]:
+        own = {"reasoning_content" if key == "thinking" else key: value for key, value in message.items()}
+        if isinstance(own["content"], list):
+            own["content"] = [
+                {"type": "video", "video": video} if part["type"] == "video" else part for part in own["content"]
+            ]
+        messages.append(own)
+    return messages
+
+
+def _check_text(value: Any, name: str, place: str) -> None:
+    if not isinstance(value, str) or not value.strip():
+        found = "an empty string" if isinstance(value, str) else type(value).__name__
+        raise DataError(place, f"found {found} under {name}, expected a string with something in it")
 
 
 def _check_cord_v2(record: dict[str, Any], place: str) -> None:
@@ -70,8 +128,54 @@ def _check_cord_v2(record: dict[str, Any], place: str) -> None:
         )
 
 
+def _check_raven(record: dict[str, Any], place: str) -> None:
+    for key, items in (("images", "pictures"), ("texts", "objects with 'user' and 'assistant'")):
+        if not isinstance(record[key], list) or not record[key]:
+            found = "an empty list" if record[key] == [] else type(record[key]).__name__
+            raise DataError(place, f"found {found} under {key!r}, expected a list of {items}")
+    first = record["texts"][0]
+    if not isinstance(first, dict):
+        raise DataError(place, f"found {type(first).__name__} as the first of 'texts', expected an object")
+    for key in ("user", "assistant"):
+        _check_text(first.get(key), f"{key!r} of the first of 'texts'", place)
+
+
+def _check_llava_video(record: dict[str, Any], place: str) -> None:
+    turns = record["conversations"]
+    if not isinstance(turns, list) or not turns:
+        found = "an empty list" if turns == [] else type(turns).__name__
+        raise DataError(place, f"found {found} under 'conversations', expected a list of turns")
+    for number, turn in enumerate(turns, start=1):
+        where = f"{place}: turn {number}"
+        speaker = turn.get("from") if isinstance(turn, dict) else None
+        if speaker not in _SPEAKERS:
+            found = f"the speaker {speaker!r}" if isinstance(turn, dict) else type(turn).__name__
+            raise DataError(where, f"found {found}, expected an object with 'from', {' or '.join(_SPEAKERS)}")
+        _check_text(turn.get("value"), "'value'", where)
+
+
+def _check_squad(record: dict[str, Any], place: str) -> None:
+    answers = record["answers"]
+    texts = answers.get("text") if isinstance(answers, dict) else None
+    if not isinstance(texts, list) or not texts:
+        raise DataError(place, f"found {str(answers)[:57]} under 'answers', expected an object with 'text', a list")
+    _check_text(texts[0], "the first 'text' of 'answers'", place)
+
+
+_MATH = ("problem", "generated_solution", "expected_answer")
 SCHEMAS = {
-    schema.name: schema for schema in (NamedSchema("cord_v2", keys=("image", "ground_truth"), check=_check_cord_v2),)
+    schema.name: schema
+    for schema in (
+        NamedSchema("cord_v2", ("image", "ground_truth"), check=_check_cord_v2),
+        NamedSchema("rdr", ("image", "text"), texts=("text",)),
+        NamedSchema("medpix", ("image_id", "question", "answer"), texts=("question", "answer")),
+        NamedSchema("raven", ("images", "texts"), check=_check_raven),
+        NamedSchema("llava_video_178k", ("video", "conversations"), check=_check_llava_video),
+        NamedSchema("squad", ("context", "question", "answers"), texts=("context", "question"), check=_check_squad),
+        NamedSchema("gsm8k", ("question", "answer"), texts=("question", "answer")),
+        NamedSchema("openmathinstruct2", _MATH, texts=_MATH),
+        NamedSchema("openmathinstruct2_thinking", _MATH, texts=_MATH),
+    )
 }
 
 
@@ -79,11 +183,18 @@ def named_schema(name: str | None) -> NamedSchema | None:
     """The schema of a name; None for records that need none.
 
     Raises:
-        ValueError: no such schema.
+        ValueError: no such schema, or one of records that the model cannot take in.
     """
-    if name is not None and name not in SCHEMAS:
-        raise ValueError(f"schema_adapter is {name!r}, expected one of {', '.join(SCHEMAS)}, or none")
-    return None if name is None else SCHEMAS[name]
+    if name is None:
+        return None
+    known = f"expected one of {', '.join(SCHEMAS)}, or none"
+    if name in _SOUND:
+        raise ValueError(
+            f"schema_adapter is {name!r}, whose records hold audio, which the model does not hear; {known}"
+        )
+    if name not in SCHEMAS:
+        raise ValueError(f"schema_adapter is {name!r}, {known}")
+    return SCHEMAS[name]
 
 
 def read_by(schema: NamedSchema | None, record: Any, place: str) -> Any:

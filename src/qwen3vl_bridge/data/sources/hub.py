@@ -7,8 +7,11 @@ streaming (`hub_streaming.py`).
 from __future__ import annotations
 
 import re
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+from urllib.parse import unquote
 
 from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.media.images import MediaRoot, media_access
@@ -17,6 +20,61 @@ from qwen3vl_bridge.data.schemas.named_schemas import NamedSchema, marked
 from qwen3vl_bridge.data.sources.tables import columns_of, conversation_in, library
 
 HUB = "hf://"
+SPELLINGS = "hf://owner/name, hf://owner/name:configuration#split or hf://datasets/owner/name/files"
+_NAME = re.compile(
+    r"(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>[^@:/#]+))?(:(?P<configuration>[^#]+)|/(?P<files>[^#]+))?"
+    r"(#(?P<split>.+))?"
+)
+_FILES = re.compile(r"[*?\[]|\.(parquet|jsonl?|arrow)(\.\w+)?$")  # what is none of these is a folder
+
+
+@dataclass(frozen=True)
+class HubName:
+    """What a data set of the hub is called.
+
+    Attributes:
+        repository: "owner/name".
+        configuration: which, of a data set that has several, as The Cauldron's "ai2d".
+        split: which; needless where there is but one.
+        revision: branch, tag or commit; the main branch if None.
+        files: a folder of the repository, a file or a pattern, in place of a configuration; these are of one split,
+            which `datasets` calls "train", but for a folder whose files are named by splits.
+    """
+
+    repository: str
+    configuration: str | None = None
+    split: str | None = None
+    revision: str | None = None
+    files: str | None = None
+
+    @classmethod
+    def of(cls, path: str) -> Self:
+        """Read "hf://owner/name@revision:configuration#split", of which all but owner and name may be left out.
+
+        Hugging Face's own "hf://datasets/owner/name@revision/files" says the same, and "/" in a revision is "%2F".
+
+        Raises:
+            DataError: a path of another form.
+        """
+        name = path.removeprefix(HUB)
+        spelled = _NAME.fullmatch(name.removeprefix("datasets/"))
+        if spelled is None or (spelled["files"] and not name.startswith("datasets/")):
+            raise DataError(path, f"found the name {name!r}, expected {SPELLINGS}")
+        found = spelled.groupdict()
+        return cls(**found | {"revision": found["revision"] and unquote(found["revision"])})
+
+    def __str__(self) -> str:
+        """As messages and samples have it, without "hf://"."""
+        parts = (("@", self.revision), (":", self.configuration), ("/", self.files), ("#", self.split))
+        name = "".join(f"{mark}{part}" for mark, part in parts if part is not None)
+        return f"{'datasets/' if self.files else ''}{self.repository}{name}"
+
+    def arguments(self) -> tuple[tuple[str, ...], dict[str, str]]:
+        """What functions of `datasets` are told, but for the split."""
+        named = (self.repository,) if self.configuration is None else (self.repository, self.configuration)
+        of_files = "data_files" if self.files and _FILES.search(self.files) else "data_dir"
+        others = {"revision": self.revision, of_files: self.files and self.files.strip("/")}
+        return named, {name: value for name, value in others.items() if value is not None}
 
 
 class HubDataset:
@@ -83,18 +141,18 @@ class HubDataset:
         """A data set of the hub, downloaded or from the cache.
 
         Args:
-            name: "owner/name".
-            split: which; needless where there is but one.
+            name: "owner/name", or as `HubName.of` reads it.
+            split: which, where the name does not say it; needless where there is but one.
             media_root: as for the class.
             schema: likewise.
 
         Raises:
-            DataError: as for the class, no such data set or split, or several and none chosen.
+            DataError: as for the class, no such data set, configuration or split, or several and none chosen.
         """
-        dataset, split = load_named(name, split)
-        source = cls(dataset, f"{name}#{split}", media_root, schema)
+        dataset, called = load_named(name, split)
+        source = cls(dataset, called, media_root, schema)
         # The library's own holds times of files in the cache, which differ from machine to machine.
-        source._fingerprint = f"{len(source)} rows, {dataset.info.dataset_size} bytes"
+        source._fingerprint = f"{called}, {len(source)} rows, {dataset.info.dataset_size} bytes"
         return source
 
     def __len__(self) -> int:
@@ -105,7 +163,7 @@ class HubDataset:
         return f"{self.name}[{range(len(self))[index]}]"
 
     def fingerprint(self) -> str:
-        """The library's own for a saved data set; rows and bytes for one of the hub."""
+        """The library's own for a saved data set; name, rows and bytes for one of the hub."""
         return marked(self._fingerprint, self._schema)
 
     def __getitem__(self, index: int) -> Conversation:
@@ -122,36 +180,45 @@ class HubDataset:
         return conversation_in(table, 0, place, self.media, self._schema)
 
 
-def name_on_hub(path: str) -> tuple[str, str | None]:
-    """Name and split of "hf://owner/name#split", None for no split.
-
-    Raises:
-        DataError: a path of another form.
-    """
-    name, _, split = path.removeprefix(HUB).partition("#")
-    if not path.startswith(HUB) or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        raise DataError(path, f"found the name {name!r}, expected hf://owner/name or hf://owner/name#split")
-    return name, split or None
-
-
-def load_named(name: str, split: str | None, **how: Any) -> tuple[Any, str]:
-    """A data set of the hub, and which split it is.
+def load_named(name: str, split: str | None = None, **how: Any) -> tuple[Any, str]:
+    """A data set of the hub, and what it is called, with its split.
 
     Args:
-        name: "owner/name".
-        split: which; needless where there is but one.
+        name: as `HubName.of` reads it.
+        split: which, where the name does not say it; needless where there is but one.
         how: what else `datasets.load_dataset` is told.
 
     Raises:
-        DataError: no such data set or split, or several and none chosen; `datasets` is not installed.
+        DataError: no such data set, configuration or split, or several and none chosen; `datasets` is not installed.
     """
-    place = f"{HUB}{name}"
+    found = HubName.of(name)
+    if split and found.split not in (None, split):
+        raise DataError(name, f"found the split {split!r} beside it, expected one split")
+    found = replace(found, split=found.split or split)
+    place = f"{HUB}{replace(found, split=None)}"
     datasets = library("datasets", place)
+    named, others = found.arguments()
     try:
-        splits = [split] if split else datasets.get_dataset_split_names(name)
-        dataset = datasets.load_dataset(name, split=splits[0], **how) if len(splits) == 1 else None
+        splits = [found.split] if found.split else datasets.get_dataset_split_names(*named, **others)
+        dataset = datasets.load_dataset(*named, split=splits[0], **others, **how) if len(splits) == 1 else None
     except Exception as error:  # the network's, the hub's, and those of whatever reads its files
+        _check_configuration(datasets, found, error)
         raise DataError(place, f"found a data set that does not load ({error})") from error
     if dataset is None:
         raise DataError(place, f"found the splits {', '.join(splits)}, expected one, as {place}#{splits[0]}")
-    return dataset, splits[0]
+    return dataset, str(replace(found, split=splits[0]))
+
+
+def _check_configuration(datasets: Any, name: HubName, error: Exception) -> None:
+    """Says which configurations there are, if an error is that there are others."""
+    names: list[str] = []
+    if isinstance(error, ValueError) and name.files is None:  # and not the network's or the hub's
+        with suppress(Exception):
+            names = datasets.get_dataset_config_names(name.repository, revision=name.revision)
+    if names and name.configuration not in (names if len(names) > 1 else (None, *names)):
+        known = replace(name, configuration=None, split=None)
+        example = replace(name, configuration=names[0])
+        raise DataError(
+            f"{HUB}{known}",
+            f"found the configurations {', '.join(names)}, expected one of them, as {HUB}{example}",
+        ) from error

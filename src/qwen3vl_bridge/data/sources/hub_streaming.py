@@ -106,17 +106,17 @@ class StreamedDataset:
         """A data set of the hub, read as it is downloaded.
 
         Args:
-            name: "owner/name".
-            split: which; needless where there is but one.
+            name: "owner/name", or as `HubName.of` reads it.
+            split: which, where the name does not say it; needless where there is but one.
             media_root: as for the class.
             how: `seed`, `buffer_size`, `keep` and `schema`, as for the class.
 
         Raises:
-            DataError: as for the class, no such data set or split, or several and none chosen.
+            DataError: as for the class, no such data set, configuration or split, or several and none chosen.
             ValueError: as for the class.
         """
-        dataset, split = load_named(name, split, streaming=True)
-        return cls(dataset, f"{name}#{split}", media_root, **how)
+        dataset, called = load_named(name, split, streaming=True)
+        return cls(dataset, called, media_root, **how)
 
     def _forget(self) -> None:
         self._reading: _Reading | None = None

@@ -13,7 +13,7 @@ import logging
 import math
 import os
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from itertools import accumulate
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.data.errors import DataError
+from qwen3vl_bridge.data.media.images import MediaAccess
 from qwen3vl_bridge.data.packing.sample_order import MixedOrder
 from qwen3vl_bridge.data.schemas.conversations import Conversation
 from qwen3vl_bridge.data.schemas.named_schemas import named_schema
@@ -46,7 +47,7 @@ class MixedSet:
         name: what samples, messages and figures call it; by default after the path.
         weight: its share of the samples, beside the other sets' weights.
         epochs: how often each of its samples is seen in an epoch of the mixture; 0.3 is another part of it each epoch.
-        media_root: folder of its pictures; by default that of each file.
+        media_root: folder of its pictures, or several (see `MediaAccess`); by default that of each file.
         schema_adapter: its records' format (see `data/schemas/named_schemas.py`); None for conversations.
     """
 
@@ -54,7 +55,7 @@ class MixedSet:
     name: str
     weight: float | None = None
     epochs: float | None = None
-    media_root: str | None = None
+    media_root: str | Sequence[str] | None = None
     schema_adapter: str | None = None
 
     def path_of(self, split: str) -> str | None:
@@ -63,7 +64,9 @@ class MixedSet:
 
 
 def mixed_sets(
-    setting: Sequence[Mapping[str, Any]] | str, media_root: str | None = None, schema_adapter: str | None = None
+    setting: Sequence[Mapping[str, Any]] | str,
+    media_root: str | Sequence[str] | None = None,
+    schema_adapter: str | None = None,
 ) -> tuple[MixedSet, ...]:
     """The sets that a setting names, checked as far as that goes without reading data.
 
@@ -97,13 +100,13 @@ def mixed_sets(
     return sets
 
 
-def _set_of(where: str, given: Any, media_root: str | None, schema_adapter: str | None) -> MixedSet:
+def _set_of(where: str, given: Any, media_root: str | Sequence[str] | None, schema_adapter: str | None) -> MixedSet:
     keys = [field.name for field in fields(MixedSet)]
     if not isinstance(given, Mapping) or not isinstance(given.get("path"), str) or not given["path"]:
         raise ValueError(f"{where} is {given!r}, expected a `path`, and besides it any of {', '.join(keys[1:])}")
     if unknown := [key for key in given if key not in keys]:
         raise ValueError(f"{where} has {unknown[0]!r}, which is no setting of a set; expected any of {', '.join(keys)}")
-    for name in ("name", "media_root", "schema_adapter"):
+    for name in ("name", "schema_adapter"):
         if not isinstance(given.get(name), (str, type(None))) or given.get(name) == "":
             raise ValueError(f"{where}.{name} is {given[name]!r}, expected text")
     for name in ("weight", "epochs"):
@@ -114,6 +117,7 @@ def _set_of(where: str, given: Any, media_root: str | None, schema_adapter: str 
             f"{where} has weight {given['weight']} and epochs {given['epochs']}, expected one of the two: a share of "
             "the samples, or how often each is seen"
         )
+    MediaAccess.of(given.get("media_root"))
     settings = {"media_root": media_root, "schema_adapter": schema_adapter, **given}
     named_schema(settings["schema_adapter"])
     return MixedSet(**{**settings, "name": given.get("name") or _name_of(given["path"])})
@@ -134,20 +138,23 @@ def _name_of(path: str) -> str:
     return next((part for part in reversed(parts) if part.strip("/.") and part not in _UNNAMING), path)
 
 
-def open_mixture(sets: Sequence[MixedSet], split: str, **access: Any) -> Mixture:
+def open_mixture(sets: Sequence[MixedSet], split: str, addresses: Callable[[str, str], Path] | None = None) -> Mixture:
     """The sets' conversations of a split. Weights and epochs are of training; other splits are read as they are.
 
     Args:
         sets: of them, those that have the split.
         split: "train", "valid" or "test".
-        access: which addresses may be fetched, as `open_source` takes it.
+        addresses: gives the files of addresses, as `open_source` takes it.
 
     Raises:
         DataError: a path that is not there or cannot be read, or has no conversations.
         ValueError: shares so small that an epoch would have no sample.
     """
     places = [(one, path) for one in sets if (path := one.path_of(split)) is not None]
-    sources = [open_source(path, one.media_root, schema_adapter=one.schema_adapter, **access) for one, path in places]
+    sources = [
+        open_source(path, one.media_root, addresses=addresses, schema_adapter=one.schema_adapter)
+        for one, path in places
+    ]
     chosen = [one for one, _ in places]
     mixture = Mixture([one.name for one in chosen], sources, _taken(chosen, sources) if split == "train" else None)
     logger.info("%s: %s", split, mixture.words())

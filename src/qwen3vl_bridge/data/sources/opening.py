@@ -12,7 +12,7 @@ import mmap
 import re
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -20,7 +20,7 @@ from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.media.images import MediaAccess, MediaRoot, media_access
 from qwen3vl_bridge.data.schemas.conversations import Conversation, conversation_of
 from qwen3vl_bridge.data.schemas.named_schemas import NamedSchema, marked, named_schema, read_by
-from qwen3vl_bridge.data.sources.hub import HUB, HubDataset, name_on_hub
+from qwen3vl_bridge.data.sources.hub import HUB, HubDataset
 from qwen3vl_bridge.data.sources.parquet import Parquet
 from qwen3vl_bridge.files.parsing import parse_record
 
@@ -211,10 +211,9 @@ class JsonList(_JsonFile):
 
 def open_source(
     path: str | Path,
-    media_root: str | Path | None = None,
+    media_root: str | Path | Sequence[str | Path] | None = None,
     *,
-    allowed_urls: Sequence[str] = (),
-    url_cache: str | Path | None = None,
+    addresses: Callable[[str, str], Path] | None = None,
     schema_adapter: str | None = None,
 ) -> ConversationSource:
     """The reader for what a path is.
@@ -222,24 +221,30 @@ def open_source(
     Args:
         path: a .jsonl file; a .json file, of lines or with one list; a .parquet file, a folder of them, or a pattern
             such as "data/train-*.parquet"; a folder made by `save_to_disk` of Hugging Face's `datasets`; or
-            "hf://owner/name#split" for a data set of the hub.
-        media_root: folder that paths of pictures and videos are relative to and may not leave; by default that of the
-            file, and none for the hub.
-        allowed_urls: beginnings of addresses that pictures and videos may be fetched from (see `MediaAccess`).
-        url_cache: folder of what was fetched; the user's cache folder if None.
+            "hf://owner/name:configuration#split" for a data set of the hub (see `HubName.of`).
+        media_root: folder that paths of pictures and videos are relative to and may not leave, or several (see
+            `MediaAccess`); by default that of the file, and none for the hub.
+        addresses: gives the files of addresses (see `MediaAccess`).
         schema_adapter: name of the records' schema (`named_schemas.py`), where they have one.
 
     Raises:
         DataError: a path of none of these, or one that the reader refuses.
-        ValueError: something in `allowed_urls` that is no beginning of an address, or no such schema.
+        ValueError: no such schema.
     """
     schema = named_schema(schema_adapter)
-    media = MediaAccess.of(media_root, allowed_urls, url_cache)
+    media = MediaAccess.of(media_root, addresses)
     if str(path).startswith(HUB):
-        return HubDataset.named(*name_on_hub(str(path)), media, schema)
+        return HubDataset.named(str(path), media_root=media, schema=schema)
     path = Path(path)
     if path.is_dir():
         saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
+        if not saved and not any(path.glob("*.parquet")):
+            names = ", ".join(sorted(file.name for file in path.iterdir())[:5]) or "nothing"
+            raise DataError(
+                str(path),
+                f"found {names} in the folder, expected Parquet files or what save_to_disk wrote (a folder with "
+                "train.jsonl is for dataset.path or --data)",
+            )
         return HubDataset.saved(path, media, schema) if saved else Parquet(path, media, schema)
     if path.suffix == ".parquet":
         return Parquet(path, media, schema)

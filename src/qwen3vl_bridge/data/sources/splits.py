@@ -1,12 +1,13 @@
-"""The splits of a data folder: which of its files is for training, validation and test.
+"""What a path of data means: which of its files or folders is for training, validation and test.
 
-What lives here: the names of files. What may not: reading them (`opening.py`).
+What lives here: the names of files and folders. What may not: reading them (`opening.py`).
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.sources.hub import HUB
 
 _NAMES = {"train": ("train",), "valid": ("valid", "validation", "val", "test"), "test": ("test",)}
@@ -16,8 +17,10 @@ _KINDS = ("jsonl", "json", "parquet")
 def splits_in(path: str) -> dict[str, str]:
     """The path of each split that a path means, by the split's name.
 
-    A folder with `train.jsonl` (or `.json`, `.parquet`) has its other splits beside it; one with `test.jsonl` alone is
-    validated on that. Anything else is training data by itself: a file, a saved data set, one of the hub.
+    A folder with `train.jsonl` (or `.json`, `.parquet`), files such as `train-00000-of-00004.parquet`, or splits that
+    `save_to_disk` of Hugging Face's `datasets` wrote, has its other splits beside it; one with `test.jsonl` alone is
+    validated on that. Anything else is training data by itself: a file, a folder of files that no split names, a saved
+    data set without splits, one of the hub.
 
     Args:
         path: as `dataset.path` has it.
@@ -31,6 +34,30 @@ def splits_in(path: str) -> dict[str, str]:
     return {split: str(file) for split, file in found.items() if file is not None}
 
 
+def split_of(path: str, split: str) -> str:
+    """The path of one split.
+
+    Args:
+        path: as `dataset.path` has it.
+        split: "train", "valid" or "test".
+
+    Raises:
+        DataError: there is none.
+    """
+    found = splits_in(path)
+    if split not in found:
+        raise DataError(path, f"found {', '.join(found)} and no {split} split, expected a folder that has one")
+    return found[split]
+
+
 def _first(folder: Path, names: tuple[str, ...]) -> Path | None:
-    files = (folder / f"{name}.{kind}" for name in names for kind in _KINDS)
-    return next((file for file in files if file.is_file()), None)
+    return next((found for name in names if (found := _of_split(folder, name)) is not None), None)
+
+
+def _of_split(folder: Path, name: str) -> Path | None:
+    for file in (folder / f"{name}.{kind}" for kind in _KINDS):
+        if file.is_file():
+            return file
+    if any(folder.glob(f"{name}-*.parquet")):
+        return folder / f"{name}-*.parquet"
+    return folder / name if (folder / name / "state.json").is_file() else None

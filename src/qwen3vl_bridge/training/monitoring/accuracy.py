@@ -81,8 +81,7 @@ class Accuracy(Callback):
         source = open_source(
             self.settings.path,
             getattr(self.rows, "media_root", None),
-            allowed_urls=getattr(self.rows, "allowed_urls", ()),
-            url_cache=getattr(self.rows, "url_cache", None),
+            addresses=self.rows.downloaded() if hasattr(self.rows, "downloaded") else None,
             schema_adapter=getattr(self.rows, "schema_adapter", None),
         )
         return questions(source, self.rows, self.settings.samples)

@@ -1,0 +1,164 @@
+"""`qwen3vl data download`: every address once, side by side, again where it was stopped; and training on the files."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import qwen3vl_bridge
+from qwen3vl_bridge.cli.data import main
+from qwen3vl_bridge.data import DataError, JsonLines, open_source
+from qwen3vl_bridge.data.errors import Unreachable
+from qwen3vl_bridge.data.media.images import MediaAccess
+from qwen3vl_bridge.data.media.url_cache import UrlCache, default_cache
+
+import pytest
+
+from .conftest import write
+from .media.test_video import ask, clip
+from .servers import files, png, send
+
+
+def asking(*addresses: str) -> dict:
+    return {"messages": ask(*({"type": "image", "image": address} for address in addresses))}
+
+
+@pytest.fixture
+def run(server, tmp_path, capsys):
+    """Runs the command on records; its exit status and report."""
+
+    def run(records: list, *options: str) -> tuple[int, dict]:
+        file = write(tmp_path / "train.jsonl", records)
+        arguments = ["download", "--data", str(file), "--url-cache", str(tmp_path / "cache"), "--json", *options]
+        status = main([*arguments, "--allowed-urls", f"{server.url}/"])
+        return status, json.loads(capsys.readouterr().out)
+
+    return run
+
+
+def manifest(tmp_path: Path) -> dict[str, bool]:
+    lines = [json.loads(line) for line in (tmp_path / "cache/failed.jsonl").read_text().splitlines()]
+    return {line["address"].rpartition("/")[2]: line["final"] for line in lines}
+
+
+def test_every_address_is_asked_once(server, run, tmp_path):
+    names = [f"/{number}.png" for number in range(50)]
+    server.answers = {name: png() for name in names}
+    records = [asking(server.url + names[n], server.url + names[(7 * n) % 50]) for n in range(50)] * 2
+    assert run(records) == (0, {"downloaded": 50, "present": 0, "failures": [], "unread": []})
+    assert server.asked == Counter(names) and len(files(tmp_path / "cache")) == 51  # and the manifest
+    assert run(records)[1]["present"] == 50 and server.asked == Counter(names)
+    assert run([*records, asking(f"{server.url}/0.png#top")])[1]["present"] == 51
+
+
+def test_conversations_train_on_what_was_downloaded(server, run, checkpoint, encoder, tmp_path):
+    """Planned, then encoded, and the same as from files, also from frames and from a video."""
+    server.answers = {"/a.png": png(), "/b.mkv": clip(tmp_path / "b.mkv", 12).read_bytes()}
+    url = server.url
+    frames = {"type": "video", "video": [f"{url}/a.png", "local.png"], "sample_fps": 2}
+    parts = [{"type": "image", "image": f"{url}/a.png"}, {"type": "video", "video": f"{url}/b.mkv"}, frames]
+    (tmp_path / "local.png").write_bytes(png("blue"))
+    assert run([{"messages": ask(*parts)}])[0] == 0
+    assert server.asked == {"/a.png": 1, "/b.mkv": 1}
+    server.close()
+
+    cache = UrlCache(tmp_path / "cache")
+    conversation = open_source(tmp_path / "train.jsonl", addresses=cache)[0]
+    sample = encoder(conversation)
+    assert encoder.size(conversation).tokens == len(sample)
+    local = [parts[0] | {"image": "local.png"}, parts[1] | {"video": "b.mkv"}, frames | {"video": ["local.png"] * 2}]
+    same = encoder(JsonLines(write(tmp_path / "local.jsonl", [{"messages": ask(*local)}]))[0])
+    assert (sample.input_ids == same.input_ids).all() and len(sample.pixel_values_videos) > 12
+
+    provider = qwen3vl_bridge.Qwen3VLConversationProvider(
+        train_path=str(tmp_path / "train.jsonl"),
+        hf_processor_path=str(checkpoint),
+        seq_length=512,
+        url_cache=str(tmp_path / "cache"),
+        num_workers=0,
+    )
+    provider.finalize()
+    assert next(provider.stream("train")).vision is not None
+
+
+def test_what_failed_is_written_down(server, run, tmp_path):
+    server.answers = {"/a.png": png(), "/gone.png": 404, "/busy.png": 503, "/page.png": b"<html>"}
+    far = "http://far.example/1.png"
+    records = [asking(f"{server.url}/{name}") for name in ("a.png", "gone.png", "busy.png", "page.png")]
+    records += [asking(far), asking("http://"), {"messages": []}]
+    status, report = run(records)
+    assert status == 1 and report["downloaded"] == 1 and report["unread"][0].startswith("train.jsonl:7: found")
+    problems = {failure["address"]: failure["problem"] for failure in report["failures"]}
+    assert problems[far].endswith(f"expected one that begins with {server.url}/ (--allowed-urls)")
+    failed = {"gone.png": True, "page.png": True, "": True, "busy.png": False, "1.png": False}
+    assert manifest(tmp_path) == failed
+
+    # What failed for good is a bad sample; at the rest training stops.
+    cache = UrlCache(tmp_path / "cache")
+    with pytest.raises(DataError, match=r"^here: found the address '.*gone.png', which could not be downl.*status 404"):
+        cache(f"{server.url}/gone.png", "here")
+    for address in (f"{server.url}/busy.png", far, "http://new.example/1.png"):
+        with pytest.raises(Unreachable, match=r"^here: found the address .*qwen3vl data download fetches them$"):
+            cache(address, "here")
+
+    # Only what is not known to be gone is asked for again, unless that is wanted too.
+    server.answers |= {"/gone.png": png(), "/busy.png": png()}
+    before = server.asked.copy()
+    assert run(records)[1]["downloaded"] == 1 and server.asked - before == {"/busy.png": 1}
+    assert run(records, "--retry")[1]["downloaded"] == 1 and cache(f"{server.url}/gone.png", "here").is_file()
+    assert run(records, "--give-up")[0] == 1 and set(manifest(tmp_path).values()) == {True}
+    with pytest.raises(DataError, match="could not be downloaded") as caught:
+        cache(far, "here")
+    assert not isinstance(caught.value, Unreachable)
+    assert run(records[:1], "--manifest", str(tmp_path / "other/failed.jsonl"))[0] == 0
+    assert (tmp_path / "other/failed.jsonl").read_text() == ""
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
+def test_a_download_that_was_stopped_goes_on(server, run, tmp_path, sent):
+    """No half of a file is taken for a whole one, and none that is there is asked for again."""
+    several = [f"/{number}.png" for number in range(12)]
+    server.answers = {name: png() for name in several}
+
+    def slow(handler):
+        send(handler, 200, png()[:40], Content_Length=len(png()))
+        time.sleep(60)
+
+    server.first = {name: [slow] for name in several[6:]}
+    file = write(tmp_path / "train.jsonl", [asking(server.url + name) for name in several])
+    command = [sys.executable, "-m", "qwen3vl_bridge.cli.data", "download", "--data", str(file), "--workers", "8"]
+    command += ["--url-cache", str(tmp_path / "cache"), "--allowed-urls", f"{server.url}/"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    while sum(server.asked[name] for name in several) < 12 and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(sent)
+    assert process.wait(60) == (130 if sent is signal.SIGINT else -sent)
+    whole = list((tmp_path / "cache").rglob("[!.]*.png"))
+    assert len(whole) <= 6 and all(path.read_bytes() == png() for path in whole)
+    before = server.asked.copy()
+    status, report = run([asking(server.url + name) for name in several])
+    assert status == 0 and report["present"] == len(whole) and report["downloaded"] == 12 - len(whole)
+    assert (server.asked - before).total() == 12 - len(whole)
+
+
+def test_a_folder_that_cannot_be_written_to_is_said(server, run, tmp_path, capsys):
+    server.answers["/a.png"] = png()
+    (tmp_path / "cache").write_text("a file")
+    file = write(tmp_path / "train.jsonl", [asking(f"{server.url}/a.png")])
+    arguments = ["download", "--data", str(file), "--url-cache", str(tmp_path / "cache")]
+    assert main([*arguments, "--allowed-urls", f"{server.url}/"]) == 2
+    assert str(tmp_path / "cache") in capsys.readouterr().err
+    assert main([*arguments, "--allowed-urls", "ftp://a"]) == 2
+    assert "--allowed-urls: allowed_urls has 'ftp://a', expected a scheme" in capsys.readouterr().err
+
+
+def test_the_folder_is_the_users_unless_told_otherwise(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert UrlCache().path_of("http://a/1.png").is_relative_to(tmp_path / "xdg/qwen3vl_bridge/media")
+    with pytest.raises(Unreachable, match=f"no download of it in {tmp_path}/xdg/qwen3vl_bridge/media"):
+        MediaAccess().downloaded("http://a/1.png", "here")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert default_cache() == Path.home() / ".cache/qwen3vl_bridge/media"
