@@ -123,16 +123,17 @@ class Admission:
             self._say("cut", problem)
         return measured
 
-    def encode(self, read: Callable[[], Admitted]) -> EncodedSample | None:
+    def encode(self, read: Callable[[], Admitted], kind: Left = "dropped") -> EncodedSample | None:
         """Tokens and pixels; None for one that proves bad only now, as a picture that breaks off, and is dropped.
 
         Args:
             read: gives the conversation, and the size that it was measured with.
+            kind: "unreadable" if its place in a row is kept, and left blank.
 
         Raises:
             DataError: it cannot be encoded, where that is an error, or not to that size.
         """
-        return self._unless_bad(lambda: self._encode(read()), "unreadable")
+        return self._unless_bad(lambda: self._encode(read()), kind)
 
     def blank(self, place: str) -> EncodedSample:
         """A single token that nothing is trained on, to stand in a place that must not be empty."""
@@ -166,7 +167,7 @@ class Admission:
 
         Args:
             error: what is wrong.
-            kind: "unreadable" if the sample's row was planned already.
+            kind: "unreadable" if its place in a row is kept, and left blank.
 
         Raises:
             DataError: it, where that is an error.

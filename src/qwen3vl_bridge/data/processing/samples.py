@@ -73,5 +73,5 @@ class Samples:
         Raises:
             DataError: it cannot be encoded, where that is an error, or not to the length that its row was planned with.
         """
-        sample = self.admission.encode(lambda: Admitted(self.file[index], self.size(index)))
+        sample = self.admission.encode(lambda: Admitted(self.file[index], self.size(index)), "unreadable")
         return sample or self.admission.blank(self.file.sample_id(index))
