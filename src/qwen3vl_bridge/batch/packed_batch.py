@@ -124,6 +124,8 @@ class PackedBatch(Movable):
         layout: where the segments lie.
         vision: pictures, or None where there are none, or for a pipeline stage that encodes none.
         sample_ids: which samples of the data set the segments are, in order, for messages to people.
+        dropped: of each set of the data, how many samples were left out of rows by the time of these, in all epochs.
+        unreadable: of each set, how many samples of these rows could not be read, and are a blank token each.
     """
 
     input_ids: Tensor
@@ -134,6 +136,8 @@ class PackedBatch(Movable):
     layout: SequenceLayout
     vision: VisionInputs | None = None
     sample_ids: tuple[str, ...] = ()
+    dropped: tuple[int, ...] = ()
+    unreadable: tuple[int, ...] = ()
 
     def local(
         self,

@@ -39,9 +39,14 @@ def sum_amounts(amounts: Sequence[int], groups: ProcessGroupCollection) -> list[
 
 def largest(value: float) -> float:
     """The largest of all ranks."""
-    values = torch.tensor(value, dtype=torch.float64, device=_device_of_collectives())
-    torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.MAX)
-    return values.item()
+    return largest_of_each([value])[0]
+
+
+def largest_of_each(values: Sequence[float]) -> list[float]:
+    """Of each of several values the largest of all ranks."""
+    together = torch.tensor(values, dtype=torch.float64, device=_device_of_collectives())
+    torch.distributed.all_reduce(together, op=torch.distributed.ReduceOp.MAX)
+    return together.tolist()
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:

@@ -238,3 +238,17 @@ def test_a_mixture_is_set_by_words_and_by_yaml(sets, tmp_path):
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({"dataset": {"mixture": sets(talk={"epochs": 2})}}))
     overrides.apply(cfg, files=[tmp_path / "run.yaml"])
     assert [one.epochs for one in cfg.dataset.mixed("train")] == [2]
+
+
+def test_what_is_left_out_is_counted_by_set(make, sets, tmp_path):
+    """A bad record when it is measured, a picture that breaks off when its row is due; in each epoch again."""
+    broken = picture(tmp_path / "broken.jpg", 64, 64)
+    broken.write_bytes(broken.read_bytes()[:-400])
+    parts = [{"type": "image", "image": "broken.jpg"}]
+    asked = [{"role": "user", "content": parts}, {"role": "assistant", "content": "7"}]
+    write(tmp_path / "bad.jsonl", [{"messages": []}, {"messages": asked}, {"messages": []}])
+    rows = make([*sets(talk={"epochs": 2}), {"path": str(tmp_path / "bad.jsonl")}], on_bad="drop", pack=False)
+    stream, epoch = rows.stream("train"), 2 * 5 + 1
+    batches = [next(stream) for _ in range(2 * epoch)]
+    assert batches[epoch - 1].dropped == (0, 2) and batches[-1].dropped == (0, 4)
+    assert [batch.unreadable for batch in batches if batch.unreadable] == [(0, 1)] * 2

@@ -172,3 +172,19 @@ def test_an_error_in_a_worker_is_as_clear_as_one_without(num_workers):
     plain = DataError("train.jsonl:3", "found a sample of 22 tokens, expected at most 16")
     workers = DataError(f"Caught DataError in DataLoader worker process 0.\nTraceback\n  DataError: {plain}\n")
     assert str((workers if num_workers else plain).without_traceback()) == str(plain)
+
+
+@pytest.mark.parametrize("settings", [{}, {"pack": False}])
+def test_what_is_dropped_comes_with_the_rows_whoever_reads_them(make_rows, settings):
+    """The number by each row, on all ranks and workers, and after a resume from a position written as JSON."""
+    rows = make_rows(seq_length=64, on_long="drop", **settings)
+    whole = take(BatchStream(rows()), NUMBER)
+    counts = [sum(batch.dropped) for batch in whole]
+    assert counts == sorted(counts) and counts[0] < counts[-1]
+    ranks = [BatchStream(rows(), dp_rank=rank, dp_size=2, num_workers=1) for rank in range(2)]
+    assert [sum(next(ranks[place % 2]).dropped) for place in range(NUMBER)] == counts
+    stream = BatchStream(rows())
+    take(stream, 12)
+    resumed = BatchStream(rows())
+    resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
+    assert [sum(batch.dropped) for batch in take(resumed, 6)] == counts[12:18]

@@ -43,11 +43,16 @@ def plans(draw: st.DrawFn):
 def test_each_sample_is_in_one_row_of_every_epoch(case):
     lengths, options, make = case
     plan, first, orders = make(), 0, []
-    kept = [sample for sample, length in enumerate(lengths) if length]
+    kept, size = [sample for sample, length in enumerate(lengths) if length], options["window_size"]
     for epoch in range(3):
         end = make(plan.window(first)).end_of_epoch()
         rows = [plan.row(number) for number in range(first, end)]
         assert {plan.window(number).epoch for number in range(first, end)} == {epoch}
+        for number in range(first, end):
+            window = plan.window(number)
+            for start, dropped in ((window.start, window.dropped), (window.start + size, plan.dropped(number))):
+                passed = NumberedOrder(len(lengths), options["seed"]).numbers(epoch, 0, start)
+                assert sum(dropped) == epoch * lengths.count(0) + sum(not lengths[sample] for sample in passed)
         assert sorted(sample for row in rows for sample in row) == kept
         assert all(0 < sum(lengths[sample] for sample in row) <= CAPACITY for row in rows)
         if not options["pack"]:

@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import logging
 import multiprocessing
 import os
 import time
@@ -149,9 +150,35 @@ def test_records(sizes, tmp_path):
     sizes.keep(2, NOTHING)
     assert [sizes.get(n) for n in (0, 2, 4, 5, 6)] == [None, NOTHING, None, large, None]
     with (tmp_path / "sizes").open("r+b") as file:
-        file.seek(5 * 32 + 8)
+        file.seek((1 + 5) * 32 + 8)
         file.write(b"\x08")
     assert sizes.get(5) is None
+
+
+def test_what_is_left_out_is_counted_and_named_for_all_processes(sizes, train_file, encoder, tmp_path):
+    """Four processes measure what the others have not; one line of the log has each number."""
+
+    def measures():
+        logger, said = logging.getLogger("qwen3vl_bridge.data.processing.filtering"), []
+        logger.handlers, logger.propagate = [logging.Handler()], False
+        logger.handlers[0].emit = lambda record: said.append(record.getMessage())
+        samples = Samples(JsonLines(train_file), Admission(encoder, limit=64, on_long="drop"), sizes)
+        samples.measure(range(40))
+        dropped = [sample for sample in range(40) if not samples.size(sample).tokens]
+        ready.wait()  # the file goes with the process that has made it
+        return dropped, [text for text in said if "dropped" in text]
+
+    ready = FORK.Barrier(4)
+    found = run(*[measures] * 4)
+    (dropped,) = {tuple(numbers) for numbers, _ in found}
+    said = sorted(int(text.split("dropped, ")[1].split()[0]) for _, texts in found for text in texts)
+    assert len(dropped) > 8
+    assert said == [number for number in range(1, len(dropped) + 1) if number <= 4 or number.bit_count() == 1]
+
+
+def test_notes_are_by_kind(sizes):
+    assert [sizes.note(kind) for kind in ("dropped", "cut", "dropped", "unreadable")] == [1, 1, 2, 1]
+    assert sizes.get(0) is None
 
 
 def test_a_job_leaves_nothing_behind_and_takes_away_what_others_left(tmp_path, monkeypatch):

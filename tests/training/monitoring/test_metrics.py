@@ -11,7 +11,7 @@ import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 
 import pytest
 
-from tests.steps import set_up, train_step
+from tests.steps import followed, set_up, train_step
 
 from ..conftest import read_log
 from ..running import replicate, train
@@ -220,3 +220,24 @@ def test_weights_and_biases_gets_the_log(inputs, tmp_path, monkeypatch):
     }
     assert wandb.run is None  # it is finished
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+
+
+def test_samples_that_are_left_out_are_figures_of_the_log_by_set(inputs, tmp_path, caplog):
+    """The numbers that came with the step's rows; those of a set that lost none are not shown."""
+    from qwen3vl_bridge.training.callbacks import training_callbacks
+    from qwen3vl_bridge.training.monitoring.run_log import ENTRY
+
+    cfg = replicate(inputs.config(None, logger__log_interval=1))
+    (tmp_path / "bad.jsonl").write_text('{"messages": []}\n' * 40)
+    data = cfg.dataset
+    data.mixture = [{"path": data.path, "name": "digits"}, {"path": str(tmp_path / "bad.jsonl")}]
+    data.path, data.on_bad, data.window_size = None, "drop", 32
+    run = set_up(cfg)
+    with followed(run, training_callbacks(cfg)) as shared:
+        train_step(run)
+        stream = cfg.dataset.stream("train", micro_batch_size=cfg.train.micro_batch_size)
+        expected = [next(stream).dropped for _ in range(cfg.train.global_batch_size)][-1]
+        entry = shared[ENTRY]
+    assert entry["dropped"] == entry["dropped_bad"] == sum(expected) > 0 and expected[0] == 0
+    assert not {"dropped_digits", "unreadable"} & entry.keys()
+    assert caplog.text.count("samples that training did without by step 1: dropped ") == 1

@@ -109,7 +109,11 @@ class BatchStream(Iterator[PackedBatch]):
         """
         check_position(self._rows.fingerprint(), state["data"])
         check_dealt(state["row"], tuple(state["dealt"]), self._rows.dealt())
-        window = Window(**{**state["window"], "carried": tuple(state["window"]["carried"])})
+        # Lists, where it went through JSON.
+        known: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in state["window"].items()
+        }
+        window = Window(**known)
         self._next_row, self._window = state["row"], window
         self._rows, self._batches = self._rows.begun_at(window), None
 

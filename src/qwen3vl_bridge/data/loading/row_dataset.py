@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import NamedTuple, Protocol
 
 from qwen3vl_bridge.batch import PackedBatch
@@ -16,6 +17,7 @@ from qwen3vl_bridge.data.packing.packed_rows import PackedRows
 from qwen3vl_bridge.data.packing.row_plan import RowPlan, Window
 from qwen3vl_bridge.data.packing.sample_order import NumberedOrder, Order
 from qwen3vl_bridge.data.packing.sample_sizes import Size
+from qwen3vl_bridge.data.packing.set_counts import SetCounts, add_counts, count_sets, most_of
 from qwen3vl_bridge.data.processing.collation import Collator
 from qwen3vl_bridge.data.processing.encoding import EncodedSample
 from qwen3vl_bridge.data.processing.samples import Samples
@@ -27,10 +29,19 @@ from torch.utils.data import Dataset
 
 
 class Row(NamedTuple):
-    """One row's samples, and a window of the plan from which it is reached."""
+    """One row's samples, a window of the plan from which it is reached, and what of the data is left out.
+
+    Attributes:
+        samples: in their order.
+        window: from which the row is reached.
+        dropped: of each set, samples in no row of this row's window or before; in all epochs, each time.
+        unreadable: of each set, samples of this row whose place is left empty.
+    """
 
     samples: tuple[EncodedSample, ...]
     window: Window
+    dropped: SetCounts = ()
+    unreadable: SetCounts = ()
 
 
 @dataclass(frozen=True)
@@ -76,6 +87,10 @@ class Plan(Protocol):
 
     def window(self, number: int) -> Window:
         """Where to go on from to reach a row."""
+        ...
+
+    def dropped(self, number: int) -> SetCounts:
+        """Of each set, how many samples are left out of the rows up to this one."""
         ...
 
     def end_of_epoch(self) -> int:
@@ -139,6 +154,7 @@ class RowDataset(Dataset[Row]):
             most_patches=self.samples.admission.most_patches,
             report=settings.seed is not None,
             measure=self.samples.measure,
+            set_of=self.samples.file.set_of if isinstance(self.samples.file, Mixture) else None,
         )
 
     def order(self, seed: int | None) -> Order:
@@ -161,8 +177,13 @@ class RowDataset(Dataset[Row]):
         """Read and encode one row."""
         over, _ = self.dealt()
         number %= self.repeat or number + 1
-        encoded = tuple(self.samples.encode(index) for index in self.plan.row(self._dealt_to(number)))
-        return Row(encoded, self.plan.window(number - number % over))
+        dealt = self._dealt_to(number)
+        samples = self.plan.row(dealt)
+        encoded = tuple(map(self.samples.encode, samples))
+        file = self.samples.file
+        empty = [sample for sample, one in zip(samples, encoded, strict=True) if one.is_blank]
+        unreadable = count_sets(file.set_of(sample) if isinstance(file, Mixture) else 0 for sample in empty)
+        return Row(encoded, self.plan.window(number - number % over), self.plan.dropped(dealt), unreadable)
 
     def _dealt_to(self, number: int) -> int:
         """The plan's number of a row."""
@@ -197,6 +218,8 @@ class RowDataset(Dataset[Row]):
         collator = self.settings.collator
         packed = self.settings.pack
         batch = collator.packed(rows[0].samples) if packed else collator.padded([row.samples[0] for row in rows])
+        dropped = reduce(most_of, [row.dropped for row in rows])
+        batch = replace(batch, dropped=dropped, unreadable=reduce(add_counts, [row.unreadable for row in rows]))
         if self.repeat is None:
             return batch
         return replace(batch, loss_mask=without_loss(batch, [row.window.epoch > 0 for row in rows]))

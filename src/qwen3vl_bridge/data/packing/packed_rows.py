@@ -19,7 +19,8 @@ from typing import Any
 from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.packing.row_plan import Window
 from qwen3vl_bridge.data.packing.sample_order import NumberedOrder
-from qwen3vl_bridge.data.packing.sample_sizes import Size, Sizes
+from qwen3vl_bridge.data.packing.sample_sizes import OwnNotes, Size, Sizes
+from qwen3vl_bridge.data.packing.set_counts import SetCounts
 from qwen3vl_bridge.data.sources.fingerprints import differences
 from qwen3vl_bridge.files.parsing import read_json
 
@@ -97,8 +98,9 @@ class PackedRows:
         return PackedPlan(self, seed)
 
 
-class _StoredSizes(Sizes):
+class _StoredSizes(OwnNotes, Sizes):
     def __init__(self, packed: PackedRows) -> None:
+        super().__init__()
         self._packed = packed
 
     def get(self, sample: int) -> Size:
@@ -129,6 +131,10 @@ class PackedPlan:
         """The epoch that a row is of."""
         epoch = number // len(self._packed)
         return Window(epoch=epoch, first_row=epoch * len(self._packed))
+
+    def dropped(self, number: int) -> SetCounts:
+        """Nothing: what was left out was when the rows were packed, which said so."""
+        return ()
 
     def end_of_epoch(self) -> int:
         """Number of rows of the first epoch."""

@@ -20,6 +20,7 @@ from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.packing.best_fit import best_fit
 from qwen3vl_bridge.data.packing.sample_order import Order
 from qwen3vl_bridge.data.packing.sample_sizes import Size
+from qwen3vl_bridge.data.packing.set_counts import SetCounts, add_counts, count_sets
 
 from torch.utils.data import get_worker_info
 
@@ -37,21 +38,24 @@ class Window:
         start: place in the epoch's order of its first new sample.
         carried: samples from the window before.
         first_row: how many rows there are before it, in all epochs.
+        dropped: of each set, how many samples before it are in no row, being bad or too long; in all epochs, each time.
     """
 
     epoch: int = 0
     start: int = 0
     carried: Row = ()
     first_row: int = 0
+    dropped: SetCounts = ()
 
 
 class _PackedWindow(NamedTuple):
-    """A window's rows, the samples it leaves to the next one, and whether the epoch ends with it."""
+    """A window's rows, the samples it leaves to the next one, whether the epoch ends with it, what is dropped by it."""
 
     window: Window
     rows: list[Row]
     carried: Row
     is_last: bool
+    dropped: SetCounts
 
 
 class RowPlan:
@@ -69,6 +73,7 @@ class RowPlan:
         most_patches: int | None = None,
         report: bool = True,
         measure: Callable[[Sequence[int]], None] | None = None,
+        set_of: Callable[[int], int] | None = None,
     ) -> None:
         """Plan rows of samples.
 
@@ -82,11 +87,13 @@ class RowPlan:
             most_patches: patches a row holds; any number if None.
             report: say how full the first epoch's rows were.
             measure: told of which samples the sizes are asked for next.
+            set_of: which set a sample is of, for counts of what is dropped; None where there is one.
         """
         if window_size < 1:
             raise ValueError(f"found windows of {window_size} samples, expected at least 1")
         self._size, self._order, self._capacity, self._most_patches = size, order, capacity, most_patches
         self._pack, self._window_size, self._reports, self._measure = pack, window_size, report, measure
+        self._set_of = set_of
         self._windows = [begin or Window()]
         self._tokens = self._count = 0  # in the epoch's rows so far
         self._packed: _PackedWindow | None = None
@@ -109,6 +116,10 @@ class RowPlan:
             self._extend()
         return self._windows[bisect_right(self._windows, number, key=lambda window: window.first_row) - 1]
 
+    def dropped(self, number: int) -> SetCounts:
+        """Of each set, how many samples are in no row that were to be in this row's window or before."""
+        return self._pack_window(self.window(number)).dropped
+
     def end_of_epoch(self) -> int:
         """Number of the first row after the epoch that the plan begins in."""
         epoch = self._windows[0].epoch
@@ -124,14 +135,14 @@ class RowPlan:
         self._count += sum(len(row) for row in packed.rows)
         start, first_row = window.start + self._window_size, window.first_row + len(packed.rows)
         if not packed.is_last:
-            self._windows.append(Window(window.epoch, start, packed.carried, first_row))
+            self._windows.append(Window(window.epoch, start, packed.carried, first_row, packed.dropped))
             return
         epochs = [w.first_row for w in self._windows if w.epoch == window.epoch and w.start == 0]
         if epochs and epochs[0] == first_row:
             raise DataError(
                 f"epoch {window.epoch}", "none of its samples is in a row: all are bad or too long, and dropped"
             )
-        self._windows.append(Window(window.epoch + 1, 0, (), first_row))
+        self._windows.append(Window(window.epoch + 1, 0, (), first_row, packed.dropped))
         self._report(window.epoch, first_row - epochs[0] if epochs else 0)
 
     def _report(self, epoch: int, rows: int) -> None:
@@ -163,5 +174,6 @@ class RowPlan:
             if not is_last and len(rows) > 1:
                 emptiest = min(range(len(rows)), key=lambda row: (sum(sizes[s].tokens for s in rows[row]), -row))
                 carried = rows.pop(emptiest)
-        self._packed = _PackedWindow(window, rows, carried, is_last)
+        out = count_sets(self._set_of(sample) if self._set_of else 0 for sample in new if not sizes[sample].tokens)
+        self._packed = _PackedWindow(window, rows, carried, is_last, add_counts(window.dropped, out))
         return self._packed

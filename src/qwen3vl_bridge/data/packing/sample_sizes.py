@@ -9,9 +9,15 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+from torch.utils.data import get_worker_info
 
 _UNKNOWN = -1
+
+# What may become of a sample: left out, cut, or found bad when its row was due.
+Left = Literal["dropped", "cut", "unreadable"]
 
 
 class Size(NamedTuple):
@@ -58,12 +64,34 @@ class Sizes(Protocol):
         """
         return nullcontext(True)
 
+    def note(self, kind: Left) -> int:
+        """Count a sample that is left out or cut.
 
-class AllSizes(Sizes):
+        Returns:
+            How many of its kind there are with it, among the processes that measure for each other. Of processes that
+            each measure every sample, one counts, and the others know of none: 0.
+        """
+        ...
+
+
+class OwnNotes:
+    """Notes of one process alone."""
+
+    def __init__(self) -> None:
+        self._noted = dict[Left, int]()
+
+    def note(self, kind: Left) -> int:
+        """As `Sizes` has it."""
+        self._noted[kind] = self._noted.get(kind, 0) + 1
+        return self._noted[kind]
+
+
+class AllSizes(OwnNotes, Sizes):
     """Of samples 0 to n - 1."""
 
     def __init__(self, num_samples: int) -> None:
         """Know none yet."""
+        super().__init__()
         self._columns = tuple(array("q", [_UNKNOWN]) * num_samples for _ in Size._fields)
 
     def get(self, sample: int) -> Size | None:
@@ -76,11 +104,12 @@ class AllSizes(Sizes):
             column[sample] = value
 
 
-class LatestSizes(Sizes):
+class LatestSizes(OwnNotes, Sizes):
     """Of the samples that were measured last, whatever their numbers: those of a stream, which has no end."""
 
     def __init__(self, most: int = 2**16) -> None:
         """Know none yet, and never more than `most`."""
+        super().__init__()
         self._most, self._kept = most, OrderedDict[int, Size]()
 
     def get(self, sample: int) -> Size | None:
@@ -92,3 +121,11 @@ class LatestSizes(Sizes):
         self._kept[sample] = size
         if len(self._kept) > self._most:
             self._kept.popitem(last=False)
+
+    def note(self, kind: Left) -> int:
+        """As `Sizes` has it: every process reads all of a stream."""
+        worker = get_worker_info()
+        first = worker is None or worker.id == 0
+        if torch.distributed.is_initialized():
+            first = first and torch.distributed.get_rank() == 0
+        return super().note(kind) if first else 0

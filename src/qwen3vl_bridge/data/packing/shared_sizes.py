@@ -5,9 +5,10 @@ What lives here: the file that they share, and who of them measures what. What m
 
 While packing goes along with reading, every process that plans rows wants the size of every sample: that of each rank,
 of those too that share rows, and the data-loading processes of each. So they leave what they have measured in a file of
-their job in the folder for temporary files, a record for each sample. Who measures a sample holds a lock meanwhile,
-which the kernel lifts if that process dies; the others measure other samples of the window that they need, and wait at
-last for those that are being measured. Nothing here outlives the job, so that each job says what it drops.
+their job in the folder for temporary files, a record for each sample, behind one of how many were left out or cut. Who
+measures a sample holds a lock meanwhile, which the kernel lifts if that process dies; the others measure other samples
+of the window that they need, and wait at last for those that are being measured. Nothing here outlives the job, so that
+each job says what it drops.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ import struct
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from qwen3vl_bridge.data.packing.sample_sizes import AllSizes, Size, Sizes
+from qwen3vl_bridge.data.packing.sample_sizes import AllSizes, Left, OwnNotes, Size, Sizes
 
 import torch
 
@@ -41,6 +42,7 @@ _RECORD, _FIELDS = struct.Struct("<4q"), struct.Struct("<3q")
 _PREFIX = "qwen3vl_sizes_"
 # A byte behind all samples, locked by every process that has opened the file; and how old one is that is left over.
 _IN_USE, _OLD = 1 << 62, 3600
+_NOTES = _IN_USE + 1  # locked while the first record, of what was noted, is changed
 _files: dict[Path, int] = {}  # opened by this process, and never closed: that would lift all its locks on a file
 
 
@@ -68,22 +70,31 @@ class SharedSizes(Sizes):
         """Share a file with whoever opens the same one."""
         self._path = path
         self._own: dict[int, Size] = {}  # what could not be written
+        self._notes = OwnNotes()  # likewise
 
     def get(self, sample: int) -> Size | None:
         """As `Sizes` has it."""
         if sample in self._own:
             return self._own[sample]
-        record = os.pread(_opened(self._path), _RECORD.size, sample * _RECORD.size)
+        fields = self._read(1 + sample)
+        return None if fields is None else Size(*fields)
+
+    def _read(self, place: int) -> tuple[int, ...] | None:
+        """The fields of a record; None for one that nobody wrote."""
+        record = os.pread(_opened(self._path), _RECORD.size, place * _RECORD.size)
         if len(record) < _RECORD.size:
             return None
         *fields, checksum = _RECORD.unpack(record)
-        return Size(*fields) if checksum == zlib.crc32(record[: _FIELDS.size]) else None
+        return tuple(fields) if checksum == zlib.crc32(record[: _FIELDS.size]) else None
+
+    def _write(self, place: int, fields: Sequence[int]) -> None:
+        record = _RECORD.pack(*fields, zlib.crc32(_FIELDS.pack(*fields)))
+        os.pwrite(_opened(self._path), record, place * _RECORD.size)
 
     def keep(self, sample: int, size: Size) -> None:
         """As `Sizes` has it."""
-        record = _RECORD.pack(*size, zlib.crc32(_FIELDS.pack(*size)))
         try:
-            os.pwrite(_opened(self._path), record, sample * _RECORD.size)
+            self._write(1 + sample, size)
         except OSError as error:  # such as a full disk
             if not self._own:
                 logger.warning("%s: %s; this process keeps what it measures to itself", self._path, error)
@@ -103,6 +114,21 @@ class SharedSizes(Sizes):
             yield True
         finally:
             fcntl.lockf(file, fcntl.LOCK_UN, 1, sample)
+
+    def note(self, kind: Left) -> int:
+        """As `Sizes` has it: those of this machine."""
+        file = _opened(self._path)
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX, 1, _NOTES)
+            try:
+                noted = list(self._read(0) or (0,) * len(get_args(Left)))
+                noted[get_args(Left).index(kind)] += 1
+                self._write(0, noted)
+                return noted[get_args(Left).index(kind)]
+            finally:
+                fcntl.lockf(file, fcntl.LOCK_UN, 1, _NOTES)
+        except OSError:  # such as a full disk
+            return self._notes.note(kind)
 
 
 @functools.cache

@@ -73,6 +73,11 @@ class EncodedSample:
     def __len__(self) -> int:
         return len(self.input_ids)
 
+    @property
+    def is_blank(self) -> bool:
+        """Whether this stands in the place of a sample that could not be read (`Admission.blank`)."""
+        return len(self) == 1  # no template makes so little of a conversation
+
 
 class Encoder:
     """Turns conversations into `EncodedSample`s. Picklable, so that data-loading workers can have one each."""

@@ -6,13 +6,14 @@ not: where they are read from, rows.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 from qwen3vl_bridge.data.choices import check_choice
 from qwen3vl_bridge.data.errors import Changed, DataError, Unreachable
-from qwen3vl_bridge.data.packing.sample_sizes import Size
+from qwen3vl_bridge.data.packing.sample_sizes import Left, OwnNotes, Size
 from qwen3vl_bridge.data.processing.collation import pad_token_id
 from qwen3vl_bridge.data.processing.encoding import EncodedSample, Encoder
 from qwen3vl_bridge.data.schemas.conversations import Conversation
@@ -24,6 +25,10 @@ logger = logging.getLogger(__name__)
 OnLong = Literal["error", "drop", "truncate"]
 OnBad = Literal["error", "drop"]
 
+_NAMED = 4
+# Ranks that share a row read it each, so their number is not that of the samples.
+_SAID = {"dropped": "%s: dropped, %d so far", "cut": "%s: cut, %d so far", "unreadable": "%s: left blank (%d)"}
+
 
 class Admitted(NamedTuple):
     """A conversation that becomes a sample, and what the sample takes of a row."""
@@ -33,7 +38,10 @@ class Admitted(NamedTuple):
 
 
 class Admission:
-    """Measures and encodes conversations, and counts those that are left out or cut. Picklable, for workers."""
+    """Measures and encodes conversations, and counts those that are left out or cut. Picklable, for workers.
+
+    What it counts itself is its own; what the log says is counted together with others (`noting`).
+    """
 
     def __init__(
         self,
@@ -59,6 +67,17 @@ class Admission:
         self.encoder, self.limit, self.most_patches = encoder, limit, most_patches
         self.on_long, self.on_bad = on_long, on_bad
         self.num_dropped = self.num_truncated = 0
+        self._note = OwnNotes().note
+
+    def noting(self, note: Callable[[Left], int]) -> Admission:
+        """The same, which counts together with others.
+
+        Args:
+            note: as `Sizes` has it.
+        """
+        together = copy.copy(self)
+        together._note = note
+        return together
 
     def fingerprint(self) -> dict[str, int | str | None]:
         """What must be the same for the same conversations to become the same samples."""
@@ -101,19 +120,20 @@ class Admission:
         measured = self._unless_bad(lambda: self._sized(conversation, self.limit))
         if measured is not None:
             self.num_truncated += 1
-            logger.warning("%s: cut, %d so far", problem, self.num_truncated)
+            self._say("cut", problem)
         return measured
 
-    def encode(self, read: Callable[[], Admitted]) -> EncodedSample | None:
+    def encode(self, read: Callable[[], Admitted], kind: Left = "dropped") -> EncodedSample | None:
         """Tokens and pixels; None for one that proves bad only now, as a picture that breaks off, and is dropped.
 
         Args:
             read: gives the conversation, and the size that it was measured with.
+            kind: "unreadable" if its place in a row is kept, and left blank.
 
         Raises:
             DataError: it cannot be encoded, where that is an error, or not to that size.
         """
-        return self._unless_bad(lambda: self._encode(read()))
+        return self._unless_bad(lambda: self._encode(read()), kind)
 
     def blank(self, place: str) -> EncodedSample:
         """A single token that nothing is trained on, to stand in a place that must not be empty."""
@@ -134,24 +154,34 @@ class Admission:
             raise Changed(sample.sample_id, f"{found}, {planned}")
         return sample
 
-    def _unless_bad[Result](self, work: Callable[[], Result]) -> Result | None:
+    def _unless_bad[Result](self, work: Callable[[], Result], kind: Left = "dropped") -> Result | None:
         """What work gives; None for a bad sample that is dropped."""
         try:
             return work()
         except DataError as error:
-            self.refuse(error)
+            self.refuse(error, kind)
             return None
 
-    def refuse(self, error: DataError) -> None:
+    def refuse(self, error: DataError, kind: Left = "dropped") -> None:
         """Raise what is wrong with a sample, or count it as dropped.
+
+        Args:
+            error: what is wrong.
+            kind: "unreadable" if its place in a row is kept, and left blank.
 
         Raises:
             DataError: it, where that is an error.
         """
         if self.on_bad == "error" or isinstance(error, (Changed, Unreachable)):
             raise error
-        self._drop(str(error))
+        self._drop(str(error), kind)
 
-    def _drop(self, problem: str) -> None:
+    def _drop(self, problem: str, kind: Left = "dropped") -> None:
         self.num_dropped += 1
-        logger.warning("%s: dropped, %d so far", problem, self.num_dropped)
+        self._say(kind, problem)
+
+    def _say(self, kind: Left, problem: str) -> None:
+        """Name the first samples, then one whenever their number has doubled. At level DEBUG the log has all."""
+        so_far = self._note(kind)
+        is_named = 0 < so_far <= _NAMED or so_far.bit_count() == 1
+        logger.log(logging.WARNING if is_named else logging.DEBUG, _SAID[kind], problem, so_far)

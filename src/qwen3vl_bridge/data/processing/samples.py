@@ -25,9 +25,10 @@ class Samples:
             admission: which of them become samples.
             sizes: those that were measured before, by the same rules; None if nothing was.
         """
-        self.file, self.admission = file, admission
+        self.file = file
         self.total = len(file) if isinstance(file, Sized) else None  # None of a stream
         self._sizes = sizes or (LatestSizes() if self.total is None else AllSizes(self.total))
+        self.admission = admission.noting(self._sizes.note)
 
     def size(self, index: int) -> Size:
         """How much of a row a sample takes: nothing if it is dropped.
@@ -72,5 +73,5 @@ class Samples:
         Raises:
             DataError: it cannot be encoded, where that is an error, or not to the length that its row was planned with.
         """
-        sample = self.admission.encode(lambda: Admitted(self.file[index], self.size(index)))
+        sample = self.admission.encode(lambda: Admitted(self.file[index], self.size(index)), "unreadable")
         return sample or self.admission.blank(self.file.sample_id(index))

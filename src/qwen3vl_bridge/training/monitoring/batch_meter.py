@@ -10,6 +10,7 @@ from itertools import accumulate
 from typing import Self
 
 from qwen3vl_bridge.batch import PackedBatch
+from qwen3vl_bridge.data.packing.set_counts import SetCounts, add_counts, most_of
 from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
 
 from megatron.bridge.training.state import GlobalState
@@ -83,14 +84,26 @@ def _images(batch: PackedBatch, frames: tuple[int, ...], config: VisionLanguageP
 
 
 class Meter:
-    """Counts microbatches until somebody takes the amounts."""
+    """Counts microbatches until somebody takes the amounts.
+
+    Attributes:
+        dropped: as `PackedBatch` has it, of the latest rows.
+        unreadable: likewise, of all rows.
+    """
 
     def __init__(self) -> None:
         self._amounts = Amounts()
+        self.dropped: SetCounts = ()
+        self.unreadable: SetCounts = ()
 
     def add(self, amounts: Amounts) -> None:
         """Count a microbatch more."""
         self._amounts += amounts
+
+    def add_left_out(self, batch: PackedBatch) -> None:
+        """Note what was left out of a microbatch's rows, and of those before."""
+        self.dropped = most_of(self.dropped, batch.dropped)
+        self.unreadable = add_counts(self.unreadable, batch.unreadable)
 
     def take(self) -> Amounts:
         """What was counted since the last call."""
@@ -115,6 +128,7 @@ def count_microbatch(state: GlobalState, batch: PackedBatch, config: VisionLangu
     """
     amounts = Amounts.of(batch, config)
     meter_of(state).add(amounts)
+    meter_of(state).add_left_out(batch)
     count_operations(state, amounts)
 
 

@@ -1,7 +1,8 @@
 """How fast a run trains, how well it uses what it has, and what its parts do: figures of the log.
 
 What lives here: when figures are taken, and which. What may not: counting microbatches (`batch_meter.py`), experts'
-tokens (`expert_load.py`), operations (`throughput.py`), where figures go (`trackers.py`).
+tokens (`expert_load.py`), samples that are in no row (`left_out.py`), operations (`throughput.py`), where figures go
+(`trackers.py`).
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from __future__ import annotations
 import resource
 import time
 
-from qwen3vl_bridge.parallel.collectives import largest, sum_amounts
+from qwen3vl_bridge.parallel.collectives import largest_of_each, sum_amounts
 from qwen3vl_bridge.training.monitoring.batch_meter import Amounts, meter_of
 from qwen3vl_bridge.training.monitoring.expert_load import ExpertLoad
 from qwen3vl_bridge.training.monitoring.learning_rates import PartRates
+from qwen3vl_bridge.training.monitoring.left_out import LeftOut
 from qwen3vl_bridge.training.monitoring.throughput import peak_operations, step_costs
 from qwen3vl_bridge.training.monitoring.trackers import check_trackers, publish, step_of
 from qwen3vl_bridge.training.optimizer.before_step import TOWER_NORMS
@@ -62,6 +64,7 @@ class Metrics(Callback):
         on_gpu = torch.cuda.is_available()
         self._peak = peak_operations(torch.cuda.get_device_name()) if on_gpu else None
         self._rates = PartRates(context)
+        self._left_out = LeftOut(self.cfg.dataset)
 
     def on_train_step_start(self, context: CallbackContext) -> None:
         """Start the clock; where this step's figures are wanted, take its learning rates and count experts' tokens."""
@@ -96,13 +99,19 @@ class Metrics(Callback):
         self._since = now
 
     def _figures(self, context: CallbackContext, step: Amounts) -> dict[str, float]:
-        own = (*self._interval.values(), *step.values())
+        meter, count = meter_of(context.state), Amounts.count()
+        own = (*self._interval.values(), *step.values(), *self._left_out.numbers(meter.unreadable))
         sums = sum_amounts(own, self._groups)  # which also waits for the device
         self._tick()
-        interval, step = Amounts(*sums[: Amounts.count()]), Amounts(*sums[Amounts.count() :])
+        interval, step, unreadable = Amounts(*sums[:count]), Amounts(*sums[count : 2 * count]), sums[2 * count :]
         figures = {"tokens": step.tokens, "images": step.images, "video_frames": step.video_frames}
         figures |= {"filled": step.tokens / max(step.slots, 1)}
-        figures |= self._speed(interval) | {"memory_gb": largest(_memory()) / 1e9}
+        memory, *dropped = largest_of_each([_memory(), *self._left_out.numbers(meter.dropped)])
+        figures |= self._speed(interval) | {"memory_gb": memory / 1e9}
+        lost = self._left_out.figures(dropped, unreadable)
+        if torch.distributed.get_rank() == 0:
+            self._left_out.say(lost, step_of(context))
+        figures |= lost
         figures |= self._lr_of_parts
         norms = context.user_state.get(TOWER_NORMS) or {}
         figures |= {f"grad_norm_{part}": float(norm) for part, norm in norms.items()}

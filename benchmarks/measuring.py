@@ -1,0 +1,178 @@
+"""How many samples a second one process measures and collates: what packing while reading asks of a run's hosts.
+
+    OMP_NUM_THREADS=1 python benchmarks/measuring.py
+    OMP_NUM_THREADS=1 python benchmarks/measuring.py --rounds 3 --samples 20 --csv /tmp/measuring.csv
+
+One core, this process alone. Conversations lie in a file of JSON lines, pictures beside it, of 224 to 384 pixels a
+side, and every sample is read anew each time. The tokenizer is trained on the spot: a byte-level BPE as Qwen's models
+have, of toy size, so that it makes about twice as many tokens of a text.
+
+- tokenise: a rendered conversation to ids, as measuring needs them. "wrapper" calls transformers' tokenizer, "backend"
+  the tokenizer it wraps, which gives the same ids (`tests/data/processing/test_tokenizer.py`).
+- measure: `Samples.size`: read, check, pictures' headers, chat template, tokens. Both ways of tokenising.
+- encode: what a row's samples take besides: tokens, where answers are, pixels.
+- collate: `Collator.packed` of the encoded samples, in rows of 4,096 tokens.
+
+Rounds take every way in turn, so that a busy machine slows all of them; the median of each is kept, the ratio, and the
+machine's load, beyond whose number of cores samples a second are too few and ratios alone say something.
+
+What lives here: the measurement. What may not: code that training needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from qwen3vl_bridge.data.packing.best_fit import best_fit
+from qwen3vl_bridge.data.processing import tokenization
+from qwen3vl_bridge.data.processing.collation import Collator, VisionSettings, pad_token_id
+from qwen3vl_bridge.data.processing.encoding import Encoder
+from qwen3vl_bridge.data.processing.filtering import Admission
+from qwen3vl_bridge.data.processing.samples import Samples
+from qwen3vl_bridge.data.sources.opening import JsonLines
+
+import numpy as np
+import record
+import torch
+from PIL import Image
+
+from examples.digits.processor import make_processor
+
+_RESULTS = record.RESULTS / "measuring.csv"
+_WORDS = ("which", "digit", "is", "this", "the", "picture", "seven", "quick", "brown", "fox", "describe", "same", "9.5")
+_ROW, _SIDES = 4096, (224, 384)
+# Turns of each kind of conversation, words of a message, pictures and their format.
+KINDS = {
+    "text": (3, 120, 0, ""),
+    "one picture": (1, 60, 1, "jpg"),
+    "one picture, PNG": (1, 60, 1, "png"),
+    "three pictures": (2, 100, 3, "jpg"),
+}
+
+
+def write_samples(folder: Path, kind: str, count: int) -> Path:
+    """A file of conversations of a kind."""
+    turns, words, pictures, ending = KINDS[kind]
+    random, lines = np.random.default_rng(0), []
+    for number in range(count):
+        parts = []
+        for place in range(pictures):
+            noise = random.integers(0, 256, (*random.integers(*_SIDES, 2), 3), dtype=np.uint8)
+            Image.fromarray(noise).save(folder / f"{kind}-{number}-{place}.{ending}")
+            parts.append({"type": "image", "image": f"{kind}-{number}-{place}.{ending}"})
+        messages = []
+        for turn in range(turns):
+            asked, said = (" ".join(random.choice(_WORDS, random.integers(words // 2, words * 2))) for _ in range(2))
+            content = [*(parts if turn == 0 else []), {"type": "text", "text": asked}]
+            messages += [{"role": "user", "content": content}, {"role": "assistant", "content": said}]
+        lines.append(json.dumps({"messages": messages}))
+    path = folder / f"{kind}.jsonl"
+    path.write_text("\n".join(lines))
+    return path
+
+
+@contextmanager
+def wrapped() -> Iterator[None]:
+    """With transformers' wrapper around the tokenizer."""
+    backend = tokenization._backend_of
+    tokenization._backend_of = lambda _: None
+    try:
+        yield
+    finally:
+        tokenization._backend_of = backend
+
+
+def measure(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Median seconds of each way, in rounds that take every way in turn, after one that does not count."""
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds + 1):
+        for name, way in ways.items():
+            begun = time.perf_counter()
+            way()
+            if number:
+                taken[name].append(time.perf_counter() - begun)
+    return {name: statistics.median(times) for name, times in taken.items()}
+
+
+def by_both(work: Callable[[], object]) -> dict[str, Callable[[], object]]:
+    """The same work by the wrapper and by the backend."""
+
+    def by_wrapper() -> None:
+        with wrapped():
+            work()
+
+    return {"wrapper": by_wrapper, "backend": work}
+
+
+def subjects(path: Path) -> Iterator[tuple[str, dict[str, Callable[[], object]]]]:
+    """What is measured of a file, and the ways to do it."""
+    processor, source = make_processor(512), JsonLines(path)
+    encoder = Encoder(processor)
+    conversations = [source[number] for number in range(len(source))]
+    texts = [encoder._render(one, one.messages) for one in conversations]
+    numbers = range(len(source))
+
+    def sizes() -> list:
+        samples = Samples(source, Admission(encoder, limit=_ROW))
+        return [samples.size(number) for number in numbers]
+
+    def tokens() -> None:
+        for text in texts:
+            tokenization.ids_of(processor.tokenizer, text)
+
+    yield "tokenise", by_both(tokens)
+    yield "measure", by_both(sizes)
+    yield "encode", by_both(lambda: [encoder(one, _ROW) for one in conversations])
+    encoded = [encoder(one, _ROW) for one in conversations]
+    vision = VisionSettings(processor.image_token_id, processor.video_token_id, 2, 48**2)
+    collator = Collator(vision, pad_token_id(processor.tokenizer), _ROW, pixel_dtype=torch.bfloat16)
+    rows = best_fit([len(sample) for sample in encoded], _ROW)
+
+    def collate() -> None:
+        for row in rows:
+            collator.packed([encoded[number] for number in row])
+
+    yield "collate", {"": collate}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print, append."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--samples", type=int, default=100)
+    parser.add_argument("--csv", type=Path, default=_RESULTS, help="file to append to (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    rows = []
+    for kind in KINDS:
+        with tempfile.TemporaryDirectory() as folder:
+            for subject, ways in subjects(write_samples(Path(folder), kind, options.samples)):
+                seconds = measure(ways, options.rounds)
+                for way, took in seconds.items():
+                    ratio, pace = f"{seconds.get('wrapper', took) / took:.2f}", f"{options.samples / took:.0f}"
+                    print(f"{kind:16} {subject:10} {way:8} {pace:>8} samples/s  {ratio} x the wrapper's")
+                    rows.append(
+                        {
+                            "kind": kind,
+                            "samples": options.samples,
+                            "rounds": options.rounds,
+                            "subject": subject,
+                            "way": way,
+                            "samples/s": pace,
+                            "of wrapper": ratio,
+                            "load": f"{os.getloadavg()[0]:.1f}",
+                        }
+                    )
+    record.append(options.csv, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""The tokenizer's backend without what transformers wraps around it: the same tokens, in the same places."""
+
+import copy
+
+from qwen3vl_bridge.data.processing.tokenization import _backend_of, ids_and_starts, ids_of
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
+
+from .test_encode import TEXTS
+
+SPECIAL = (
+    "<|image_pad|>",
+    "<|video_pad|>",
+    "<tool_call>",
+    "</think>",
+    "<|im_end",
+    "|>",
+    "<1.5 seconds>",
+    "👩‍👩‍👧",
+    "ﬁ",
+    "中文",
+)
+texts = st.lists(st.sampled_from(TEXTS + SPECIAL) | st.text(max_size=8), min_size=1, max_size=12).map("".join)
+
+
+def wrapped(tokenizer, text: str) -> tuple[torch.Tensor, torch.Tensor]:
+    found = tokenizer(text, return_offsets_mapping=True)
+    return torch.tensor(found["input_ids"]).long(), torch.tensor([first for first, _ in found["offset_mapping"]]).long()
+
+
+def check(tokenizer, text: str) -> None:
+    ids, starts = wrapped(copy.deepcopy(tokenizer), text)  # a call leaves traces, which are not to help
+    assert torch.equal(ids_of(copy.deepcopy(tokenizer), text), ids)
+    found = ids_and_starts(copy.deepcopy(tokenizer), text)
+    assert torch.equal(found[0], ids) and torch.equal(found[1], starts)
+
+
+@given(texts.filter(lambda text: text.isprintable() or text.encode("utf-8", "ignore").decode() == text))
+@settings(deadline=None, max_examples=300)
+def test_tokens_and_places_are_those_of_transformers(processor, text):
+    assert _backend_of(processor.tokenizer) is not None
+    check(processor.tokenizer, text)
+
+
+def shortened(tokenizer):
+    tokenizer.backend_tokenizer.enable_truncation(3)
+    tokenizer.backend_tokenizer.enable_padding(length=64)
+
+
+def begun(tokenizer):
+    end = tokenizer.eos_token
+    template = TemplateProcessing(single=f"{end} $A {end}", special_tokens=[(end, tokenizer.eos_token_id)])
+    tokenizer.backend_tokenizer.post_processor = template
+
+
+def split(tokenizer):
+    tokenizer.split_special_tokens = True
+
+
+def split_before(tokenizer):
+    tokenizer.backend_tokenizer.encode_special_tokens = True
+
+
+@pytest.mark.parametrize("change", [shortened, begun, split, split_before])
+def test_a_tokenizer_that_was_set_otherwise_gives_what_transformers_makes_of_it(processor, change):
+    tokenizer, text = copy.deepcopy(processor.tokenizer), "<|im_start|>user\nWhich digit?<|im_end|>\n"
+    change(tokenizer)
+    check(tokenizer, text)
+    assert ids_of(tokenizer, text).tolist() == wrapped(tokenizer, text)[0].tolist()
+
+
+def test_a_tokenizer_with_code_of_its_own_is_called(processor):
+    class Reversing(PreTrainedTokenizerFast):
+        def _encode_plus(self, text, **settings):
+            return super()._encode_plus(text=text[::-1], **settings)
+
+    tokenizer = Reversing(tokenizer_object=processor.tokenizer.backend_tokenizer)
+    assert _backend_of(tokenizer) is None
+    expected = ids_and_starts(processor.tokenizer, "xuof")
+    assert torch.equal(ids_of(tokenizer, "foux"), expected[0])
+    assert all(map(torch.equal, ids_and_starts(tokenizer, "foux"), expected))
