@@ -26,7 +26,8 @@ from typing import Any
 from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.media.images import MediaAccess
 from qwen3vl_bridge.data.schemas.conversations import Conversation, conversation_of
-from qwen3vl_bridge.data.schemas.spellings import messages_of, stored
+from qwen3vl_bridge.data.schemas.placeholders import stored
+from qwen3vl_bridge.data.schemas.spellings import messages_of
 from qwen3vl_bridge.files.parsing import parse_record
 
 from megatron.energon import (

@@ -23,7 +23,7 @@ from typing import Any
 
 from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.media.images import FrameList, Media, MediaAccess, Video, find
-from qwen3vl_bridge.data.schemas.spellings import stored
+from qwen3vl_bridge.data.schemas.placeholders import stored
 
 ROLES = ("system", "user", "assistant", "tool")
 PARTS = ("text", "image", "video")
