@@ -269,7 +269,7 @@ def test_another_name_of_a_file_that_is_read_is_left_unread():
 
 def test_turns_of_other_names():
     turns = [{"role": "human", "content": "Which?"}, {"role": "assistant", "content": "Seven."}]
-    assert told({"conversations": turns}) == {"messages": [ASK, ANSWER]}
+    assert told({"conversations": turns}) == told({"messages": [HUMAN, GPT]}) == {"messages": [ASK, ANSWER]}
     parts = [{"role": "user", "content": [{"type": "image"}, text("Which?")]}, ANSWER]
     assert told({"conversations": parts, "image": "1"})["messages"][0]["content"][0] == image("1")
     with pytest.raises(DataError, match="turn 1: found the keys role, content, from, expected"):
@@ -299,7 +299,7 @@ def test_media_of_a_question_without_places_stand_before_the_first():
     assert told({"question": "", "answer": "b", "video": "1"})["messages"][0]["content"] == [video("1")]
     placed = told({"question": "Is <image> it?", "answer": "b", "image": "1", "videos": ["2"]})["messages"]
     assert placed[0]["content"] == [video("2"), text("Is "), image("1"), text(" it?")]
-    with pytest.raises(DataError, match="found 1 places for images .* expected 2"):
+    with pytest.raises(DataError, match=r"found 1 places for images .* expected 2"):
         told({"question": "<image>?", "answer": "b", "images": ["1", "2"]})
     # Where turns have placeholders, none means that it is not known where pictures belong.
     with pytest.raises(DataError, match="found 0 places for images"):

@@ -9,7 +9,7 @@ Our own spelling is {"messages": [{"role": ..., "content": ...}]}, with pictures
 Others are
 
 * {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}, with the system prompt as a
-  turn or beside it, as "system"; or turns with "role" and "content" under that name;
+  turn or beside it, as "system"; or the turns of one under the name of the other;
 * {"texts": [{"user": "...", "assistant": "..."}]}, as the_cauldron has them;
 * a question and its answer: "question" and "answer"; "query" and "response", as ms-swift has them; "prompt" and
   "completion", as TRL has them; "instruction", "input" on a line of its own, and "output", as Alpaca has them. What was
@@ -123,9 +123,10 @@ def spelling_of(keys: Collection[str], place: str) -> str | None:
 def _messages(own: dict[str, Any], spelling: str, place: str) -> Any:
     """What was said as messages; its keys are taken out of the record."""
     said = own.pop(spelling)
-    if spelling == "messages":
+    sharegpt = isinstance(said, list) and said and isinstance(said[0], dict) and "from" in said[0]
+    if spelling == "messages" and not sharegpt:
         return said
-    if spelling == "conversations":
+    if spelling in ("messages", "conversations"):
         return _from_turns(said, place)
     if spelling == "texts":
         return _from_texts(said, place)
