@@ -29,6 +29,7 @@ _NAMED_AS_MEDIA = re.compile(
     r"([_ -]?(path|file|file_?name|url|uri|bytes|base64|b64|data))?s?([_ -]?\d+)?",
     re.IGNORECASE,
 )
+_NAMES_A_SAMPLE = re.compile(r"(.*_)?(id|ID)|.*Id")
 _FILE = re.compile(
     r"[^\n]{1,4096}\.(jpe?g|png|webp|gif|bmp|tiff?|heic|avif|mp4|m4v|mov|mkv|webm|avi|mpe?g|flv|wmv)(\?\S*)?",
     re.IGNORECASE,
@@ -107,7 +108,7 @@ def _mismatch(kind: str, found: int, given: int, keys: Collection[str], placehol
 def check_unread(record: Mapping[str, Any], known: Collection[str], messages: list[Any], place: str) -> None:
     """Refuse a key that nobody reads and that seems to hold media, by its name or by its value.
 
-    What only names a file again that is read is none, nor is an address of where media came from that are read.
+    What only names a sample, or again a file that is read, is none; nor is an address beside media that are read.
 
     Args:
         record: as it was read.
@@ -124,7 +125,7 @@ def check_unread(record: Mapping[str, Any], known: Collection[str], messages: li
     read = {_basename(name) for name in _names(record, messages)}
     shown = any(_is_medium_part(part) for message in messages for part in _parts(message))
     for key, value in unread.items():
-        if isinstance(value, str) and _basename(value) in read:
+        if isinstance(value, str) and (_basename(value) in read or _NAMES_A_SAMPLE.fullmatch(str(key))):
             continue
         named = bool(_NAMED_AS_MEDIA.fullmatch(str(key))) and isinstance(value, (str, bytes, list, dict))
         if named or _looks_like_media(value, addresses=not shown):
