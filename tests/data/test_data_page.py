@@ -10,6 +10,8 @@ from typing import Any
 
 from qwen3vl_bridge.cli import data as command
 from qwen3vl_bridge.data import DataError, open_source
+from qwen3vl_bridge.data.schemas.named_schemas import SCHEMAS
+from qwen3vl_bridge.data.sources.mixture import mixed_sets
 
 import pytest
 from qwen3vl_recipes import qwen3_vl_8b_sft_config
@@ -71,6 +73,19 @@ def test_settings_of_runs_exist():
         apply(qwen3_vl_8b_sft_config(), words)
     cfg = apply(qwen3_vl_8b_sft_config(), settings[0])
     assert (cfg.dataset.columns.question, cfg.dataset.columns.answer) == (r"{query}\nAnswer briefly.", "{label[0]}")
+
+
+def test_formats_with_a_name_are_all_there():
+    section = PAGE.split("## Formats with a name", 1)[1].split("\n## ", 1)[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    assert {name for row in rows for name in re.findall("`(.*?)`", row)} == set(SCHEMAS)
+
+
+def test_sets_of_a_mixture_are_ones(tmp_path):
+    (text,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    (tmp_path / "mixture.yaml").write_text(text)
+    first, second = mixed_sets(str(tmp_path / "mixture.yaml"))
+    assert first.schema_adapter == "cord_v2" and second.columns.answer == "{label[0]}"
 
 
 def test_options_of_commands_exist():

@@ -272,22 +272,23 @@ def _opened(options: argparse.Namespace, addresses: Callable[[str, str], Path] |
     from qwen3vl_bridge.data.sources.splits import split_of
 
     addresses = addresses or _url_cache(options)
+    with _wrong("--columns"):
+        columns = Columns.of(options.columns)
     if options.mixture is not None:
         from qwen3vl_bridge.data.sources.mixture import mixed_sets, open_mixture
 
         with _wrong("--mixture"):
-            columns = Columns.of(options.columns)
             sets = mixed_sets(str(options.mixture), options.media_root, options.schema_adapter, columns)
             mixture = open_mixture(sets, options.split, addresses)
         print(mixture.words().replace("; ", "\n"), file=sys.stderr)
         return mixture
-    with _wrong("--schema-adapter and --columns"):
+    with _wrong("--schema-adapter"):
         return open_source(
             split_of(options.data, options.split),
             options.media_root,
             addresses=addresses,
             schema_adapter=options.schema_adapter,
-            columns=Columns.of(options.columns),
+            columns=columns,
         )
 
 

@@ -230,7 +230,7 @@ def test_a_saved_configuration_has_it(tmp_path):
 
 
 def test_streams_and_questions_of_a_run_are_read_by_it(sources, checkpoint, monkeypatch):
-    dataset, contents, (_, parquet, _, _) = sources
+    dataset, _, (_, parquet, _, _) = sources
     stream = dataset.to_iterable_dataset()
     monkeypatch.setattr(datasets, "load_dataset", lambda name, **how: stream)
     settings = {"hf_processor_path": str(checkpoint), "seq_length": 256, "num_workers": 0, "columns": COLUMNS}
@@ -240,6 +240,33 @@ def test_streams_and_questions_of_a_run_are_read_by_it(sources, checkpoint, monk
     rows = qwen3vl_bridge.Qwen3VLConversationProvider(train_path=str(parquet), **settings)
     cfg = SimpleNamespace(accuracy=AccuracyConfig(path=str(parquet)), dataset=rows)
     assert [question.answer for question in Accuracy(cfg)._read()] == ["0", "1", "2"]
+
+
+def test_sets_of_a_mixture_have_columns_of_their_own(sources, checkpoint, tmp_path):
+    """Where a set says neither these nor a schema, it has the data set's."""
+    _, _, (_, parquet, lines, _) = sources
+    theirs = {"image": "img", "question": "q", "answer": "{answers[1]}"}
+    own = write(tmp_path / "own.jsonl", [{"messages": [ASK, ANSWER]}])
+    sets = [{"path": str(parquet)}, {"path": str(lines), "name": "b", "columns": theirs}]
+    sets += [{"path": str(own), "columns": {}}]
+
+    def rows(sets):
+        made = qwen3vl_bridge.Qwen3VLConversationProvider(
+            mixture=sets, hf_processor_path=str(checkpoint), seq_length=256, num_workers=0, columns=COLUMNS
+        )
+        made.finalize()
+        return made.rows("train", shuffle=False)
+
+    source = rows(sets).samples.file
+    assert [source[number].messages[1]["content"] for number in range(7)] == ["0", "1", "2", "x", "x", "x", "Seven."]
+    for columns, message in (
+        ({"imag": "x"}, r"dataset.mixture\[0\].columns is {'imag': 'x'}, expected {KEY: COLUMN} with keys of messages"),
+        ({"image": ""}, "columns.image is '', expected the name of a column"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            rows([{"path": str(parquet), "columns": columns}])
+    with pytest.raises(ValueError, match=r"schema_adapter is 'cord_v2', .* expected one of the two"):
+        rows([{"path": str(parquet), "columns": theirs, "schema_adapter": "cord_v2"}])
 
 
 def test_the_command_line_has_it(sources, checkpoint, tmp_path, capsys):
