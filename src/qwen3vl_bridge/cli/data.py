@@ -72,6 +72,8 @@ def _records(parser: argparse.ArgumentParser) -> None:
     data.add_argument("--mixture", type=Path, metavar="FILE", help="YAML with several data sets, as dataset.mixture")
     parser.add_argument("--schema-adapter", metavar="NAME",
                         help="format of the records, such as cord_v2 (default: conversations)")  # fmt: skip
+    parser.add_argument("--columns", nargs="+", default=[], metavar="KEY=COLUMN",
+                        help="the records' own names for what is read: image=img 'answer={answers[0]}'")  # fmt: skip
     parser.add_argument("--media-root", action="append", metavar="FOLDER",
                         help="folder of the pictures (default: that of --data); given several times, they are looked "
                         "up in each, and links may lead from one into another")  # fmt: skip
@@ -265,15 +267,18 @@ def _run_download(options: argparse.Namespace) -> int:
 
 
 def _opened(options: argparse.Namespace, addresses: Callable[[str, str], Path] | None = None) -> Any:
+    from qwen3vl_bridge.data.schemas.columns import Columns
     from qwen3vl_bridge.data.sources.opening import open_source
     from qwen3vl_bridge.data.sources.splits import split_of
 
     addresses = addresses or _url_cache(options)
+    with _wrong("--columns"):
+        columns = Columns.of(options.columns)
     if options.mixture is not None:
         from qwen3vl_bridge.data.sources.mixture import mixed_sets, open_mixture
 
         with _wrong("--mixture"):
-            sets = mixed_sets(str(options.mixture), options.media_root, options.schema_adapter)
+            sets = mixed_sets(str(options.mixture), options.media_root, options.schema_adapter, columns)
             mixture = open_mixture(sets, options.split, addresses)
         print(mixture.words().replace("; ", "\n"), file=sys.stderr)
         return mixture
@@ -283,6 +288,7 @@ def _opened(options: argparse.Namespace, addresses: Callable[[str, str], Path] |
             options.media_root,
             addresses=addresses,
             schema_adapter=options.schema_adapter,
+            columns=columns,
         )
 
 

@@ -10,6 +10,7 @@ _PUBLIC = {
     "Admission": "qwen3vl_bridge.data.processing.filtering",
     "Balance": "qwen3vl_bridge.data.loading.row_dataset",
     "BatchStream": "qwen3vl_bridge.data.loading.batch_stream",
+    "Columns": "qwen3vl_bridge.data.schemas.columns",
     "Collator": "qwen3vl_bridge.data.processing.collation",
     "Conversation": "qwen3vl_bridge.data.schemas.conversations",
     "ConversationSource": "qwen3vl_bridge.data.sources.opening",

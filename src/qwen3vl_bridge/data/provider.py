@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from qwen3vl_bridge.data.packing.packed_rows import PackedRows
 from qwen3vl_bridge.data.packing.shared_sizes import sizes_of_job
 from qwen3vl_bridge.data.processing.samples import Samples
 from qwen3vl_bridge.data.row_settings import SPLITS, ConversationRows
+from qwen3vl_bridge.data.schemas.columns import Columns, one_schema
 from qwen3vl_bridge.data.schemas.named_schemas import named_schema
 from qwen3vl_bridge.data.sources.hub import HUB, HubName
 from qwen3vl_bridge.data.sources.hub_streaming import StreamedDataset
@@ -44,9 +45,9 @@ class Qwen3VLConversationProvider(ConversationRows):
         train_path: conversations: a file of JSON or Parquet, a folder, or
             "hf://owner/name:configuration#split" (see `data/sources/opening.py`).
         mixture: several data sets in one run, in place of `path` and `train_path`: a list of {path, weight} or
-            {path, epochs}, with name, media_root and schema_adapter where they need them, or a YAML file with such a
-            list (see `MixedSet` in `data/sources/mixture.py`). Their validation and test splits are read one after the
-            other.
+            {path, epochs}, with name, media_root, schema_adapter and columns where they need them, or a YAML file with
+            such a list (see `MixedSet` in `data/sources/mixture.py`). Their validation and test splits are read one
+            after the other.
         valid_path: likewise, for validation, or None.
         test_path: likewise, or None.
         media_root: folder of the pictures, or several: a path is looked up in each, in their order, and links may lead
@@ -55,6 +56,8 @@ class Qwen3VLConversationProvider(ConversationRows):
         url_cache: folder of what was downloaded; the user's own if None.
         schema_adapter: the records' format, by Megatron-Bridge's name for it, such as "cord_v2"; None for
             conversations (see `data/schemas/named_schemas.py`).
+        columns: the records' own names for what is read, such as `columns.image=img`, and questions and answers made
+            of several columns (see `data/schemas/columns.py`).
         streaming: read data sets of the hub as they are downloaded, instead of all of them first. Every data-loading
             process of every rank reads the whole stream, and a resumed run reads what it had read once more.
         train_packing: folder with rows of the training split that `qwen3vl data pack` made, by these settings. Without
@@ -76,6 +79,7 @@ class Qwen3VLConversationProvider(ConversationRows):
     allowed_urls: tuple[str, ...] = ()
     url_cache: str | None = None
     schema_adapter: str | None = None
+    columns: Columns = field(default_factory=Columns)
     streaming: bool = False
     train_packing: str | None = None
     balance_over: int | None = None
@@ -118,7 +122,7 @@ class Qwen3VLConversationProvider(ConversationRows):
                 "qwen3vl data download --data PATH --allowed-urls URL does it, into the folder url_cache"
             )
         MediaAccess.of(self.media_root)
-        named_schema(self.schema_adapter)
+        one_schema(named_schema(self.schema_adapter), self.columns)
 
     def downloaded(self) -> UrlCache:
         """What was downloaded before training."""
@@ -137,7 +141,7 @@ class Qwen3VLConversationProvider(ConversationRows):
         """
         if self.mixture is None:
             return ()
-        sets = mixed_sets(self.mixture, self.media_root, self.schema_adapter)
+        sets = mixed_sets(self.mixture, self.media_root, self.schema_adapter, self.columns)
         return tuple(one for one in sets if one.path_of(split) is not None)
 
     def _check_paths(self) -> None:
@@ -264,9 +268,15 @@ class Qwen3VLConversationProvider(ConversationRows):
 
     def _source(self, path: str, seed: int | None) -> ConversationSource | StreamedDataset:
         if not self.streaming:
-            return open_source(path, self.media_root, addresses=self.downloaded(), schema_adapter=self.schema_adapter)
+            return open_source(
+                path,
+                self.media_root,
+                addresses=self.downloaded(),
+                schema_adapter=self.schema_adapter,
+                columns=self.columns,
+            )
         media = MediaAccess.of(self.media_root, self.downloaded())
         # A row's samples are nearly always of its window and the one before, and the plan is a window ahead.
-        schema = named_schema(self.schema_adapter)
+        schema = one_schema(named_schema(self.schema_adapter), self.columns)
         how = {"seed": seed, "keep": 4 * self.window_size, "schema": schema}
         return StreamedDataset.named(path, media_root=media, **how)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 
-from qwen3vl_bridge.data import DataError, JsonLines
+from qwen3vl_bridge.data import Columns, DataError, JsonLines
 
 import pytest
 import torch
@@ -195,6 +195,42 @@ def test_a_long_sample_is_refused_dropped_or_cut(make, tmp_path, caplog):
     cut = list(islice(make(folder, on_long="truncate", **settings).stream("train"), 2))
     assert sorted(keys(cut)) == ["long", "short"] and "cut, 1 so far" in caplog.text
     assert max(max(batch.layout.lengths) for batch in cut) == 64
+
+
+def test_records_have_columns_by_names_of_their_own(make, files, samples, tmp_path):
+    """The rows, of the same pictures, are those of our own names."""
+    ours = dict(samples)["image"] | {"json": {"question": "Which digit?", "answer": "Seven.", "image": "png"}}
+    theirs = ours | {"json": {"q": "Which digit?", "label": ["Seven."], "img": "png"}}
+    rows = []
+    for name, parts, columns in (("ours", ours, {}), ("theirs", theirs, {"image": "img", "question": "q"})):
+        folder = write_folder(tmp_path / name, train=[[("a", parts)]])
+        columns = Columns(**columns, answer="{label[0]}") if columns else Columns()
+        stream = make(folder, pack=False, columns=columns).stream("train")
+        rows.append(next(stream))
+        assert ("of columns image='img'" in stream.fingerprint()["data"]) == bool(columns.settings())
+        if columns.settings():
+            with pytest.raises(DataError, match="found the keys q, label, img, expected"):
+                next(make(folder, pack=False).stream("train"))
+    assert same(*rows)
+
+
+def test_an_unknown_key_of_a_picture_is_refused(make, samples, tmp_path):
+    record = {"messages": [{"role": "user", "content": "<image>?"}, ASKED[1]], "image_path": "png"}
+    folder = write_folder(tmp_path / "wds", train=[[("a", dict(samples)["image"] | {"json": record})]])
+    with pytest.raises(DataError, match=r"train-0.tar:a: found 1 places for images .* expected 0, .*image_path"):
+        next(make(folder).stream("train"))
+
+
+def test_chatml_folders_have_no_columns_by_other_names(make, files, tmp_path):
+    """What their records say of files is how they were called before."""
+    turns = {"conversations": [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "7"}], "img": "a.png"}
+    yaml = CHATML.replace("  videos: videos\n", "")
+    folder = write_folder(
+        tmp_path / "wds", yaml=yaml, train=[[("a", {"json": turns, "jpgs": pickled(files["0.png"])})]]
+    )
+    assert len(next(make(folder, pack=False).stream("train")).vision.pixel_values) == 2 * 4
+    with pytest.raises(DataError, match="found a schema of columns image='img', expected none: ChatML"):
+        next(make(folder, columns=Columns(image="img")).stream("train"))
 
 
 def test_chatml_folders_keep_the_bytes_of_their_pictures(make, files, encoder, collator, tmp_path):

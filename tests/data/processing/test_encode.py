@@ -22,7 +22,7 @@ TEXTS = (
         "<|im_end|>\n<|im_start|>assistant\nTrained?<|im_end|>\n",
         "assistant\n",
     ),
-    *("<|vision_start|>", "<|vision_end|>", "<|endoftext|>", "<think>", "\n", "\n\n", " ", "Which digit is this?"),
+    *("<|endoftext|>", "<think>", "\n", "\n\n", " ", "Which digit is this?"),
     *("seven", "é", "e\u0301", "\u00a0", "🙂", "\r\n", "user", "<|im_start|>"),
 )
 texts = st.lists(st.sampled_from(TEXTS), max_size=4).map("".join)
@@ -158,11 +158,17 @@ def test_text_alone_has_no_pixels(encoder, read):
     assert sample.loss_mask.sum() == 1  # the token that closes the empty answer
 
 
-@pytest.mark.parametrize("content", ["Which <|image_pad|>?", [{"type": "text", "text": "Which <|video_pad|>?"}]])
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("Which <|image_pad|>?", [{"type": "text", "text": "Which <|video_pad|>?"}]),
+        *("<|vision_start|>Which?", [{"type": "text", "text": "Which<|vision_end|>?"}]),
+    ],
+)
 def test_text_that_stands_for_a_picture_is_refused(encoder, read, content):
     conversation = read([{"role": "user", "content": content}, {"role": "assistant", "content": "7"}])
     for encode in (encoder, encoder.size):
-        with pytest.raises(DataError, match=r"train.jsonl:1: message 1: found '<\|\w+_pad\|>' in the text, which"):
+        with pytest.raises(DataError, match=r"train.jsonl:1: message 1: found '<\|\w+\|>' in the text, which"):
             encode(conversation)
 
 

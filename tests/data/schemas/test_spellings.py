@@ -81,9 +81,15 @@ def test_parts_without_their_own_take_the_media_beside_them():
     ]
 
 
-def test_without_media_a_placeholder_is_text():
-    for beside in ({}, {"images": None}, {"image": None, "videos": None}):
-        assert asked("Write <image> or <video>.", **beside) == "Write <image> or <video>."
+def test_without_media_a_placeholder_is_text_where_that_is_said():
+    words = "Write <image> or <video>."
+    for record in ({"conversations": [{**HUMAN, "value": words}, GPT]}, {"question": words, "answer": "Seven."}):
+        own = messages_of(record, "x", placeholders="text")
+        assert own["messages"] == [{"role": "user", "content": words}, ANSWER]
+    beside = messages_of({"question": "Is <image> a tag?", "answer": "Seven.", "image": "1"}, "x", placeholders="text")
+    assert beside["messages"][0]["content"] == [image("1"), text("Is <image> a tag?")]
+    parts = {"messages": [{"role": "user", "content": [text(words)]}, ANSWER]}
+    assert told(parts) == parts
 
 
 def test_what_stands_beside_turns():
@@ -104,6 +110,19 @@ BOTH = "found both 'messages' and 'conversations', expected one"
         ({"messages": [], "conversations": []}, BOTH),
         ({"conversations": []}, r"found \[\] under 'conversations', expected a list of turns"),
         ({"conversations": {"from": 1}}, "found {'from': 1} under 'conversations', expected a list"),
+        (
+            {"texts": [{"user": "a", "answer": "b"}]},
+            "text 1: found the keys user, answer, expected an object with user",
+        ),
+        ({"texts": "a"}, "found 'a' under 'texts', expected a list"),
+        ({"query": "a", "response": 7}, r"'response': found 7, expected a string; .* columns.answer='{response\[0\]}'"),
+        ({"query": "a", "label": "b"}, "found the keys query, label, expected 'messages' or .* the setting columns"),
+        (
+            {"question": "a", "answer": "b", "query": "c", "response": "d"},
+            "found both 'question' and 'query' with",
+        ),
+        ({"query": "a", "response": "b", "history": [["c"]]}, r"found \[\['c'\]\] under 'history', expected a list"),
+        ({"query": "a", "response": "b", "history": [["c", 7]]}, "'history' 1: found 7, expected a string"),
         ({"conversations": ["hi"]}, "turn 1: found 'hi', expected an object with from and value alone"),
         ({"conversations": [HUMAN, {**GPT, "weight": 0}]}, "turn 2: found the keys from, value, weight, expected an"),
         ({"conversations": [{"from": "robot", "value": ""}]}, "found the speaker 'robot', expected one of system, hum"),
@@ -127,6 +146,15 @@ BOTH = "found both 'messages' and 'conversations', expected one"
         ({"messages": [{"role": "user", "content": "<image>"}], "images": []}, "found 1 places .* expected 0,"),
         ({"messages": [{"role": "user", "content": "<image><video>"}], "image": "1"}, "found 1 places for videos .* 0"),
         ({"messages": [{"role": "user", "content": [text("<image>")]}], "image": "1"}, "found 0 places for images"),
+        ({"messages": [{"role": "user", "content": "<image>"}, ANSWER], "id": 7}, "1 places .* 0, .* messages, id"),
+        (
+            {"messages": [ASK, {**ANSWER, "content": "<video>"}], "video": None},
+            "found 1 places for videos .* 0, ",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "found 1 places for images .* expected 0"),
+        ({"query": "<image>", "response": "a", "history": [["<image>", "b"]], "image": "1"}, "found 2 .* expected 1"),
+        ({"texts": [{"user": "<image>", "assistant": "b"}]}, "found 1 places for images .* expected 0"),
+        ({"instruction": "a", "input": "<image>", "output": "b"}, "found 1 places for images .* expected 0"),
     ],
 )
 def test_what_does_not_fit_is_refused(record, message):
@@ -151,6 +179,11 @@ def test_a_record_and_its_twin_are_one_conversation(turns, media):
     record = {"conversations": [{"from": speakers[n % 2], "value": words} for n, words in enumerate(flat)]}
     twin = {"messages": [{"role": roles[n % 2], "content": words} for n, words in enumerate(flat)]}
     own = copy.deepcopy(twin)
+    if not media and any(found.values()):
+        for spelt in (record, twin):
+            with pytest.raises(DataError, match=r"found \d+ places for (image|video)s .* expected 0"):
+                told(spelt)
+        return
     if media:
         record, twin = {**record, **beside}, {**twin, **beside}
         rest = {kind: iter(beside[f"{kind}s"]) for kind in found}
@@ -179,3 +212,156 @@ def test_a_system_prompt_beside_messages_is_one_of_them():
     assert found == {"messages": [{"role": "system", "content": "Be brief."}, *own]}
     with pytest.raises(DataError, match="here: found both 'system' and a turn of it"):
         messages_of({**found, "system": "Be brief."}, "here")
+
+
+def keyed(**beside) -> dict:
+    return {"conversations": [{"from": "human", "value": "<image> What?"}, GPT], **beside}
+
+
+@pytest.mark.parametrize("key", ["image_path", "img", "Images", "image_file", "image_url", "pictures", "video_path"])
+@pytest.mark.parametrize("value", ["train/1.png", "1", ["1", "2"], {"bytes": b"a", "path": None}, {"url": "1"}])
+def test_media_under_a_key_that_is_not_known_are_refused(key, value):
+    """With a placeholder, for which nothing is there, and without."""
+    with pytest.raises(
+        DataError, match=rf"x.jsonl:1: found 1 places for images .* expected 0, .* {key}.*columns.image"
+    ):
+        told(keyed(**{key: value}))
+    with pytest.raises(
+        DataError, match=rf"x.jsonl:1: found '{key}', which looks .*columns.(image|video)={key},.*columns.ign"
+    ):
+        told({"messages": [ASK, ANSWER], "id": 7, key: value})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("a/b c.JPG", "clip.mp4", "https://a.b/c.webp?size=7", "data:image/png;base64,AA", b"x"),
+        *(["1.png", "2.png"], {"bytes": b"x", "path": "a"}, [{"bytes": b"x", "path": None}]),
+    ],
+)
+def test_what_looks_like_media_is_refused_under_any_key(value):
+    with pytest.raises(DataError, match=r"found 'foto', which looks like pictures .* keys are mess"):
+        told({"messages": [ASK, ANSWER], "foto": value})
+    with pytest.raises(DataError, match="found 'foto', which looks like"):
+        told({"question": "a", "answer": "b", "foto": value})
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"id": "000000033471", "image_id": "139", "image_width": 640, "num_images": 2, "frames": 8, "clip": 0.3},
+        {"img": None, "video_path": "", "image_file": [], "pictures": {}},
+        {"source": "coco", "caption": "A photo of a .jpg icon, and more.", "score": [0.5, 1.5], "meta": {"path": 7}},
+    ],
+)
+def test_what_is_no_media_is_left_unread(beside):
+    assert told({"messages": [ASK, ANSWER], **beside})["messages"] == [ASK, ANSWER]
+
+
+def test_another_name_of_a_file_that_is_read_is_left_unread():
+    beside = {"id": "1.jpg", "file_name": "val/1.jpg", "coco_url": "http://a.b/other.jpg"}
+    assert told(keyed(image="coco/1.jpg", **beside))["messages"][0]["content"][0] == image("coco/1.jpg")
+    assert told(keyed(image={"bytes": b"x", "path": "1.jpg"}, **beside))["messages"][0]["content"][0] == image(b"x")
+    for other in ({"file_name": "2.jpg"}, {"image_url": "http://a.b/other.jpg"}):
+        with pytest.raises(DataError, match="which looks like"):
+            told(keyed(image="coco/1.jpg", **other))
+
+
+def test_turns_of_other_names():
+    turns = [{"role": "human", "content": "Which?"}, {"role": "assistant", "content": "Seven."}]
+    assert told({"conversations": turns}) == told({"messages": [HUMAN, GPT]}) == {"messages": [ASK, ANSWER]}
+    parts = [{"role": "user", "content": [{"type": "image"}, text("Which?")]}, ANSWER]
+    assert told({"conversations": parts, "image": "1"})["messages"][0]["content"][0] == image("1")
+    with pytest.raises(DataError, match="turn 1: found the keys role, content, from, expected"):
+        told({"conversations": [{"role": "user", "content": "a", "from": "human"}]})
+    last = [{"from": "human", "value": "Which?\n<image>"}, GPT]
+    assert told({"conversations": last, "image": "1"})["messages"][0]["content"] == [text("Which?\n"), image("1")]
+
+
+def test_questions_with_their_answers():
+    for question, answer in {"question": "answer", "query": "response", "prompt": "completion"}.items():
+        assert told({question: "Which?", answer: "Seven."}) == {"messages": [ASK, ANSWER]}
+    before = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    record = {"query": "Which?", "response": "Seven.", "history": [["a", "b"]], "system": "Be brief."}
+    assert told(record)["messages"] == [{"role": "system", "content": "Be brief."}, *before, ASK, ANSWER]
+    alpaca = {"instruction": "Add.", "input": "3 + 4", "output": "Seven.", "text": "Below is ..."}
+    assert told(alpaca)["messages"] == [{"role": "user", "content": "Add.\n3 + 4"}, ANSWER]
+    for empty in ("", None):
+        assert told({"instruction": "Which?", "input": empty, "output": "Seven."})["messages"] == [ASK, ANSWER]
+    pairs = [{"user": "a", "assistant": "b", "source": "x"}, {"user": "Which?", "assistant": "Seven."}]
+    assert told({"texts": pairs}) == {"messages": [*before, ASK, ANSWER]}
+
+
+def test_media_of_a_question_without_places_stand_before_the_first():
+    record = {"query": "Which?", "response": "Seven.", "history": [["a", "b"]], "system": "x", "images": ["1", "2"]}
+    contents = [message["content"] for message in told(record)["messages"]]
+    assert contents == ["x", [image("1"), image("2"), text("a")], "b", "Which?", "Seven."]
+    assert told({"question": "", "answer": "b", "video": "1"})["messages"][0]["content"] == [video("1")]
+    placed = told({"question": "Is <image> it?", "answer": "b", "image": "1", "videos": ["2"]})["messages"]
+    assert placed[0]["content"] == [video("2"), text("Is "), image("1"), text(" it?")]
+    with pytest.raises(DataError, match=r"found 1 places for images .* expected 2"):
+        told({"question": "<image>?", "answer": "b", "images": ["1", "2"]})
+    # Where turns have placeholders, none means that it is not known where pictures belong.
+    with pytest.raises(DataError, match="found 0 places for images"):
+        told({"messages": [ASK, ANSWER], "images": ["1"]})
+
+
+def parted(*parts) -> list:
+    return told({"messages": [{"role": "user", "content": list(parts)}, ANSWER]})["messages"][0]["content"]
+
+
+def test_parts_of_other_names():
+    assert parted(
+        {"type": "image_url", "image_url": {"url": "1.png", "detail": "auto"}},
+        {"type": "image_url", "image_url": "data:image/png;base64,AA", "text": None},
+        {"type": "input_image", "image_url": "2.png"},
+        {"type": "video_url", "video_url": {"url": "3.mp4", "detail": None}},
+        {"type": "image", "url": "https://a.b/4.png"},
+        {"type": "video", "path": "5.mp4"},
+        {"type": "input_text", "text": "Which?"},
+    ) == [
+        *(image("1.png"), image("data:image/png;base64,AA"), image("2.png"), video("3.mp4")),
+        *(image("https://a.b/4.png"), video("5.mp4"), text("Which?")),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"type": "image_url"}, "part 1: found {'type': 'image_url'}, expected an address as 'image_url'"),
+        ({"type": "image_url", "image_url": {"uri": "1"}}, "expected an address as 'image_url', or as 'url' in it"),
+        ({"type": "image_url", "image_url": {"url": "1", "crop": 7}}, "expected an address"),
+        ({"type": "image_url", "image_url": {"url": "1", "detail": "low"}}, "found the detail 'low', expected 'auto'"),
+        ({"type": "input_image", "image_url": "1", "detail": "low"}, "found the detail 'low', expected 'auto'"),
+        ({"type": "image", "image": "file://host/a.png"}, "'file://host/a.png', a file of 'host', expected file:///"),
+        ({"type": "image", "image": "file:///a%FF.png"}, r"'file:///a%FF.png', expected file:///PATH \(.*decode"),
+        ({"type": "image", "image": "file:///a?b.png"}, r"expected '\?' and '#' in a path as %3F and %23"),
+    ],
+)
+def test_parts_that_are_none_are_refused(part, message):
+    with pytest.raises(DataError, match=message) as caught:
+        parted(part)
+    assert str(caught.value).startswith("x.jsonl:1: message 1, part 1: ")
+
+
+def test_addresses_of_files_are_paths_below_the_root(tmp_path):
+    root = tmp_path / "my media"
+    (root / "a").mkdir(parents=True)
+    for place in (root / "a" / "één #1.png", tmp_path / "out.png"):
+        place.write_bytes(b"x")
+    address, out = (root / "a" / "één #1.png").as_uri(), (tmp_path / "out.png").as_uri()
+    assert "%20" in address and "%23" in address
+    records = [
+        {"messages": [{"role": "user", "content": [image(address)]}, ANSWER]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": address}}]}, ANSWER]},
+        {"messages": [{"role": "user", "content": [image({"bytes": None, "path": address})]}, ANSWER]},
+        keyed(image=address.replace("file://", "file://localhost")),
+        keyed(images=[{"bytes": None, "path": address}]),
+    ]
+    for record in records:
+        assert conversation_of(told(record), "x", root).images == (root / "a" / "één #1.png",)
+    frames = conversation_of(told({"question": "a", "answer": "b", "video": address}), "x", root).videos
+    assert frames == (root / "a" / "één #1.png",)
+    for escape in (out, f"{root.as_uri()}/a/%2E%2E/%2E%2E/out.png"):
+        with pytest.raises(DataError, match="expected a path inside the media root"):
+            conversation_of(told(keyed(image=escape)), "x", root)

@@ -18,6 +18,7 @@ from qwen3vl_bridge.data.energon.stream import EnergonStream, Share, one_pass, r
 from qwen3vl_bridge.data.energon.task_encoder import MeasuringTaskEncoder, Qwen3VLTaskEncoder
 from qwen3vl_bridge.data.loading.worker_processes import ignoring
 from qwen3vl_bridge.data.row_settings import ConversationRows
+from qwen3vl_bridge.data.schemas.columns import Columns, marked, one_schema
 
 from megatron.bridge.data.base import DatasetBuildContext, validate_declarative_mapping
 from megatron.bridge.utils.safe_pickle import energon_torch_load
@@ -56,6 +57,8 @@ class Qwen3VLEnergonProvider(ConversationRows):
         seed: of the order of samples.
         sample_fps: how many frames are a second of videos that come as frames and do not say, as ChatML's; None to
             refuse them.
+        columns: the records' own names for what is read, as `Qwen3VLConversationProvider` has them; of crude folders,
+            ChatML ones have names of their own.
         dataloader_type: "external": energon has its own loaders.
     """
 
@@ -71,6 +74,7 @@ class Qwen3VLEnergonProvider(ConversationRows):
     dataset_kwargs: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
     sample_fps: float | None = None
+    columns: Columns = field(default_factory=Columns)
     dataloader_type: Any = "external"
 
     def finalize(self) -> None:
@@ -88,6 +92,7 @@ class Qwen3VLEnergonProvider(ConversationRows):
         self.check_least(num_workers=0, num_val_workers=0, seed=0)
         if self.sample_fps is not None and not self.sample_fps > 0:
             raise ValueError(f"sample_fps is {self.sample_fps!r}, expected a positive number or None")
+        self.columns.check()
         if self.pack and self.micro_batch_size != 1:
             raise ValueError(
                 f"micro_batch_size is {self.micro_batch_size}, expected 1 where rows are packed: make the row longer"
@@ -171,7 +176,9 @@ class Qwen3VLEnergonProvider(ConversationRows):
             )
 
     def _task_encoder(self) -> Qwen3VLTaskEncoder:
-        return Qwen3VLTaskEncoder(self.admission(), self.collator(), sample_fps=self.sample_fps)
+        return Qwen3VLTaskEncoder(
+            self.admission(), self.collator(), sample_fps=self.sample_fps, columns=one_schema(None, self.columns)
+        )
 
     def _stream(self, split: str, share: Share, groups: Any = None) -> EnergonStream:
         if split not in ("train", "valid"):
@@ -216,14 +223,16 @@ class Qwen3VLEnergonProvider(ConversationRows):
                 split_part=_PARTS[split],
                 worker_config=WorkerConfig(rank=0, world_size=1, num_workers=num_workers),
                 batch_size=None,  # pyright: ignore[reportArgumentType]  (energon's own check for it)
-                task_encoder=MeasuringTaskEncoder(self.admission(), sample_fps=self.sample_fps),
+                task_encoder=MeasuringTaskEncoder(
+                    self.admission(), sample_fps=self.sample_fps, columns=one_schema(None, self.columns)
+                ),
                 **arguments,
             )
 
     def _fingerprint(self, loader: Any, share: Share) -> dict[str, Any]:
         """What must be the same for a position in energon's stream to mean the same."""
         return {
-            "data": digest(loader._dataloader.config()["dataset"]),
+            "data": marked(digest(loader._dataloader.config()["dataset"]), one_schema(None, self.columns)),
             "ranks": share.size,
             "workers": self.num_workers,
             "rows a microbatch": self.micro_batch_size,

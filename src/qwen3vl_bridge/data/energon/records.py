@@ -25,8 +25,9 @@ from typing import Any
 
 from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.media.images import MediaAccess
+from qwen3vl_bridge.data.schemas.columns import Schema, read_by
 from qwen3vl_bridge.data.schemas.conversations import Conversation, conversation_of
-from qwen3vl_bridge.data.schemas.spellings import messages_of, stored
+from qwen3vl_bridge.data.schemas.placeholders import stored
 from qwen3vl_bridge.files.parsing import parse_record
 
 from megatron.energon import (
@@ -44,7 +45,7 @@ from megatron.energon.flavors.webdataset.sample_loader import WebdatasetSampleLo
 
 RECORD = "json"
 _CHATML = {"conversation", "imgs", "videos"}
-_MEDIA_KEYS = ("image", "images", "video", "videos")
+_BESIDE_TURNS = ("system", "tools")
 _PICKLE = b"\x80"  # no file of a picture or a video begins so
 
 
@@ -135,22 +136,25 @@ def place_of(sample: Sample) -> str:
     return ":".join([*(source.shard_name for source in (sample.__sources__ or ())[:1]), str(sample.__key__)])
 
 
-def conversation_in(sample: Sample, sample_fps: float | None = None) -> Conversation:
+def conversation_in(sample: Sample, sample_fps: float | None = None, columns: Schema | None = None) -> Conversation:
     """A sample's conversation, with its media as bytes.
 
     Args:
         sample: `Parts`, or one with Megatron-Bridge's ChatML fields.
         sample_fps: how many frames are a second of a video that comes as frames and does not say; None to refuse it.
+        columns: what records of crude folders call what is read, if they have names of their own.
 
     Raises:
-        DataError: a record that is none, or media that are not among the parts.
+        DataError: a record that is none, media that are not among the parts, or columns for a ChatML sample.
     """
     place = place_of(sample)
     if isinstance(sample, Parts):
         record, files = _record_in(sample.parts, place), _files(sample)
     else:
+        if columns is not None:
+            raise DataError(place, f"found a schema {columns.name}, expected none: ChatML's own names are read")
         record, files = _chatml_record(sample, place), {}
-    record = _with_files(messages_of(record, place), files, sample_fps, place)
+    record = _with_files(read_by(columns, record, place), files, sample_fps, place)
     return conversation_of(record, place, MediaAccess())  # no path is left in it
 
 
@@ -216,7 +220,7 @@ def _chatml_record(sample: Any, place: str) -> dict[str, Any]:
     turns = next((payload[name] for name in names if payload.get(name) is not None), None)
     spelled = isinstance(turns, list) and turns and isinstance(turns[0], dict) and "from" in turns[0]
     # What a record says of media besides is how they were called before they came into the tar.
-    record = {key: value for key, value in payload.items() if key not in (*names, *_MEDIA_KEYS)}
+    record = {key: payload[key] for key in _BESIDE_TURNS if key in payload}
     record["conversations" if spelled else "messages"] = turns
     tools = getattr(sample, "tools", None)
     if tools is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from qwen3vl_bridge.batch import PackedBatch
@@ -20,6 +21,7 @@ from qwen3vl_bridge.data.packing.best_fit import best_fit
 from qwen3vl_bridge.data.processing.collation import Collator
 from qwen3vl_bridge.data.processing.encoding import EncodedSample
 from qwen3vl_bridge.data.processing.filtering import Admission, Admitted
+from qwen3vl_bridge.data.schemas.columns import Schema
 
 from megatron.energon import (
     Batch,
@@ -76,14 +78,15 @@ class MeasuringTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
     decoder = None  # media stay bytes
     cookers = COOKERS
 
-    def __init__(self, admission: Admission, *, sample_fps: float | None = None) -> None:
+    def __init__(self, admission: Admission, *, sample_fps: float | None = None, columns: Schema | None = None) -> None:
         """Take samples as they are admitted.
 
         Args:
             admission: which become samples.
             sample_fps: how many frames are a second of videos that come as frames and do not say; None to refuse them.
+            columns: what records of crude folders call what is read, if they have names of their own.
         """
-        self.admission, self._sample_fps = admission, sample_fps
+        self.admission, self._sample_fps, self._columns = admission, sample_fps, columns
         self._num_samples = self._left_out = 0
 
     def build_train_datasets(self, *, datasets: Any, worker_config: WorkerConfig, **settings: Any) -> Any:
@@ -143,7 +146,8 @@ class MeasuringTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             DataError: it is bad or too long, where that is an error.
             SkipSample: it is dropped, and counted.
         """
-        admitted = self.admission.measure(lambda: conversation_in(sample, self._sample_fps), place_of(sample))
+        read = partial(conversation_in, sample, self._sample_fps, self._columns)
+        admitted = self.admission.measure(read, place_of(sample))
         if admitted is None:
             self._skip(sample)
         self._left_out = 0
@@ -162,15 +166,23 @@ class Qwen3VLTaskEncoder(MeasuringTaskEncoder):
     For energon's `get_train_dataset` and `get_val_dataset`. With `packing_buffer_size`, batch_size is 1.
     """
 
-    def __init__(self, admission: Admission, collator: Collator, *, sample_fps: float | None = None) -> None:
+    def __init__(
+        self,
+        admission: Admission,
+        collator: Collator,
+        *,
+        sample_fps: float | None = None,
+        columns: Schema | None = None,
+    ) -> None:
         """Lay samples out.
 
         Args:
             admission: which become samples.
             collator: lays them out.
             sample_fps: as `MeasuringTaskEncoder` takes it.
+            columns: likewise.
         """
-        super().__init__(admission, sample_fps=sample_fps)
+        super().__init__(admission, sample_fps=sample_fps, columns=columns)
         self.collator = collator
 
     def select_samples_to_pack(self, samples: list[MeasuredSample]) -> list[list[MeasuredSample]]:

@@ -306,7 +306,8 @@ class Encoder:
         for number, message in enumerate(conversation.messages, start=1):
             content = message["content"]
             texts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
-            for token in (self.processor.image_token, self.processor.video_token):
+            vision = ("image_token", "video_token", "vision_start_token", "vision_end_token")
+            for token in (getattr(self.processor, name) for name in vision):
                 if any(token in words for words in texts):
                     place = f"{conversation.sample_id}: message {number}"
                     raise DataError(place, f"found {token!r} in the text, which stands for a picture")

@@ -32,13 +32,12 @@ from typing import Any, NamedTuple
 
 from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.media.images import MOST_PIXELS, FrameList, Media, MediaAccess, Video, find
-from qwen3vl_bridge.data.schemas.spellings import stored
+from qwen3vl_bridge.data.schemas.placeholders import LIMITS, stored
+from qwen3vl_bridge.data.schemas.spellings import LOSS
 
 ROLES = ("system", "user", "assistant", "tool")
 PARTS = ("text", "image", "video")
 _BESIDE = {"reasoning_content", "tool_calls", "tool_call_id", "name"}
-_LOSS = ("loss", "weight")
-_LIMITS = ("min_pixels", "max_pixels")
 # What Qwen's message format has besides, and where it is to be said here.
 _ELSEWHERE = {
     "image": dict.fromkeys(
@@ -119,9 +118,7 @@ def _losses(messages: list[Any], place: str) -> dict[int, bool]:
     """Whether messages are trained on, by their numbers; those of the assistant that say so."""
     losses = {}
     for number, message in enumerate(messages):
-        given = (
-            {key: message[key] for key in _LOSS if message.get(key) is not None} if isinstance(message, dict) else {}
-        )
+        given = {key: message[key] for key in LOSS if message.get(key) is not None} if isinstance(message, dict) else {}
         where = f"{place}: message {number + 1}"
         if len(given) > 1:
             raise DataError(where, "found both 'loss' and 'weight', expected one of them")
@@ -153,11 +150,11 @@ class _Media:
             raise DataError(place, f"found {_kind(message)}, expected an object with role and content")
         # Tables give every row the columns of all others, empty where a message has none.
         given = {key: value for key, value in message.items() if value is not None or key == "content"}
-        message = {key: value for key, value in given.items() if key not in _LOSS}
+        message = {key: value for key, value in given.items() if key not in LOSS}
         if message.get("content") is None and message.get("tool_calls"):
             message["content"] = ""
         if not {"role", "content"} <= set(message) <= {"role", "content", *_BESIDE}:
-            allowed = f"role and content, and {', '.join(sorted({*_BESIDE, *_LOSS}))} where needed"
+            allowed = f"role and content, and {', '.join(sorted({*_BESIDE, *LOSS}))} where needed"
             raise DataError(place, f"found the keys {', '.join(map(str, given))}, expected {allowed}")
         role, content = message["role"], message["content"]
         if role not in ROLES:
@@ -180,7 +177,7 @@ class _Media:
         for key, instead in _ELSEWHERE.get(kind, {}).items():
             if key in keys and not frames:
                 raise DataError(place, f"found {key!r} of one {kind}, expected {instead}")
-        beside = ["sample_fps"] if frames else list(_LIMITS) if kind == "image" else []
+        beside = ["sample_fps"] if frames else list(LIMITS) if kind == "image" else []
         if keys - set(beside):
             needed = f", and {' and '.join(map(repr, beside))} where needed" if beside else " alone"
             raise DataError(place, f"found the keys {', '.join(map(str, part))}, expected 'type' and {kind!r}{needed}")
@@ -218,7 +215,7 @@ class _Media:
 
 def _limits(part: dict[str, Any], place: str) -> PixelLimits:
     """A picture's own pixel limits."""
-    limits = PixelLimits(*(part.get(name) for name in _LIMITS))
+    limits = PixelLimits(*(part.get(name) for name in LIMITS))
     for name, value in limits._asdict().items():
         if value is not None and (
             isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= MOST_PIXELS

@@ -32,7 +32,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from qwen3vl_bridge.data.errors import DataError
-from qwen3vl_bridge.data.schemas.spellings import messages_of
 from qwen3vl_bridge.files.parsing import parse_record
 
 # Names of Megatron-Bridge's whose records are sounds, or videos asked about by their sound.
@@ -195,13 +194,3 @@ def named_schema(name: str | None) -> NamedSchema | None:
     if name not in SCHEMAS:
         raise ValueError(f"schema_adapter is {name!r}, {known}")
     return SCHEMAS[name]
-
-
-def read_by(schema: NamedSchema | None, record: Any, place: str) -> Any:
-    """A record in our own spelling, by a schema or by what its keys are; raises `DataError` as either does."""
-    return messages_of(record, place) if schema is None else schema.messages_of(record, place)
-
-
-def marked(fingerprint: str, schema: NamedSchema | None) -> str:
-    """A source's fingerprint with the schema, because it decides what a record's tokens are."""
-    return fingerprint if schema is None else f"{fingerprint}, schema {schema.name}"

@@ -1,28 +1,44 @@
 """How other people spell conversations, told in our own spelling.
 
-What lives here: ShareGPT's and LLaVA's turns, and placeholders in texts for media that stand beside them. What may not:
-reading files (`data/sources/opening.py`, `data/sources/parquet.py`, `data/sources/hub.py`), checking what is a
-conversation (`conversations.py`), anything but the standard library.
+What lives here: ShareGPT's and LLaVA's turns, questions with their answers, parts as OpenAI names them. What may not:
+media beside them and their placeholders (`placeholders.py`), data sets' own names for columns (`columns.py`), reading
+files (`data/sources/opening.py`, `data/sources/parquet.py`, `data/sources/hub.py`), checking what is a conversation
+(`conversations.py`), anything but the standard library.
 
 Our own spelling is {"messages": [{"role": ..., "content": ...}]}, with pictures and videos as parts of a content.
 Others are
 
 * {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}, with the system prompt as a
-  turn or beside it, as "system";
-* media beside the messages or turns: "image" or "images", "video" or "videos", each one or a list of them. Then each
-  "<image>" or "<video>" in a text stands for the next of them, and so does a part {"type": "image"} without a picture
-  of its own. Where no media stand beside, "<image>" and "<video>" are text like any other.
+  turn or beside it, as "system"; or the turns of one under the name of the other;
+* {"texts": [{"user": "...", "assistant": "..."}]}, as the_cauldron has them;
+* a question and its answer: "question" and "answer"; "query" and "response", as ms-swift has them; "prompt" and
+  "completion", as TRL has them; "instruction", "input" on a line of its own, and "output", as Alpaca has them. What was
+  said before may stand under "history", a list of [question, answer];
+* parts {"type": "image_url", "image_url": {"url": "..."}} or with the address itself, "video_url" likewise,
+  {"type": "input_image", "image_url": "..."}, {"type": "image", "url": "..."} or "path";
+* media beside all that (`placeholders.py`). Beside questions and `texts` that have no placeholder they stand before the
+  first question, where ms-swift puts them;
+* "file:///..." for a path.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
+from collections.abc import Collection
 from typing import Any
 
 from qwen3vl_bridge.data.errors import DataError
+from qwen3vl_bridge.data.schemas.placeholders import (
+    MEDIA_KEYS,
+    Placeholders,
+    check_unread,
+    local_path,
+    media_beside,
+    shown,
+    with_media,
+)
 from qwen3vl_bridge.files.parsing import parse_record
 
+LOSS = ("loss", "weight")  # beside an assistant's message: whether it is trained on
 SPEAKERS = {
     "system": "system",
     "human": "user",
@@ -31,44 +47,152 @@ SPEAKERS = {
     "chatgpt": "assistant",
     "assistant": "assistant",
 }
-_BESIDE = {"image": ("image", "images"), "video": ("video", "videos")}
-_PLACEHOLDER = re.compile("(<image>|<video>)")
+TURNS = ("messages", "conversations", "texts")
+QUESTIONS = {"question": "answer", "query": "response", "prompt": "completion", "instruction": "output"}
+KEYS = (*TURNS, "system", "tools", *MEDIA_KEYS, *QUESTIONS, *QUESTIONS.values(), "input", "history")
+EXPECTED = (
+    "'messages' or 'conversations', 'texts', a question with its answer ("
+    + ", ".join(f"{question!r} and {answer!r}" for question, answer in QUESTIONS.items())
+    + "), or the setting columns with the names that they have here"
+)
+_ADDRESSES = {"image_url": "image", "input_image": "image", "video_url": "video"}
+_DETAILS = (None, "auto", "high")  # OpenAI's "low" would be another picture
 
 
-def messages_of(record: Any, place: str) -> Any:
-    """A record in our own spelling. What is of no spelling known here is given back as it is, for others to refuse.
+def messages_of(record: Any, place: str, *, placeholders: Placeholders = "media") -> Any:
+    """A record in our own spelling. What is no object, or has no messages, is given back for others to refuse.
 
     Args:
         record: as it was read; it is never changed.
         place: where it was read, for messages.
+        placeholders: whether "<image>" and "<video>" in texts are places of media, or text.
 
     Raises:
-        DataError: turns that are none, or placeholders that don't match the media beside them.
+        DataError: turns that are none, keys of several spellings or of none, places that don't match the media beside
+            them, or a key that seems to hold media and is not known.
     """
     if not isinstance(record, dict):
         return record
     # Tables and their exports give every row all keys, with null for those it has not.
-    if record.get("messages") is not None and record.get("conversations") is not None:
-        raise DataError(place, "found both 'messages' and 'conversations', expected one of them")
-    own = dict(record)
-    if own.get("conversations") is not None:
-        own["messages"] = _from_turns(own.pop("conversations"), place)
-    if isinstance(own.get("messages"), list):
+    keys = [key for key, value in record.items() if value is not None]
+    own, spelling = dict(record), spelling_of(keys, place)
+    if spelling is None:
+        if keys:
+            raise DataError(place, f"found the keys {', '.join(map(str, record))}, expected {EXPECTED}")
+        return own
+    own["messages"] = _messages(own, spelling, place)
+    if isinstance(own["messages"], list):
         own["messages"] = _with_system(own["messages"], own.pop("system", None), place)
     if isinstance(own.get("tools"), str):
         own["tools"] = _decoded(own["tools"], f"{place}: 'tools'")
         if own["tools"] is None:
             del own["tools"]
-    media = _media_beside(own, place)
-    if media and isinstance(own.get("messages"), list):
-        own["messages"] = _with_media(own["messages"], media, place)
+    media = media_beside(own, place)
+    if isinstance(own["messages"], list):
+        messages = [_with_parts(message, f"{place}: message {n}") for n, message in enumerate(own["messages"], start=1)]
+        beside: dict[str, Any] = {"keys": keys, "placeholders": placeholders}
+        in_front = spelling not in ("messages", "conversations")
+        own["messages"] = with_media(messages, media, place, in_front=in_front, **beside)
+        check_unread(record, KEYS, own["messages"], place)
     return own
+
+
+def spelling_of(keys: Collection[str], place: str) -> str | None:
+    """The key of a record's turns, or of its questions; None where it has neither.
+
+    Args:
+        keys: of the record, or the columns of a table.
+        place: where it was read, for messages.
+
+    Raises:
+        DataError: several of them.
+    """
+    if "messages" in keys and "conversations" in keys:
+        raise DataError(place, "found both 'messages' and 'conversations', expected one of them")
+    if turns := [key for key in TURNS if key in keys]:
+        return turns[0]
+    asked = [question for question, answer in QUESTIONS.items() if question in keys and answer in keys]
+    if len(asked) > 1:
+        raise DataError(
+            place,
+            f"found both {' and '.join(map(repr, asked))} with an answer, expected one of them: leave the others out "
+            f"(columns.ignore=[{asked[1]}])",
+        )
+    return asked[0] if asked else None
+
+
+def _messages(own: dict[str, Any], spelling: str, place: str) -> Any:
+    """What was said as messages; its keys are taken out of the record."""
+    said = own.pop(spelling)
+    sharegpt = isinstance(said, list) and said and isinstance(said[0], dict) and "from" in said[0]
+    if spelling == "messages" and not sharegpt:
+        return said
+    if spelling in ("messages", "conversations"):
+        return _from_turns(said, place)
+    if spelling == "texts":
+        return _from_texts(said, place)
+    question = _text(said, f"{place}: {spelling!r}")
+    if spelling == "instruction" and (given := own.pop("input", None)) not in (None, ""):
+        question = f"{question}\n{_text(given, place + ": 'input'")}"
+    answer = _text(own.pop(QUESTIONS[spelling]), f"{place}: {QUESTIONS[spelling]!r}")
+    return [*_from_history(own.pop("history", None), place), *_pair(question, answer)]
+
+
+def _pair(question: str, answer: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def _text(value: Any, place: str) -> str:
+    if not isinstance(value, str):
+        name = place.rpartition(": ")[2].strip("'")
+        raise DataError(
+            place,
+            f"found {shown(value)}, expected a string; what is none can be written into one, such as "
+            f"columns.answer='{{{name}[0]}}' for the first of a list, or '{{{name}}}' for a number",
+        )
+    return value
+
+
+def _from_history(history: Any, place: str) -> list[dict[str, Any]]:
+    """ms-swift's and LLaMA-Factory's list of what was asked and answered before."""
+    history = [] if history is None else history
+    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+        raise DataError(place, f"found {shown(history)} under 'history', expected a list of [question, answer]")
+    where = (f"{place}: 'history' {number}" for number in range(1, len(history) + 1))
+    return [
+        message
+        for at, (question, answer) in zip(where, history, strict=True)
+        for message in _pair(_said(question, at), _said(answer, at))
+    ]
+
+
+def _from_texts(texts: Any, place: str) -> list[dict[str, Any]]:
+    """the_cauldron's pairs as messages."""
+    if not isinstance(texts, list) or not texts:
+        raise DataError(
+            place, f"found {shown(texts)} under 'texts', expected a list of objects with user and assistant"
+        )
+    messages = []
+    for number, pair in enumerate(texts, start=1):
+        if not isinstance(pair, dict) or not {"user", "assistant"} <= set(pair) <= {"user", "assistant", "source"}:
+            found = f"the keys {', '.join(map(str, pair))}" if isinstance(pair, dict) else shown(pair)
+            expected = "an object with user and assistant, and source where need be"
+            raise DataError(f"{place}: text {number}", f"found {found}, expected {expected}")
+        at = f"{place}: text {number}"
+        messages += _pair(_said(pair["user"], at), _said(pair["assistant"], at))
+    return messages
+
+
+def _said(value: Any, place: str) -> str:
+    if not isinstance(value, str):
+        raise DataError(place, f"found {shown(value)}, expected a string")
+    return value
 
 
 def _from_turns(turns: Any, place: str) -> list[dict[str, Any]]:
     """ShareGPT's turns as messages."""
     if not isinstance(turns, list) or not turns:
-        raise DataError(place, f"found {_shown(turns)} under 'conversations', expected a list of turns")
+        raise DataError(place, f"found {shown(turns)} under 'conversations', expected a list of turns")
     return [_from_turn(turn, f"{place}: turn {number}") for number, turn in enumerate(turns, start=1)]
 
 
@@ -77,101 +201,77 @@ def _with_system(messages: list[Any], system: Any, place: str) -> list[Any]:
     if system is None or system == "":
         return messages
     if not isinstance(system, str):
-        raise DataError(place, f"found {_shown(system)} under 'system', expected a string")
+        raise DataError(place, f"found {shown(system)} under 'system', expected a string")
     if any(isinstance(message, dict) and message.get("role") == "system" for message in messages):
         raise DataError(place, "found both 'system' and a turn of it, expected one of them")
     return [{"role": "system", "content": system}, *messages]
 
 
 def _from_turn(turn: Any, place: str) -> dict[str, Any]:
-    if not isinstance(turn, dict) or set(turn) != {"from", "value"}:
-        found = f"the keys {', '.join(map(str, turn))}" if isinstance(turn, dict) else _shown(turn)
-        raise DataError(place, f"found {found}, expected an object with from and value alone")
+    given = {key for key, value in turn.items() if value is not None} if isinstance(turn, dict) else set()
+    if {"role", "content"} <= given and not {"from", "value"} & given:
+        role = turn["role"]
+        return {**turn, "role": SPEAKERS.get(role, role) if isinstance(role, str) else role}
+    if not isinstance(turn, dict) or set(turn) - set(LOSS) != {"from", "value"}:
+        found = f"the keys {', '.join(map(str, turn))}" if isinstance(turn, dict) else shown(turn)
+        raise DataError(place, f"found {found}, expected an object with from and value alone, or role and content")
     speaker, value = turn["from"], turn["value"]
     if not isinstance(speaker, str) or speaker not in SPEAKERS:
-        raise DataError(place, f"found the speaker {_shown(speaker)}, expected one of {', '.join(SPEAKERS)}")
+        raise DataError(place, f"found the speaker {shown(speaker)}, expected one of {', '.join(SPEAKERS)}")
     if not isinstance(value, str):
-        raise DataError(place, f"found {_shown(value)} as value, expected a string")
-    return {"role": SPEAKERS[speaker], "content": value}
+        raise DataError(place, f"found {shown(value)} as value, expected a string")
+    return {"role": SPEAKERS[speaker], "content": value, **{key: turn[key] for key in LOSS if key in turn}}
 
 
-def _media_beside(record: dict[str, Any], place: str) -> dict[str, list[Any]]:
-    """The media of each kind that stand beside the messages, taken out of the record; {} without any."""
-    media: dict[str, list[Any]] = {}
-    for kind, keys in _BESIDE.items():
-        given = {key: value for key in keys if (value := record.pop(key, None)) is not None}
-        if len(given) > 1:
-            raise DataError(place, f"found both {' and '.join(map(repr, given))}, expected one of them")
-        for key, value in given.items():
-            items = value if isinstance(value, list) else [value]
-            media[kind] = [_medium(item, kind, f"{place}: {key} {n}") for n, item in enumerate(items, start=1)]
-    return media
-
-
-def _medium(item: Any, kind: str, place: str) -> Any:
-    """A path, a file's bytes, or a video's frames."""
-    if kind == "video" and isinstance(item, list) and item:
-        return [_medium(frame, "image", f"{place}, frame {number}") for number, frame in enumerate(item, start=1)]
-    item = stored(item)
-    if not isinstance(item, (str, bytes)) or not item:
-        raise DataError(place, f"found {_shown(item)}, expected a path, or bytes")
-    return item
-
-
-def stored(item: Any) -> Any:
-    """The bytes or the path of a picture as Hugging Face datasets store it; with bytes, the path is but a name."""
-    if not isinstance(item, dict) or not item or not set(item) <= {"bytes", "path"}:
-        return item
-    return item["bytes"] if item.get("bytes") is not None else item.get("path")
-
-
-def _with_media(messages: list[Any], media: dict[str, list[Any]], place: str) -> list[Any]:
-    """The messages with each placeholder made the next medium of its kind."""
-    for kind in _BESIDE:
-        found, given = sum(_places(message, kind) for message in messages), len(media.get(kind, ()))
-        if found != given:
-            raise DataError(
-                place,
-                f"found {found} places for {kind}s ('<{kind}>' in a text, or a part without its own), "
-                f"expected {given}, as many as stand beside the messages",
-            )
-    rest = {kind: iter(items) for kind, items in media.items()}
-    return [_filled(message, rest) for message in messages]
-
-
-def _places(message: Any, kind: str) -> int:
+def _with_parts(message: Any, place: str) -> Any:
+    """A message whose parts are ours; what is no part is left for others to refuse."""
     content = message.get("content") if isinstance(message, dict) else None
-    if isinstance(content, str):
-        return content.count(f"<{kind}>")
-    return sum(_bare(part) == kind for part in content) if isinstance(content, list) else 0
+    if not isinstance(content, list):
+        return message
+    parts = [_own_part(part, f"{place}, part {number}") for number, part in enumerate(content, start=1)]
+    return {**message, "content": parts}
 
 
-def _bare(part: Any) -> str | None:
-    """The kind of a part that is a picture or a video, and does not say which."""
+def _own_part(part: Any, place: str) -> Any:
     kind = part.get("type") if isinstance(part, dict) else None
-    if not isinstance(kind, str) or kind not in _BESIDE:
-        return None
-    return kind if {key for key, value in part.items() if value is not None} <= {"type", "sample_fps"} else None
+    if not isinstance(kind, str):
+        return part
+    given = {key: value for key, value in part.items() if value is not None}
+    if kind in ("input_text", "output_text") and set(given) == {"type", "text"}:
+        return {"type": "text", "text": given["text"]}
+    if kind in _ADDRESSES:
+        name = "image_url" if kind == "input_image" else kind
+        return {"type": _ADDRESSES[kind], _ADDRESSES[kind]: local_path(_address(given, name, place), place)}
+    if kind not in ("image", "video"):
+        return part
+    for name in ("url", "path"):  # as transformers' templates have them
+        if set(given) == {"type", name}:
+            return {"type": kind, kind: local_path(given[name], place)}
+    medium = given.get(kind)
+    if isinstance(medium, list):
+        return {**part, kind: [_located(frame, place) for frame in medium]}
+    return part if medium is None else {**part, kind: _located(medium, place)}
 
 
-def _filled(message: Any, rest: dict[str, Iterator[Any]]) -> Any:
-    content = message.get("content") if isinstance(message, dict) else None
-    if isinstance(content, str) and _PLACEHOLDER.search(content):
-        pieces = [piece for piece in _PLACEHOLDER.split(content) if piece]
-        return {**message, "content": [_part(piece, rest) for piece in pieces]}
-    if isinstance(content, list):
-        parts = [{**part, **_next(kind, rest)} if (kind := _bare(part)) else part for part in content]
-        return {**message, "content": parts}
-    return message
+def _located(medium: Any, place: str) -> Any:
+    if isinstance(medium, dict) and isinstance(medium.get("path"), str):
+        return {**medium, "path": local_path(medium["path"], place)}
+    return local_path(medium, place)
 
 
-def _part(piece: str, rest: dict[str, Iterator[Any]]) -> dict[str, Any]:
-    # White space beside a placeholder is text: LLaVA's own "<image>\n" was trained on with its line break.
-    return _next(piece[1:-1], rest) if _PLACEHOLDER.fullmatch(piece) else {"type": "text", "text": piece}
-
-
-def _next(kind: str, rest: dict[str, Iterator[Any]]) -> dict[str, Any]:
-    return {"type": kind, kind: next(rest[kind])}
+def _address(part: dict[str, Any], name: str, place: str) -> str:
+    """The address in a part of OpenAI's."""
+    given = part.get(name)
+    inner = {key: value for key, value in given.items() if value is not None} if isinstance(given, dict) else {}
+    url = inner.get("url") if isinstance(given, dict) else given
+    detail = inner.get("detail", part.get("detail"))
+    if not isinstance(url, str) or not set(part) <= {"type", name, "detail"} or not set(inner) <= {"url", "detail"}:
+        raise DataError(place, f"found {shown(part)}, expected an address as {name!r}, or as 'url' in it")
+    if detail not in _DETAILS:
+        raise DataError(
+            place, f"found the detail {shown(detail)}, expected 'auto' or 'high': pictures are seen by dataset.vision"
+        )
+    return url
 
 
 def _decoded(text: str, place: str) -> Any:
@@ -180,9 +280,3 @@ def _decoded(text: str, place: str) -> Any:
         return parse_record(text) if text.strip() else None
     except ValueError as error:
         raise DataError(place, f"found a string that is no JSON ({error}), expected a list") from error
-
-
-def _shown(value: Any) -> str:
-    """A value for a message, cut short."""
-    shown = ascii(value) if isinstance(value, bytes) else repr(value)
-    return shown if len(shown) <= 60 else f"{shown[:57]}..."

@@ -15,8 +15,8 @@ from urllib.parse import unquote
 
 from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.media.images import MediaRoot, media_access
+from qwen3vl_bridge.data.schemas.columns import Schema, marked
 from qwen3vl_bridge.data.schemas.conversations import Conversation
-from qwen3vl_bridge.data.schemas.named_schemas import NamedSchema, marked
 from qwen3vl_bridge.data.sources.tables import columns_of, conversation_in, library
 
 HUB = "hf://"
@@ -80,9 +80,7 @@ class HubName:
 class HubDataset:
     """A map-style data set of Hugging Face's `datasets`, read as it is stored: pictures are not decoded here."""
 
-    def __init__(
-        self, dataset: Any, name: str, media_root: MediaRoot = None, schema: NamedSchema | None = None
-    ) -> None:
+    def __init__(self, dataset: Any, name: str, media_root: MediaRoot = None, schema: Schema | None = None) -> None:
         """Take a data set's rows as conversations.
 
         Args:
@@ -108,11 +106,12 @@ class HubDataset:
             raise DataError(name, "found no rows, expected one conversation a row")
         self.name, self._schema = name, schema
         self.media = media_access(media_root, None)
-        self._rows = dataset.select_columns(columns_of(dataset.column_names, name, schema)).with_format("arrow")
+        columns = columns_of(dataset.features.arrow_schema, name, schema)
+        self._rows = dataset.select_columns(columns).with_format("arrow")
         self._fingerprint = dataset._fingerprint
 
     @classmethod
-    def saved(cls, folder: str | Path, media_root: MediaRoot = None, schema: NamedSchema | None = None) -> HubDataset:
+    def saved(cls, folder: str | Path, media_root: MediaRoot = None, schema: Schema | None = None) -> HubDataset:
         """What `save_to_disk` left in a folder. Paths are relative to that folder by default.
 
         Raises:
@@ -136,7 +135,7 @@ class HubDataset:
         name: str,
         split: str | None = None,
         media_root: MediaRoot = None,
-        schema: NamedSchema | None = None,
+        schema: Schema | None = None,
     ) -> HubDataset:
         """A data set of the hub, downloaded or from the cache.
 

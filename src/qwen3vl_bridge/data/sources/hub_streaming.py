@@ -23,8 +23,8 @@ from typing import Any
 
 from qwen3vl_bridge.data.errors import DataError, Unreachable
 from qwen3vl_bridge.data.media.images import MediaRoot, media_access
+from qwen3vl_bridge.data.schemas.columns import Schema, marked
 from qwen3vl_bridge.data.schemas.conversations import Conversation
-from qwen3vl_bridge.data.schemas.named_schemas import NamedSchema, marked
 from qwen3vl_bridge.data.sources.hub import load_named
 from qwen3vl_bridge.data.sources.tables import columns_of, conversation_in, library
 
@@ -71,7 +71,7 @@ class StreamedDataset:
         seed: int | None = None,
         buffer_size: int = 1000,
         keep: int = 2048,
-        schema: NamedSchema | None = None,
+        schema: Schema | None = None,
     ) -> None:
         """Take a data set's rows as conversations.
 
@@ -95,7 +95,7 @@ class StreamedDataset:
                 raise ValueError(f"{what} is {found}, expected at least {least}")
         if dataset.features is not None:
             # Undoes what the library does for data sets of the hub: decoding ahead, in threads.
-            dataset = dataset.decode(False).select_columns(columns_of(dataset.column_names, name, schema))
+            dataset = dataset.decode(False).select_columns(columns_of(dataset.features.arrow_schema, name, schema))
         self.name, self.media = name, media_access(media_root, None)
         self._dataset, self._seed, self._buffer_size, self._keep = dataset, seed, buffer_size, keep
         self._schema = schema
@@ -174,7 +174,7 @@ class StreamedDataset:
                 raise IndexError(f"{self.sample_id(number)} lies behind the end of the epoch")
         table, row = self._kept[number]
         place = self.sample_id(number)
-        columns = columns_of(table.column_names, place, self._schema)
+        columns = columns_of(table.schema, place, self._schema)
         return conversation_in(table.select(columns), row, place, self.media, self._schema)
 
     def _read_to(self, epoch: int, place: int) -> None:

@@ -14,7 +14,7 @@ import math
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from itertools import accumulate
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any
 from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.media.images import MediaAccess
 from qwen3vl_bridge.data.packing.sample_order import MixedOrder
+from qwen3vl_bridge.data.schemas.columns import Columns, one_schema
 from qwen3vl_bridge.data.schemas.conversations import Conversation
 from qwen3vl_bridge.data.schemas.named_schemas import named_schema
 from qwen3vl_bridge.data.sources.hub import HUB
@@ -49,6 +50,7 @@ class MixedSet:
         epochs: how often each of its samples is seen in an epoch of the mixture; 0.3 is another part of it each epoch.
         media_root: folder of its pictures, or several (see `MediaAccess`); by default that of each file.
         schema_adapter: its records' format (see `data/schemas/named_schemas.py`); None for conversations.
+        columns: its records' own names for what is read (see `data/schemas/columns.py`), as {KEY: COLUMN}.
     """
 
     path: str
@@ -57,6 +59,7 @@ class MixedSet:
     epochs: float | None = None
     media_root: str | Sequence[str] | None = None
     schema_adapter: str | None = None
+    columns: Columns = field(default_factory=Columns)
 
     def path_of(self, split: str) -> str | None:
         """Where the set's conversations of a split are, or None if it has none."""
@@ -67,13 +70,15 @@ def mixed_sets(
     setting: Sequence[Mapping[str, Any]] | str,
     media_root: str | Sequence[str] | None = None,
     schema_adapter: str | None = None,
+    columns: Columns | None = None,
 ) -> tuple[MixedSet, ...]:
     """The sets that a setting names, checked as far as that goes without reading data.
 
     Args:
         setting: a list with the fields of `MixedSet` for each set; or the path of a YAML file with such a list.
         media_root: of sets that say none.
-        schema_adapter: likewise.
+        schema_adapter: likewise, of sets that say neither this nor columns.
+        columns: likewise.
 
     Raises:
         ValueError: no list of sets, a field that there is not or with a value it cannot have, sets that are called
@@ -90,7 +95,8 @@ def mixed_sets(
             ) from error
     if not isinstance(found, Sequence) or isinstance(found, str) or not found:
         raise ValueError(f"{where} has {found!r}, expected a list of sets, such as [{{path: DATA, weight: 2}}]")
-    sets = tuple(_set_of(f"{where}[{place}]", one, media_root, schema_adapter) for place, one in enumerate(found))
+    given = {"media_root": media_root, "schema_adapter": schema_adapter, "columns": columns or Columns()}
+    sets = tuple(_set_of(f"{where}[{place}]", one, given) for place, one in enumerate(found))
     names = [one.name for one in sets]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"{where} has {names.count(twice)} sets that are called {twice!r}; expected a `name` for each")
@@ -100,7 +106,7 @@ def mixed_sets(
     return sets
 
 
-def _set_of(where: str, given: Any, media_root: str | Sequence[str] | None, schema_adapter: str | None) -> MixedSet:
+def _set_of(where: str, given: Any, default: Mapping[str, Any]) -> MixedSet:
     keys = [field.name for field in fields(MixedSet)]
     if not isinstance(given, Mapping) or not isinstance(given.get("path"), str) or not given["path"]:
         raise ValueError(f"{where} is {given!r}, expected a `path`, and besides it any of {', '.join(keys[1:])}")
@@ -118,8 +124,12 @@ def _set_of(where: str, given: Any, media_root: str | Sequence[str] | None, sche
             "the samples, or how often each is seen"
         )
     MediaAccess.of(given.get("media_root"))
-    settings = {"media_root": media_root, "schema_adapter": schema_adapter, **given}
-    named_schema(settings["schema_adapter"])
+    own = {**given, "columns": Columns.set_to(given["columns"], f"{where}.columns")} if "columns" in given else given
+    # A set's own format takes the place of the others', by whichever of both it is said.
+    format_of = own if {"schema_adapter", "columns"} & own.keys() else default
+    settings = {"media_root": default["media_root"], **own}
+    settings |= {key: format_of[key] for key in ("schema_adapter", "columns") if key in format_of}
+    one_schema(named_schema(settings.get("schema_adapter")), settings.get("columns"))
     return MixedSet(**{**settings, "name": given.get("name") or _name_of(given["path"])})
 
 
@@ -152,7 +162,7 @@ def open_mixture(sets: Sequence[MixedSet], split: str, addresses: Callable[[str,
     """
     places = [(one, path) for one in sets if (path := one.path_of(split)) is not None]
     sources = [
-        open_source(path, one.media_root, addresses=addresses, schema_adapter=one.schema_adapter)
+        open_source(path, one.media_root, addresses=addresses, schema_adapter=one.schema_adapter, columns=one.columns)
         for one, path in places
     ]
     chosen = [one for one, _ in places]

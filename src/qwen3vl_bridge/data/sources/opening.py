@@ -18,8 +18,9 @@ from typing import BinaryIO, Protocol
 
 from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.media.images import MediaAccess, MediaRoot, media_access
+from qwen3vl_bridge.data.schemas.columns import Columns, Schema, marked, one_schema, read_by
 from qwen3vl_bridge.data.schemas.conversations import Conversation, conversation_of
-from qwen3vl_bridge.data.schemas.named_schemas import NamedSchema, marked, named_schema, read_by
+from qwen3vl_bridge.data.schemas.named_schemas import named_schema
 from qwen3vl_bridge.data.sources.hub import HUB, HubDataset
 from qwen3vl_bridge.data.sources.parquet import Parquet
 from qwen3vl_bridge.files.parsing import parse_record
@@ -59,7 +60,7 @@ class _JsonFile(ABC):
 
     path: Path
     media: MediaAccess
-    _schema: NamedSchema | None
+    _schema: Schema | None
     _fingerprint: str
 
     @abstractmethod
@@ -95,7 +96,7 @@ class _JsonFile(ABC):
 class JsonLines(_JsonFile):
     """A file of conversations, one a line. Holds where lines begin, not the lines."""
 
-    def __init__(self, path: str | Path, media_root: MediaRoot = None, schema: NamedSchema | None = None) -> None:
+    def __init__(self, path: str | Path, media_root: MediaRoot = None, schema: Schema | None = None) -> None:
         """Find the lines. Blank ones are none, but count as lines.
 
         Args:
@@ -139,7 +140,7 @@ class JsonLines(_JsonFile):
 class JsonList(_JsonFile):
     """A file with one list of records, as LLaVA's are. Holds where records begin and end, not the records."""
 
-    def __init__(self, path: str | Path, media_root: MediaRoot = None, schema: NamedSchema | None = None) -> None:
+    def __init__(self, path: str | Path, media_root: MediaRoot = None, schema: Schema | None = None) -> None:
         """Find the records.
 
         Args:
@@ -215,6 +216,7 @@ def open_source(
     *,
     addresses: Callable[[str, str], Path] | None = None,
     schema_adapter: str | None = None,
+    columns: Columns | None = None,
 ) -> ConversationSource:
     """The reader for what a path is.
 
@@ -226,12 +228,13 @@ def open_source(
             `MediaAccess`); by default that of the file, and none for the hub.
         addresses: gives the files of addresses (see `MediaAccess`).
         schema_adapter: name of the records' schema (`named_schemas.py`), where they have one.
+        columns: the records' own names for what our spellings call otherwise (`columns.py`).
 
     Raises:
         DataError: a path of none of these, or one that the reader refuses.
-        ValueError: no such schema.
+        ValueError: no such schema, or columns that are none.
     """
-    schema = named_schema(schema_adapter)
+    schema = one_schema(named_schema(schema_adapter), columns)
     media = MediaAccess.of(media_root, addresses)
     if str(path).startswith(HUB):
         return HubDataset.named(str(path), media_root=media, schema=schema)

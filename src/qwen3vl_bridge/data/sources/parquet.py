@@ -17,8 +17,8 @@ from typing import Any
 
 from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.media.images import MediaRoot, media_access
+from qwen3vl_bridge.data.schemas.columns import Schema, marked
 from qwen3vl_bridge.data.schemas.conversations import Conversation
-from qwen3vl_bridge.data.schemas.named_schemas import NamedSchema, marked
 from qwen3vl_bridge.data.sources.parquet_digest import ParquetDigest
 from qwen3vl_bridge.data.sources.tables import columns_of, conversation_in, library
 
@@ -36,7 +36,7 @@ class Parquet:
     Hugging Face's `datasets` writes has none, and is quicker still.
     """
 
-    def __init__(self, path: str | Path, media_root: MediaRoot = None, schema: NamedSchema | None = None) -> None:
+    def __init__(self, path: str | Path, media_root: MediaRoot = None, schema: Schema | None = None) -> None:
         """Read where the rows are.
 
         Args:
@@ -58,7 +58,7 @@ class Parquet:
         self._starts, rows, digest = array("Q"), 0, ParquetDigest()
         for number, file in enumerate(self._files):
             metadata = _parquet_metadata(file)
-            self._columns.append(columns_of(metadata.schema.to_arrow_schema().names, str(file), schema))
+            self._columns.append(columns_of(metadata.schema.to_arrow_schema(), str(file), schema))
             self._first_rows.append(rows)
             for group in range(metadata.num_row_groups):
                 self._starts.append(rows)

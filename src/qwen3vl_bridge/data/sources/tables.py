@@ -3,9 +3,11 @@
 What lives here: which columns are read, and how a row becomes plain Python. What may not: finding a row (`parquet.py`,
 `hub.py`), spellings (`data/schemas/spellings.py`).
 
-Columns are named as the keys of a record (see `data/schemas/spellings.py`); others are not read. A table has each
-key in every row, so a null is read as a key that is not there. `messages`, `conversations` and `tools` may be strings
-of JSON, or hold them where the column's type says so: contents that are now a string, now a list, fit no other column.
+Columns are named as the keys of a record (see `data/schemas/spellings.py`) or as the setting `columns` says. Of others
+those with texts are read, for names of files that they may hold; those with files themselves are refused. A table has
+each key in every row, so a null is read as a key that is not there. `messages`, `conversations` and `tools` may be
+strings of JSON, or hold them where the column's type says so: contents that are now a string, now a list, fit no
+other column.
 `datasets` (5.2) writes a string there as JSON, unless it is JSON by itself: the answer "7" is stored as a number, and
 has to be read as the string that it was. One in quotation marks of its own comes back without them, which nobody can
 tell.
@@ -18,18 +20,18 @@ from typing import Any
 
 from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.media.images import MediaAccess
+from qwen3vl_bridge.data.schemas.columns import Columns, Schema, read_by
 from qwen3vl_bridge.data.schemas.conversations import PARTS, Conversation, conversation_of
-from qwen3vl_bridge.data.schemas.named_schemas import NamedSchema, read_by
+from qwen3vl_bridge.data.schemas.named_schemas import NamedSchema
+from qwen3vl_bridge.data.schemas.placeholders import unread_media
+from qwen3vl_bridge.data.schemas.spellings import KEYS
 from qwen3vl_bridge.files.parsing import parse_record
 
-COLUMNS = ("messages", "conversations", "system", "image", "images", "video", "videos", "tools")
 _TEXTS = ("content", "value")  # of a message, in our spelling and ShareGPT's
 _JSON_COLUMNS = ("messages", "conversations")  # and `tools`, whoever reads them
 
 
-def conversation_in(
-    table: Any, row: int, place: str, media: MediaAccess, schema: NamedSchema | None = None
-) -> Conversation:
+def conversation_in(table: Any, row: int, place: str, media: MediaAccess, schema: Schema | None = None) -> Conversation:
     """One row of a table.
 
     Args:
@@ -46,10 +48,10 @@ def conversation_in(
     try:
         for field in table.schema:
             value = _plain(table.column(field.name)[row].as_py(), field)
-            if isinstance(value, str) and field.name in _JSON_COLUMNS and value.strip():
+            key = schema.key_of(field.name) if isinstance(schema, Columns) else field.name
+            if isinstance(value, str) and key in _JSON_COLUMNS and value.strip():
                 value = parse_record(value)
-            if value is not None:
-                record[field.name] = value
+            record[field.name] = value
     except UnicodeDecodeError as error:
         raise DataError(place, f"found bytes that are no UTF-8 ({error})") from error
     except ValueError as error:
@@ -80,23 +82,49 @@ def _is_content(value: Any) -> bool:
     return isinstance(value, str) or all(isinstance(part, dict) and part.get("type") in PARTS for part in parts)
 
 
-def columns_of(names: list[str], place: str, schema: NamedSchema | None = None) -> list[str]:
+def columns_of(table: Any, place: str, schema: Schema | None = None) -> list[str]:
     """Those of a table's columns that are read.
 
+    Args:
+        table: its Arrow schema.
+        place: what messages call it.
+        schema: of the rows, where they have a named one, or columns of their own.
+
     Raises:
-        DataError: none of them holds messages, or one that the schema needs is not there.
+        DataError: none of them holds messages, one that the schema needs is not there, or one holds files and is not
+            read.
     """
-    if schema is not None:
-        if not set(schema.keys) <= set(names):
+    if isinstance(schema, NamedSchema):
+        if not set(schema.keys) <= set(table.names):
             expected = " and ".join(map(repr, schema.keys))
             raise DataError(
-                place, f"found the columns {', '.join(names)}, expected {expected} under schema {schema.name}"
+                place, f"found the columns {', '.join(table.names)}, expected {expected} under schema {schema.name}"
             )
         return list(schema.keys)
-    found = [name for name in COLUMNS if name in names]
-    if not {"messages", "conversations"} & set(found):
-        raise DataError(place, f"found the columns {', '.join(names)}, expected 'messages' or 'conversations'")
-    return found
+    columns = schema or Columns()
+    read = columns.columns_in(table.names, place)
+    others = [field for field in table if field.name not in {*read, *columns.ignore, *KEYS}]
+    for field in others:
+        if _holds_files(field.type, place):
+            raise DataError(place, unread_media(field.name, table.names))
+    return [*read, *(field.name for field in others if _holds_text(field.type, place))]
+
+
+def _holds_files(kind: Any, place: str) -> bool:
+    """Whether values of an Arrow type are files' contents, as Hugging Face datasets store pictures."""
+    types = library("pyarrow.types", place)
+    if types.is_list(kind) or types.is_large_list(kind):
+        return _holds_files(kind.value_type, place)
+    if types.is_struct(kind):
+        return {field.name for field in kind} == {"bytes", "path"}
+    return types.is_binary(kind) or types.is_large_binary(kind)
+
+
+def _holds_text(kind: Any, place: str) -> bool:
+    types = library("pyarrow.types", place)
+    if types.is_list(kind) or types.is_large_list(kind):
+        return _holds_text(kind.value_type, place)
+    return types.is_string(kind) or types.is_large_string(kind)
 
 
 def library(name: str, place: str) -> Any:

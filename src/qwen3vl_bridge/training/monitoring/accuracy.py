@@ -83,6 +83,7 @@ class Accuracy(Callback):
             getattr(self.rows, "media_root", None),
             addresses=self.rows.downloaded() if hasattr(self.rows, "downloaded") else None,
             schema_adapter=getattr(self.rows, "schema_adapter", None),
+            columns=getattr(self.rows, "columns", None),
         )
         return questions(source, self.rows, self.settings.samples)
 

@@ -1,0 +1,303 @@
+r"""A data set's own names for what our spellings call otherwise, and texts made of several of its columns.
+
+What lives here: the setting `columns`, what it refuses, a record read by it, and which way a record is read. What may
+not: spellings that need no setting (`spellings.py`), formats with a name (`named_schemas.py`).
+
+Each field but the last two is a key of ours, and its value the column that holds it. `system`, `question` and `answer`
+may be templates, too: what holds a brace, or begins with "text:". In a template
+
+    {question}           is a column's text, or its number
+    {answers[0]}         is the first of a list; {answers[0][answer]} what an object there holds
+    {choices:letters}    is a list, one a line, as "A. ...", "B. ..."
+    {answer:letter}      is the letter of a number that counts from 0
+    {{ and }}            are braces
+    \n                   is the end of a line
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, cast
+
+from qwen3vl_bridge.data.choices import check_choice
+from qwen3vl_bridge.data.errors import DataError
+from qwen3vl_bridge.data.schemas.named_schemas import NamedSchema
+from qwen3vl_bridge.data.schemas.placeholders import MEDIA_KEYS, Placeholders, shown
+from qwen3vl_bridge.data.schemas.spellings import EXPECTED, KEYS, QUESTIONS, TURNS, messages_of, spelling_of
+
+_TEXTS = ("system", "question", "answer")
+_OPTIONAL = (*MEDIA_KEYS, "system", "tools")  # a record may have none
+_PAIRED = {*QUESTIONS, *QUESTIONS.values(), "input"}
+_CONSTANT = "text:"
+_LETTERS = string.ascii_uppercase
+
+
+@dataclass(kw_only=True)
+class Columns:
+    """Which columns of a data set hold what, where they are not called so.
+
+    Attributes:
+        messages: turns, with role and content.
+        conversations: turns, with from and value.
+        image: a picture, or a list of them.
+        images: likewise.
+        video: a video, or a list of them.
+        videos: likewise.
+        system: the system prompt, or a template.
+        tools: what the model may call.
+        question: what is asked, or a template.
+        answer: what is to be answered, or a template.
+        ignore: columns that are not read, though they seem to hold media.
+        placeholders: "media" where each "<image>" and "<video>" in a text stands for one, "text" where they are text.
+    """
+
+    messages: str | None = None
+    conversations: str | None = None
+    image: str | None = None
+    images: str | None = None
+    video: str | None = None
+    videos: str | None = None
+    system: str | None = None
+    tools: str | None = None
+    question: str | None = None
+    answer: str | None = None
+    ignore: tuple[str, ...] = ()
+    placeholders: Placeholders = "media"
+
+    @classmethod
+    def of(cls, words: Sequence[str]) -> Columns:
+        """From a command line: "image=img", "ignore=thumbnail,preview".
+
+        Raises:
+            ValueError: what is none, as `check` does too.
+        """
+        given: dict[str, Any] = {}
+        names = [field.name for field in fields(cls)]
+        for word in words:
+            name, equals, value = word.partition("=")
+            if not equals or name not in names or name in given:
+                expected = f"KEY=COLUMN, each key once, with KEY one of {_listed(names)}"
+                raise ValueError(f"columns has {word!r}, expected {expected}")
+            given[name] = tuple(value.split(",")) if name == "ignore" else value
+        return cls.set_to(given, "columns")
+
+    @classmethod
+    def set_to(cls, given: Any, where: str) -> Columns:
+        """From an object with fields of these, as YAML has it.
+
+        Raises:
+            ValueError: it is none, or as `check`; `where` is what the message calls it.
+        """
+        names = [field.name for field in fields(cls)]
+        if not isinstance(given, Mapping) or not set(given) <= set(names):
+            raise ValueError(f"{where} is {given!r}, expected {{KEY: COLUMN}} with keys of {_listed(names)}")
+        columns = cls(**given)
+        columns.check()
+        return columns
+
+    def check(self) -> None:
+        """Refuse values that could name no column.
+
+        Raises:
+            ValueError: they are empty, no text, or a template that is none.
+        """
+        check_choice("columns.placeholders", self.placeholders, Placeholders)
+        if isinstance(self.ignore, str) or not all(isinstance(name, str) and name for name in self.ignore):
+            raise ValueError(f"columns.ignore is {self.ignore!r}, expected a list of columns, such as [thumbnail]")
+        for key, value in self._given().items():
+            if not isinstance(value, str) or not value:
+                raise ValueError(f"columns.{key} is {value!r}, expected the name of a column")
+            if key in _TEXTS and _is_template(value):
+                try:
+                    list(_fields_of(value))
+                except ValueError as error:
+                    raise ValueError(f"columns.{key} is {value!r}, expected a template: {error}") from error
+        if left := [name for name in self.ignore if name in self._columns()]:
+            raise ValueError(f"columns.ignore has {left[0]!r}, which columns.{self._columns()[left[0]]} reads")
+
+    @property
+    def name(self) -> str:
+        """What is set of it, as a fingerprint and messages say it."""
+        return f"of columns {', '.join(f'{key}={value!r}' for key, value in self.settings().items())}"
+
+    def settings(self) -> dict[str, Any]:
+        """What is set of it."""
+        ignored = {"ignore": list(self.ignore)} if self.ignore else {}
+        return {**self._given(), **ignored, **({} if self.placeholders == "media" else {"placeholders": "text"})}
+
+    def key_of(self, column: str) -> str:
+        """What a column is called in our spellings."""
+        return next((key for key, value in self._given().items() if value == column), column)
+
+    def messages_of(self, record: Any, place: str) -> Any:
+        """A record in our own spelling.
+
+        Raises:
+            DataError: a record that lacks a column, or as `spellings.messages_of` does.
+        """
+        if not isinstance(record, dict):
+            return record
+        self._check_one([key for key, value in record.items() if value is not None], place)
+        replaced = self._replaced()
+        own = {key: value for key, value in record.items() if key not in replaced}
+        for key, value in self._given().items():
+            if key in _TEXTS and _is_template(value):
+                own[key] = _filled(value, record, f"{place}: columns.{key}")
+                continue
+            # Where turns have placeholders, a picture that is missing is missed.
+            may_lack = key in MEDIA_KEYS and self._has_turns(record)
+            if (value not in record and not may_lack) or (record.get(value) is None and key not in _OPTIONAL):
+                raise DataError(place, f"found the keys {_listed(record)}, expected {value!r} (columns.{key})")
+            own[key] = record.get(value)
+        return messages_of(own, place, placeholders=self.placeholders)
+
+    def columns_in(self, names: Sequence[str], place: str) -> list[str]:
+        """Those of a table's columns that are read.
+
+        Raises:
+            DataError: none of them says anything, or one that is named is not there.
+        """
+        asked = {**self._columns(), **dict.fromkeys(self.ignore, "ignore")}
+        for column, key in asked.items():
+            if column not in names:
+                raise DataError(place, f"found the columns {_listed(names)}, expected {column!r} (columns.{key})")
+        self._check_one(names, place)
+        replaced, given = self._replaced(), self._given()
+        known = [name for name in names if name in KEYS and name not in replaced]
+        spelling = spelling_of({*known, *given}, place)
+        if spelling is None:
+            raise DataError(place, f"found the columns {_listed(names)}, expected {EXPECTED}")
+        if spelling in TURNS:  # what is beside them as a question is not read
+            known = [name for name in known if name not in (*_PAIRED, "history")]
+        return [name for name in names if name in known or name in self._columns()]
+
+    def _check_one(self, keys: Iterable[str], place: str) -> None:
+        """Refuses turns beside a question that is named."""
+        asked = next((key for key in ("question", "answer") if getattr(self, key) is not None), None)
+        turns = [key for key in keys if key in TURNS and key not in self.ignore]
+        if asked and turns:
+            raise DataError(
+                place,
+                f"found {turns[0]!r} beside columns.{asked}, expected one of them: leave the other out "
+                f"(columns.ignore=[{turns[0]}])",
+            )
+
+    def _replaced(self) -> set[str]:
+        """Keys of a record that are not read as what they are called."""
+        given = self._given()
+        templates = {key for key, value in given.items() if key in _TEXTS and _is_template(value)}
+        moved = {value for key, value in given.items() if key not in templates}
+        filled_in = {column for column, key in self._columns().items() if key in templates and column not in KEYS}
+        other = _PAIRED - {"question", "answer"} if {"question", "answer"} & given.keys() else set()
+        return {*given, *moved, *filled_in, *other, *self.ignore}
+
+    def _given(self) -> dict[str, Any]:
+        """Keys of ours, and what holds them."""
+        others = ("ignore", "placeholders")
+        return {key: value for key, value in asdict(self).items() if value is not None and key not in others}
+
+    def _columns(self) -> dict[str, str]:
+        """Every column that is named, and the key of ours that it is for."""
+        found: dict[str, str] = {}
+        for key, value in self._given().items():
+            template = key in _TEXTS and _is_template(value)
+            found |= dict.fromkeys(_fields_of(value) if template else [value], key)
+        return found
+
+    def _has_turns(self, record: Mapping[str, Any]) -> bool:
+        named = {key for key in ("messages", "conversations") if getattr(self, key) is not None}
+        return bool(named) or any(record.get(key) is not None for key in ("messages", "conversations"))
+
+
+Schema = NamedSchema | Columns
+
+
+def read_by(schema: Schema | None, record: Any, place: str) -> Any:
+    """A record in our own spelling, by a schema or by what its keys are; raises `DataError` as either does."""
+    return messages_of(record, place) if schema is None else schema.messages_of(record, place)
+
+
+def marked(fingerprint: str, schema: Schema | None) -> str:
+    """A source's fingerprint with the schema, because it decides what a record's tokens are."""
+    return fingerprint if schema is None else f"{fingerprint}, schema {schema.name}"
+
+
+def one_schema(named: NamedSchema | None, columns: Columns | None) -> Schema | None:
+    """The schema that two settings ask for; None for neither.
+
+    Raises:
+        ValueError: both do, or `columns` has a value that it cannot have.
+    """
+    if columns is None or not columns.settings():
+        return named
+    columns.check()
+    if named is not None:
+        raise ValueError(
+            f"schema_adapter is {named.name!r}, whose columns have names of their own, and there is a schema "
+            f"{columns.name}; expected one of the two settings"
+        )
+    return columns
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(map(str, names)) or "none"
+
+
+def _is_template(value: Any) -> bool:
+    return isinstance(value, str) and (value.startswith(_CONSTANT) or "{" in value or "}" in value)
+
+
+def _fields_of(template: str) -> Iterator[str]:
+    """The columns that a template is filled from; raises ValueError where it is none."""
+    for _, field, spec, conversion in string.Formatter().parse(template.removeprefix(_CONSTANT)):
+        if field is None:
+            continue
+        column = field.partition("[")[0]
+        if not column or "." in column or conversion or spec not in ("", "letter", "letters"):
+            raise ValueError(f"found {{{field}}}, a column stands as {{NAME}}, {{NAME[0]}} or {{NAME:letters}}")
+        yield column
+
+
+class _Filling(string.Formatter):
+    """Columns of a record, without Python's attributes."""
+
+    def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        column, *places = field_name.replace("]", "").split("[")
+        value = kwargs[column]
+        for at in places:
+            value = value[int(at)] if isinstance(value, list) else value[at]
+        return value, column
+
+    def format_field(self, value: Any, format_spec: str) -> Any:
+        if format_spec == "letter" and isinstance(value, int) and not isinstance(value, bool):
+            if not 0 <= value < len(_LETTERS):
+                raise ValueError(f"found {value}, expected a number from 0 to {len(_LETTERS) - 1}")
+            return _LETTERS[value]
+        if format_spec == "letters" and isinstance(value, list) and 0 < len(value) <= len(_LETTERS):
+            return "\n".join(f"{letter}. {_word(one)}" for letter, one in zip(_LETTERS, value, strict=False))
+        if format_spec:
+            kinds = {"letter": "a whole number", "letters": f"a list of 1 to {len(_LETTERS)}"}
+            raise ValueError(f"found {shown(value)}, expected {kinds[format_spec]}")
+        return _word(value)
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        raise ValueError(
+            f"found {shown(value)}, expected a text or a number; {{NAME[0]}} is the first of a list, {{NAME:letters}} "
+            "all of it"
+        )
+    return str(value)
+
+
+def _filled(template: str, record: Mapping[str, Any], place: str) -> str:
+    """A template with what a record holds."""
+    if missing := [column for column in _fields_of(template) if record.get(column) is None]:
+        raise DataError(place, f"found the keys {_listed(record)}, expected {missing[0]!r}, and not null")
+    words = template.removeprefix(_CONSTANT).replace("\\n", "\n")
+    try:
+        return cast(str, _Filling().vformat(words, (), record))
+    except (ValueError, LookupError, TypeError) as error:
+        raise DataError(place, f"{template!r} cannot be filled: {error}") from error
