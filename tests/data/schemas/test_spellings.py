@@ -124,7 +124,7 @@ BOTH = "found both 'messages' and 'conversations', expected one"
         ({"query": "a", "response": "b", "history": [["c"]]}, r"found \[\['c'\]\] under 'history', expected a list"),
         ({"query": "a", "response": "b", "history": [["c", 7]]}, "'history' 1: found 7, expected a string"),
         ({"conversations": ["hi"]}, "turn 1: found 'hi', expected an object with from and value alone"),
-        ({"conversations": [HUMAN, {**GPT, "weight": 0}]}, "turn 2: found the keys from, value, weight, expected an"),
+        ({"conversations": [HUMAN, {**GPT, "note": 0}]}, "turn 2: found the keys from, value, note, expected an"),
         ({"conversations": [{"from": "robot", "value": ""}]}, "found the speaker 'robot', expected one of system, hum"),
         ({"conversations": [{"from": ["gpt"], "value": ""}]}, r"found the speaker \['gpt'\], expected one of"),
         ({"conversations": [{"from": "human", "value": None}]}, "turn 1: found None as value, expected a string"),
@@ -365,3 +365,18 @@ def test_addresses_of_files_are_paths_below_the_root(tmp_path):
     for escape in (out, f"{root.as_uri()}/a/%2E%2E/%2E%2E/out.png"):
         with pytest.raises(DataError, match="expected a path inside the media root"):
             conversation_of(told(keyed(image=escape)), "x", root)
+
+
+def test_turns_say_whether_they_are_trained_on():
+    turns = [HUMAN, {**GPT, "loss": False}, HUMAN, {**GPT, "weight": 1}]
+    messages = messages_of({"conversations": turns}, "here")["messages"]
+    assert [message.get("loss", message.get("weight")) for message in messages] == [None, False, None, 1]
+
+
+def test_a_part_with_limits_and_no_picture_takes_the_next():
+    part = {"type": "image", "max_pixels": 4096}
+    record = {
+        "messages": [{"role": "user", "content": [part]}, {"role": "assistant", "content": "7"}],
+        "images": ["a.png"],
+    }
+    assert messages_of(record, "here")["messages"][0]["content"] == [{**part, "image": "a.png"}]
