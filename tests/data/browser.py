@@ -41,6 +41,8 @@ class Browser:
         )
         os.close(theirs_in)
         os.close(theirs_out)
+        self._ready = select.poll()  # select() knows no file above 1023
+        self._ready.register(self._in, select.POLLIN)
         self._number, self._held, self._session = 0, b"", None
         target = self.ask("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
@@ -68,8 +70,7 @@ class Browser:
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._held:
-            ready, _, _ = select.select([self._in], [], [], 60)
-            part = os.read(self._in, 2**16) if ready else b""
+            part = os.read(self._in, 2**16) if self._ready.poll(60_000) else b""
             assert part, "the browser does not answer"
             self._held += part
         message, _, self._held = self._held.partition(b"\0")
