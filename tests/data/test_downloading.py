@@ -129,7 +129,17 @@ def test_a_download_that_was_stopped_goes_on(server, run, tmp_path, sent):
 
     server.first = {name: [slow] for name in several[6:]}
     file = write(tmp_path / "train.jsonl", [asking(server.url + name) for name in several])
-    command = [sys.executable, "-m", "qwen3vl_bridge.cli.data", "download", "--data", str(file), "--workers", "8"]
+    command = [
+        sys.executable,
+        "-m",
+        "qwen3vl_bridge.cli.data",
+        "download",
+        "--data",
+        str(file),
+        "--workers",
+        "8",
+        "--give-up",
+    ]
     command += ["--url-cache", str(tmp_path / "cache"), "--allowed-urls", f"{server.url}/"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     while sum(server.asked[name] for name in several) < 12 and process.poll() is None:
@@ -138,6 +148,7 @@ def test_a_download_that_was_stopped_goes_on(server, run, tmp_path, sent):
     assert process.wait(60) == (130 if sent is signal.SIGINT else -sent)
     whole = list((tmp_path / "cache").rglob("[!.]*.png"))
     assert len(whole) <= 6 and all(path.read_bytes() == png() for path in whole)
+    assert not list((tmp_path / "cache").rglob("*.problem"))
     before = server.asked.copy()
     status, report = run([asking(server.url + name) for name in several])
     assert status == 0 and report["present"] == len(whole) and report["downloaded"] == 12 - len(whole)

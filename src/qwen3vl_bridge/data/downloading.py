@@ -100,7 +100,7 @@ def download(
 ) -> DownloadReport:
     """Download what the conversations of a source refer to.
 
-    Memory: 20 bytes an address, and the failures.
+    Memory: some 100 bytes an address, and the failures.
 
     Args:
         source: opened with `book` as its `MediaAccess.addresses`.
@@ -166,7 +166,7 @@ def _one(address: str, place: str, fetch: Downloader, cache: UrlCache, settings:
         fetch(address, place)
     except DataError as error:
         problem = str(error).removeprefix(f"{place}: ")
-        final = settings.give_up or not isinstance(error, Unreachable)
+        final = not isinstance(error, Unreachable) or (settings.give_up and not fetch.stopped)
         if final:
             cache.give_up(address, problem)
         return Failure(address, place, problem, final)

@@ -203,7 +203,11 @@ def test_the_remedies_for_earlier_turns_without_reasoning_are_named_and_work(pro
 
 def test_nothing_is_said_of_a_template_that_cannot_be_told_not_to_think(with_template, caplog, monkeypatch):
     """A warning of `enable_thinking` came with every sample."""
-    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    # Whatever the tests before have set.
+    for name in ("transformers", "transformers.processing_utils"):
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+        monkeypatch.setattr(logging.getLogger(name), "disabled", False)
+        caplog.set_level(logging.WARNING, name)
     encoder = with_template(str)
     caplog.clear()
     encoder(TURNS)

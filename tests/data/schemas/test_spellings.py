@@ -259,10 +259,10 @@ def test_what_is_no_media_is_left_unread(beside):
 
 
 def test_another_name_of_a_file_that_is_read_is_left_unread():
-    beside = {"id": "1.jpg", "file_name": "val/1.jpg", "coco_url": "http://a.b/other.jpg"}
+    beside = {"id": "1.jpg", "file_name": "1.jpg", "coco_url": "http://a.b/other.jpg"}
     assert told(keyed(image="coco/1.jpg", **beside))["messages"][0]["content"][0] == image("coco/1.jpg")
     assert told(keyed(image={"bytes": b"x", "path": "1.jpg"}, **beside))["messages"][0]["content"][0] == image(b"x")
-    for other in ({"file_name": "2.jpg"}, {"image_url": "http://a.b/other.jpg"}):
+    for other in ({"file_name": "2.jpg"}, {"file_name": "val/1.jpg"}, {"image_url": "http://a.b/other.jpg"}):
         with pytest.raises(DataError, match="which looks like"):
             told(keyed(image="coco/1.jpg", **other))
 
@@ -380,3 +380,22 @@ def test_a_part_with_limits_and_no_picture_takes_the_next():
         "images": ["a.png"],
     }
     assert messages_of(record, "here")["messages"][0]["content"] == [{**part, "image": "a.png"}]
+
+
+@pytest.mark.parametrize(
+    ("record", "key"),
+    [
+        ({"image": "A/1.png", "after": "B/1.png", "question": "Which?", "answer": "7"}, "after"),
+        ({"image_id": "COCO_1.jpg", "question": "Which?", "answer": "7"}, "image_id"),
+    ],
+)
+def test_a_picture_that_only_seems_to_be_read_is_refused(record, key):
+    with pytest.raises(DataError, match=f"found '{key}', which looks like pictures"):
+        messages_of(record, "here")
+
+
+def test_a_name_of_what_is_read_is_let_through():
+    record = {"image": "A/1.png", "file": "1.png", "path": "/data/A/1.png", "image_id": "COCO_1.jpg"}
+    messages_of({**record, "question": "Which?", "answer": "7"}, "here")
+    turns = [{**HUMAN, "markdown": None}, GPT]
+    assert len(messages_of({"conversations": turns}, "here")["messages"]) == 2

@@ -61,7 +61,13 @@ class Downloader:
         self._stopped = threading.Event()
         # Pictures and videos are compressed already, and a small answer may unpack to a large one.
         headers = {"User-Agent": "qwen3vl-bridge", "Accept-Encoding": "identity"}
-        self._client = httpx.Client(timeout=TIMEOUT, headers=headers)
+        limits = httpx.Limits(max_connections=None)  # as many as there are threads
+        self._client = httpx.Client(timeout=TIMEOUT, headers=headers, limits=limits)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether downloads may have failed because `stop` was called."""
+        return self._stopped.is_set()
 
     def stop(self) -> None:
         """Let downloads that are going on fail as unreachable, and make no further attempts."""

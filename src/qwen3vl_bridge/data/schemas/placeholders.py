@@ -123,13 +123,16 @@ def check_unread(record: Mapping[str, Any], known: Collection[str], messages: li
     unread = {key: value for key, value in record.items() if key not in known and value not in (None, "", [], {}, b"")}
     if not unread:
         return
-    read = {_basename(name) for name in _names(record, messages)}
+    read = [PurePosixPath(name).parts for name in _names(record, messages)]
     shown = any(_is_medium_part(part) for message in messages for part in _parts(message))
     for key, value in unread.items():
-        if isinstance(value, str) and (_basename(value) in read or _NAMES_A_SAMPLE.fullmatch(str(key))):
+        if isinstance(value, str) and any(_is_end(PurePosixPath(value).parts, parts) for parts in read):
+            continue
+        like_media = _looks_like_media(value, addresses=not shown)
+        if isinstance(value, str) and _NAMES_A_SAMPLE.fullmatch(str(key)) and (shown or not like_media):
             continue
         named = bool(_NAMED_AS_MEDIA.fullmatch(str(key))) and isinstance(value, (str, bytes, list, dict))
-        if named or _looks_like_media(value, addresses=not shown):
+        if named or like_media:
             raise DataError(place, unread_media(str(key), record))
 
 
@@ -243,8 +246,10 @@ def _names(record: Mapping[str, Any], messages: list[Any]) -> Iterator[str]:
                 yield name
 
 
-def _basename(name: str) -> str:
-    return PurePosixPath(name).name
+def _is_end(first: tuple[str, ...], second: tuple[str, ...]) -> bool:
+    """Whether one path is the end of the other, so that both may be of one file; A/1.png and B/1.png are two."""
+    shared = min(len(first), len(second))
+    return shared > 0 and first[-shared:] == second[-shared:]
 
 
 def _looks_like_media(value: Any, *, addresses: bool) -> bool:

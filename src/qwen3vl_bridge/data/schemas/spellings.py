@@ -212,7 +212,7 @@ def _from_turn(turn: Any, place: str) -> dict[str, Any]:
     if {"role", "content"} <= given and not {"from", "value"} & given:
         role = turn["role"]
         return {**turn, "role": SPEAKERS.get(role, role) if isinstance(role, str) else role}
-    if not isinstance(turn, dict) or set(turn) - set(LOSS) != {"from", "value"}:
+    if not isinstance(turn, dict) or not {"from", "value"} <= set(turn) or given - {"from", "value", *LOSS}:
         found = f"the keys {', '.join(map(str, turn))}" if isinstance(turn, dict) else shown(turn)
         raise DataError(place, f"found {found}, expected an object with from and value alone, or role and content")
     speaker, value = turn["from"], turn["value"]
