@@ -82,6 +82,12 @@ def _records(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-progress", action="store_true", help="show no progress")
 
 
+def _split(parser: argparse.ArgumentParser) -> None:
+    """Of which split; rows are packed of the one for training alone."""
+    parser.add_argument("--split", choices=("train", "valid", "test"), default="train",
+                        help="of a folder with splits (default: %(default)s)")  # fmt: skip
+
+
 def _source(parser: argparse.ArgumentParser) -> None:
     """What samples are and how they are encoded."""
     _records(parser)
@@ -129,8 +135,7 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
         "are, how full rows get, and which samples cannot be trained on. The exit status is 1 if there are any."
     )
     _source(parser)
-    parser.add_argument("--split", choices=("train", "valid", "test"), default="train",
-                        help="of a folder with splits (default: %(default)s)")  # fmt: skip
+    _split(parser)
     parser.add_argument("--samples", type=_at_least(0), default=8, metavar="N",
                         help="how many samples to show (default: %(default)s)")  # fmt: skip
     which = parser.add_mutually_exclusive_group()
@@ -153,8 +158,7 @@ def _download(parser: argparse.ArgumentParser) -> None:
         "is there already is kept, so the command can be stopped and run again. The exit status is 1 if some failed."
     )
     _records(parser)
-    parser.add_argument("--split", choices=("train", "valid", "test"), default="train",
-                        help="of a folder with splits (default: %(default)s)")  # fmt: skip
+    _split(parser)
     parser.add_argument("--allowed-urls", nargs="+", required=True, metavar="URL",
                         help="beginnings of addresses that may be asked, such as https://images.example.org/; https:// "
                              "allows all of that scheme, those of your own network too")  # fmt: skip

@@ -19,6 +19,7 @@ from qwen3vl_bridge.data.errors import DataError, Unreachable
 from qwen3vl_bridge.data.media.downloads import Downloader
 from qwen3vl_bridge.data.media.url_cache import UrlCache
 from qwen3vl_bridge.data.sources.opening import ConversationSource
+from qwen3vl_bridge.files.atomic import replace_file
 
 
 class AddressBook:
@@ -70,9 +71,7 @@ class DownloadReport:
     def write_manifest(self, path: Path) -> None:
         """Write the failures as JSON lines, in place of what is there."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_text("".join(json.dumps(asdict(failure)) + "\n" for failure in self.failures), "utf-8")
-        partial.replace(path)
+        replace_file(path, "".join(json.dumps(asdict(failure)) + "\n" for failure in self.failures).encode())
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, cast
 
 from qwen3vl_bridge.data.choices import check_choice
@@ -195,8 +195,8 @@ class Columns:
 
     def _given(self) -> dict[str, Any]:
         """Keys of ours, and what holds them."""
-        others = ("ignore", "placeholders")
-        return {key: value for key, value in asdict(self).items() if value is not None and key not in others}
+        keys = (field.name for field in fields(self) if field.name not in ("ignore", "placeholders"))
+        return {key: value for key in keys if (value := getattr(self, key)) is not None}
 
     def _columns(self) -> dict[str, str]:
         """Every column that is named, and the key of ours that it is for."""

@@ -113,8 +113,7 @@ def columns_of(table: Any, place: str, schema: Schema | None = None) -> list[str
 def _holds_files(kind: Any, place: str) -> bool:
     """Whether values of an Arrow type are files' contents, as Hugging Face datasets store pictures."""
     types = library("pyarrow.types", place)
-    if types.is_list(kind) or types.is_large_list(kind):
-        return _holds_files(kind.value_type, place)
+    kind = _item_type(kind, types)
     if types.is_struct(kind):
         return {field.name for field in kind} == {"bytes", "path"}
     return types.is_binary(kind) or types.is_large_binary(kind)
@@ -122,9 +121,15 @@ def _holds_files(kind: Any, place: str) -> bool:
 
 def _holds_text(kind: Any, place: str) -> bool:
     types = library("pyarrow.types", place)
-    if types.is_list(kind) or types.is_large_list(kind):
-        return _holds_text(kind.value_type, place)
+    kind = _item_type(kind, types)
     return types.is_string(kind) or types.is_large_string(kind)
+
+
+def _item_type(kind: Any, types: Any) -> Any:
+    """Of an Arrow type, what lists of it hold in the end; any other type itself."""
+    while types.is_list(kind) or types.is_large_list(kind):
+        kind = kind.value_type
+    return kind
 
 
 def library(name: str, place: str) -> Any:
