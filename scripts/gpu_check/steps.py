@@ -1,0 +1,41 @@
+"""The steps of the check: which there are, in which order, and how long each may take on one H100.
+
+What lives here: the table. Standard library only. What may not: a step's work, which is a module each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Step:
+    """One process.
+
+    Attributes:
+        name: of the step.
+        group: what `--only` names.
+        seconds: that it may take on a GPU.
+        program: module and function, which are given `Place` and `settings`.
+        settings: of this step.
+    """
+
+    name: str
+    group: str
+    seconds: int
+    program: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+STEPS = (
+    Step("machine", "machine", 20, "machine:look"),
+    *(Step(f"parity, {kind}", "parity", 50, "parity:check", {"kind": kind}) for kind in ("dense", "moe", "qwen3_5")),
+    Step("train, ten steps and resumed", "train", 60, "training:ten_steps"),
+    Step("train, 2B", "train", 80, "training:fine_tune"),
+    Step("speed", "speed", 90, "speed:compare"),
+    Step("host waits", "speed", 30, "waits:look"),
+    Step("kernels", "speed", 30, "kernels:look"),
+    Step("conversion", "convert", 60, "conversion:compare"),
+)
+GROUPS = ("machine", "parity", "train", "speed", "convert")
