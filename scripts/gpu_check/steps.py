@@ -31,7 +31,8 @@ class Step:
 STEPS = (
     Step("machine", "machine", 20, "machine:look"),
     *(Step(f"parity, {kind}", "parity", 50, "parity:check", {"kind": kind}) for kind in ("dense", "moe", "qwen3_5")),
-    Step("train, ten steps and resumed", "train", 60, "training:ten_steps"),
+    Step("train, ten steps and resumed", "train", 60, "training:ten_steps", {"recipe": "2B"}),
+    Step("train, the same under Megatron-FSDP", "train", 60, "training:ten_steps", {"recipe": "digits"}),
     Step("train, 2B", "train", 80, "training:fine_tune"),
     Step("speed", "speed", 90, "speed:compare"),
     Step("host waits", "speed", 30, "waits:look"),
