@@ -28,6 +28,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--installed", action="store_true", help="all packages are installed here: unpack nothing")
     run.add_argument("--only", nargs="+", choices=GROUPS, default=[], help="some groups of steps")
     run.add_argument("--continue", dest="go_on", action="store_true", help="leave out steps that have passed")
+    run.add_argument("--slower", type=float, metavar="N", help="give steps N times as long (default: 1; on a CPU 10)")
     step = commands.add_parser("step")
     step.add_argument("name", choices=[one.name for one in STEPS])
     step.add_argument("--report", type=Path, required=True)
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except packages.PackageError as error:
         print(f"gpu_check: {error}", file=sys.stderr)
         return 2
-    slower = 1.0 if args.device == "cuda" else 10.0
+    slower = args.slower or (1.0 if args.device == "cuda" else 10.0)
     return 0 if runner.run_all(place, site, args.only, go_on=args.go_on, slower=slower) else 1
 
 

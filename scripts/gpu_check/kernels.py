@@ -10,7 +10,6 @@ import shutil
 
 import qwen3vl_bridge  # noqa: F401  before Megatron
 
-import torch
 from torch.profiler import ProfilerActivity, profile
 
 from . import models
@@ -52,6 +51,4 @@ def look(place: Place) -> list[Finding]:
     timed = "self_device_time_total" if on_gpu else "self_cpu_time_total"
     total = sum(getattr(one, timed) for one in events) or 1.0
     most = sorted(events, key=lambda one: getattr(one, timed), reverse=True)[:5]
-    return found + [
-        Finding(f"{one.key[:80]}, share of the time", f"{getattr(one, timed) / total:.3f}") for one in most
-    ]
+    return found + [Finding(f"{one.key[:80]}, share of the time", f"{getattr(one, timed) / total:.3f}") for one in most]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import qwen3vl_bridge  # noqa: F401  before Megatron
@@ -15,6 +16,7 @@ from qwen3vl_bridge.training.step import to_device
 
 import torch
 from megatron.bridge import AutoBridge
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForImageTextToText
@@ -45,11 +47,9 @@ def ours(place: Place, config: Any, tokens: int) -> nn.Module:
 
 
 def theirs(place: Place, config: Any, attention: str) -> nn.Module:
-    """transformers' model with one of its attentions."""
+    """Transformers' model with one of its attentions."""
     with torch.device(place.device):
-        model = AutoModelForImageTextToText.from_config(
-            config, dtype=dtype_of(place), attn_implementation=attention
-        )
+        model = AutoModelForImageTextToText.from_config(config, dtype=dtype_of(place), attn_implementation=attention)
     return model.train()
 
 
@@ -92,7 +92,7 @@ def their_step(model: nn.Module, samples: list[Sample], config: Any) -> Step:
 
 
 def attentions() -> list[str]:
-    """transformers' attentions that are installed."""
+    """Transformers' attentions that are installed."""
     return ["sdpa", *(["flash_attention_2"] if importlib.util.find_spec("flash_attn") else [])]
 
 
@@ -100,12 +100,15 @@ def upstream(place: Place, config: Any, tokens: int) -> nn.Module:
     """Megatron-Bridge's own model, of the configuration that its own bridge makes.
 
     Raises:
-        Exception: whatever it raises where it cannot be built, as without Transformer Engine.
+        ModuleNotFoundError: Transformer Engine is missing, whose layers its provider takes in any case.
     """
+    if not HAVE_TE:
+        raise ModuleNotFoundError("its provider takes Transformer Engine's layers in any case, which is not installed")
     from megatron.bridge.models.qwen_vl.qwen3_vl_bridge import Qwen3VLBridge
 
-    loaded = type("Loaded", (), {"config": config, "generation_config": None})()
-    provider = Qwen3VLBridge().provider_bridge(loaded)
+    bridge: Any = Qwen3VLBridge()
+    bridge.hf_pretrained, bridge.hf_config = SimpleNamespace(config=config, generation_config=None), config
+    provider = bridge.provider_bridge(bridge.hf_pretrained)
     provider.seq_length, provider.params_dtype = tokens, dtype_of(place)
     provider.bf16 = provider.params_dtype == torch.bfloat16
     provider.finalize()

@@ -45,7 +45,9 @@ LEFT_OUT = (
     *("nvidia-ml-py", "qwen-vl-utils", "s3fs", "scikit-learn", "tensorboard-data-server", "timm", "werkzeug"),
 )
 # Files likewise: solvers for other machines, web pages, other people's tests.
-_UNUSED = re.compile(r"^(pulp/solverdir|tensorboard/webfiles\.zip|multistorageclient/explorer|peft/tests)|\.pyc$|^\.\./")
+_UNUSED = re.compile(
+    r"^(pulp/solverdir|tensorboard/webfiles\.zip|multistorageclient/explorer|peft/tests)|\.pyc$|^\.\./"
+)
 
 
 class PackageError(Exception):
@@ -68,10 +70,10 @@ def pack(folder: Path, carry: Iterable[str] = ()) -> dict[str, Any]:
     carried = {_normal(name) for name in carry}
     if wrong := carried - set(EXPECTED):
         raise PackageError(f"asked to carry {', '.join(sorted(wrong))}, expected some of {', '.join(EXPECTED)}")
-    without = frozenset((set(EXPECTED) - carried) | set(LEFT_OUT)) | _required(GIVEN)
+    without = frozenset((set(EXPECTED) - carried) | set(LEFT_OUT)) | required(GIVEN)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    packages = [_archive(folder, name) for name in sorted(_required((*WANTED, *carried), without))]
+    packages = [_archive(folder, name) for name in sorted(required((*WANTED, *carried), without))]
     size = sum(one["bytes"] for one in packages)
     if size > LIMIT and not carried:
         raise PackageError(f"the archives have {size / 1e6:.1f} MB, expected at most {LIMIT / 1e6:.0f}")
@@ -142,7 +144,7 @@ def _installed(name: str) -> metadata.Distribution:
         raise PackageError(f"{name} is not installed in {sys.prefix}; 'make env' makes the environment") from None
 
 
-def _required(names: Iterable[str], without: frozenset[str] = frozenset()) -> frozenset[str]:
+def required(names: Iterable[str], without: frozenset[str] = frozenset()) -> frozenset[str]:
     """Packages, what these ask for, and so on; those that `requirements/overrides.txt` leaves out are not installed."""
     from packaging.requirements import Requirement
 

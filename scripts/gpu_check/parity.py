@@ -61,9 +61,7 @@ def _moved(samples: list[Sample], device: str, dtype: torch.dtype = torch.float3
             one,
             ids=one.ids.to(device),
             loss_mask=one.loss_mask.to(device),
-            pixels={
-                name: x.to(device, dtype if x.is_floating_point() else x.dtype) for name, x in one.pixels.items()
-            },
+            pixels={name: x.to(device, dtype if x.is_floating_point() else x.dtype) for name, x in one.pixels.items()},
         )
         for one in samples
     ]

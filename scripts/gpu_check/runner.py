@@ -5,6 +5,7 @@ What lives here: the processes, and what they leave. Standard library only. What
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -55,10 +56,9 @@ def run_all(place: Place, site: Path | None, only: Sequence[str] = (), *, go_on:
         found[step.name] = _run(step, place, site, slower)
         with (place.out / results.RESULTS).open("a") as file:
             file.write(found[step.name].line)
-        ordered = [found[one.name] for one in STEPS if one.name in found]
-        summary = results.write_summary(place.out, ordered)
+        results.write_summary(place.out, [found[one.name] for one in STEPS if one.name in found])
         print(f"   {found[step.name].status}, {found[step.name].seconds:.0f} s", flush=True)
-    print(summary if chosen and found else "no step was run", flush=True)
+    print((place.out / results.SUMMARY).read_text(), flush=True)
     return all(found[step.name].status == "passed" for step in chosen)
 
 
@@ -71,12 +71,16 @@ def _run(step: Step, place: Place, site: Path | None, slower: float) -> Outcome:
     limit = step.seconds * slower
     with log.open("w") as file:
         process = subprocess.Popen(
-            words, cwd=ROOT, env=_environment(place, site), stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            words,
+            cwd=ROOT,
+            env=_environment(place, site),
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
-            process.wait(limit)
-        except subprocess.TimeoutExpired:
-            pass
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(limit)
         finally:
             _end(process)
     seconds, text = time.perf_counter() - begun, log.read_text(errors="replace")
@@ -92,10 +96,8 @@ def _run(step: Step, place: Place, site: Path | None, slower: float) -> Outcome:
 
 def _end(process: subprocess.Popen) -> None:
     """End a step's process with all that it has started, data-loading ones among them."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 

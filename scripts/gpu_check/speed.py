@@ -8,7 +8,6 @@ A step here is forward and backward; `training.py` has whole steps with the opti
 
 from __future__ import annotations
 
-import gc
 import math
 import statistics
 import time
@@ -52,8 +51,6 @@ def compare(place: Place) -> list[Finding]:
         steps["Megatron-Bridge's own"] = models.upstream_step(own, samples, config)
     except Exception as error:
         found.append(Finding("Megatron-Bridge's own model", f"did not run: {type(error).__name__}: {error}"))
-        own = None
-        gc.collect()
     memory = {name: _memory(place, step) for name, step in steps.items()}
     seconds = _measure(place, steps, 1 if place.size == "tiny" else _ROUNDS)
     for name, took in seconds.items():

@@ -106,5 +106,3 @@ def _short(cfg: Any, steps: int) -> Any:
     cfg.logger.log_interval, cfg.validation.eval_iters, cfg.validation.eval_interval = 1, 0, steps + 1
     cfg.logger.tensorboard_dir, cfg.dataset.num_workers = None, 0
     return cfg
-
-
