@@ -26,7 +26,7 @@ def look(place: Place) -> list[Finding]:
     config = model_config(place)
     samples = make_row(place, config)
     model = models.ours(place, config, sum(len(one.ids) for one in samples))
-    step = models.our_step(model, samples, config, packed=True)
+    step = models.our_step(model, [samples], config, packed=True)
     for _ in range(2):
         step()
     wait(place)

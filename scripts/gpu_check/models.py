@@ -53,42 +53,63 @@ def theirs(place: Place, config: Any, attention: str) -> nn.Module:
     return model.train()
 
 
-def our_step(model: nn.Module, samples: list[Sample], config: Any, *, packed: bool) -> Step:
-    """Forward and backward of our model; the batch is collated before, and moved in each step, as in training."""
-    local = make_batch(samples, config, packed=packed).local()
+def our_step(model: nn.Module, parts: list[list[Sample]], config: Any, *, packed: bool) -> Step:
+    """Forward and backward of our model; batches are collated before, and moved in each step, as in training.
+
+    Args:
+        model: ours.
+        parts: samples of each batch; gradients of all are added up.
+        config: of transformers.
+        packed: one row of all samples, or a padded row for each.
+    """
+    batches = [make_batch(samples, config, packed=packed).local() for samples in parts]
 
     def step() -> torch.Tensor:
+        losses = []
+        for local in batches:
+            inputs = to_device(local, model)
+            loss = (model(inputs=inputs) * inputs.loss_mask).sum() / inputs.loss_mask.sum()
+            loss.backward()
+            losses.append(loss.detach())
         model.zero_grad(set_to_none=True)
-        inputs = to_device(local, model)
-        loss = (model(inputs=inputs) * inputs.loss_mask).sum() / inputs.loss_mask.sum()
-        loss.backward()
-        return loss.detach()
+        return torch.stack(losses).mean()
 
     return step
 
 
-def their_step(model: nn.Module, samples: list[Sample], config: Any) -> Step:
-    """Forward and backward of transformers' model on padded rows of the same samples, moved in each step too."""
-    ids = pad_sequence([one.ids for one in samples], batch_first=True)
-    mask = pad_sequence([torch.ones_like(one.ids) for one in samples], batch_first=True)
+def their_step(model: nn.Module, parts: list[list[Sample]], config: Any) -> Step:
+    """Forward and backward of transformers' model on padded rows; arguments as for `our_step`."""
+    given = [_padded(samples, config, next(model.parameters()).dtype) for samples in parts]
+    for one in given:
+        one["mm_token_type_ids"] = (one["input_ids"] == config.image_token_id).int()
+        one["labels"] = one["input_ids"].masked_fill(one["attention_mask"] == 0, -100)
+    device = next(model.parameters()).device
+
+    def step() -> torch.Tensor:
+        losses = []
+        for one in given:
+            loss = model(**{name: value.to(device) for name, value in one.items()}).loss
+            loss.backward()
+            losses.append(loss.detach())
+        model.zero_grad(set_to_none=True)
+        return torch.stack(losses).mean()
+
+    return step
+
+
+def _padded(samples: list[Sample], config: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Rows padded on the right, and their pictures if they have any."""
     given = {
-        "input_ids": ids,
-        "attention_mask": mask,
-        "mm_token_type_ids": (ids == config.image_token_id).int(),
-        "labels": ids.masked_fill(mask == 0, -100),
+        "input_ids": pad_sequence([one.ids for one in samples], batch_first=True),
+        "attention_mask": pad_sequence([torch.ones_like(one.ids) for one in samples], batch_first=True),
     }
     for name in ("pixel_values", "image_grid_thw"):
-        given[name] = torch.cat([one.pixels[name] for one in samples if name in one.pixels])
-    parameter = next(model.parameters())
-    given["pixel_values"] = given["pixel_values"].to(parameter.dtype)
-
-    def step() -> torch.Tensor:
-        model.zero_grad(set_to_none=True)
-        loss = model(**{name: one.to(parameter.device) for name, one in given.items()}).loss
-        loss.backward()
-        return loss.detach()
-
-    return step
+        found = [one.pixels[name] for one in samples if name in one.pixels]
+        if found:
+            given[name] = torch.cat(found)
+    if "pixel_values" in given:
+        given["pixel_values"] = given["pixel_values"].to(dtype)
+    return given
 
 
 def attentions() -> list[str]:
@@ -117,24 +138,22 @@ def upstream(place: Place, config: Any, tokens: int) -> nn.Module:
     return model.to(place.device).train()
 
 
-def upstream_step(model: nn.Module, samples: list[Sample], config: Any) -> Step:
-    """Forward and backward of Megatron-Bridge's own model on padded rows of the same samples."""
-    ids = pad_sequence([one.ids for one in samples], batch_first=True)
-    mask = pad_sequence([torch.ones_like(one.ids, dtype=torch.bool) for one in samples], batch_first=True)
-    given = {"input_ids": ids, "attention_mask": mask, "labels": ids.roll(-1, 1)}
-    for name in ("pixel_values", "image_grid_thw"):
-        given[name] = torch.cat([one.pixels[name] for one in samples if name in one.pixels])
-    parameter = next(model.parameters())
-    given["pixel_values"] = given["pixel_values"].to(parameter.dtype)
-    given["position_ids"] = None
+def upstream_step(model: nn.Module, parts: list[list[Sample]], config: Any) -> Step:
+    """Forward and backward of Megatron-Bridge's own model on padded rows; arguments as for `our_step`."""
+    given = [_padded(samples, config, next(model.parameters()).dtype) for samples in parts]
+    device = next(model.parameters()).device
 
     def step() -> torch.Tensor:
+        losses = []
+        for one in given:
+            moved = {name: value.to(device) for name, value in one.items()}
+            moved["attention_mask"] = moved["attention_mask"].bool()
+            found = model(**moved, position_ids=None, labels=moved["input_ids"].roll(-1, 1))
+            values = found[0] if isinstance(found, tuple) else found
+            loss = (values * moved["attention_mask"]).sum() / moved["attention_mask"].sum()
+            loss.backward()
+            losses.append(loss.detach())
         model.zero_grad(set_to_none=True)
-        moved = {name: one if one is None else one.to(parameter.device) for name, one in given.items()}
-        found = model(**moved)
-        losses = found[0] if isinstance(found, tuple) else found
-        loss = (losses * moved["attention_mask"]).sum() / mask.sum()
-        loss.backward()
-        return loss.detach()
+        return torch.stack(losses).mean()
 
     return step

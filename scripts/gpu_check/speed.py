@@ -8,10 +8,12 @@ A step here is forward and backward; `training.py` has whole steps with the opti
 
 from __future__ import annotations
 
+import gc
 import math
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import qwen3vl_bridge  # noqa: F401  before Megatron
@@ -28,6 +30,9 @@ from .results import Finding, Place, at_least
 
 _FASTER, _MFU = 1.2, 0.45  # goals of the 2B
 _WARM, _ROUNDS = 2, 7
+_UPSTREAM = "Megatron-Bridge's own model"
+
+Way = Callable[[list[list[Sample]]], models.Step]  # from the samples of each batch to a step
 
 
 def compare(place: Place) -> list[Finding]:
@@ -35,31 +40,52 @@ def compare(place: Place) -> list[Finding]:
     config = model_config(place)
     samples = make_row(place, config)
     tokens = sum(len(one.ids) for one in samples)
+    found = [Finding("samples, tokens", f"{len(samples)}, {tokens}")]
     mine = models.ours(place, config, tokens)
-    steps = {
-        "ours, packed": models.our_step(mine, samples, config, packed=True),
-        "ours, padded": models.our_step(mine, samples, config, packed=False),
+    ways: dict[str, Way] = {
+        "ours, packed": lambda parts: models.our_step(mine, parts, config, packed=True),
+        "ours, padded": lambda parts: models.our_step(mine, parts, config, packed=False),
     }
     for attention in models.attentions():
-        steps[f"transformers, {attention}"] = models.their_step(
-            models.theirs(place, config, attention), samples, config
-        )
-    found = [Finding("samples, tokens", f"{len(samples)}, {tokens}")]
-    try:
-        own = models.upstream(place, config, tokens)
-        models.upstream_step(own, samples, config)()
-        steps["Megatron-Bridge's own"] = models.upstream_step(own, samples, config)
-    except Exception as error:
-        found.append(Finding("Megatron-Bridge's own model", f"did not run: {type(error).__name__}: {error}"))
-    memory = {name: _memory(place, step) for name, step in steps.items()}
-    seconds = _measure(place, steps, 1 if place.size == "tiny" else _ROUNDS)
-    for name, took in seconds.items():
-        found.append(Finding(f"{name}: tokens a second", f"{tokens / took:.0f}"))
+        model = models.theirs(place, config, attention)
+        ways[f"transformers, {attention}"] = partial(models.their_step, model, config=config)
+    ways[_UPSTREAM] = lambda parts: models.upstream_step(models.upstream(place, config, tokens), parts, config)
+    steps = {}
+    for name, way in ways.items():
+        try:
+            step, held, batches = _fitting(place, way, samples)
+        except Exception as error:
+            if name != _UPSTREAM:
+                raise
+            found.append(Finding(name, f"did not run: {type(error).__name__}: {error}"))
+            continue
+        if step is None:
+            found.append(Finding(name, "runs out of memory, sample by sample too"))
+            continue
+        steps[name] = step
         if place.device == "cuda":
-            found.append(Finding(f"{name}: GiB that a step adds", f"{memory[name] / 2**30:.1f}"))
+            found.append(Finding(f"{name}: GiB that a step adds", f"{held / 2**30:.1f}, {batches} batches"))
+    seconds = _measure(place, steps, 1 if place.size == "tiny" else _ROUNDS)
+    found += [Finding(f"{name}: tokens a second", f"{tokens / took:.0f}") for name, took in seconds.items()]
     best = min(took for name, took in seconds.items() if name.startswith("transformers"))
     found.append(_goal(place, "ours packed beside the faster of transformers", best / seconds["ours, packed"], _FASTER))
     return found + _utilisation(place, config, samples, seconds["ours, packed"])
+
+
+def _fitting(place: Place, way: Way, samples: list[Sample]) -> tuple[models.Step | None, int, int]:
+    """A step in as few batches of samples of like length as fit in memory; bytes that it adds, and how many batches."""
+    ordered = sorted(samples, key=lambda one: len(one.ids))
+    for batches in (1, 2, 3, len(samples)):
+        size = -(-len(ordered) // batches)
+        parts = [ordered[start : start + size] for start in range(0, len(ordered), size)]
+        step = way(parts)
+        try:
+            return step, _memory(place, step), len(parts)
+        except torch.OutOfMemoryError:
+            pass  # what it holds is free when this block is left
+        gc.collect()
+        torch.cuda.empty_cache()
+    return None, 0, 0
 
 
 def _goal(place: Place, subject: str, value: float, goal: float) -> Finding:
@@ -85,19 +111,17 @@ def _utilisation(place: Place, config: Any, samples: list[Sample], seconds: floa
     return found
 
 
-def _memory(place: Place, step: Callable[[], torch.Tensor]) -> int:
-    """Bytes that a step has at most beside what was there before; its gradients are counted, and are gone after it."""
-    if place.device == "cpu":
-        return 0
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+def _memory(place: Place, step: models.Step) -> int:
+    """Bytes that a step has at most beside what is there after it; its gradients are counted, and are gone then."""
+    if place.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     loss = step().item()
     if not math.isfinite(loss):
         raise ValueError(f"the loss is {loss}, expected a number")
-    return torch.cuda.max_memory_allocated() - before
+    return torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated() if place.device == "cuda" else 0
 
 
-def _measure(place: Place, steps: dict[str, Callable[[], torch.Tensor]], rounds: int) -> dict[str, float]:
+def _measure(place: Place, steps: dict[str, models.Step], rounds: int) -> dict[str, float]:
     """Median seconds of each, in rounds that take every one in turn, after some that do not count."""
     warm, taken = 1 if place.size == "tiny" else _WARM, {name: [] for name in steps}
     for number in range(warm + rounds):

@@ -48,7 +48,7 @@ def _waits(place: Place, config: object) -> Counter[str]:
     places: Counter[str] = Counter()
 
     def note(message: Warning | str, category: type, filename: str, line: int, *_: object) -> None:
-        if "synchroniz" in str(message):
+        if "called a synchronizing CUDA operation" in str(message):
             frames = [one for one in traceback.extract_stack() if "warnings" not in one.filename][:-1]
             named = [one for one in frames if "/torch/" not in one.filename][-1:]
             places.update(f"{one.filename.rpartition('site/')[2]}:{one.lineno}" for one in named)
