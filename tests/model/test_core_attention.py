@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 HEADS, DIM = 4, 16
 CAUSAL, FULL = AttnMaskType.causal, AttnMaskType.no_mask
 LENGTHS = [[24], [8, 40, 16, 16, 8, 72], [16] * 5]  # multiples of 8: for four context-parallel ranks
-ERROR = 3e-6  # of values and gradients up to 10, measured 9.6e-7
+ERROR = 5e-6  # of values and gradients up to 10, measured 2.1e-6
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch's kernels for CUDA need a GPU")
 
 
