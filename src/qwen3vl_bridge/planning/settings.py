@@ -143,7 +143,7 @@ class Training:
         transformer_engine: False for megatron-core's local layers with our attention.
         fused_activation: `bias_activation_fusion`; without it the language model's MLPs keep more.
         fused_loss: Transformer Engine's cross entropy, which puts the gradient where logits were.
-        loss_chunk_tokens: as the provider's: tokens whose logits are there at a time; 0 for those of a whole microbatch.
+        loss_chunk_tokens: as the provider's: tokens whose logits are there at a time; 0 for a whole microbatch's.
         packed: rows are packed, not padded.
         expert_load: tokens that the fullest rank's experts get, over the mean of all ranks.
         balancing_loss: whether routers have one.

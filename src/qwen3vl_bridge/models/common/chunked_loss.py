@@ -1,14 +1,14 @@
 """The loss of long rows, without all of their logits at once.
 
-What lives here: losses of a row's tokens computed a chunk of them at a time, and their backward pass, which computes each
-chunk's logits again. What may not: the loss of logits (`text_model.py`, which is megatron-core's), the number of tokens
-of a chunk (`settings/kernels.py`).
+What lives here: losses of a row's tokens computed a chunk of them at a time, and their backward pass, which computes
+each chunk's logits again. What may not: the loss of logits (`text_model.py`, which is megatron-core's), the number of
+tokens of a chunk (`settings/fields.py`).
 
-A row of s tokens has s * vocabulary logits, and megatron-core keeps their softmax in float32 until the backward pass: 75
-GiB for 131,072 tokens of Qwen3-VL. Here the forward pass keeps the hidden states alone, and the backward pass makes one
-chunk's logits after the other, for one more product of hidden states and output weights. (Computing gradients in the
-forward pass, as Liger Kernel does, would spare that, but takes the gradient of every token's loss to be known there. The
-loss scale, the number of tokens of the global batch and the callers' own weights of tokens come after it.)
+A row of s tokens has s * vocabulary logits, and megatron-core keeps their softmax in float32 until the backward pass:
+74 GiB for 131,072 tokens of Qwen3-VL. Here the forward pass keeps the hidden states alone, and the backward pass makes
+one chunk's logits after the other, for one more product of hidden states and output weights. (Computing gradients in
+the forward pass, as Liger Kernel does, would spare that, but takes the gradient of every token's loss to be known
+there. The loss scale, the number of tokens of the global batch and the callers' own weights of tokens come after it.)
 
 The output layer and the loss are the model's own, so tensor and sequence parallelism, adapters, the padding of the
 vocabulary and fused kernels are what they are for a whole row. The parameters' gradients are added up in float32 and
@@ -97,8 +97,8 @@ def token_losses(
     (length, rows, _), (of_rows, of_length) = hidden.shape, labels.shape
     if of_rows != rows or of_length % length:
         raise ValueError(
-            f"labels have shape {list(labels.shape)}, expected {[rows, length]}, or a multiple of {length} tokens where "
-            "sequence parallelism has cut them"
+            f"labels have shape {list(labels.shape)}, expected {[rows, length]}, or a multiple of {length} tokens "
+            "where sequence parallelism has cut them"
         )
     chunks = min(-(-labels.numel() // tokens), length)
     return _ChunkedLosses.apply(head, chunks, seen, beside, hidden, labels, *head.trained())

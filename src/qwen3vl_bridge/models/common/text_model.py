@@ -1,7 +1,8 @@
 """The Megatron text model that all families have: megatron-core's GPT with interleaved multimodal rotary embedding.
 
-What lives here: its rotary embedding, its layers, the loss's vocabulary, tied embeddings in checkpoints. What may not: the vision tower and what joins both (`model.py`), what one family's layers have
-beside (`models/*/model.py`), losses in chunks (`chunked_loss.py`).
+What lives here: its rotary embedding, its layers, the loss's vocabulary, tied embeddings in checkpoints. What may not:
+the vision tower and what joins both (`model.py`), what one family's layers have beside (`models/*/model.py`), losses in
+chunks (`chunked_loss.py`).
 """
 
 from __future__ import annotations

@@ -119,9 +119,9 @@ def _losses(
     weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
     head, counts = Head(model.output_layer, weight, gather, model.compute_language_model_loss), []
 
-    def seen(logits: Tensor, *of_tokens: Tensor) -> None:
+    def seen(logits: Tensor, labels: Tensor, mask: Tensor) -> None:
         logits = model.without_padding(logits)
-        counts.append(_compute_mtp_acceptance_counts(logits, *of_tokens, model.output_layer, gather, model.tp_group))
+        counts.append(_compute_mtp_acceptance_counts(logits, labels, mask, model.output_layer, gather, model.tp_group))
 
     labels, tokens = following.labels, model.config.loss_chunk_tokens
     losses = token_losses(head, hidden, labels, tokens, seen, (labels, following.loss_mask))

@@ -124,8 +124,8 @@ class VisionLanguageFields(GPTModelProvider):
     # megatron-core refuses rows of several lengths between pipeline stages with its own default, experts or not.
     moe_token_dispatcher_type: str = "alltoall"
     calculate_per_token_loss: bool | None = None
-    # With Qwen3-VL's vocabulary 8,192 tokens' logits, their softmax and its gradient take 10 GB, which any GPU here has;
-    # rows up to there pay nothing. Longer ones pay a product of the output layer more, some 3 % of an 8B's step.
+    # With Qwen3-VL's vocabulary 8,192 tokens' logits, their softmax and its gradient take 10 GB, for which GPUs have
+    # room; rows up to there pay nothing. Longer ones pay a product of the output layer more, some 3 % of an 8B's step.
     loss_chunk_tokens: int = 8192
 
     freeze_language_model: bool = False
