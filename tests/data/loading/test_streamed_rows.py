@@ -127,7 +127,8 @@ def test_each_sample_is_read_in_one_process_and_stands_in_one_row_of_an_epoch(ma
     assert len(set.union(*readers.values())) == ranks * max(1, workers)
 
 
-@pytest.mark.parametrize("done", [1, pytest.param(9, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("done", [1, 9])
 def test_a_position_goes_on_exactly_where_as_many_parts_are_read(make, divided, done):
     """Four parts: on two ranks of two workers, and on any other ranks and workers of which four is a multiple."""
     rows = StreamedRows(make(dataset=divided[0])(), 4)
@@ -152,6 +153,7 @@ def test_a_position_goes_on_exactly_where_as_many_parts_are_read(make, divided, 
         other.load_state_dict(state)
 
 
+@pytest.mark.slow
 def test_a_part_that_ends_begins_anew_whatever_others_do(make, divided, caplog):
     """Eight files in three parts; one bad sample leaves no rank behind."""
     rows = StreamedRows(make(dataset=divided[0])(), 3)
