@@ -1,6 +1,6 @@
 # Each target makes the environment (.venv) if it is not there, and reuses it if it is.
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-full matrix lint format lock
+.PHONY: help env demo test test-full matrix gpu-check-pack gpu-check lint format lock
 
 PY := .venv/bin/python
 # One process a core; torch's own threads would only fight over them.
@@ -29,6 +29,12 @@ test-full: ## lint, then all tests (forty minutes)
 
 matrix: env ## every way to split the model, with every content: errors into docs/parallelism.md (half an hour)
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(PY) -m tests.parity.matrix --write-table docs/parallelism.md
+
+gpu-check-pack: env ## what a machine with one GPU lacks, into .gpu_check (docs/gpu_check.md)
+	scripts/gpu_check.sh pack
+
+gpu-check: ## on that machine: parity, training, speed, conversion (eight minutes)
+	scripts/gpu_check.sh run
 
 lint: env ## ruff, pyright, import-linter
 	$(PY) -m ruff check .

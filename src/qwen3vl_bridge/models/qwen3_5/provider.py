@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+from qwen3vl_bridge.compat.linear_attention_kernels import are_missing
 from qwen3vl_bridge.models.common.provider import ExpertsMixin, VisionLanguageProvider
 from qwen3vl_bridge.models.common.settings.rules import Row, Rule
 from qwen3vl_bridge.models.qwen3_5.config_dimensions import (
@@ -24,6 +25,7 @@ from qwen3vl_bridge.models.qwen3_5.config_dimensions import (
 from qwen3vl_bridge.models.qwen3_5.refusals import FIXED, FIXED_WITH_EXPERTS, RULES
 from qwen3vl_bridge.weights.dimensions import Dimensions
 
+import torch
 from megatron.core.models.gpt.experimental_attention_variant_module_specs import get_linear_attention_pattern
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
 
@@ -90,6 +92,11 @@ class Qwen35VLModelProvider(VisionLanguageProvider):
         super().finalize()
         if self.mtp_num_layers and not self.trains_mtp:
             logger.info("multi-token prediction is kept as it is; mtp_loss_scaling_factor=0.1 trains it")
+        if torch.cuda.is_available() and are_missing():
+            logger.warning(
+                "flash-linear-attention is not installed: layers of linear attention take torch functions, which need "
+                "many times as long; pip install flash-linear-attention"
+            )
 
     def dimensions(self) -> Dimensions:
         """What the weight table's symbols stand for; the vocabulary without padding."""

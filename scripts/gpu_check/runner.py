@@ -1,0 +1,135 @@
+"""Runs the steps, each in a process of its own with a limit of its own; one that fails does not stop the others.
+
+What lives here: the processes, and what they leave. Standard library only. What may not: a step's work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from . import results
+from .results import Finding, Outcome, Place
+from .steps import STEPS, Step
+
+ROOT = Path(__file__).resolve().parents[2]
+_TAIL = 6  # lines of a log that the table shows of a step that broke
+
+
+def run_all(place: Place, site: Path | None, only: Sequence[str] = (), *, go_on: bool = False, slower: float = 1.0):
+    """Run steps one after the other, and write results and the table after each.
+
+    Args:
+        place: where.
+        site: folder with unpacked packages; None where all are installed.
+        only: groups of steps; none for all.
+        go_on: leave out steps that have passed.
+        slower: how much longer than on an H100 a step may take.
+
+    Returns:
+        Whether all that ran, or passed before, passed.
+    """
+    place.out.mkdir(parents=True, exist_ok=True)
+    place.work.mkdir(parents=True, exist_ok=True)
+    chosen = [step for step in STEPS if not only or step.group in only]
+    found = results.read(place.out)
+    if not go_on:
+        for step in chosen:
+            found.pop(step.name, None)
+        if not only:
+            for name in (results.RESULTS, results.SUMMARY, results.LOGS):
+                (place.out / name).unlink(missing_ok=True)
+    for step in chosen:
+        if go_on and step.name in found and found[step.name].status == "passed":
+            continue
+        print(f"== {step.name}", flush=True)
+        found[step.name] = _run(step, place, site, slower)
+        with (place.out / results.RESULTS).open("a") as file:
+            file.write(found[step.name].line)
+        results.write_summary(place.out, [found[one.name] for one in STEPS if one.name in found])
+        print(f"   {found[step.name].status}, {found[step.name].seconds:.0f} s", flush=True)
+    print((place.out / results.SUMMARY).read_text(), flush=True)
+    return all(found[step.name].status == "passed" for step in chosen)
+
+
+def _run(step: Step, place: Place, site: Path | None, slower: float) -> Outcome:
+    begun, log = time.perf_counter(), place.work / f"{step.name.replace(' ', '_').replace(',', '')}.log"
+    report = place.work / "report.json"
+    report.unlink(missing_ok=True)
+    words = [sys.executable, "-m", __package__ or "", "step", step.name, "--report", str(report)]
+    words += ["--device", place.device, "--size", place.size, "--work", str(place.work), "--out", str(place.out)]
+    limit = step.seconds * slower
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            words,
+            cwd=ROOT,
+            env=_environment(place, site),
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(limit)
+        finally:
+            _end(process)
+    seconds, text = time.perf_counter() - begun, log.read_text(errors="replace")
+    with (place.out / results.LOGS).open("a") as file:
+        file.write(f"==== {step.name}, {seconds:.0f} s, status {process.returncode}\n{text}\n")
+    if report.exists():
+        findings = tuple(Finding(**one) for one in json.loads(report.read_text()))
+        failed = any(one.passed is False for one in findings)
+        return Outcome(step.name, "failed" if failed else "passed", seconds, findings)
+    status = "timed out" if seconds >= limit else "failed"
+    return Outcome(step.name, status, seconds, error="\n".join(text.splitlines()[-_TAIL:]))
+
+
+def _end(process: subprocess.Popen) -> None:
+    """End a step's process with all that it has started, data-loading ones among them."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _environment(place: Place, site: Path | None) -> dict[str, str]:
+    paths = [*([site] if site else []), ROOT / "src", ROOT / "recipes", ROOT]
+    own = {
+        "PYTHONPATH": os.pathsep.join([*map(str, paths), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PYTHONUNBUFFERED": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HOME": str(place.work),  # caches of kernels are made there
+    }
+    return os.environ | own | ({"CUDA_VISIBLE_DEVICES": ""} if place.device == "cpu" else {})
+
+
+def run_step(name: str, place: Place, report: Path) -> None:
+    """One step, in this process.
+
+    Args:
+        name: of the step.
+        place: where.
+        report: file for its findings, written when it is through.
+    """
+    (step,) = (one for one in STEPS if one.name == name)
+    module, _, function = step.program.partition(":")
+    program = getattr(importlib.import_module(f"{__package__}.{module}"), function)
+    try:
+        findings = program(place, **step.settings)
+    except Exception:
+        traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(1)  # threads of process groups may wait for ever
+    report.write_text(json.dumps([asdict(one) for one in findings]))
+    sys.stdout.flush()
+    os._exit(0)
