@@ -1,8 +1,8 @@
 """Counts where a training step would make the host wait for a GPU, on a machine without one.
 
-What lives here: the counter. What may not: models and batches (`steps.py`, `test_host_waits.py`).
+What lives here: the counter. What may not: models and batches (`on_ranks.py`, `upstream.py`, `test_host_waits.py`).
 
-All numbers are computed on the CPU. But while the counter is on, tensors that would be on a GPU say that their device is
+All numbers are computed on the CPU. But while the counter is on, tensors that would be on a GPU say that they are on
 "cuda:0", and whoever makes or moves a tensor there gets one of these; streams and events do nothing, and pinned memory
 is any memory that was asked for as such. A storage is on the GPU when
 - it was there in the beginning (`on_gpu`: parameters, buffers, gradients),
@@ -20,7 +20,7 @@ Each is attributed to the innermost line of a package that stands in the stack; 
 to the line whose gradient is computed.
 
 Limits. It sees no kernel of a GPU: what Transformer Engine, Triton or cuBLAS do by themselves is not counted, and what
-the local layer spec does here another may do otherwise. `non_blocking` copies to the host are no wait; that nobody reads
+the local layer spec does here others may not. `non_blocking` copies to the host are no wait: that nobody reads
 them too early is for the reader to prove. An event that is synchronised is counted unless the host has waited for
 something after it was recorded, which takes all streams for one. Collectives are taken for NCCL's,
 for which the host does not wait. `torch.cuda.set_sync_debug_mode` is the judge on a GPU.
@@ -42,8 +42,8 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
-from torch.nn.attention.bias import CausalBias
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
@@ -120,7 +120,7 @@ class HostWaits:
     def __init__(self, *on_gpu: Any) -> None:
         self.begin()
         self.waited = 0
-        self._storages: dict[int, StorageWeakRef] = {}
+        self._storages: dict[int | None, StorageWeakRef] = {}
         self._pinned: dict[int | None, StorageWeakRef] = {}
         self._paused = self._blind = self._copies = False
         for one in on_gpu:
@@ -140,6 +140,12 @@ class HostWaits:
         for tensor in tensors:
             if isinstance(tensor, Tensor):
                 self._place(tensor)
+
+    def pinned(self, values: Any) -> None:
+        """Have host tensors be in page-locked memory, as a loader that pins gives them; in lists, dicts and tuples."""
+        for tensor in tree_iter(values):
+            if isinstance(tensor, Tensor):
+                self._pinned[_storage(tensor)] = StorageWeakRef(tensor.untyped_storage())
 
     def begin(self) -> None:
         """Forget what was seen until now."""
@@ -203,7 +209,7 @@ class HostWaits:
                 return function(*args, **kwargs)
         if name == "pin_memory":
             copy = first.clone()
-            self._pinned[_storage(copy)] = StorageWeakRef(copy.untyped_storage())
+            self.pinned(copy)
             return copy
         if name == "record_stream":
             return None

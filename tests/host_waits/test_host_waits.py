@@ -5,29 +5,36 @@ Figures that a run takes every `logger.log_interval` steps are read there, and o
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
+from pathlib import Path
 
 from qwen3vl_bridge.models.common.inputs.local_ranks import sequence_ranks
 from qwen3vl_bridge.training.step import to_device
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from tests.forked import run_ranks
+from tests.frameworks.megatron_bridge.upstream_steps_on_ranks import join
+from tests.model.inputs.support import offsets, packed_params
 from tests.parity.batches import make_batch, make_samples
 from tests.parity.conftest import make_pair
 from tests.parity.one_process.test_recompute import FULL, of_vision
 from tests.parity.topologies import Topology
 from tests.qwen3_5.tiny import make_checkpoint
 
-from .counter import HostWaits, Seen
+from .counter import PACKAGES, HostWaits, Seen
 from .on_ranks import count_step
+from .upstream import count_upstream
 
 # Where figures are read, each log_interval.
 FIGURES = {
     "parallel/collectives.py:sum_amounts",
     "parallel/collectives.py:largest_of_each",
+    "training/monitoring/expert_load.py:counts",
     "training/monitoring/expert_load.py:take",
 }
 
@@ -61,8 +68,9 @@ def test_a_pass_waits_for_nothing(folders, family, content, packed, settings):
 def test_a_step_with_guard_and_meters_waits_for_nothing(folders, family):
     found = count_step(str(folders[family]), Topology(1), "packed")
     check(found)
-    # What stands between it and a step without any wait; if that is gone, so are rows of docs/speed.md.
-    assert found["step"].total("megatron-core") and found["step"].total("Megatron-Bridge")
+    assert not found["step"].mixed
+    row = f"| {family} | {numbers(found['step'])} | {numbers(found['figures'])} |"
+    assert row in Path("docs/speed.md").read_text()
 
 
 def check(found: dict[str, Seen], allowed: frozenset[str] = frozenset()) -> None:
@@ -71,7 +79,6 @@ def check(found: dict[str, Seen], allowed: frozenset[str] = frozenset()) -> None
     assert not ours["step"] - allowed, found["step"].of("ours")
     assert not ours["figures"] - allowed - FIGURES, found["figures"].of("ours")
     assert ours["figures"] - allowed  # or nothing of ours is seen at all
-    assert not found["step"].mixed
 
 
 # Without Transformer Engine megatron-core clips by a number, which both modules' norms make together.
@@ -99,6 +106,44 @@ def on_ranks(folders, tmp_path_factory):
 def test_a_step_of_a_split_model_waits_for_nothing(on_ranks, case):
     for found in on_ranks[tuple(case)]:
         check(found, JOINT_NORM if case[1] == "1 + 1" else frozenset())
+
+
+def called_with_tensors(folder, *, packed: bool) -> Seen:
+    """The model called as transformers' is, with tensors on the device."""
+    pair = make_pair(folder)
+    model, samples = pair.megatron, make_samples("image and video", pair.config, seed=5)
+    given = join(samples, 1, packed=packed)
+    arguments = {name: given[name] for name in ("input_ids", "labels", "loss_mask")}
+    arguments |= given["visual_inputs"].normalized_for_model()
+    waits = HostWaits(model, arguments)
+    if packed:
+        ends = offsets([len(sample.ids) for sample in samples])
+        arguments["packed_seq_params"] = packed_params(ends, ends)
+        waits.on_gpu(vars(arguments["packed_seq_params"]))
+    else:
+        arguments["attention_mask"] = given["attention_mask"]
+        waits.on_gpu(arguments["attention_mask"])
+    with waits:
+        model(**arguments).sum().backward()
+    return waits.seen()
+
+
+def numbers(seen: Seen) -> str:
+    return " | ".join(str(seen.total(package)) for package in PACKAGES if package != "transformers")
+
+
+def test_the_page_has_what_is_counted(folders):
+    """The tables of docs/speed.md; what a whole step counts is compared with them above."""
+    page, dense = Path("docs/speed.md").read_text(), folders["dense"]
+    config = AutoConfig.from_pretrained(dense)
+    for content, packed in itertools.product(("many images", "image and video"), (True, False)):
+        name = f"{content}, {'packed' if packed else 'padded'}"
+        ours = forward_and_backward(dense, content, packed=packed)
+        theirs = count_upstream(dense, make_samples(content, config, seed=5), packed=packed)
+        assert f"| {name} | {numbers(ours)} | {numbers(theirs)} |" in page
+    for packed in (True, False):
+        seen = called_with_tensors(dense, packed=packed)
+        assert f"| arguments on the device, {'packed' if packed else 'padded'} | {numbers(seen)} |" in page
 
 
 def test_the_counter_sees_what_waits():

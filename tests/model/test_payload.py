@@ -108,7 +108,8 @@ def test_another_payload_than_is_expected_is_refused(expected, taps, hidden, wor
 
 def test_headers_are_compared_as_they_arrive_and_all_in_the_end():
     right, wrong = (
-        unpack(pack(*encoded(2), (EncoderShard(2, 5),), 4), (EncoderShard(2, mark),), TAPS, HIDDEN)[-1] for mark in (5, 6)
+        unpack(pack(*encoded(2), (EncoderShard(2, 5),), 4), (EncoderShard(2, mark),), TAPS, HIDDEN)[-1]
+        for mark in (5, 6)
     )
     headers = Headers()
     headers.add(right)

@@ -95,9 +95,7 @@ class Headers:
             self._waiting.popleft().check()
 
 
-def unpack(
-    payload: Tensor, shards: Sequence[EncoderShard], taps: int, hidden: int
-) -> tuple[Tensor, Tensor, Header]:
+def unpack(payload: Tensor, shards: Sequence[EncoderShard], taps: int, hidden: int) -> tuple[Tensor, Tensor, Header]:
     """What was packed for this receiver.
 
     Args:

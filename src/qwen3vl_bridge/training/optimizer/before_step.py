@@ -4,10 +4,10 @@ What lives here: what happens there, once a step: losses and gradient norms of a
 step which the guard judges wrong is skipped or ends the run. What may not: the guard's rules (`step_guard.py`), norms
 (`gradient_norms.py`), frozen parts (`delayed_unfreezing.py`).
 
-The loop has no callback there. megatron-core's optimizers prepare gradients, take their norm, and then step, in a method
-that can also say that nothing was stepped; the hook wraps the first and the last method of the run's optimizer. The sums
-begin in the first and are read in the last, where megatron-core has waited for its norm (without Transformer Engine;
-with it, the guard waits once a step). Without a guard they are read when the step is over.
+The loop has no callback there. megatron-core's optimizers prepare gradients, take their norm, and then step, in a
+method that can also say that nothing was stepped; the hook wraps the first and the last of these methods. The sums
+begin in the first and are read in the last, where megatron-core has waited for its norm (with Transformer Engine it has
+not, and the guard waits once a step). Without a guard they are read when the step is over.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from qwen3vl_bridge.training.monitoring.trackers import MEASURED
 from qwen3vl_bridge.training.optimizer.delayed_unfreezing import DelayedUnfreezing
 from qwen3vl_bridge.training.optimizer.gradient_norms import PartSquares, parts_of_parameters
 from qwen3vl_bridge.training.optimizer.loss_recorder import start_recording, stop_recording
-from qwen3vl_bridge.training.optimizer.step_guard import Finding, Guard, SpoiltStepError, latest_losses
+from qwen3vl_bridge.training.optimizer.step_guard import Guard, SpoiltStepError, latest_losses
 from qwen3vl_bridge.training.optimizer.tower_settings import Qwen3VLTowers, check_towers
 from qwen3vl_bridge.weights.model_parts import Part
 
@@ -68,12 +68,9 @@ class BeforeStep(Callback):
         self._loss = (0.0, 0.0)
         self._figures: HostCopy | None = None
         self._device = next(context.model[0].parameters()).device
-        self._prepare, self._step_ready, self._step = (
-            *(optimizer.prepare_grads, optimizer.step_with_ready_grads),
-            optimizer.step,
-        )
-        optimizer.prepare_grads, optimizer.step_with_ready_grads = self._prepare_and_sum, self._step_ready_if_good
-        optimizer.step = self._step_in_parts
+        self._prepare, optimizer.prepare_grads = optimizer.prepare_grads, self._prepare_and_sum
+        self._step_ready, optimizer.step_with_ready_grads = optimizer.step_with_ready_grads, self._step_ready_if_good
+        self._step, optimizer.step = optimizer.step, self._step_in_parts
 
     def on_train_step_start(self, context: CallbackContext) -> None:
         """Forget the microbatches of the step before."""
