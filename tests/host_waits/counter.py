@@ -1,6 +1,7 @@
 """Counts where a training step would make the host wait for a GPU, on a machine without one.
 
-What lives here: the counter. What may not: models and batches (`on_ranks.py`, `upstream.py`, `test_host_waits.py`).
+What lives here: the counter. What may not: whose line a wait is (`places.py`), models and batches
+(`on_ranks.py`, `upstream.py`, `test_host_waits.py`).
 
 All numbers are computed on the CPU. But while the counter is on, tensors that would be on a GPU say that they are on
 "cuda:0", and whoever makes or moves a tensor there gets one of these; streams and events do nothing, and pinned memory
@@ -28,11 +29,10 @@ for which the host does not wait. `torch.cuda.set_sync_debug_mode` is the judge 
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 from qwen3vl_bridge.compat import cpu
@@ -48,14 +48,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
+from .places import Seen, Wait, in_a_gradient, place_in_code
+
 GPU = torch.device("cuda", 0)
-PACKAGES = {
-    "ours": "/qwen3vl_bridge/",
-    "megatron-core": "/megatron/core/",
-    "Megatron-Bridge": "/megatron/bridge/",
-    "transformers": "/transformers/",
-}
-_NO_FRAMES_OF_OURS = "/compat/cpu.py"  # which is not there on a GPU
 # Operations whose result has a size that the host learns from the GPU.
 _SIZED_BY_VALUES = {
     "nonzero",
@@ -69,42 +64,6 @@ _SIZED_BY_VALUES = {
     "is_nonzero",
 }
 _OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "barrier")
-
-
-class Wait(NamedTuple):
-    """A place where the host waits.
-
-    Attributes:
-        package: one of `PACKAGES`, or "others".
-        place: file:line in it.
-        function: file:function, which stays the same while lines move.
-        what: it waits for.
-    """
-
-    package: str
-    place: str
-    function: str
-    what: str
-
-
-class Seen(NamedTuple):
-    """What was seen in a while.
-
-    Attributes:
-        found: how often each wait.
-        mixed: operations of tensors on the GPU with tensors on the host, which a GPU would refuse.
-    """
-
-    found: dict[Wait, int]
-    mixed: dict[Wait, int]
-
-    def of(self, package: str) -> dict[str, int]:
-        """What was found in a package: "file:line what" and how often."""
-        return {f"{one.place} {one.what}": n for one, n in sorted(self.found.items()) if one.package == package}
-
-    def total(self, package: str) -> int:
-        """How many waits a package has."""
-        return sum(self.of(package).values())
 
 
 class HostWaits:
@@ -193,7 +152,7 @@ class HostWaits:
         """A wait, at the innermost line of a package."""
         if not self._paused:
             self.waited += into is None
-            (self._found if into is None else into)[Wait(*_place_in_code(), what)] += 1
+            (self._found if into is None else into)[Wait(*place_in_code(), what)] += 1
 
     # What torch is asked for.
 
@@ -283,7 +242,7 @@ class HostWaits:
         result = op(*args, **kwargs)
         if name == "copy_":
             return result
-        if any(there) or (not tensors and _in_a_gradient()):
+        if any(there) or (not tensors and in_a_gradient()):
             if space == "aten" and name not in ("index", "index_put_", "index_put", "_index_put_impl_"):
                 self._check_mixed(op, tensors, there)
             for one in tree_iter(result):
@@ -321,9 +280,9 @@ class HostWaits:
         return None
 
     def _check_mixed(self, op: Any, tensors: list[Tensor], there: list[bool]) -> None:
-        """Tensors without dimensions may be on the host."""
+        """Tensors without dimensions may be on the host; where a tensor without elements is, is not known."""
         for one, is_there in zip(tensors, there, strict=True):
-            if not is_there and one.dim():
+            if not is_there and one.dim() and one.numel():
                 self.note(f"{op} with a host tensor {list(one.shape)}", self._mixed)
                 self._place(one)
 
@@ -413,49 +372,6 @@ def _storage(tensor: Tensor) -> int | None:
         return tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):  # subclasses without one
         return None
-
-
-def _place_in_code() -> tuple[str, str, str]:
-    frame = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if found := _in_package(name, frame.f_lineno, frame.f_code.co_name):
-            return found
-        if frame.f_code.co_name == "_engine_run_backward":  # no line of a package below: C++ computes gradients
-            break
-        frame = frame.f_back
-    else:
-        return "others", "the caller", "the caller"
-    node = torch._C._current_autograd_node()
-    lines = (node.metadata.get("traceback_") or []) if node is not None else []
-    for line in reversed(lines):
-        name, _, rest = line.strip().removeprefix('File "').partition('", line ')
-        number, _, function = rest.partition("\n")[0].partition(", in ")
-        if found := _in_package(name, number, function):
-            return found[0], f"{found[1]}, its gradient", f"{found[2]}, its gradient"
-    return "others", "a gradient", "a gradient"
-
-
-def _in_a_gradient() -> bool:
-    """Whether C++ computes a gradient, and makes a tensor where the others are."""
-    if torch._C._current_autograd_node() is None:
-        return False
-    frame = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.startswith((__file__, torch.__path__[0])):
-        if frame.f_code.co_name == "_engine_run_backward":
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _in_package(name: str, line: Any, function: str) -> tuple[str, str, str] | None:
-    if name.endswith(_NO_FRAMES_OF_OURS):
-        return None
-    for package, folder in PACKAGES.items():
-        if folder in name:
-            file = name.rpartition(folder)[2]
-            return package, f"{file}:{line}", f"{file}:{function}"
-    return None
 
 
 class _Functions(TorchFunctionMode):

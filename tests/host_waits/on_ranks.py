@@ -24,7 +24,8 @@ from tests.parity.topologies import MODULES, TOPOLOGIES, Topology
 from tests.ranks import begin, leave
 from tests.steps import followed, step_with_callbacks
 
-from .counter import HostWaits, Seen
+from .counter import HostWaits
+from .places import Seen
 
 STEPS, INTERVAL = 4, 2
 CONTENT = "mixed"

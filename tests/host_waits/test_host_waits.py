@@ -26,8 +26,9 @@ from tests.parity.one_process.test_recompute import FULL, of_vision
 from tests.parity.topologies import Topology
 from tests.qwen3_5.tiny import make_checkpoint
 
-from .counter import PACKAGES, HostWaits, Seen
+from .counter import HostWaits
 from .on_ranks import count_step
+from .places import PACKAGES, Seen
 from .upstream import count_upstream
 
 # Where figures are read, each log_interval.

@@ -26,7 +26,8 @@ from tests.frameworks.megatron_bridge.upstream_steps_on_ranks import join
 from tests.model.checkpoints import stock_models
 from tests.parity.batches import Sample
 
-from .counter import HostWaits, Seen
+from .counter import HostWaits
+from .places import Seen
 
 
 def count_upstream(folder: Path, samples: list[Sample], *, packed: bool) -> Seen:
