@@ -56,6 +56,17 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     return values
 
 
+def sum_numbers(value: Tensor | float) -> Tensor:
+    """[] float64, a number of each rank, of a tensor or the host's, added up; on the device of the collectives."""
+    device = _device_of_collectives()
+    own = isinstance(value, Tensor)
+    total = (
+        value.to(device, torch.float64, copy=True) if own else torch.full((), value, dtype=torch.float64, device=device)
+    )
+    _all_reduce(total)
+    return total
+
+
 def _all_reduce(
     values: Tensor,
     group: torch.distributed.ProcessGroup | None = None,
@@ -80,11 +91,11 @@ def _device_of_collectives() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
-def broadcast_number(value: Tensor, rank: int) -> float:
-    """A number that one rank has in a tensor, broadcast to all."""
+def broadcast_number(value: Tensor, rank: int) -> Tensor:
+    """A number that one rank has in a tensor, broadcast to all, on the device of the collectives."""
     value = value.to(_device_of_collectives(), copy=True)
     _broadcast(value, rank)
-    return value.item()
+    return value
 
 
 def tell_group(values: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
