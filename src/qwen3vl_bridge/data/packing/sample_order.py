@@ -118,7 +118,7 @@ class MixedOrder(Order):
         return [floor(epoch * number) for number in self._taken]
 
     def _merged_of(self, epoch: int, before: Sequence[int]) -> torch.Tensor:
-        """[samples] int32, or int64 of 2**31 and more: the epoch's samples, numbered one set's after the other's, by their times."""
+        """[samples] int32, or int64 of 2**31 and more: the epoch's samples by their times, numbered set after set."""
         if epoch not in self._merged:
             counts = [end - begin for begin, end in pairwise(before)]
             within = torch.full((before[-1],), 0.5, dtype=torch.float64)
