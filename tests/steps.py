@@ -166,8 +166,21 @@ def forward_backward(
 
 def train_step(run: Run) -> dict[str, float]:
     """One step of Megatron-Bridge's over a global batch; returns what is worth comparing, the same on every rank."""
-    run.fire("on_train_step_start")
     learning_rate = get_canonical_lr_for_logging(run.optimizer.param_groups)
+    losses, skipped, grad_norm = step_with_callbacks(run)
+    entry = {
+        "step": run.progress.step,
+        # Stages before the last have none.
+        "loss": largest(float(losses["lm loss"]) if losses else float("-inf")),
+        "lr": learning_rate,
+        "grad_norm": float(grad_norm),
+    }
+    return entry | {"skipped": 1} if skipped else entry
+
+
+def step_with_callbacks(run: Run) -> tuple[dict[str, torch.Tensor], bool, float | None]:
+    """The same step and nothing besides; returns losses, whether it was skipped, and the gradients' norm."""
+    run.fire("on_train_step_start")
     losses, skipped, _, _, _, grad_norm, *_ = bridges.train_step(
         partial(run.forward_step, run.state),
         run.stream,
@@ -182,14 +195,7 @@ def train_step(run: Run) -> dict[str, float]:
     run.fire("on_train_step_end", loss_dict=losses, grad_norm=grad_norm, skipped_iter=bool(skipped))
     run.progress.step += 1
     run.progress.consumed_train_samples += run.cfg.train.global_batch_size
-    entry = {
-        "step": run.progress.step,
-        # Stages before the last have none.
-        "loss": largest(float(losses["lm loss"]) if losses else float("-inf")),
-        "lr": learning_rate,
-        "grad_norm": float(grad_norm),
-    }
-    return entry | {"skipped": 1} if skipped else entry
+    return losses, bool(skipped), grad_norm
 
 
 def save(run: Run) -> Path:

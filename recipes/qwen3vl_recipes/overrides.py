@@ -183,6 +183,12 @@ def _fits(hint: Any, value: Any) -> bool:
     return isinstance(value, kinds) and isinstance(value, bool) == (hint is bool)
 
 
+def _is_declared(hint: Any, value: Any) -> bool:
+    """Whether a field may be of several kinds, as text or a list, of which a value's is one."""
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return is_union and any((typing.get_origin(one) or one) is type(value) for one in typing.get_args(hint))
+
+
 def _check_kind(name: str, old: Any, new: Any, hint: Any) -> None:
     """Refuses text for a number and the like, which would fail much later."""
     if new is None:
@@ -193,6 +199,8 @@ def _check_kind(name: str, old: Any, new: Any, hint: Any) -> None:
         return
     kinds = next((kinds for kind, kinds in _ALIKE.items() if isinstance(old, kind)), (type(old),))
     if isinstance(new, kinds) and isinstance(old, bool) == isinstance(new, bool):
+        return
+    if _is_declared(hint, new):
         return
     raise ValueError(f"{name} is {new!r}, expected {_kind(old)} such as {old!r}")
 

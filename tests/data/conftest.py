@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -161,6 +162,15 @@ def even_file(train_file) -> Path:
 @pytest.fixture(scope="session")
 def stream(even_file) -> datasets.IterableDataset:
     return datasets.load_dataset("json", data_files=str(even_file), split="train", streaming=True)
+
+
+@pytest.fixture(scope="module")
+def streams_end_at_once():
+    """The library waits five seconds for Arrow's threads at the end of each epoch of a stream."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0)
+        yield
+        gc.collect()  # of what was not read to its end, while nothing waits for it
 
 
 @pytest.fixture

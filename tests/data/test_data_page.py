@@ -82,10 +82,13 @@ def test_formats_with_a_name_are_all_there():
 
 
 def test_sets_of_a_mixture_are_ones(tmp_path):
-    (text,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
-    (tmp_path / "mixture.yaml").write_text(text)
-    first, second = mixed_sets(str(tmp_path / "mixture.yaml"))
+    found = []
+    for text in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL):
+        (tmp_path / "mixture.yaml").write_text(text)
+        found.append(mixed_sets(str(tmp_path / "mixture.yaml")))
+    (first, second), shares = found
     assert first.schema_adapter == "cord_v2" and second.columns.answer == "{label[0]}"
+    assert [(one.name, one.weight) for one in shares] == [("llava", 3), ("docs", 1), ("receipts", 0.5)]
 
 
 def test_options_of_commands_exist():

@@ -173,3 +173,14 @@ def test_the_folder_is_the_users_unless_told_otherwise(monkeypatch, tmp_path):
         MediaAccess().downloaded("http://a/1.png", "here")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert default_cache() == Path.home() / ".cache/qwen3vl_bridge/media"
+
+
+def test_a_damaged_word_of_a_failure_is_tried_again(server, run, tmp_path):
+    server.answers["/a.png"] = 404
+    run([asking(f"{server.url}/a.png")])
+    (problem,) = (tmp_path / "cache").rglob("*.problem")
+    problem.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(Unreachable, match="qwen3vl data download fetches them"):
+        UrlCache(tmp_path / "cache")(f"{server.url}/a.png", "here")
+    server.answers["/a.png"] = png()
+    assert run([asking(f"{server.url}/a.png")])[1]["downloaded"] == 1

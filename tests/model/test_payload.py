@@ -12,7 +12,7 @@ from qwen3vl_bridge.batch import (
 )
 from qwen3vl_bridge.batch.encoder_shards import encoder_shards_of
 from qwen3vl_bridge.batch.vision_sharding import deal_vision
-from qwen3vl_bridge.encoder_parallel.payload import pack, unpack
+from qwen3vl_bridge.encoder_parallel.payload import Headers, pack, unpack
 
 import pytest
 import torch
@@ -29,6 +29,13 @@ def encoded(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Vision tokens and features, no two numbers alike."""
     numbers = torch.arange((TAPS + 1) * tokens * HIDDEN, dtype=torch.float32).view(TAPS + 1, tokens, HIDDEN) + 1
     return numbers[0].requires_grad_(), numbers[1:].requires_grad_()
+
+
+def read(*arguments) -> list[torch.Tensor]:
+    """Tokens and features that are the expected ones."""
+    *found, header = unpack(*arguments)
+    header.check()
+    return found
 
 
 def shards(counts: list[int]) -> tuple[EncoderShard, ...]:
@@ -59,9 +66,9 @@ def test_one_side_packs_and_the_other_unpacks_the_same(counts, more, dtype):
     starts = [sum(counts[:i]) for i in range(len(counts))]
     for shard, part, start in zip(shards(counts), payload.split(1), starts, strict=True):
         own = slice(start, start + shard.tokens)
-        for found, expected in zip(unpack(part, (shard,), TAPS, HIDDEN), (tokens[own], features[:, own]), strict=True):
+        for found, expected in zip(read(part, (shard,), TAPS, HIDDEN), (tokens[own], features[:, own]), strict=True):
             assert torch.equal(found, expected)
-    found = unpack(payload, shards(counts), TAPS, HIDDEN)
+    found = read(payload, shards(counts), TAPS, HIDDEN)
     for one, expected in zip(found, (tokens, features), strict=True):
         assert torch.equal(one, expected.narrow(-2, 0, sum(counts)))
 
@@ -71,7 +78,7 @@ def test_gradients_come_back_to_where_they_belong(counts):
     tokens, features = encoded(sum(counts))
     payload = pack(tokens, features, shards(counts), max(counts) + 1)
     weights = [torch.randn_like(one) for one in (tokens, features)]
-    back = unpack(payload, shards(counts), TAPS, HIDDEN)
+    back = read(payload, shards(counts), TAPS, HIDDEN)
     sum((one * weight).sum() for one, weight in zip(back, weights, strict=True)).backward()
     for one, weight in zip((tokens, features), weights, strict=True):
         assert torch.equal(one.grad, weight)
@@ -96,7 +103,23 @@ def test_the_order_is_features_first_and_the_embedding_last():
 def test_another_payload_than_is_expected_is_refused(expected, taps, hidden, words):
     payload = pack(*encoded(2), (EncoderShard(2, 5),), 4)
     with pytest.raises(ValueError, match=words):
-        unpack(payload, (expected,), taps, hidden)
+        read(payload, (expected,), taps, hidden)
+
+
+def test_headers_are_compared_as_they_arrive_and_all_in_the_end():
+    right, wrong = (
+        unpack(pack(*encoded(2), (EncoderShard(2, 5),), 4), (EncoderShard(2, mark),), TAPS, HIDDEN)[-1]
+        for mark in (5, 6)
+    )
+    headers = Headers()
+    headers.add(right)
+    headers.add(wrong)  # nobody has looked at it yet
+    with pytest.raises(ValueError, match="read the same batches in the same order"):
+        headers.add(right)
+    headers.add(wrong)
+    with pytest.raises(ValueError, match="read the same batches in the same order"):
+        headers.check_all()
+    headers.check_all()
 
 
 @given(grids=GRIDS, encoders=st.integers(1, 4))

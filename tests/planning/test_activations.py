@@ -44,6 +44,7 @@ CASES = {
     "moe": (FP32, SELECTIVE["moe"], Recompute()),
     "full, two layers": (FP32, replace(FULL, num_layers=2), FULL),
     "fused activation": (FP32, Recompute(), Recompute()),
+    "loss in chunks": (BF16, Recompute(), Recompute()),
     "full, block": (BF16, Recompute("full", method="block", num_layers=2), Recompute()),
 }
 
@@ -113,6 +114,7 @@ def build(config, training: Training):
         setattr(provider, f"{prefix}recompute_method", recompute.method)
         setattr(provider, f"{prefix}recompute_num_layers", recompute.num_layers)
     provider.bias_activation_fusion = training.fused_activation
+    provider.loss_chunk_tokens = training.loss_chunk_tokens
     provider.finalize()
     initialize(provider, seed=0)
     (model,) = provider.provide_distributed_model(
@@ -136,6 +138,7 @@ def test_what_autograd_keeps(case, family):
         recompute=recompute,
         vision_recompute=vision,
         fused_activation=case == "fused activation",
+        loss_chunk_tokens=50 if case == "loss in chunks" else 0,
     )
     model = build(config, training)
     for content, packed in itertools.product(("many images", "video", "text only"), (True, False)):
@@ -169,6 +172,7 @@ RUNS = st.builds(
     max_patches=st.sampled_from([None, 0, 4096]),
     precision=st.sampled_from([BF16, FP32]),
     fused_activation=st.booleans(),
+    loss_chunk_tokens=st.just(0),
     transformer_engine=st.booleans(),
 )
 SIZES = st.sampled_from(list(presets.PRESETS))

@@ -120,6 +120,7 @@ CHANGES = {
         dict(ddp__overlap_grad_reduce=True, ddp__overlap_param_gather=True), Split(4),
         dict(overlap_grad_reduce=True, overlap_param_gather=True),
     ),
+    "loss of a whole row": (dict(model__loss_chunk_tokens=0), Split(4), dict(loss_chunk_tokens=0)),
     "rows": (
         dict(dataset__max_patches=64, train__micro_batch_size=2, train__global_batch_size=8, dataset__seq_length=256),
         Split(4), dict(max_patches=64, micro_batch_size=2, global_batch_size=8, seq_length=256),

@@ -46,6 +46,10 @@ def test_settings_inside_settings(cfg):
 def test_folders_of_pictures(cfg):
     """One, or several."""
     assert overrides.apply(cfg, ["dataset.media_root=/mnt/coco"]).dataset.media_root == "/mnt/coco"
+    assert overrides.apply(cfg, ["dataset.media_root=[/a,/b]"]).dataset.media_root == ["/a", "/b"]
+    assert overrides.apply(cfg, ["dataset.media_root=/c"]).dataset.media_root == "/c"
+    with pytest.raises(ValueError, match=r"dataset.media_root is 3, expected text such as '/c'"):
+        overrides.apply(cfg, ["dataset.media_root=3"])
     cfg = overrides.apply(qwen3_vl_8b_sft_config(), ["dataset.media_root=[/data,/mnt/coco]", "dataset.path=/data"])
     assert type(cfg.dataset.media_root) is list and cfg.dataset.media_root == ["/data", "/mnt/coco"]
     cfg.dataset.finalize()

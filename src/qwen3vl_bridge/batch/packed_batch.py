@@ -125,6 +125,7 @@ class PackedBatch(Movable):
         vision: pictures, or None where there are none, or for a pipeline stage that encodes none.
         sample_ids: which samples of the data set the segments are, in order, for messages to people.
         dropped: of each set of the data, how many samples were left out of rows by the time of these, in all epochs.
+        newly_dropped: likewise, but since the rows before, where each process knows of its own rows alone.
         unreadable: of each set, how many samples of these rows could not be read, and are a blank token each.
     """
 
@@ -137,6 +138,7 @@ class PackedBatch(Movable):
     vision: VisionInputs | None = None
     sample_ids: tuple[str, ...] = ()
     dropped: tuple[int, ...] = ()
+    newly_dropped: tuple[int, ...] = ()
     unreadable: tuple[int, ...] = ()
 
     def local(

@@ -1,7 +1,7 @@
 """Where the segments of a batch lie, and which of its tokens one rank holds.
 
-What lives here: `SequenceLayout` and `token_index`, the only answer to layout questions, with its inverse. Ranks are
-plain integers.
+What lives here: `SequenceLayout` and `token_index`, the only answer to layout questions, with its inverse, and what a
+rank's tokens attend to. Ranks are plain integers.
 What may not: token ids, pictures, process groups, Megatron.
 
 A padded row is a segment, and so is a packed document. A segment's real tokens come first, its padding after them.
@@ -216,6 +216,54 @@ def gathered_index(layout: SequenceLayout, cp_size: int) -> Tensor:
     """
     held = torch.cat([token_index(layout, cp_size, rank).T.flatten() for rank in range(cp_size)])
     return torch.empty_like(held).scatter_(0, held, torch.arange(len(held), device=held.device))
+
+
+@dataclass(frozen=True)
+class CausalChunks:
+    """The chunks of a packed row that a context-parallel rank holds, as queries with the keys that they see.
+
+    Each segment has two, one after the other in the rank's slots. The keys of one are all tokens of its segment up to
+    the chunk's end, so queries are the last tokens of their keys.
+
+    Attributes:
+        keys: [T (2 cp + 1) / (2 cp)] int64, where the keys lie among the shares of all ranks, see `gathered_index`.
+        offsets: [2 n + 1] int32 each, where chunks begin and the last one ends, among the rank's slots and among keys.
+        longest: the longest chunk, and the most keys of one.
+    """
+
+    keys: Tensor
+    offsets: tuple[Tensor, Tensor]
+    longest: tuple[int, int]
+
+
+def causal_chunks(layout: SequenceLayout, cp_size: int, cp_rank: int) -> CausalChunks:
+    """What a rank's tokens of a packed row attend to; on the layout's device, without waiting for it.
+
+    Args:
+        layout: a packed row.
+        cp_size: context-parallel ranks that share it.
+        cp_rank: this one's number.
+
+    Raises:
+        ValueError: on a rank outside its group, or a segment that does not divide into 2 * cp_size chunks.
+    """
+    _check_rank("context", cp_size, cp_rank)
+    places = gathered_index(layout, cp_size)
+    seen = cp_rank + 1, 2 * cp_size - cp_rank  # chunks of a segment up to the end of the rank's first, of its second
+    chunk = layout.cu_seqlens_padded.diff() // (2 * cp_size)
+    lengths = torch.stack([chunk * chunks for chunks in seen], 1).flatten()
+    queries, keys = (_from_zero(each) for each in (chunk.repeat_interleave(2), lengths))
+    # In the segments' own order a chunk's keys begin where its segment does.
+    shift = layout.cu_seqlens_padded[:-1].repeat_interleave(2) - keys[:-1]
+    total = layout.total // (2 * cp_size) * sum(seen)
+    tokens = torch.arange(total, device=places.device) + shift.repeat_interleave(lengths, output_size=total)
+    longest = max(layout.padded_lengths) // (2 * cp_size)
+    return CausalChunks(keys=places[tokens], offsets=(queries, keys), longest=(longest, longest * max(seen)))
+
+
+def _from_zero(lengths: Tensor) -> Tensor:
+    """[n + 1] int32 offsets of [n] lengths."""
+    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 def _zigzag(layout: SequenceLayout, cp_size: int, cp_rank: int) -> Tensor:

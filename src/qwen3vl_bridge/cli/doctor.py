@@ -211,7 +211,7 @@ def _used(found: Machine) -> dict[str, str]:
     return {
         "device": f"{len(found.gpus)} x {found.gpus[0].name}" if cuda else f"CPU, {found.cores} cores",
         "layer spec": f"transformer_engine: {engine}" if whole else "local: modules of torch and megatron-core",
-        "attention": f"{engine}, which chooses {kernels}" if whole else "torch's scaled_dot_product_attention",
+        "attention": f"{engine}, which chooses {kernels}" if whole else "torch's own kernels",
         "collectives": f"NCCL {found.nccl}" if cuda else "gloo",
         "loop": "Megatron-Bridge's",
         "conversion": "the CPU; processes of torchrun share the work",

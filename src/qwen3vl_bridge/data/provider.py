@@ -15,6 +15,7 @@ from typing import Any
 from qwen3vl_bridge.batch import PackedBatch
 from qwen3vl_bridge.data.loading.batch_stream import BatchStream, one_pass
 from qwen3vl_bridge.data.loading.row_dataset import Balance, RowDataset, RowSettings
+from qwen3vl_bridge.data.loading.streamed_rows import StreamedRows
 from qwen3vl_bridge.data.media.images import MediaAccess
 from qwen3vl_bridge.data.media.url_cache import UrlCache
 from qwen3vl_bridge.data.packing.packed_rows import PackedRows
@@ -58,8 +59,12 @@ class Qwen3VLConversationProvider(ConversationRows):
             conversations (see `data/schemas/named_schemas.py`).
         columns: the records' own names for what is read, such as `columns.image=img`, and questions and answers made
             of several columns (see `data/schemas/columns.py`).
-        streaming: read data sets of the hub as they are downloaded, instead of all of them first. Every data-loading
-            process of every rank reads the whole stream, and a resumed run reads what it had read once more.
+        streaming: read data sets of the hub as they are downloaded, instead of all of them first. Each data-loading
+            process of each data-parallel rank reads a part of its own, some of the files, and packs its own rows; a
+            resumed run reads once more what it had read of them.
+        stream_parts: into how many parts a stream is divided, a multiple of the data-parallel ranks x data-loading
+            processes (at least 1) x rows of a microbatch; their product if None. Rows are the same at all numbers of
+            which it is a multiple.
         train_packing: folder with rows of the training split that `qwen3vl data pack` made, by these settings. Without
             it every machine measures every conversation while training begins and goes on, which is too much for
             millions of them.
@@ -68,6 +73,7 @@ class Qwen3VLConversationProvider(ConversationRows):
         seed: of the order of the training split.
         window_size: conversations that are packed together, where they are packed as they are read.
         dataloader_type: rows are numbered without end, in order, so "single" resumes exactly.
+        rows_of_microbatch: no setting of people's; a `Qwen3VLConfigContainer` sets it from `train`.
     """
 
     path: str | None = None
@@ -81,11 +87,13 @@ class Qwen3VLConversationProvider(ConversationRows):
     schema_adapter: str | None = None
     columns: Columns = field(default_factory=Columns)
     streaming: bool = False
+    stream_parts: int | None = None
     train_packing: str | None = None
     balance_over: int | None = None
     seed: int = 1234
     window_size: int = 512
     dataloader_type: Any = "single"
+    rows_of_microbatch: int | None = None
 
     def finalize(self) -> None:
         """Check what can be checked without reading data.
@@ -99,7 +107,7 @@ class Qwen3VLConversationProvider(ConversationRows):
             raise ValueError(
                 f"dataloader_type is {self.dataloader_type!r}, expected 'single': rows are in order already"
             )
-        self.check_least(balance_over=1, window_size=1)
+        self.check_least(balance_over=1, window_size=1, stream_parts=1)
         for name in ("train_packing", "balance_over"):
             if getattr(self, name) is not None and (not self.pack or self.streaming):
                 refused = "streaming is on; it needs samples by number" if self.pack else "pack is off"
@@ -107,6 +115,8 @@ class Qwen3VLConversationProvider(ConversationRows):
         paths = [path for split in SPLITS if (path := self.path_of(split))]
         if self.streaming:
             self.check_least(seed=0)
+        elif self.stream_parts is not None:
+            raise ValueError(f"stream_parts is {self.stream_parts}, but streaming is off; expected None")
         if self.streaming and self.mixture is not None:
             raise ValueError("streaming is on, but there is a dataset.mixture; it needs samples by number")
         if self.streaming and (wrong := [path for path in paths if not path.startswith(HUB)]):
@@ -174,19 +184,19 @@ class Qwen3VLConversationProvider(ConversationRows):
 
     def build_datasets(
         self, context: DatasetBuildContext
-    ) -> tuple[RowDataset | None, RowDataset | None, RowDataset | None]:
+    ) -> tuple[RowDataset | StreamedRows | None, RowDataset | StreamedRows | None, RowDataset | StreamedRows | None]:
         """Rows of each split for Megatron-Bridge's loop, with as many as it asks for.
 
         Raises:
-            DataError: files that are not there or cannot be read.
+            DataError: files that are not there or cannot be read, or a stream of fewer files than parts.
             ValueError: rows that the context-parallel ranks could not share, that were packed by other settings, or
-                that are others than the run has trained on.
+                that are others than the run has trained on; parts of a stream that the processes could not share.
         """
         groups = context.pg_collection
         rows, ranks = (self, 1) if groups is None else (self.shared_by(groups.cp.size()), groups.dp.size())
         wanted = (context.train_samples, context.valid_samples, context.test_samples)
         train, valid, test = (
-            rows.rows(split, length=length, ranks=ranks)
+            rows._in_parts(rows.rows(split, length=length, ranks=ranks), ranks)
             if length and (self.path_of(split) or self.mixed(split))
             else None
             for split, length in zip(SPLITS, wanted, strict=True)
@@ -205,7 +215,7 @@ class Qwen3VLConversationProvider(ConversationRows):
             micro_batch_size: rows of a microbatch.
         """
         return BatchStream(
-            self.rows(split, ranks=dp_size),
+            self._in_parts(self.rows(split, ranks=dp_size), dp_size, micro_batch_size),
             dp_rank=dp_rank,
             dp_size=dp_size,
             micro_batch_size=micro_batch_size,
@@ -216,7 +226,10 @@ class Qwen3VLConversationProvider(ConversationRows):
     def evaluation(
         self, split: str, *, dp_rank: int = 0, dp_size: int = 1, micro_batch_size: int = 1
     ) -> Iterator[PackedBatch]:
-        """Every row of a split once, in the file's order; arguments as for `stream`."""
+        """Every row of a split once, in the file's order; arguments as for `stream`.
+
+        Of a stream every rank reads all: they take equally many microbatches, and how many is known at its end.
+        """
         rows = self.rows(split, shuffle=False)
         return one_pass(rows, dp_rank=dp_rank, dp_size=dp_size, micro_batch_size=micro_batch_size)
 
@@ -265,6 +278,20 @@ class Qwen3VLConversationProvider(ConversationRows):
             sizes = sizes_of_job(len(source), {**place, "data": source.fingerprint(), **admission.fingerprint()})
         repeat = None if split == "train" else self.rows_of_evaluation
         return RowDataset(Samples(source, admission, sizes), settings, length=length, ranks=ranks, repeat=repeat)
+
+    def _in_parts(self, rows: RowDataset, ranks: int, micro_batch_size: int = 1) -> RowDataset | StreamedRows:
+        """Of a stream, those of its parts."""
+        if not self.streaming:
+            return rows
+        workers, micro = max(1, self.num_workers), self.rows_of_microbatch or micro_batch_size
+        readers = ranks * workers * micro
+        parts = self.stream_parts or readers
+        if parts % readers:
+            raise ValueError(
+                f"dataset.stream_parts is {parts}, expected a multiple of {readers}: {ranks} data-parallel ranks x "
+                f"{workers} data-loading processes x {micro} rows of a microbatch"
+            )
+        return StreamedRows(rows, parts)
 
     def _source(self, path: str, seed: int | None) -> ConversationSource | StreamedDataset:
         if not self.streaming:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from qwen3vl_bridge.batch import EncoderInputs, ModelInputs
-from qwen3vl_bridge.encoder_parallel.payload import pack, unpack
+from qwen3vl_bridge.encoder_parallel.payload import Headers, pack, unpack
 from qwen3vl_bridge.models.common.model import VisionLanguageModel
 from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
 from qwen3vl_bridge.models.common.settings.encoder_parallel import LANGUAGE, VISION, trains_vision
@@ -65,6 +65,7 @@ class Qwen3VLDecoder(Qwen3VLModel):
     def __init__(self, config: VisionLanguageProvider, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         self.payload: Tensor | None = None
+        self.headers = Headers()
 
     def add_tower(self) -> None:
         """It has ranks of its own."""
@@ -73,7 +74,7 @@ class Qwen3VLDecoder(Qwen3VLModel):
         """Vision tokens [M, h] and DeepStack features [t, M, h], as the tower's ranks have sent them.
 
         Raises:
-            ValueError: nothing has arrived, or what has is not what this microbatch needs.
+            ValueError: nothing has arrived, or what has is not what this microbatch needs, or an earlier one needed.
         """
         if self.payload is None or inputs.encoder_shards is None:
             raise ValueError(
@@ -83,7 +84,12 @@ class Qwen3VLDecoder(Qwen3VLModel):
         payload, self.payload = self.payload, None
         if not trains_vision(self.config):
             payload = payload.detach()  # its gradient is not sent
-        return unpack(payload, inputs.encoder_shards, self.stage.received, self.config.hidden_size)
+        tokens, features, header = unpack(payload, inputs.encoder_shards, self.stage.received, self.config.hidden_size)
+        if self.training:
+            self.headers.add(header)
+        else:
+            header.check()
+        return tokens, features
 
     def set_input_tensor(self, input_tensor: list[dict[str, Any]]) -> None:
         """Take what vision ranks or the previous pipeline stage sent, for the next `forward`."""

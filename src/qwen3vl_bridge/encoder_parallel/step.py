@@ -11,7 +11,6 @@ by the tokens of the batch, which language ranks count, and each module would be
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from qwen3vl_bridge.encoder_parallel.encoder_batches import read_split
 from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
 from qwen3vl_bridge.models.common.settings.encoder_parallel import replicas_of, trains_vision
 from qwen3vl_bridge.models.common.settings.rules import Row, Rule, When, check, under
-from qwen3vl_bridge.parallel.collectives import broadcast_number, sum_over_ranks
+from qwen3vl_bridge.parallel.collectives import broadcast_number, sum_numbers
 
 import torch
 from megatron.bridge.training.callbacks import Callback, CallbackContext
@@ -50,7 +49,15 @@ class Modules(Callback):
         join_modules(get_model_config(context.model[0]), context.optimizer, sharded=sharded)
 
     def on_train_step_end(self, context: CallbackContext) -> None:
-        """Count the batch's samples; right after this Megatron-Bridge adds those of its module's replicas."""
+        """Count the batch's samples; right after this Megatron-Bridge adds those of its module's replicas.
+
+        Raises:
+            ValueError: in this step the tower's ranks sent other pictures than were expected.
+        """
+        for chunk in context.model:
+            module = get_attr_wrapped_model(chunk, "pg_collection", return_model_obj=True)
+            if hasattr(module, "headers"):  # of a language rank
+                module.headers.check_all()
         groups, train = get_attr_wrapped_model(context.model[0], "pg_collection"), context.state.cfg.train
         added = groups.dp.size() * train.micro_batch_size * get_num_microbatches()
         context.state.train_state.consumed_train_samples += get_current_running_global_batch_size() - added
@@ -140,15 +147,20 @@ def finalize_gradients(
     if num_tokens is None:
         return
     tokens = broadcast_number(num_tokens, provider.dist_train.vision_world_size)
-    if not provider.add_decoder and tokens > 0:
+    if not provider.add_decoder:
         for chunk in model:
-            chunk.scale_gradients(1.0 / tokens)
+            chunk.scale_gradients(1.0 / tokens.clamp(min=1))
 
 
-def _joint_norm(own: Any, *, contributes: bool) -> float:
-    """The norm of both modules' gradients; each module's ranks have its own already, and one of them contributes it."""
-    norm = own() or 0.0
-    return math.sqrt(sum_over_ranks(torch.tensor(float(norm) ** 2 if contributes else 0.0, dtype=torch.float64)).item())
+def _joint_norm(own: Any, *, contributes: bool) -> Tensor | float:
+    """The norm of both modules' gradients; each module's ranks have its own already, and one of them contributes it.
+
+    As megatron-core's, a tensor on the device where Transformer Engine clips by one, and else a number that the host
+    waits for.
+    """
+    norm = own()
+    joint = sum_numbers(0.0 if norm is None or not contributes else norm**2).sqrt()
+    return joint.to(norm) if isinstance(norm, Tensor) else joint.item()
 
 
 def _send_no_gradients(communicator: MultiModulePipelineCommunicator) -> None:

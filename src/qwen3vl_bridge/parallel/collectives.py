@@ -1,4 +1,4 @@
-"""The only module with collectives of ours.
+"""The only module with collectives of ours. A group of one rank is sent nothing: what it would give is there already.
 
 What lives here: how hidden states are scattered and gathered, how figures of all ranks are added up. What may not:
 which tokens a rank holds (`batch/token_layout.py`), modules.
@@ -26,7 +26,7 @@ def scatter_sequence(hidden: Tensor, config: TransformerConfig, groups: ProcessG
 def sum_counts(counts: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
     """`counts` of all ranks of a group added up, in a tensor of its own."""
     counts = counts.clone()
-    torch.distributed.all_reduce(counts, group=group)
+    _all_reduce(counts, group)
     return counts
 
 
@@ -45,15 +45,45 @@ def largest(value: float) -> float:
 def largest_of_each(values: Sequence[float]) -> list[float]:
     """Of each of several values the largest of all ranks."""
     together = torch.tensor(values, dtype=torch.float64, device=_device_of_collectives())
-    torch.distributed.all_reduce(together, op=torch.distributed.ReduceOp.MAX)
+    _all_reduce(together, op=torch.distributed.ReduceOp.MAX)
     return together.tolist()
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
     """`values` of all ranks added up, the same to the last bit on each, on the device of the collectives."""
     values = values.to(_device_of_collectives(), copy=True)
-    torch.distributed.all_reduce(values)
+    _all_reduce(values)
     return values
+
+
+def sum_numbers(value: Tensor | float) -> Tensor:
+    """[] float64, a number of each rank, of a tensor or the host's, added up; on the device of the collectives."""
+    device = _device_of_collectives()
+    own = isinstance(value, Tensor)
+    total = (
+        value.to(device, torch.float64, copy=True) if own else torch.full((), value, dtype=torch.float64, device=device)
+    )
+    _all_reduce(total)
+    return total
+
+
+def _all_reduce(
+    values: Tensor,
+    group: torch.distributed.ProcessGroup | None = None,
+    op: Any = torch.distributed.ReduceOp.SUM,
+) -> None:
+    if not _alone(group):
+        torch.distributed.all_reduce(values, op=op, group=group)
+
+
+def _broadcast(values: Tensor, rank: int, group: torch.distributed.ProcessGroup | None = None) -> None:
+    if not _alone(group):
+        torch.distributed.broadcast(values, src=rank, group=group)
+
+
+def _alone(group: torch.distributed.ProcessGroup | None = None) -> bool:
+    """Whether a group, by default all processes, is one rank."""
+    return torch.distributed.get_world_size(group) == 1
 
 
 def _device_of_collectives() -> torch.device:
@@ -61,27 +91,30 @@ def _device_of_collectives() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
-def broadcast_number(value: Tensor, rank: int) -> float:
-    """A number that one rank has in a tensor, broadcast to all."""
+def broadcast_number(value: Tensor, rank: int) -> Tensor:
+    """A number that one rank has in a tensor, broadcast to all, on the device of the collectives."""
     value = value.to(_device_of_collectives(), copy=True)
-    torch.distributed.broadcast(value, src=rank)
-    return value.item()
+    _broadcast(value, rank)
+    return value
 
 
 def tell_group(values: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
     """`values` of a group's first rank, broadcast to the group, in a tensor of its own."""
     values = values.clone()
-    torch.distributed.broadcast(values, src=torch.distributed.get_global_rank(group, 0), group=group)
+    _broadcast(values, torch.distributed.get_global_rank(group, 0), group)
     return values
 
 
 def wait_for_all() -> None:
     """Return when every process is here."""
-    torch.distributed.barrier()
+    if not _alone():
+        torch.distributed.barrier()
 
 
 def broadcast_object[Value](value: Value, rank: int = 0) -> Value:
     """An object of one process, by default the first, broadcast to all; it has to be picklable."""
+    if _alone():
+        return value
     told = [value]
     torch.distributed.broadcast_object_list(told, src=rank)
     return told[0]
@@ -89,6 +122,8 @@ def broadcast_object[Value](value: Value, rank: int = 0) -> Value:
 
 def gather_objects[Value](value: Value, group: torch.distributed.ProcessGroup | None = None) -> list[Value]:
     """Every process' object, of a group or of all, gathered on all, by rank; it has to be picklable."""
+    if _alone(group):
+        return [value]
     heard: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(heard, value, group=group)
     return heard
@@ -115,6 +150,8 @@ def gather_shares(local: Tensor, group: torch.distributed.ProcessGroup) -> Tenso
 
     Every rank of the group has to give a tensor of the same shape and type, on the device that the group talks over.
     """
+    if _alone(group):
+        return local[None]
     shares = local.new_empty(group.size() * len(local), *local.shape[1:])  # gloo takes no other shape
     torch.distributed.all_gather_into_tensor(shares, local.contiguous(), group=group)
     return shares.view(group.size(), *local.shape)

@@ -206,6 +206,7 @@ def training_of(cfg: Any) -> Training:
         transformer_engine=model.transformer_impl == "transformer_engine",
         fused_activation=model.bias_activation_fusion,
         fused_loss=model.cross_entropy_loss_fusion and model.cross_entropy_fusion_impl == "te",
+        loss_chunk_tokens=model.loss_chunk_tokens,
         balancing_loss=bool(getattr(model, "moe_aux_loss_coeff", 0)),
         made_on_host=model.init_model_with_meta_device,
         saved_by_parameters=cfg.checkpoint.dist_ckpt_optim_fully_reshardable,

@@ -143,6 +143,7 @@ class Training:
         transformer_engine: False for megatron-core's local layers with our attention.
         fused_activation: `bias_activation_fusion`; without it the language model's MLPs keep more.
         fused_loss: Transformer Engine's cross entropy, which puts the gradient where logits were.
+        loss_chunk_tokens: as the provider's: tokens whose logits are there at a time; 0 for a whole microbatch's.
         packed: rows are packed, not padded.
         expert_load: tokens that the fullest rank's experts get, over the mean of all ranks.
         balancing_loss: whether routers have one.
@@ -164,6 +165,7 @@ class Training:
     transformer_engine: bool = True
     fused_activation: bool = True
     fused_loss: bool = False
+    loss_chunk_tokens: int = 8192
     packed: bool = True
     expert_load: float = 1.0
     balancing_loss: bool = True
@@ -181,6 +183,8 @@ class Training:
                 raise ValueError(f"{name} is {number}, expected 1 or more")
         if self.max_patches is not None and self.max_patches < 0:
             raise ValueError(f"max_patches is {self.max_patches}, expected 0 or more")
+        if self.loss_chunk_tokens < 0:
+            raise ValueError(f"loss_chunk_tokens is {self.loss_chunk_tokens}, expected 0 or more")
         if self.expert_load < 1:
             raise ValueError(f"expert_load is {self.expert_load}, expected 1 (all ranks alike) or more")
         if self.fused_loss and not self.transformer_engine:
@@ -188,6 +192,10 @@ class Training:
         local = {"layernorm", "moe_act"} & (self.recompute.modules | self.vision_recompute.modules)
         if local and not self.transformer_engine:
             raise ValueError(f"recompute_modules has {sorted(local)}, which need Transformer Engine; leave them out")
+
+    def loss_in_chunks(self, tokens: float) -> bool:
+        """Whether a microbatch with so many tokens on a context-parallel rank has its loss computed in chunks."""
+        return 0 < self.loss_chunk_tokens < tokens
 
     @property
     def frozen_weights(self) -> frozenset[Part]:

@@ -10,6 +10,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from qwen3vl_bridge.data.provider import Qwen3VLConversationProvider
 from qwen3vl_bridge.data.row_settings import ConversationRows
 from qwen3vl_bridge.models.common.settings.encoder_parallel import check_world
 from qwen3vl_bridge.models.common.settings.parallelism import check_microbatches
@@ -200,15 +201,17 @@ class Qwen3VLConfigContainer(ConfigContainer):
         leave_exit_signal_to_run(self)
         manage_checkpoints(self)
         read_first_weights(self)
-        self._repeat_evaluations()
+        self._tell_dataset()
         self._check_checkpoints()
         self._check_meta_device()
 
-    def _repeat_evaluations(self) -> None:
-        """Each one reads the same rows."""
+    def _tell_dataset(self) -> None:
+        """Each evaluation reads the same rows; and streams are dealt out by the microbatch."""
         if isinstance(self.dataset, ConversationRows):
             settings = self.validation
             self.dataset.rows_of_evaluation = settings.eval_iters * (settings.eval_global_batch_size or 0) or None
+        if isinstance(self.dataset, Qwen3VLConversationProvider):
+            self.dataset.rows_of_microbatch = self.train.micro_batch_size
 
     def _check_checkpoints(self) -> None:
         """What Megatron-Bridge would ignore, or would leave nothing to go on from."""

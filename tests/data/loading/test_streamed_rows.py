@@ -1,29 +1,66 @@
-"""Rows of streams: packed, shared out and gone on from like those of other data."""
+"""Rows of streams: packed like those of other data; each sample read in one process, and gone on from exactly."""
+
+import json
+import multiprocessing
+import os
+from collections import Counter, defaultdict
+from itertools import count
+from pathlib import Path
 
 import qwen3vl_bridge
-from qwen3vl_bridge.data import Admission, BatchStream, JsonLines, RowDataset, RowSettings, Samples, one_pass
+from qwen3vl_bridge.data import Admission, BatchStream, DataError, JsonLines, RowDataset, RowSettings, Samples, one_pass
 from qwen3vl_bridge.data.errors import Unreachable
+from qwen3vl_bridge.data.loading.streamed_rows import StreamedRows
 from qwen3vl_bridge.data.offline_packing import pack
 from qwen3vl_bridge.data.sources import hub
 from qwen3vl_bridge.data.sources.hub_streaming import StreamedDataset
 
 import datasets
 import pytest
+from megatron.bridge.data.base import DatasetBuildContext
+
+from ..conftest import groups, same
+
+pytestmark = pytest.mark.usefixtures("streams_end_at_once")
+
+FILES = 8  # of five samples each
 
 
 @pytest.fixture
 def make(stream, even_file, encoder, collator):
     """Makes functions that make rows of a stream, as `BatchStream` takes them."""
 
-    def make(seed=0, on_bad="error", source=None):
+    def make(seed=0, on_bad="error", source=None, dataset=stream, repeat=None):
         def rows(begin=None) -> RowDataset:
-            file = source or StreamedDataset(stream, "train", even_file.parent, seed=seed, buffer_size=16, keep=32)
+            file = source or StreamedDataset(dataset, "train", even_file.parent, seed=seed, buffer_size=16, keep=32)
             samples = Samples(file, Admission(encoder, limit=256, on_bad=on_bad))
-            return RowDataset(samples, RowSettings(collator, seed=seed, window_size=8), begin=begin)
+            return RowDataset(samples, RowSettings(collator, seed=seed, window_size=8), begin=begin, repeat=repeat)
 
         return rows
 
     return make
+
+
+def numbered(files: list[str], log: str):
+    """Records of files; each that is read is noted with the process that reads it."""
+    for path in files:
+        for line in Path(path).read_text().splitlines():
+            with Path(log).open("a") as file:
+                file.write(f"{os.getpid()} {json.loads(line)['messages'][-1]['content'][0]['text'].split()[0]}\n")
+            yield json.loads(line)
+
+
+@pytest.fixture
+def divided(even_file, stream, tmp_path):
+    """The forty samples in eight files, and where it is noted who reads them."""
+    lines = even_file.read_text().splitlines()
+    paths = [tmp_path / f"{number}.jsonl" for number in range(FILES)]
+    for number, path in enumerate(paths):
+        path.write_text("".join(f"{line}\n" for line in lines[5 * number : 5 * number + 5]))
+    log = tmp_path / "read"
+    log.touch()
+    arguments = {"files": [*map(str, paths)], "log": str(log)}
+    return datasets.IterableDataset.from_generator(numbered, gen_kwargs=arguments), log
 
 
 def places(batch) -> list[int]:
@@ -55,17 +92,126 @@ def test_every_sample_is_in_one_row_of_every_epoch(make):
     assert [sample % 2**40 for sample in epochs[0]] != [sample % 2**40 for sample in epochs[1]]
 
 
-@pytest.mark.parametrize("done", [1, 9, pytest.param(30, marks=pytest.mark.slow)])
-def test_a_position_goes_on_at_any_number_of_workers_and_ranks(make, done):
-    whole = BatchStream(make()())
-    expected = take(whole, done + 8)
-    before = BatchStream(make()(), num_workers=2)
-    assert [batch.sample_ids for batch in take(before, done)] == [batch.sample_ids for batch in expected[:done]]
-    shares = [BatchStream(make()(), dp_rank=rank, dp_size=2, num_workers=rank) for rank in range(2)]
-    for share in shares:
-        share.load_state_dict(before.state_dict())
-    found = [batch for pair in zip(*(take(share, 4) for share in shares), strict=True) for batch in pair]
-    assert [batch.sample_ids for batch in found] == [batch.sample_ids for batch in expected[done:]]
+def part_and_epoch(sample_id: str) -> tuple[int, int]:
+    words = sample_id.partition("[")[2].rstrip("]").replace(",", "").split()
+    return int(words[words.index("part") + 1]) if "part" in words else 0, int(words[words.index("epoch") + 1])
+
+
+def read_an_epoch(rows, rank: int, ranks: int, workers: int, queue) -> None:
+    """A data-parallel rank's process: reads until all parts of its have begun their second epoch."""
+    stream = BatchStream(rows, dp_rank=rank, dp_size=ranks, num_workers=workers)
+    found, parts = list[str](), {rank + ranks * worker for worker in range(max(1, workers))}
+    while not parts <= {part for part, epoch in map(part_and_epoch, found) if epoch == 1}:
+        found += next(stream).sample_ids
+    queue.put(found)
+
+
+@pytest.mark.parametrize(("ranks", "workers"), [(ranks, workers) for ranks in (1, 2, 4) for workers in (0, 2)])
+def test_each_sample_is_read_in_one_process_and_stands_in_one_row_of_an_epoch(make, divided, ranks, workers):
+    dataset, log = divided
+    rows = StreamedRows(make(dataset=dataset)(), ranks * max(1, workers))
+    fork = multiprocessing.get_context("fork")
+    queue = fork.Queue()
+    processes = [fork.Process(target=read_an_epoch, args=(rows, rank, ranks, workers, queue)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    found = [queue.get(timeout=300) for _ in processes]
+    for process in processes:
+        process.join(300)
+    first = Counter(name for names in found for name in names if part_and_epoch(name)[1] == 0)
+    assert len(first) == 40 and set(first.values()) == {1}
+    readers = defaultdict(set)
+    for process, sample in map(str.split, log.read_text().splitlines()):
+        readers[sample].add(process)
+    assert sorted(map(int, readers)) == list(range(40)) and {len(one) for one in readers.values()} == {1}
+    assert len(set.union(*readers.values())) == ranks * max(1, workers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("done", [1, 9])
+def test_a_position_goes_on_exactly_where_as_many_parts_are_read(make, divided, done):
+    """Four parts: on two ranks of two workers, and on any other ranks and workers of which four is a multiple."""
+    rows = StreamedRows(make(dataset=divided[0])(), 4)
+
+    def streams(ranks: int, workers: int) -> list[BatchStream]:
+        return [BatchStream(rows, dp_rank=rank, dp_size=ranks, num_workers=workers) for rank in range(ranks)]
+
+    def batches(streams, number: int) -> list:
+        return [next(streams[place % len(streams)]) for place in range(number)]
+
+    expected = batches(streams(2, 2), 4 * done + 12)
+    before = streams(2, 2)
+    batches(before, 4 * done)
+    state = before[1].state_dict()
+    for ranks, workers in ((2, 2), (4, 0), (1, 0), (1, 4)):
+        resumed = streams(ranks, workers)
+        for stream in resumed:
+            stream.load_state_dict(state)
+        assert all(map(same, batches(resumed, 12), expected[4 * done :]))
+    other = BatchStream(StreamedRows(make(dataset=divided[0])(), 2))
+    with pytest.raises(ValueError, match=r"read in 4 parts, found 2, expected 4: .* dataset.stream_parts=4$"):
+        other.load_state_dict(state)
+
+
+@pytest.mark.slow
+def test_a_part_that_ends_begins_anew_whatever_others_do(make, divided, caplog):
+    """Eight files in three parts; one bad sample leaves no rank behind."""
+    rows = StreamedRows(make(dataset=divided[0])(), 3)
+    assert caplog.messages == [
+        "train: 8 files or row groups in 3 parts; samples of parts with 2 come more often than those with 3"
+    ]
+    shares = [BatchStream(rows, dp_rank=rank, dp_size=3) for rank in range(3)]
+    names = [[name for batch in take(share, 30) for name in batch.sample_ids] for share in shares]
+    sizes = [Counter(part_and_epoch(name)[1] for name in share) for share in names]
+    assert [size[0] for size in sizes] == [15, 15, 10] and all(size[1] == size[0] for size in sizes)
+
+
+def test_fewer_files_than_parts_are_refused(make, divided, stream):
+    with pytest.raises(DataError, match=r"^train: found 8 files or row groups .*expected at least 9, one for each"):
+        StreamedRows(make(dataset=divided[0])(), 9)
+
+
+def test_row_groups_of_parquet_files_are_parts_too(make, even_file, tmp_path):
+    rows = datasets.Dataset.from_json(str(even_file), cache_dir=str(tmp_path / "cache"))
+    rows.to_parquet(tmp_path / "train.parquet", batch_size=10)
+    dataset = datasets.load_dataset(
+        "parquet", data_files=str(tmp_path / "train.parquet"), split="train", streaming=True
+    )
+    assert dataset.num_shards == 1
+    streamed = StreamedRows(make(dataset=dataset)(), 4)
+    found = [next(row for row in count() if streamed[4 * row + part].window.epoch == 1) for part in range(4)]
+    rows = [4 * row + part for part, end in enumerate(found) for row in range(end)]
+    names = [one.sample_id for row in rows for one in streamed[row].samples]
+    assert len(set(names)) == len(names) == 40 and {part_and_epoch(name)[0] for name in names} == {0, 1, 2, 3}
+
+
+def test_what_is_dropped_adds_up_over_parts(make, divided, tmp_path, even_file):
+    """Each file has one bad sample more; a row says how many were dropped since the one before of its part."""
+    for number in range(FILES):
+        with (tmp_path / f"{number}.jsonl").open("a") as file:
+            answer = [{"type": "text", "text": "99"}]
+            file.write(json.dumps({"messages": [{"role": "assistant", "content": answer}]}) + "\n")
+    rows = StreamedRows(make(dataset=divided[0], on_bad="drop")(), 4)
+    dropped = Counter()
+    for number in count():
+        row = rows[number]
+        dropped[number % 4, row.window.epoch] += sum(row.newly_dropped)
+        assert row.dropped == () and rows.collate_fn([row]).newly_dropped == row.newly_dropped
+        if all(dropped[part, 2] for part in range(4)):
+            break
+    assert {count for (_, epoch), count in dropped.items() if epoch < 2} == {2}
+
+
+def test_an_evaluation_reads_the_first_rows_each_time(make, divided):
+    rows = StreamedRows(make(dataset=divided[0], seed=None, repeat=40)(), 4)
+    trained = Counter(
+        name
+        for number in range(40)
+        if (batch := rows.collate_fn([rows[number]])).loss_mask.any()
+        for name in batch.sample_ids
+    )
+    assert len(trained) == 40 and set(trained.values()) == {1}
+    assert same(rows.collate_fn([rows[43]]), rows.collate_fn([rows[3]]))
 
 
 class _Breaks:
@@ -102,11 +248,16 @@ def test_a_stream_is_not_packed_before(make, tmp_path):
         pack(make()(), tmp_path / "rows")
 
 
-@pytest.mark.slow
-def test_the_provider_streams_what_is_on_the_hub(checkpoint, train_file, stream, monkeypatch):
-    asked = []
+@pytest.fixture
+def provider(checkpoint, train_file, divided, monkeypatch):
+    """Makes data sets of the eight files, which stand for some on the hub."""
+
+    def load(name, split, streaming):
+        assert (name, split, streaming) == ("me/digits", "train", True)
+        return divided[0]
+
     monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name: ["train"])
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, **how: asked.append((name, how)) or stream)
+    monkeypatch.setattr(datasets, "load_dataset", load)
     assert hub.HUB == "hf://"
 
     def provider(**changes):
@@ -125,13 +276,53 @@ def test_the_provider_streams_what_is_on_the_hub(checkpoint, train_file, stream,
         provider.finalize()
         return provider
 
+    return provider
+
+
+def test_the_provider_streams_what_is_on_the_hub(provider):
     seen = sorted(place for batch in provider().evaluation("valid") for place in places(batch))
     assert seen == list(range(40))
     first, again = (take(provider().stream("train"), 5) for _ in range(2))
     assert [batch.sample_ids for batch in first] == [batch.sample_ids for batch in again]
     assert all("of epoch 0]" in name for batch in first for name in batch.sample_ids)
-    assert {name for name, _ in asked} == {"me/digits"} and all(how["streaming"] for _, how in asked)
+
+
+def test_megatron_bridge_reads_parts_that_ranks_of_one_row_share(provider):
+    """Its loader gives each data-parallel rank every second row here, and its two workers take turns."""
+
+    def build(one, **ranks):
+        context = DatasetBuildContext(
+            train_samples=40, valid_samples=8, test_samples=0, pg_collection=groups(dp=2, **ranks)
+        )
+        return one.build_datasets(context)
+
+    def names(rows, numbers):
+        return [[sample.sample_id for sample in rows[number].samples] for number in numbers]
+
+    one = provider(num_workers=2, pad_to_multiple_of=4)
+    train, valid, test = build(one)
+    assert len(train) == 40 and test is None and one.position["data"]["parts"] == 4
+    streams = [one.stream("train", dp_rank=rank, dp_size=2) for rank in range(2)]
+    expected = [list(next(streams[number % 2]).sample_ids) for number in range(12)]
+    assert names(train, range(12)) == expected
+    assert all(name.endswith(f"part {n % 4} of 4]") for n, row in enumerate(expected) for name in row)
+    shared, _, _ = build(provider(num_workers=2), cp=2)
+    assert names(shared, range(12)) == names(build(provider(num_workers=2), cp=2, dp_rank=1)[0], range(12)) == expected
+    assert all("epoch" not in name for row in names(valid, range(8)) for name in row)
+
+    later = provider(num_workers=1)
+    later.expect_position(one.position, 12)
+    with pytest.raises(ValueError, match="read in 4 parts, found 2, expected 4: as many data-parallel ranks x data-"):
+        build(later)
+    again = provider(num_workers=1, stream_parts=4, pad_to_multiple_of=4)
+    again.expect_position(one.position, 12)
+    assert names(build(again)[0], range(12)) == expected
+
+
+def test_settings_of_a_stream(provider):
     for changes, message in (
+        ({"streaming": False, "stream_parts": 4}, "stream_parts is 4, but streaming is off; expected None"),
+        ({"stream_parts": 0}, "stream_parts is 0, expected at least 1"),
         ({"balance_over": 4}, "balance_over is 4, but streaming is on; it needs samples by number"),
         ({"train_packing": "rows"}, "train_packing is 'rows', but streaming is on"),
         ({"train_path": "train.jsonl"}, "streaming is on, but train.jsonl is not on the hub, expected hf://owner/name"),
@@ -139,3 +330,5 @@ def test_the_provider_streams_what_is_on_the_hub(checkpoint, train_file, stream,
     ):
         with pytest.raises(ValueError, match=message):
             provider(**changes)
+    with pytest.raises(ValueError, match=r"_parts is 3, expected a multiple of 8: 2 data-.* x 2 data-.* x 2 rows"):
+        provider(stream_parts=3, num_workers=2, rows_of_microbatch=2).stream("train", dp_size=2)

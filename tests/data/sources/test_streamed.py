@@ -1,6 +1,5 @@
 """Streaming data sets: numbers that mean the same everywhere, however far and by whom they are read."""
 
-import gc
 import logging
 import pickle
 import random
@@ -21,6 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
+pytestmark = pytest.mark.usefixtures("streams_end_at_once")
+
 ANSWER = {"role": "assistant", "content": "Seven."}
 ROWS, SHARDS = 103, 4
 
@@ -38,15 +39,6 @@ def stream(tmp_path_factory) -> datasets.IterableDataset:
         pq.write_table(pa.Table.from_pylist(rows), folder / f"{shard}.parquet", row_group_size=9)
     files = sorted(map(str, folder.glob("*.parquet")))
     return datasets.load_dataset("parquet", data_files=files, split="train", streaming=True)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def at_once():
-    """The library waits five seconds for Arrow's threads at the end of each epoch of shuffled Parquet files."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(datasets.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0)
-        yield
-        gc.collect()  # of what was not read to its end, while nothing waits for it
 
 
 def asked(source: StreamedDataset, number: int) -> int:

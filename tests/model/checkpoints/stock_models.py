@@ -18,6 +18,7 @@ from unittest import mock
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.training.process_groups import initialize
 
+import torch
 from megatron.bridge.models.hf_pretrained.causal_lm import PreTrainedCausalLM
 from megatron.bridge.models.qwen_vl import qwen3_vl_bridge, qwen3_vl_provider
 from megatron.bridge.models.qwen_vl.modelling_qwen3_vl import model as qwen3_vl_model
@@ -45,6 +46,18 @@ def save_stock(folder: Path, checkpoint: Path, **fields: Any) -> None:
         checkpoint: where to.
         fields: of the provider.
     """
+    model, provider = _built(folder, fields)
+    for name, value in (SAVED_WITH_TE | (SAVED_WITH_EXPERTS if provider.num_moe_experts else {})).items():
+        setattr(provider, name, value)
+    save_megatron_model([model], checkpoint)
+
+
+def build_stock(folder: Path, **fields: Any) -> torch.nn.Module:
+    """Its model by itself; arguments as for `save_stock`."""
+    return _built(folder, fields)[0]
+
+
+def _built(folder: Path, fields: dict[str, Any]) -> tuple[torch.nn.Module, Any]:
     hf = PreTrainedCausalLM.from_pretrained(folder)
     bridge, provider = _bridge(hf, fields)
     with _local_layers():
@@ -58,9 +71,7 @@ def save_stock(folder: Path, checkpoint: Path, **fields: Any) -> None:
         )
     assert type(model).__module__.startswith("megatron.bridge."), type(model)
     bridge.load_weights_hf_to_megatron(hf, [model])
-    for name, value in (SAVED_WITH_TE | (SAVED_WITH_EXPERTS if provider.num_moe_experts else {})).items():
-        setattr(provider, name, value)
-    save_megatron_model([model], checkpoint)
+    return model, provider
 
 
 def _bridge(hf: PreTrainedCausalLM, fields: dict[str, Any]) -> tuple[Any, Any]:

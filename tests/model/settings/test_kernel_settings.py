@@ -142,6 +142,17 @@ def test_context_parallelism_by_release(kind, release, refused, installed):
         check(parallelism.RULES, provider)
 
 
+def test_a_loss_in_chunks():
+    assert finalized(DENSE, {}).loss_chunk_tokens == 8192
+    with pytest.raises(ValueError, match="loss_chunk_tokens is -1, expected 0 or more"):
+        finalized(DENSE, dict(loss_chunk_tokens=-1))
+    deferred = with_transformer_engine(DENSE, dict(defer_embedding_wgrad_compute=True))
+    with pytest.raises(ValueError, match="defer_embedding_wgrad_compute is True with loss_chunk_tokens 8192, expected"):
+        check(kernels.RULES, deferred)
+    deferred.loss_chunk_tokens = 0
+    check(kernels.RULES, deferred)
+
+
 def test_fused_permutation():
     """As NeMo-RL's base configuration and Megatron-Bridge's recipes ask for it."""
     with pytest.raises(

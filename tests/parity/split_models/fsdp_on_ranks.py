@@ -36,15 +36,16 @@ def samples_of(content: str, config) -> list[Sample]:
     return make_samples(content, config, seed=11)
 
 
-def build(folder: str, *, per_token: bool = True) -> torch.nn.Module:
+def build(folder: str, *, chunk: int = 0, per_token: bool = True) -> torch.nn.Module:
     """The model, sharded over all ranks.
 
     Args:
         folder: of Hugging Face.
+        chunk: `loss_chunk_tokens`.
         per_token: `calculate_per_token_loss`: whether ranks' gradients are added up, and not averaged.
     """
     provider = AutoBridge.from_hf_pretrained(folder).to_megatron_provider(load_weights=True)
-    provider.calculate_per_token_loss = per_token
+    provider.calculate_per_token_loss, provider.loss_chunk_tokens = per_token, chunk
     provider.gradient_accumulation_fusion = False
     if provider.moe_layers:
         provider.moe_aux_loss_coeff = 0.0
@@ -107,8 +108,8 @@ def main(output: str, *folders: str) -> None:
     """
     losses, found, found_norms = {}, {}, {}
     rank = int(os.environ["RANK"])
-    for folder in folders:
-        model, config = build(folder), AutoConfig.from_pretrained(folder)
+    for number, folder in enumerate(folders):
+        model, config = build(folder, chunk=16 * number), AutoConfig.from_pretrained(folder)
         for contents in CONTENTS:
             for rows in ROWS:
                 case = (folder, contents, rows)

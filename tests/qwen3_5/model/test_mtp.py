@@ -29,12 +29,15 @@ GRADIENT = 5e-4  # relative to the largest entry of each parameter's gradient; m
 LOSS = 1e-6
 
 
-@pytest.fixture(scope="module", params=["dense", "moe"])
+@pytest.fixture(scope="module", params=["dense", "dense, losses in chunks", "moe"])
 def pair(request, qwen3_5_folders):
-    settings = {"moe_aux_loss_coeff": 0.0} if request.param == "moe" else {}
-    pair = make_pair(qwen3_5_folders[request.param], mtp_loss_scaling_factor=FACTOR, **settings)
-    with_mtp(pair.reference, qwen3_5_folders[request.param])
-    if request.param == "moe":
+    kind, *chunked = request.param.split(",")
+    settings = {"moe_aux_loss_coeff": 0.0} if kind == "moe" else {}
+    if chunked:
+        settings["loss_chunk_tokens"] = 17
+    pair = make_pair(qwen3_5_folders[kind], mtp_loss_scaling_factor=FACTOR, **settings)
+    with_mtp(pair.reference, qwen3_5_folders[kind])
+    if kind == "moe":
         pair.layout = ExpertLayout.OUTPUT_MAJOR_MTP_PER_EXPERT
     pair.provider.calculate_per_token_loss = True
     return pair

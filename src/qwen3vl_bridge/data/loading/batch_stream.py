@@ -4,7 +4,8 @@ What lives here: which rows a data-parallel rank takes, and where a run stands. 
 (`row_dataset.py`, `data/packing/row_plan.py`).
 
 All ranks count the same rows: of each group of dp_size * micro_batch_size rows, a rank takes micro_batch_size. So a
-position is one number for all, and a run may go on with other numbers of ranks.
+position is one number for all, and a run may go on with other numbers of ranks; of a stream, with others that read it
+in as many parts (`streamed_rows.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 from qwen3vl_bridge.batch import PackedBatch
 from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.loading.row_dataset import Row, RowDataset, without_loss
+from qwen3vl_bridge.data.loading.streamed_rows import StreamedRows
 from qwen3vl_bridge.data.loading.worker_processes import ignoring
 from qwen3vl_bridge.data.packing.row_plan import Window
 from qwen3vl_bridge.data.sources.fingerprints import check_dealt, check_position
@@ -30,7 +32,7 @@ class BatchStream(Iterator[PackedBatch]):
 
     def __init__(
         self,
-        rows: RowDataset,
+        rows: RowDataset | StreamedRows,
         *,
         dp_rank: int = 0,
         dp_size: int = 1,
@@ -121,7 +123,7 @@ class BatchStream(Iterator[PackedBatch]):
 class _Collate:
     """Collates, and keeps the window for the stream's position. A class, because it travels to workers."""
 
-    def __init__(self, rows: RowDataset) -> None:
+    def __init__(self, rows: RowDataset | StreamedRows) -> None:
         self._rows = rows
 
     def __call__(self, rows: list[Row]) -> tuple[PackedBatch, Window]:

@@ -35,6 +35,7 @@ class Row(NamedTuple):
         samples: in their order.
         window: from which the row is reached.
         dropped: of each set, samples in no row of this row's window or before; in all epochs, each time.
+        newly_dropped: in place of it, where others read other parts of the data: samples dropped since the row before.
         unreadable: of each set, samples of this row whose place is left empty.
     """
 
@@ -42,6 +43,7 @@ class Row(NamedTuple):
     window: Window
     dropped: SetCounts = ()
     unreadable: SetCounts = ()
+    newly_dropped: SetCounts = ()
 
 
 @dataclass(frozen=True)
@@ -218,8 +220,12 @@ class RowDataset(Dataset[Row]):
         collator = self.settings.collator
         packed = self.settings.pack
         batch = collator.packed(rows[0].samples) if packed else collator.padded([row.samples[0] for row in rows])
-        dropped = reduce(most_of, [row.dropped for row in rows])
-        batch = replace(batch, dropped=dropped, unreadable=reduce(add_counts, [row.unreadable for row in rows]))
+        batch = replace(
+            batch,
+            dropped=reduce(most_of, [row.dropped for row in rows]),
+            newly_dropped=reduce(add_counts, [row.newly_dropped for row in rows]),
+            unreadable=reduce(add_counts, [row.unreadable for row in rows]),
+        )
         if self.repeat is None:
             return batch
         return replace(batch, loss_mask=without_loss(batch, [row.window.epoch > 0 for row in rows]))

@@ -71,10 +71,10 @@ class UrlCache:
         return self.root / digest[:2] / f"{digest[2:42]}-{ending}"
 
     def problem_of(self, address: str) -> str | None:
-        """Why there will be no file; None where that is not known."""
+        """Why there will be no file; None where that is not known, or was written down and is damaged."""
         try:
             return _problem_file(self.path_of(address)).read_text("utf-8")
-        except FileNotFoundError:
+        except (FileNotFoundError, UnicodeDecodeError):
             return None
 
     def give_up(self, address: str, problem: str) -> None:

@@ -17,6 +17,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 _KEPT = 2  # epochs: what is read together may lie on both sides of an epoch's end
+_NUMBER = torch.int32  # of a sample: orders are kept of all of an epoch, by every process
 _SEEDS = 1_000_003  # apart, so that epochs of one seed are not those of the next
 
 
@@ -61,7 +62,8 @@ class NumberedOrder(Order):
         if epoch not in self._shuffled:
             # One generator an epoch, so that any epoch can be gone on from without those before it.
             generator = torch.Generator().manual_seed((self._seed * _SEEDS + epoch) % 2**63)
-            self._shuffled[epoch] = torch.randperm(self._num_samples, generator=generator)
+            order = torch.randperm(self._num_samples, generator=generator)
+            self._shuffled[epoch] = order.to(_NUMBER if self._num_samples < 2**31 else torch.int64)
             if len(self._shuffled) > _KEPT:
                 del self._shuffled[next(iter(self._shuffled))]
         return self._shuffled[epoch][start:end].tolist()
@@ -116,7 +118,7 @@ class MixedOrder(Order):
         return [floor(epoch * number) for number in self._taken]
 
     def _merged_of(self, epoch: int, before: Sequence[int]) -> torch.Tensor:
-        """[samples] int64 the epoch's samples, numbered one set's after the other's, by their times."""
+        """[samples] int32, or int64 of 2**31 and more: the epoch's samples by their times, numbered set after set."""
         if epoch not in self._merged:
             counts = [end - begin for begin, end in pairwise(before)]
             within = torch.full((before[-1],), 0.5, dtype=torch.float64)
@@ -125,7 +127,8 @@ class MixedOrder(Order):
                 within = torch.rand(before[-1], dtype=torch.float64, generator=generator)
             parts = zip(within.split(counts), counts, strict=True)
             times = torch.cat([(torch.arange(count, dtype=torch.float64) + part) / count for part, count in parts])
-            self._merged[epoch] = times.argsort(stable=True)
+            # Sorting takes more for a moment; what is kept is half of int64.
+            self._merged[epoch] = times.argsort(stable=True).to(_NUMBER if before[-1] < 2**31 else torch.int64)
             if len(self._merged) > _KEPT:
                 del self._merged[next(iter(self._merged))]
         return self._merged[epoch]

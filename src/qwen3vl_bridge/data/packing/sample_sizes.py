@@ -11,9 +11,6 @@ from collections import OrderedDict
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, NamedTuple, Protocol
 
-import torch
-from torch.utils.data import get_worker_info
-
 _UNKNOWN = -1
 
 # What may become of a sample: left out, cut, or found bad when its row was due.
@@ -68,8 +65,7 @@ class Sizes(Protocol):
         """Count a sample that is left out or cut.
 
         Returns:
-            How many of its kind there are with it, among the processes that measure for each other. Of processes that
-            each measure every sample, one counts, and the others know of none: 0.
+            How many of its kind there are with it, among the processes that measure for each other.
         """
         ...
 
@@ -121,11 +117,3 @@ class LatestSizes(OwnNotes, Sizes):
         self._kept[sample] = size
         if len(self._kept) > self._most:
             self._kept.popitem(last=False)
-
-    def note(self, kind: Left) -> int:
-        """As `Sizes` has it: every process reads all of a stream."""
-        worker = get_worker_info()
-        first = worker is None or worker.id == 0
-        if torch.distributed.is_initialized():
-            first = first and torch.distributed.get_rank() == 0
-        return super().note(kind) if first else 0

@@ -27,3 +27,8 @@ def add_counts(first: SetCounts, second: SetCounts) -> SetCounts:
 def most_of(first: SetCounts, second: SetCounts) -> SetCounts:
     """Of each set the larger number."""
     return tuple(max(a, b) for a, b in zip_longest(first, second, fillvalue=0))
+
+
+def counts_since(before: SetCounts, now: SetCounts) -> SetCounts:
+    """Of each set how many more there are now."""
+    return tuple(b - a for a, b in zip_longest(before, now, fillvalue=0))

@@ -23,8 +23,9 @@ from typing import Any, cast
 
 from qwen3vl_bridge.data.choices import check_choice
 from qwen3vl_bridge.data.errors import DataError
+from qwen3vl_bridge.data.schemas.media_keys import MEDIA_KEYS, shown
 from qwen3vl_bridge.data.schemas.named_schemas import NamedSchema
-from qwen3vl_bridge.data.schemas.placeholders import MEDIA_KEYS, Placeholders, shown
+from qwen3vl_bridge.data.schemas.placeholders import Placeholders
 from qwen3vl_bridge.data.schemas.spellings import EXPECTED, KEYS, QUESTIONS, TURNS, messages_of, spelling_of
 
 _TEXTS = ("system", "question", "answer")
@@ -170,7 +171,7 @@ class Columns:
         if spelling is None:
             raise DataError(place, f"found the columns {_listed(names)}, expected {EXPECTED}")
         if spelling in TURNS:  # what is beside them as a question is not read
-            known = [name for name in known if name not in (*_PAIRED, "history")]
+            known = [name for name in known if name not in _PAIRED or name == "input"]  # which a row may leave empty
         return [name for name in names if name in known or name in self._columns()]
 
     def _check_one(self, keys: Iterable[str], place: str) -> None:

@@ -1,9 +1,9 @@
 """How other people spell conversations, told in our own spelling.
 
 What lives here: ShareGPT's and LLaVA's turns, questions with their answers, parts as OpenAI names them. What may not:
-media beside them and their placeholders (`placeholders.py`), data sets' own names for columns (`columns.py`), reading
-files (`data/sources/opening.py`, `data/sources/parquet.py`, `data/sources/hub.py`), checking what is a conversation
-(`conversations.py`), anything but the standard library.
+media beside them (`media_keys.py`) and their places (`placeholders.py`), data sets' own names for columns
+(`columns.py`), reading files (`data/sources/opening.py`, `data/sources/parquet.py`, `data/sources/hub.py`), checking
+what is a conversation (`conversations.py`), anything but the standard library.
 
 Our own spelling is {"messages": [{"role": ..., "content": ...}]}, with pictures and videos as parts of a content.
 Others are
@@ -16,7 +16,7 @@ Others are
   said before may stand under "history", a list of [question, answer];
 * parts {"type": "image_url", "image_url": {"url": "..."}} or with the address itself, "video_url" likewise,
   {"type": "input_image", "image_url": "..."}, {"type": "image", "url": "..."} or "path";
-* media beside all that (`placeholders.py`). Beside questions and `texts` that have no placeholder they stand before the
+* media beside all that (`media_keys.py`). Beside questions and `texts` that have no placeholder they stand before the
   first question, where ms-swift puts them;
 * "file:///..." for a path.
 """
@@ -27,15 +27,8 @@ from collections.abc import Collection
 from typing import Any
 
 from qwen3vl_bridge.data.errors import DataError
-from qwen3vl_bridge.data.schemas.placeholders import (
-    MEDIA_KEYS,
-    Placeholders,
-    check_unread,
-    local_path,
-    media_beside,
-    shown,
-    with_media,
-)
+from qwen3vl_bridge.data.schemas.media_keys import MEDIA_KEYS, check_unread, local_path, media_beside, shown
+from qwen3vl_bridge.data.schemas.placeholders import Placeholders, with_media
 from qwen3vl_bridge.files.parsing import parse_record
 
 LOSS = ("loss", "weight")  # beside an assistant's message: whether it is trained on
@@ -80,6 +73,7 @@ def messages_of(record: Any, place: str, *, placeholders: Placeholders = "media"
         if keys:
             raise DataError(place, f"found the keys {', '.join(map(str, record))}, expected {EXPECTED}")
         return own
+    _check_read(record, spelling, place)
     own["messages"] = _messages(own, spelling, place)
     if isinstance(own["messages"], list):
         own["messages"] = _with_system(own["messages"], own.pop("system", None), place)
@@ -90,9 +84,15 @@ def messages_of(record: Any, place: str, *, placeholders: Placeholders = "media"
     media = media_beside(own, place)
     if isinstance(own["messages"], list):
         messages = [_with_parts(message, f"{place}: message {n}") for n, message in enumerate(own["messages"], start=1)]
-        beside: dict[str, Any] = {"keys": keys, "placeholders": placeholders}
-        in_front = spelling not in ("messages", "conversations")
-        own["messages"] = with_media(messages, media, place, in_front=in_front, **beside)
+        own["messages"] = with_media(
+            messages,
+            media,
+            place,
+            record={key: record[key] for key in keys},
+            known=KEYS,
+            placeholders=placeholders,
+            in_front=spelling not in ("messages", "conversations"),
+        )
         check_unread(record, KEYS, own["messages"], place)
     return own
 
@@ -107,18 +107,30 @@ def spelling_of(keys: Collection[str], place: str) -> str | None:
     Raises:
         DataError: several of them.
     """
-    if "messages" in keys and "conversations" in keys:
-        raise DataError(place, "found both 'messages' and 'conversations', expected one of them")
-    if turns := [key for key in TURNS if key in keys]:
-        return turns[0]
+    # Half a pair gives no turns: HuggingFaceH4/ultrachat_200k has `messages`, and the first of them again as `prompt`.
     asked = [question for question, answer in QUESTIONS.items() if question in keys and answer in keys]
-    if len(asked) > 1:
+    found = [*(key for key in TURNS if key in keys), *asked]
+    if len(found) > 1:
+        words = [f"{key!r} with {QUESTIONS[key]!r}" if key in QUESTIONS else repr(key) for key in found]
         raise DataError(
             place,
-            f"found both {' and '.join(map(repr, asked))} with an answer, expected one of them: leave the others out "
-            f"(columns.ignore=[{asked[1]}])",
+            f"found both {words[0]} and {words[1]}, which each give the turns, expected one of them: leave the others "
+            f"out, such as columns.ignore=[{','.join(found[1:])}]",
         )
-    return asked[0] if asked else None
+    return found[0] if found else None
+
+
+def _check_read(record: dict[str, Any], spelling: str, place: str) -> None:
+    """Refuses words beside turns that are read without them."""
+    for key, by in (("history", tuple(QUESTIONS)), ("input", ("instruction",))):
+        if spelling not in by and record.get(key) not in (None, "", []):
+            joined = f"write both into the question (columns.question='{{{key}}}\\n{{{spelling}}}'), or "
+            raise DataError(
+                place,
+                f"found {key!r} beside {spelling!r}, with which it is not read, expected it beside "
+                f"{' or '.join(map(repr, by))}; {joined if key == 'input' and spelling in QUESTIONS else ''}"
+                f"leave it out (columns.ignore=[{key}])",
+            )
 
 
 def _messages(own: dict[str, Any], spelling: str, place: str) -> Any:

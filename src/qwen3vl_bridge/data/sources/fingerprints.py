@@ -29,6 +29,13 @@ def check_position(found: Mapping[str, Any], expected: Mapping[str, Any]) -> Non
     Raises:
         ValueError: they differ.
     """
+    now, then = found.get("parts"), expected.get("parts")
+    if then is not None and now is not None and now != then:
+        raise ValueError(
+            f"the position is in a stream that was read in {then} parts, found {now}, expected {then}: as many "
+            "data-parallel ranks x data-loading processes as before, or others of which it is a multiple and "
+            f"dataset.stream_parts={then}"
+        )
     if differ := differences(found, expected):
         raise ValueError(f"the position is of other data than this: found {differ}")
 

@@ -3,23 +3,26 @@
 What lives here: reading forward, what is kept of it, and numbers for what was read. What may not: names on the hub
 (`hub.py`), what a row means (`tables.py`), which samples are read together (`data/packing/row_plan.py`).
 
-Every process reads the whole stream: a plan of rows is the same everywhere, and workers take different rows of it. So a
-stream is read by `IterableDataset.iter`, which, unlike iterating over it, does not split itself among the workers of a
-torch DataLoader.
+A part of a stream is some of its files, or of the row groups of Parquet files, by `IterableDataset.shard`: neither part
+nor process downloads those of others. It is read by `IterableDataset.iter`, which, unlike iterating over it, does not
+split itself once more among the workers of a torch DataLoader: which process reads which part is not the library's to
+say (`data/loading/streamed_rows.py`).
 
 An epoch's order is a shuffle of its own, with the seed and the epoch as its seed, and not `set_epoch`: that one writes
 to memory that the workers of a loader share while they read different epochs, and mixes the shards of data sets that
-nobody asked to shuffle. Nor is it `skip`, after which some orders are others: what lies before is read and left.
+nobody asked to shuffle. Nor is it `skip`, after which some orders are others: what lies before is read and left. The
+library's `state_dict` does not help either: it loses the samples that wait in the buffer of a shuffle.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import weakref
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from qwen3vl_bridge.data.errors import DataError, Unreachable
 from qwen3vl_bridge.data.media.images import MediaRoot, media_access
@@ -34,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 EPOCH = 2**40  # a sample's number is its place in the epoch, and this for each epoch before
 _BATCH = 64  # rows that are taken from the library at once
+_MANY = 10  # files of a part, from which on it makes no difference that some parts have one more
 _of_parents: list[_Reading] = []  # never freed: closing them would wait for threads that only the parent has
 
 
@@ -99,6 +103,7 @@ class StreamedDataset:
         self.name, self.media = name, media_access(media_root, None)
         self._dataset, self._seed, self._buffer_size, self._keep = dataset, seed, buffer_size, keep
         self._schema = schema
+        self._part: tuple[int, int] | None = None
         self._forget()
 
     @classmethod
@@ -117,6 +122,48 @@ class StreamedDataset:
         """
         dataset, called = load_named(name, split, streaming=True)
         return cls(dataset, called, media_root, **how)
+
+    def divided(self, parts: int) -> Self:
+        """The same, of at least as many files as parts, and as many for each if that can be.
+
+        Args:
+            parts: that it is to be read in.
+
+        Raises:
+            DataError: it has fewer files, or row groups of Parquet files.
+        """
+        dataset = self._dataset
+        if dataset.num_shards % parts and hasattr(dataset, "reshard"):  # not in early versions
+            dataset = dataset.reshard()
+        found = dataset.num_shards
+        if found < parts:
+            raise DataError(
+                self.name,
+                f"found {found} files or row groups of Parquet files, expected at least {parts}, one for each of the "
+                "parts that it is read in: data-parallel ranks x data-loading processes (dataset.num_workers, at least "
+                "1) x rows of a microbatch, or dataset.stream_parts. Read it in fewer, or without dataset.streaming",
+            )
+        if found % parts and found < _MANY * parts:
+            text = "%s: %d files or row groups in %d parts; samples of parts with %d come more often than those with %d"
+            logger.warning(text, self.name, found, parts, found // parts, found // parts + 1)
+        divided = copy.copy(self)
+        divided._dataset = dataset
+        divided._forget()
+        return divided
+
+    def part(self, part: int, parts: int) -> Self:
+        """One part of what is `divided`, with numbers, epochs and an order of its own.
+
+        Args:
+            part: which, counted from 0.
+            parts: how many there are.
+        """
+        if parts == 1:
+            return self
+        one = copy.copy(self)
+        one._dataset, one._part = self._dataset.shard(parts, part), (part, parts)
+        one._forget()
+        return one
 
     def _forget(self) -> None:
         self._reading: _Reading | None = None
@@ -147,9 +194,11 @@ class StreamedDataset:
         return range(epoch * EPOCH + start, epoch * EPOCH + max(start, end))
 
     def sample_id(self, number: int) -> str:
-        """The data set's name and the place, counted from 0; of a shuffled one, the epoch."""
+        """The data set's name and the place, counted from 0; of a shuffled one the epoch, of a part which it is."""
         epoch, place = _epoch_and_place(number)
-        return f"{self.name}[{place}]" if self._seed is None else f"{self.name}[{place} of epoch {epoch}]"
+        words = [] if self._seed is None else [f"epoch {epoch}"]
+        words += [] if self._part is None else ["part {} of {}".format(*self._part)]
+        return f"{self.name}[{' of '.join([str(place), ', '.join(words)] if words else [str(place)])}]"
 
     def fingerprint(self) -> str:
         """What is known without reading, and what an order depends on."""
@@ -204,7 +253,7 @@ class StreamedDataset:
             _of_parents.append(self._reading)
         dataset = self._dataset
         if self._seed is not None:
-            order = np.random.default_rng([self._seed, epoch])
+            order = np.random.default_rng([self._seed, epoch, *(self._part or ())])
             dataset = dataset.shuffle(generator=order, buffer_size=self._buffer_size)
         # Rows of a type that is not known may be of several, which fit no common table.
         tables = dataset.with_format("arrow").iter(batch_size=_BATCH if dataset.features is not None else 1)
@@ -247,4 +296,4 @@ def _check_dataset(dataset: Any, name: str) -> None:
             name, f"found a {type(dataset).__name__}, expected a streaming data set (HubDataset takes others)"
         )
     if dataset._distributed is not None:
-        raise DataError(name, "found a node's part of a data set, expected it whole: each process reads all of it")
+        raise DataError(name, "found a node's part of a data set, expected it whole: it is divided here")

@@ -22,8 +22,8 @@ from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.media.images import MediaAccess
 from qwen3vl_bridge.data.schemas.columns import Columns, Schema, read_by
 from qwen3vl_bridge.data.schemas.conversations import PARTS, Conversation, conversation_of
+from qwen3vl_bridge.data.schemas.media_keys import unread_media
 from qwen3vl_bridge.data.schemas.named_schemas import NamedSchema
-from qwen3vl_bridge.data.schemas.placeholders import unread_media
 from qwen3vl_bridge.data.schemas.spellings import KEYS
 from qwen3vl_bridge.files.parsing import parse_record
 

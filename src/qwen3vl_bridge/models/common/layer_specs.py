@@ -1,8 +1,8 @@
 """Layer specs: which modules the two towers' transformer layers are made of, with and without Transformer Engine.
 
 What lives here: the choice of modules, and the block of a decoder with attention everywhere. What may not: attention
-(`attention.py`), norms (`norms.py`), the towers (`vision_tower.py`, `model.py`), layers of one family
-(`models/*/layer_specs.py`).
+(`attention.py`, `core_attention/`), norms (`norms.py`), the towers (`vision_tower.py`, `model.py`), layers of one
+family (`models/*/layer_specs.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import dataclasses
 import functools
 from typing import Any
 
-from qwen3vl_bridge.models.common.attention import ContextParallelAttention, RotarySelfAttention, SegmentAttention
+from qwen3vl_bridge.models.common.attention import RotarySelfAttention
+from qwen3vl_bridge.models.common.core_attention import ContextParallelAttention, SegmentAttention
 from qwen3vl_bridge.models.common.norms import LayerNorm, rms_norm_of
 from qwen3vl_bridge.models.common.router import BalancedRouter
 
@@ -44,7 +45,7 @@ class LocalBackend(LocalSpecProvider):
         return rms_norm_of(self.config) if rms_norm else LayerNorm
 
     def core_attention(self) -> type[SegmentAttention]:
-        """Attention by torch's scaled_dot_product_attention."""
+        """Attention by torch's kernels."""
         return SegmentAttention
 
 

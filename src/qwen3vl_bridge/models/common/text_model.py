@@ -1,15 +1,17 @@
 """The Megatron text model that all families have: megatron-core's GPT with interleaved multimodal rotary embedding.
 
 What lives here: its rotary embedding, its layers, the loss's vocabulary, tied embeddings in checkpoints. What may not:
-the vision tower and what joins both (`model.py`), what one family's layers have beside (`models/*/model.py`).
+the vision tower and what joins both (`model.py`), what one family's layers have beside (`models/*/model.py`), losses in
+chunks (`chunked_loss.py`).
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from qwen3vl_bridge.models.common.chunked_loss import loss_processor
 from qwen3vl_bridge.models.common.layer_specs import decoder_block_spec
 from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
 from qwen3vl_bridge.models.common.rope import InterleavedMRoPE, scaled_frequencies
@@ -64,18 +66,36 @@ class MRopeGPTModel(GPTModel):
         precision = torch.float32 if config.apply_rotary_pos_emb_in_fp32 else config.params_dtype
         self.rotary_pos_emb = InterleavedMRoPE(turning, config.rotary_base, config.mrope_section, precision, scaled)
 
-    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """Loss [b, s] of labels [b, s] under logits [s, b, padded vocabulary / tp].
+    def _postprocess(
+        self,
+        hidden_states: Tensor,
+        *,
+        labels: Tensor | None,
+        output_processor: Callable[..., Any] | None = None,
+        **arguments: Any,
+    ) -> Any:
+        if output_processor is None and labels is not None:
+            output_processor = loss_processor
+        return super()._postprocess(hidden_states, labels=labels, output_processor=output_processor, **arguments)
 
-        Rows that pad the vocabulary are no tokens: as they lie, each would take a share of the probability.
-        """
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """Loss [b, s] of labels [b, s] under logits [s, b, padded vocabulary / tp]."""
         if not self.parallel_output and self.pg_collection.tp.size() > 1:
             raise ValueError(f"parallel_output is False, expected True to train under tensor parallelism: {LOGITS}")
+        return super().compute_language_model_loss(labels, self.without_padding(logits))
+
+    @torch.no_grad()
+    def without_padding(self, logits: Tensor) -> Tensor:
+        """These logits [s, b, padded vocabulary / tp], with minus infinity written to the rows that pad the vocabulary.
+
+        They are no tokens: as they lie, each would take a share of the probability. It is exactly 0 then, and so is the
+        gradient of these logits; recorded, autograd would copy the gradient of all to write this 0 once more.
+        """
         tokens, here = self.config.vocab_size, logits.size(-1)
         first = self.pg_collection.tp.rank() * here
         if first + here > tokens:
             logits[..., max(tokens - first, 0) :] = float("-inf")
-        return super().compute_language_model_loss(labels, logits)
+        return logits
 
     def tie_embeddings_and_output_weights_state_dict(
         self,

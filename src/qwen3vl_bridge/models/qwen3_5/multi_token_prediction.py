@@ -14,10 +14,11 @@ from __future__ import annotations
 from typing import Any
 
 from qwen3vl_bridge.batch.packed_batch import NextTokens
+from qwen3vl_bridge.models.common.chunked_loss import Head, token_losses
 from qwen3vl_bridge.models.common.layer_specs import backend
+from qwen3vl_bridge.models.common.text_model import MRopeGPTModel
 
 import torch
-from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.multi_token_prediction import (
     MTPLossAutoScaler,
     MTPLossLoggingHelper,
@@ -71,7 +72,7 @@ def mtp_block_spec(config: TransformerConfig, layer: ModuleSpec) -> ModuleSpec:
 
 
 def with_mtp_loss(
-    model: GPTModel, hidden: Tensor, embedded: Tensor, following: NextTokens, arguments: dict[str, Any]
+    model: MRopeGPTModel, hidden: Tensor, embedded: Tensor, following: NextTokens, arguments: dict[str, Any]
 ) -> Tensor:
     """Hidden states whose backward pass brings the gradient of the MTP loss along.
 
@@ -95,16 +96,12 @@ def with_mtp_loss(
         embedding=embedded,
         **{name: arguments[name] for name in names},
     )
-    weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
-    gather = arguments["runtime_gather_output"]
-    logits, _ = model.output_layer(predicted, weight=weight, runtime_gather_output=gather)
-    losses = model.compute_language_model_loss(following.labels, logits) * following.loss_mask
+    losses, *accepted = _losses(model, predicted, following, arguments["runtime_gather_output"])
+    losses = losses * following.loss_mask
     with torch.no_grad():
         MTPLossLoggingHelper.save_metrics_to_tracker(
             losses.sum() * groups.cp.size() / following.predicted.clamp(min=1),
-            *_compute_mtp_acceptance_counts(
-                logits, following.labels, following.loss_mask, model.output_layer, gather, model.tp_group
-            ),
+            *accepted,
             layer_number=0,
             num_layers=1,
             avg_group=groups.dp_cp,
@@ -113,3 +110,20 @@ def with_mtp_loss(
     if not config.calculate_per_token_loss:  # the mean of a microbatch; data-parallel ranks' gradients are averaged
         scale = scale * groups.cp.size() / following.trained.clamp(min=1)
     return MTPLossAutoScaler.apply(hidden, scale * losses)
+
+
+def _losses(
+    model: MRopeGPTModel, hidden: Tensor, following: NextTokens, gather: bool | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses [b, s] of next tokens; how many of those trained on the model finds likeliest; and how many there are."""
+    weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
+    head, counts = Head(model.output_layer, weight, gather, model.compute_language_model_loss), []
+
+    def seen(logits: Tensor, labels: Tensor, mask: Tensor) -> None:
+        logits = model.without_padding(logits)
+        counts.append(_compute_mtp_acceptance_counts(logits, labels, mask, model.output_layer, gather, model.tp_group))
+
+    labels, tokens = following.labels, model.config.loss_chunk_tokens
+    losses = token_losses(head, hidden, labels, tokens, seen, (labels, following.loss_mask))
+    likeliest, trained = (torch.stack(of_chunks).sum(0) for of_chunks in zip(*counts, strict=True))
+    return losses, likeliest, trained

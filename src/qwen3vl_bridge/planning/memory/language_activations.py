@@ -203,19 +203,22 @@ def adapters(n: Dimensions, training: Training, layer: int) -> list[Kept]:
     return [Kept(f"adapter of {name}", training.lora.rank * training.precision.weight) for name in names]
 
 
-def head(n: Dimensions, split: Split, training: Training) -> list[Kept]:
-    """The norm at the end, the output layer and the loss, which keeps the softmax in float32.
-
-    Transformer Engine's own keeps the gradient in place of the logits instead.
-    """
+def head(n: Dimensions, split: Split, training: Training, *, in_chunks: bool = False) -> list[Kept]:
+    """The norm at the end, the output layer and the loss, which keeps the softmax unless it is computed in chunks."""
     w = Widths.of(n, split, training)
-    scores = w.weight if training.fused_loss else 4
-    return [
+    found = [
         *norm("norm at the end", w.hidden, 1 / split.sequence_ranks, w, training),
         Kept("output_layer: input", w.hidden * w.weight),
-        Kept("loss: softmax", n["vocab"] / split.tp * scores),
-        Kept("loss: labels", INDEX + 1),
     ]
+    if in_chunks:
+        return [*found, Kept("loss: labels", INDEX)]
+    return [*found, softmax(n, split, training), Kept("loss: labels", INDEX + 1)]
+
+
+def softmax(n: Dimensions, split: Split, training: Training) -> Kept:
+    """The softmax of the loss in float32. Transformer Engine's own has the gradient in place of the logits instead."""
+    scores = training.precision.weight if training.fused_loss else 4
+    return Kept("loss: softmax", n["vocab"] / split.tp * scores)
 
 
 def embedding(n: Dimensions, training: Training, *, first: bool) -> list[Kept]:

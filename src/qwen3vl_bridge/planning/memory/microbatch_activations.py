@@ -125,14 +125,26 @@ def chunk_activations(
         fused = _sum(vision_activations.fused(n, training)) * work.vision_tokens
         found["vision projection"] = found.get("vision projection", 0.0) + fused
     if chunk.last:
-        found["loss"] = _sum(kept.head(n, split, training)) * work.tokens
-        # Logits, and then their gradient, in the model's precision beside the softmax; float32 models have both in one.
-        copies = training.precision.weight if training.precision.weight < 4 else 0
-        passing = max(passing, n["vocab"] / split.tp * copies * work.tokens)
+        in_chunks = training.loss_in_chunks(work.tokens)
+        found["loss"] = _sum(kept.head(n, split, training, in_chunks=in_chunks)) * work.tokens
+        passing = max(passing, _loss_passing(n, split, training, work.tokens, in_chunks=in_chunks))
     if chunk.first != chunk.tower:  # the other side of it is on other ranks; every rank has the whole replica's
         found["sent between towers"] = _sum(vision_activations.payload(n, training)) * work.vision_tokens * split.cp
         passing += found["sent between towers"] * trained  # its gradient
     return Activations({name: value for name, value in found.items() if value}, passing)
+
+
+def _loss_passing(n: Dimensions, split: Split, training: Training, tokens: float, *, in_chunks: bool) -> float:
+    """Logits, and then their gradient, in the model's precision beside the softmax; float32 models have both in one.
+
+    In chunks the softmax passes too, and there is the sum of the output layer's gradients in float32 beside a chunk's.
+    """
+    e, rows = training.precision.weight, n["vocab"] / split.tp
+    copies = rows * (e if e < 4 else 0)
+    if not in_chunks:
+        return copies * tokens
+    gradients = rows * n["hidden"] * (4 + e) * (Part.LANGUAGE_MODEL not in training.frozen_weights)
+    return (copies + kept.softmax(n, split, training).nbytes) * training.loss_chunk_tokens + gradients
 
 
 def _text_layers(

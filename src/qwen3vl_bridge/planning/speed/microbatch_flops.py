@@ -102,11 +102,12 @@ def language_operations(costs: Costs, n: Dimensions, split: Split, training: Tra
     layer = (Line(forward.token, forward.token_pair) - head) * (1 / layers)
     layer_step = (Line(step.token, step.token_pair) - head_step) * (1 / layers)
     again = _again(costs.chosen, n, training, layer)
+    in_chunks = training.loss_in_chunks(training.seq_length * training.micro_batch_size / split.cp)
     found = []
     for chunks in split.chunks(layers):
         count, last = sum(len(chunk.layers) for chunk in chunks), chunks[-1].last
         backward = (layer_step - layer) * count + (head_step - head) * last
-        found.append(Operations(layer * count + head * last, backward, again * count))
+        found.append(Operations(layer * count + head * last, backward, again * count + head * (last and in_chunks)))
     return found
 
 

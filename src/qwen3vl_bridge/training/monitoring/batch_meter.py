@@ -88,12 +88,14 @@ class Meter:
 
     Attributes:
         dropped: as `PackedBatch` has it, of the latest rows.
-        unreadable: likewise, of all rows.
+        newly_dropped: likewise, of all rows.
+        unreadable: likewise.
     """
 
     def __init__(self) -> None:
         self._amounts = Amounts()
         self.dropped: SetCounts = ()
+        self.newly_dropped: SetCounts = ()
         self.unreadable: SetCounts = ()
 
     def add(self, amounts: Amounts) -> None:
@@ -103,6 +105,7 @@ class Meter:
     def add_left_out(self, batch: PackedBatch) -> None:
         """Note what was left out of a microbatch's rows, and of those before."""
         self.dropped = most_of(self.dropped, batch.dropped)
+        self.newly_dropped = add_counts(self.newly_dropped, batch.newly_dropped)
         self.unreadable = add_counts(self.unreadable, batch.unreadable)
 
     def take(self) -> Amounts:

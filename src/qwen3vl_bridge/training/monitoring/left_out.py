@@ -4,8 +4,9 @@ What lives here: totals over ranks as figures. What may not: counting (`data/pac
 why a sample is left out (`data/processing/filtering.py`).
 
 What is dropped when it is measured follows from the plan of rows, which is the same in every process: it comes with
-each batch, as the number by then, and ranks differ only in how far their latest rows are. What proves unreadable when
-its row is due is known to those who read the row; data-parallel ranks add that up.
+each batch, as the number by then, and ranks differ only in how far their latest rows are. Of streams and of WebDatasets
+each process has a part of its own, and of it a number that is new with each batch: data-parallel ranks add these up.
+So they do with what proves unreadable when its row is due, which is known to those who read the row.
 """
 
 from __future__ import annotations

@@ -100,18 +100,20 @@ class Metrics(Callback):
 
     def _figures(self, context: CallbackContext, step: Amounts) -> dict[str, float]:
         meter, count = meter_of(context.state), Amounts.count()
-        own = (*self._interval.values(), *step.values(), *self._left_out.numbers(meter.unreadable))
+        own = (*self._interval.values(), *step.values(), *self._left_out.numbers(meter.newly_dropped))
+        own += (*self._left_out.numbers(meter.unreadable),)
         sums = sum_amounts(own, self._groups)  # which also waits for the device
         self._tick()
-        interval, step, unreadable = Amounts(*sums[:count]), Amounts(*sums[count : 2 * count]), sums[2 * count :]
+        interval, step, lost = Amounts(*sums[:count]), Amounts(*sums[count : 2 * count]), sums[2 * count :]
         figures = {"tokens": step.tokens, "images": step.images, "video_frames": step.video_frames}
         figures |= {"filled": step.tokens / max(step.slots, 1)}
         memory, *dropped = largest_of_each([_memory(), *self._left_out.numbers(meter.dropped)])
+        newly_dropped, unreadable = lost[: len(dropped)], lost[len(dropped) :]
         figures |= self._speed(interval) | {"memory_gb": memory / 1e9}
-        lost = self._left_out.figures(dropped, unreadable)
+        left_out = self._left_out.figures([*map(sum, zip(dropped, newly_dropped, strict=True))], unreadable)
         if torch.distributed.get_rank() == 0:
-            self._left_out.say(lost, step_of(context))
-        figures |= lost
+            self._left_out.say(left_out, step_of(context))
+        figures |= left_out
         figures |= self._lr_of_parts
         norms = context.user_state.get(TOWER_NORMS) or {}
         figures |= {f"grad_norm_{part}": float(norm) for part, norm in norms.items()}

@@ -4,8 +4,10 @@ What lives here: what happens there, once a step: losses and gradient norms of a
 step which the guard judges wrong is skipped or ends the run. What may not: the guard's rules (`step_guard.py`), norms
 (`gradient_norms.py`), frozen parts (`delayed_unfreezing.py`).
 
-The loop has no callback there. megatron-core's optimizers first prepare gradients, in a method that can also say that
-the step is skipped; the hook wraps that method of the run's optimizer.
+The loop has no callback there. megatron-core's optimizers prepare gradients, take their norm, and then step, in a
+method that can also say that nothing was stepped; the hook wraps the first and the last of these methods. The sums
+begin in the first and are read in the last, where megatron-core has waited for its norm (with Transformer Engine it has
+not, and the guard waits once a step). Without a guard they are read when the step is over.
 """
 
 from __future__ import annotations
@@ -15,13 +17,14 @@ import logging
 import math
 from pathlib import Path
 
+from qwen3vl_bridge.batch.device_transfer import HostCopy
 from qwen3vl_bridge.parallel.collectives import broadcast_object, gather_objects, sum_over_ranks
 from qwen3vl_bridge.training.metrics_file import read_metrics
 from qwen3vl_bridge.training.monitoring.trackers import MEASURED
 from qwen3vl_bridge.training.optimizer.delayed_unfreezing import DelayedUnfreezing
 from qwen3vl_bridge.training.optimizer.gradient_norms import PartSquares, parts_of_parameters
 from qwen3vl_bridge.training.optimizer.loss_recorder import start_recording, stop_recording
-from qwen3vl_bridge.training.optimizer.step_guard import Finding, Guard, SpoiltStepError, latest_losses
+from qwen3vl_bridge.training.optimizer.step_guard import Guard, SpoiltStepError, latest_losses
 from qwen3vl_bridge.training.optimizer.tower_settings import Qwen3VLTowers, check_towers
 from qwen3vl_bridge.weights.model_parts import Part
 
@@ -42,7 +45,7 @@ class BeforeStep(Callback):
     """Follows `cfg.guard` and the schedules of `Qwen3VLTowers`, and measures the parts' gradient norms.
 
     Norms are before clipping, in `context.user_state["tower_norms"]` and in the log as `grad_norm_language_model` and
-    so on. A step costs one small sum over all ranks, and the host waits for it.
+    so on. A step costs one small sum over all ranks.
     """
 
     def on_train_start(self, context: CallbackContext) -> None:
@@ -63,8 +66,11 @@ class BeforeStep(Callback):
         self._state, self._recorder = context.state, start_recording(context.state)
         self._norms: dict[str, float] = {}
         self._loss = (0.0, 0.0)
-        self._prepare, self._step = optimizer.prepare_grads, optimizer.step
-        optimizer.prepare_grads, optimizer.step = self._prepare_and_check, self._step_if_good
+        self._figures: HostCopy | None = None
+        self._device = next(context.model[0].parameters()).device
+        self._prepare, optimizer.prepare_grads = optimizer.prepare_grads, self._prepare_and_sum
+        self._step_ready, optimizer.step_with_ready_grads = optimizer.step_with_ready_grads, self._step_ready_if_good
+        self._step, optimizer.step = optimizer.step, self._step_in_parts
 
     def on_train_step_start(self, context: CallbackContext) -> None:
         """Forget the microbatches of the step before."""
@@ -73,50 +79,68 @@ class BeforeStep(Callback):
     def on_train_step_end(self, context: CallbackContext) -> None:
         """Put the norms where others find them."""
         self._recorder.microbatches.clear()
+        self._read()
         context.user_state[TOWER_NORMS], context.user_state[STEP_LOSS] = dict(self._norms), self._loss
         measured = context.user_state.setdefault(MEASURED, {})
         measured |= {f"grad_norm_{part}": norm for part, norm in self._norms.items()}
 
     def on_train_end(self, context: CallbackContext) -> None:
         """Give the optimizer its own methods back."""
-        del context.optimizer.prepare_grads, context.optimizer.step
+        del context.optimizer.prepare_grads, context.optimizer.step_with_ready_grads, context.optimizer.step
         stop_recording(context.state)
 
-    def _prepare_and_check(self) -> bool:
-        """As the optimizer's `prepare_grads`: gradients where it reads them, and whether the step is skipped."""
+    def _prepare_and_sum(self) -> bool:
+        """As the optimizer's `prepare_grads`; losses and norms of all ranks, by one sum over them, are on their way."""
         overflow = self._prepare()  # of a scaled loss, which megatron-core skips by itself
         self._unfreezing.drop_frozen_gradients()
-        finding = self._check(overflow=overflow)
-        if finding is not None:
-            samples = self._recorder.samples(self._groups) if self._groups.tp.rank() == 0 else []
-            message = finding.message(self._state.train_state.step + 1, itertools.chain(*gather_objects(samples)))
-            if finding.action == "stop":
-                raise SpoiltStepError(message)
-            if torch.distributed.get_rank() == 0:
-                logger.warning(message)
-        if overflow or finding is not None:
+        squares, sums = self._squares.of_this_rank(), self._recorder.sums(self._device)
+        if self._groups.tp.rank():  # tensor-parallel ranks have the same losses
+            sums = torch.zeros_like(sums)
+        seen = torch.full((1,), len(self._recorder.microbatches), dtype=torch.float64, device=self._device)
+        self._figures = HostCopy(sum_over_ranks(torch.cat([squares.to(self._device), sums, seen])))
+        if overflow:
+            self._judge(overflow=True)
             return True
         self._unfreezing.before()
         return False
 
-    def _check(self, *, overflow: bool) -> Finding | None:
-        """Losses and norms of all ranks, by one sum over them; the host waits for the device once."""
-        squares, sums = self._squares.of_this_rank(), self._recorder.sums()
-        if self._groups.tp.rank():  # tensor-parallel ranks have the same losses
-            sums = torch.zeros_like(sums)
-        seen = torch.tensor([len(self._recorder.microbatches)], dtype=torch.float64)
-        figures = sum_over_ranks(torch.cat([one.to(squares.device) for one in (squares, sums, seen)]))
-        *by_part, loss, tokens, microbatches = figures.tolist()
-        self._loss = (loss, tokens)
-        self._norms = {part.value: math.sqrt(square) for part, square in zip(Part, by_part, strict=True)}
+    def _step_ready_if_good(self) -> bool:
+        """As the optimizer's `step_with_ready_grads`, or nothing."""
+        return self._judge(overflow=False) and self._step_ready()
+
+    def _judge(self, *, overflow: bool) -> bool:
+        """Whether the guard lets the step be; SpoiltStepError if the run is to end."""
         if self._guard is None:
-            return None
+            return True
+        microbatches = self._read()
         if not microbatches:
             raise ValueError("cfg.guard has seen no losses: expected the forward step of qwen3vl_bridge")
-        norm = 0.0 if overflow else math.sqrt(sum(by_part))
-        return self._guard.judge(loss / tokens if tokens else None, norm)
+        loss, tokens = self._loss
+        norm = 0.0 if overflow else self._norm()
+        finding = self._guard.judge(loss / tokens if tokens else None, norm)
+        if finding is None:
+            return True
+        samples = self._recorder.samples(self._groups) if self._groups.tp.rank() == 0 else []
+        message = finding.message(self._state.train_state.step + 1, itertools.chain(*gather_objects(samples)))
+        if finding.action == "stop":
+            raise SpoiltStepError(message)
+        if torch.distributed.get_rank() == 0:
+            logger.warning(message)
+        return False
 
-    def _step_if_good(self) -> tuple[bool, float | None, int | None]:
+    def _read(self) -> float:
+        """Losses and norms that were on their way; returns how many microbatches they are of."""
+        if self._figures is None:
+            return 0
+        *by_part, loss, tokens, microbatches = self._figures.tolist()
+        self._figures, self._loss = None, (loss, tokens)
+        self._norms = {part.value: math.sqrt(square) for part, square in zip(Part, by_part, strict=True)}
+        return microbatches
+
+    def _norm(self) -> float:
+        return math.sqrt(sum(norm**2 for norm in self._norms.values()))
+
+    def _step_in_parts(self) -> tuple[bool, float | None, int | None]:
         """As the optimizer's `step`; a skipped step has a norm too."""
         updated, norm, zeros = False, None, None
         try:
@@ -124,7 +148,8 @@ class BeforeStep(Callback):
         finally:
             self._unfreezing.after(updated=updated)
         if norm is None:
-            norm = math.sqrt(sum(norm**2 for norm in self._norms.values()))
+            self._read()
+            norm = self._norm()
         return updated, norm, zeros
 
 

@@ -91,10 +91,10 @@ class LossRecorder:
     state: GlobalState
     microbatches: list[Microbatch] = field(default_factory=list)
 
-    def sums(self) -> Tensor:
-        """[2] float64, sum of all losses that count and how many do, on their device."""
+    def sums(self, device: torch.device) -> Tensor:
+        """[2] float64, sum of all losses that count and how many do, on the model's device."""
         if not self.microbatches:
-            return torch.zeros(2, dtype=torch.float64)
+            return torch.zeros(2, dtype=torch.float64, device=device)
         return torch.stack([one.sums for one in self.microbatches]).double().sum(0)
 
     def samples(self, groups: ProcessGroupCollection) -> list[SampleLoss]:

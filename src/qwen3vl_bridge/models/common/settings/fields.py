@@ -82,6 +82,8 @@ class VisionLanguageFields(GPTModelProvider):
         calculate_per_token_loss: whether losses are summed over tokens and divided once by those of the global batch,
             however they are packed, as this package's recipes have it. None: as Megatron-Bridge, under context
             parallelism alone (and with `dist_train`); else each microbatch's mean counts alike.
+        loss_chunk_tokens: a microbatch with more tokens than this on a context-parallel rank has its loss computed that
+            many at a time, and their logits again in the backward pass (`models/common/chunked_loss.py`); 0: never.
         vision_dp_when_cp: whether context-parallel ranks share the pictures' work. They always do here.
         use_hf_vision_model, vision_cuda_graph_impl, vision_cuda_graph_scope, max_vision_cuda_graph_seq_length: settings
             of Megatron-Bridge's own model that have one value here.
@@ -122,6 +124,9 @@ class VisionLanguageFields(GPTModelProvider):
     # megatron-core refuses rows of several lengths between pipeline stages with its own default, experts or not.
     moe_token_dispatcher_type: str = "alltoall"
     calculate_per_token_loss: bool | None = None
+    # With Qwen3-VL's vocabulary 8,192 tokens' logits, their softmax and its gradient take 10 GB, for which GPUs have
+    # room; rows up to there pay nothing. Longer ones pay a product of the output layer more, some 3 % of an 8B's step.
+    loss_chunk_tokens: int = 8192
 
     freeze_language_model: bool = False
     freeze_vision_model: bool = False

@@ -11,7 +11,7 @@ import logging
 
 from qwen3vl_bridge.models.common.settings.activations import text_activation
 from qwen3vl_bridge.models.common.settings.fields import VisionLanguageFields, can_fuse_weight_gradients
-from qwen3vl_bridge.models.common.settings.rules import Row, Rule, When, any_of
+from qwen3vl_bridge.models.common.settings.rules import Row, Rule, When, any_of, at_least
 
 import torch
 import torch.nn.functional as F
@@ -99,9 +99,19 @@ _WITHOUT_GRAPHS = {
     "max_vision_cuda_graph_seq_length": None,
 }
 
+_CHUNKED = When("loss_chunk_tokens", lambda provider: provider.loss_chunk_tokens)
+
 # Before megatron-core completes a provider.
 RULES: tuple[Rule, ...] = (
     *(Row(name, value, _CAPTURED, also=(None,)) for name, value in _WITHOUT_GRAPHS.items()),
+    Row("loss_chunk_tokens", at_least(0)),
+    Row(
+        "defer_embedding_wgrad_compute",
+        False,
+        "the output layer would put its input aside once more where chunks' logits are computed again; or set "
+        "loss_chunk_tokens=0",
+        _CHUNKED,
+    ),
     *(Row(name, None, "it would be ignored", LOCAL, also=(False, "")) for name in ("fp8", "fp4")),
     Row(
         "attention_backend",

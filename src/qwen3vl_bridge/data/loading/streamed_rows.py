@@ -1,0 +1,82 @@
+"""Rows of a stream that is read in parts, each sample in one data-loading process alone.
+
+What lives here: which part a row is of, and the rows of each part. What may not: how a part is read
+(`data/sources/hub_streaming.py`), what a row is (`row_dataset.py`), how many parts there are (`data/provider.py`).
+
+Row n is row n // parts of part n % parts. A data-parallel rank takes every so-manyth microbatch and deals its own out
+to its workers in turn; so where `parts` is a multiple of ranks x workers x rows of a microbatch, all rows of a part are
+asked for in one process. Each part has windows and epochs of its own, and begins its next epoch when it is at its end:
+no rank waits for another's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from qwen3vl_bridge.batch import PackedBatch
+from qwen3vl_bridge.data.loading.row_dataset import Row, RowDataset
+from qwen3vl_bridge.data.packing.row_plan import Window
+from qwen3vl_bridge.data.packing.set_counts import counts_since
+from qwen3vl_bridge.data.processing.samples import Samples
+from qwen3vl_bridge.data.sources.hub_streaming import StreamedDataset
+
+from torch.utils.data import Dataset
+
+
+class StreamedRows(Dataset[Row]):
+    """Rows by number, without end, as `RowDataset` has them."""
+
+    def __init__(self, whole: RowDataset, parts: int) -> None:
+        """Deal a stream out.
+
+        Args:
+            whole: rows of all of it, of which none is read.
+            parts: into how many.
+
+        Raises:
+            DataError: a stream of fewer files than parts, which cannot be divided further.
+            ValueError: samples that are none of a stream.
+        """
+        file = whole.samples.file
+        if not isinstance(file, StreamedDataset):
+            raise ValueError(f"found samples of a {type(file).__name__}, expected those of a StreamedDataset")
+        self._whole, self._parts, self._file = whole, parts, file.divided(parts)
+        self._rows: dict[int, RowDataset] = {}
+
+    def __len__(self) -> int:
+        return len(self._whole)
+
+    def __getitem__(self, number: int) -> Row:
+        """Read and encode one row."""
+        number %= self._whole.repeat or number + 1
+        place, part = divmod(number, self._parts)
+        rows = self._rows_of(part)
+        row = rows[place]
+        before = rows.plan.dropped(place - 1) if place else ()
+        return row._replace(dropped=(), newly_dropped=counts_since(before, row.dropped))
+
+    def _rows_of(self, part: int) -> RowDataset:
+        if part not in self._rows:
+            samples = Samples(self._file.part(part, self._parts), self._whole.samples.admission)
+            self._rows[part] = RowDataset(samples, self._whole.settings, repeat=self._whole.repeat)
+        return self._rows[part]
+
+    def begun_at(self, begin: Window) -> StreamedRows:
+        """The same rows. A position has the window of one part, and others have begun elsewhere: all are read anew."""
+        return StreamedRows(self._whole, self._parts)
+
+    def collate_fn(self, rows: Sequence[Row]) -> PackedBatch:
+        """A microbatch of rows. Megatron-Bridge's loop looks for a function of this name.
+
+        Raises:
+            ValueError: several packed rows.
+        """
+        return self._whole.collate_fn(rows)
+
+    def dealt(self) -> tuple[int, int]:
+        """Rows are not dealt out by cost."""
+        return self._whole.dealt()
+
+    def fingerprint(self) -> dict[str, int | str | None]:
+        """What must be the same for a row's number to mean the same row."""
+        return {**self._whole.fingerprint(), "data": self._file.fingerprint(), "parts": self._parts}

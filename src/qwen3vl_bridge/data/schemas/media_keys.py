@@ -1,0 +1,230 @@
+"""Keys of a record: which hold media, and which nobody reads and seem to.
+
+What lives here: media beside a conversation, taken out of its record; refusing those under other keys. What may not:
+their places in the conversation (`placeholders.py`), opening media (`data/media/images.py`), anything but the standard
+library.
+
+Media stand under "image" or "images", "video" or "videos", each one or a list of them, also as base64 alone. What is
+empty is none: null, "", [], {}, and lists of these.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import PurePosixPath
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from qwen3vl_bridge.data.errors import DataError
+
+BESIDE = {"image": ("image", "images"), "video": ("video", "videos")}
+MEDIA_KEYS = tuple(key for keys in BESIDE.values() for key in keys)
+_NAMED_AS_MEDIA = re.compile(
+    r"(image|img|picture|photo|pic|video|vid|clip|audio)s?"
+    r"([_ -]?(path|file|file_?name|url|uri|bytes|base64|b64|data))?s?([_ -]?\d+)?",
+    re.IGNORECASE,
+)
+# Names of files, which are metadata where media are read; where to look for media that are missed; ids of videos.
+_NAMED_AS_FILES = re.compile(r"(image|img|picture|photo|pic|video|clip)s?[_ -]?(names?|lists?)", re.IGNORECASE)
+_MAY_HOLD_MEDIA = re.compile(r".*(image|img|picture|photo|video|clip|frames).*|pics?|vids?", re.IGNORECASE)
+_IDS = re.compile(r"vids?", re.IGNORECASE)
+_NAMES_A_SAMPLE = re.compile(r"(.*_)?(id|ID)|.*Id")
+_FILE = re.compile(
+    r"[^\n]{1,4096}\.(jpe?g|png|webp|gif|bmp|tiff?|heic|avif|mp4|m4v|mov|mkv|webm|avi|mpe?g|flv|wmv)(\?\S*)?",
+    re.IGNORECASE,
+)
+_ADDRESS = re.compile(r"https?://", re.IGNORECASE)
+# Beginnings of JPEG, PNG, GIF, RIFF (WebP, AVI), TIFF, BMP, MP4 and Matroska in base64.
+_ENCODED = re.compile(
+    r"(/9j/|iVBORw0KGgo|R0lGOD[dl]h|UklGR|SUkqA|TU0AK|Qk[\w+/]{6}AAAA|AAAA[\w+/]{2}Z0eX|GkXfo)[\w+/\s]{40,}=*\s*",
+    re.ASCII,
+)
+
+
+def media_beside(record: dict[str, Any], place: str) -> dict[str, list[Any]]:
+    """The media of each kind that stand beside the messages, taken out of the record; {} without any.
+
+    Raises:
+        DataError: both names of a kind, or what is no medium.
+    """
+    media: dict[str, list[Any]] = {}
+    for kind, keys in BESIDE.items():
+        given = {key: value for key in keys if not _is_none(value := record.pop(key, None))}
+        if len(given) > 1:
+            raise DataError(place, f"found both {' and '.join(map(repr, given))}, expected one of them")
+        for key, value in given.items():
+            items = value if isinstance(value, list) else [value]
+            media[kind] = [_medium(item, kind, f"{place}: {key} {n}") for n, item in enumerate(items, start=1)]
+    return media
+
+
+def check_unread(record: Mapping[str, Any], known: Collection[str], messages: list[Any], place: str) -> None:
+    """Refuse a key that nobody reads and that seems to hold media, by its name or by its value.
+
+    What only names a sample, or again a file that is read, is none; nor is an address beside media that are read.
+
+    Args:
+        record: as it was read.
+        known: keys that are read, or that are said to be left out.
+        messages: in our own spelling, with their media.
+        place: where the record stands, for messages.
+
+    Raises:
+        DataError: such a key.
+    """
+    unread = {key: value for key, value in record.items() if key not in known and value not in (None, "", [], {}, b"")}
+    if not unread:
+        return
+    read = [PurePosixPath(name).parts for name in _names(record, messages)]
+    shown = {part["type"] for message in messages for part in parts_of(message) if _is_medium_part(part)}
+    for key, value in unread.items():
+        if isinstance(value, str) and any(_is_end(PurePosixPath(value).parts, parts) for parts in read):
+            continue
+        like_media = _looks_like_media(value, addresses=not shown)
+        if isinstance(value, str) and _NAMES_A_SAMPLE.fullmatch(str(key)) and (shown or not like_media):
+            continue
+        if like_media or _is_named_as_media(str(key), value, shown):
+            raise DataError(place, unread_media(str(key), record))
+
+
+def _is_named_as_media(key: str, value: Any, shown: Collection[str]) -> bool:
+    """Whether a key's name says that it holds media; `shown` are the kinds that are read."""
+    if not isinstance(value, (str, bytes, list, dict)):
+        return False
+    if not _NAMED_AS_MEDIA.fullmatch(key):
+        return not shown and bool(_NAMED_AS_FILES.fullmatch(key))
+    if not shown:
+        return True
+    return not _IDS.fullmatch(key) and not (_kind_named(key) in shown and _is_address(value))
+
+
+def may_hold_media(record: Mapping[str, Any], known: Collection[str]) -> str | None:
+    """The key under which somebody who misses media should look first; None if none seems to hold any.
+
+    Args:
+        record: as it was read.
+        known: keys that are read.
+    """
+    values = (str, bytes, list, dict)
+    unread = {str(key): value for key, value in record.items() if key not in known and isinstance(value, values)}
+    like_media = [key for key, value in unread.items() if _looks_like_media(value, addresses=True)]
+    named = [key for key, value in unread.items() if value and _MAY_HOLD_MEDIA.fullmatch(key)]
+    return next(iter([*like_media, *named]), None)
+
+
+def _kind_named(key: str) -> str:
+    return "video" if re.match("vid|clip", key, re.IGNORECASE) else "image"
+
+
+def unread_media(key: str, keys: Collection[str]) -> str:
+    """What is wrong with a key that seems to hold media and is none of ours."""
+    kind = _kind_named(key)
+    return (
+        f"found {key!r}, which looks like pictures or videos and is not read, expected media under "
+        f"{', '.join(map(repr, MEDIA_KEYS))}; the keys are {', '.join(map(str, keys))}. Name the column "
+        f"(columns.{kind}={key}, or another of these), or leave it out (columns.ignore=[{key}])"
+    )
+
+
+def stored(item: Any) -> Any:
+    """The bytes or the path of a picture as Hugging Face datasets store it; with bytes, the path is but a name."""
+    if not isinstance(item, dict) or not item or not set(item) <= {"bytes", "path"}:
+        return item
+    return item["bytes"] if item.get("bytes") is not None else item.get("path")
+
+
+def local_path(name: Any, place: str) -> Any:
+    """The path that a "file://" address means, percent signs decoded; anything else as it is.
+
+    Raises:
+        DataError: a file of another host, or an address that is no path.
+    """
+    if not isinstance(name, str) or name[:6].lower() != "file:/":
+        return name
+    try:
+        address = urlsplit(name)
+        path = unquote(address.path, errors="strict")
+    except ValueError as error:
+        raise DataError(place, f"found the address {name[:80]!r}, expected file:///PATH ({error})") from error
+    if address.netloc.lower() not in ("", "localhost"):
+        raise DataError(place, f"found the address {name[:80]!r}, a file of {address.netloc!r}, expected file:///PATH")
+    if address.query or address.fragment:
+        raise DataError(place, f"found the address {name[:80]!r}, expected '?' and '#' in a path as %3F and %23")
+    return path
+
+
+def _medium(item: Any, kind: str, place: str) -> Any:
+    """A path, a file's bytes, or a video's frames."""
+    if kind == "video" and isinstance(item, list) and item:
+        return [_medium(frame, "image", f"{place}, frame {number}") for number, frame in enumerate(item, start=1)]
+    item = local_path(stored(item), place)
+    if isinstance(item, str) and _ENCODED.fullmatch(item):
+        return f"data:;base64,{''.join(item.split())}"
+    if not isinstance(item, (str, bytes)) or not item:
+        raise DataError(place, f"found {shown(item)}, expected a path, or bytes")
+    return item
+
+
+def _is_none(value: Any) -> bool:
+    """Whether a key says that there is no medium: null, an empty text, list or object, or a list of these."""
+    if isinstance(value, dict):
+        return set(value) <= {"bytes", "path"} and not any(value.values())
+    if isinstance(value, list):
+        return not any(isinstance(item, list) or not _is_none(item) for item in value)
+    return value in (None, "", b"")
+
+
+def parts_of(message: Any) -> list[Any]:
+    """The parts of a message's content; none of one that is a text."""
+    content = message.get("content") if isinstance(message, dict) else None
+    return content if isinstance(content, list) else []
+
+
+def _is_medium_part(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in ("image", "video")
+
+
+def _names(record: Mapping[str, Any], messages: list[Any]) -> Iterator[str]:
+    """What media that are read are called."""
+    media = [part.get(part["type"]) for message in messages for part in parts_of(message) if _is_medium_part(part)]
+    for value in [*media, *(record.get(key) for key in MEDIA_KEYS)]:
+        for item in value if isinstance(value, list) else [value]:
+            name = item.get("path") if isinstance(item, dict) else item
+            if isinstance(name, str) and not name.startswith("data:"):
+                yield name
+
+
+def _is_end(first: tuple[str, ...], second: tuple[str, ...]) -> bool:
+    """Whether one path is the end of the other, so that both may be of one file; A/1.png and B/1.png are two."""
+    shared = min(len(first), len(second))
+    return shared > 0 and first[-shared:] == second[-shared:]
+
+
+def _looks_like_media(value: Any, *, addresses: bool) -> bool:
+    if isinstance(value, list):
+        return bool(value) and all(_looks_like_media(item, addresses=addresses) for item in value[:4])
+    if isinstance(value, dict):
+        path = value.get("path")
+        named = isinstance(path, str) and (set(value) == {"bytes", "path"} or bool(_FILE.fullmatch(path)))
+        return set(value) <= {"bytes", "path"} and (named or _looks_like_media(value.get("bytes"), addresses=addresses))
+    if isinstance(value, str):
+        if _ADDRESS.match(value) and not addresses:
+            return False
+        named = value.startswith(("data:image/", "data:video/")) or bool(_FILE.fullmatch(value.strip()))
+        return named or bool(_ENCODED.match(value[:256]))
+    return isinstance(value, bytes)
+
+
+def _is_address(value: Any) -> bool:
+    """Whether a value is an address, or a list of them."""
+    if isinstance(value, list):
+        return bool(value) and all(map(_is_address, value))
+    url = value.get("url") if isinstance(value, dict) and set(value) == {"url"} else value
+    return isinstance(url, str) and bool(_ADDRESS.match(url))
+
+
+def shown(value: Any) -> str:
+    """A value for a message, cut short."""
+    words = ascii(value) if isinstance(value, bytes) else repr(value)
+    return words if len(words) <= 60 else f"{words[:57]}..."

@@ -1,0 +1,175 @@
+"""The loss of long rows, without all of their logits at once.
+
+What lives here: losses of a row's tokens computed a chunk of them at a time, and their backward pass, which computes
+each chunk's logits again. What may not: the loss of logits (`text_model.py`, which is megatron-core's), the number of
+tokens of a chunk (`settings/fields.py`).
+
+A row of s tokens has s * vocabulary logits, and megatron-core keeps their softmax in float32 until the backward pass:
+74 GiB for 131,072 tokens of Qwen3-VL. Here the forward pass keeps the hidden states alone, and the backward pass makes
+one chunk's logits after the other, for one more product of hidden states and output weights. (Computing gradients in
+the forward pass, as Liger Kernel does, would spare that, but takes the gradient of every token's loss to be known
+there. The loss scale, the number of tokens of the global batch and the callers' own weights of tokens come after it.)
+
+The output layer and the loss are the model's own, so tensor and sequence parallelism, adapters, the padding of the
+vocabulary and fused kernels are what they are for a whole row. The parameters' gradients are added up in float32 and
+rounded once, to the parameter's precision; where megatron-core's layer adds them to `main_grad` by itself
+(`gradient_accumulation_fusion`), it does so chunk by chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+
+@dataclass(frozen=True)
+class Head:
+    """What makes losses of hidden states.
+
+    Attributes:
+        output_layer: (hidden states [s / sp, b, h], weight, runtime_gather_output) -> logits [s, b, v / tp] and a bias.
+        weight: that of tied embeddings, or None for the layer's own.
+        gather: `runtime_gather_output`.
+        loss: (labels [b, s], logits) -> losses [b, s].
+    """
+
+    output_layer: nn.Module
+    weight: Tensor | None
+    gather: bool | None
+    loss: Callable[[Tensor, Tensor], Tensor]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[s, b, v / tp] of hidden states [s / sp, b, h]."""
+        return self.output_layer(hidden, weight=self.weight, runtime_gather_output=self.gather)[0]
+
+    def trained(self) -> list[Tensor]:
+        """Weights that get a gradient."""
+        weights = [*self.output_layer.parameters(), *([] if self.weight is None else [self.weight])]
+        return [weight for weight in dict.fromkeys(weights) if weight.requires_grad]
+
+
+# Is given each chunk's logits [n, b, v / tp] and its parts of tensors [b, s].
+Seen = Callable[..., None]
+
+
+def loss_processor(
+    *,
+    hidden_states: Tensor,
+    output_layer: nn.Module,
+    output_weight: Tensor | None,
+    labels: Tensor,
+    runtime_gather_output: bool | None,
+    compute_language_model_loss: Callable[[Tensor, Tensor], Tensor],
+    config: Any,
+    **_: Any,
+) -> Tensor:
+    """Losses [b, s], as GPTModel's; the arguments are those of its `output_processor`."""
+    head = Head(output_layer, output_weight, runtime_gather_output, compute_language_model_loss)
+    return token_losses(head, hidden_states, labels, config.loss_chunk_tokens)
+
+
+def token_losses(
+    head: Head, hidden: Tensor, labels: Tensor, tokens: int, seen: Seen | None = None, beside: tuple[Tensor, ...] = ()
+) -> Tensor:
+    """Losses [b, s] in float32, where there are more than `tokens` tokens from the logits of a chunk of them at a time.
+
+    Chunks differ by a token of each row and rank at the most. Under sequence parallelism a chunk has the tokens of the
+    same places in every rank's share.
+
+    Args:
+        head: what computes them.
+        hidden: [s / sp, b, h].
+        labels: [b, s].
+        tokens: of a chunk at the most, of all rows and ranks together; or one of each. 0: all of them are one.
+        seen: is given each chunk's logits and its parts of `beside`, in order, in the forward pass.
+        beside: tensors [b, s].
+
+    Raises:
+        ValueError: labels of another number of tokens.
+    """
+    if not 0 < tokens < labels.numel():
+        return _losses(head, seen, hidden, labels, *beside)
+    (length, rows, _), (of_rows, of_length) = hidden.shape, labels.shape
+    if of_rows != rows or of_length % length:
+        raise ValueError(
+            f"labels have shape {list(labels.shape)}, expected {[rows, length]}, or a multiple of {length} tokens "
+            "where sequence parallelism has cut them"
+        )
+    chunks = min(-(-labels.numel() // tokens), length)
+    return _ChunkedLosses.apply(head, chunks, seen, beside, hidden, labels, *head.trained())
+
+
+def _losses(head: Head, seen: Seen | None, hidden: Tensor, labels: Tensor, *beside: Tensor) -> Tensor:
+    logits = head.logits(hidden)
+    if seen is not None:
+        seen(logits.detach(), *beside)  # before the loss, which may write over logits
+    return head.loss(labels, logits)
+
+
+class _ChunkedLosses(torch.autograd.Function):
+    """Losses of hidden states. Weights are given beside, so that autograd asks for their gradients."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cuda")  # logits are made with the same autocast again
+    def forward(
+        ctx: Any,
+        head: Head,
+        chunks: int,
+        seen: Seen | None,
+        beside: tuple[Tensor, ...],
+        hidden: Tensor,
+        labels: Tensor,
+        *weights: Tensor,
+    ) -> Tensor:
+        ctx.head, ctx.chunks, ctx.weights = head, chunks, weights
+        ctx.save_for_backward(hidden, labels)
+        along = (_cut(x, len(hidden), chunks) for x in (labels, *beside))
+        found = [_losses(head, seen, *parts) for parts in zip(hidden.tensor_split(chunks), *along, strict=True)]
+        return _joined(found, labels.size(1) // len(hidden))
+
+    @staticmethod
+    @once_differentiable
+    @torch.amp.custom_bwd(device_type="cuda")
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, labels = ctx.saved_tensors
+        of_hidden, sums = torch.empty_like(hidden), dict[Tensor, Tensor]()
+        along = (_cut(x, len(hidden), ctx.chunks) for x in (labels, gradient))
+        parts = (x.tensor_split(ctx.chunks) for x in (hidden, of_hidden))
+        for part, of_part, of_labels, of_losses in zip(*parts, *along, strict=True):
+            with torch.enable_grad():
+                part = part.detach().requires_grad_()
+                losses = _losses(ctx.head, None, part, of_labels)
+            wanted = (part, *ctx.weights)
+            found, *of_weights = torch.autograd.grad(losses, wanted, of_losses, allow_unused=True)
+            of_part.copy_(found)
+            for weight, one in zip(ctx.weights, of_weights, strict=True):
+                if one is not None:
+                    sums[weight] = _added(sums.get(weight), one, weight)
+        of_weights = (sums[weight].to(weight.dtype) if weight in sums else None for weight in ctx.weights)
+        return None, None, None, None, of_hidden, None, *of_weights
+
+
+def _added(total: Tensor | None, gradient: Tensor, weight: Tensor) -> Tensor:
+    """A weight's gradient added to those of chunks before, in float32.
+
+    Where a layer has added it to `main_grad`, what it returns only stands for it, and DistributedDataParallel takes the
+    sum from there.
+    """
+    if getattr(weight, "grad_added_to_main_grad", False):
+        return gradient
+    return gradient.float() if total is None else total.add_(gradient)
+
+
+def _cut(x: Tensor, length: int, chunks: int) -> list[Tensor]:
+    """[b, sp * length] -> a chunk's [b, sp * n] each, of every rank's share the same places."""
+    return [part.flatten(1) for part in x.unflatten(1, (-1, length)).tensor_split(chunks, dim=2)]
+
+
+def _joined(parts: list[Tensor], ranks: int) -> Tensor:
+    """What `_cut` has cut."""
+    return torch.cat([part.unflatten(1, (ranks, -1)) for part in parts], dim=2).flatten(1)

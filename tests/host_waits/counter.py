@@ -1,0 +1,392 @@
+"""Counts where a training step would make the host wait for a GPU, on a machine without one.
+
+What lives here: the counter. What may not: whose line a wait is (`places.py`), models and batches
+(`on_ranks.py`, `upstream.py`, `test_host_waits.py`).
+
+All numbers are computed on the CPU. But while the counter is on, tensors that would be on a GPU say that they are on
+"cuda:0", and whoever makes or moves a tensor there gets one of these; streams and events do nothing, and pinned memory
+is any memory that was asked for as such. A storage is on the GPU when
+- it was there in the beginning (`on_gpu`: parameters, buffers, gradients),
+- it was moved there (`.to`, `.cuda`, `copy_`), or made there (`device=`),
+- it comes from an operation one of whose tensors is there, or went through a collective, as NCCL has it.
+
+A wait is
+- a value read: `_local_scalar_dense` (`item`, `bool`, `int`, `float`, an index), `tolist`, `equal`,
+- a result whose size is a value: `nonzero`, booleans as an index, `masked_select`, `unique`, `bincount`,
+  `repeat_interleave` by a tensor without `output_size`,
+- a copy between host and GPU without `non_blocking`, or from memory that is not pinned: `cpu`, `to`, `copy_`,
+  `torch.tensor(..., device=)`, a host tensor as the index of one on the GPU,
+- objects sent between ranks, barriers, and streams, events and devices that are synchronised.
+Each is attributed to the innermost line of a package that stands in the stack; in a backward pass without such a line,
+to the line whose gradient is computed.
+
+Limits. It sees no kernel of a GPU: what Transformer Engine, Triton or cuBLAS do by themselves is not counted, and what
+the local layer spec does here others may not. `non_blocking` copies to the host are no wait: that nobody reads
+them too early is for the reader to prove. An event that is synchronised is counted unless the host has waited for
+something after it was recorded, which takes all streams for one. Collectives are taken for NCCL's,
+for which the host does not wait. `torch.cuda.set_sync_debug_mode` is the judge on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+from qwen3vl_bridge.compat import cpu
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.attention.bias import CausalBias
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_iter
+
+from .places import Seen, Wait, in_a_gradient, place_in_code
+
+GPU = torch.device("cuda", 0)
+# Operations whose result has a size that the host learns from the GPU.
+_SIZED_BY_VALUES = {
+    "nonzero",
+    "masked_select",
+    "_unique",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+    "unique_dim_consecutive",
+    "bincount",
+    "is_nonzero",
+}
+_OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "barrier")
+
+
+class HostWaits:
+    """The waits of a block: `with HostWaits(model) as waits: ...`.
+
+    Args:
+        on_gpu: modules, optimizers' states, dataclasses of tensors or tensors that are on the GPU in the beginning.
+
+    Attributes:
+        waited: how many waits there were in all.
+    """
+
+    def __init__(self, *on_gpu: Any) -> None:
+        self.begin()
+        self.waited = 0
+        self._storages: dict[int | None, StorageWeakRef] = {}
+        self._pinned: dict[int | None, StorageWeakRef] = {}
+        self._paused = self._blind = self._copies = False
+        for one in on_gpu:
+            self.on_gpu(one)
+
+    def on_gpu(self, values: Any) -> None:
+        """Have tensors be on the GPU: those of a module with their gradients, or any in lists, dicts and tuples."""
+        if isinstance(values, torch.nn.Module):
+            for module in values.modules():
+                if isinstance(module, DistributedDataParallel):
+                    buffers = (*module.buffers, *module.expert_parallel_buffers)
+                    self.on_gpu([(one.param_data, one.grad_data) for one in buffers])
+            tensors = [*values.parameters(), *torch.nn.Module.buffers(values)]  # DistributedDataParallel has others
+            tensors += [getattr(one, name, None) for one in tensors for name in ("grad", "main_grad", "main_param")]
+        else:
+            tensors = list(tree_iter(values))
+        for tensor in tensors:
+            if isinstance(tensor, Tensor):
+                self._place(tensor)
+
+    def pinned(self, values: Any) -> None:
+        """Have host tensors be in page-locked memory, as a loader that pins gives them; in lists, dicts and tuples."""
+        for tensor in tree_iter(values):
+            if isinstance(tensor, Tensor):
+                self._pinned[_storage(tensor)] = StorageWeakRef(tensor.untyped_storage())
+
+    def begin(self) -> None:
+        """Forget what was seen until now."""
+        self._found: Counter[Wait] = Counter()
+        self._mixed: Counter[Wait] = Counter()
+
+    def seen(self) -> Seen:
+        """What was seen since the beginning."""
+        return Seen(dict(self._found), dict(self._mixed))
+
+    def __enter__(self) -> HostWaits:
+        self._stack = ExitStack()
+        for context in (torch.autograd.set_detect_anomaly(True, check_nan=False), *self._patches()):
+            self._stack.enter_context(context)
+        self._stack.enter_context(_Functions(self))
+        self._stack.enter_context(_Operations(self))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    # What is where.
+
+    def is_on_gpu(self, tensor: Any) -> bool:
+        """Whether a tensor is there."""
+        if not isinstance(tensor, Tensor):
+            return False
+        return _storage(tensor) in self._storages
+
+    def _place(self, tensor: Tensor) -> Tensor:
+        key = _storage(tensor)
+        if key is not None and key not in self._storages:
+            # As long as a weak reference is held, no other storage gets its address.
+            self._storages[key] = StorageWeakRef(tensor.untyped_storage())
+        return tensor
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Count nothing."""
+        before, self._paused = self._paused, True
+        yield
+        self._paused = before
+
+    def note(self, what: str, into: Counter[Wait] | None = None) -> None:
+        """A wait, at the innermost line of a package."""
+        if not self._paused:
+            self.waited += into is None
+            (self._found if into is None else into)[Wait(*place_in_code(), what)] += 1
+
+    # What torch is asked for.
+
+    def function(self, function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """A call of torch's Python interface."""
+        name = getattr(function, "__name__", "")
+        first = args[0] if args else None
+        if name == "__get__" and getattr(function, "__self__", None) is Tensor.device:
+            return GPU if self.is_on_gpu(first) else function(*args, **kwargs)
+        if name == "tolist" and self.is_on_gpu(first):
+            self.note("tolist")
+            with self.paused():
+                return function(*args, **kwargs)
+        if name == "pin_memory":
+            copy = first.clone()
+            self.pinned(copy)
+            return copy
+        if name == "record_stream":
+            return None
+        if name in ("copy_", "__setitem__"):
+            self._copies = True  # gloo copies too, from memory of its own, where NCCL has none
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._copies = False
+        if name in ("cpu", "to"):
+            return self._moved(name, function, args, kwargs)
+        if _is_gpu(kwargs.get("device")):
+            return self._made_there(name, function, args, kwargs | dict(device="cpu"))
+        return function(*args, **kwargs)
+
+    def _made_there(self, name: str, function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        made = function(*args, **kwargs)
+        if name not in ("tensor", "as_tensor", "asarray"):
+            return self._place(made) if isinstance(made, Tensor) else made
+        if args and self.is_on_gpu(args[0]):
+            return self._place(made)
+        self.note(f"{name} of host values")
+        return self._place(made.clone())
+
+    def _moved(self, name: str, function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        tensor, *rest = args
+        here, there = self.is_on_gpu(tensor), name != "cpu" and self._goes_to_gpu(rest, kwargs)
+        rest = ["cpu" if _is_gpu(one) else one for one in rest]
+        result = function(tensor, *rest, **kwargs | (dict(device="cpu") if _is_gpu(kwargs.get("device")) else {}))
+        if there is None or there == here:
+            return result
+        if not kwargs.get("non_blocking"):
+            self.note(f"{name}: a copy to the {'GPU' if there else 'host'}")
+        elif there and _storage(tensor) not in self._pinned:
+            self.note(f"{name}: a copy of memory that is not pinned")
+        if result.untyped_storage()._cdata == tensor.untyped_storage()._cdata or self.is_on_gpu(result) != there:
+            with self.uncounted():
+                result = result.clone()
+        return self._place(result) if there else result
+
+    def _goes_to_gpu(self, rest: list[Any], kwargs: dict[str, Any]) -> bool | None:
+        """Where `Tensor.to` goes, from its arguments; None: it stays."""
+        for one in (*rest, kwargs.get("other"), kwargs.get("device")):
+            if isinstance(one, Tensor):
+                return self.is_on_gpu(one)
+            if isinstance(one, str | torch.device) or type(one) is int:
+                return _is_gpu(one)
+        return None
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Operations are none of the step's, and place nothing."""
+        before, self._blind = self._blind, True
+        yield
+        self._blind = before
+
+    def operation(self, op: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """An operation, forward or backward."""
+        if self._blind:
+            return op(*args, **kwargs)
+        name, space = op._schema.name.partition("::")[2], op.namespace
+        tensors = [one for one in tree_iter((args, kwargs)) if isinstance(one, Tensor)]
+        there = [self.is_on_gpu(one) for one in tensors]
+        if space == "c10d":
+            there = [True] * len(tensors)
+            for one in tensors:
+                self._place(one)
+        what = self._waits_for(name, args, kwargs) if any(there) else None
+        if what is not None:
+            self.note(what)
+        result = op(*args, **kwargs)
+        if name == "copy_":
+            return result
+        if any(there) or (not tensors and in_a_gradient()):
+            if space == "aten" and name not in ("index", "index_put_", "index_put", "_index_put_impl_"):
+                self._check_mixed(op, tensors, there)
+            for one in tree_iter(result):
+                if isinstance(one, Tensor):
+                    self._place(one)
+        return result
+
+    def _waits_for(self, name: str, args: tuple, kwargs: dict[str, Any]) -> str | None:
+        if name in _SIZED_BY_VALUES:
+            return name
+        if name == "equal":
+            first, second = args  # torch says at once what needs no look
+            same = _storage(first) == _storage(second) and first.storage_offset() == second.storage_offset()
+            return None if first.shape != second.shape or (same and first.stride() == second.stride()) else name
+        if name == "_local_scalar_dense":
+            return "a value"
+        if name == "repeat_interleave" and kwargs.get("output_size") is None and len(args) < 2:
+            return "repeat_interleave without output_size"
+        if name == "copy_":
+            blocking = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+            apart = self.is_on_gpu(args[0]) != self.is_on_gpu(args[1])
+            return "copy_ between host and GPU" if self._copies and blocking and apart and args[1].dim() else None
+        if name in ("index", "index_put_", "index_put", "_index_put_impl_"):
+            return self._waits_for_index(name, args)
+        return None
+
+    def _waits_for_index(self, name: str, args: tuple) -> str | None:
+        indices = [one for one in args[1] if one is not None]
+        booleans = [one for one in indices if one.dtype in (torch.bool, torch.uint8)]
+        fills = name != "index" and len(indices) == 1 and args[2].numel() == 1 and not (len(args) > 3 and args[3])
+        if booleans and not fills:  # which is a masked_fill
+            return "booleans as an index"
+        if any(one.dim() and not self.is_on_gpu(one) for one in indices):
+            return "an index on the host"
+        return None
+
+    def _check_mixed(self, op: Any, tensors: list[Tensor], there: list[bool]) -> None:
+        """Tensors without dimensions may be on the host; where a tensor without elements is, is not known."""
+        for one, is_there in zip(tensors, there, strict=True):
+            if not is_there and one.dim() and one.numel():
+                self.note(f"{op} with a host tensor {list(one.shape)}", self._mixed)
+                self._place(one)
+
+    # What Megatron's modules, and processes, are asked for.
+
+    def _patches(self) -> Iterator[Any]:
+        overlay = vars(cpu._torch_on_cpu())
+        yield mock.patch.dict(overlay, {name: _for_gpu(getattr(torch, name)) for name in cpu._FACTORIES})
+        yield mock.patch.dict(overlay, device=torch.device)
+        here = dict(current_device=lambda: 0, synchronize=lambda *_: self.note("the device"))
+        yield mock.patch.dict(vars(overlay["cuda"]), here)
+        streams = ("Stream", "current_stream", "stream")
+        for name, instead in (here | {name: vars(overlay["cuda"])[name] for name in streams}).items():
+            yield mock.patch.object(torch.cuda, name, instead)
+        yield mock.patch.object(torch.cuda, "Event", lambda *_, **__: _Event(self))
+        yield mock.patch.object(cpu._Stream, "synchronize", lambda _: self.note("a stream or an event"))
+        yield mock.patch.object(Tensor, "cuda", lambda *args, **kwargs: self._cuda(*args, **kwargs))
+        # A mode does not let torch make one of its subclasses.
+        yield mock.patch.object(CausalBias, "__new__", _unseen(CausalBias.__new__))
+        yield mock.patch.object(torch.autograd, "_engine_run_backward", self._backward)
+        yield mock.patch.object(dist, "get_backend", lambda *_: "nccl")
+        for name in _OBJECTS:
+            yield mock.patch.object(dist, name, self._once(getattr(dist, name), name))
+
+    def _cuda(self, tensor: Tensor, device: Any = None, non_blocking: bool = False, **_: Any) -> Tensor:
+        return tensor.to(GPU, non_blocking=non_blocking)
+
+    def _backward(self, *args: Any, **kwargs: Any) -> Any:
+        """`torch.autograd.backward` is itself a function that is seen, and while it runs others would not be."""
+        with _Functions(self):
+            return _engine_run_backward(*args, **kwargs)
+
+    def _once(self, function: Callable, name: str) -> Callable:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.note(name)
+            with self.paused():
+                return function(*args, **kwargs)
+
+        return call
+
+
+class _Event(cpu._Stream):
+    """An event of the one stream that all is done in: it has come when the host has waited for something later."""
+
+    def __init__(self, waits: HostWaits) -> None:
+        self._waits, self._recorded = waits, 0
+
+    def record(self, *_: Any) -> None:
+        self._recorded = self._waits.waited
+
+    def query(self) -> bool:
+        return self._waits.waited > self._recorded
+
+    def synchronize(self) -> None:
+        if not self.query():
+            self._waits.note("an event")
+
+
+def _is_gpu(device: Any) -> bool:
+    """Whether an argument names it; an int is its number."""
+    if isinstance(device, str | torch.device):
+        return str(device).startswith("cuda")
+    return type(device) is int
+
+
+def _for_gpu(factory: Callable) -> Callable:
+    """A factory as Megatron's modules call it: of memory that is pinned where they ask for it."""
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        pinned = kwargs.pop("pin_memory", False)
+        made = factory(*args, **kwargs)
+        return made.pin_memory() if pinned else made
+
+    return make
+
+
+def _unseen(function: Callable) -> Callable:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _storage(tensor: Tensor) -> int | None:
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # subclasses without one
+        return None
+
+
+class _Functions(TorchFunctionMode):
+    def __init__(self, waits: HostWaits) -> None:
+        super().__init__()
+        self.waits = waits
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.waits.function(function, args, kwargs or {})
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, waits: HostWaits) -> None:
+        super().__init__()
+        self.waits = waits
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.waits.operation(op, args, kwargs or {})

@@ -1,0 +1,65 @@
+"""Run on ranks, or alone: a whole step of Megatron-Bridge's, its waits counted.
+
+torchrun --nproc_per_node N -m tests.host_waits.on_ranks OUTPUT CASES FOLDERS
+
+CASES is a JSON list of [family, topology, rows]; FOLDERS a JSON object with the Hugging Face folder of each family.
+What is counted is the third step of four, and the fourth, which takes figures: with the guard, recorded losses, norms
+of parts, meters and the log.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from qwen3vl_bridge.training.callbacks import training_callbacks
+from qwen3vl_bridge.training.config import GuardConfig
+from qwen3vl_bridge.training.optimizer.gradient_norms import optimizers_of
+
+import torch.distributed as dist
+
+from tests.parity.on_ranks import Split
+from tests.parity.topologies import MODULES, TOPOLOGIES, Topology
+from tests.ranks import begin, leave
+from tests.steps import followed, step_with_callbacks
+
+from .counter import HostWaits
+from .places import Seen
+
+STEPS, INTERVAL = 4, 2
+CONTENT = "mixed"
+
+
+def count_step(folder: str, topology: Topology, rows: str, **settings: Any) -> dict[str, Seen]:
+    """Train four steps; returns what was counted in a step without figures, "step", and in one with, "figures"."""
+    settings = dict(train__train_iters=STEPS, logger__log_interval=INTERVAL) | settings
+    split = Split(folder, topology, **settings)
+    run = split.run
+    run.stream = split.batches(CONTENT, rows, steps=STEPS)
+    run.cfg.guard = GuardConfig(on_nan="skip")
+    vars(run.optimizer).pop("get_grad_norm", None)  # joined by `set_up` already, and by the callbacks again
+    found = {}
+    waits = HostWaits(*run.model, [one._scale for one in optimizers_of(run.optimizer)])
+    with waits, followed(run, training_callbacks(run.cfg)):
+        for step in range(1, STEPS + 1):
+            waits.begin()
+            step_with_callbacks(run)
+            found["figures" if step % INTERVAL == 0 else "step"] = waits.seen()
+    return found
+
+
+def main(output: str, cases: list[list[str]], folders: dict[str, str]) -> None:
+    """Every case; rank 0 writes what all ranks have found."""
+    found = {}
+    for family, name, rows in cases:
+        counted = count_step(folders[family], (TOPOLOGIES | MODULES)[name], rows)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, counted)
+        found[family, name, rows] = everyone
+    leave(found, output)
+
+
+if __name__ == "__main__":
+    begin()
+    main(sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3]))

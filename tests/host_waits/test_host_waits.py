@@ -1,0 +1,192 @@
+"""Nothing of ours makes the host wait for the GPU in a training step; what is counted, and its limits: `counter.py`.
+
+Figures that a run takes every `logger.log_interval` steps are read there, and only there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from pathlib import Path
+
+from qwen3vl_bridge.models.common.inputs.local_ranks import sequence_ranks
+from qwen3vl_bridge.training.step import to_device
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from tests.forked import run_ranks
+from tests.frameworks.megatron_bridge.upstream_steps_on_ranks import join
+from tests.model.inputs.support import offsets, packed_params
+from tests.parity.batches import make_batch, make_samples
+from tests.parity.conftest import make_pair
+from tests.parity.one_process.test_recompute import FULL, of_vision
+from tests.parity.topologies import Topology
+from tests.qwen3_5.tiny import make_checkpoint
+
+from .counter import HostWaits
+from .on_ranks import count_step
+from .places import PACKAGES, Seen
+from .upstream import count_upstream
+
+# Where figures are read, each log_interval.
+FIGURES = {
+    "parallel/collectives.py:sum_amounts",
+    "parallel/collectives.py:largest_of_each",
+    "training/monitoring/expert_load.py:counts",
+    "training/monitoring/expert_load.py:take",
+}
+
+
+@pytest.fixture(scope="module")
+def folders(untied_folder, moe_folder, tmp_path_factory):
+    qwen3_5 = make_checkpoint(tmp_path_factory.mktemp("qwen3_5"))
+    return {"dense": untied_folder, "MoE": moe_folder, "Qwen3.5": qwen3_5}
+
+
+def forward_and_backward(folder, content, *, packed, **settings) -> Seen:
+    pair = make_pair(folder, **settings)
+    model, samples = pair.megatron, make_samples(content, pair.config, seed=5)
+    batch = make_batch(samples, pair.config, packed=packed)
+    with HostWaits(model) as waits:
+        inputs = to_device(batch.local(**sequence_ranks(pair.provider, model.pg_collection)), model)
+        (model(inputs=inputs) * inputs.loss_mask).sum().backward()
+    return waits.seen()
+
+
+@pytest.mark.parametrize("settings", [{}, FULL | of_vision(FULL)], ids=["plain", "recompute"])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize("content", ["mixed", "video", "text only"])
+@pytest.mark.parametrize("family", ["dense", "MoE", "Qwen3.5"])
+def test_a_pass_waits_for_nothing(folders, family, content, packed, settings):
+    seen = forward_and_backward(folders[family], content, packed=packed, **settings)
+    assert not seen.of("ours") and not seen.mixed
+
+
+@pytest.mark.parametrize("family", ["dense", "MoE", "Qwen3.5"])
+def test_a_step_with_guard_and_meters_waits_for_nothing(folders, family):
+    found = count_step(str(folders[family]), Topology(1), "packed")
+    check(found)
+    assert not found["step"].mixed
+    row = f"| {family} | {numbers(found['step'])} | {numbers(found['figures'])} |"
+    assert row in Path("docs/speed.md").read_text()
+
+
+def check(found: dict[str, Seen], allowed: frozenset[str] = frozenset()) -> None:
+    """Ours are none but those that are allowed; and figures where they are taken."""
+    ours = {which: {wait.function for wait in seen.found if wait.package == "ours"} for which, seen in found.items()}
+    assert not ours["step"] - allowed, found["step"].of("ours")
+    assert not ours["figures"] - allowed - FIGURES, found["figures"].of("ours")
+    assert ours["figures"] - allowed  # or nothing of ours is seen at all
+
+
+# Without Transformer Engine megatron-core clips by a number, which both modules' norms make together.
+JOINT_NORM = frozenset({"encoder_parallel/step.py:_joint_norm"})
+CASES = [
+    ["dense", "CP2", "packed"],
+    ["dense", "CP2", "padded"],
+    ["dense", "PP2", "packed"],
+    ["dense", "TP2+SP", "packed"],
+    ["dense", "1 + 1", "packed"],
+    ["MoE", "EP2", "packed"],
+]
+
+
+@pytest.fixture(scope="module")
+def on_ranks(folders, tmp_path_factory):
+    output = tmp_path_factory.mktemp("waits") / "found.pt"
+    named = {name: str(shutil.copytree(folder, output.parent / name)) for name, folder in folders.items()}
+    run_ranks("tests.host_waits.on_ranks", 2, output, json.dumps(CASES), json.dumps(named), timeout=500)
+    return torch.load(output, weights_only=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=" ".join)
+def test_a_step_of_a_split_model_waits_for_nothing(on_ranks, case):
+    for found in on_ranks[tuple(case)]:
+        check(found, JOINT_NORM if case[1] == "1 + 1" else frozenset())
+
+
+def called_with_tensors(folder, *, packed: bool) -> Seen:
+    """The model called as transformers' is, with tensors on the device."""
+    pair = make_pair(folder)
+    model, samples = pair.megatron, make_samples("image and video", pair.config, seed=5)
+    given = join(samples, 1, packed=packed)
+    arguments = {name: given[name] for name in ("input_ids", "labels", "loss_mask")}
+    arguments |= given["visual_inputs"].normalized_for_model()
+    waits = HostWaits(model, arguments)
+    if packed:
+        ends = offsets([len(sample.ids) for sample in samples])
+        arguments["packed_seq_params"] = packed_params(ends, ends)
+        waits.on_gpu(vars(arguments["packed_seq_params"]))
+    else:
+        arguments["attention_mask"] = given["attention_mask"]
+        waits.on_gpu(arguments["attention_mask"])
+    with waits:
+        model(**arguments).sum().backward()
+    return waits.seen()
+
+
+def numbers(seen: Seen) -> str:
+    return " | ".join(str(seen.total(package)) for package in PACKAGES if package != "transformers")
+
+
+def test_the_page_has_what_is_counted(folders):
+    """The tables of docs/speed.md; what a whole step counts is compared with them above."""
+    page, dense = Path("docs/speed.md").read_text(), folders["dense"]
+    config = AutoConfig.from_pretrained(dense)
+    for content, packed in itertools.product(("many images", "image and video"), (True, False)):
+        name = f"{content}, {'packed' if packed else 'padded'}"
+        ours = forward_and_backward(dense, content, packed=packed)
+        theirs = count_upstream(dense, make_samples(content, config, seed=5), packed=packed)
+        assert f"| {name} | {numbers(ours)} | {numbers(theirs)} |" in page
+    for packed in (True, False):
+        seen = called_with_tensors(dense, packed=packed)
+        assert f"| arguments on the device, {'packed' if packed else 'padded'} | {numbers(seen)} |" in page
+
+
+def test_the_counter_sees_what_waits():
+    """Each thing that makes a host wait is found, with its line, and what does not is not."""
+    values, host = torch.arange(6.0), torch.arange(3)
+    waits = HostWaits(values)
+    kinds = {
+        "a value": lambda: bool(values[0] > 1),
+        "tolist": lambda: values.tolist(),
+        "nonzero": lambda: (values > 1).nonzero(),
+        "booleans as an index": lambda: values[values > 1],
+        "masked_select": lambda: values.masked_select(values > 1),
+        "_unique2": lambda: values.unique(),
+        "equal": lambda: torch.equal(values, values + 1),
+        "cpu: a copy to the host": lambda: values.cpu(),
+        "to: a copy to the GPU": lambda: host.to(values.device),
+        "to: a copy of memory that is not pinned": lambda: host.to(values.device, non_blocking=True),
+        "tensor of host values": lambda: torch.tensor([1.0], device=values.device),
+        "an index on the host": lambda: values[host],
+        "repeat_interleave without output_size": lambda: values.repeat_interleave(values.long()),
+        "copy_ between host and GPU": lambda: values[:3].copy_(host),
+    }
+    free = [
+        lambda: values.cumsum(0) * 2 + torch.zeros(6, device=values.device),
+        lambda: values.masked_fill(values > 1, 0),
+        lambda: torch.equal(values, values),
+        lambda: host.pin_memory().to(values.device, non_blocking=True),
+        lambda: values.to("cpu", non_blocking=True),
+        lambda: host.tolist() and bool(host[0] == 0) and host[host > 1],
+        lambda: values.repeat_interleave(values.long(), output_size=15),
+    ]
+    with waits:
+        assert values.device.type == "cuda" and host.device.type == "cpu"
+        for what, act in kinds.items():
+            waits.begin()
+            act()
+            assert {wait.what for wait in waits.seen().found} == {what}, what
+        for number, act in enumerate(free):
+            waits.begin()
+            act()
+            assert not waits.seen().found, number
+        waits.begin()
+        values + torch.zeros(6)
+        assert waits.seen().mixed
+    assert values.device.type == "cpu"

@@ -1,0 +1,70 @@
+"""Megatron-Bridge's own Qwen3-VL and its own step, counted on the batch that ours is counted on.
+
+What lives here: a pass of its model. What may not: building it (`tests/model/checkpoints/stock_models.py`), ours.
+
+Its layers are Transformer Engine's, which is not there; megatron-core's local ones stand in their place, with torch's
+attention, whose own questions for the lengths of segments are not counted. All else is its code: what moves a batch,
+its step, the model around the layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from qwen3vl_bridge.models.common.attention import SegmentAttention
+
+import torch
+from megatron.bridge.models.qwen_vl import qwen3_vl_step
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from tests.frameworks.megatron_bridge.upstream_steps_on_ranks import join
+from tests.model.checkpoints import stock_models
+from tests.parity.batches import Sample
+
+from .counter import HostWaits
+from .places import Seen
+
+
+def count_upstream(folder: Path, samples: list[Sample], *, packed: bool) -> Seen:
+    """Forward and backward of a microbatch, by `qwen3_vl_step`, packed in the step or not."""
+    waits = HostWaits()
+
+    class Attention(SegmentAttention):
+        """Torch's attention, whatever mask is given: a causal one says nothing else."""
+
+        def forward(self, query: Any, key: Any, value: Any, *_: Any, **given: Any) -> Any:
+            given = {name: given.get(name) for name in ("attn_mask_type", "packed_seq_params")}
+            given["attn_mask_type"] = given["attn_mask_type"] or AttnMaskType.causal
+            with waits.paused():
+                return super().forward(query, key, value, None, **given)
+
+    def with_attention(make: Any) -> Any:
+        def spec(*args: Any, **kwargs: Any) -> ModuleSpec:
+            made = make(*args, **kwargs)
+            made.submodules.self_attention.submodules.core_attention = Attention
+            return made
+
+        return spec
+
+    with (
+        mock.patch.object(stock_models, "_text_layer", with_attention(stock_models._text_layer)),
+        mock.patch.object(stock_models, "_vision_layer", with_attention(stock_models._vision_layer)),
+    ):
+        model = stock_models.build_stock(folder)
+    waits.on_gpu(model)
+    batch = join(samples, 1, packed=False)
+    waits.pinned([value if name != "visual_inputs" else vars(value) for name, value in batch.items()])
+    step: Iterator[Any] = iter([batch])
+    dataset = SimpleNamespace(enable_in_batch_packing=packed, skip_getting_attention_mask_from_dataset=False)
+    checks = SimpleNamespace(check_for_nan_in_loss=False, check_for_spiky_loss=False)
+    state: Any = mock.MagicMock(cfg=SimpleNamespace(dataset=dataset, rerun_state_machine=checks))
+    with waits:
+        losses, count = qwen3_vl_step.forward_step(state, step, model)
+        total, *_ = count(losses)
+        torch.autograd.backward(total)
+    return waits.seen()

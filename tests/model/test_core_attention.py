@@ -1,0 +1,359 @@
+"""Core attention without Transformer Engine: which kernel is given what, beside plain softmax segment by segment.
+
+There is no CUDA on most machines that run this. torch's varlen attention is restated here by what its documentation
+promises, for what it is handed; fake tensors, which have a device and no memory, show what would be called on CUDA.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from types import SimpleNamespace
+
+import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
+from qwen3vl_bridge.batch import SequenceLayout, token_index
+from qwen3vl_bridge.models.common.attention import layout_packed_seq_params
+from qwen3vl_bridge.models.common.core_attention import (
+    ContextParallelAttention,
+    SegmentAttention,
+    context_parallel,
+    kernels,
+)
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+HEADS, DIM = 4, 16
+CAUSAL, FULL = AttnMaskType.causal, AttnMaskType.no_mask
+LENGTHS = [[24], [8, 40, 16, 16, 8, 72], [16] * 5]  # multiples of 8: for four context-parallel ranks
+ERROR = 5e-6  # of values and gradients up to 10, measured 2.1e-6
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch's kernels for CUDA need a GPU")
+
+
+def attention(groups: int, ranks: int = 1, rank: int = 0, dim: int = DIM, dropout: float = 0.0) -> SegmentAttention:
+    """The module of a layer; of a context-parallel rank, whose group is its number alone."""
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=HEADS * dim,
+        num_attention_heads=HEADS,
+        num_query_groups=groups,
+        kv_channels=dim,
+        attention_dropout=dropout,
+    )
+    config.context_parallel_size = ranks
+    kind = SegmentAttention if ranks == 1 else ContextParallelAttention
+    process_groups = SimpleNamespace(tp=None, cp=SimpleNamespace(rank=lambda: rank, size=lambda: ranks))
+    return kind(config, 1, CAUSAL, "self", pg_collection=process_groups)
+
+
+def tensors(tokens: int, groups: int, dim: int = DIM, seed: int = 0, **kind) -> list[Tensor]:
+    """Query, key and value [t, heads, d], and the gradient of the output."""
+    random = torch.Generator().manual_seed(seed)
+    made = [torch.randn(tokens, heads, dim, generator=random) for heads in (HEADS, groups, groups, HEADS)]
+    return [x.to(**kind) for x in made]
+
+
+def reference(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> Tensor:
+    """Plain softmax of one segment [t, heads, d], whose queries are the last of its tokens."""
+    key, value = (x.repeat_interleave(len(query[0]) // len(x[0]), 1) for x in (key, value))
+    products = torch.einsum("qhd,khd->hqk", query, key) * scale
+    if causal:
+        seen = torch.ones(products.shape[1:], dtype=torch.bool, device=query.device).tril(len(key) - len(query))
+        products = products.masked_fill(~seen, -torch.inf)
+    return torch.einsum("hqk,khd->qhd", products.softmax(-1), value)
+
+
+class Varlen:
+    """torch.nn.attention.varlen.varlen_attn, as its documentation has it; counts its calls."""
+
+    calls = 0
+
+    def __call__(self, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
+        self.calls += 1
+        segments = list(zip(pairwise(cu_seq_q.tolist()), pairwise(cu_seq_k.tolist()), strict=True))
+        for offsets, longest, tokens in ((cu_seq_q, max_q, len(query)), (cu_seq_k, max_k, len(key))):
+            assert offsets.dtype == torch.int32 and offsets.is_contiguous()
+            assert offsets[0] == 0 and offsets[-1] == tokens and max(offsets.diff().tolist()) == longest
+        assert window_size in ((-1, 0), (-1, -1)) and enable_gqa == (query.size(1) != key.size(1))
+        assert all(x.stride(-1) == 1 and x.ndim == 3 for x in (query, key, value))
+        causal = window_size == (-1, 0)
+        return torch.cat(
+            [reference(query[q:r], key[k:m], value[k:m], causal, scale) for (q, r), (k, m) in segments],
+        )
+
+
+@pytest.fixture
+def varlen(monkeypatch):
+    """As on CUDA in 16 bits: FlashAttention takes everything."""
+    stand_in = Varlen()
+    monkeypatch.setattr(kernels, "varlen_attn", stand_in)
+    monkeypatch.setattr(kernels, "flash_takes", lambda *tensors: True)
+    return stand_in
+
+
+def run(call, parts: list[Tensor]) -> list[Tensor]:
+    """The output of `call(query, key, value)`, and the three gradients."""
+    *inputs, gradient = parts
+    inputs = [x.detach().clone().requires_grad_() for x in inputs]
+    out = call(*inputs)
+    out.backward(gradient.view_as(out))
+    return [out.detach().view_as(gradient), *(x.grad for x in inputs)]
+
+
+def plain(lengths: list[int], causal: bool, scale: float):
+    def call(query, key, value):
+        split = (x.split(lengths) for x in (query, key, value))
+        return torch.cat([reference(*segment, causal, scale) for segment in zip(*split, strict=True)])
+
+    return call
+
+
+def packed(module: SegmentAttention, lengths: list[int], kind: AttnMaskType = CAUSAL, device: str = "cpu"):
+    params = layout_packed_seq_params(SequenceLayout.packed_row(lengths).to(device))
+    return lambda *inputs: module(*inputs, None, attn_mask_type=kind, packed_seq_params=params)
+
+
+def worst(found: list[Tensor], expected: list[Tensor]) -> float:
+    return max(float((a.float() - b.float()).abs().max()) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("kind", [CAUSAL, FULL])
+def test_segments_are_attended_as_by_plain_softmax(lengths, groups, kind):
+    module, parts = attention(groups), tensors(sum(lengths), groups)
+    expected = run(plain(lengths, kind == CAUSAL, module.scale), parts)
+    assert worst(run(packed(module, lengths, kind), parts), expected) <= ERROR
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("kind", [CAUSAL, FULL])
+def test_a_packed_row_is_one_call(varlen, lengths, groups, kind):
+    module, parts = attention(groups), tensors(sum(lengths), groups)
+    expected = run(plain(lengths, kind == CAUSAL, module.scale), parts)
+    assert worst(run(packed(module, lengths, kind), parts), expected) <= ERROR
+    assert varlen.calls == 1
+
+
+def shares(monkeypatch, lengths: list[int], groups: int, ranks: int, device: str = "cpu", dim: int = DIM):
+    """Attention of all context-parallel ranks, one after the other, with the other ranks' keys at hand."""
+    layout = SequenceLayout.packed_row(lengths).to(device)
+
+    def call(query, key, value):
+        held = [token_index(layout, ranks, rank)[:, 0] for rank in range(ranks)]
+        both = torch.stack([torch.cat((key[index], value[index]), -1) for index in held])
+        out = torch.zeros(len(query), HEADS * dim, device=device, dtype=query.dtype)
+        for rank, index in enumerate(held):
+
+            def gather(local, group, rank=rank):
+                assert torch.equal(local, both[rank]) and group.rank() == rank
+                return both
+
+            monkeypatch.setattr(context_parallel, "gather_over_context", gather)
+            module = attention(groups, ranks, rank, dim)
+            found = packed(module, lengths, device=device)(query[index], key[index], value[index])
+            out = out.index_copy(0, index, found)
+        return out
+
+    return call
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_context_parallel_ranks_together_are_one(monkeypatch, lengths, ranks):
+    parts = tensors(sum(lengths), 2)
+    expected = run(plain(lengths, True, DIM**-0.5), parts)
+    assert worst(run(shares(monkeypatch, lengths, 2, ranks), parts), expected) <= ERROR
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_context_parallel_rank_is_one_call(monkeypatch, varlen, lengths, ranks):
+    parts = tensors(sum(lengths), 2)
+    expected = run(plain(lengths, True, DIM**-0.5), parts)
+    assert worst(run(shares(monkeypatch, lengths, 2, ranks), parts), expected) <= ERROR
+    assert varlen.calls == ranks
+
+
+def test_chunks_of_a_row_are_worked_out_once_for_all_layers(monkeypatch, varlen):
+    params = layout_packed_seq_params(SequenceLayout.packed_row([16, 32]))
+    assert params.chunks(2, 1) is params.chunks(2, 1) is not params.chunks(2, 0)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("queries", [1, 24, 40])
+def test_the_end_of_a_segment_on_the_cpu(groups, queries):
+    query, key, value, gradient = tensors(40, groups)
+
+    def end(*inputs):
+        attended = kernels.attend_end(*(x.transpose(0, 1)[None] for x in inputs), scale=0.3, dropout=0.0)
+        return attended[0].transpose(0, 1)
+
+    parts = [query[-queries:], key, value, gradient[-queries:]]
+    assert worst(run(end, parts), run(lambda *inputs: reference(*inputs, True, 0.3), parts)) <= ERROR
+
+
+class Calls(TorchFunctionMode):
+    """What scaled_dot_product_attention is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is F.scaled_dot_product_attention:
+            self.found.append((args, kwargs))
+        return function(*args, **(kwargs or {}))
+
+
+class Operations(TorchDispatchMode):
+    """Names of operations, and the largest tensor that one made."""
+
+    def __init__(self):
+        super().__init__()
+        self.names, self.largest = [], 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        made = operation(*args, **(kwargs or {}))
+        self.names.append(operation.name())
+        for x in made if isinstance(made, tuple | list) else (made,):
+            self.largest = max(self.largest, x.numel() if isinstance(x, Tensor) else 0)
+        return made
+
+
+def on_fake_cuda(monkeypatch, module: SegmentAttention, groups: int, dtype: torch.dtype, dim: int = DIM):
+    """A forward pass of six segments of five lengths on a device that takes 16 bits by FlashAttention.
+
+    Whatever would ask the device for a number fails: fake tensors have none.
+    """
+    sixteen = (torch.bfloat16, torch.float16)
+    monkeypatch.setattr(kernels, "can_use_flash_attention", lambda params: params.query.dtype in sixteen)
+    lengths = (8, 40, 16, 16, 24, 72)
+    with FakeTensorMode(), Operations() as operations, Calls() as calls:
+        offsets = torch.empty(len(lengths) + 1, dtype=torch.int32, device="cuda")
+        layout = SequenceLayout(offsets, offsets, 1, lengths, lengths)
+        inputs = [
+            torch.empty(sum(lengths) // module.ranks, heads, dim, dtype=dtype, device="cuda")
+            for heads in (HEADS, groups, groups)
+        ]
+        out = module(*inputs, None, attn_mask_type=CAUSAL, packed_seq_params=layout_packed_seq_params(layout))
+        assert out.shape == (sum(lengths) // module.ranks, HEADS * dim)
+    return operations.names.count("torch_attn::_varlen_attn"), calls.found
+
+
+@pytest.mark.skipif(kernels.varlen_attn is None, reason="this torch has no varlen attention")
+@pytest.mark.parametrize(
+    ("dtype", "dim", "dropout", "training", "one"),
+    [
+        (torch.bfloat16, 128, 0.0, True, True),
+        (torch.float16, 72, 0.0, True, True),  # heads of the 8B's vision tower
+        (torch.bfloat16, 256, 0.1, False, True),
+        (torch.bfloat16, 128, 0.1, True, False),  # varlen attention knows no dropout
+        (torch.bfloat16, 12, 0.0, True, False),  # nor heads of such a size, which the other pads
+        (torch.float32, 128, 0.0, True, False),
+    ],
+)
+def test_what_is_one_call_on_cuda(monkeypatch, dtype, dim, dropout, training, one):
+    module = attention(2, dim=dim, dropout=dropout).train(training)
+    if dropout:
+        monkeypatch.setattr(module, "_call", lambda kernel, *x, **more: kernel(*x, scale=1, dropout=dropout, **more))
+    varlen, others = on_fake_cuda(monkeypatch, module, 2, dtype, dim)
+    assert (varlen, len(others)) == ((1, 0) if one else (0, 5))  # two neighbours are of one length
+
+
+@pytest.mark.skipif(kernels.varlen_attn is None, reason="this torch has no varlen attention")
+def test_context_parallel_ranks_ask_the_device_for_nothing(monkeypatch):
+    gather = lambda local, group: local.expand(group.size(), *local.shape)  # noqa: E731
+    monkeypatch.setattr(context_parallel, "gather_over_context", gather)
+    assert on_fake_cuda(monkeypatch, attention(2, 4, 1), 2, torch.bfloat16) == (1, [])
+
+
+@pytest.mark.parametrize(("groups", "dtype"), [(1, torch.float32), (2, torch.float32), (2, torch.bfloat16)])
+def test_grouped_heads_are_expanded_where_only_flash_attention_takes_them(monkeypatch, groups, dtype):
+    """The memory-efficient kernel takes as many heads of keys as of queries, or all falls to plain products."""
+    monkeypatch.setattr(kernels, "varlen_attn", None)
+    _, calls = on_fake_cuda(monkeypatch, attention(groups), groups, dtype)
+    expanded = dtype == torch.float32
+    for (query, key, value), arguments in calls:
+        assert key.size(1) == value.size(1) == (query.size(1) if expanded else groups)
+        assert arguments["enable_gqa"] == (not expanded)
+
+
+def test_nothing_is_chosen_for_cuda_on_the_cpu(monkeypatch):
+    def ask(params):
+        raise AssertionError("torch was asked for a device that has no tensors here")
+
+    monkeypatch.setattr(kernels, "can_use_flash_attention", ask)
+    with Calls() as calls:
+        run(packed(attention(2), [8, 16]), tensors(24, 2, dtype=torch.bfloat16))
+    assert [call[1]["enable_gqa"] for call in calls.found] == [True, True]
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("groups", [2, 4])
+def test_nothing_grows_with_the_square_of_a_segment(monkeypatch, groups, ranks):
+    """The largest tensor of a forward and backward pass on the CPU, all that is kept between, and what makes it."""
+    largest, kept = {}, {}
+    for tokens in (4096, 8192):
+        call = packed(attention(groups), [tokens]) if ranks == 1 else shares(monkeypatch, [tokens], groups, ranks)
+        saved = []
+
+        def keep(x, saved=saved):
+            saved.append(x)
+            return x
+
+        with Operations() as operations, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            run(call, tensors(tokens, groups))
+        assert "aten::_scaled_dot_product_flash_attention_for_cpu" in operations.names
+        assert not {"aten::bmm", "aten::_scaled_dot_product_attention_math"} & set(operations.names)
+        largest[tokens], kept[tokens] = operations.largest, sum(x.numel() for x in saved)
+    print(largest, kept)
+    for found in (largest, kept):
+        assert found[8192] <= 2 * found[4096]
+        assert found[8192] < 8192**2 / 4
+
+
+@cuda
+@pytest.mark.parametrize("dim", [64, 72, 128])
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("kind", [CAUSAL, FULL])
+def test_one_call_on_a_gpu(groups, kind, dim):
+    lengths, module = [136, 8, 512, 512, 40], attention(groups, dim=dim)
+    parts = tensors(sum(lengths), groups, dim, device="cuda", dtype=torch.bfloat16)
+    expected = run(plain(lengths, kind == CAUSAL, module.scale), [x.float() for x in parts])
+    with Operations() as operations:
+        found = run(packed(module, lengths, kind, "cuda"), parts)
+    assert operations.names.count("torch_attn::_varlen_attn") == (kernels.varlen_attn is not None)
+    for a, b in zip(found, expected, strict=True):
+        assert worst([a], [b]) <= 2e-2 * float(b.abs().max())  # not measured: no GPU was at hand
+
+
+@cuda
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 2e-2), (torch.float32, 1e-4)])
+def test_context_parallel_ranks_on_a_gpu(monkeypatch, ranks, dtype, limit):
+    lengths, dim = [136, 8, 512, 512, 40], 64
+    parts = tensors(sum(lengths), 2, dim, device="cuda", dtype=dtype)
+    expected = run(plain(lengths, True, dim**-0.5), [x.float() for x in parts])
+    found = run(shares(monkeypatch, lengths, 2, ranks, "cuda", dim), parts)
+    for a, b in zip(found, expected, strict=True):
+        assert worst([a], [b]) <= limit * float(b.abs().max())  # not measured: no GPU was at hand
+
+
+@cuda
+def test_float32_with_grouped_heads_grows_with_tokens_on_a_gpu():
+    peaks = []
+    for tokens in (4096, 8192):
+        parts = tensors(tokens, 2, 64, device="cuda")
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run(packed(attention(2, dim=64), [tokens], device="cuda"), parts)
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert peaks[1] <= 2.2 * peaks[0]

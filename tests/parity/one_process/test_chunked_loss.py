@@ -1,0 +1,205 @@
+"""A long row's loss in chunks: the same values and gradients, and never all of its logits at once."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+
+import pytest
+import torch
+from megatron.core.tensor_parallel import layers
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..batches import make_batch, make_samples
+from ..conftest import make_pair
+from .test_settings import assert_parity
+
+CHUNK = 17  # tokens, of about 150
+PADDED = dict(should_pad_vocab=True, make_vocab_size_divisible_by=100)
+LOSS = 2e-6  # relative; measured 0.0
+GRADIENT = 2e-6  # relative to the largest entry of each; measured 2.4e-7
+
+
+class Logits(TorchDispatchMode):
+    """The memory of tensors as wide as the vocabulary, but weights, while it is used; in rows of float32.
+
+    Attributes:
+        largest: the rows of one tensor, at the most.
+        peak: those of all of them that were there at one time.
+    """
+
+    def __init__(self, vocabulary: int, hidden: int) -> None:
+        super().__init__()
+        self.width, self.weight = vocabulary, {vocabulary, hidden}
+        self.alive: Counter[int] = Counter()
+        self.largest, self.peak = 0.0, 0.0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for one in made if isinstance(made, (tuple, list)) else [made]:
+            if isinstance(one, torch.Tensor) and one.ndim and self.width in (one.shape[-1], one.shape[0]):
+                self._see(one)
+        return made
+
+    def _see(self, one: torch.Tensor) -> None:
+        storage = one.untyped_storage()
+        if set(one.shape) == self.weight or storage._cdata in self.alive:
+            return
+        self.alive[storage._cdata] = storage.nbytes()
+        weakref.finalize(storage, self.alive.pop, storage._cdata, None)
+        self.largest = max(self.largest, storage.nbytes() / 4 / self.width)
+        self.peak = max(self.peak, sum(self.alive.values()) / 4 / self.width)
+
+
+def batch_of(pair, *, packed: bool = True, times: int = 1):
+    samples = [sample for seed in range(times) for sample in make_samples("mixed", pair.config, seed=8 + seed)]
+    return make_batch(samples, pair.config, packed=packed).local()
+
+
+def both(pair, inputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Losses of the tokens, and gradients of all parameters."""
+    pair.megatron.zero_grad()
+    losses = pair.megatron(inputs=inputs)
+    weights = torch.rand(losses.shape, generator=torch.Generator().manual_seed(1)) * inputs.loss_mask
+    (losses * weights).sum().backward()
+    return losses.detach(), {name: p.grad for name, p in pair.megatron.named_parameters() if p.grad is not None}
+
+
+def difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """The largest of gradients, relative to the largest entry of each."""
+    assert found.keys() == expected.keys()
+    errors = ((found[name] - one).abs().max() / one.abs().max().clamp(min=1e-6) for name, one in expected.items())
+    return max(error.item() for error in errors)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(("kind", "fields"), [("untied", {}), ("tied", {}), ("untied", PADDED), ("tied", PADDED)])
+def test_values_and_gradients_of_the_whole_row(kind, fields, packed, request):
+    folder, found = request.getfixturevalue(f"{kind}_folder"), []
+    for tokens in (0, CHUNK):
+        pair = make_pair(folder, loss_chunk_tokens=tokens, **fields)
+        found.append(both(pair, batch_of(pair, packed=packed)))
+    (whole, expected), (chunked, gradients) = found
+    assert chunked.dtype == whole.dtype and chunked.shape == whole.shape
+    error = ((chunked - whole).abs().max() / whole.abs().max()).item()
+    worst = difference(gradients, expected)
+    print(f"{error:.1e} {worst:.1e}")
+    assert error <= LOSS and worst <= GRADIENT
+
+
+def test_they_are_those_of_transformers(tied_folder):
+    assert_parity(make_pair(tied_folder, loss_chunk_tokens=CHUNK, **PADDED))
+
+
+@pytest.mark.parametrize("fusion", [dict(cross_entropy_loss_fusion=True), dict(cross_entropy_loss_fusion=False)])
+def test_bfloat16_is_rounded_no_more_than_for_the_whole_row(fusion, untied_folder):
+    """Beside the gradients of the same numbers in float32; the head's own, which alone is added up over chunks."""
+    name, bf16 = "language_model.output_layer.weight", dict(params_dtype=torch.bfloat16, bf16=True)
+    errors = {}
+    for tokens in (0, CHUNK):
+        pair = make_pair(untied_folder, loss_chunk_tokens=tokens, **bf16, **fusion)
+        pair.megatron.bfloat16()
+        _, rounded = both(pair, batch_of(pair))
+        exact_pair = make_pair(untied_folder, loss_chunk_tokens=tokens)
+        _, exact = both(exact_pair, batch_of(exact_pair))
+        assert rounded[name].dtype == torch.bfloat16
+        errors[tokens] = ((rounded[name].float() - exact[name]).norm() / exact[name].norm()).item()
+    print(errors)
+    assert errors[CHUNK] <= 1.05 * errors[0]
+
+
+def test_logits_grow_with_the_chunk_alone(untied_folder):
+    """Rows of two lengths: whole, logits grow with the row; in chunks they don't, and there is one at a time."""
+    measured = {}
+    for tokens in (0, CHUNK):
+        pair = make_pair(untied_folder, loss_chunk_tokens=tokens)
+        text = pair.config.text_config
+        for times in (1, 3):
+            inputs = batch_of(pair, times=times)
+            with Logits(text.vocab_size, text.hidden_size) as logits:
+                both(pair, inputs)
+            measured[tokens, times] = (inputs.labels.numel(), logits.largest, logits.peak)
+    print(measured)
+    (short, largest, _), (long, grown, peak) = measured[0, 1], measured[0, 3]
+    assert largest == short and grown == long and long > 2.5 * short and peak >= long
+    for times in (1, 3):
+        _, largest, peak = measured[CHUNK, times]
+        assert largest <= CHUNK and peak <= 3 * CHUNK
+
+
+def test_without_gradients_nothing_is_kept(untied_folder):
+    pair = make_pair(untied_folder, loss_chunk_tokens=CHUNK)
+    inputs = batch_of(pair)
+    with torch.no_grad():
+        losses = pair.megatron(inputs=inputs)
+    assert not losses.requires_grad
+    assert torch.equal(losses, pair.megatron(inputs=inputs).detach())
+
+
+def test_what_is_frozen_gets_no_gradient(tied_folder):
+    found = []
+    for tokens in (0, CHUNK):
+        pair = make_pair(tied_folder, loss_chunk_tokens=tokens, freeze_language_model=True)
+        found.append(both(pair, batch_of(pair))[1])
+    assert all(name.startswith("vision_model.") for name in found[1])
+    assert difference(found[1], found[0]) <= GRADIENT
+
+
+def test_callers_of_logits_get_them_whole(untied_folder):
+    """And a caller's own loss is the caller's."""
+    pair = make_pair(untied_folder, loss_chunk_tokens=CHUNK)
+    inputs = batch_of(pair)
+    with torch.no_grad():
+        logits = pair.megatron(inputs=inputs.without_labels())
+        own = pair.megatron(inputs=inputs, output_processor=lambda *, hidden_states, **_: hidden_states)
+    assert logits.shape == (*inputs.labels.shape, pair.config.text_config.vocab_size)
+    assert own.shape[0] == inputs.labels.shape[1]
+
+
+@pytest.mark.parametrize("kind", ["untied", "tied"])
+def test_a_fused_gradient_is_added_to_main_grad_chunk_by_chunk(kind, request, monkeypatch):
+    """`gradient_accumulation_fusion`: APEX' kernel is its formula here, megatron-core's layer is what it is."""
+
+    class Kernels:
+        @staticmethod
+        def wgrad_gemm_accum_fp32(inputs, gradient, main_grad):
+            main_grad.add_(gradient.t().float() @ inputs.float())
+
+    pair = make_pair(request.getfixturevalue(f"{kind}_folder"), loss_chunk_tokens=CHUNK)
+    inputs = batch_of(pair)
+    _, expected = both(pair, inputs)
+    text = pair.megatron.language_model
+    weight = text.shared_embedding_or_output_weight() if kind == "tied" else text.output_layer.weight
+    monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", Kernels, raising=False)
+    text.output_layer.gradient_accumulation_fusion = True
+    weight.main_grad, weight.grad_added_to_main_grad, weight.zero_out_wgrad = torch.zeros_like(weight), False, True
+    (name,) = (name for name, p in pair.megatron.named_parameters() if p is weight)
+    _, found = both(pair, inputs)
+    assert weight.grad_added_to_main_grad
+    # As DistributedDataParallel, whose hook adds what autograd brings where a weight has more uses than this.
+    found[name] = weight.main_grad + found[name]
+    assert difference(found, expected) <= GRADIENT
+
+
+def test_the_vocabularys_padding_is_masked_without_a_record(untied_folder):
+    """Recorded, its backward pass would copy the gradient of all logits."""
+    text = make_pair(untied_folder, **PADDED).megatron.language_model
+    logits = 2 * torch.ones(4, 1, 600, requires_grad=True)
+    made = logits.grad_fn
+    assert text.without_padding(logits) is logits and logits.grad_fn is made
+    assert logits[..., 512:].isneginf().all() and (logits[..., :512] == 2).all()
+
+
+def test_labels_of_another_number_of_tokens(untied_folder):
+    pair = make_pair(untied_folder, loss_chunk_tokens=CHUNK)
+    text = pair.megatron.language_model
+    with pytest.raises(ValueError, match=r"labels have shape \[1, 41\], expected \[1, 40\], or a multiple of 40"):
+        text._postprocess(
+            torch.zeros(40, 1, pair.config.text_config.hidden_size),
+            input_ids=None,
+            position_ids=None,
+            labels=torch.zeros(1, 41, dtype=torch.long),
+            rotary_pos_emb=None,
+            rotary_pos_cos=None,
+            rotary_pos_sin=None,
+        )
