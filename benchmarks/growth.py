@@ -34,11 +34,11 @@ import qwen3vl_bridge  # noqa: F401  (registers our model)
 from qwen3vl_bridge.data.processing.collation import Collator, VisionSettings
 from qwen3vl_bridge.data.processing.encoding import EncodedSample
 from qwen3vl_bridge.models.qwen3_vl.presets import hf_config
-from qwen3vl_bridge.training.process_groups import initialize, shutdown
+from qwen3vl_bridge.training.process_groups import shutdown
 
 import record
 import torch
-from megatron.bridge import AutoBridge
+from step import build
 
 _RESULTS = record.RESULTS / "growth.csv"
 _IMAGE, _VIDEO, _START, _END, _PAD = 4001, 4002, 4003, 4004, 4005
@@ -86,11 +86,7 @@ def measure(experts: int, documents: list[tuple[int, int]]) -> tuple[float, floa
     torch.set_num_threads(1)
     torch.manual_seed(0)
     row = sum(length for length, _ in documents)
-    provider = AutoBridge.from_hf_config(configuration(experts)).to_megatron_provider(load_weights=False)
-    provider.seq_length, provider.params_dtype, provider.bf16 = row, torch.float32, False
-    provider.finalize()
-    initialize(provider, 0)
-    (model,) = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=True)
+    model = build(configuration(experts), row, torch.float32, torch.device("cpu"))
     collator = Collator(VisionSettings(_IMAGE, _VIDEO, 2, 48**2), _PAD, row)
     batch = collator.packed([sample(*document) for document in documents])
 
@@ -138,22 +134,22 @@ def in_process(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def draw(lines: list[dict[str, Any]], file: Path) -> None:
-    """Every series, time and memory, both axes logarithmic, beside a line of slope one."""
+    """Each series that was measured, time and memory, both axes logarithmic, beside a line of slope one."""
     import matplotlib
 
     matplotlib.use("svg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(2, len(SERIES), figsize=(3 * len(SERIES), 5.5), squeeze=False)
-    for column, series in zip(axes.T, SERIES, strict=True):
+    measured = list(dict.fromkeys(line["series"] for line in lines))
+    figure, axes = pyplot.subplots(2, len(measured), figsize=(3 * len(measured), 5.5), squeeze=False)
+    for column, series in zip(axes.T, measured, strict=True):
         own = [line for line in lines if line["series"] == series and line["number"]]
         numbers = [line["number"] for line in own]
         for axis, key in zip(column, ("CPU seconds", "MiB"), strict=True):
             values = [float(line[key]) for line in own]
             axis.plot(numbers, values, "o-", color="#1f77b4")
-            if own:
-                linear = [values[-1] * number / numbers[-1] for number in numbers]
-                axis.plot(numbers, linear, "--", color="#999999", linewidth=1)
+            linear = [values[-1] * number / numbers[-1] for number in numbers]
+            axis.plot(numbers, linear, "--", color="#999999", linewidth=1)
             axis.set(xscale="log", yscale="log", xlabel=series, ylabel=key)
             axis.set_xticks(numbers, [f"{n:,}" for n in numbers], rotation=45, fontsize=7)
             axis.minorticks_off()

@@ -27,12 +27,13 @@ from qwen3vl_bridge.compat.adam import Adam
 from qwen3vl_bridge.data.processing.collation import Collator, VisionSettings
 from qwen3vl_bridge.data.processing.encoding import EncodedSample
 from qwen3vl_bridge.models.qwen3_vl.presets import hf_config
-from qwen3vl_bridge.training.process_groups import initialize, shutdown
+from qwen3vl_bridge.training.process_groups import shutdown
 
 import record
 import torch
 import torch.nn.functional as F
 from megatron.bridge import AutoBridge
+from step import build
 from torch import Tensor
 
 _RESULTS = record.RESULTS / "training_step.csv"
@@ -81,12 +82,8 @@ def make_samples(count: int) -> list[EncodedSample]:
 
 def ours(config: Any, reference: Any, samples: list[EncodedSample]) -> tuple[Any, dict[str, Any]]:
     """Our model with the reference's weights, and ways to its loss."""
-    provider = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
     longest, whole = -(-max(map(len, samples)) // 8) * 8, sum(-(-len(s) // 8) * 8 for s in samples)
-    provider.seq_length, provider.params_dtype, provider.bf16 = whole, torch.float32, False
-    provider.finalize()
-    initialize(provider, 0)
-    (model,) = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=True)
+    model = build(config, whole, torch.float32, torch.device("cpu"))
     with tempfile.TemporaryDirectory() as folder:
         reference.save_pretrained(folder)
         AutoBridge.from_hf_pretrained(folder).load_hf_weights([model])
@@ -136,7 +133,7 @@ def of_transformers(config: Any, samples: list[EncodedSample]) -> tuple[Any, dic
     }
 
 
-def step(loss_of: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> tuple[float, float]:
+def timed_step(loss_of: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> tuple[float, float]:
     """Seconds of a step, and seconds of processors, which other processes disturb less."""
     begun, worked = time.perf_counter(), time.process_time()
     optimizer.zero_grad(set_to_none=True)
@@ -166,15 +163,15 @@ def main() -> None:
     assert max(losses.values()) - min(losses.values()) < 1e-4
     if options.profile:
         way = ways[options.profile]
-        step(way, optimizers.get(options.profile, shared))
+        timed_step(way, optimizers.get(options.profile, shared))
         with torch.profiler.profile() as profile:
-            step(way, optimizers.get(options.profile, shared))
+            timed_step(way, optimizers.get(options.profile, shared))
         print(profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=50))
         return
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     for number in range(options.rounds + 1):
         for name, way in ways.items():
-            seconds = step(way, optimizers.get(name, shared))
+            seconds = timed_step(way, optimizers.get(name, shared))
             if number:
                 taken[name].append(seconds)
     medians = {

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import qwen3vl_bridge  # noqa: F401  before Megatron
+from qwen3vl_bridge.batch import ModelInputs
 from qwen3vl_bridge.training.process_groups import initialize
 from qwen3vl_bridge.training.step import to_device
 
@@ -37,7 +38,11 @@ def ours(place: Place, config: Any, tokens: int) -> nn.Module:
         config: of transformers.
         tokens: of a row.
     """
-    provider = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
+    return _built(AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False), place, tokens)
+
+
+def _built(provider: Any, place: Place, tokens: int) -> nn.Module:
+    """A provider's model, for rows of so many tokens."""
     provider.seq_length, provider.params_dtype = tokens, dtype_of(place)
     provider.bf16 = provider.params_dtype == torch.bfloat16
     provider.finalize()
@@ -62,19 +67,12 @@ def our_step(model: nn.Module, parts: list[list[Sample]], config: Any, *, packed
         config: of transformers.
         packed: one row of all samples, or a padded row for each.
     """
-    batches = [make_batch(samples, config, packed=packed).local() for samples in parts]
 
-    def step() -> torch.Tensor:
-        losses = []
-        for local in batches:
-            inputs = to_device(local, model)
-            loss = (model(inputs=inputs) * inputs.loss_mask).sum() / inputs.loss_mask.sum()
-            loss.backward()
-            losses.append(loss.detach())
-        model.zero_grad(set_to_none=True)
-        return torch.stack(losses).mean()
+    def loss_of(local: ModelInputs) -> torch.Tensor:
+        inputs = to_device(local, model)
+        return (model(inputs=inputs) * inputs.loss_mask).sum() / inputs.loss_mask.sum()
 
-    return step
+    return _step(model, [make_batch(samples, config, packed=packed).local() for samples in parts], loss_of)
 
 
 def their_step(model: nn.Module, parts: list[list[Sample]], config: Any) -> Step:
@@ -83,18 +81,28 @@ def their_step(model: nn.Module, parts: list[list[Sample]], config: Any) -> Step
     for one in given:
         one["mm_token_type_ids"] = (one["input_ids"] == config.image_token_id).int()
         one["labels"] = one["input_ids"].masked_fill(one["attention_mask"] == 0, -100)
-    device = next(model.parameters()).device
+    return _step(model, given, lambda one: model(**_moved(one, model)).loss)
+
+
+def _step(model: nn.Module, batches: list[Any], loss_of: Callable[[Any], torch.Tensor]) -> Step:
+    """Forward and backward of each batch; gives their mean loss, and leaves no gradients."""
 
     def step() -> torch.Tensor:
         losses = []
-        for one in given:
-            loss = model(**{name: value.to(device) for name, value in one.items()}).loss
+        for batch in batches:
+            loss = loss_of(batch)
             loss.backward()
             losses.append(loss.detach())
         model.zero_grad(set_to_none=True)
         return torch.stack(losses).mean()
 
     return step
+
+
+def _moved(batch: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
+    """A batch on the model's device."""
+    device = next(model.parameters()).device
+    return {name: value.to(device) for name, value in batch.items()}
 
 
 def _padded(samples: list[Sample], config: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -129,31 +137,17 @@ def upstream(place: Place, config: Any, tokens: int) -> nn.Module:
 
     bridge: Any = Qwen3VLBridge()
     bridge.hf_pretrained, bridge.hf_config = SimpleNamespace(config=config, generation_config=None), config
-    provider = bridge.provider_bridge(bridge.hf_pretrained)
-    provider.seq_length, provider.params_dtype = tokens, dtype_of(place)
-    provider.bf16 = provider.params_dtype == torch.bfloat16
-    provider.finalize()
-    initialize(provider, 0)
-    (model,) = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=place.device == "cpu")
-    return model.to(place.device).train()
+    return _built(bridge.provider_bridge(bridge.hf_pretrained), place, tokens)
 
 
 def upstream_step(model: nn.Module, parts: list[list[Sample]], config: Any) -> Step:
     """Forward and backward of Megatron-Bridge's own model on padded rows; arguments as for `our_step`."""
-    given = [_padded(samples, config, next(model.parameters()).dtype) for samples in parts]
-    device = next(model.parameters()).device
 
-    def step() -> torch.Tensor:
-        losses = []
-        for one in given:
-            moved = {name: value.to(device) for name, value in one.items()}
-            moved["attention_mask"] = moved["attention_mask"].bool()
-            found = model(**moved, position_ids=None, labels=moved["input_ids"].roll(-1, 1))
-            values = found[0] if isinstance(found, tuple) else found
-            loss = (values * moved["attention_mask"]).sum() / moved["attention_mask"].sum()
-            loss.backward()
-            losses.append(loss.detach())
-        model.zero_grad(set_to_none=True)
-        return torch.stack(losses).mean()
+    def loss_of(one: dict[str, torch.Tensor]) -> torch.Tensor:
+        moved = _moved(one, model)
+        mask = moved["attention_mask"] = moved["attention_mask"].bool()
+        found = model(**moved, position_ids=None, labels=moved["input_ids"].roll(-1, 1))
+        losses = found[0] if isinstance(found, tuple) else found
+        return (losses * mask).sum() / mask.sum()
 
-    return step
+    return _step(model, [_padded(samples, config, next(model.parameters()).dtype) for samples in parts], loss_of)

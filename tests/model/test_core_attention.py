@@ -11,12 +11,12 @@ from types import SimpleNamespace
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.batch import SequenceLayout, token_index
-from qwen3vl_bridge.models.common.attention import layout_packed_seq_params
-from qwen3vl_bridge.models.common.core_attention import (
+from qwen3vl_bridge.models.common.attention import (
     ContextParallelAttention,
     SegmentAttention,
     context_parallel,
     kernels,
+    layout_packed_seq_params,
 )
 
 import pytest

@@ -1,7 +1,7 @@
 """Moving tensors between host and device.
 
 What lives here: a mixin that moves a dataclass of tensors, and values on their way to the host. What may not: anything
-that knows what the tensors mean; when batches are moved (`training/read_ahead.py`).
+that knows what the tensors mean.
 """
 
 from __future__ import annotations
@@ -29,10 +29,6 @@ class Movable:
     def pin_memory(self) -> Self:
         """A copy with every tensor in page-locked memory, from which copies to a GPU run behind the host's back."""
         return self._each(lambda value: value.pin_memory())
-
-    def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Let no tensor's memory be used again before `stream` has done what it is asked for now."""
-        self._each(lambda value: value.record_stream(stream))
 
     def _each(self, change: Callable[[Any], Any]) -> Self:
         assert is_dataclass(self)

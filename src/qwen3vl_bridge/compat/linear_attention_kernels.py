@@ -1,7 +1,7 @@
 """Kernels of megatron-core's GatedDeltaNet where flash-linear-attention or its GPU is missing: torch functions of ours.
 
 What lives here: putting them in the four names that it calls. What may not: the functions
-(`models/qwen3_5/delta_rule.py`), saying that they are slow on a GPU (`models/qwen3_5/linear_attention.py`).
+(`models/qwen3_5/delta_rule.py`), saying that they are slow on a GPU (`models/qwen3_5/provider.py`).
 
 megatron-core builds no GatedDeltaNet without that package, not even for its own torch functions, and the package needs
 a GPU. Where both are there nothing is replaced, also where the package is there and cannot be imported: megatron-core

@@ -58,13 +58,9 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 
 def sum_numbers(value: Tensor | float) -> Tensor:
     """[] float64, a number of each rank, of a tensor or the host's, added up; on the device of the collectives."""
-    device = _device_of_collectives()
-    own = isinstance(value, Tensor)
-    total = (
-        value.to(device, torch.float64, copy=True) if own else torch.full((), value, dtype=torch.float64, device=device)
-    )
-    _all_reduce(total)
-    return total
+    if not isinstance(value, Tensor):
+        value = torch.full((), value, dtype=torch.float64, device=_device_of_collectives())
+    return sum_over_ranks(value.double())
 
 
 def _all_reduce(

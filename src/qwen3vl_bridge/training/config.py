@@ -206,7 +206,7 @@ class Qwen3VLConfigContainer(ConfigContainer):
         self._check_meta_device()
 
     def _tell_dataset(self) -> None:
-        """Each evaluation reads the same rows; and streams are dealt out by the microbatch."""
+        """Each evaluation reads the same rows; and streams are divided by the microbatch."""
         if isinstance(self.dataset, ConversationRows):
             settings = self.validation
             self.dataset.rows_of_evaluation = settings.eval_iters * (settings.eval_global_batch_size or 0) or None

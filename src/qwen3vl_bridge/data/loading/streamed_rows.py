@@ -3,7 +3,7 @@
 What lives here: which part a row is of, and the rows of each part. What may not: how a part is read
 (`data/sources/hub_streaming.py`), what a row is (`row_dataset.py`), how many parts there are (`data/provider.py`).
 
-Row n is row n // parts of part n % parts. A data-parallel rank takes every so-manyth microbatch and deals its own out
+Row n is row n // parts of part n % parts. A data-parallel rank takes every so-manyth microbatch and assigns its own
 to its workers in turn; so where `parts` is a multiple of ranks x workers x rows of a microbatch, all rows of a part are
 asked for in one process. Each part has windows and epochs of its own, and begins its next epoch when it is at its end:
 no rank waits for another's.
@@ -27,7 +27,7 @@ class StreamedRows(Dataset[Row]):
     """Rows by number, without end, as `RowDataset` has them."""
 
     def __init__(self, whole: RowDataset, parts: int) -> None:
-        """Deal a stream out.
+        """Divide a stream.
 
         Args:
             whole: rows of all of it, of which none is read.
@@ -74,7 +74,7 @@ class StreamedRows(Dataset[Row]):
         return self._whole.collate_fn(rows)
 
     def dealt(self) -> tuple[int, int]:
-        """Rows are not dealt out by cost."""
+        """As RowDataset's: rows of a stream are not assigned by cost."""
         return self._whole.dealt()
 
     def fingerprint(self) -> dict[str, int | str | None]:

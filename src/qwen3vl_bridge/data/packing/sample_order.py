@@ -17,7 +17,6 @@ from typing import Protocol, runtime_checkable
 import torch
 
 _KEPT = 2  # epochs: what is read together may lie on both sides of an epoch's end
-_NUMBER = torch.int32  # of a sample: orders are kept of all of an epoch, by every process
 _SEEDS = 1_000_003  # apart, so that epochs of one seed are not those of the next
 
 
@@ -62,8 +61,7 @@ class NumberedOrder(Order):
         if epoch not in self._shuffled:
             # One generator an epoch, so that any epoch can be gone on from without those before it.
             generator = torch.Generator().manual_seed((self._seed * _SEEDS + epoch) % 2**63)
-            order = torch.randperm(self._num_samples, generator=generator)
-            self._shuffled[epoch] = order.to(_NUMBER if self._num_samples < 2**31 else torch.int64)
+            self._shuffled[epoch] = _narrow(torch.randperm(self._num_samples, generator=generator))
             if len(self._shuffled) > _KEPT:
                 del self._shuffled[next(iter(self._shuffled))]
         return self._shuffled[epoch][start:end].tolist()
@@ -127,8 +125,12 @@ class MixedOrder(Order):
                 within = torch.rand(before[-1], dtype=torch.float64, generator=generator)
             parts = zip(within.split(counts), counts, strict=True)
             times = torch.cat([(torch.arange(count, dtype=torch.float64) + part) / count for part, count in parts])
-            # Sorting takes more for a moment; what is kept is half of int64.
-            self._merged[epoch] = times.argsort(stable=True).to(_NUMBER if before[-1] < 2**31 else torch.int64)
+            self._merged[epoch] = _narrow(times.argsort(stable=True))
             if len(self._merged) > _KEPT:
                 del self._merged[next(iter(self._merged))]
         return self._merged[epoch]
+
+
+def _narrow(order: torch.Tensor) -> torch.Tensor:
+    """[samples] int32, or int64 of 2**31 and more: every process keeps the order of all of an epoch."""
+    return order.int() if len(order) < 2**31 else order

@@ -196,9 +196,9 @@ class StreamedDataset:
     def sample_id(self, number: int) -> str:
         """The data set's name and the place, counted from 0; of a shuffled one the epoch, of a part which it is."""
         epoch, place = _epoch_and_place(number)
-        words = [] if self._seed is None else [f"epoch {epoch}"]
-        words += [] if self._part is None else ["part {} of {}".format(*self._part)]
-        return f"{self.name}[{' of '.join([str(place), ', '.join(words)] if words else [str(place)])}]"
+        where = [] if self._seed is None else [f"epoch {epoch}"]
+        where += [] if self._part is None else ["part {} of {}".format(*self._part)]
+        return f"{self.name}[{place} of {', '.join(where)}]" if where else f"{self.name}[{place}]"
 
     def fingerprint(self) -> str:
         """What is known without reading, and what an order depends on."""

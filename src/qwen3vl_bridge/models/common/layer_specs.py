@@ -1,8 +1,8 @@
 """Layer specs: which modules the two towers' transformer layers are made of, with and without Transformer Engine.
 
 What lives here: the choice of modules, and the block of a decoder with attention everywhere. What may not: attention
-(`attention.py`, `core_attention/`), norms (`norms.py`), the towers (`vision_tower.py`, `model.py`), layers of one
-family (`models/*/layer_specs.py`).
+(`attention/`), norms (`norms.py`), the towers (`vision_tower.py`, `model.py`), layers of one family
+(`models/*/layer_specs.py`).
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import dataclasses
 import functools
 from typing import Any
 
-from qwen3vl_bridge.models.common.attention import RotarySelfAttention
-from qwen3vl_bridge.models.common.core_attention import ContextParallelAttention, SegmentAttention
+from qwen3vl_bridge.models.common.attention import ContextParallelAttention, RotarySelfAttention, SegmentAttention
 from qwen3vl_bridge.models.common.norms import LayerNorm, rms_norm_of
 from qwen3vl_bridge.models.common.router import BalancedRouter
 

@@ -100,8 +100,8 @@ class Metrics(Callback):
 
     def _figures(self, context: CallbackContext, step: Amounts) -> dict[str, float]:
         meter, count = meter_of(context.state), Amounts.count()
-        own = (*self._interval.values(), *step.values(), *self._left_out.numbers(meter.newly_dropped))
-        own += (*self._left_out.numbers(meter.unreadable),)
+        left_out = [*self._left_out.numbers(meter.newly_dropped), *self._left_out.numbers(meter.unreadable)]
+        own = (*self._interval.values(), *step.values(), *left_out)
         sums = sum_amounts(own, self._groups)  # which also waits for the device
         self._tick()
         interval, step, lost = Amounts(*sums[:count]), Amounts(*sums[count : 2 * count]), sums[2 * count :]
@@ -110,10 +110,10 @@ class Metrics(Callback):
         memory, *dropped = largest_of_each([_memory(), *self._left_out.numbers(meter.dropped)])
         newly_dropped, unreadable = lost[: len(dropped)], lost[len(dropped) :]
         figures |= self._speed(interval) | {"memory_gb": memory / 1e9}
-        left_out = self._left_out.figures([*map(sum, zip(dropped, newly_dropped, strict=True))], unreadable)
+        totals = self._left_out.figures([*map(sum, zip(dropped, newly_dropped, strict=True))], unreadable)
         if torch.distributed.get_rank() == 0:
-            self._left_out.say(left_out, step_of(context))
-        figures |= left_out
+            self._left_out.say(totals, step_of(context))
+        figures |= totals
         figures |= self._lr_of_parts
         norms = context.user_state.get(TOWER_NORMS) or {}
         figures |= {f"grad_norm_{part}": float(norm) for part, norm in norms.items()}

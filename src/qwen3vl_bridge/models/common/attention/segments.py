@@ -12,8 +12,8 @@ from collections.abc import Callable
 from itertools import groupby
 from typing import Any
 
-from qwen3vl_bridge.models.common.attention import HostPackedSeqParams
-from qwen3vl_bridge.models.common.core_attention.kernels import attend, attend_row, varlen_takes
+from qwen3vl_bridge.models.common.attention.kernels import attend, attend_row, varlen_takes
+from qwen3vl_bridge.models.common.attention.packed_rows import HostPackedSeqParams
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams

@@ -1,19 +1,16 @@
-"""Attention: self attention that takes ready-made rotary angles, and what attention is told of packed rows.
+"""What attention is told of packed rows.
 
-What lives here: a subclass of megatron-core's self attention, and its description of packed rows. What may not: angles
-(`rope.py`), attention without Transformer Engine (`core_attention/`), the choice of layer specs (`layer_specs.py`).
+What lives here: megatron-core's description of them, with what the host knows besides. What may not: which tokens of a
+row a rank holds (`batch/token_layout.py`), attention.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from qwen3vl_bridge.batch.token_layout import CausalChunks, SequenceLayout, causal_chunks
-from qwen3vl_bridge.models.common.rope import rotate
 
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
 
@@ -69,35 +66,3 @@ def packed_seq_params(
 def layout_packed_seq_params(layout: SequenceLayout) -> HostPackedSeqParams | None:
     """A layout as Megatron's attention wants it: parameters for a packed row, None for padded rows."""
     return packed_seq_params(layout.cu_seqlens_padded, layout.padded_lengths, layout) if layout.packed else None
-
-
-class RotarySelfAttention(SelfAttention):
-    """Self attention whose rotary argument holds the angles of its own tokens, for padded and packed rows alike.
-
-    Megatron rotates after it has dropped the row dimension of packed rows, and then looks positions up by segment and
-    context-parallel rank. Our angles are local already, so queries and keys are rotated as they leave the projection.
-    """
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None,
-        key_value_states: Tensor | None = None,
-        inference_context: Any = None,
-        rotary_pos_emb: Tensor | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        """As SelfAttention.forward; `rotary_pos_emb` is [2, s, b, 1, d] from `rope.cos_sin`."""
-        # Self attention has no key_value_states; they carry the angles to get_query_key_value_tensors.
-        return super().forward(
-            hidden_states, attention_mask, rotary_pos_emb, inference_context, rotary_pos_emb=None, **kwargs
-        )
-
-    def get_query_key_value_tensors(
-        self, hidden_states: Tensor, key_value_states: Tensor | None = None, **kwargs: Any
-    ) -> tuple[Tensor, ...]:
-        """Query, key and value [s, b, heads, d], the first two rotated by the angles in `key_value_states`."""
-        query, key, *rest = super().get_query_key_value_tensors(hidden_states, None, **kwargs)
-        if key_value_states is None:
-            return query, key, *rest
-        return rotate(query, key_value_states), rotate(key, key_value_states), *rest

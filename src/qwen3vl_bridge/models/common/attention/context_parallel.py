@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from qwen3vl_bridge.models.common.attention import HostPackedSeqParams
-from qwen3vl_bridge.models.common.core_attention.kernels import attend, attend_end, attend_row
-from qwen3vl_bridge.models.common.core_attention.segments import SegmentAttention
+from qwen3vl_bridge.models.common.attention.kernels import attend, attend_end, attend_row
+from qwen3vl_bridge.models.common.attention.packed_rows import HostPackedSeqParams
+from qwen3vl_bridge.models.common.attention.segments import SegmentAttention
 from qwen3vl_bridge.parallel.collectives import gather_over_context
 
 import torch
