@@ -35,10 +35,10 @@ def keeping(model: Sequence[nn.Module]) -> Iterator[dict[int, torch.UntypedStora
         yield storages
 
 
-def saved_bytes(model: nn.Module, batch: PackedBatch) -> int:
-    """Of a forward pass with a loss."""
+def saved_bytes(model: nn.Module, batch: PackedBatch, *, predicts: bool = False) -> int:
+    """Of a forward pass with a loss, and of multi-token prediction's where it predicts."""
     with keeping([model]) as storages:
-        model(inputs=batch.local())
+        model(inputs=batch.local(predicts=predicts))
     return sum(storage.nbytes() for storage in storages.values())
 
 

@@ -46,6 +46,11 @@ CASES = {
     "fused activation": (FP32, Recompute(), Recompute()),
     "loss in chunks": (BF16, Recompute(), Recompute()),
     "full, block": (BF16, Recompute("full", method="block", num_layers=2), Recompute()),
+    "MTP": (FP32, Recompute(), Recompute()),
+    "MTP in bfloat16": (BF16, Recompute(), Recompute()),
+    "MTP, core_attn": (FP32, SELECTIVE["core_attn"], Recompute()),
+    "MTP, full": (FP32, FULL, FULL),
+    "MTP, loss in chunks": (BF16, FULL, Recompute()),
 }
 
 
@@ -77,6 +82,7 @@ def wide_qwen3_5(moe: bool):
         | dict(layer_types=["linear_attention", "full_attention", "linear_attention"], vocab_size=1536)
         | dict(linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=24, linear_value_head_dim=28)
         | dict(rope_parameters={**text.rope_parameters, "mrope_section": [8, 6, 6], "partial_rotary_factor": 1.0})
+        | dict(mtp_num_hidden_layers=1)
         | (
             dict(num_experts=10, num_experts_per_tok=3, moe_intermediate_size=112)
             | dict(shared_expert_intermediate_size=136)
@@ -115,6 +121,7 @@ def build(config, training: Training):
         setattr(provider, f"{prefix}recompute_num_layers", recompute.num_layers)
     provider.bias_activation_fusion = training.fused_activation
     provider.loss_chunk_tokens = training.loss_chunk_tokens
+    provider.mtp_loss_scaling_factor = 0.1 * training.trains_mtp
     provider.finalize()
     initialize(provider, seed=0)
     (model,) = provider.provide_distributed_model(
@@ -129,7 +136,9 @@ def test_what_autograd_keeps(case, family):
     precision, recompute, vision = CASES[case]
     if family in WITHOUT.get(case, ()):
         pytest.skip("this model has no such module")
-    config = FAMILIES[family]()
+    config, mtp = FAMILIES[family](), case.startswith("MTP")
+    if mtp and not family.startswith("Qwen3.5"):
+        pytest.skip("this model has no multi-token prediction")
     n, split = dimensions_of(config.to_dict()), Split(1)
     ((chunk,),) = split.chunks(len(n.indices["text_layers"]))
     training = Training(
@@ -138,14 +147,15 @@ def test_what_autograd_keeps(case, family):
         recompute=recompute,
         vision_recompute=vision,
         fused_activation=case == "fused activation",
-        loss_chunk_tokens=50 if case == "loss in chunks" else 0,
+        loss_chunk_tokens=50 if "loss in chunks" in case else 0,
+        trains_mtp=mtp,
     )
     model = build(config, training)
     for content, packed in itertools.product(("many images", "video", "text only"), (True, False)):
         batch = padded(make_samples(content, config, seed=3), config, packed=packed)
         one = replace(training, packed=packed)
         counted = chunk_activations(n, split, one, chunk, chosen=3, work=work_of(batch)).total
-        error = counted / saved_bytes(model, batch) - 1
+        error = counted / saved_bytes(model, batch, predicts=mtp) - 1
         linear = "linear_layers" in n.indices
         print(f"{family}, {case}, {content}, {'packed' if packed else 'rows'}: {error:+.1e}")
         assert abs(error) <= (NEAR_ROWS if linear and not packed else NEAR), (content, packed)

@@ -7,6 +7,7 @@ each chunk's triangular system, which transformers does row by row; so rows are 
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 from qwen3vl_bridge.models.common.flops import CHUNK, Trained, tower_costs
 from qwen3vl_bridge.models.qwen3_5.presets import hf_config
@@ -18,6 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText
 
 from tests.model.test_cost import inputs_of
+
+from .mtp_reference import MTPReference
 
 SIZES = {"dense": ("2B", {}), "moe": ("35B-A3B", dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48,
                                                      shared_expert_intermediate_size=56))}  # fmt: skip
@@ -92,6 +95,39 @@ def test_a_step_costs_what_transformers_does(kind):
     expected = costs.token * tokens + 2 * costs.token_pair * tokens**2 - convolutions - states
     print(f"{kind}: {products / (expected + states):.4f} of what is counted")
     assert products - 2 * 3 * tokens * turning // 2 == expected
+
+
+FROZEN = Trained(language_model=False)  # gradients go through it to the vision tower
+MTP = {"forward": (Trained().nothing, None), "step": (Trained(), Trained()), "frozen": (FROZEN, FROZEN)}
+
+
+@pytest.mark.parametrize("kind", SIZES)
+@pytest.mark.parametrize("case", MTP)
+def test_multi_token_prediction_costs_what_its_parts_do(kind, case):
+    """Exactly: the difference to a step without it, against its layer and the output layer as torch counts them."""
+    model, (trained, without), tokens = build(kind), MTP[case], 40
+    config, parts = model.config.to_dict(), torch.nn.ModuleList([MTPReference(model.config), model.lm_head])
+    parts.float().requires_grad_(trained.language_model)
+    hidden, embedded = (torch.randn(1, tokens, 64, requires_grad=without is not None) for _ in range(2))
+    angles = model.model.language_model.rotary_emb(hidden, torch.arange(tokens).expand(3, 1, -1))
+    with FlopCounterMode(display=False) as counter:
+        logits = parts[1](parts[0](hidden, embedded, angles))
+        if without is not None:
+            logits.sum().backward()
+    costs, base = tower_costs(config, replace(trained, mtp=True)), tower_costs(config, without)
+    expected = (costs.token - base.token) * tokens + 2 * (costs.token_pair - base.token_pair) * tokens**2
+    assert counter.get_total_flops() == expected
+    assert (costs.patch, costs.patch_pair) == (base.patch, base.patch_pair)
+
+
+def test_it_gets_no_adapters():
+    """Whatever an adapter's pattern says."""
+    config = hf_config("9B").to_dict()
+    everywhere, in_decoder = (
+        Trained(False, False, False, mtp=True, rank=lambda name, inside=inside: 8 * (inside in name))
+        for inside in ("language_model.", "language_model.decoder.")
+    )
+    assert tower_costs(config, everywhere) == tower_costs(config, in_decoder)
 
 
 def test_linear_attention_has_no_pairs():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 
 import qwen3vl_bridge.models.qwen3_5.bridge  # noqa: F401  which is not registered by itself
 from qwen3vl_bridge import Qwen3VLLoRA
@@ -14,15 +15,17 @@ from qwen3vl_bridge.planning.memory.estimate import estimate
 from qwen3vl_bridge.planning.memory.model_states import stage_states
 from qwen3vl_bridge.planning.memory.parameters import Count, chunk_count, mtp_count
 from qwen3vl_bridge.planning.proposals import propose
-from qwen3vl_bridge.planning.settings import FP32, LINEAR_LAYERS, Lora, Sharding, Training
+from qwen3vl_bridge.planning.settings import FP32, FULL, LINEAR_LAYERS, Lora, Recompute, Sharding, Training
+from qwen3vl_bridge.planning.speed.microbatch_flops import Costs, language_operations
 from qwen3vl_bridge.planning.split import Split
 from qwen3vl_bridge.registry import dimensions_of
-from qwen3vl_bridge.training.process_groups import initialize
-from qwen3vl_bridge.weights.model_parts import part_of
+from qwen3vl_bridge.training.process_groups import initialize, shutdown
+from qwen3vl_bridge.weights.model_parts import Part, part_of
 
 import pytest
 import torch
 from megatron.bridge import AutoBridge
+from qwen3vl_recipes.cli import finetune
 
 from tests.parity.conftest import make_pair
 
@@ -100,6 +103,77 @@ def test_released_sizes_are_planned_without_a_network(size, capsys):
 def test_splits_that_linear_attention_cannot_have(split, message):
     with pytest.raises(ValueError, match=message):
         estimate(config_dict("9B"), split, Training(seq_length=65536))
+
+
+STAGED = Split(16, pp=4, tp=2, sequence_parallel=True)
+
+
+def test_multi_token_prediction_is_trained_on_the_last_stage():
+    """Whose gradients and optimizer it adds to; on the way, stages keep next tokens beside hidden states."""
+    config, rows = config_dict("9B"), Training(seq_length=8192, max_patches=0, sharding=Sharding.NONE)
+    n, kept = dimensions_of(config), estimate(config, STAGED, rows)
+    trained = estimate(config, STAGED, replace(rows, trains_mtp=True))
+    *others, last = zip(kept.stages, trained.stages, strict=True)
+    (chunk,) = STAGED.chunks(32)[-1]
+    numbers = mtp_count(n, STAGED, chunk).total
+    assert abs(numbers * 2 / MTP_PARAMETERS["9B"] - 1) < 1e-3  # norms are whole on both tensor-parallel ranks
+    for without, with_it in others:
+        assert without.states == with_it.states
+    without, with_it = last
+    assert with_it.states.parameters == without.states.parameters
+    assert with_it.states.gradients - without.states.gradients == 4 * numbers
+    assert with_it.states.optimizer - without.states.optimizer == 12 * numbers
+    one = 8192 * 4096 * 2 / 2  # hidden states of a microbatch on a sequence-parallel rank
+    between = [stage.activations.get("multi-token prediction", 0) / one for stage in trained.stages]
+    assert between[:3] == [0, 3, 2]  # as many microbatches are in flight
+    assert "multi-token prediction" not in kept.worst.activations
+
+
+@pytest.mark.parametrize("frozen", [(), (Part.LANGUAGE_MODEL,)])
+@pytest.mark.parametrize("recompute", [Recompute(), FULL])
+def test_its_operations_are_the_last_stages(frozen, recompute):
+    """Stages add up to what `models/common/flops.py` counts; the output layer is there twice."""
+    config, n = config_dict("9B"), dimensions_of(config_dict("9B"))
+    training = Training(frozen=frozenset(frozen), recompute=recompute, trains_mtp=True, loss_chunk_tokens=0)
+    costs = Costs.of(config, training)
+    stages = language_operations(costs, n, STAGED, training)
+    assert sum(one.forward.each for one in stages) == pytest.approx(costs.forward.token)
+    assert sum(one.backward.each for one in stages) == pytest.approx(costs.step.token - costs.forward.token)
+    first, *_, last = stages
+    output_layer = 2 * n["hidden"] * n["vocab"]
+    assert last.forward.each - 2 * output_layer == pytest.approx(first.forward.each * 9 / 8)
+    assert last.again.each == pytest.approx(first.again.each * 9 / 8)
+    without = Costs.of(config, replace(training, trains_mtp=False))
+    assert costs.forward.token > without.forward.token + output_layer
+
+
+def test_what_cannot_be_trained_so(capsys):
+    run = ["--gpus", "8", "--tp", "2", "--mtp"]
+    assert main(["--model", "8B", *run]) == 2
+    assert "multi-token prediction is to be trained, which this model has not" in capsys.readouterr().err
+    assert main(["--model", "Qwen/Qwen3.5-9B", *run, "--recompute", "full", "--recompute-num-layers", "2"]) == 2
+    assert "recompute_num_layers 2, expected 'uniform' and 1" in capsys.readouterr().err
+
+
+def test_the_command_and_a_recipes_dry_run(capsys):
+    words = ["--model", "Qwen/Qwen3.5-9B", "--gpus", "8", "--tp", "4", "--seq-length", "4096", "--json"]
+    shutdown()
+    recipe = ["--recipe", "qwen35_vl_9b_sft_config", "--dry-run", "--json"]
+
+    def found(program, *words) -> dict:
+        program([*words])
+        return json.loads(capsys.readouterr().out)
+
+    for without, trained in (
+        (found(main, *words), found(main, *words, "--mtp")),
+        (found(finetune, *recipe)["plan"], found(finetune, *recipe, "model.mtp_loss_scaling_factor=0.1")["plan"]),
+    ):
+        assert trained["training"] == without["training"] | {"trains_mtp": True}
+        (one,), (other,) = without["stages"], trained["stages"]
+        assert other["activations"].keys() - one["activations"].keys() == {"multi-token prediction"}
+        numbers = MTP_PARAMETERS["9B"] / trained["split"]["tp"]
+        assert other["gradients"] - one["gradients"] == pytest.approx(4 * numbers, rel=1e-3)
+        assert other["parameters"] == one["parameters"] and trained["fits"]
 
 
 def test_adapters_of_nothing():

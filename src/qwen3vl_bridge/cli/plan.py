@@ -83,6 +83,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add("--lora-rank", type=_positive, default=32, metavar="N", help="with --kind peft (default: %(default)s)")
     add("--freeze", nargs="+", default=[], choices=[part.value for part in Part], metavar="PART",
         help=f"parts that are not trained: {', '.join(part.value for part in Part)}")  # fmt: skip
+    add("--mtp", action="store_true", help="train multi-token prediction, as mtp_loss_scaling_factor above 0 does")
     add("--precision", choices=PRECISIONS, default="bf16", help="bf16 is mixed precision (default: %(default)s)")
     for name, words in _SIZES.items():
         add(f"--{name}", type=_positive, metavar="N", help=words)
@@ -184,6 +185,7 @@ def _training(options: argparse.Namespace) -> Training:
         lora=Lora(options.lora_rank) if options.kind == "peft" else None,
         fused_activation=not options.no_fused_activation,
         expert_load=options.expert_load,
+        trains_mtp=options.mtp,
     )
 
 

@@ -36,7 +36,6 @@ _UNCOUNTED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "enable_cuda_graph": (False,),
         "delay_wgrad_compute": (False,),
         "parallel_output": (True,),
-        "trains_mtp": (False,),
     },
     "optimizer": {"optimizer": ("adam",), "optimizer_cpu_offload": (False,)},
     "ddp": {
@@ -120,7 +119,8 @@ def proposals_beside(cfg: Any, world_size: int, gpu: Gpu) -> tuple[Proposal, lis
 
 
 def _costs(model: Any) -> Costs:
-    return Costs(provider_costs(model, None), provider_costs(model, trained_parts(model)), _chosen(model))
+    trained = trained_parts(model)
+    return Costs(provider_costs(model, trained.nothing), provider_costs(model, trained), _chosen(model))
 
 
 def _dimensions(model: Any) -> Dimensions:
@@ -208,6 +208,7 @@ def training_of(cfg: Any) -> Training:
         fused_loss=model.cross_entropy_loss_fusion and model.cross_entropy_fusion_impl == "te",
         loss_chunk_tokens=model.loss_chunk_tokens,
         balancing_loss=bool(getattr(model, "moe_aux_loss_coeff", 0)),
+        trains_mtp=model.trains_mtp,
         made_on_host=model.init_model_with_meta_device,
         saved_by_parameters=cfg.checkpoint.dist_ckpt_optim_fully_reshardable,
         overlap_grad_reduce=cfg.ddp.overlap_grad_reduce,

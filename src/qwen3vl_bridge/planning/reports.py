@@ -168,8 +168,8 @@ def words_of_pace(found: Sized) -> str:
 
 
 def words_of_training(training: Training) -> str:
-    """Sharding and recomputation."""
-    parts = [training.sharding.value]
+    """Sharding, multi-token prediction and recomputation."""
+    parts = [training.sharding.value, *["trains MTP"] * training.trains_mtp]
     for tower, recompute in (("language", training.recompute), ("vision", training.vision_recompute)):
         if recompute.granularity:
             parts.append(f"{tower} recomputes {_recomputed(recompute)}")

@@ -147,6 +147,7 @@ class Training:
         packed: rows are packed, not padded.
         expert_load: tokens that the fullest rank's experts get, over the mean of all ranks.
         balancing_loss: whether routers have one.
+        trains_mtp: whether multi-token prediction is trained; else its weights are kept.
         made_on_host: `init_model_with_meta_device`, for Megatron-FSDP.
         saved_by_parameters: `dist_ckpt_optim_fully_reshardable`, of a distributed optimizer's state in checkpoints.
         overlap_grad_reduce, overlap_param_gather: whether replicas exchange gradients and weights while they work.
@@ -169,6 +170,7 @@ class Training:
     packed: bool = True
     expert_load: float = 1.0
     balancing_loss: bool = True
+    trains_mtp: bool = False
     made_on_host: bool = False
     saved_by_parameters: bool = True
     overlap_grad_reduce: bool = True
@@ -189,6 +191,11 @@ class Training:
             raise ValueError(f"expert_load is {self.expert_load}, expected 1 (all ranks alike) or more")
         if self.fused_loss and not self.transformer_engine:
             raise ValueError("fused_loss is True, expected False without Transformer Engine, whose it is")
+        if self.trains_mtp and self.recompute.granularity == "full" and self.recompute != FULL:
+            raise ValueError(
+                f"recompute_method is {self.recompute.method!r} and recompute_num_layers {self.recompute.num_layers}, "
+                "expected 'uniform' and 1: megatron-core recomputes multi-token prediction in no other way"
+            )
         local = {"layernorm", "moe_act"} & (self.recompute.modules | self.vision_recompute.modules)
         if local and not self.transformer_engine:
             raise ValueError(f"recompute_modules has {sorted(local)}, which need Transformer Engine; leave them out")

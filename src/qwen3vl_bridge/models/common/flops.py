@@ -8,11 +8,12 @@ who does the work (`data/loading/balance.py`), what adapters train (`training/mo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from qwen3vl_bridge.registry import dimensions_of, family
 from qwen3vl_bridge.weights.dimensions import Dimensions, text_sizes, vision_sizes
+from qwen3vl_bridge.weights.names import is_of_mtp
 
 CHUNK = 64  # tokens that kernels of the gated delta rule treat at once
 
@@ -73,12 +74,20 @@ class Trained:
             the mergers.
         rank: of the adapter that a linear layer has, by the layer's name in the Megatron model, which is one for all
             experts of a layer; 0 for none. Adapters are trained.
+        mtp: whether there is a loss of multi-token prediction. Its layer is a part of the language model, and gets no
+            adapters.
     """
 
     language_model: bool = True
     vision_model: bool = True
     vision_projection: bool = True
     rank: Callable[[str], int] = _none
+    mtp: bool = False
+
+    @property
+    def nothing(self) -> Trained:
+        """The same forward pass, and no backward pass."""
+        return replace(self, language_model=False, vision_model=False, vision_projection=False, rank=_none)
 
 
 class _Chain:
@@ -103,7 +112,7 @@ class _Chain:
         if self.trained is None:
             self.linear += times * inputs * outputs
             return
-        rank = self.trained.rank(name) if name else 0
+        rank = self.trained.rank(name) if name and not is_of_mtp(name) else 0
         self.linear += times * inputs * outputs * (1 + self.reached + trained)
         if rank:
             self.linear += times * rank * (inputs * (2 + self.reached) + 3 * outputs)
@@ -135,36 +144,49 @@ def model_costs(n: Dimensions, trained: Trained | None = None) -> TowerCosts:
         n: its numbers.
         trained: as for `tower_costs`.
     """
-    tapped, chosen_experts = n.indices["tapped_layers"], n["chosen_experts"]
+    tapped = n.indices["tapped_layers"]
     vision, (*deepstack, embedded) = _vision(n.sizes, len(n.indices["vision_layers"]), tapped, trained)
     of_language = trained is not None and trained.language_model
-    linear, queries = n.indices.get("linear_layers", ()), n.sizes.get("gated_q", n["q"])
     text = _Chain(trained, reached=embedded or of_language)  # the embedding comes before all layers
     for layer in n.indices["text_layers"]:
         name = f"language_model.decoder.layers.{layer}"
-        if layer in linear:
+        if layer in n.indices.get("linear_layers", ()):
             _attend_linearly(text, f"{name}.self_attention", n, of_language)
         else:
-            text.add(f"{name}.self_attention.linear_qkv", n["hidden"], queries + 2 * n["kv"], of_language)
-            text.attend(n["q"])
-            text.add(f"{name}.self_attention.linear_proj", n["q"], n["hidden"], of_language)
-        if layer in n.indices["moe_layers"]:
-            text.add("", n["hidden"], n["experts"], of_language)
-            experts = f"{name}.mlp.experts"
-            text.add(f"{experts}.linear_fc1", n["hidden"], 2 * n["moe_ffn"], of_language, times=chosen_experts)
-            text.add(f"{experts}.linear_fc2", n["moe_ffn"], n["hidden"], of_language, times=chosen_experts)
-            if shared := n.sizes.get("shared_ffn", 0):
-                experts = f"{name}.mlp.shared_experts"
-                text.add("", n["hidden"], 1, of_language)
-                text.add(f"{experts}.linear_fc1", n["hidden"], 2 * shared, of_language)
-                text.add(f"{experts}.linear_fc2", shared, n["hidden"], of_language)
-        else:
-            text.add(f"{name}.mlp.linear_fc1", n["hidden"], 2 * n["ffn"], of_language)
-            text.add(f"{name}.mlp.linear_fc2", n["ffn"], n["hidden"], of_language)
+            _attend(text, f"{name}.self_attention", n, of_language)
+        _add_mlp(text, f"{name}.mlp", n, of_language, moe=layer in n.indices["moe_layers"])
         text.reached = text.reached or any(deepstack[layer : layer + 1])  # which is added behind the first layers
     text.add("", n["hidden"], n["vocab"], of_language)
+    if trained is not None and trained.mtp:
+        name = "language_model.mtp.layers.0.mtp_model_layer"
+        text.add("", n["hidden_twice"], n["hidden"], of_language)
+        _attend(text, f"{name}.self_attention", n, of_language)
+        _add_mlp(text, f"{name}.mlp", n, of_language, moe=bool(n["mtp_experts"]))
+        text.add("", n["hidden"], n["vocab"], of_language)
     # Causal attention is half of all pairs.
     return TowerCosts(token=2 * text.linear, token_pair=text.pair, patch=2 * vision.linear, patch_pair=2 * vision.pair)
+
+
+def _attend(text: _Chain, name: str, n: Dimensions, trained: bool) -> None:
+    """Full attention, with a gate for each query where the family has gates."""
+    text.add(f"{name}.linear_qkv", n["hidden"], n.sizes.get("gated_q", n["q"]) + 2 * n["kv"], trained)
+    text.attend(n["q"])
+    text.add(f"{name}.linear_proj", n["q"], n["hidden"], trained)
+
+
+def _add_mlp(text: _Chain, name: str, n: Dimensions, trained: bool, *, moe: bool) -> None:
+    """A layer's MLP; or its router, the experts that a token visits, and the expert that all visit with its gate."""
+    if not moe:
+        text.add(f"{name}.linear_fc1", n["hidden"], 2 * n["ffn"], trained)
+        text.add(f"{name}.linear_fc2", n["ffn"], n["hidden"], trained)
+        return
+    text.add("", n["hidden"], n["experts"], trained)
+    text.add(f"{name}.experts.linear_fc1", n["hidden"], 2 * n["moe_ffn"], trained, times=n["chosen_experts"])
+    text.add(f"{name}.experts.linear_fc2", n["moe_ffn"], n["hidden"], trained, times=n["chosen_experts"])
+    if shared := n.sizes.get("shared_ffn", 0):
+        text.add("", n["hidden"], 1, trained)
+        text.add(f"{name}.shared_experts.linear_fc1", n["hidden"], 2 * shared, trained)
+        text.add(f"{name}.shared_experts.linear_fc2", shared, n["hidden"], trained)
 
 
 def _attend_linearly(text: _Chain, name: str, n: Dimensions, trained: bool) -> None:
@@ -214,6 +236,7 @@ def trained_parts(provider: Any) -> Trained:
         language_model=not provider.freeze_language_model,
         vision_model=not provider.freeze_vision_model,
         vision_projection=not provider.freeze_vision_projection,
+        mtp=provider.trains_mtp,
     )
 
 

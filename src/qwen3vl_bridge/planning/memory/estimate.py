@@ -136,6 +136,8 @@ def check(n: Dimensions, split: Split, training: Training) -> None:
                 f"LoRA's targets are {training.lora.targets}, none of which this model has outside of experts, which "
                 f"get no adapters; expected some of {', '.join(sorted(known))}"
             )
+    if training.trains_mtp and not n.sizes.get("mtp"):
+        raise ValueError("multi-token prediction is to be trained, which this model has not; leave --mtp out")
     moe = {"moe", "moe_act"} & training.recompute.modules
     if moe and not n.indices["moe_layers"]:
         raise ValueError(f"recompute_modules has {sorted(moe)}, expected neither: this model has no experts")

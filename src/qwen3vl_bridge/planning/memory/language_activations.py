@@ -203,16 +203,47 @@ def adapters(n: Dimensions, training: Training, layer: int) -> list[Kept]:
     return [Kept(f"adapter of {name}", training.lora.rank * training.precision.weight) for name in names]
 
 
-def head(n: Dimensions, split: Split, training: Training, *, in_chunks: bool = False) -> list[Kept]:
-    """The norm at the end, the output layer and the loss, which keeps the softmax unless it is computed in chunks."""
+def final_norm(n: Dimensions, split: Split, training: Training) -> list[Kept]:
+    """The norm behind all layers."""
     w = Widths.of(n, split, training)
-    found = [
-        *norm("norm at the end", w.hidden, 1 / split.sequence_ranks, w, training),
-        Kept("output_layer: input", w.hidden * w.weight),
-    ]
+    return norm("norm at the end", w.hidden, 1 / split.sequence_ranks, w, training)
+
+
+def head(n: Dimensions, split: Split, training: Training, *, in_chunks: bool = False) -> list[Kept]:
+    """The output layer and its losses, which keep the softmax unless they are computed in chunks."""
+    w = Widths.of(n, split, training)
+    found = [Kept("output_layer: input", w.hidden * w.weight)]
     if in_chunks:
         return [*found, Kept("loss: labels", INDEX)]
     return [*found, softmax(n, split, training), Kept("loss: labels", INDEX + 1)]
+
+
+def next_tokens(n: Dimensions, split: Split, training: Training, *, arrived: bool) -> list[Kept]:
+    """Multi-token prediction around its layer: norms of hidden states and of embedded next tokens, the projection of
+    both, and the norm behind the layer.
+
+    Args:
+        n, split, training: as everywhere.
+        arrived: next tokens were sent by the stage before, and are kept as they were.
+    """
+    w, statistic = Widths.of(n, split, training), 1 / split.sequence_ranks
+    found = [
+        *norm("norm of next tokens", w.hidden, statistic, w, training),
+        *norm("norm of hidden states", w.hidden, statistic, w, training),
+        Kept("eh_proj: input", 2 * w.hidden * w.weight),
+        *norm("norm behind multi-token prediction", w.hidden, statistic, w, training),
+    ]
+    if w.weight == w.norm:  # a norm's input is no copy then: hidden states are the output layer's input too
+        parts = {"norm of hidden states: input"} | ({"norm of next tokens: input"} if arrived else set())
+        found = [row for row in found if row.what not in parts]
+        # The layer's input is a sequence-parallel part of what all ranks have gathered, which it keeps.
+        found.append(Kept("eh_proj: output of other ranks' tokens", (n["hidden"] - w.hidden) * w.weight))
+    return found
+
+
+def weighed_losses() -> list[Kept]:
+    """What brings the losses of multi-token prediction to the model's backward pass."""
+    return [Kept("loss mask", NORM), Kept("losses, weighed", NORM)]
 
 
 def softmax(n: Dimensions, split: Split, training: Training) -> Kept:
@@ -222,5 +253,6 @@ def softmax(n: Dimensions, split: Split, training: Training) -> Kept:
 
 
 def embedding(n: Dimensions, training: Training, *, first: bool) -> list[Kept]:
-    """The angles that all layers share; token ids, where they are embedded."""
-    return [Kept("rotary angles", 2 * n["head_dim"] * training.precision.weight), Kept("token ids", INDEX * first)]
+    """The angles that all layers share; token ids, where they are embedded, next tokens' too if they are used."""
+    angles = Kept("rotary angles", 2 * n["head_dim"] * training.precision.weight)
+    return [angles, Kept("token ids", INDEX * first * (1 + training.trains_mtp))]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from qwen3vl_bridge.planning.memory import language_activations as kept
 from qwen3vl_bridge.planning.memory import vision_activations
@@ -113,6 +113,9 @@ def chunk_activations(
     found["language model"] = text * work.tokens
     passing *= work.tokens
     found["language model"] += _sum(kept.embedding(n, training, first=chunk.first)) * work.tokens
+    if training.trains_mtp:
+        found["multi-token prediction"], again = _multi_token_prediction(n, split, training, chunk, chosen, work.tokens)
+        passing = max(passing, again)
     trained = not training.frozen_weights >= {Part.VISION_MODEL, Part.VISION_PROJECTION}
     received = len(n.indices["deepstack_taps"]) - chunk.layers.start
     if chunk.layers and received > 0:
@@ -122,11 +125,12 @@ def chunk_activations(
         found["vision model"], found["vision projection"] = tower * work.patches, mergers * work.patches
         passing = max(passing, at_work * work.patches)
     if chunk.first and trained:
-        fused = _sum(vision_activations.fused(n, training)) * work.vision_tokens
+        fused = _sum(vision_activations.fused(n, training)) * work.vision_tokens * (1 + training.trains_mtp)
         found["vision projection"] = found.get("vision projection", 0.0) + fused
     if chunk.last:
         in_chunks = training.loss_in_chunks(work.tokens)
-        found["loss"] = _sum(kept.head(n, split, training, in_chunks=in_chunks)) * work.tokens
+        rows = [*kept.final_norm(n, split, training), *kept.head(n, split, training, in_chunks=in_chunks)]
+        found["loss"] = _sum(rows) * work.tokens
         passing = max(passing, _loss_passing(n, split, training, work.tokens, in_chunks=in_chunks))
     if chunk.first != chunk.tower:  # the other side of it is on other ranks; every rank has the whole replica's
         found["sent between towers"] = _sum(vision_activations.payload(n, training)) * work.vision_tokens * split.cp
@@ -138,39 +142,67 @@ def _loss_passing(n: Dimensions, split: Split, training: Training, tokens: float
     """Logits, and then their gradient, in the model's precision beside the softmax; float32 models have both in one.
 
     In chunks the softmax passes too, and there is the sum of the output layer's gradients in float32 beside a chunk's.
+    Its gradient of the tokens' own loss waits for that of multi-token prediction's.
     """
     e, rows = training.precision.weight, n["vocab"] / split.tp
     copies = rows * (e if e < 4 else 0)
+    weight = rows * n["hidden"] * (Part.LANGUAGE_MODEL not in training.frozen_weights)
+    waiting = weight * e * training.trains_mtp
     if not in_chunks:
-        return copies * tokens
-    gradients = rows * n["hidden"] * (4 + e) * (Part.LANGUAGE_MODEL not in training.frozen_weights)
-    return (copies + kept.softmax(n, split, training).nbytes) * training.loss_chunk_tokens + gradients
+        return copies * tokens + waiting
+    in_chunk = copies + kept.softmax(n, split, training).nbytes
+    return in_chunk * training.loss_chunk_tokens + weight * (4 + e) + waiting
 
 
 def _text_layers(
     n: Dimensions, split: Split, training: Training, chunk: Chunk, chosen: int, slots: float
 ) -> list[Layer]:
-    w, linear, moe = kept.Widths.of(n, split, training), n.indices.get("linear_layers", ()), n.indices["moe_layers"]
-    seen = chosen * training.expert_load / split.sequence_ranks
-    of_experts = seen * (n["moe_ffn"] + 2 * n["hidden"] * split.expert_tp / 3)
-
-    def layer(number: int) -> Layer:
-        wide, mlp = w.ffn, kept.dense_mlp
-        if number in moe:
-            wide, mlp = of_experts, lambda *_: kept.experts(n, split, training, chosen)
-        gradients = 3 * wide * w.weight
-        if number in linear:
-            attention = linear_attention(n, split, training, slots)
-            gradients = max(gradients, linear_attention_passing(n, split, training))
-        else:
-            attention = kept.attention(n, split, training)
-        rows = (*attention, *mlp(n, split, training), *kept.adapters(n, training, number))
-        return Layer(rows, w.hidden * w.weight, gradients + 2 * w.hidden * w.weight)
-
+    linear, moe = n.indices.get("linear_layers", ()), n.indices["moe_layers"]
     made: dict[int, Layer] = {}
     for alike in kinds_of_layers(n, chunk.layers):
-        made |= dict.fromkeys(alike, layer(alike[0]))
+        one = alike[0]
+        layer = _layer(n, split, training, chosen, moe=one in moe, slots=slots if one in linear else None)
+        layer = replace(layer, rows=(*layer.rows, *kept.adapters(n, training, one)))
+        made |= dict.fromkeys(alike, layer)
     return [made[number] for number in chunk.layers]
+
+
+def _layer(n: Dimensions, split: Split, training: Training, chosen: int, *, moe: bool, slots: float | None) -> Layer:
+    """A text layer without adapters; `slots` are None with full attention."""
+    w = kept.Widths.of(n, split, training)
+    wide, mlp = w.ffn, kept.dense_mlp(n, split, training)
+    if moe:
+        seen = chosen * training.expert_load / split.sequence_ranks
+        wide = seen * (n["moe_ffn"] + 2 * n["hidden"] * split.expert_tp / 3)
+        mlp = kept.experts(n, split, training, chosen)
+    gradients = 3 * wide * w.weight
+    if slots is None:
+        attention = kept.attention(n, split, training)
+    else:
+        attention = linear_attention(n, split, training, slots)
+        gradients = max(gradients, linear_attention_passing(n, split, training))
+    return Layer((*attention, *mlp), w.hidden * w.weight, gradients + 2 * w.hidden * w.weight)
+
+
+def _multi_token_prediction(
+    n: Dimensions, split: Split, training: Training, chunk: Chunk, chosen: int, tokens: float
+) -> tuple[float, float]:
+    """What a chunk keeps of it, and what comes on top for a while.
+
+    Later stages are sent embedded next tokens beside hidden states; the last one has the layer, and the output layer
+    once more.
+    """
+    arrived = 0.0 if chunk.first else kept.Widths.of(n, split, training).hidden * training.precision.weight
+    if not chunk.last:
+        return arrived * tokens, 0.0
+    layer = _layer(n, split, training, chosen, moe=bool(n["mtp_experts"]), slots=None)
+    around = kept.next_tokens(n, split, training, arrived=not chunk.first)
+    # Recomputed, it is from next tokens and hidden states, of which the first have arrived, and the output layer keeps
+    # the second.
+    layer = replace(layer, rows=(*layer.rows, *around), entry=layer.entry * chunk.first)
+    inside, passing = _recomputed([layer], training.recompute)
+    head = kept.head(n, split, training, in_chunks=training.loss_in_chunks(tokens))
+    return (arrived + inside + _sum([*head, *kept.weighed_losses()])) * tokens, passing * tokens
 
 
 def _tower(n: Dimensions, split: Split, training: Training) -> tuple[float, float, float]:

@@ -15,9 +15,10 @@ from qwen3vl_bridge.planning.memory.parameters import (
     Count,
     adapter_count,
     chunk_count,
+    held_and_trained,
     kinds_of_layers,
     layer_count,
-    mtp_count,
+    mtp_layer_count,
     vision_layer_count,
 )
 from qwen3vl_bridge.planning.settings import Sharding, Training
@@ -76,9 +77,7 @@ def stage_states(n: Dimensions, split: Split, chunks: tuple[Chunk, ...], trainin
     """
     if training.sharding in (Sharding.GRADIENTS, Sharding.ALL) and split.pp > 1:
         raise ValueError(f"pp is {split.pp} with {training.sharding.value}, expected 1: Megatron-FSDP has no stages")
-    held = sum((chunk_count(n, split, chunk) for chunk in chunks), Count())
-    mtp = sum((mtp_count(n, split, chunk) for chunk in chunks), Count())
-    trained = (held - mtp).without(training.frozen_weights)
+    held, trained = held_and_trained(n, split, chunks, training)
     if training.lora is not None:
         adapters = sum(adapter_count(n, split, chunk, training.lora) for chunk in chunks)
         held, trained = held + Count(language_model=adapters), trained + Count(language_model=adapters)
@@ -106,9 +105,10 @@ def stage_states(n: Dimensions, split: Split, chunks: tuple[Chunk, ...], trainin
 
 def _gathered(n: Dimensions, split: Split, chunks: tuple[Chunk, ...], training: Training, held: Count) -> int:
     """Under ZeRO-3: what lies outside of layers for the whole step, and some layers of the largest kind."""
-    units = [layer_count(n, split, layers[0]).total for layers in kinds_of_layers(n)]
+    mtp = mtp_layer_count(n, split).total
+    units = [mtp, *(layer_count(n, split, layers[0]).total for layers in kinds_of_layers(n))]
     only_layers = [replace(chunk, first=False, last=False, tower=False) for chunk in chunks]
-    in_layers = sum(chunk_count(n, split, chunk).total for chunk in only_layers)
+    in_layers = mtp + sum(chunk_count(n, split, chunk).total for chunk in only_layers)
     in_tower = vision_layer_count(n, split) * len(n.indices["vision_layers"]) * any(chunk.tower for chunk in chunks)
     whole = held.total - in_layers - in_tower + UNITS * max(units)
     gradient, _ = training.precision.under(training.sharding)

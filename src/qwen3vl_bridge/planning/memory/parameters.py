@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from qwen3vl_bridge.planning.settings import Lora
+from qwen3vl_bridge.planning.settings import Lora, Training
 from qwen3vl_bridge.planning.split import Chunk, Split
 from qwen3vl_bridge.registry import family
 from qwen3vl_bridge.weights.dimensions import Dimensions
@@ -25,6 +25,8 @@ _EMBEDDING = "language_model.embedding.word_embeddings.weight"
 _WHOLE = ("norm.", "_norm_", "mlp.router.", "linear_proj.bias", "linear_fc2.bias")
 # Indices that count text layers, each of which lies on one pipeline stage.
 _LAYERS = ("text_layers", "dense_layers", "moe_layers", "linear_layers", "full_layers")
+
+_BEHIND = Chunk(0, 0, range(0), first=False, last=True)  # what lies behind the text layers, and nothing else
 
 # A row of a family's table, its kind, and what its ranks divide it by.
 _Row = tuple[Row, str, Callable[[Split], int]]
@@ -82,14 +84,26 @@ def _count(n: Dimensions, split: Split, chunk: Chunk, rows: Iterable[_Row]) -> C
     return Count(**found)
 
 
+def held_and_trained(n: Dimensions, split: Split, chunks: Sequence[Chunk], training: Training) -> tuple[Count, Count]:
+    """Parameters that a rank of these chunks holds, and those of them that are trained; without adapters."""
+    held = sum((chunk_count(n, split, chunk) for chunk in chunks), Count())
+    kept = Count() if training.trains_mtp else sum((mtp_count(n, split, chunk) for chunk in chunks), Count())
+    return held, (held - kept).without(training.frozen_weights)
+
+
 def mtp_count(n: Dimensions, split: Split, chunk: Chunk) -> Count:
-    """Of these, parameters of multi-token prediction, which are kept and not trained."""
+    """Parameters of multi-token prediction that a rank of this chunk holds."""
     return _count(n, split, chunk, [one for one in _rows(n.family) if is_of_mtp(one[0].megatron)])
 
 
 def layer_count(n: Dimensions, split: Split, layer: int) -> Count:
     """Parameters of one text layer that a rank holds."""
     return chunk_count(n, split, Chunk(0, 0, range(layer, layer + 1), first=False, last=False))
+
+
+def mtp_layer_count(n: Dimensions, split: Split) -> Count:
+    """Parameters of multi-token prediction's layer that a rank of the last stage holds."""
+    return _count(n, split, _BEHIND, [one for one in _rows(n.family) if ".mtp_model_layer." in one[0].megatron])
 
 
 def kinds_of_layers(n: Dimensions, layers: Iterable[int] | None = None) -> list[list[int]]:

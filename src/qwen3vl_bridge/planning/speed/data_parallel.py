@@ -23,7 +23,7 @@ from collections.abc import Sequence
 
 from qwen3vl_bridge.planning.communication import Passes
 from qwen3vl_bridge.planning.hardware import Gpu
-from qwen3vl_bridge.planning.memory.parameters import Count, chunk_count, mtp_count
+from qwen3vl_bridge.planning.memory.parameters import Count, held_and_trained
 from qwen3vl_bridge.planning.settings import Sharding, Training
 from qwen3vl_bridge.planning.split import Chunk, Split
 from qwen3vl_bridge.weights.dimensions import Dimensions
@@ -71,9 +71,7 @@ def stage_data_seconds(
     work: Passes,
 ) -> float:
     """As `data_seconds`, of a stage that has these chunks."""
-    held = sum((chunk_count(n, split, chunk) for chunk in chunks), Count())
-    mtp = sum((mtp_count(n, split, chunk) for chunk in chunks), Count())
-    sent = _sent(held, (held - mtp).without(training.frozen_weights), split, training, gpu)
+    sent = _sent(*held_and_trained(n, split, chunks, training), split, training, gpu)
     every_pass = training.sharding is Sharding.ALL
     scattered = training.sharding in (Sharding.GRADIENTS, Sharding.ALL)
     forward = max(sent.forward - work.forward * training.overlap_param_gather, 0.0)

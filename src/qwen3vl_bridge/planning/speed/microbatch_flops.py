@@ -3,7 +3,8 @@
 What lives here: forward passes, backward passes, and what is done again in them. Standard library only. What may not:
 what a token or a patch costs (`models/common/flops.py`), seconds (`stage_times.py`, `step_time.py`).
 
-A stage has as many operations for each token as its share of all text layers; the last one has the output layer too.
+A stage has as many operations for each token as its share of all text layers; the last one has the output layer too,
+and where multi-token prediction is trained, one more layer and the output layer once more.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Costs:
     """What a model costs, as `models/common/flops.py` has it.
 
     Attributes:
-        forward: a forward pass.
+        forward: a training step's forward pass.
         step: a training step, recomputation left out.
         chosen: experts that a token visits.
     """
@@ -68,8 +69,8 @@ class Costs:
             training: what is trained.
         """
         n = dimensions_of(config)
-        costs = family(n.family).costs
-        return cls(costs(n), costs(n, _trained(training)), n["chosen_experts"])
+        costs, trained = family(n.family).costs, _trained(training)
+        return cls(costs(n, trained.nothing), costs(n, trained), n["chosen_experts"])
 
 
 @dataclass(frozen=True)
@@ -95,17 +96,18 @@ def language_operations(costs: Costs, n: Dimensions, split: Split, training: Tra
         split: its stages.
         training: what is trained, and recomputed.
     """
-    layers, forward, step = len(n.indices["text_layers"]), costs.forward, costs.step
-    head = Line(2 * n["hidden"] * n["vocab"])
+    layers, mtp, forward, step = len(n.indices["text_layers"]), training.trains_mtp, costs.forward, costs.step
+    head = Line(2 * n["hidden"] * n["vocab"]) * (1 + mtp)
     # Something before the output layer is trained, so a gradient always goes through it.
     head_step = head * (2 + (Part.LANGUAGE_MODEL not in training.frozen_weights))
-    layer = (Line(forward.token, forward.token_pair) - head) * (1 / layers)
-    layer_step = (Line(step.token, step.token_pair) - head_step) * (1 / layers)
+    layer = (Line(forward.token, forward.token_pair) - head) * (1 / (layers + mtp))
+    layer_step = (Line(step.token, step.token_pair) - head_step) * (1 / (layers + mtp))
     again = _again(costs.chosen, n, training, layer)
     in_chunks = training.loss_in_chunks(training.seq_length * training.micro_batch_size / split.cp)
     found = []
     for chunks in split.chunks(layers):
-        count, last = sum(len(chunk.layers) for chunk in chunks), chunks[-1].last
+        last = chunks[-1].last
+        count = sum(len(chunk.layers) for chunk in chunks) + (last and mtp)
         backward = (layer_step - layer) * count + (head_step - head) * last
         found.append(Operations(layer * count + head * last, backward, again * count + head * (last and in_chunks)))
     return found
@@ -139,6 +141,7 @@ def _trained(training: Training) -> Trained:
         language_model=Part.LANGUAGE_MODEL not in frozen,
         vision_model=Part.VISION_MODEL not in frozen,
         vision_projection=Part.VISION_PROJECTION not in frozen,
+        mtp=training.trains_mtp,
     )
     if lora is None:
         return whole

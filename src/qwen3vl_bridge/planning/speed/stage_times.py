@@ -113,7 +113,7 @@ def language_paces(costs: Costs, n: Dimensions, split: Split, training: Training
     found = []
     stages = split.chunks(len(n.indices["text_layers"]))
     for chunks, one in zip(stages, language_operations(costs, n, split, training), strict=True):
-        layers = sum(len(chunk.layers) for chunk in chunks)
+        layers = sum(len(chunk.layers) for chunk in chunks) + (chunks[-1].last and training.trains_mtp)
         found.append(_pace(one, ranks, gpu, forward * layers, backward * layers))
     return found
 

@@ -69,7 +69,7 @@ def step_time(costs: Costs, n: Dimensions, split: Split, training: Training, gpu
     )
     mean = sum(stages) / split.pp
     sent = layer_seconds(costs.chosen, n, split, training, gpu)
-    layers = len(n.indices["text_layers"]) / split.pp
+    layers = (len(n.indices["text_layers"]) + training.trains_mtp) / split.pp
     of_layers = {cause: layers * work.tokens * passes.both for cause, passes in sent.items()}
     of_tower = work.patches * tower_seconds(n, split, training, gpu).both
     # Every microbatch takes as long as the slowest stage; the first one passes through the others as well.

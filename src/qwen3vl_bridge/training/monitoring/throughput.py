@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import re
+from dataclasses import replace
 
-from qwen3vl_bridge.models.common.flops import TowerCosts, Trained, provider_costs, trained_parts
+from qwen3vl_bridge.models.common.flops import TowerCosts, provider_costs, trained_parts
 from qwen3vl_bridge.peft.lora import Qwen3VLParts
 from qwen3vl_bridge.planning.hardware import GPUS
 
@@ -43,7 +44,8 @@ def step_costs(cfg: ConfigContainer) -> TowerCosts | None:
 
     return provider_costs(
         cfg.model,
-        Trained(
+        replace(
+            trained,
             language_model=trained.language_model and not peft.freeze_language_model,
             vision_model=trained.vision_model and not peft.freeze_vision_model,
             vision_projection=trained.vision_projection and not peft.freeze_vision_projection,
