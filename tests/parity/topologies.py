@@ -71,6 +71,7 @@ TOPOLOGIES = {
     "TP2+SP+CP2+EP2": Topology(4, _SP | _CP2 | _EP2, families=_MOE),
     "DP2+CP2+EP2": Topology(4, _CP2 | _EP2, families=_MOE),
     "PP2+TP2+SP+EP2": Topology(4, _PP2 | _SP | _EP2, families=_MOE),
+    "TP4+SP": Topology(4, dict(_SP, tensor_model_parallel_size=4)),  # of models with two query groups
 }
 
 

@@ -48,6 +48,8 @@ CASES = {
     ],
     4: [
         ("dense", "PP4"),
+        ("dense", "TP4+SP"),
+        ("Qwen3.5", "TP4+SP"),
         ("MoE", "PP2+TP2+SP+EP2"),
         ("MoE", "DP2+CP2+EP2"),
         ("Qwen3.5", "PP2+TP2+SP"),

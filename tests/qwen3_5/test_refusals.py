@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from qwen3vl_bridge.models.qwen3_5.presets import config_dict
 from qwen3vl_bridge.registry import family_of, preset, preset_sizes
 
@@ -41,6 +43,18 @@ def test_settings_that_are_refused(settings, message):
         setattr(provider, name, value)
     with pytest.raises(ValueError, match=message):
         provider.finalize()
+
+
+def test_ranks_that_share_a_query_group_have_megatron_cores_groups():
+    """By others' rank it would take other heads' gates."""
+    from qwen3vl_bridge.models.qwen3_5.bridge import provider_from_hf_config
+    from qwen3vl_bridge.models.qwen3_5.model import check_gates
+
+    provider = provider_from_hf_config(config_dict("2B"))
+    two, four = (SimpleNamespace(tp=SimpleNamespace(size=lambda size=size: size)) for size in (2, 4))
+    check_gates(provider, two)
+    with pytest.raises(ValueError, match="tensor_model_parallel_size is 4 with 2 query groups and process groups of"):
+        check_gates(provider, four)
 
 
 @pytest.mark.parametrize(

@@ -21,23 +21,27 @@ from tests.training.checkpointing.journeys import Journey
 pytestmark = pytest.mark.slow
 
 # Kind of model, split, what a token's MTP loss weighs (0: it is kept), and how the run is sharded and saved.
-RUNS = (
-    ("dense", "TP2+SP", 0.1, dict(distributed=True)),
-    ("moe", "TP2+SP+EP2", 0.1, {}),
-    ("3.6", "PP2", 0.1, {}),
-    ("dense", "DP2", 0.1, dict(fsdp=True)),
-    ("moe", "DP2", 0.1, dict(fsdp=True)),
-    ("moe", "PP2", 0.0, {}),
-    ("dense", "DP2", 0.0, dict(distributed=True)),
-    ("moe", "DP2", 0.0, dict(fsdp=True)),
-)
+RUNS = {
+    2: (
+        ("dense", "TP2+SP", 0.1, dict(distributed=True)),
+        ("moe", "TP2+SP+EP2", 0.1, {}),
+        ("3.6", "PP2", 0.1, {}),
+        ("dense", "DP2", 0.1, dict(fsdp=True)),
+        ("moe", "DP2", 0.1, dict(fsdp=True)),
+        ("moe", "PP2", 0.0, {}),
+        ("dense", "DP2", 0.0, dict(distributed=True)),
+        ("moe", "DP2", 0.0, dict(fsdp=True)),
+    ),
+    4: (("dense", "TP4+SP", 0.1, dict(distributed=True)),),  # two ranks to a query group
+}
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def test_runs_train_save_and_are_exported(qwen3_5_folders, tmp_path):
+@pytest.mark.parametrize("ranks", RUNS)
+def test_runs_train_save_and_are_exported(qwen3_5_folders, tmp_path, ranks):
     from examples.digits.dataset import make_dataset
 
     make_dataset(data := tmp_path / "data")
@@ -50,10 +54,10 @@ def test_runs_train_save_and_are_exported(qwen3_5_folders, tmp_path):
             settings=dict(train__train_iters=4, model__mtp_loss_scaling_factor=factor),
             **sharding,
         )
-        for number, (kind, split, factor, sharding) in enumerate(RUNS)
+        for number, (kind, split, factor, sharding) in enumerate(RUNS[ranks])
     ]
     cases = [("go_on" if one.fsdp else "export", dict(journey=asdict(one), count=2)) for one in journeys]
-    for journey, result in zip(journeys, on_ranks(2, cases, tmp_path), strict=True):
+    for journey, result in zip(journeys, on_ranks(ranks, cases, tmp_path), strict=True):
         log, in_memory = (result, {}) if journey.fsdp else result
         assert len(log) == 2
         export_checkpoint(journey.save, exported := tmp_path / "exported" / Path(journey.save).name, progress=False)

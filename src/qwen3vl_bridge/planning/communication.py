@@ -4,7 +4,8 @@ What lives here: how many bytes go over which link. Standard library only. What 
 (`hardware.py`), operations (`planning/speed/microbatch_flops.py`).
 
 - Tensor and sequence parallelism: a layer gathers and scatters hidden states twice in each direction, and gathers
-  twice more in backward (Korthikanti et al., arXiv 2205.05198, section 4.2.2); the tower reduces instead.
+  twice more in backward (Korthikanti et al., arXiv 2205.05198, section 4.2.2); the tower reduces instead. Ranks that
+  share a query group gather queries, keys and values of all.
 - Context: keys and values go around, in forward once, in backward twice. In linear attention each rank gives away
   its tokens for heads behind the first projection, and gets them back before the last one.
 - Experts: tokens to their experts and back, in forward and backward.
@@ -48,9 +49,13 @@ def layer_seconds(chosen: int, n: Dimensions, split: Split, training: Training, 
     e, layers = training.precision.weight, len(n.indices["text_layers"])
     hidden = n["hidden"] * e
     tensor = (split.tp - 1) / split.tp * hidden / link(gpu, split.tp)
+    linear = len(n.indices.get("linear_layers", ())) / layers
+    groups = 0.0
+    if split.tp > n["kv_heads"]:
+        numbers = n.sizes.get("gated_q", n["q"]) + 2 * n["kv"]
+        groups = (1 - linear) * (split.tp - 1) / split.tp * numbers * e / link(gpu, split.tp)
     between = link(gpu, split.tp * split.cp)
     keys = (split.cp - 1) * 2 * n["kv"] / split.tp * e / between
-    linear = len(n.indices.get("linear_layers", ())) / layers
     exchanged = 0.0
     if linear:
         numbers = n["l_qkv"] + 2 * n["l_value"] + 2 * n["l_value_heads"]
@@ -63,7 +68,7 @@ def layer_seconds(chosen: int, n: Dimensions, split: Split, training: Training, 
         moe = len(n.indices["moe_layers"]) / layers * training.expert_load
         experts = moe * routed * ((1 - away) / link(gpu, 1) + away / link(gpu, split.world + gpu.nvlink_gpus))
     return {
-        "tensor": Passes(4 * tensor, 6 * tensor),
+        "tensor": Passes(4 * tensor + groups, 6 * tensor + groups),
         "context": Passes((1 - linear) * keys + exchanged, 2 * (1 - linear) * keys + exchanged),
         "experts": Passes(2 * experts, 2 * experts),
     }

@@ -19,6 +19,7 @@ from qwen3vl_bridge.models.qwen3_5.layer_specs import full_attention_spec, text_
 from qwen3vl_bridge.models.qwen3_5.multi_token_prediction import mtp_block_spec, with_mtp_loss
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 from torch import Tensor
@@ -36,6 +37,7 @@ class Qwen35VLGPTModel(MRopeGPTModel):
     block_spec = staticmethod(text_block_spec)
 
     def __init__(self, config: VisionLanguageProvider, pg_collection: ProcessGroupCollection, **ends: Any) -> None:
+        check_gates(config, pg_collection)
         super().__init__(config, pg_collection, **ends)
         if self.post_process and config.mtp_num_layers:
             spec = mtp_block_spec(config, full_attention_spec(config))
@@ -70,6 +72,23 @@ class Qwen35VLGPTModel(MRopeGPTModel):
         if prediction is not None and self.post_process:
             hidden_states = with_mtp_loss(self, hidden_states, *prediction, arguments)
         return super()._postprocess(hidden_states, output_processor_context=context, **arguments)
+
+
+def check_gates(config: VisionLanguageProvider, groups: ProcessGroupCollection) -> None:
+    """Check whose rank tells a tensor-parallel rank its heads' gates.
+
+    Where ranks share a query group, megatron-core 0.19 picks queries by the model's groups, and gates by its global ones.
+
+    Raises:
+        ValueError: these differ, and gates would be other heads'.
+    """
+    known = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
+    if groups.tp.size() > config.num_query_groups and known is not groups.tp:
+        raise ValueError(
+            f"tensor_model_parallel_size is {groups.tp.size()} with {config.num_query_groups} query groups and process "
+            f"groups of the model's own, expected megatron-core's parallel_state, or {config.num_query_groups} ranks at "
+            "most: gates of heads would be another rank's"
+        )
 
 
 class Qwen35VLModel(VisionLanguageModel):

@@ -115,7 +115,9 @@ def attention(n: Dimensions, split: Split, training: Training) -> list[Kept]:
     if e == w.norm:  # norms of what is no copy, but a part of linear_qkv's output, keep that, which is kept anyway
         parts = {"norm of keys: input"} | ({"norm of queries: input"} if w.groups == 1 else set())
         found = [row for row in found if row.what not in parts]
-    found.append(Kept("linear_qkv: output", ((1 + gates) * w.q + 2 * w.kv) * e))
+    # Ranks that share a group gather all groups to cut their own out. Source: megatron-core 0.19, SelfAttention.
+    cut = split.tp if split.tp <= n["kv_heads"] else 1
+    found.append(Kept("linear_qkv: output", ((1 + gates) * n["q"] + 2 * n["kv"]) / cut * e))
     if split.cp > 1:
         found.append(Kept("keys and values of all context-parallel ranks", 2 * w.kv * e * split.cp))
     else:
