@@ -77,7 +77,7 @@ class Qwen35VLGPTModel(MRopeGPTModel):
 def check_gates(config: VisionLanguageProvider, groups: ProcessGroupCollection) -> None:
     """Check whose rank tells a tensor-parallel rank its heads' gates.
 
-    Where ranks share a query group, megatron-core 0.19 picks queries by the model's groups, and gates by its global ones.
+    Where ranks share a query group, megatron-core 0.19 picks queries by the model's groups and gates by its global ones.
 
     Raises:
         ValueError: these differ, and gates would be other heads'.
@@ -86,8 +86,8 @@ def check_gates(config: VisionLanguageProvider, groups: ProcessGroupCollection) 
     if groups.tp.size() > config.num_query_groups and known is not groups.tp:
         raise ValueError(
             f"tensor_model_parallel_size is {groups.tp.size()} with {config.num_query_groups} query groups and process "
-            f"groups of the model's own, expected megatron-core's parallel_state, or {config.num_query_groups} ranks at "
-            "most: gates of heads would be another rank's"
+            "groups of the model's own, expected those of megatron-core's parallel_state, or no more ranks than query "
+            "groups: gates would be other heads'"
         )
 
 
