@@ -77,7 +77,7 @@ class Qwen35VLGPTModel(MRopeGPTModel):
 def check_gates(config: VisionLanguageProvider, groups: ProcessGroupCollection) -> None:
     """Check whose rank tells a tensor-parallel rank its heads' gates.
 
-    Where ranks share a query group, megatron-core 0.19 picks queries by the model's groups and gates by its global ones.
+    Where ranks share a query group, megatron-core 0.19 picks queries by the model's groups, gates by its global ones.
 
     Raises:
         ValueError: these differ, and gates would be other heads'.
