@@ -3,8 +3,9 @@
 What lives here: when it has nothing to load, adapters that are others or differ from layer to layer, random states that
 have no place in a run, putting the manager in. What may not: first weights
 (`training/checkpointing/initial_weights.py`), modules on ranks of their own (`encoder_parallel/checkpoint.py`), an
-optimizer's settings (`training/checkpointing/optimizer_groups.py`), how a folder comes into its place
-(`training/checkpointing/megatron_bridge_saves.py`), files beside tensors (`training/checkpointing/side_files.py`).
+optimizer's settings and state (`training/checkpointing/optimizer_groups.py`, `optimizer_states.py`), how a folder comes
+into its place (`training/checkpointing/megatron_bridge_saves.py`), files beside tensors
+(`training/checkpointing/side_files.py`).
 
 Megatron-Bridge's set-up asks the manager to load where a run has a checkpoint, or first weights, which are read by
 then.
@@ -40,6 +41,7 @@ from qwen3vl_bridge.peft.lora import Qwen3VLParts
 from qwen3vl_bridge.training.checkpointing.all_or_none import is_first, together
 from qwen3vl_bridge.training.checkpointing.megatron_bridge_saves import is_staged, staged_save
 from qwen3vl_bridge.training.checkpointing.optimizer_groups import loads_either_form
+from qwen3vl_bridge.training.checkpointing.optimizer_states import expect_optimizer
 from qwen3vl_bridge.training.checkpointing.saving_process import signals_blocked, start_saving_process
 from qwen3vl_bridge.training.checkpointing.schedules import chosen_schedule
 from qwen3vl_bridge.training.checkpointing.side_files import expect_data, write_side_files
@@ -149,7 +151,7 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
         _check_adapters(folder, ctx)
         if folder is not None and ctx.optimizer is not None:
             with together():
-                _expect_optimizer(folder, settings)
+                expect_optimizer(folder, ctx.state.cfg)
         with (
             as_one_model(ctx) as whole,
             _layers_may_differ(ctx),
@@ -233,17 +235,6 @@ def expect_checkpoint(settings: CheckpointConfig) -> None:
         raise CheckpointError(
             f"checkpoint.load is {settings.load}, which has no checkpoint; expected one, or "
             "checkpoint.exit_on_missing_checkpoint=false"
-        )
-
-
-def _expect_optimizer(folder: Path, settings: CheckpointConfig) -> None:
-    """Say what to set where a checkpoint has no optimizer's state, which Megatron-Bridge would look for."""
-    if settings.finetune or not settings.load_optim or not (folder / RUN_CONFIG).is_file():
-        return
-    if not (read_run_config(str(folder / RUN_CONFIG)).get("checkpoint") or {}).get("save_optim", True):
-        raise CheckpointError(
-            f"{folder} was saved without the optimizer (checkpoint.save_optim=false): expected "
-            "checkpoint.load_optim=false, to begin with a new one"
         )
 
 

@@ -1,0 +1,70 @@
+"""Whether a checkpoint has the optimizer's state of what a run trains.
+
+What lives here: the question, asked before anything is loaded. What may not: settings of an optimizer's groups
+(`optimizer_groups.py`), learning rates (`schedules.py`), adapters, which are compared by themselves.
+
+megatron-core looks for the state of every trained parameter, and where a checkpoint lacks one, ends in the middle with
+the names of all that there is. What is no longer trained it leaves behind; but a distributed optimizer's state that was
+saved by numbers (`dist_ckpt_optim_fully_reshardable` false) fits the same parameters alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from qwen3vl_bridge.checkpoint.formats.megatron.folder import RUN_CONFIG, TORCH_DIST
+from qwen3vl_bridge.files.errors import CheckpointError
+from qwen3vl_bridge.weights.model_parts import Part
+
+from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.training.utils.checkpoint_utils import read_run_config
+
+_NEW = "checkpoint.load_optim=false, to begin with a new one"
+_MTP = "mtp_loss_scaling_factor"
+
+
+def expect_optimizer(folder: Path, cfg: ConfigContainer) -> None:
+    """Check that a checkpoint has the optimizer's state that a run will look for.
+
+    Args:
+        folder: the checkpoint's.
+        cfg: the run's.
+
+    Raises:
+        CheckpointError: it has not; the message says what to set.
+    """
+    if cfg.checkpoint.finetune or not cfg.checkpoint.load_optim or not (folder / RUN_CONFIG).is_file():
+        return
+    saved = read_run_config(str(folder / RUN_CONFIG))
+    kept, theirs, ours = saved.get("checkpoint") or {}, saved.get("model") or {}, vars(cfg.model)
+    if not kept.get("save_optim", True):
+        raise CheckpointError(
+            f"{folder} was saved without the optimizer (checkpoint.save_optim=false): expected {_NEW}"
+        )
+    if cfg.peft is not None:
+        return
+    before, now, numbered = _trained(theirs), _trained(ours), _is_numbered(kept, saved.get("optimizer") or {})
+    if found := [name for name in now if now[name] > before[name] or (numbered and now[name] != before[name])]:
+        why = "by numbers, and fits no other parameters" if numbered else "and has no state of all that is trained now"
+        said = ", ".join(f"model.{name} is {ours.get(name)}, the checkpoint has {theirs.get(name)}" for name in found)
+        raise CheckpointError(
+            f"{said}: the optimizer's state in {folder} was saved with that, {why}; expected the checkpoint's "
+            f"settings, or {_NEW}"
+        )
+
+
+def _trained(model: Mapping[str, Any]) -> dict[str, bool]:
+    """Whether a part is trained, by the setting of the model that says so."""
+    parts = {f"freeze_{part.value}": not model.get(f"freeze_{part.value}") for part in Part}
+    mtp = bool(model.get("mtp_num_layers") and model.get(_MTP))
+    return parts | {_MTP: mtp and parts[f"freeze_{Part.LANGUAGE_MODEL.value}"]}
+
+
+def _is_numbered(settings: Mapping[str, Any], optimizer: Mapping[str, Any]) -> bool:
+    return (
+        settings.get("ckpt_format") == TORCH_DIST
+        and not settings.get("dist_ckpt_optim_fully_reshardable")
+        and bool(optimizer.get("use_distributed_optimizer"))
+    )
