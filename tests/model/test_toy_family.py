@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
+import qwen3vl_bridge
 from qwen3vl_bridge import registry
 from qwen3vl_bridge.checkpoint import (
     CheckpointError,
@@ -22,6 +25,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.forked import ROOT
 from tests.model import toy_family
 
 CONFIG = {
@@ -135,6 +139,51 @@ def test_it_trains_a_step_and_is_exported(folder, tmp_path):
     (again,) = load_megatron_model(str(tmp_path / "again/iter_0000000"), use_cpu_init=True)
     expected = dict(model.named_parameters())
     assert all(torch.equal(parameter, expected[name]) for name, parameter in again.named_parameters())
+
+
+@pytest.fixture
+def package(tmp_path) -> tuple[Path, list[str]]:
+    """The family as a package of its own by docs/add_a_family.md: its folder, and the page's command."""
+    page = (ROOT / "docs/add_a_family.md").read_text()
+    (code,), (command,) = (re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("python", "bash"))
+    for module in ("toy_family", "toy_model"):
+        text = (ROOT / f"tests/model/{module}.py").read_text().replace("tests.model.", "")
+        (tmp_path / f"{module}.py").write_text(text)
+    with (tmp_path / "toy_family.py").open("a") as file:
+        file.write(code)
+    return tmp_path, shlex.split(command)
+
+
+def run_in(folder: Path, *words: str | Path) -> None:
+    """A program that finds the folder's modules and this package's, and no test's."""
+    paths = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT / "src")])}
+    subprocess.run([sys.executable, *words], check=True, cwd=folder, env=paths)
+
+
+def test_the_pages_command_converts(package, folder):
+    made, (python, *words) = package
+    assert python == "python"
+    places = {"HF_FOLDER": folder, "MEGATRON": made / "megatron"}
+    run_in(made, *(places.get(word, word) for word in words))
+    assert verify_checkpoint(folder, made / "megatron").same
+
+
+@pytest.mark.slow
+def test_its_provider_needs_no_module_of_the_tests(package, folder):
+    code = (
+        "import sys, json, toy_family; from qwen3vl_bridge.registry import family;"
+        "provider = family('toy_vl').provider_of(json.load(open(sys.argv[1]))); provider.finalize();"
+        "print(type(provider), sys.modules['toy_model'].ToyBridge)"
+    )
+    run_in(package[0], "-c", code, folder / "config.json")
+
+
+def test_the_page_registers_this_family(package, monkeypatch):
+    page = (package[0] / "toy_family.py").read_text().rpartition("from qwen3vl_bridge import Family, register_family")
+    said = []
+    monkeypatch.setattr(qwen3vl_bridge, "register_family", said.append)
+    exec("".join(page[1:]).replace('"toy_', '"tests.model.toy_').replace("tests.model.toy_vl", "toy_vl"))
+    assert said == [toy_family.FAMILY]
 
 
 def test_the_planner_counts_it():

@@ -1,7 +1,8 @@
 """A family of models from outside the package: what a conversion needs of it, without torch and Megatron.
 
 Toy-VL is a vision tower as Qwen3-VL's, without DeepStack, and a language model without norms of queries and keys, in
-files with names of their own. `toy_model.py` is what training needs. `docs/add_a_family.md` follows both files.
+files with names of their own. `toy_model.py` is what training needs. `docs/add_a_family.md` follows both files, and a
+test follows the page: with them in a folder of their own, where they are `toy_family` and `toy_model`.
 """
 
 from __future__ import annotations

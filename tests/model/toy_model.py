@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 from qwen3vl_bridge.models.common.bridge import FamilyBridge
 from qwen3vl_bridge.models.common.model import VisionLanguageModel
 from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
+from qwen3vl_bridge.models.common.settings import fixed
 from qwen3vl_bridge.models.common.settings.rules import Row, only
-from qwen3vl_bridge.models.qwen3_vl.refusals import FIXED
 
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
@@ -31,7 +31,18 @@ class ToyProvider(VisionLanguageProvider):
     family: ClassVar[str] = NAME
     model_class: ClassVar[str] = "tests.model.toy_model.ToyModel"
     language_model_class: ClassVar[str] = "qwen3vl_bridge.models.common.text_model.MRopeGPTModel"
-    fixed: ClassVar[Mapping[str, Row]] = {**FIXED, **only("its heads have no norm", qk_layernorm=False)}
+    fixed: ClassVar[Mapping[str, Row]] = {
+        **fixed.FIXED,
+        **only("its heads have no norm", qk_layernorm=False),
+        **only(
+            fixed.NOTHING_ELSE,
+            rotary_percent=1.0,
+            attention_output_gate=False,
+            layernorm_zero_centered_gamma=False,
+            experimental_attention_variant=None,
+            num_moe_experts=None,
+        ),
+    }
 
 
 class ToyModel(VisionLanguageModel):
