@@ -1,13 +1,14 @@
-"""The oldest and the newest megatron-core, Megatron-Bridge and transformers that pyproject.toml allows: a short selection of
-tests with them. Standard library, uv and pip.
+"""The oldest and the newest megatron-core, Megatron-Bridge and transformers that pyproject.toml allows, in a few tests.
 
     .venv/bin/python scripts/compatibility.py oldest            # or newest
     .venv/bin/python scripts/compatibility.py transformers==5.9.0
     .venv/bin/python scripts/compatibility.py oldest --record   # a row of docs/compatibility.md
 
-Which versions these are is asked of the package registry, so no list of them grows old here. They are installed, without what
-they ask for, into an environment of their own that otherwise sees the packages of .venv: seconds, and a few megabytes. Torch
-and all else is as pinned; versions that do not allow what is pinned are refused before a test runs.
+Which versions these are is asked of the package registry, so no list of them grows old here. They are installed,
+without what they ask for, into an environment of their own that otherwise sees the packages of .venv: seconds, and a
+few megabytes. Where they do not allow a pinned version of another package, one that they allow is put before it.
+
+What lives here: making that environment, running the tests, and the table's rows. Needs uv, pip and packaging.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("megatron-core", "megatron-bridge", "transformers")
@@ -99,31 +101,51 @@ def make_environment(folder: Path, versions: dict[str, str]) -> Path:
     # What is the same as here is not laid over itself.
     laid = [f"{name}=={number}" for name, number in versions.items() if number != version(name)]
     if laid:
-        pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--python", str(python)]
-        subprocess.run([*pip, "install", "--no-deps", *laid], check=True)
+        install(python, laid)
     return python
 
 
-def conflicts(python: Path) -> list[str]:
-    """What the three ask for that is there in a version they do not allow. What is not there was left out on purpose.
+def install(python: Path, wanted: list[str]) -> None:
+    """Install packages into an environment, without what they ask for.
 
-    requirements/overrides.txt names it.
+    Raises:
+        subprocess.CalledProcessError: one cannot be had.
+    """
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--python", str(python)]
+    subprocess.run([*pip, "install", "--ignore-installed", "--no-deps", *wanted], check=True)
+
+
+def conflicts(python: Path) -> list[Requirement]:
+    """What the three ask for that is there in a version they do not allow.
+
+    What is not there at all was left out on purpose: requirements/overrides.txt names it.
     """
     code = (
         "import json; from importlib.metadata import requires, distributions\n"
-        f"print(json.dumps([{{name: requires(name) for name in {PACKAGES}}},"
-        " {one.name.lower().replace('_', '-'): one.version for one in reversed(list(distributions()))}]))"
+        f"print(json.dumps([[one for name in {PACKAGES} for one in requires(name) or ()],"
+        # The first of a name on the path is the one that is imported.
+        " {one.name: one.version for one in reversed(list(distributions()))}]))"
     )
     done = subprocess.run([python, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
     asked, there = json.loads(done.stdout)
-    found = []
-    for name, wanted in asked.items():
-        for one in map(Requirement, wanted or ()):
-            number = there.get(one.name.lower().replace("_", "-"))
-            applies = one.marker is None or one.marker.evaluate({"extra": ""})
-            if applies and number and not one.specifier.contains(number, prereleases=True):
-                found.append(f"{name} wants {one}, {number} is there")
-    return found
+    versions = {canonicalize_name(name): number for name, number in there.items()}
+    applies = [one for one in map(Requirement, asked) if one.marker is None or one.marker.evaluate({"extra": ""})]
+    found = [(one, versions.get(canonicalize_name(one.name))) for one in applies]
+    return [one for one, number in found if number and not one.specifier.contains(number, prereleases=True)]
+
+
+def settle(python: Path) -> list[str]:
+    """Install what `conflicts` finds in a version that is allowed; what that was.
+
+    Raises:
+        SystemExit: the three do not agree on one.
+    """
+    wanted = [str(one) for one in conflicts(python)]
+    if wanted:
+        install(python, wanted)
+    if still := conflicts(python):
+        raise SystemExit(f"compatibility: no version of these suits all three packages: {', '.join(map(str, still))}")
+    return wanted
 
 
 def run_selection(python: Path) -> tuple[str, float]:
@@ -159,13 +181,13 @@ def main() -> int:
     print("compatibility:", ", ".join(f"{name} {number}" for name, number in versions.items()), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         python = make_environment(Path(folder), versions)
-        if found := conflicts(python):
-            print("\n".join(["compatibility: these versions do not go with requirements/cpu.txt:", *found]))
-            return 1
+        others = settle(python)
+        if others:
+            print("compatibility: besides", ", ".join(others), flush=True)
         said, seconds = run_selection(python)
     print(f"compatibility: {said}, {seconds:.0f} s")
     if options.record:
-        record(versions, said)
+        record(versions, said + "".join(f"; with {one}" for one in others))
     return int("failed" in said or "error" in said or "passed" not in said)
 
 

@@ -82,7 +82,7 @@ def _answer(options: argparse.Namespace) -> str | None:
     from transformers import AutoProcessor
 
     model = load_model(options.hf_model, options.megatron_path)
-    processor = AutoProcessor.from_pretrained(options.hf_model)
+    processor = AutoProcessor.from_pretrained(options.hf_model, trust_remote_code=False)
     pictures = [{"type": "image", "image": Image.open(path).convert("RGB")} for path in options.image]
     inputs = processor.apply_chat_template(
         [{"role": "user", "content": [*pictures, {"type": "text", "text": options.question}]}],
