@@ -73,7 +73,7 @@ def test_a_video_opens_no_other_file_and_no_port(secret, processor, name, text, 
     path = secret.parents[1] / "root" / name
     path.write_text(text.format(secret))
     found = find(name, path.parent, "here")
-    with pytest.raises(DataError, match="does not decode as a video: .*expected one of the kinds mov,") as caught:
+    with pytest.raises(DataError, match=r"does not decode as a video: .*expected one of the kinds mov,") as caught:
         videos.sample(path.read_bytes() if as_bytes else found, processor.video_processor, "here")
     # What FFmpeg says before it has opened anything: the kind is not allowed, or not known.
     assert type(caught.value.__cause__) in (av.error.ArgumentError, av.error.InvalidDataError)
