@@ -158,7 +158,7 @@ def run_selection(python: Path) -> tuple[str, float]:
         for line in tests.stdout:
             print(line, end="", flush=True)
             lines.append(line)
-    summary = re.sub(r" in [\d.]+s.*", "", lines[-1]).strip(" =\n") if lines else "nothing"
+    summary = re.sub(r"(, \d+ warnings?)? in [\d.]+s.*", "", lines[-1]).strip(" =\n") if lines else "nothing"
     return summary, time.monotonic() - start
 
 

@@ -60,7 +60,13 @@ class Environment:
         done = subprocess.run(
             [str(self.bin / program), *arguments],
             cwd=self.place,
-            env={**kept, "HOME": str(self.place), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+            env={
+                **kept,
+                "HOME": str(self.place),
+                "HF_HUB_OFFLINE": "1",
+                "CUDA_VISIBLE_DEVICES": "",
+                "OMP_NUM_THREADS": "1",
+            },
             capture_output=True,
             text=True,
         )

@@ -123,7 +123,7 @@ def test_versions_that_are_tried_are_allowed_ones():
     for selected in compatibility.SELECTION:
         assert (ROOT / selected).exists(), selected
     for bad in ("transformers==5.7.0", "torch==2.13.0", "latest"):
-        with pytest.raises(SystemExit, match="expected oldest|allows"):
+        with pytest.raises(SystemExit, match=r"expected oldest|allows"):
             compatibility.chosen_versions([bad])
     rows = [line.split("|")[1:-1] for line in compatibility.TABLE.read_text().splitlines() if re.match(r"\| \d", line)]
     assert len(rows) >= 2
@@ -137,7 +137,9 @@ def test_versions_that_are_tried_are_allowed_ones():
 def test_pages_name_files_targets_and_tests_that_are_there(page):
     text, tracked = (ROOT / page).read_text(), {str(path.relative_to(ROOT)) for path in tracked_files()}
     folders = {str(parent) for path in tracked for parent in Path(path).parents}
-    named = re.findall(r"`((?:\.ci|\.github|benchmarks|docs|examples|recipes|requirements|scripts|src|tests)/[^`\s]*)`", text)
+    named = re.findall(
+        r"`((?:\.ci|\.github|benchmarks|docs|examples|recipes|requirements|scripts|src|tests)/[^`\s]*)`", text
+    )
     for name in named:
         file, _, test = name.partition("::")
         assert file in tracked or file.rstrip("/") in folders, f"{page} names {name}"
