@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> 
         shutdown()
     if answer is not None:
         found = {"question": options.question, "images": options.image, "answer": answer}
-        show(json.dumps(found, indent=2, ensure_ascii=False) if options.json else answer)
+        show(json.dumps(found, indent=2) if options.json else answer)
     return 0
 
 
