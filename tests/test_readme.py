@@ -80,7 +80,7 @@ def test_convert_then_fine_tune(places):
 
 
 @pytest.mark.slow
-def test_the_readmes_commands(places, untied_folder, moe_folder):
+def test_the_readmes_commands(places):
     """Its console blocks; those that need GPUs as a dry run."""
     convert, inspect, *trainings = blocks(README, "console")
     for command in fill(convert, places).strip().splitlines():
@@ -90,8 +90,8 @@ def test_the_readmes_commands(places, untied_folder, moe_folder):
     assert "<html" in Path(places["REPORT"]).read_text()
     assert len(trainings) == 3
     for command, gpus in zip(trainings, (1, 8, 64), strict=True):
-        words = fill(command, {**places, "HF_FOLDER": str(moe_folder if "a3b" in command else untied_folder)})
-        words = re.sub(r"^torchrun .*?-m qwen3vl_bridge", "qwen3vl", words.replace("\\\n", " "))
+        words = fill(command, places).replace("\\\n", " ")
+        words = re.sub(r"^torchrun .*?-m qwen3vl_bridge", "qwen3vl", words)
         run(f"{words.strip()} --dry-run --gpus {gpus}")
 
 
