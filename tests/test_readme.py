@@ -82,6 +82,7 @@ def test_convert_then_fine_tune(places):
 @pytest.mark.slow
 def test_the_readmes_commands(places):
     """Its console blocks; those that need GPUs as a dry run."""
+    places = places | {name: f"{places[name]}_of_the_readme" for name in ("MEGATRON", "EXPORTED", "REPORT", "RUN")}
     convert, inspect, *trainings = blocks(README, "console")
     for command in fill(convert, places).strip().splitlines():
         run(command)
