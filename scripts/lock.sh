@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Resolves requirements/cpu.in into requirements/cpu.txt, with uv from the environment.
-# Pins that still fit are kept; `scripts/lock.sh --upgrade` takes the newest.
+# Resolves requirements/cpu.in into requirements/cpu.txt, and cuda.in beside it into cuda.txt, with uv from the
+# environment. Pins that still fit are kept; `scripts/lock.sh --upgrade` takes the newest.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -10,9 +10,21 @@ header='# Made by `make lock` from cpu.in and overrides.txt. Do not edit.
 
 new=$(mktemp)
 trap 'rm -f "$new"' EXIT
-cp requirements/cpu.txt "$new" 2>/dev/null || true
+
 # Run inside requirements/, so that the comments name no folder.
-(cd requirements && ../.venv/bin/uv pip compile cpu.in --override overrides.txt --output-file "$new" \
-    --python ../.venv/bin/python --system-certs --quiet "$@" \
-    --no-header --no-emit-index-url --no-emit-find-links)
+compile() {
+    (cd requirements && ../.venv/bin/uv pip compile "$@" --output-file "$new" \
+        --python ../.venv/bin/python --system-certs --quiet \
+        --no-header --no-emit-index-url --no-emit-find-links)
+}
+
+cp requirements/cpu.txt "$new" 2>/dev/null || true
+compile cpu.in --override overrides.txt "$@"
 { printf '%s\n' "$header"; cat "$new"; } > requirements/cpu.txt
+
+cp requirements/cuda.txt "$new" 2>/dev/null || true
+compile cuda.in --constraint cpu.txt --no-annotate "$@"
+{
+    echo '# Made by `make lock` from cuda.in and cpu.txt. Do not edit. On top of cpu.txt; README.md says how to install it.'
+    grep -vxFf <(grep -v '^ *#' requirements/cpu.txt) "$new"
+} > requirements/cuda.txt

@@ -1,4 +1,4 @@
-"""The README's commands run as they stand, on a tiny checkpoint."""
+"""The commands of the README and of the pages it leads to run as they stand, on a tiny checkpoint."""
 
 from __future__ import annotations
 
@@ -17,24 +17,26 @@ from PIL import Image
 from transformers import AutoProcessor
 
 ROOT = Path(__file__).resolve().parents[1]
-README = (ROOT / "README.md").read_text()
+README, CONVERT, TRAIN, PYTHON = (
+    (ROOT / page).read_text() for page in ("README.md", "docs/convert.md", "docs/train.md", "docs/python.md")
+)
 
 
-def blocks(heading: str, language: str) -> list[str]:
-    """The code blocks of a language under a heading."""
-    section = README.split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0]
-    return re.findall(rf"```{language}\n(.*?)```", section, re.DOTALL)
+def blocks(page: str, language: str) -> list[str]:
+    """The code blocks of a language on a page."""
+    return re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)
 
 
-def block(heading: str, language: str) -> str:
+def block(page: str, language: str) -> str:
     """The only one."""
-    (only,) = blocks(heading, language)
+    (only,) = blocks(page, language)
     return only
 
 
 def run(command: str) -> None:
     words = shlex.split(command.replace("\\\n", " "))
-    start = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}[words[0]]
+    starts = {"python": [], "torchrun": ["-m", "torch.distributed.run"], "qwen3vl": ["-m", "qwen3vl_bridge"]}
+    start = starts[words[0]]
     done = subprocess.run(
         [sys.executable, *start, *words[1:]],
         cwd=ROOT,
@@ -63,31 +65,55 @@ def fill(text: str, places: dict[str, str]) -> str:
 
 @pytest.mark.slow
 def test_convert_then_fine_tune(places):
-    commands, _ = blocks("Convert", "bash")
+    commands, _ = blocks(CONVERT, "bash")
     for command in fill(commands, places).strip().splitlines():
         run(command)
     assert (Path(places["EXPORTED"]) / "config.json").exists()
-    command, see, pack = (fill(text, places) for text in blocks("Fine-tune", "bash"))
+    command, see, pack = (fill(text, places) for text in blocks(TRAIN, "bash"))
     run(see)
     assert "<html" in Path(places["REPORT"]).read_text()
     run(pack)
-    assert "train.train_iters=400" in command and "`dataset.train_packing=ROWS`" in README
+    assert "train.train_iters=400" in command and "`dataset.train_packing=ROWS`" in TRAIN
     packed = f"train.train_iters=2 scheduler.lr_warmup_iters=1 dataset.train_packing={places['ROWS']}"
     run(command.replace("train.train_iters=400", f"{packed} dataset.balance_over=2"))
     assert (Path(places["RUN"]) / "iter_0000002").is_dir()
 
 
 @pytest.mark.slow
+def test_the_readmes_commands(places):
+    """Its console blocks; those that need GPUs as a dry run."""
+    places = places | {name: f"{places[name]}_of_the_readme" for name in ("MEGATRON", "EXPORTED", "REPORT", "RUN")}
+    convert, inspect, *trainings = blocks(README, "console")
+    for command in fill(convert, places).strip().splitlines():
+        run(command)
+    assert (Path(places["EXPORTED"]) / "config.json").exists()
+    run(fill(inspect, places))
+    assert "<html" in Path(places["REPORT"]).read_text()
+    assert len(trainings) == 3
+    for command, gpus in zip(trainings, (1, 8, 64), strict=True):
+        words = fill(command, places).replace("\\\n", " ")
+        words = re.sub(r"^torchrun .*?-m qwen3vl_bridge", "qwen3vl", words)
+        run(f"{words.strip()} --dry-run --gpus {gpus}")
+
+
+def test_the_readme_is_short_and_its_links_lead_somewhere():
+    assert len(README.splitlines()) < 200
+    for page, text in (("README.md", README), ("docs/convert.md", CONVERT), ("docs/train.md", TRAIN)):
+        for link in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
+            assert link.startswith("https://") or (ROOT / page).parent.joinpath(link).exists(), link
+
+
+@pytest.mark.slow
 def test_one_node_of_gpus(places):
     """As far as a machine without any can see: the settings and the plan."""
-    command, _ = blocks("Fine-tune", "console")
+    command, _ = blocks(TRAIN, "console")
     command = fill(command, places).replace("torchrun --nproc_per_node 8 --shutdown-timeout 600", "python")
     run(f"{command.strip()} --dry-run --gpus 8")
 
 
 @pytest.mark.slow
 def test_adapters_of_a_run(places, untied_folder, tmp_path):
-    _, commands = blocks("Fine-tune", "console")
+    _, commands = blocks(TRAIN, "console")
     run(
         f"python recipes/finetune.py --recipe qwen3_vl_8b_peft_config --hf-path {untied_folder} "
         f"--data-path {places['DATA']} --save {tmp_path / 'run'} train.train_iters=1 scheduler.lr_warmup_iters=0 "
@@ -114,7 +140,7 @@ def own_script(places, monkeypatch):
     monkeypatch.setitem(sys.modules, "megatron.bridge.training.finetune", SimpleNamespace(finetune=finetune))
 
     def run_as(name: str) -> list:
-        exec(fill(block("Fine-tune", "python"), places), {"__name__": name})
+        exec(fill(block(TRAIN, "python"), places), {"__name__": name})
         return calls
 
     return run_as
@@ -139,7 +165,7 @@ def test_a_script_of_ones_own_does_nothing_in_the_process_that_saving_starts(own
 
 @pytest.mark.slow
 def test_convert_by_several_processes(places, moe_folder, tmp_path):
-    _, command = blocks("Convert", "bash")
+    _, command = blocks(CONVERT, "bash")
     instead = {"--nproc_per_node 8": "--nproc_per_node 2", "--ep 8": "--ep 2", " MEGATRON": f" {tmp_path / 'megatron'}"}
     for text, other in {"Qwen/Qwen3-VL-30B-A3B-Instruct": str(moe_folder), **instead}.items():
         assert text in command
@@ -153,7 +179,7 @@ def test_the_data_line_is_a_conversation_our_data_path_reads(places):
 
     file = Path(places["DATA"]) / "readme.jsonl"
     picture = next((Path(places["DATA"]) / "images").iterdir()).name
-    file.write_text(block("Fine-tune", "json").replace("0001.png", picture))
+    file.write_text(block(TRAIN, "json").replace("0001.png", picture))
     assert open_source(file)[0].images
 
 
@@ -173,11 +199,11 @@ def test_python(untied_folder, tmp_path, monkeypatch):
         "loss_mask": torch.ones_like(inputs["input_ids"]),
         **{name: inputs[name] for name in ("input_ids", "pixel_values", "image_grid_thw")},
     }
-    for code in blocks("Use it", "python"):
+    for code in blocks(PYTHON, "python"):
         exec(code.replace("Qwen/Qwen3-VL-8B-Instruct", str(untied_folder)), names)
     assert names["losses"].shape == names["input_ids"].shape and names["loss"].isfinite()
     assert 0 < names["answer"].shape[1] - names["inputs"]["input_ids"].shape[1] <= 64
     assert (tmp_path / "exported" / "config.json").exists() and (tmp_path / "merged" / "config.json").exists()
     assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
-    count = re.search(r"parameter_count\(\"235B-A22B\"\)  # (\d+)", README)[1]
+    count = re.search(r"parameter_count\(\"235B-A22B\"\)  # (\d+)", PYTHON)[1]
     assert presets.parameter_count("235B-A22B") == int(count)

@@ -10,9 +10,13 @@ import contextlib
 import io
 import os
 import sys
+import unicodedata
 
 # As a shell reports a command that was ended by the signal of Ctrl-C.
 BAD_INPUT, INTERRUPTED = 2, 130
+# Categories of characters that a terminal obeys and does not show.
+_HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")
+_SHOWN = "\n\t\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}"  # some scripts and emoji are written with joiners
 
 
 def show_anything() -> None:
@@ -22,8 +26,20 @@ def show_anything() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+def visible(text: str) -> str:
+    r"""The text with control and formatting characters by their numbers, such as \x1b; line breaks and tabs stay."""
+    return "".join(map(_visible, text))
+
+
+def _visible(character: str) -> str:
+    hidden = character not in _SHOWN and unicodedata.category(character) in _HIDDEN
+    return ascii(character)[1:-1] if hidden else character
+
+
 def show(text: str, *, error: bool = False) -> None:
     """Print a line. When its reader has gone, such as `head`, what was to be done is still done.
+
+    It may have names and texts of other people's files: what would move a cursor or set a title is shown instead.
 
     Args:
         text: the line.
@@ -36,7 +52,7 @@ def show(text: str, *, error: bool = False) -> None:
     if stream is None:  # closed from the beginning
         return
     try:
-        print(text, file=stream, flush=True)
+        print(visible(text), file=stream, flush=True)
     except OSError as failure:
         with contextlib.suppress(OSError, ValueError):  # else Python fails once more when it flushes at the end
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
 import subprocess
 import sys
 
@@ -118,3 +120,22 @@ def test_processes_of_torchrun_share_a_conversion(untied_folder, tmp_path, capsy
     assert main([*verify, str(other)]) == 1
     differs = json.loads(capsys.readouterr().out)
     assert not differs["same"] and [(one["name"], one["elements"]) for one in differs["differences"]] == [(name, 1)]
+
+
+def test_names_in_other_peoples_files_reach_no_terminal_as_commands(untied_folder, tmp_path, capfd):
+    """An escape sequence could move the cursor, and write over what was said of the file."""
+    escape, shown = "\x1b]0;title\x07\x9b2J\u202e", r"\x1b]0;title\x07\x9b2J\u202e"
+    model = shutil.copytree(untied_folder, tmp_path / "model")
+    save_file(load_file(model / SINGLE) | {f"x{escape}": torch.zeros(2)}, model / SINGLE, metadata={"format": "pt"})
+    data = tmp_path / "train.jsonl"
+    data.write_text(json.dumps({f"keys{escape}": 1}) + "\n")
+    checkpoint = ["--megatron-path", str(tmp_path / "megatron")]
+    for words in (
+        ["convert", "import", "--hf-model", str(model), *checkpoint],
+        ["data", "pack", "--data", str(data), "--hf-model", str(model), "--output", str(tmp_path / "rows")],
+        ["plan", "--model", f"8B{escape}", "--gpus", "8"],
+    ):
+        with contextlib.suppress(SystemExit):
+            main(words)
+        said = "".join(capfd.readouterr())
+        assert shown in said and not set(escape) & set("\x1b\x07\x9b\u202e") & set(said), words

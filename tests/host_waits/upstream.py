@@ -9,7 +9,8 @@ its step, the model around the layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,9 +31,8 @@ from .counter import HostWaits
 from .places import Seen
 
 
-def count_upstream(folder: Path, samples: list[Sample], *, packed: bool) -> Seen:
-    """Forward and backward of a microbatch, by `qwen3_vl_step`, packed in the step or not."""
-    waits = HostWaits()
+def stock_with_torch_attention(folder: Path, around: Callable[[], Any] = nullcontext) -> torch.nn.Module:
+    """Its model with torch's attention in both towers, which is called within the context `around`."""
 
     class Attention(SegmentAttention):
         """Torch's attention, whatever mask is given: a causal one says nothing else."""
@@ -40,22 +40,31 @@ def count_upstream(folder: Path, samples: list[Sample], *, packed: bool) -> Seen
         def forward(self, query: Any, key: Any, value: Any, *_: Any, **given: Any) -> Any:
             given = {name: given.get(name) for name in ("attn_mask_type", "packed_seq_params")}
             given["attn_mask_type"] = given["attn_mask_type"] or AttnMaskType.causal
-            with waits.paused():
+            with around():
                 return super().forward(query, key, value, None, **given)
 
-    def with_attention(make: Any) -> Any:
+    def with_attention(make: Any, mask: AttnMaskType) -> Any:
         def spec(*args: Any, **kwargs: Any) -> ModuleSpec:
             made = make(*args, **kwargs)
+            made.submodules.self_attention.params = {"attn_mask_type": mask}  # as in Transformer Engine's specs
             made.submodules.self_attention.submodules.core_attention = Attention
             return made
 
         return spec
 
     with (
-        mock.patch.object(stock_models, "_text_layer", with_attention(stock_models._text_layer)),
-        mock.patch.object(stock_models, "_vision_layer", with_attention(stock_models._vision_layer)),
+        mock.patch.object(stock_models, "_text_layer", with_attention(stock_models._text_layer, AttnMaskType.causal)),
+        mock.patch.object(
+            stock_models, "_vision_layer", with_attention(stock_models._vision_layer, AttnMaskType.no_mask)
+        ),
     ):
-        model = stock_models.build_stock(folder)
+        return stock_models.build_stock(folder)
+
+
+def count_upstream(folder: Path, samples: list[Sample], *, packed: bool) -> Seen:
+    """Forward and backward of a microbatch, by `qwen3_vl_step`, packed in the step or not."""
+    waits = HostWaits()
+    model = stock_with_torch_attention(folder, waits.paused)
     waits.on_gpu(model)
     batch = join(samples, 1, packed=False)
     waits.pinned([value if name != "visual_inputs" else vars(value) for name, value in batch.items()])

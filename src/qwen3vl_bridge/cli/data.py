@@ -17,7 +17,7 @@ from typing import Any
 
 from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.files.errors import CheckpointError
-from qwen3vl_bridge.terminal import BAD_INPUT, INTERRUPTED, show_anything, show_report
+from qwen3vl_bridge.terminal import BAD_INPUT, INTERRUPTED, show, show_anything, show_report
 
 _BAD_SAMPLES = _FAILURES = 1
 # As `VisionLimits` has them, which needs torch.
@@ -47,10 +47,10 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "qwen3vl-data") 
     try:
         return options.run(options)
     except (DataError, CheckpointError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        show(f"error: {error}", error=True)
         return BAD_INPUT
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        show("interrupted", error=True)
         return INTERRUPTED
 
 
@@ -246,7 +246,7 @@ def _run_pack(options: argparse.Namespace) -> int:
         workers=options.workers,
         overwrite=options.overwrite,
         progress=functools.partial(_summed, total=len(source), shown=not options.no_progress),
-        say=functools.partial(print, file=sys.stderr),
+        say=functools.partial(show, error=True),
     )
     show_report(packing_as_json(report) if options.json else packing_as_text(report), options.output)
     return 0
@@ -284,7 +284,7 @@ def _opened(options: argparse.Namespace, addresses: Callable[[str, str], Path] |
         with _wrong("--mixture"):
             sets = mixed_sets(str(options.mixture), options.media_root, options.schema_adapter, columns)
             mixture = open_mixture(sets, options.split, addresses)
-        print(mixture.words().replace("; ", "\n"), file=sys.stderr)
+        show(mixture.words().replace("; ", "\n"), error=True)
         return mixture
     with _wrong("--schema-adapter"):
         return open_source(

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> 
         shutdown()
     if answer is not None:
         found = {"question": options.question, "images": options.image, "answer": answer}
-        show(json.dumps(found, indent=2, ensure_ascii=False) if options.json else answer)
+        show(json.dumps(found, indent=2) if options.json else answer)
     return 0
 
 
@@ -82,7 +82,7 @@ def _answer(options: argparse.Namespace) -> str | None:
     from transformers import AutoProcessor
 
     model = load_model(options.hf_model, options.megatron_path)
-    processor = AutoProcessor.from_pretrained(options.hf_model)
+    processor = AutoProcessor.from_pretrained(options.hf_model, trust_remote_code=False)
     pictures = [{"type": "image", "image": Image.open(path).convert("RGB")} for path in options.image]
     inputs = processor.apply_chat_template(
         [{"role": "user", "content": [*pictures, {"type": "text", "text": options.question}]}],

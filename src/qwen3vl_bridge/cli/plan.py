@@ -29,7 +29,7 @@ from qwen3vl_bridge.planning.settings import (
 )
 from qwen3vl_bridge.planning.split import Split
 from qwen3vl_bridge.registry import family_of, preset, preset_sizes
-from qwen3vl_bridge.terminal import BAD_INPUT, show_anything
+from qwen3vl_bridge.terminal import BAD_INPUT, show, show_anything
 from qwen3vl_bridge.weights.model_parts import Part
 
 _NO_FIT = 1
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "qwen3vl-plan") 
     try:
         return _run(options)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        show(f"error: {error}", error=True)
         return BAD_INPUT
 
 

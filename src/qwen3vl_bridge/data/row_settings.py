@@ -212,5 +212,5 @@ def _of_checkpoint(
         Encoder(processor, answers, empty_thinking),
         VisionSettings.of_checkpoint(path, processor),
         pad_token_id(processor.tokenizer),
-        tower_costs(AutoConfig.from_pretrained(path).to_dict()),
+        tower_costs(AutoConfig.from_pretrained(path, trust_remote_code=False).to_dict()),
     )

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import os
 import pickle
+import zipfile
 
 from qwen3vl_bridge.checkpoint import CheckpointError
 from qwen3vl_bridge.checkpoint.formats.dcp.boxes import Tiling
 from qwen3vl_bridge.checkpoint.formats.dcp.items import NotPlain, find_payload
 from qwen3vl_bridge.checkpoint.formats.dcp.metadata import read_metadata
+from qwen3vl_bridge.checkpoint.formats.dcp.reader import load_item
+from qwen3vl_bridge.checkpoint.formats.tensor_specs import Extent
 
 import pytest
 import torch
@@ -82,6 +86,21 @@ def test_hostile_instructions_are_refused(data, folder):
     (folder / ".metadata").write_bytes(data)
     with pytest.raises(CheckpointError):
         read_metadata(folder)
+
+
+def test_a_small_item_does_not_unpack_to_a_large_one(tmp_path):
+    """The whole of a part is unpacked by torch before its length is looked at: 18 MB took 4.5 GiB."""
+    plain, packed = io.BytesIO(), tmp_path / "__0_0.distcp"
+    torch.save(torch.zeros(4, 4).T, plain)
+    with zipfile.ZipFile(plain) as source, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as target:
+        for name in source.namelist():
+            target.writestr(name, bytes(1 << 24) if name.endswith("/data/0") else source.read(name))
+    item = Extent(packed, 0, packed.stat().st_size)
+    assert item.length < 1 << 16
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp, x: the item at byte 0 cannot be read: it is compressed"):
+        load_item(item, "float32", (4, 4), "x")
+    packed.write_bytes(plain.getvalue())
+    assert len(load_item(Extent(packed, 0, len(plain.getvalue())), "float32", (4, 4), "x")) == 64
 
 
 def changed(folder, change) -> None:

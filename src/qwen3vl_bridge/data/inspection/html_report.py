@@ -17,7 +17,8 @@ from html import escape
 from pathlib import Path
 
 from qwen3vl_bridge.data.inspection.summary import Inspection, Picture, Piece, SampleView
-from qwen3vl_bridge.data.inspection.text_report import describe, headlines, shortened, summary, visible
+from qwen3vl_bridge.data.inspection.text_report import describe, headlines, shortened, summary
+from qwen3vl_bridge.terminal import visible
 
 from PIL import Image
 from torch import Tensor

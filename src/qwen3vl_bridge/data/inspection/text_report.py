@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import sys
-import unicodedata
 from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import groupby
@@ -21,14 +20,13 @@ from typing import Any
 from qwen3vl_bridge.data.downloading import DownloadReport
 from qwen3vl_bridge.data.inspection.summary import Inspection, Picture, Piece, SampleView
 from qwen3vl_bridge.data.offline_packing import PackingReport
+from qwen3vl_bridge.terminal import visible
 
 from rich.console import Console
 from rich.text import Text
 
 MOST_ERRORS = 10
 _TRAINED, _VISION, _HEAD, _ERROR = "bold green", "dim cyan", "bold", "red"
-_HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")
-_SHOWN = "\n\t\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}"  # some scripts and emoji are written with joiners
 
 
 def print_text(inspection: Inspection) -> None:
@@ -107,16 +105,6 @@ def shortened(piece: Piece) -> str:
     """A piece's text with nothing hidden; of a run of vision tokens, one and how many."""
     text = visible(piece.text)
     return f"{text} x {len(piece.ids)}" if piece.vision and len(piece.ids) > 1 else text
-
-
-def visible(text: str) -> str:
-    r"""The text with control and formatting characters by their numbers, such as \x1b; line breaks and tabs stay."""
-    return "".join(map(_visible, text))
-
-
-def _visible(character: str) -> str:
-    hidden = character not in _SHOWN and unicodedata.category(character) in _HIDDEN
-    return ascii(character)[1:-1] if hidden else character
 
 
 def headlines(view: SampleView) -> Iterator[str]:

@@ -251,6 +251,10 @@ def _opened(media: Media, place: str) -> Image.Image:
     except Exception as error:  # each of Pillow's decoders has its own
         raise DataError(place, f"{describe(media)} does not decode as a picture: {error}") from error
     try:
+        if image.format == "EPS":
+            raise DataError(
+                place, f"{describe(media)} is PostScript, a program that Ghostscript runs; expected a picture"
+            )
         if image.mode in ("I", "F") or image.mode.startswith("I;"):
             # Pillow makes everything beyond 255 of it white.
             raise DataError(place, f"{describe(media)} has pixels of the kind {image.mode!r}, expected 8 bits a colour")

@@ -25,6 +25,9 @@ from transformers.image_utils import SizeDict
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 from transformers.video_utils import VideoMetadata
 
+# FFmpeg's names of files that hold a video themselves. Playlists and descriptions of streams (hls, concat, dash, sdp)
+# have it open other files, outside the media root too, or the network.
+_KINDS = "mov,matroska,avi,mpeg,mpegts,mpegvideo,flv,ogg,asf,gif,ivf,mxf,nut,m4v,h264,hevc,mjpeg,yuv4mpegpipe"
 # A file may say that it has any number of frames.
 _MOST_FRAMES = 1 << 20
 
@@ -126,14 +129,16 @@ def _opened(video: Media, place: str) -> Iterator[Any]:
             place, "found a video, expected PyAV to decode it with: install qwen3vl-bridge[video]"
         ) from None
     try:
-        with av.open(str(video) if isinstance(video, Path) else io.BytesIO(video)) as container:
+        name = str(video) if isinstance(video, Path) else io.BytesIO(video)
+        with av.open(name, container_options={"format_whitelist": _KINDS}) as container:
             if not container.streams.video:
                 raise DataError(place, f"{describe(video)} has no pictures, expected a video")
             yield container
     except DataError:
         raise
     except Exception as error:  # each of FFmpeg's decoders has its own
-        raise DataError(place, f"{describe(video)} does not decode as a video: {error}") from error
+        problem = f"{describe(video)} does not decode as a video: {error}"
+        raise DataError(place, f"{problem}; expected one of the kinds {_KINDS}") from error
 
 
 def _frames_of(video: Media, place: str) -> tuple[int, int, float, Sequence[float]]:

@@ -44,7 +44,7 @@ class VisionSettings:
             DataError: no config, one without pictures, or one that differs from the processor.
         """
         try:
-            config: Any = AutoConfig.from_pretrained(path)
+            config: Any = AutoConfig.from_pretrained(path, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise DataError(str(path), f"found no config ({error})") from error
         vision: Any = getattr(config, "vision_config", None)

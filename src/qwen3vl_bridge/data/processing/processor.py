@@ -79,7 +79,7 @@ def load_processor(path: str | Path, limits: VisionLimits | None = None) -> Any:
         ValueError: limits that contradict each other.
     """
     try:
-        processor = AutoProcessor.from_pretrained(path)
+        processor = AutoProcessor.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise DataError(str(path), f"found no processor ({error})") from error
     check_processor(processor, str(path))

@@ -10,7 +10,7 @@ import io
 import math
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, BinaryIO, NamedTuple
 
 from qwen3vl_bridge.checkpoint.formats.dcp.unpickling import restricted_loads
@@ -132,6 +132,21 @@ def find_payload(item: Extent, dtype: str, sizes: Shape, key: str) -> Extent:
         if first + nbytes > length:
             raise CheckpointError(f"{item.path}, {key}: found {length} bytes, expected {first + nbytes}")
         return Extent(item.path, item.offset + start + first, nbytes)
+
+
+def check_uncompressed(file: BinaryIO) -> None:
+    """Check that an item that is an archive is as long as what it holds: a small one could unpack to any size.
+
+    Args:
+        file: the item; read from its beginning again afterwards.
+
+    Raises:
+        ValueError: a part of it is compressed, as torch leaves none.
+    """
+    with suppress(zipfile.BadZipFile), zipfile.ZipFile(file) as archive:
+        if any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist()):
+            raise ValueError("it is compressed, which torch does not write")
+    file.seek(0)
 
 
 def _place(file: BinaryIO, records: dict[str, zipfile.ZipInfo], name: str, item: Extent) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from threading import Lock
 from typing import IO
 
 from qwen3vl_bridge.checkpoint.formats.dcp.boxes import Tiling
-from qwen3vl_bridge.checkpoint.formats.dcp.items import NotPlain, find_payload, open_item
+from qwen3vl_bridge.checkpoint.formats.dcp.items import NotPlain, check_uncompressed, find_payload, open_item
 from qwen3vl_bridge.checkpoint.formats.dcp.metadata import Chunk, DcpMetadata
 from qwen3vl_bridge.checkpoint.formats.slices import Slice
 from qwen3vl_bridge.checkpoint.formats.tensor_specs import ITEMSIZE, Extent, TensorSpec
@@ -155,6 +155,7 @@ def load_item(item: Extent, dtype: str, sizes: tuple[int, ...], name: str) -> me
 
     try:
         with open_item(item) as file:
+            check_uncompressed(file)
             tensor = torch.load(file, map_location="cpu", weights_only=True)
     except CheckpointError:
         raise

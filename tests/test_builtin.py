@@ -1,0 +1,64 @@
+"""What the README says of Megatron-Bridge's own Qwen3-VL, beside ours: by its own code, as it is installed."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from types import SimpleNamespace
+
+from qwen3vl_bridge.batch.vision_sharding import deal_frames
+from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
+
+import torch
+from megatron.bridge.models.qwen_vl import qwen3_vl_provider, qwen3_vl_step
+from megatron.bridge.models.qwen_vl.modelling_qwen3_vl import model, text_model, transformer_block, transformer_config
+from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.utils import qwen3vl_cp_split
+from megatron.core.models.gpt import GPTModel
+
+FREEZE = ("freeze_language_model", "freeze_vision_model", "freeze_vision_projection")
+
+
+def defaults(provider: type) -> tuple[bool, ...]:
+    fields = {field.name: field.default for field in dataclasses.fields(provider)}
+    return tuple(fields[name] for name in FREEZE)
+
+
+def test_with_experts_its_language_model_and_vision_tower_are_frozen_by_default():
+    assert defaults(qwen3_vl_provider.Qwen3VLMoEModelProvider) == (True, True, False)
+    assert defaults(qwen3_vl_provider.Qwen3VLModelProvider) == (False, False, False)
+    assert defaults(Qwen3VLMoEModelProvider) == defaults(Qwen3VLModelProvider) == (False, False, False)
+
+
+def test_its_step_packs_samples_at_one_length():
+    """A sample of 3 tokens beside one of 8: both are said to have 16."""
+    sizes = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1), cp=SimpleNamespace(size=lambda: 1))
+    real = torch.arange(8)[None] < torch.tensor([[3], [8]])
+    positions = torch.arange(8).expand(2, 8)
+    *_, packed = qwen3_vl_step._pad_and_pack_qwen3_vl_step(
+        real.long(), real.long(), real.float(), real, positions, sizes, use_fp8_padding=True
+    )
+    assert packed.cu_seqlens_q.tolist() == [0, 16, 32]
+
+
+def test_its_language_model_takes_no_padding_mask():
+    """Which megatron-core's has, for the router."""
+    assert "padding_mask" in inspect.signature(GPTModel.forward).parameters
+    assert "padding_mask" not in inspect.signature(text_model.Qwen3VLGPTModel.forward).parameters
+    for module in (model, text_model, transformer_block):
+        assert "padding_mask" not in inspect.getsource(module)
+
+
+def test_it_divides_pictures_by_their_number_and_only_if_asked():
+    """Two large pictures and two small ones: 512 and 32 patches; ours 272 each."""
+    sides = [16, 16, 4, 4]
+    grids = torch.tensor([[1, side, side] for side in sides])
+    counts = [side**2 for side in sides]
+    _, _, pictures, _ = qwen3vl_cp_split(2, torch.zeros(sum(counts), 3), grids)
+    assert list(pictures) == [2, 2] and (sum(counts[:2]), sum(counts[2:])) == (512, 32)
+    assert [sum(counts[frame] for frame in rank) for rank in deal_frames(counts, 2)] == [272, 272]
+    (field,) = (
+        one
+        for one in dataclasses.fields(transformer_config.Qwen3VLTransformerConfig)
+        if one.name == "vision_dp_when_cp"
+    )
+    assert field.default is False
