@@ -1,6 +1,8 @@
 """Under Megatron-FSDP losses and first gradients are transformers', also where one rank alone has pictures."""
 
 import math
+from pathlib import Path
+from typing import Any
 
 from qwen3vl_bridge.weights.model_parts import Part, part_of
 
@@ -10,7 +12,7 @@ import torch
 from tests.forked import run_ranks
 
 from ..batches import run_reference
-from ..conftest import make_pair
+from ..conftest import Pair, make_pair
 from .fsdp_on_ranks import CONTENTS, MEAN, ROWS, samples_of
 
 _SECONDS = 400  # about 60 where the machine is free; a hang has no end
@@ -19,13 +21,9 @@ GRADIENT = 2e-5  # relative to the largest entry of each
 NORM = 5e-6  # relative; measured 5.0e-7
 
 
-@pytest.fixture(scope="module")
-def found(untied_folder, tied_folder, moe_folder, tmp_path_factory):
-    """Losses of each rank, gradients, and their norms."""
-    output = tmp_path_factory.mktemp("fsdp") / "found"
-    run_ranks(
-        "tests.parity.split_models.fsdp_on_ranks", 2, output, untied_folder, tied_folder, moe_folder, timeout=_SECONDS
-    )
+def run_models(output: Path, *folders: Path) -> tuple[Any, ...]:
+    """Losses of each of two ranks, gradients, and their norms."""
+    run_ranks("tests.parity.split_models.fsdp_on_ranks", 2, output, *folders, timeout=_SECONDS)
     (first, upper, norms), (second, lower, also) = (torch.load(f"{output}.{rank}") for rank in (0, 1))
     gradients = {
         case: {name: torch.cat((upper[case][name], lower[case][name])) for name in upper[case]} for case in upper
@@ -34,11 +32,8 @@ def found(untied_folder, tied_folder, moe_folder, tmp_path_factory):
     return first, second, gradients, norms
 
 
-@pytest.mark.parametrize("kind", ["untied", "tied", "moe"])
-def test_losses_and_gradients_are_those_of_transformers(found, kind, request):
-    *losses, gradients, _ = found
-    folder = request.getfixturevalue(f"{kind}_folder")
-    pair = make_pair(folder, **(dict(moe_aux_loss_coeff=0.0) if kind == "moe" else {}))
+def worst_gradient(pair: Pair, folder: Path, losses: list[dict], gradients: dict) -> float:
+    """Compare all cases of a model with transformers; the largest error of a gradient."""
     worst = 0.0
     for contents in CONTENTS:
         pair.zero_grad()
@@ -53,6 +48,20 @@ def test_losses_and_gradients_are_those_of_transformers(found, kind, request):
             for name, p in pair.megatron.named_parameters():
                 p.grad = gradients[case][name]
             worst = max(worst, *pair.gradient_errors().values())
+    return worst
+
+
+@pytest.fixture(scope="module")
+def found(untied_folder, tied_folder, moe_folder, tmp_path_factory):
+    return run_models(tmp_path_factory.mktemp("fsdp") / "found", untied_folder, tied_folder, moe_folder)
+
+
+@pytest.mark.parametrize("kind", ["untied", "tied", "moe"])
+def test_losses_and_gradients_are_those_of_transformers(found, kind, request):
+    *losses, gradients, _ = found
+    folder = request.getfixturevalue(f"{kind}_folder")
+    pair = make_pair(folder, **(dict(moe_aux_loss_coeff=0.0) if kind == "moe" else {}))
+    worst = worst_gradient(pair, folder, losses, gradients)
     print(f"{kind}: {worst:.1e}")
     assert worst <= GRADIENT
 
