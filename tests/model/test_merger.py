@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from qwen3vl_bridge.models.common.vision_config import vision_transformer_config
 from qwen3vl_bridge.models.common.vision_tower import PatchMerger
 from qwen3vl_bridge.training.process_groups import initialize
@@ -9,20 +11,32 @@ from qwen3vl_bridge.training.process_groups import initialize
 import pytest
 import torch
 from megatron.bridge import AutoBridge
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionPatchMerger
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionPatchMerger
+
+from tests.qwen3_5.tiny import make_checkpoint
 
 TOLERANCE = 2e-6  # measured 7.7e-7, of outputs up to 5; the other GELU is 1e-3 off
 
 
-@pytest.fixture(params=[False, True], ids=["main", "deepstack"])
-def mergers(request, untied_folder):
+REFERENCES = {
+    "main": partial(Qwen3VLVisionPatchMerger, use_postshuffle_norm=False),
+    "deepstack": partial(Qwen3VLVisionPatchMerger, use_postshuffle_norm=True),
+    "Qwen3.5": Qwen3_5VisionPatchMerger,
+}
+
+
+@pytest.fixture(params=REFERENCES)
+def mergers(request, untied_folder, tmp_path):
     """Ours and the reference's with the same weights, large enough that GELU is used where its forms differ."""
-    provider = AutoBridge.from_hf_pretrained(str(untied_folder)).to_megatron_provider(load_weights=False)
+    folder = make_checkpoint(tmp_path) if request.param == "Qwen3.5" else untied_folder
+    provider = AutoBridge.from_hf_pretrained(str(folder)).to_megatron_provider(load_weights=False)
     provider.finalize()
     groups = initialize(provider, seed=0)
     vision = provider.vision_config
-    ours = PatchMerger(vision_transformer_config(provider), vision, groups.tp, norm_after_shuffle=request.param)
-    reference = Qwen3VLVisionPatchMerger(vision, use_postshuffle_norm=request.param)
+    after = request.param == "deepstack"
+    ours = PatchMerger(vision_transformer_config(provider), vision, groups.tp, norm_after_shuffle=after)
+    reference = REFERENCES[request.param](vision)
     with torch.no_grad():
         for (name, target), (_, source) in zip(
             [(n, p) for part in ("patch_norm", "linear_fc1", "linear_fc2") for n, p in named(ours, part)],

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from qwen3vl_bridge.checkpoint import export_checkpoint, import_checkpoint, verify_checkpoint
+from qwen3vl_bridge.checkpoint import (
+    Topology,
+    export_checkpoint,
+    import_checkpoint,
+    reformat_checkpoint,
+    verify_checkpoint,
+)
 from qwen3vl_bridge.checkpoint.formats.dcp.metadata import read_metadata
 
 import pytest
@@ -36,6 +42,17 @@ def test_there_and_back(qwen3_5_folders, kind, ckpt_format, tmp_path):
     assert verify_checkpoint(folder, tmp_path / "megatron").same
     export_checkpoint(tmp_path / "megatron", tmp_path / "hf", verify=True)
     check_same(weights(tmp_path / "hf"), weights(folder))
+
+
+@pytest.mark.parametrize(("kind", "ep"), [("dense", 1), ("moe", 2), ("3.6", 3)])
+def test_for_ranks_and_from_format_to_format(qwen3_5_folders, kind, ep, tmp_path):
+    """Cut where ranks are; unequal sections of a projection too."""
+    topology = Topology(tp=2, ep=ep, etp=1, chunk_bytes=2_000)
+    import_checkpoint(qwen3_5_folders[kind], tmp_path / "fsdp", topology=topology, verify=True)
+    reformat_checkpoint(tmp_path / "fsdp", tmp_path / "dist", ckpt_format="torch_dist", topology=topology, verify=True)
+    assert verify_checkpoint(qwen3_5_folders[kind], tmp_path / "dist").same
+    export_checkpoint(tmp_path / "dist", tmp_path / "hf")
+    check_same(weights(tmp_path / "hf"), weights(qwen3_5_folders[kind]))
 
 
 def rewritten(folder: Path, tensors: dict[str, torch.Tensor], target: Path) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qwen3vl_bridge.checkpoint import import_checkpoint
+from qwen3vl_bridge.checkpoint import import_checkpoint, verify_checkpoint
 from qwen3vl_bridge.training.checkpointing.model_loading import load_model
 from qwen3vl_bridge.training.checkpointing.weight_loading import load_weights
 from qwen3vl_bridge.training.process_groups import initialize
@@ -10,7 +10,9 @@ from qwen3vl_bridge.training.process_groups import initialize
 import pytest
 import torch
 from megatron.bridge import AutoBridge
+from megatron.bridge.training.model_load_save import load_megatron_model, save_megatron_model
 from megatron.core import dist_checkpointing
+from megatron.core.utils import unwrap_model
 
 
 def weights(model: list[torch.nn.Module]) -> dict[str, torch.Tensor]:
@@ -43,6 +45,20 @@ def test_megatron_core_loads_it_strictly(qwen3_5_folders, kind, tmp_path):
     model[0].load_state_dict({name: loaded[name] for name in state})
     for name, tensor in weights(model).items():
         assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_megatron_bridge_loads_it_and_what_it_saves_is_ours(qwen3_5_folders, kind, tmp_path):
+    """With nothing but the checkpoint, by its `run_config.yaml`."""
+    folder = qwen3_5_folders[kind]
+    expected = weights(load_model(folder))
+    import_checkpoint(folder, tmp_path / "megatron", ckpt_format="torch_dist")
+    loaded = unwrap_model(load_megatron_model(str(tmp_path / "megatron" / "iter_0000000"), use_cpu_init=True))
+    save_megatron_model(loaded, tmp_path / "saved")
+    for found in (weights(loaded), weights(load_model(folder, tmp_path / "saved"))):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+    assert verify_checkpoint(folder, tmp_path / "saved").same
 
 
 @pytest.mark.parametrize("ckpt_format", ["fsdp_dtensor", "torch_dist"])

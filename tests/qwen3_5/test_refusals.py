@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
-from qwen3vl_bridge.models.qwen3_5.presets import config_dict
+from qwen3vl_bridge.checkpoint import CheckpointError, import_checkpoint
+from qwen3vl_bridge.models.qwen3_5.presets import config_dict, hf_config
 from qwen3vl_bridge.registry import family_of, preset, preset_sizes
 
 import pytest
@@ -61,6 +63,8 @@ def test_ranks_that_share_a_query_group_have_megatron_cores_groups():
     ("section", "field", "value", "message"),
     [
         ("text_config", "attn_output_gate", False, "attn_output_gate is False, expected True"),
+        ("text_config", "mtp_use_dedicated_embeddings", True, "mtp_use_dedicated_embeddings is True, expected False"),
+        ("text_config", "mtp_num_hidden_layers", 2, "mtp_num_hidden_layers is 2, expected 0 or 1"),
         ("text_config", "mlp_only_layers", [1], r"mlp_only_layers is \[1\], expected \[\]"),
         ("text_config", "layer_types", [["full_attention"]], "expected a list of names"),
         ("text_config", "layer_types", ["full_attention"], "expected 24 times 'linear_attention' or 'full_attention'"),
@@ -77,10 +81,46 @@ def test_configurations_that_are_refused(section, field, value, message):
         family_of(config).check_settings(config)
 
 
-def test_a_text_model_alone_is_told_what_to_do():
-    config = config_dict("2B")["text_config"] | {"architectures": ["Qwen3_5ForCausalLM"]}
-    with pytest.raises(ValueError, match=r"model_type qwen3_5_text\), expected .*whole model \(model_type qwen3_5\)"):
-        family_of(config)
+@pytest.mark.parametrize(("size", "kind"), [("2B", "qwen3_5"), ("35B-A3B", "qwen3_5_moe")])
+def test_a_text_model_alone_is_told_what_to_do(size, kind, tmp_path):
+    name = "Qwen3_5ForCausalLM" if kind == "qwen3_5" else "Qwen3_5MoeForCausalLM"
+    config = config_dict(size)["text_config"] | {"architectures": [name]}
+    assert config["model_type"] == f"{kind}_text"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        CheckpointError, match=rf"{name}.*\(model_type {kind}_text\), expected .*whole model \(model_type {kind}\)"
+    ):
+        import_checkpoint(tmp_path, tmp_path / "megatron")
+    assert not (tmp_path / "megatron").exists()
+
+
+# What released files of Qwen3.5 and Qwen3.6 have beside what transformers writes, and spell in another way.
+RELEASED = {
+    "attn_output_gate": True,
+    "full_attention_interval": 4,
+    "mamba_ssm_dtype": "float32",
+    "mlp_only_layers": [],
+    "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False,
+}
+
+
+@pytest.mark.parametrize("size", ["27B", "35B-A3B"])
+def test_files_as_released_load(size):
+    """Qwen3.6's name the same classes; where DeepStack's taps are listed, there are none."""
+    from megatron.bridge import AutoBridge
+    from transformers import AutoConfig
+
+    expected, config = hf_config(size), config_dict(size)
+    config["text_config"] = {k: v for k, v in config["text_config"].items() if k != "layer_types"} | RELEASED
+    config["vision_config"] |= {"deepstack_visual_indexes": []}
+    family_of(config).check_settings(config)
+    providers = [
+        AutoBridge.from_hf_config(one).to_megatron_provider(load_weights=False)
+        for one in (expected, AutoConfig.for_model(**config))
+    ]
+    first, second = (provider.dimensions() for provider in providers)
+    assert first == second and first["mtp"] == 1 and len(first.indices["full_layers"]) * 4 == providers[0].num_layers
 
 
 def test_a_null_is_a_default():

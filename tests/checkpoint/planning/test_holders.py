@@ -9,9 +9,7 @@ from qwen3vl_bridge.checkpoint.formats.layouts import FsdpDtensor, TorchDist
 from qwen3vl_bridge.checkpoint.planning.plan import tensors_of
 from qwen3vl_bridge.checkpoint.planning.row_owners import holders
 from qwen3vl_bridge.checkpoint.planning.topology import Part
-from qwen3vl_bridge.models.qwen3_vl.presets import config_dict
-from qwen3vl_bridge.models.qwen3_vl.table import TABLE
-from qwen3vl_bridge.registry import dimensions_of
+from qwen3vl_bridge.registry import dimensions_of, family, preset
 from qwen3vl_bridge.weights.expert_layout import ExpertLayout
 from qwen3vl_bridge.weights.rows import expand
 
@@ -19,8 +17,8 @@ import pytest
 
 
 def held(size: str, side_of, **sizes):
-    dimensions = dimensions_of(config_dict(size))
-    rows, side = list(expand(TABLE, dimensions)), side_of(dimensions)
+    dimensions = dimensions_of(preset(size))
+    rows, side = list(expand(family(dimensions.family).rows(), dimensions)), side_of(dimensions)
     return holders(rows, side, Topology(**sizes)), tensors_of(rows, side)
 
 
@@ -33,8 +31,10 @@ def test_one_rank_holds_all():
 
 
 @pytest.mark.parametrize("sizes", [{"world_size": 64}, {"world_size": 256, "tp": 4}, {"tp": 2, "cp": 4}])
-def test_every_row_of_an_fsdp_checkpoint_has_a_holder(sizes):
-    parts, shapes = held("8B", FsdpDtensor, **sizes)
+@pytest.mark.parametrize("size", ["8B", "9B"])
+def test_every_row_of_an_fsdp_checkpoint_has_a_holder(size, sizes):
+    """Qwen3.5's parameters are stored in parts of several sizes."""
+    parts, shapes = held(size, FsdpDtensor, **sizes)
     assert parts.keys() == shapes.keys()
     owners = set()
     for name, shape in shapes.items():

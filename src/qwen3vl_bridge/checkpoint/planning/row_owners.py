@@ -14,16 +14,16 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from qwen3vl_bridge.checkpoint.formats.layouts import FsdpDtensor, TorchDist, megatron_shape
+from qwen3vl_bridge.checkpoint.formats.layouts import FsdpDtensor, TorchDist
 from qwen3vl_bridge.checkpoint.formats.tensor_specs import Shape
 from qwen3vl_bridge.checkpoint.planning.topology import Owner, Part, Topology
 from qwen3vl_bridge.weights.dimensions import Dimensions
 from qwen3vl_bridge.weights.rows import Row
 
 # Tensor-parallel ranks split the rows of the one, and the columns of the other. All else is taken to be whole on each.
-_BY_ROWS = re.compile(r"\.(linear_(qkv|fc1)\.(weight|bias)|(word_embeddings|output_layer)\.weight)")
-_BY_COLUMNS = re.compile(r"\.linear_(proj|fc2)\.weight")
-_TEXT_LAYERS = ("text_layers", "dense_layers", "moe_layers")
+_BY_ROWS = re.compile(r"\.(linear_(qkv|fc1)\.(weight|bias)|(word_embeddings|output_layer|in_proj|conv1d)\.weight)")
+_BY_COLUMNS = re.compile(r"\.(linear_(proj|fc2)|out_proj)\.weight")
+_TEXT_LAYERS = ("text_layers", "dense_layers", "moe_layers", "linear_layers", "full_layers")
 _LAST_STAGE = ("language_model.decoder.final_layernorm.", "language_model.output_layer.", "language_model.mtp.")
 
 # By a tensor's name, then by the numbers in its leading dimensions: its parts, in order.
@@ -57,14 +57,17 @@ def holders(rows: Collection[Row], layout: FsdpDtensor | TorchDist, topology: To
 class _Parameter(NamedTuple):
     """A parameter of a tensor-parallel rank: the tensors it is stored in, one above the other, and its part of each."""
 
-    names: tuple[str, ...]
-    rows: int
+    tensors: tuple[tuple[str, int], ...]  # names, and rows of the rank's part
     columns: int
     copies: int  # tensor-parallel ranks that hold rows of their own
 
     @property
+    def name(self) -> str:
+        return self.tensors[0][0]
+
+    @property
     def numel(self) -> int:
-        return len(self.names) * self.rows * self.columns
+        return sum(rows for _, rows in self.tensors) * self.columns
 
 
 def _in_units(rows: Collection[Row], layout: FsdpDtensor, topology: Topology) -> Iterator[tuple[str, Shape, Part]]:
@@ -81,7 +84,8 @@ def _in_units(rows: Collection[Row], layout: FsdpDtensor, topology: Topology) ->
         in_layer = row.indices[:1] and row.indices[0].endswith("layers")
         tower, layer = (row.megatron.partition(".")[0], row.position[0]) if in_layer else ("", 0)
         key = (tower, layer, of_experts, _expert_group(row, layout.dimensions, topology))
-        units.setdefault(key, []).append(_Parameter(tuple(tensors), shape[0] // copies, columns, copies))
+        mine = tuple((name, shape[0] // copies) for name, shape in tensors.items())
+        units.setdefault(key, []).append(_Parameter(mine, columns, copies))
     for (_, _, of_experts, group), parameters in units.items():
         ranks = topology.ranks // (topology.ep * topology.expert_tp if of_experts else topology.tp)
         yield from _shards(parameters, ranks, (int(of_experts), group))
@@ -94,7 +98,7 @@ def _shards(parameters: Sequence[_Parameter], ranks: int, owner: Owner) -> Itera
     """
     # Of equally wide ones, the module's order: attention's output layer comes first, the last merger after the others.
     ordered = sorted(
-        parameters, key=lambda one: (-one.columns, "linear_proj" not in one.names[0], ".merger." in one.names[0])
+        parameters, key=lambda one: (-one.columns, "linear_proj" not in one.name, ".merger." in one.name)
     )
     step = 1
     for one in ordered:
@@ -103,34 +107,36 @@ def _shards(parameters: Sequence[_Parameter], ranks: int, owner: Owner) -> Itera
     for small in (False, True):
         for one in ordered:
             if (one.numel < step) == small:
-                starts[one.names[0]] = end
+                starts[one.name] = end
                 end += one.numel if small else math.ceil(one.numel / step) * step
     share = math.ceil(end / (ranks * step)) * step
     for one in ordered:
-        for k, name in enumerate(one.names):
-            start = starts[one.names[0]] + k * one.rows * one.columns
-            for shard in range(start // share, (start + one.rows * one.columns - 1) // share + 1):
+        start = starts[one.name]
+        for name, rows in one.tensors:
+            end = start + rows * one.columns
+            for shard in range(start // share, (end - 1) // share + 1):
                 row = max(shard * share - start, 0) // one.columns
                 for copy in range(one.copies):
-                    yield name, (), Part(copy * one.rows + row, (*owner, shard, copy))
+                    yield name, (), Part(copy * rows + row, (*owner, shard, copy))
+            start = end
 
 
 def _in_stages(rows: Collection[Row], layout: TorchDist, topology: Topology) -> Iterator[tuple[str, Shape, Part]]:
     """A pipeline stage has layers that follow one another; the vision tower is with the first."""
     layers = len(layout.dimensions.indices["text_layers"]) // topology.pp
     for row in rows:
-        name, stacked = layout.name(row)
-        of_experts, shape = "experts" in row.indices, megatron_shape(row, layout.dimensions)
+        (_, stacked), tensors, of_experts = layout.name(row), layout.tensors(row), "experts" in row.indices
         stage = row.position[0] // layers if row.indices[:1] and row.indices[0] in _TEXT_LAYERS else 0
         stage = topology.pp - 1 if row.megatron.startswith(_LAST_STAGE) else stage
         group = _expert_group(row, layout.dimensions, topology)
         # The gate lies above the up projection, and each rank has its rows of both.
         tp = topology.expert_tp if of_experts else topology.tp
-        halves, copies = len(row.stored), tp if _BY_ROWS.search(row.megatron) else 1
-        share = shape[0] // (halves * copies)
-        for part in range(halves * copies):
-            owner = (stage, int(of_experts), group, part % copies)
-            yield name, tuple(number for number, _ in stacked), Part(part * share, owner)
+        halves, copies = len(row.stored) // len(tensors), tp if _BY_ROWS.search(row.megatron) else 1
+        for name, shape in tensors.items():
+            share = shape[len(stacked)] // (halves * copies)
+            for part in range(halves * copies):
+                owner = (stage, int(of_experts), group, part % copies)
+                yield name, tuple(number for number, _ in stacked), Part(part * share, owner)
 
 
 def _expert_group(row: Row, dimensions: Dimensions, topology: Topology) -> int:
