@@ -97,9 +97,7 @@ def _shards(parameters: Sequence[_Parameter], ranks: int, owner: Owner) -> Itera
     Source: megatron-core 0.19, `build_data_parallel_buffer_index`. The parts are of whole rows of all of them.
     """
     # Of equally wide ones, the module's order: attention's output layer comes first, the last merger after the others.
-    ordered = sorted(
-        parameters, key=lambda one: (-one.columns, "linear_proj" not in one.name, ".merger." in one.name)
-    )
+    ordered = sorted(parameters, key=lambda one: (-one.columns, "linear_proj" not in one.name, ".merger." in one.name))
     step = 1
     for one in ordered:
         step = math.lcm(step, one.columns) if one.numel >= step else step
