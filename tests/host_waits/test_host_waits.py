@@ -12,6 +12,7 @@ from pathlib import Path
 
 from qwen3vl_bridge.models.common.inputs.local_ranks import sequence_ranks
 from qwen3vl_bridge.training.step import to_device
+from qwen3vl_bridge.weights.expert_layout import ExpertLayout
 
 import pytest
 import torch
@@ -62,6 +63,13 @@ def forward_and_backward(folder, content, *, packed, **settings) -> Seen:
 @pytest.mark.parametrize("family", ["dense", "MoE", "Qwen3.5"])
 def test_a_pass_waits_for_nothing(folders, family, content, packed, settings):
     seen = forward_and_backward(folders[family], content, packed=packed, **settings)
+    assert not seen.of("ours") and not seen.mixed
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+def test_multi_token_prediction_waits_for_nothing(tmp_path, packed):
+    folder = make_checkpoint(tmp_path, mtp=ExpertLayout.OUTPUT_MAJOR)
+    seen = forward_and_backward(folder, "mixed", packed=packed, mtp_loss_scaling_factor=0.1)
     assert not seen.of("ours") and not seen.mixed
 
 
