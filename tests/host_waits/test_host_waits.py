@@ -16,6 +16,7 @@ from qwen3vl_bridge.weights.expert_layout import ExpertLayout
 
 import pytest
 import torch
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from transformers import AutoConfig
 
 from tests.forked import run_ranks
@@ -67,7 +68,9 @@ def test_a_pass_waits_for_nothing(folders, family, content, packed, settings):
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
-def test_multi_token_prediction_waits_for_nothing(tmp_path, packed):
+def test_multi_token_prediction_waits_for_nothing(tmp_path, monkeypatch, packed):
+    # As it is before a schedule sets it: an earlier test has set one on the host.
+    monkeypatch.setattr(MTPLossAutoScaler, "main_loss_backward_scale", torch.tensor(1.0))
     folder = make_checkpoint(tmp_path, mtp=ExpertLayout.OUTPUT_MAJOR)
     seen = forward_and_backward(folder, "mixed", packed=packed, mtp_loss_scaling_factor=0.1)
     assert not seen.of("ours") and not seen.mixed
