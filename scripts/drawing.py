@@ -1,0 +1,150 @@
+"""What drawn pictures have in common: a light panel that can be read on any page, colours, boxes, arrows, SVG files.
+
+What lives here: the form of pictures. What may not: what they show (`draw_architecture.py`, `draw_benchmarks.py`).
+Text stays text in the files, and nothing in them depends on the day; another matplotlib may write other numbers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("svg")
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
+
+ROOT = Path(__file__).resolve().parents[1]
+IMAGES = ROOT / "docs" / "images"
+
+# A panel of its own colour, so that a picture is as easy to read on a dark page as on a light one.
+PANEL, EDGE, INK, MUTED = "#fbfbfd", "#d0d5dd", "#1b2430", "#475467"
+BLUE, ORANGE, GREEN, PURPLE, GREY = "#c7dcf7", "#fbd9b5", "#cdebd0", "#e2d3f4", "#e9ecf1"
+# Of four kinds that are told apart: two hues, each light and dark.
+FOUR = ("#a9cdf5", "#3d7fc9", "#fbc58d", "#d97a1f")
+
+_STYLE = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "qwen3vl_bridge",
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "text.color": INK,
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": INK,
+    "axes.facecolor": "none",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "grid.color": EDGE,
+    "grid.linewidth": 0.6,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+}
+
+
+def figure(width: float, height: float, **arguments: Any) -> tuple[Figure, Any]:
+    """A figure of so many inches with the panel, and its axes as `pyplot.subplots` gives them."""
+    matplotlib.rcParams.update(_STYLE)
+    drawn, axes = pyplot.subplots(figsize=(width, height), facecolor="none", **arguments)
+    drawn.add_artist(
+        FancyBboxPatch(
+            (0.004, 0.004),
+            0.992,
+            0.992,
+            boxstyle="round,pad=0,rounding_size=0.012",
+            transform=drawn.transFigure,
+            facecolor=PANEL,
+            edgecolor=EDGE,
+            linewidth=1,
+            zorder=-10,
+        )
+    )
+    return drawn, axes
+
+
+def canvas(width: float, height: float) -> tuple[Figure, Axes]:
+    """A figure whose axes are inches, from the lower left corner, and cannot be seen."""
+    drawn, axes = figure(width, height)
+    axes.set_position((0, 0, 1, 1))
+    axes.set(xlim=(0, width), ylim=(0, height))
+    axes.axis("off")
+    return drawn, axes
+
+
+def box(axes: Axes, at: tuple[float, float], size: tuple[float, float], lines: str, colour: str, **text: Any) -> None:
+    """A box with text.
+
+    Args:
+        axes: a canvas.
+        at: its lower left corner.
+        size: width and height.
+        lines: the first one is its title, the others are smaller.
+        colour: of the box.
+        text: of the text.
+    """
+    (x, y), (width, height) = at, size
+    shape = FancyBboxPatch(
+        at, width, height, boxstyle="round,pad=0,rounding_size=0.06", facecolor=colour, edgecolor=MUTED, linewidth=0.8
+    )
+    axes.add_patch(shape)
+    title, *others = lines.split("\n")
+    step = 0.155
+    top = y + height / 2 + step * len(others) / 2
+    axes.text(x + width / 2, top, title, ha="center", va="center", fontsize=8.5, fontweight="bold", **text)
+    for number, line in enumerate(others, 1):
+        axes.text(x + width / 2, top - number * step, line, ha="center", va="center", fontsize=7.2, color=INK)
+
+
+def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], **how: Any) -> None:
+    """An arrow between two places of a canvas."""
+    style = {"arrowstyle": "-|>", "mutation_scale": 9, "color": MUTED, "linewidth": 1.1, "shrinkA": 0, "shrinkB": 0}
+    axes.add_patch(FancyArrowPatch(start, end, **style | how))
+
+
+def cell(axes: Axes, at: tuple[float, float], size: tuple[float, float], name: str, **how: Any) -> None:
+    """A small rectangle that has a name in the file."""
+    axes.add_patch(Rectangle(at, *size, gid=name, **how))
+
+
+def save(drawn: Figure, file: Path, what: str) -> None:
+    """Write an SVG file, without the day.
+
+    Args:
+        drawn: the figure, which is closed.
+        file: where.
+        what: is seen, for people who see no pictures.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    drawn.savefig(file, format="svg", facecolor="none", metadata={"Date": None, "Creator": None, "Title": what})
+    pyplot.close(drawn)
+    file.write_text("".join(f"{line.rstrip()}\n" for line in file.read_text("utf-8").splitlines()), "utf-8")
+
+
+def texts_of(file: Path) -> list[str]:
+    """All texts of a picture, in the order in which they were drawn."""
+    return [unescape(text) for text in re.findall(r"<text[^>]*>([^<]*)</text>", file.read_text("utf-8"))]
+
+
+def names_of(file: Path, prefix: str) -> list[str]:
+    """Names in a picture that begin so, see `cell`."""
+    return re.findall(rf'id="({re.escape(prefix)}[^"]*)"', file.read_text("utf-8"))
+
+
+def differing(found: Path, expected: Path, names: Collection[str]) -> list[str]:
+    """Which pictures of one folder are missing in another, or show other texts or named cells."""
+
+    def shown(file: Path) -> tuple[list[str], list[str]]:
+        return texts_of(file), names_of(file, "token-")
+
+    return [name for name in names if not (found / name).exists() or shown(found / name) != shown(expected / name)]
