@@ -40,6 +40,7 @@ _STYLE = {
     "axes.facecolor": "none",
     "axes.spines.top": False,
     "axes.spines.right": False,
+    "axes.axisbelow": True,
     "axes.grid": True,
     "axes.grid.axis": "y",
     "grid.color": EDGE,

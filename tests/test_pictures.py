@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from scripts import draw_architecture as architecture
+from scripts import draw_benchmarks as benchmarks
 from scripts.drawing import IMAGES, INK, MUTED, PANEL, ROOT, differing, names_of
 
 TOKEN = re.compile(r"token-(row|slot(\d+))-(\d+)-cp(\d)-sp(\d)")
@@ -21,6 +22,22 @@ def test_pictures_of_the_architecture_are_those_of_the_code(tmp_path):
     for name, draw in architecture.PICTURES.items():
         draw(tmp_path / name)
     assert differing(IMAGES, tmp_path, architecture.PICTURES) == [], "run python -m scripts.draw_architecture"
+
+
+def test_plots_and_their_sentences_are_those_of_the_results(tmp_path):
+    page = benchmarks.PAGE.read_text("utf-8")
+    assert benchmarks.with_figures(page) == page, "run python -m scripts.draw_benchmarks"
+    for plot in benchmarks.PLOTS:
+        plot.draw(tmp_path / plot.file)
+    files = [plot.file for plot in benchmarks.PLOTS]
+    assert differing(IMAGES, tmp_path, files) == [], "run python -m scripts.draw_benchmarks"
+
+
+def test_every_csv_file_is_on_the_page():
+    page = benchmarks.PAGE.read_text("utf-8")
+    for path in benchmarks.RESULTS.glob("*.csv"):
+        script = path.with_suffix(".py").name
+        assert f"`benchmarks/results/{path.name}`" in page or f"`benchmarks/{script}`" in page, path
 
 
 def test_each_token_of_the_packed_row_lies_where_the_code_puts_it():

@@ -1,0 +1,370 @@
+"""Draws the plots of docs/benchmarks.md from benchmarks/results, and writes the sentences with their figures.
+
+    python -m scripts.draw_benchmarks           # plots into docs/images, sentences into the page
+    python -m scripts.draw_benchmarks --check   # exit with 1 if the page's sentences are others
+
+What lives here: which rows of the CSV files are shown, and how. What may not: measuring (`benchmarks/`), what the figures
+do not show (the page).
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from scripts.drawing import FOUR, IMAGES, INK, MUTED, ROOT, figure, save
+
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "benchmarks.md"
+Rows = list[dict[str, str]]
+
+
+def rows_of(name: str) -> Rows:
+    """All rows of a CSV file."""
+    with (RESULTS / f"{name}.csv").open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def origin(rows: Rows) -> str:
+    """Where and when rows were measured."""
+    dates = sorted({row["date"] for row in rows})
+    machines = " and ".join(sorted({row["machine"] for row in rows}))
+    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    return f"{machines}, {when}"
+
+
+def spread(values: Iterable[float]) -> tuple[float, float, float]:
+    """Median, least and most."""
+    found = list(values)
+    return statistics.median(found), min(found), max(found)
+
+
+# --- conversion -------------------------------------------------------------------------------------------------------
+
+_STEPS = ("import", "export", "import torch_dist", "verify")
+
+
+def _conversion() -> tuple[Rows, dict[tuple[str, str], tuple[float, float, float]]]:
+    rows = [row for row in rows_of("convert") if row["step"] in _STEPS]
+    sizes = list(dict.fromkeys(row["size"] for row in rows))
+    found = {
+        (size, step): spread(float(row["of cp"]) for row in rows if (row["size"], row["step"]) == (size, step))
+        for size in sizes
+        for step in _STEPS
+    }
+    return rows, found
+
+
+def draw_conversion(file: Path) -> None:
+    """Times of conversion beside those of `cp`."""
+    _, found = _conversion()
+    sizes = list(dict.fromkeys(size for size, _ in found))
+    drawn, axes = figure(7.2, 3.3)
+    width = 0.8 / len(_STEPS)
+    for number, (step, colour) in enumerate(zip(_STEPS, FOUR, strict=True)):
+        places = [place + (number - (len(_STEPS) - 1) / 2) * width for place in range(len(sizes))]
+        middle, least, most = zip(*(found[size, step] for size in sizes), strict=True)
+        axes.bar(places, middle, width * 0.9, color=colour, label=step)
+        axes.vlines(places, least, most, color=INK, linewidth=0.9)
+    axes.axhline(1, color=MUTED, linewidth=1, linestyle=(0, (4, 2)))
+    axes.text(-0.48, 1.03, "cp", color=MUTED, fontsize=8)
+    axes.set_xticks(range(len(sizes)), [f"{size} (runs: {_runs(size)})" for size in sizes])
+    axes.set(ylabel="time, of cp of the same bytes", title="Conversion: median, least and most of all runs")
+    axes.legend(ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.12))
+    drawn.subplots_adjust(left=0.09, right=0.97, top=0.9, bottom=0.22)
+    save(drawn, file, "Times of conversion beside those of cp")
+
+
+def _runs(size: str) -> int:
+    return sum(row["size"] == size and row["step"] == "import" for row in rows_of("convert"))
+
+
+def say_conversion() -> str:
+    """Its sentence."""
+    rows, found = _conversion()
+    memory = max(float(row["MB"]) for row in rows if row["MB"])
+    parts = []
+    for size in dict.fromkeys(size for size, _ in found):
+        middle, least, most = found[size, "import"]
+        runs = f"{least:.2f} to {most:.2f}" if least < most else "one run"
+        parts.append(f"{size}: import takes {middle:.2f} times as long as `cp` ({runs})")
+    return (
+        f"{'; '.join(parts)}. Anonymous memory rose by at most {memory:.0f} MB in any step shown. "
+        f"30B-A3B is 8 of its 48 layers. {origin(rows)}; `benchmarks/convert.py`."
+    )
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def draw_reading(file: Path) -> None:
+    """What a rank reads over what it holds."""
+    rows = rows_of("reading")
+    kinds = list(dict.fromkeys((row["size"], row["format"], row["ranks"]) for row in rows))
+    drawn, axes = figure(7.2, 3.3)
+    for number, (stated, colour, name) in enumerate((("no", FOUR[2], "sizes not stated"), ("yes", FOUR[1], "stated"))):
+        chosen = {(row["size"], row["format"], row["ranks"]): row for row in rows if row["stated"] == stated}
+        values = [_read(chosen[kind]) for kind in kinds]
+        places = [place + (number - 0.5) * 0.38 for place in range(len(kinds))]
+        axes.bar(places, values, 0.34, color=colour, label=name)
+        for place, value in zip(places, values, strict=True):
+            axes.text(place, value * 1.03, f"{value:.2f}", ha="center", va="bottom", fontsize=6.5)
+    axes.set_yscale("log")
+    axes.set_yticks([1, 2, 5, 10, 20], ["1", "2", "5", "10", "20"])
+    axes.minorticks_off()
+    axes.set_ylim(0.9, 30)
+    axes.set_xticks(range(len(kinds)), [f"{size}\n{form}\n{ranks} ranks" for size, form, ranks in kinds], fontsize=7)
+    axes.set(ylabel="bytes read, of those held", title="What a rank reads of a converted checkpoint, in the mean")
+    axes.legend(loc="upper right", ncols=2)
+    drawn.subplots_adjust(left=0.09, right=0.98, top=0.9, bottom=0.21)
+    save(drawn, file, "What a rank reads of a converted checkpoint")
+
+
+def _read(row: dict[str, str]) -> float:
+    return float(row["GB read, mean"]) / float(row["GB held, mean"])
+
+
+def say_reading() -> str:
+    """Its sentence."""
+    rows = rows_of("reading")
+    anyhow, stated = ([_read(row) for row in rows if row["stated"] == said] for said in ("no", "yes"))
+    return (
+        f"A rank reads {min(stated):.2f} to {max(stated):.2f} times what it holds where `import` was told the parallel "
+        f"sizes, {min(anyhow):.2f} to {max(anyhow):.2f} times where it was not. Counted from file layouts, "
+        f"{origin(rows)}; `benchmarks/reading.py`."
+    )
+
+
+# --- the host ---------------------------------------------------------------------------------------------------------
+
+_SUBJECTS = ("positions", "interpolation, 354 sizes", "patch positions, 354 sizes")
+
+
+def _host() -> dict[str, dict[str, tuple[float, float, float]]]:
+    rows = rows_of("host")
+    return {
+        subject: {
+            way: spread(float(row["ms"]) for row in rows if (row["subject"], row["way"]) == (subject, way))
+            for way in dict.fromkeys(row["way"] for row in rows if row["subject"] == subject)
+        }
+        for subject in _SUBJECTS
+    }
+
+
+def draw_host(file: Path) -> None:
+    """Milliseconds for a batch's positions and indices."""
+    found = _host()
+    ways = list(dict.fromkeys(way for one in found.values() for way in one))
+    drawn, axes = figure(7.2, 3.3)
+    colours = dict(zip(ways, (FOUR[1], FOUR[3], FOUR[2], FOUR[0]), strict=True))
+    for number, way in enumerate(ways):
+        for place, subject in enumerate(_SUBJECTS):
+            if way in found[subject]:
+                middle = found[subject][way][0]
+                x = place + (number - (len(ways) - 1) / 2) * 0.2
+                axes.bar(x, middle, 0.18, color=colours[way], label=way if place == 1 else None)
+                axes.text(x, middle * 1.08, f"{middle:.1f}", ha="center", fontsize=7)
+    axes.set_yscale("log")
+    axes.set_ylim(0.1, 1500)
+    axes.set_yticks([0.1, 1, 10, 100, 1000], ["0.1", "1", "10", "100", "1,000"])
+    axes.minorticks_off()
+    axes.set_xlim(-0.5, len(_SUBJECTS) - 0.5)
+    axes.set_xticks(range(len(_SUBJECTS)), _SUBJECTS)
+    axes.set(ylabel="ms, one core", title="Positions and indices of 64 samples with 470 images: median of all runs")
+    axes.legend(ncols=4, loc="upper left")
+    drawn.subplots_adjust(left=0.1, right=0.98, top=0.9, bottom=0.1)
+    save(drawn, file, "How long the host takes for positions and indices of a batch")
+
+
+def say_host() -> str:
+    """Its sentence."""
+    found, rows = _host(), rows_of("host")
+    own, theirs = found["positions"]["ours"][0], found["positions"]
+    collate = spread(float(row["ms"]) for row in rows if row["subject"] == "collate with pictures")[0]
+    return (
+        f"Positions take {own:.1f} ms, transformers' {theirs['transformers'][0]:.0f}, Megatron-Bridge's "
+        f"{theirs['Megatron-Bridge'][0]:.0f}; collating 16 samples with their pictures takes {collate:.0f} ms. "
+        f"{origin(rows)}; `benchmarks/host.py`."
+    )
+
+
+# --- packing ----------------------------------------------------------------------------------------------------------
+
+_WAYS = ("one a row", "as they come", "best fit")
+
+
+def _packing() -> Rows:
+    return [row for row in rows_of("packing") if row["what"] == "fill" and not row["most_patches"]]
+
+
+def draw_packing(file: Path) -> None:
+    """How full rows get."""
+    rows = _packing()
+    lengths = list(dict.fromkeys(row["row"] for row in rows))
+    drawn, axes = figure(7.2, 3.0)
+    for number, (way, colour) in enumerate(zip(_WAYS, (FOUR[2], FOUR[0], FOUR[1]), strict=True)):
+        for place, length in enumerate(lengths):
+            (row,) = (row for row in rows if (row["row"], row["how"]) == (length, way))
+            share, x = 100 * float(row["tokens"]), place + (number - 1) * 0.27
+            axes.bar(x, share, 0.24, color=colour, label=way if not place else None)
+            axes.text(x, share + 1.5, f"{share:.2f}" if share > 99 else f"{share:.1f}", ha="center", fontsize=7)
+    axes.set_xticks(range(len(lengths)), [f"{int(length):,} tokens" for length in lengths])
+    axes.set(ylabel="real tokens, %", ylim=(0, 122), title="How full rows get")
+    axes.legend(ncols=3, loc="upper center")
+    drawn.subplots_adjust(left=0.08, right=0.98, top=0.9, bottom=0.1)
+    save(drawn, file, "How full rows get")
+
+
+def say_packing() -> str:
+    """Its sentence."""
+    rows = _packing()
+    shares = {way: [100 * float(row["tokens"]) for row in rows if row["how"] == way] for way in _WAYS}
+    theirs = [100 * float(row["tokens"]) for row in rows if row["how"].startswith("Megatron-Bridge")]
+    best = shares["best fit"]
+    return (
+        f"Best fit fills rows to {min(best):.2f} % at least, taking samples as they come {min(shares['as they come']):.1f} "
+        f"to {max(shares['as they come']):.1f} %, one sample a row {max(shares['one a row']):.1f} % at most; "
+        f"Megatron-Bridge's first fit decreasing, over all samples at once, {min(theirs):.2f} %. Counted on made-up sizes "
+        f"of 50,000 samples, {origin(rows)}; `benchmarks/packing.py`."
+    )
+
+
+# --- a training step --------------------------------------------------------------------------------------------------
+
+
+def _quiet() -> Rows:
+    """The latest run of `training_step.py`: the last rows of all ways."""
+    rows = rows_of("training_step")
+    return rows[-len({row["way"] for row in rows}) :]
+
+
+def draw_step(file: Path) -> None:
+    """Seconds of a step beside transformers."""
+    rows = _quiet()[::-1]
+    drawn, axes = figure(7.2, 2.3)
+    colours = [FOUR[1] if row["way"].startswith("ours") else FOUR[3] for row in rows]
+    seconds = [float(row["seconds"]) for row in rows]
+    axes.barh(range(len(rows)), seconds, 0.62, color=colours)
+    for place, value in enumerate(seconds):
+        axes.text(value + 0.08, place, f"{value:.1f} s", va="center", fontsize=8)
+    axes.set_yticks(range(len(rows)), [row["way"] for row in rows])
+    axes.set(xlabel="seconds", title="A training step of 83 million parameters on two cores")
+    axes.grid(axis="y", visible=False)
+    drawn.subplots_adjust(left=0.22, right=0.96, top=0.87, bottom=0.2)
+    save(drawn, file, "A training step beside transformers")
+
+
+def say_step() -> str:
+    """Its sentence."""
+    rows = {row["way"]: row for row in _quiet()}
+    one = rows["ours, packed"]
+    parts = [f"{way} {float(row['of ours packed']):.2f} times" for way, row in rows.items() if row is not one]
+    return (
+        f"{one['samples']} samples, {one['tokens']} tokens, float32: ours packed takes {float(one['seconds']):.1f} s; "
+        f"{', '.join(parts)} that. Median of {one['rounds']} rounds, {origin([one])}; `benchmarks/training_step.py`."
+    )
+
+
+# --- growth -----------------------------------------------------------------------------------------------------------
+
+_SERIES = ("row", "document")
+
+
+def draw_growth(file: Path) -> None:
+    """How a step grows with the row."""
+    rows = rows_of("growth")
+    drawn, axes = figure(7.2, 3.2)
+    for series, colour in zip(_SERIES, (FOUR[1], FOUR[3]), strict=True):
+        lengths = sorted({int(row["number"]) for row in rows if row["series"] == series})
+        name = "documents of 1,024 tokens" if series == "row" else "one document"
+        found = [_seconds(rows, series, length) for length in lengths]
+        axes.plot(lengths, [statistics.median(one) for one in found], color=colour, marker="o", ms=4, label=name)
+        axes.vlines(lengths, [min(one) for one in found], [max(one) for one in found], color=colour, linewidth=2)
+    axes.set(xscale="log", yscale="log", xlabel="tokens of the row", ylabel="processor's seconds")
+    ticks = sorted({int(row["number"]) for row in rows if row["series"] == "row"})
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    axes.set_yticks([0.5, 1, 2, 5, 10, 20], ["0.5", "1", "2", "5", "10", "20"])
+    axes.minorticks_off()
+    axes.set_title("Forward and backward pass of a small model on one core")
+    axes.legend(loc="upper left")
+    drawn.subplots_adjust(left=0.09, right=0.97, top=0.9, bottom=0.15)
+    save(drawn, file, "How a step grows with the row")
+
+
+def _seconds(rows: Rows, series: str, length: int) -> list[float]:
+    return [float(row["CPU seconds"]) for row in rows if (row["series"], int(row["number"])) == (series, length)]
+
+
+def say_growth() -> str:
+    """Its sentence."""
+    rows = rows_of("growth")
+    times = {series: [statistics.median(_seconds(rows, series, n)) for n in (1024, 16384)] for series in _SERIES}
+    ratios = {series: late / early for series, (early, late) in times.items()}
+    return (
+        f"Sixteen times as many tokens take {ratios['row']:.0f} times as long in documents of 1,024 tokens, "
+        f"{ratios['document']:.0f} times as one document. {origin(rows)}; `benchmarks/growth.py`."
+    )
+
+
+class Plot:
+    """A plot and its sentence."""
+
+    def __init__(self, name: str, draw: Callable[[Path], None], say: Callable[[], str]) -> None:
+        self.name, self.draw, self.say = name, draw, say
+
+    @property
+    def file(self) -> str:
+        """Of the picture."""
+        return f"bench_{self.name}.svg"
+
+    def text(self) -> str:
+        """What stands on the page between its two marks."""
+        return f"![{self.name.capitalize()}](images/{self.file})\n\n{self.say()}"
+
+
+PLOTS = (
+    Plot("conversion", draw_conversion, say_conversion),
+    Plot("reading", draw_reading, say_reading),
+    Plot("host", draw_host, say_host),
+    Plot("packing", draw_packing, say_packing),
+    Plot("step", draw_step, say_step),
+    Plot("growth", draw_growth, say_growth),
+)
+
+
+def with_figures(page: str) -> str:
+    """A page with the plots and sentences between their marks."""
+    for plot in PLOTS:
+        begin, end = f"<!-- {plot.name}: begin -->", f"<!-- {plot.name}: end -->"
+        page, found = re.subn(
+            f"{begin}.*?{end}", lambda _, b=begin, e=end, p=plot: f"{b}\n{p.text()}\n{e}", page, flags=re.S
+        )
+        if found != 1:
+            raise ValueError(f"{PAGE} has {found} places {begin} ... {end}, expected one")
+    return page
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="compare the page's sentences, and write nothing")
+    check = parser.parse_args().check
+    page = PAGE.read_text("utf-8")
+    new = with_figures(page)
+    if check:
+        if new != page:
+            print(f"{PAGE} has other figures; run python -m scripts.draw_benchmarks", file=sys.stderr)
+        return int(new != page)
+    PAGE.write_text(new, "utf-8")
+    for plot in PLOTS:
+        plot.draw(IMAGES / plot.file)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
