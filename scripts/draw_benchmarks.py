@@ -3,15 +3,14 @@
     python -m scripts.draw_benchmarks           # plots into docs/images, sentences into the page
     python -m scripts.draw_benchmarks --check   # exit with 1 if the page's sentences are others
 
-What lives here: which rows of the CSV files are shown, and how. What may not: measuring (`benchmarks/`), what the figures
-do not show (the page).
+What lives here: which rows of the CSV files are shown, and how. What may not: measuring (`benchmarks/`), what figures do
+not show (the page).
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import re
 import statistics
 import sys
 from collections.abc import Callable, Iterable
@@ -225,12 +224,11 @@ def say_packing() -> str:
     rows = _packing()
     shares = {way: [100 * float(row["tokens"]) for row in rows if row["how"] == way] for way in _WAYS}
     theirs = [100 * float(row["tokens"]) for row in rows if row["how"].startswith("Megatron-Bridge")]
-    best = shares["best fit"]
+    best, come = shares["best fit"], shares["as they come"]
     return (
-        f"Best fit fills rows to {min(best):.2f} % at least, taking samples as they come {min(shares['as they come']):.1f} "
-        f"to {max(shares['as they come']):.1f} %, one sample a row {max(shares['one a row']):.1f} % at most; "
-        f"Megatron-Bridge's first fit decreasing, over all samples at once, {min(theirs):.2f} %. Counted on made-up sizes "
-        f"of 50,000 samples, {origin(rows)}; `benchmarks/packing.py`."
+        f"Best fit fills rows to {min(best):.2f} % at least, taking samples as they come {min(come):.1f} to "
+        f"{max(come):.1f} %, one sample a row {max(shares['one a row']):.1f} % at most; Megatron-Bridge's first fit "
+        f"decreasing, over all samples at once, {min(theirs):.2f} %. Counted on made-up sizes of 50,000 samples, {origin(rows)}; `benchmarks/packing.py`."
     )
 
 
