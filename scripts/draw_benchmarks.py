@@ -3,8 +3,8 @@
     python -m scripts.draw_benchmarks           # plots into docs/images, sentences into the page
     python -m scripts.draw_benchmarks --check   # exit with 1 if the page's sentences are others
 
-What lives here: which rows of the CSV files are shown, and how. What may not: measuring (`benchmarks/`), what figures do
-not show (the page).
+What lives here: which rows of the CSV files are shown, and how. What may not: measuring (`benchmarks/`), what figures
+do not show (the page).
 """
 
 from __future__ import annotations
@@ -228,7 +228,8 @@ def say_packing() -> str:
     return (
         f"Best fit fills rows to {min(best):.2f} % at least, taking samples as they come {min(come):.1f} to "
         f"{max(come):.1f} %, one sample a row {max(shares['one a row']):.1f} % at most; Megatron-Bridge's first fit "
-        f"decreasing, over all samples at once, {min(theirs):.2f} %. Counted on made-up sizes of 50,000 samples, {origin(rows)}; `benchmarks/packing.py`."
+        f"decreasing, over all samples at once, {min(theirs):.2f} %. Counted on made-up sizes of 50,000 samples, "
+        f"{origin(rows)}; `benchmarks/packing.py`."
     )
 
 
@@ -339,11 +340,10 @@ def with_figures(page: str) -> str:
     """A page with the plots and sentences between their marks."""
     for plot in PLOTS:
         begin, end = f"<!-- {plot.name}: begin -->", f"<!-- {plot.name}: end -->"
-        page, found = re.subn(
-            f"{begin}.*?{end}", lambda _, b=begin, e=end, p=plot: f"{b}\n{p.text()}\n{e}", page, flags=re.S
-        )
-        if found != 1:
-            raise ValueError(f"{PAGE} has {found} places {begin} ... {end}, expected one")
+        if page.count(begin) != 1 or page.count(end) != 1:
+            raise ValueError(f"{PAGE} has {page.count(begin)} places {begin} ... {end}, expected one")
+        before, rest = page.split(begin)
+        page = f"{before}{begin}\n{plot.text()}\n{end}{rest.split(end)[1]}"
     return page
 
 
