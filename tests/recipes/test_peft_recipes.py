@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 from qwen3vl_bridge.peft.lora import Qwen3VLDoRA, Qwen3VLLoRA
 from qwen3vl_bridge.training.config import Qwen3VLConfigContainer
 
@@ -55,3 +58,16 @@ def test_yaml(name, tmp_path):
     again = Qwen3VLConfigContainer.from_yaml(str(tmp_path / "run_config.yaml"))
     cfg.peft.params_to_save = set()
     assert type(again.peft) is type(cfg.peft) and again.peft == cfg.peft
+
+
+def test_the_page_has_the_settings_and_their_defaults():
+    page = (Path(__file__).parents[2] / "docs" / "lora.md").read_text("utf-8")
+    rows = re.findall(r"^\| (`peft\.[^|]*) \| ([^|]*) \|", page, re.MULTILINE)
+    found = recipes()["qwen3_vl_8b_peft_config"].function().peft
+    assert len(rows) >= 8
+    for names, default in rows:
+        for name in re.findall(r"`peft\.(\w+)`", names):
+            value = getattr(found, name)
+            listed = re.findall(r"`(\w+)`", default.partition(";")[0])
+            assert (listed or default) == (value if listed else str(value).lower()), name
+    overrides.apply(recipes()["qwen3_vl_8b_peft_config"].function(), re.findall(r"(?<= )peft\.\w+=\w+(?=[ \n])", page))
