@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 unset PYTHONHOME PYTHONPATH VIRTUAL_ENV
-export PIP_DISABLE_PIP_VERSION_CHECK=1 NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true
+export PIP_DISABLE_PIP_VERSION_CHECK=1 NO_MKDOCS_2_WARNING=1
 
 venv=.venv-docs
 done=$venv/.pins-done # written last: all pins are in
@@ -20,5 +20,5 @@ if ! cmp -s requirements/docs.txt "$done"; then
     "$venv/bin/python" -m pip install --quiet --no-deps -r requirements/docs.txt
     cp requirements/docs.txt "$done"
 fi
-"$venv/bin/python" -m mkdocs build --strict --quiet --clean
-echo "the site is in $(pwd)/site: open site/index.html"
+PYTHONPATH="$PWD:$PWD/src:$PWD/recipes" "$venv/bin/python" -m mkdocs build --strict --quiet --clean
+echo "the site is in site/: open site/index.html; its search needs a server: $venv/bin/python -m http.server -d site"

@@ -10,14 +10,12 @@ from __future__ import annotations
 import ast
 import posixpath
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "src"), str(ROOT / "recipes")]
+from scripts.docs_site import commands, settings
 
-from scripts.docs_site import commands, settings  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
 # Pages outside of docs/, by their path in the repository, and what they are called on the site.
 ROOT_PAGES = {
@@ -29,9 +27,9 @@ ROOT_PAGES = {
 }
 # Packages whose public names `docs/api.md` shows; each says in its `_PUBLIC` what these are.
 PUBLIC = {
-    "package": ("src/qwen3vl_bridge/__init__.py",),
-    "checkpoint": ("src/qwen3vl_bridge/checkpoint/__init__.py",),
-    "data": ("src/qwen3vl_bridge/data/__init__.py",),
+    "package": "src/qwen3vl_bridge/__init__.py",
+    "checkpoint": "src/qwen3vl_bridge/checkpoint/__init__.py",
+    "data": "src/qwen3vl_bridge/data/__init__.py",
 }
 _MARK = re.compile(r"<!-- generated: (\w+)(?: (\w+))? -->")
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
@@ -73,16 +71,21 @@ def generated(kind: str, which: str | None) -> str:
     if kind == "settings":
         return "\n".join(settings.table(group) for group in settings.GROUPS[which or ""])
     if kind == "api":
-        return "\n".join(f"::: {name}\n" for file in PUBLIC[which or ""] for name in public_names(ROOT / file))
+        return "\n".join(f"::: {name}\n" for name in public_names(ROOT / PUBLIC[which or ""]))
     return {"commands": commands.commands, "recipes": commands.recipes}[kind]()
 
 
 def public_names(file: Path) -> list[str]:
-    """The public names of a package with the modules that they come from, by its `_PUBLIC`."""
+    """The public names of a package with the modules that they come from, by its `_PUBLIC`; not those of packages."""
     for node in ast.parse(file.read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_PUBLIC":
-            return [f"{module}.{name}" for name, module in sorted(ast.literal_eval(node.value).items())]
+            listed = sorted(ast.literal_eval(node.value).items())
+            return [f"{module}.{name}" for name, module in listed if not _is_package(module)]
     raise ValueError(f"{file} has no _PUBLIC, expected its public names")
+
+
+def _is_package(module: str) -> bool:
+    return (ROOT / "src" / module.replace(".", "/") / "__init__.py").is_file()
 
 
 def dialect(markdown: str, path: str) -> str:
