@@ -12,6 +12,8 @@ import importlib
 from collections.abc import Iterator
 from unittest import mock
 
+from scripts.docs_site.settings import breakable
+
 
 class _Found(Exception):
     """A command has made its parser, and is about to use it."""
@@ -93,4 +95,4 @@ def _meaning(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
 
 
 def _code(text: str) -> str:
-    return f"<code>{html.escape(text).replace('|', '&#124;')}</code>"
+    return f"<code>{breakable(text)}</code>"
