@@ -95,7 +95,9 @@ def settings(group: Group) -> list[Setting]:
     """The fields of a group, in the order of the source; then those of its bases that its docstring speaks of."""
     found = _class(group.file, group.name)
     own = _meanings(found)
-    known = {name: text for file, cls in reversed(group.meanings) for name, text in _meanings(_class(file, cls)).items()}
+    known = {
+        name: text for file, cls in reversed(group.meanings) for name, text in _meanings(_class(file, cls)).items()
+    }
     known |= own
     defined = {name: (kind, default) for name, kind, default in _fields(found)}
     listed = {name: defined.get(name, ("", "")) for name in (*defined, *own)}
