@@ -9,6 +9,7 @@ from pathlib import Path
 from qwen3vl_bridge.files.parsing import read_yaml
 
 import pytest
+import yaml
 
 from scripts.docs_site import hooks
 
@@ -21,11 +22,19 @@ QUICK_STARTS = [name for name in PAGES if name.startswith("quickstart_")]
 # Pages whose commands run in tests: tests/test_readme.py.
 TESTED = ("README.md", "docs/convert.md", "docs/train.md")
 # Where what a page calls `folder/file` may lie.
-ROOTS = ("", "src/qwen3vl_bridge", "recipes/qwen3vl_recipes", "recipes", "docs", "tests", "tests/qwen3_5", "src")
-# Files of others, and files that a command writes.
-ELSEWHERE = re.compile(
-    r"(Megatron-Bridge|docs/images|images|examples/megatron|RUN|DATA|LLAVA|CORD|out|models/qwen_vl)/|/"
+ROOTS = (
+    "",
+    "src/qwen3vl_bridge",
+    "src/qwen3vl_bridge/models",
+    "recipes/qwen3vl_recipes",
+    "recipes",
+    "docs",
+    "tests",
+    "tests/qwen3_5",
+    "src",
 )
+# Files of other projects, and of users.
+ELSEWHERE = re.compile(r"/|(Megatron-Bridge|scripts/training|verl|nemo_rl|miles|slime|swift|RUN|DATA|LLAVA|CORD)/")
 
 
 def without_code(text: str) -> str:
@@ -42,16 +51,10 @@ def nav() -> list[str]:
             for inner in entry.values() if isinstance(entry, dict) else entry:
                 yield from walk(inner)
 
-    text = (ROOT / "mkdocs.yml").read_text()
-    assert re.search(r"^nav:\n((?: .*\n)+)", text, re.MULTILINE)
     # The nav alone: what stands below has mkdocs' own tags.
-    return list(walk(read_yaml_of(re.search(r"^nav:\n((?: .*\n)+)", text, re.MULTILINE)[0])["nav"]))
-
-
-def read_yaml_of(text: str) -> dict:
-    import yaml
-
-    return yaml.safe_load(text)
+    found = re.search(r"^nav:\n(?: .*\n)+", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert found
+    return list(walk(yaml.safe_load(found[0])["nav"]))
 
 
 def test_every_page_is_in_the_nav_once():
