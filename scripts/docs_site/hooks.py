@@ -89,7 +89,7 @@ def _is_package(module: str) -> bool:
 
 
 def dialect(markdown: str, path: str) -> str:
-    """GitHub's Markdown for Python-Markdown: lists begin after an empty line and nest by four columns.
+    """GitHub's Markdown for Python-Markdown: lists and code begin after an empty line, lists nest by four columns.
 
     Args:
         markdown: a page.
@@ -99,9 +99,14 @@ def dialect(markdown: str, path: str) -> str:
     fence, in_list = "", False
     for line in markdown.splitlines():
         mark = re.match(r"\s*(```+|~~~+)", line)
-        if fence or mark:
-            fence = "" if fence and mark else fence or (mark[1] if mark else "")
-            lines.append(line)
+        if mark and not fence:
+            fence = mark[1]
+            lines += ["", line]
+            continue
+        if fence:
+            ends = bool(mark) and line.strip() == fence
+            fence = "" if ends else fence
+            lines += [line, ""] if ends else [line]
             continue
         item = _ITEM.match(line)
         if item and lines and lines[-1].strip() and not in_list:
