@@ -1,6 +1,6 @@
 # Each target makes the environment (.venv) if it is not there, and reuses it if it is.
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-full matrix gpu-check-pack gpu-check lint format lock
+.PHONY: help env demo test test-full matrix gpu-check-pack gpu-check lint format lock docs
 
 PY := .venv/bin/python
 # One process a core; torch's own threads would only fight over them.
@@ -46,5 +46,8 @@ format: env ## put every Python file into ruff's form
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-lock: env ## resolve requirements/cpu.in into requirements/cpu.txt
+lock: env ## resolve requirements/cpu.in into requirements/cpu.txt, docs.in into docs.txt
 	scripts/lock.sh
+
+docs: ## the documentation as a site, in site/ (own environment, .venv-docs)
+	scripts/build_docs.sh

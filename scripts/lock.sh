@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Resolves requirements/cpu.in into requirements/cpu.txt, and cuda.in beside it into cuda.txt, with uv from the
-# environment. Pins that still fit are kept; `scripts/lock.sh --upgrade` takes the newest.
+# environment; and docs.in by itself into docs.txt. Pins that still fit are kept; `scripts/lock.sh --upgrade` takes the
+# newest.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -28,3 +29,7 @@ compile cuda.in --constraint cpu.txt --no-annotate "$@"
     echo '# Made by `make lock` from cuda.in and cpu.txt. Do not edit. On top of cpu.txt; README.md says how to install it.'
     grep -vxFf <(grep -v '^ *#' requirements/cpu.txt) "$new"
 } > requirements/cuda.txt
+
+cp requirements/docs.txt "$new" 2>/dev/null || true
+compile docs.in --no-annotate "$@"
+{ echo '# Made by `make lock` from docs.in. Do not edit.'; cat "$new"; } >requirements/docs.txt

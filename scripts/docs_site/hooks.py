@@ -1,0 +1,132 @@
+"""What mkdocs calls while it builds the site (`hooks` in mkdocs.yml).
+
+What lives here: the pages at the repository's root as pages of the site; generated parts put into their places; links
+that lead out of the site; GitHub's Markdown in the dialect of mkdocs; that the built site loads nothing from the
+network. What may not: text of pages.
+"""
+
+from __future__ import annotations
+
+import ast
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from scripts.docs_site import commands, settings
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Pages outside of docs/, by their path in the repository, and what they are called on the site.
+ROOT_PAGES = {
+    "README.md": "overview.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+    "CHANGELOG.md": "changelog.md",
+    "requirements/README.md": "installing.md",
+}
+# Packages whose public names `docs/api.md` shows; each says in its `_PUBLIC` what these are.
+PUBLIC = {
+    "package": "src/qwen3vl_bridge/__init__.py",
+    "checkpoint": "src/qwen3vl_bridge/checkpoint/__init__.py",
+    "data": "src/qwen3vl_bridge/data/__init__.py",
+}
+_MARK = re.compile(r"<!-- generated: (\w+)(?: (\w+))? -->")
+_LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
+_ITEM = re.compile(r"^(\s*)(?:[-*+]|\d+\.)\s")
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages of the root."""
+    from mkdocs.structure.files import File
+
+    for path, name in ROOT_PAGES.items():
+        files.append(File.generated(config, name, content=(ROOT / path).read_text()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """A page as mkdocs reads it."""
+    name = page.file.src_uri
+    path = {site: path for path, site in ROOT_PAGES.items()}.get(name, f"docs/{name}")
+    text = _MARK.sub(lambda mark: generated(*mark.groups()), dialect(markdown, path))
+    return re.sub(r"^<!-- .*? -->$", "", text, flags=re.MULTILINE)
+
+
+def on_post_build(config: Any) -> None:
+    """Refuse a site that would load something from the network."""
+    from mkdocs.exceptions import PluginError
+
+    for page in sorted(Path(config.site_dir).rglob("*.html")):
+        if found := re.search(
+            r"<(?:script|img|iframe|source)\b[^>]*\bsrc=\"(?:https?:)?//[^\"]*|"
+            r"<link\b(?![^>]*rel=\"canonical\")[^>]*\bhref=\"(?:https?:)?//[^\"]*",
+            page.read_text(),
+        ):
+            raise PluginError(f"{page} loads {found[0]!r}, expected nothing from the network")
+
+
+def generated(kind: str, which: str | None) -> str:
+    """What stands in a page for `<!-- generated: KIND WHICH -->`."""
+    if kind == "settings":
+        return "\n".join(settings.table(group) for group in settings.GROUPS[which or ""])
+    if kind == "api":
+        return "\n".join(f"::: {name}\n" for name in public_names(ROOT / PUBLIC[which or ""]))
+    return {"commands": commands.commands, "recipes": commands.recipes}[kind]()
+
+
+def public_names(file: Path) -> list[str]:
+    """The public names of a package with the modules that they come from, by its `_PUBLIC`; not those of packages."""
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_PUBLIC":
+            listed = sorted(ast.literal_eval(node.value).items())
+            return [f"{module}.{name}" for name, module in listed if not _is_package(module)]
+    raise ValueError(f"{file} has no _PUBLIC, expected its public names")
+
+
+def _is_package(module: str) -> bool:
+    return (ROOT / "src" / module.replace(".", "/") / "__init__.py").is_file()
+
+
+def dialect(markdown: str, path: str) -> str:
+    """GitHub's Markdown for Python-Markdown: lists and code begin after an empty line, lists nest by four columns.
+
+    Args:
+        markdown: a page.
+        path: its place in the repository, from which its links are.
+    """
+    lines: list[str] = []
+    fence, in_list = "", False
+    for line in markdown.splitlines():
+        mark = re.match(r"\s*(```+|~~~+)", line)
+        if mark and not fence:
+            fence = mark[1]
+            lines += ["", line]
+            continue
+        if fence:
+            ends = bool(mark) and line.strip() == fence
+            fence = "" if ends else fence
+            lines += [line, ""] if ends else [line]
+            continue
+        item = _ITEM.match(line)
+        if item and lines and lines[-1].strip() and not in_list:
+            lines.append("")
+        if line.startswith("|") and lines and lines[-1].strip() and not lines[-1].startswith("|"):
+            lines.append("")
+        if in_list and line.startswith("  "):
+            deep = len(line) - len(line.lstrip())
+            line = " " * (deep if deep % 4 == 0 else deep + 2) + line.lstrip()
+        in_list = bool(item) or (in_list and (not line.strip() or line.startswith(" ") or bool(lines[-1].strip())))
+        lines.append(_LINK.sub(lambda link: _on_site(link, path), line))
+    return "\n".join(lines) + "\n"
+
+
+def _on_site(link: re.Match[str], path: str) -> str:
+    """A link as it is on the site; to a file that the site has not, its path as a hint."""
+    image, text, target = link.groups()
+    if re.match(r"[a-z]+:|#", target):
+        return link[0]
+    place, hash_, anchor = target.partition("#")
+    found = posixpath.normpath(posixpath.join(posixpath.dirname(path), place))
+    inside = ROOT_PAGES.get(found) or (found.removeprefix("docs/") if found.startswith("docs/") else None)
+    return f"{image}[{text}]({inside}{hash_}{anchor})" if inside else f'<span title="{found}">{text}</span>'

@@ -1,0 +1,117 @@
+"""The pages of docs/: all are in the site's nav, their links lead somewhere, files that they name are there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+from qwen3vl_bridge.files.parsing import read_yaml
+
+import pytest
+import yaml
+
+from scripts.docs_site import hooks
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
+SOURCES = {f"docs/{name}": text for name, text in PAGES.items()} | {
+    path: (ROOT / path).read_text() for path in hooks.ROOT_PAGES
+}
+QUICK_STARTS = [name for name in PAGES if name.startswith("quickstart_")]
+# Pages whose commands run in tests: tests/test_readme.py.
+TESTED = ("README.md", "docs/convert.md", "docs/train.md")
+# Where what a page calls `folder/file` may lie.
+ROOTS = (
+    "",
+    "src/qwen3vl_bridge",
+    "src/qwen3vl_bridge/models",
+    "recipes/qwen3vl_recipes",
+    "recipes",
+    "docs",
+    "tests",
+    "tests/qwen3_5",
+    "src",
+)
+# Files of other projects, and of users.
+ELSEWHERE = re.compile(r"/|(Megatron-Bridge|scripts/training|verl|nemo_rl|miles|slime|swift|RUN|DATA|LLAVA|CORD)/")
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+
+
+def nav() -> list[str]:
+    """The pages of the nav, in its order."""
+
+    def walk(entry: object):
+        if isinstance(entry, str):
+            yield entry
+        elif isinstance(entry, dict | list):
+            for inner in entry.values() if isinstance(entry, dict) else entry:
+                yield from walk(inner)
+
+    # The nav alone: what stands below has mkdocs' own tags.
+    found = re.search(r"^nav:\n(?: .*\n)+", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert found
+    return list(walk(yaml.safe_load(found[0])["nav"]))
+
+
+def test_every_page_is_in_the_nav_once():
+    listed = nav()
+    assert len(set(listed)) == len(listed)
+    here = set(PAGES) | set(hooks.ROOT_PAGES.values())
+    assert set(listed) == here, f"mkdocs.yml, nav: {sorted(here ^ set(listed))} is on one side alone"
+
+
+def slugs(text: str) -> set[str]:
+    """Anchors of a page's headings, as GitHub and the site make them."""
+    headings = re.findall(r"^#+ (.*)$", without_code(text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", SOURCES)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_code(SOURCES[page])):
+        if re.match(r"[a-z]+:", target):
+            assert target.startswith("https://"), f"{page}: {target}"
+            continue
+        place, _, anchor = target.partition("#")
+        file = (ROOT / page).parent / place if place else ROOT / page
+        assert file.exists(), f"{page}: {target}"
+        assert not anchor or anchor in slugs(file.read_text()), f"{page}: {target}"
+
+
+@pytest.mark.parametrize("page", [f"docs/{name}" for name in PAGES])
+def test_files_that_a_page_names_are_there(page):
+    text = re.sub(
+        r"<!-- upstream: begin -->.*?<!-- upstream: end -->", "", without_code(SOURCES[page]), flags=re.DOTALL
+    )
+    named = re.findall(r"`([\w.*/-]+/[\w.*-]+\.(?:py|md|sh|csv|toml|txt|yml))(?:::\w+)?`", text)
+    for name in named:
+        if not ELSEWHERE.match(name):
+            assert any(list((ROOT / root).glob(name)) for root in ROOTS), f"{page} names {name}"
+
+
+def commands(text: str) -> list[str]:
+    """The commands of a page's console and bash blocks, each on one line."""
+    blocks = re.findall(r"```(?:console|bash)\n(.*?)```", text, re.DOTALL)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    return [" ".join(line.partition("    #")[0].split()) for line in lines if line.strip()]
+
+
+@pytest.mark.parametrize("page", [*QUICK_STARTS, "verify.md"])
+def test_commands_of_a_quick_start_are_those_that_run_in_a_test(page):
+    tested = {line for name in TESTED for line in commands(SOURCES[name])}
+    found = commands(PAGES[page])
+    assert found
+    for command in found:
+        assert command in tested, f"{page}: `{command}` is on none of {', '.join(TESTED)}"
+        if command.startswith("make "):
+            target = command.split()[1]
+            assert subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True).returncode == 0
+
+
+def test_the_workflow_builds_the_site():
+    jobs = read_yaml(ROOT / ".github/workflows/ci.yml")["jobs"]
+    assert "make docs" in [step.get("run") for step in jobs["docs"]["steps"]]
