@@ -34,6 +34,10 @@ def test_a_size_of_several_families_is_the_first_ones():
             {"mtp_loss_scaling_factor": 0.1, "recompute_granularity": "full", "recompute_method": "block"},
             "recompute_method is 'block'",
         ),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ["gdn_norm_out"], "transformer_impl": "local"},
+            r"is 'local' with recompute_modules \['gdn_norm_out'\], expected .*: recomputing 'gdn_norm_out' needs",
+        ),
         ({"rotary_percent": 0.5}, r"mrope_section \[11, 11, 10\] has sum 32, expected half the .* turns, 64$"),
     ],
 )

@@ -22,7 +22,7 @@ def build(monkeypatch):
     """Builds a model, as far as our own part of that goes."""
     mixin = "megatron.bridge.models.gpt_provider.GPTModelProvider.provide_distributed_model"
 
-    def provide_distributed_model(self, ddp_config=None, wrap_with_ddp=True):
+    def provide_distributed_model(self, ddp_config=None, wrap_with_ddp=True, use_megatron_fsdp=False):
         return ["model"]
 
     monkeypatch.setattr(mixin, provide_distributed_model)
@@ -86,6 +86,26 @@ def test_what_could_not_be_trained_can_be_built_for_other_uses(build, size, fiel
 )
 def test_what_can_be_trained_is_built(build, size, fields):
     assert build(size, fields, ddp_config=SimpleNamespace(average_in_collective=False))
+
+
+@pytest.mark.parametrize(
+    ("size", "fields", "why"),
+    [
+        (DENSE, dict(loss_chunk_tokens=8192), "by loss_chunk_tokens the"),
+        (DENSE, dict(loss_chunk_tokens=0, share_embeddings_and_output_weights=True), "by share_embeddings_and_output"),
+        (DENSE, dict(loss_chunk_tokens=0), None),
+    ],
+)
+def test_shards_have_no_fused_gradients_of_weights_with_several_uses(build, size, fields, why, caplog):
+    ddp = SimpleNamespace(average_in_collective=False)
+    for sharded in (True, False):
+        provider = finalized(size, fields)
+        provider.gradient_accumulation_fusion = True  # as `finalize` leaves it with APEX and a GPU
+        with caplog.at_level("WARNING"):
+            provider.provide_distributed_model(ddp, use_megatron_fsdp=sharded)
+        assert provider.gradient_accumulation_fusion is (not sharded or why is None)
+        assert (f"set to False: {why}" in caplog.text) is (sharded and why is not None)
+        caplog.clear()
 
 
 def test_ddp_may_be_turned_off_by_position(build):

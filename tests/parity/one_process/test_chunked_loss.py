@@ -203,3 +203,21 @@ def test_labels_of_another_number_of_tokens(untied_folder):
             rotary_pos_cos=None,
             rotary_pos_sin=None,
         )
+
+
+@pytest.mark.parametrize("kind", ["untied", "tied"])
+def test_a_fused_gradient_under_megatron_fsdp_is_the_last_chunks(kind, request):
+    """Why `settings.parallelism.complete_sharded` turns it off. Should this fail, megatron-core has mended it."""
+    pair = make_pair(request.getfixturevalue(f"{kind}_folder"), loss_chunk_tokens=CHUNK)
+    inputs = batch_of(pair)
+    _, expected = both(pair, inputs)
+    text = pair.megatron.language_model
+    weight = text.shared_embedding_or_output_weight() if kind == "tied" else text.output_layer.weight
+    (name,) = (name for name, p in pair.megatron.named_parameters() if p is weight)
+    buffer = torch.zeros_like(weight)
+    text.output_layer.gradient_accumulation_fusion = True
+    weight.main_grad, weight.grad_added_to_main_grad, weight.zero_out_wgrad = buffer, False, True
+    weight.__fsdp_param__, weight.get_main_grad = True, lambda: buffer
+    both(pair, inputs)
+    assert weight.grad_added_to_main_grad
+    assert difference({name: buffer}, {name: expected[name]}) > 0.1

@@ -168,6 +168,8 @@ class VisionLanguageProvider(fields.VisionLanguageFields):
         if training := given.get("wrap_with_ddp", True):
             check(refusals.TRAINED, self)
             parallelism.complete_ddp(self, given.get("ddp_config"))
+            if given.get("use_megatron_fsdp"):
+                parallelism.complete_sharded(self)
         complete_groups(self, given.get("pg_collection"), training=training)
         model = super().provide_distributed_model(*args, **kwargs)
         log_trained_parameters(model)

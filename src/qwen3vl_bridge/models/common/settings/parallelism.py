@@ -66,6 +66,26 @@ def complete_ddp(provider: VisionLanguageFields, ddp: DistributedDataParallelCon
         ddp.average_in_collective = False
 
 
+def complete_sharded(provider: VisionLanguageFields) -> None:
+    """Turn off fused gradients of weights that are used more than once, under Megatron-FSDP, and say so.
+
+    There megatron-core's layers write a weight's gradient over what its `main_grad` had, and drop what autograd brings
+    beside: the output layer would learn from the last chunk alone, and tied embeddings from their one end.
+    """
+    uses = {
+        "loss_chunk_tokens": provider.loss_chunk_tokens,
+        "mtp_loss_scaling_factor": provider.trains_mtp,
+        "share_embeddings_and_output_weights": provider.share_embeddings_and_output_weights,
+    }
+    if provider.gradient_accumulation_fusion and (names := [name for name, used in uses.items() if used]):
+        logger.warning(
+            "gradient_accumulation_fusion is True and set to False: by %s the output layer's weight has several "
+            "gradients in a microbatch, of which Megatron-FSDP would keep the last",
+            " and ".join(names),
+        )
+        provider.gradient_accumulation_fusion = False
+
+
 def check_microbatches(provider: VisionLanguageFields, microbatches: int, what: str) -> None:
     """Check how many microbatches a step of interleaved stages has.
 

@@ -20,8 +20,11 @@ def _of_tower(prefix: str) -> tuple[Rule, ...]:
     def at(wanted: str | None) -> When:
         return When(granularity, lambda provider: getattr(provider, granularity) == wanted)
 
-    def norms_are_local(provider: VisionLanguageFields) -> bool:
-        return provider.transformer_impl == "local" and "layernorm" in (getattr(provider, modules) or ())
+    def norm_is_local(name: str) -> When:
+        return When(
+            modules,
+            lambda provider: provider.transformer_impl == "local" and name in (getattr(provider, modules) or ()),
+        )
 
     return (
         Row(granularity, any_of(*_UNUSED)),
@@ -33,11 +36,14 @@ def _of_tower(prefix: str) -> tuple[Rule, ...]:
             for name in names
         ),
         # megatron-core's recomputation of a norm takes its default for 8-bit training, and asks Transformer Engine.
-        Row(
-            "transformer_impl",
-            "transformer_engine",
-            "recomputing 'layernorm' needs Transformer Engine. Leave it out",
-            When(modules, norms_are_local),
+        *(
+            Row(
+                "transformer_impl",
+                "transformer_engine",
+                f"recomputing {name!r} needs Transformer Engine. Leave it out",
+                norm_is_local(name),
+            )
+            for name in ("layernorm", "gdn_norm_out")
         ),
     )
 
