@@ -58,9 +58,10 @@ MODELS = {
         make_qwen3_5,
         {
             "dense": dict(seed=0, mtp=ExpertLayout.OUTPUT_MAJOR_MTP_PER_EXPERT),
-            "MoE": dict(seed=4, moe=True, mtp=ExpertLayout.OUTPUT_MAJOR),
+            # Megatron-Bridge warms a fused function up, which wants an even width of experts on each of four ranks.
+            "MoE": dict(seed=4, moe=True, mtp=ExpertLayout.OUTPUT_MAJOR, moe_intermediate_size=24),
         },
-        # Wider by what linear attention multiplies rounding errors by, which `tests/qwen3_5/model/test_parity.py` measures.
+        # Wider by what linear attention multiplies rounding errors by, see `tests/qwen3_5/model/test_parity.py`.
         {"loss": 4e-6, "gradient": 6e-4, "grad_norm": 1e-3, "weight": 1e-1},
         settings=dict(mtp_loss_scaling_factor=0.3),
         refused=("TP2",),
@@ -147,9 +148,7 @@ def table(found: dict[Case, dict[str, float]]) -> str:
     return "\n".join(lines)
 
 
-def wrong(
-    found: dict[Case, dict[str, float]], limits: Mapping[str, float] = LIMITS
-) -> dict[Case, dict[str, float]]:
+def wrong(found: dict[Case, dict[str, float]], limits: Mapping[str, float] = LIMITS) -> dict[Case, dict[str, float]]:
     """The cases that are further off than the limits."""
     return {
         case: errors
