@@ -27,8 +27,9 @@ test: lint ## lint, then all tests but slow ones (ten minutes)
 test-full: ## lint, then all tests (forty minutes)
 	$(MAKE) test PYTEST_ARGS="--slow all $(PYTEST_ARGS)"
 
-matrix: env ## every way to split the model, with every content: errors into docs/parallelism.md (half an hour)
+matrix: env ## every way to split the model, with every content: errors into docs/parallelism.md, docs/qwen3_5.md (an hour)
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(PY) -m tests.parity.matrix --write-table docs/parallelism.md
+	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(PY) -m tests.parity.matrix --models qwen3_5 --write-table docs/qwen3_5.md
 
 gpu-check-pack: env ## what a machine with one GPU lacks, into .gpu_check (docs/gpu_check.md)
 	scripts/gpu_check.sh pack

@@ -1,8 +1,8 @@
 """Every way to split a model, with every content and kind of rows: the cases, the runs and the table of errors.
 
-    python -m tests.parity.matrix [--write-table docs/parallelism.md]
+    python -m tests.parity.matrix [--models qwen3_5] [--write-table docs/parallelism.md]
 
-runs all of them; the test suite runs some of each topology.
+runs all of them; the test suite runs some of each topology. Qwen3.5's train multi-token prediction along.
 """
 
 from __future__ import annotations
@@ -13,19 +13,60 @@ import json
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from qwen3vl_bridge.weights.expert_layout import ExpertLayout
+
 import torch
 
+from examples.digits.checkpoint import make_checkpoint as make_qwen3_vl
 from tests.forked import run_ranks
+from tests.qwen3_5.tiny import make_checkpoint as make_qwen3_5
 
 from .references import MATRIX_CONTENTS, save_as_model, train_reference, write_settings
 from .topologies import MODULES, TOPOLOGIES, Topology
 
 FAMILIES = ("dense", "MoE")
-# Measured worst over the whole matrix beside each: see docs/parallelism.md.
 LIMITS = {"loss": 1e-6, "gradient": 2e-5, "grad_norm": 1e-6, "weight": 2e-3}
+
+
+@dataclass(frozen=True)
+class Models:
+    """The two models that are split.
+
+    Attributes:
+        make: makes a checkpoint of one.
+        options: of `make`, by `FAMILIES`.
+        limits: of errors; the worst over the whole matrix is in the table on the family's page.
+        settings: fields of the provider.
+        refused: topologies that the family does not allow.
+    """
+
+    make: Any
+    options: Mapping[str, Mapping[str, Any]]
+    limits: Mapping[str, float]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    refused: tuple[str, ...] = ()
+
+
+MODELS = {
+    "qwen3_vl": Models(make_qwen3_vl, {"dense": dict(seed=1), "MoE": dict(seed=3, moe=True)}, LIMITS),
+    "qwen3_5": Models(
+        make_qwen3_5,
+        {
+            "dense": dict(seed=0, mtp=ExpertLayout.OUTPUT_MAJOR_MTP_PER_EXPERT),
+            # Megatron-Bridge warms a fused function up, which wants an even width of experts on each of four ranks.
+            "MoE": dict(seed=4, moe=True, mtp=ExpertLayout.OUTPUT_MAJOR, moe_intermediate_size=24),
+        },
+        # Wider by what linear attention multiplies rounding errors by, see `tests/qwen3_5/model/test_parity.py`.
+        {"loss": 4e-6, "gradient": 6e-4, "grad_norm": 1e-3, "weight": 1e-1},
+        settings=dict(mtp_loss_scaling_factor=0.3),
+        refused=("TP2",),
+    ),
+}
 BEGIN, END = "<!-- matrix: begin -->", "<!-- matrix: end -->"
 
 Case = tuple[str, str, str, str]
@@ -107,12 +148,12 @@ def table(found: dict[Case, dict[str, float]]) -> str:
     return "\n".join(lines)
 
 
-def wrong(found: dict[Case, dict[str, float]]) -> dict[Case, dict[str, float]]:
+def wrong(found: dict[Case, dict[str, float]], limits: Mapping[str, float] = LIMITS) -> dict[Case, dict[str, float]]:
     """The cases that are further off than the limits."""
     return {
         case: errors
         for case, errors in found.items()
-        if any(not errors[name] <= limit for name, limit in LIMITS.items() if name in errors)
+        if any(not errors[name] <= limit for name, limit in limits.items() if name in errors)
     }
 
 
@@ -121,26 +162,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--write-table", type=Path, help="put the table of errors between this file's marks")
     parser.add_argument("--topology", action="append", choices=TOPOLOGIES, help="only this one; may be repeated")
+    parser.add_argument("--models", choices=MODELS, default="qwen3_vl", help="of which family (default: %(default)s)")
     arguments: Any = parser.parse_args()
-    from examples.digits.checkpoint import make_checkpoint
+    models = MODELS[arguments.models]
+    wanted = set(arguments.topology or TOPOLOGIES) - set(models.refused)
 
     found: dict[Case, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         folders = {family: Path(scratch) / family for family in FAMILIES}
-        make_checkpoint(folders["dense"], seed=1)
-        make_checkpoint(folders["MoE"], seed=3, moe=True)
-        write_references(folders)
+        for name, options in models.options.items():
+            models.make(folders[name], **options)
+        write_references(folders, **models.settings)
         for ranks in sorted({topology.ranks for topology in TOPOLOGIES.values()}):
-            chosen = [case for case in cases(ranks) if not arguments.topology or case[1] in arguments.topology]
+            chosen = [case for case in cases(ranks) if case[1] in wanted]
             found |= run(chosen, folders, ranks, show=True) if chosen else {}
     print(table(found))
-    if too_far := wrong(found):
-        sys.exit(f"further off than {LIMITS}: {too_far}")
+    if too_far := wrong(found, models.limits):
+        sys.exit(f"further off than {models.limits}: {too_far}")
     if arguments.write_table:
         before, rest = arguments.write_table.read_text().split(BEGIN)
         _, after = rest.split(END)
         arguments.write_table.write_text(f"{before}{BEGIN}\n{table(found)}\n{END}{after}")
-    print(f"{len(found)} cases, all within {LIMITS}")
+    print(f"{len(found)} cases, all within {models.limits}")
 
 
 if __name__ == "__main__":

@@ -122,10 +122,11 @@ EXPERTS = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=20, s
 _VOCAB = 512
 
 
-def make_config(*, moe: bool = False, tied: bool = False) -> Qwen3_5Config | Qwen3_5MoeConfig:
-    """A whole model's, with the token ids of the digits' processor."""
+def make_config(*, moe: bool = False, tied: bool = False, **changes: Any) -> Qwen3_5Config | Qwen3_5MoeConfig:
+    """A whole model's, with the token ids of the digits' processor; `changes` of the text part."""
     tokens = make_processor(_VOCAB).tokenizer.convert_tokens_to_ids
-    text = hf_text_config(**(EXPERTS if moe else {}), vocab_size=_VOCAB, tie_word_embeddings=tied)
+    fields = (EXPERTS if moe else {}) | changes
+    text = hf_text_config(**fields, vocab_size=_VOCAB, tie_word_embeddings=tied)
     vision = dict(
         depth=3,
         hidden_size=64,
@@ -157,6 +158,7 @@ def make_checkpoint(
     tied: bool = False,
     packed: bool = True,
     mtp: ExpertLayout | None = None,
+    **changes: Any,
 ) -> Path:
     """A random model and its processor as a Hugging Face folder.
 
@@ -168,8 +170,9 @@ def make_checkpoint(
         packed: experts of a layer in one tensor, as in released files; else one each, as transformers saves them.
         mtp: how it holds experts of multi-token prediction, with which released files come; None for a file without
             MTP, as transformers saves it, whose configuration speaks of it all the same.
+        changes: fields of the text configuration.
     """
-    config = make_config(moe=moe, tied=tied)
+    config = make_config(moe=moe, tied=tied, **changes)
     model = (Qwen3_5MoeForConditionalGeneration if moe else Qwen3_5ForConditionalGeneration)(config)
     perturb(model, seed).save_pretrained(folder)
     file = folder / "model.safetensors"
