@@ -132,7 +132,7 @@ def dist_estimate(n: Dimensions, split: DistSplit, training: Training, chosen: i
 def _tower(n: Dimensions, split: DistSplit, training: Training) -> StageEstimate:
     """Of a vision rank. Pictures are shared evenly, as everywhere in the planner."""
     share = Work.of(n, split.language, training)
-    most = split.replicas.served / split.replicas.encoders
+    most = split.replicas.language_per_encoder / split.replicas.encoders
     joined = n["v_merged"] // n["v_hidden"]
     work = Work(0, max(share.patches * most, joined), share.vision_tokens * most)
     found = chunk_activations(n, split.vision, training, TOWER, work=work)

@@ -9,13 +9,13 @@ from itertools import islice
 
 from qwen3vl_bridge.cli.data import main
 from qwen3vl_bridge.data import (
-    Admission,
     BatchStream,
     DataError,
     Encoder,
     JsonLines,
     PackedRows,
     RowSettings,
+    SampleFilter,
     Samples,
     one_pass,
 )
@@ -31,7 +31,7 @@ from ..conftest import segments, write
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory, train_file, encoder, collator) -> PackedRows:
     folder = tmp_path_factory.mktemp("packed") / "rows"
-    pack(RowDataset(Samples(JsonLines(train_file), Admission(encoder, limit=256)), settings_of(collator)), folder)
+    pack(RowDataset(Samples(JsonLines(train_file), SampleFilter(encoder, limit=256)), settings_of(collator)), folder)
     return PackedRows(folder)
 
 
@@ -77,7 +77,7 @@ def test_sizes_are_those_of_the_samples(tmp_path, make_rows, packed, workers):
 
 def test_nothing_is_measured_while_training(packed, make_rows, monkeypatch):
     rows = make_rows(packed=packed)()
-    monkeypatch.setattr(Admission, "measure", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(SampleFilter, "measure", lambda *_: pytest.fail("measured"))
     assert len([rows[number] for number in range(10)]) == 10
 
 
@@ -118,7 +118,7 @@ def test_other_words_of_the_template_are_refused(packed, make_rows, processor, c
     """Lengths and answers are others then, though nothing else is."""
     other = copy.deepcopy(processor)
     other.chat_template = other.chat_template.replace("<|im_start|>", "<|im_start|>Look! ")
-    samples = Samples(JsonLines(train_file), Admission(Encoder(other), limit=256), packed.sizes())
+    samples = Samples(JsonLines(train_file), SampleFilter(Encoder(other), limit=256), packed.sizes())
     with pytest.raises(ValueError, match="was packed by other rules: found encoding"):
         RowDataset(samples, RowSettings(collator, seed=0, packed=packed))
     stream = BatchStream(RowDataset(samples, RowSettings(collator, seed=0, window_size=8)))
@@ -182,8 +182,8 @@ def test_what_is_dropped_and_cut_is_counted(make_rows, tmp_path):
         sizes = [expected.samples.size(sample) for sample in range(40)]
         report = pack(make(), tmp_path / policy, workers=1)
         assert (report.dropped, report.truncated) == (
-            expected.samples.admission.num_dropped,
-            expected.samples.admission.num_truncated,
+            expected.samples.sample_filter.num_dropped,
+            expected.samples.sample_filter.num_truncated,
         )
         assert report.dropped or report.truncated
         packed = PackedRows(tmp_path / policy)

@@ -75,7 +75,7 @@ class EncodedSample:
 
     @property
     def is_blank(self) -> bool:
-        """Whether this stands in the place of a sample that could not be read (`Admission.blank`)."""
+        """Whether this stands in the place of a sample that could not be read (`SampleFilter.blank`)."""
         return len(self) == 1  # no template makes so little of a conversation
 
 
