@@ -34,7 +34,7 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("a: [" + "x, " * 300_000 + "]", "more than 200,000 values"),
         (BOMB, "more than 200,000 values"),
         ("a: &a [*a]", r"\*a stands for what it is in"),
-        ("a: *b", r"\*b stands for what it is in, or for nothing"),
+        ("a: *b", r"\*b refers to a node that contains it, or is undefined"),
         ("a: [", "expected"),
         ("a: 2001-99-99", "month"),
         ("a: !!bool x", "x"),

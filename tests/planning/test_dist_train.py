@@ -232,7 +232,7 @@ def test_options_reach_the_rule(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--fsdp", "--tp", "2"], "Megatron-FSDP has no stages"),
+        (["--fsdp", "--tp", "2"], "Megatron-FSDP does not support pipeline stages"),
         (["--cp", "2"], "cp is 2"),
         (["--propose", "--recompute", "full"], "what --propose chooses"),
         (["--tp", "2", "--patches-per-token", "0"], "patches of the mix is 0.0"),

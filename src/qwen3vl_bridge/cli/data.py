@@ -23,7 +23,7 @@ _BAD_SAMPLES = _FAILURES = 1
 # As `VisionLimits` has them, which needs torch.
 _LIMITS = {
     "image_min_pixels": (int, "a smaller picture is enlarged to as many (default of all these: the model's)"),
-    "image_max_pixels": (int, "a larger picture is made as small"),
+    "image_max_pixels": (int, "a larger picture is reduced to as many"),
     "video_min_pixels": (int, "likewise of a video, all of its frames together"),
     "video_max_pixels": (int, "likewise"),
     "video_fps": (float, "frames that are sampled of a second"),

@@ -84,7 +84,7 @@ def pack(
         CheckpointError: a place that cannot be written to.
     """
     if not rows.settings.pack or rows.settings.packed is not None:
-        raise ValueError("found rows that are not packed, or were before; expected rows to pack")
+        raise ValueError("found rows that are packed already, or with packing off; expected rows to pack")
     check_target(folder, overwrite=overwrite, replaceable=_check_packing)
     sizes, dropped, truncated = _measured(rows.samples, workers, progress)
     samples, starts = _packed(rows, sizes)
@@ -111,7 +111,7 @@ def pack(
 def _check_packing(folder: Path) -> None:
     """Refuse to replace what is not an earlier packing, and nothing besides."""
     if not (folder / MANIFEST).is_file():
-        raise CheckpointError(f"{folder} is no packing, so it is not replaced; remove it yourself")
+        raise CheckpointError(f"{folder} does not hold packed rows, so it is not replaced; remove it yourself")
     refuse_others(folder, FILES, "packing")
 
 

@@ -35,8 +35,8 @@ def check_family(n: Dimensions) -> None:
     """Check that the model's towers can be on ranks of their own; ValueError where they cannot."""
     if not family(n.family).dist_train:
         raise ValueError(
-            f"vision on ranks of its own, expected it on the language model's: the family {n.family} has no modules "
-            "for that"
+            f"the family {n.family} does not support vision on ranks of its own, "
+            "expected it on the language model's ranks"
         )
 
 
@@ -94,11 +94,12 @@ class DistSplit:
         if self.language.cp > 1 or (self.language.vpp or 1) > 1:
             raise ValueError(
                 f"cp is {self.language.cp} and vpp {self.language.vpp}, expected neither with vision on ranks of its "
-                "own: megatron-core's schedule of two modules knows no context parallelism and is not interleaved"
+                "own: megatron-core's schedule of two modules does not support context parallelism "
+                "and is not interleaved"
             )
         if training.sharding in (Sharding.GRADIENTS, Sharding.ALL):
             raise ValueError(f"sharding is {training.sharding.value}, expected the distributed optimizer or none with "
-                             "vision on ranks of its own: Megatron-FSDP has no stages")  # fmt: skip
+                             "vision on ranks of its own: Megatron-FSDP does not support pipeline stages")  # fmt: skip
         self.vision.check_tower(n)
         check(n, self.language, training)
 

@@ -140,7 +140,7 @@ def encode(
 
 
 def _no_loss(_: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    raise ValueError("a rank of the vision tower was asked for a loss, expected language ranks alone to be")
+    raise ValueError("a rank of the vision tower was asked for a loss, expected only language ranks to be asked")
 
 
 def to_device[Inputs: Movable](inputs: Inputs, model: torch.nn.Module) -> Inputs:

@@ -224,7 +224,7 @@ def turns(*changes) -> dict:
     ("name", "change", "message"),
     [
         ("rdr", {"text": None}, "found the keys image, text, expected image and text under schema rdr"),
-        ("rdr", {"text": 7}, "found int under 'text', expected a string with something in it"),
+        ("rdr", {"text": 7}, "found int under 'text', expected a non-empty string"),
         ("rdr", {"text": " "}, "found an empty string under 'text', expected a string"),
         ("medpix", {"question": ["a"]}, "found list under 'question', expected a string"),
         ("raven", {"images": []}, "found an empty list under 'images', expected a list of pictures"),

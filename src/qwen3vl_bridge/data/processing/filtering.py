@@ -148,9 +148,7 @@ class SampleFilter:
         patches = sum(len(pixels) for pixels in (sample.pixel_values, sample.pixel_values_videos) if pixels is not None)
         if (len(sample), patches) != (size.tokens, size.patches):
             found = f"found {len(sample)} tokens and {patches} patches"
-            planned = (
-                f"but its row was planned for {size.tokens} and {size.patches}: the data are others than they were"
-            )
+            planned = f"but its row was planned for {size.tokens} and {size.patches}: the data have changed since then"
             raise Changed(sample.sample_id, f"{found}, {planned}")
         return sample
 
