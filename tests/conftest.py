@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 from pathlib import Path
 
 import qwen3vl_bridge  # noqa: F401  before any of Megatron, whose import it prepares on this machine
@@ -55,11 +56,34 @@ def _groups_of_one_module():
     gc.collect()  # a model in a circle of references would hold them
 
 
+_RENDEZVOUS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _port_of_this_worker():
+    """Megatron-Bridge, where nobody has made process groups, meets at one port for all runs of a machine."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        os.environ["MASTER_PORT"] = str(free.getsockname()[1])
+
+
+@pytest.fixture(autouse=True)
+def _rendezvous_of_one_test():
+    """Megatron-Bridge writes where processes meet into the environment: it is nothing to the tests after it."""
+    before = {name: os.environ.get(name) for name in _RENDEZVOUS}
+    yield
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
 @pytest.fixture
 def no_groups(monkeypatch):
     """A process as it is started: in no process group, and told of none; for tests that start others from it."""
     shutdown()
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for name in _RENDEZVOUS:
         monkeypatch.delenv(name, raising=False)
 
 
