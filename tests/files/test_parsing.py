@@ -33,7 +33,7 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("\n".join(" " * i + "a:" for i in range(2_000)), "more than 50 deep"),
         ("a: [" + "x, " * 300_000 + "]", "more than 200,000 values"),
         (BOMB, "more than 200,000 values"),
-        ("a: &a [*a]", r"\*a stands for what it is in"),
+        ("a: &a [*a]", r"\*a refers to a node that contains it"),
         ("a: *b", r"\*b refers to a node that contains it, or is undefined"),
         ("a: [", "expected"),
         ("a: 2001-99-99", "month"),

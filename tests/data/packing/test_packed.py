@@ -110,7 +110,7 @@ def test_other_rules_are_refused(packed, make_rows, train_file, tmp_path):
     other = write(tmp_path / "train.jsonl", [json.loads(line) for line in train_file.read_text().splitlines()[1:]])
     with pytest.raises(ValueError, match="found samples 39, expected 40; data "):
         make_rows(packed=packed, path=other)()
-    with pytest.raises(ValueError, match="found rows that are not packed, or were before"):
+    with pytest.raises(ValueError, match="found rows that are packed already"):
         pack(make_rows(packed=packed)(), tmp_path / "again")
 
 
@@ -158,14 +158,14 @@ def test_a_damaged_folder_is_refused(packed, tmp_path):
     whole = {file.name: file.read_bytes() for file in packed.folder.iterdir()}
     for name, contents in whole.items():
         for wrong in (None, b"", contents[: len(contents) // 2]):
-            assert "found no whole packing" in damaged(name, wrong)
+            assert "cannot read the packed rows" in damaged(name, wrong)
     manifest = json.loads(whole["packing.json"])
     assert "found version 7, expected 1" in damaged("packing.json", json.dumps(manifest | {"version": 7}).encode())
     assert "not those that were written" in damaged("starts.npy", whole["rows.npy"])
     rows = bytearray(whole["rows.npy"])
     rows[-8] ^= 1  # another sample in the last place
     assert "not those that were written" in damaged("rows.npy", bytes(rows))
-    assert "found no whole packing" in damaged("packing.json", b"[]")
+    assert "cannot read the packed rows" in damaged("packing.json", b"[]")
 
 
 def test_the_rows_go_to_another_process_by_their_folder(packed):
@@ -271,5 +271,5 @@ def test_the_command_refuses_what_is_wrong(command, tmp_path, capsys):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "diary.txt").write_text("mine")
     assert main([*command, *output, "--overwrite"]) == 2
-    assert "is no packing" in capsys.readouterr().err
+    assert "does not hold packed rows" in capsys.readouterr().err
     assert (tmp_path / "out" / "diary.txt").read_text() == "mine"

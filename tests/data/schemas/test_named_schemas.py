@@ -169,7 +169,7 @@ def test_every_name_of_megatron_bridge_is_read_or_refused():
     for name in hf_adapters._ADAPTERS:
         if name in ("cv17", "default_audio", "valor32k_avqa"):
             with pytest.raises(
-                ValueError, match=f"schema_adapter is '{name}', whose records hold audio, which the mod"
+                ValueError, match=f"schema_adapter is '{name}', whose records contain audio, which the mod"
             ):
                 named_schema(name)
         else:

@@ -190,7 +190,7 @@ def test_adapters_start_from_any_kind_and_go_on(found, expected, inputs):
     ("name", "message"),
     [
         ("of another model", "is another model than the run's"),
-        ("adapters alone", "holds adapters and what else their run trained"),
+        ("adapters alone", "holds only the adapters and other parameters"),
     ],
 )
 def test_what_cannot_be_read_is_refused(found, name, message):
