@@ -35,7 +35,7 @@ from qwen3vl_bridge.data.packing.best_fit import best_fit
 from qwen3vl_bridge.data.processing import tokenization
 from qwen3vl_bridge.data.processing.collation import Collator, VisionSettings, pad_token_id
 from qwen3vl_bridge.data.processing.encoding import Encoder
-from qwen3vl_bridge.data.processing.filtering import Admission
+from qwen3vl_bridge.data.processing.filtering import SampleFilter
 from qwen3vl_bridge.data.processing.samples import Samples
 from qwen3vl_bridge.data.sources.opening import JsonLines
 
@@ -121,7 +121,7 @@ def subjects(path: Path) -> Iterator[tuple[str, dict[str, Callable[[], object]]]
     numbers = range(len(source))
 
     def sizes() -> list:
-        samples = Samples(source, Admission(encoder, limit=_ROW))
+        samples = Samples(source, SampleFilter(encoder, limit=_ROW))
         return [samples.size(number) for number in numbers]
 
     def tokens() -> None:

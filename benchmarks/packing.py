@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from qwen3vl_bridge.data.loading.balance import deal
+from qwen3vl_bridge.data.loading.balance import assign_rows
 from qwen3vl_bridge.data.packing.row_plan import RowPlan
 from qwen3vl_bridge.data.packing.sample_order import NumberedOrder
 from qwen3vl_bridge.data.packing.sample_sizes import Size
@@ -174,8 +174,8 @@ def _waiting(capacity: int, most: int, sizes: list[Size], rows: Rows) -> Iterato
         costs = tower_costs(hf_config(model).to_dict())
         each = [sum(costs.of(**sizes[sample]._asdict()) for sample in row) for row in rows]
         batches = [each[first : first + batch] for first in range(0, len(each) - batch + 1, batch)]
-        for options in ("as they come", "dealt out"):
-            orders = [range(batch) if options == "as they come" else deal(one, _RANKS) for one in batches]
+        for options in ("as they come", "assigned"):
+            orders = [range(batch) if options == "as they come" else assign_rows(one, _RANKS) for one in batches]
             waits = [imbalance(one, order, _RANKS) for one, order in zip(batches, orders, strict=True)]
             if waits:
                 step, turn = np.mean(waits, 0)

@@ -7,10 +7,10 @@ Rows are those that training makes of the mix of `packing.py`: best fit, windows
 (`qwen3vl_bridge/models/common/flops.py`), not measured.
 
 - balance: the most that a rank encodes over the mean, and over the least it could be: a frame is never cut, so the
-  larger of the mean and the costliest frame. "by cost" is ours; "by tokens" deals frames out in the same way by what
+  larger of the mean and the costliest frame. "by cost" is ours; "by tokens" assigns frames in the same way by what
   they take of the row; "by number" is Megatron-Bridge's split, as many neighbouring frames for each rank. Without
   sharing, ranks encode everything: the number of ranks over the mean.
-- host: what `deal_vision` and `PackedBatch.local` take for a row, pixels in bfloat16 and copied, beside collating it.
+- host: what `assign_vision` and `PackedBatch.local` take for a row, pixels in bfloat16 and copied, beside collating it.
 - features: what DeepStack adds to what stages of a pipeline exchange for a row, where none of the layers that use it
   lie on the first stage, and what encoding the pictures on the second stage as well would compute. bfloat16; a backward
   pass is as much again in bytes and twice as much in operations.
@@ -28,7 +28,7 @@ from pathlib import Path
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.batch import VisionWork
-from qwen3vl_bridge.batch.vision_sharding import deal_frames, deal_vision
+from qwen3vl_bridge.batch.vision_sharding import assign_frames, assign_vision
 from qwen3vl_bridge.data.processing.encoding import EncodedSample
 from qwen3vl_bridge.models.common.flops import tower_costs
 from qwen3vl_bridge.models.qwen3_vl.pipeline_payload import Stage
@@ -73,8 +73,8 @@ def by_number(patches: Sequence[int], work: VisionWork, ranks: int) -> list[list
 
 
 WAYS: Ways = {
-    "by cost": lambda patches, work, ranks: deal_frames([work.cost(n) for n in patches], ranks),
-    "by tokens": lambda patches, work, ranks: deal_frames(patches, ranks),
+    "by cost": lambda patches, work, ranks: assign_frames([work.cost(n) for n in patches], ranks),
+    "by tokens": lambda patches, work, ranks: assign_frames(patches, ranks),
     "by number": by_number,
 }
 
@@ -87,8 +87,8 @@ def balance(rows: list[list[int]], capacity: int) -> Iterator[list]:
         mean = np.array([sum(each) / ranks for each in costs])
         least = np.maximum(mean, [max(each) for each in costs])
         yield [capacity, model, ranks, "least over mean", "", *_figures(least / mean)]
-        for options, deal in WAYS.items():
-            shares = [deal(patches, work, ranks) for patches in rows]
+        for options, assignment in WAYS.items():
+            shares = [assignment(patches, work, ranks) for patches in rows]
             most = np.array(
                 [max(sum(each[n] for n in share) for share in s) for each, s in zip(costs, shares, strict=True)]
             )
@@ -130,13 +130,13 @@ def on_host(rows: list[list[packing.Sample]], capacity: int, rounds: int) -> Ite
             "local, 1 rank": batch.local,
             "local, 4 ranks, all encode all": functools.partial(batch.local, 4, 1),
             "local, 4 ranks, shared": functools.partial(batch.local, 4, 1, vision_work=work),
-            "of it, dealing": functools.partial(deal_frames, [work.cost(n) for n in vision.lengths], 4),
+            "of it, assigning": functools.partial(assign_frames, [work.cost(n) for n in vision.lengths], 4),
         }
         for way, seconds in host.measure(ways, rounds).items():
             taken.setdefault(way, []).append(1e3 * seconds)
         whole.append(vision.pixel_values.nbytes / 1e6)
-        deal = deal_vision(vision, work, 4)
-        inputs = [deal.part(vision, rank) for rank in range(4)]
+        assignment = assign_vision(vision, work, 4)
+        inputs = [assignment.part(vision, rank) for rank in range(4)]
         kept += [0.0 if one is None else one.pixel_values.nbytes / 1e6 for one in inputs]
         del batch, vision, samples, ways, inputs
     for what, ways in (("host ms", taken), ("pixels MB", {"of the row": whole, "of a rank of 4": kept})):

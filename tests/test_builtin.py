@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 from types import SimpleNamespace
 
-from qwen3vl_bridge.batch.vision_sharding import deal_frames
+from qwen3vl_bridge.batch.vision_sharding import assign_frames
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
 
 import torch
@@ -55,7 +55,7 @@ def test_it_divides_pictures_by_their_number_and_only_if_asked():
     counts = [side**2 for side in sides]
     _, _, pictures, _ = qwen3vl_cp_split(2, torch.zeros(sum(counts), 3), grids)
     assert list(pictures) == [2, 2] and (sum(counts[:2]), sum(counts[2:])) == (512, 32)
-    assert [sum(counts[frame] for frame in rank) for rank in deal_frames(counts, 2)] == [272, 272]
+    assert [sum(counts[frame] for frame in rank) for rank in assign_frames(counts, 2)] == [272, 272]
     (field,) = (
         one
         for one in dataclasses.fields(transformer_config.Qwen3VLTransformerConfig)

@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     commands = {"finetune": finetune, "pretrain": pretrain}
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(prog=f"python -m {__package__}.cli", description="Train Qwen3-VL by a recipe.")
-    parser.add_argument("command", choices=commands, help="what to do; its own options come behind it, as --help")
+    parser.add_argument("command", choices=commands, help="what to do; its own options follow it, as --help")
     commands[parser.parse_args(words[:1]).command](words[1:])
 
 

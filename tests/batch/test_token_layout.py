@@ -157,7 +157,7 @@ def offsets(*values: int) -> torch.Tensor:
         ),
         (
             lambda: SequenceLayout.packed_row([3], multiple=4, total=10),
-            "leaves 6 after its segments",
+            "has 6 unused tokens after the last segment",
         ),
         (
             lambda: SequenceLayout(offsets(0, 3), offsets(0, 4), 2, (3,), (4,)),

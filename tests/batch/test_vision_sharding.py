@@ -11,7 +11,7 @@ from qwen3vl_bridge.batch import (
     token_index,
     vision_slots,
 )
-from qwen3vl_bridge.batch.vision_sharding import deal_frames, deal_vision
+from qwen3vl_bridge.batch.vision_sharding import assign_frames, assign_vision
 
 import pytest
 import torch
@@ -33,29 +33,29 @@ def totals(costs: list[int], shares: list[list[int]]) -> list[int]:
 
 
 @given(costs=COSTS, ranks=RANKS)
-def test_each_frame_is_dealt_out_once(costs, ranks):
-    shares = deal_frames(costs, ranks)
+def test_each_frame_is_assigned_once(costs, ranks):
+    shares = assign_frames(costs, ranks)
     assert len(shares) == ranks
     assert sorted(itertools.chain(*shares)) == list(range(len(costs)))
     assert all(share == sorted(share) for share in shares)
-    assert shares == deal_frames(tuple(costs), ranks)
+    assert shares == assign_frames(tuple(costs), ranks)
 
 
 @given(costs=COSTS.filter(bool), ranks=RANKS)
 def test_no_rank_is_further_above_the_mean_than_the_costliest_frame(costs, ranks):
     """Graham's bound of 1966; he takes a little less than the costliest off, as here."""
-    heaviest = max(totals(costs, deal_frames(costs, ranks)))
+    heaviest = max(totals(costs, assign_frames(costs, ranks)))
     assert ranks * heaviest <= sum(costs) + (ranks - 1) * max(costs)
 
 
 @given(costs=st.lists(st.integers(1, 30), min_size=1, max_size=6), ranks=st.integers(2, 3))
 def test_the_best_way_is_not_much_better(costs, ranks):
-    """Graham's bound of 1969, 4/3 - 1/(3 ranks), which dealing in any other order than the costliest first breaks."""
+    """Graham's bound of 1969, 4/3 - 1/(3 ranks), which assigning in any other order than the costliest first breaks."""
     best = min(
         max(totals(costs, [[frame for frame, r in enumerate(way) if r == rank] for rank in range(ranks)]))
         for way in itertools.product(range(ranks), repeat=len(costs))
     )
-    assert 3 * ranks * max(totals(costs, deal_frames(costs, ranks))) <= (4 * ranks - 1) * best
+    assert 3 * ranks * max(totals(costs, assign_frames(costs, ranks))) <= (4 * ranks - 1) * best
 
 
 @given(kinds=st.lists(st.integers(1, 50), min_size=1, max_size=8), ranks=RANKS, more=st.integers(0, 9))
@@ -64,24 +64,24 @@ def test_many_frames_are_balanced_within_five_percent(kinds, ranks, more):
     times = -(-20 * max(kinds) * ranks // sum(kinds)) + more
     costs = kinds * times
     assert 20 * max(costs) * ranks <= sum(costs)
-    assert 20 * ranks * max(totals(costs, deal_frames(costs, ranks))) <= 21 * sum(costs)
+    assert 20 * ranks * max(totals(costs, assign_frames(costs, ranks))) <= 21 * sum(costs)
 
 
 @given(frames=st.integers(0, 40), ranks=RANKS)
 def test_equal_frames_are_equally_many(frames, ranks):
-    assert {len(share) for share in deal_frames([3.5] * frames, ranks)} <= {frames // ranks, -(-frames // ranks)}
+    assert {len(share) for share in assign_frames([3.5] * frames, ranks)} <= {frames // ranks, -(-frames // ranks)}
 
 
 def test_few_frames():
-    assert deal_frames([], 2) == [[], []]
-    assert deal_frames([7], 3) == [[0], [], []]
-    assert deal_frames([1, 3, 2], 4) == [[1], [2], [0], []]
+    assert assign_frames([], 2) == [[], []]
+    assert assign_frames([7], 3) == [[0], [], []]
+    assert assign_frames([1, 3, 2], 4) == [[1], [2], [0], []]
 
 
 def test_frames_are_exchanged_where_that_is_better():
     for costs in ([3, 3, 2, 2, 2], [5, 5, 4, 4, 3, 3, 3, 3], [7, 6, 5, 4, 3, 3]):  # 7 to 5, 16 to 14, 15 to 13 before
         even = sum(costs) / 2
-        assert totals(costs, deal_frames(costs, 2)) == [even, even]
+        assert totals(costs, assign_frames(costs, 2)) == [even, even]
 
 
 def make_vision(images: list[tuple[int, int, int]], videos: list[tuple[int, int, int]]) -> VisionInputs | None:
@@ -115,23 +115,23 @@ def test_shares_make_up_the_whole(images, videos, work, ranks):
     """All of them encoded, one rank's tokens after the other's and put in their places, are the batch encoded whole."""
     vision = make_vision(images, videos)
     assume(vision is not None)
-    deal = deal_vision(vision, work, ranks)
-    parts = [deal.part(vision, rank) for rank in range(ranks)]
+    assignment = assign_vision(vision, work, ranks)
+    parts = [assignment.part(vision, rank) for rank in range(ranks)]
     encoded = [encode(part) for part in parts]
-    assert deal.counts == tuple(map(len, encoded))
+    assert assignment.counts == tuple(map(len, encoded))
     assert [part is None for part in parts] == [len(tokens) == 0 for tokens in encoded]
-    assert deal.places.dtype == torch.int64
-    assert sorted(deal.places.tolist()) == list(range(len(vision.pixel_values) // 4))
-    assert torch.equal(torch.cat(encoded)[deal.places], encode(vision))
+    assert assignment.places.dtype == torch.int64
+    assert sorted(assignment.places.tolist()) == list(range(len(vision.pixel_values) // 4))
+    assert torch.equal(torch.cat(encoded)[assignment.places], encode(vision))
 
 
 @given(images=st.lists(GRIDS, min_size=1, max_size=8), work=WORKS, ranks=st.integers(1, 4))
 def test_shares_are_balanced_by_cost(images, work, ranks):
     """By what whole frames cost: their patches, and the square of them."""
     vision = make_vision(images, [])
-    each, deal = [], deal_vision(vision, work, ranks)
+    each, assignment = [], assign_vision(vision, work, ranks)
     for rank in range(ranks):
-        inputs = deal.part(vision, rank)
+        inputs = assignment.part(vision, rank)
         lengths = inputs.lengths if inputs else ()
         each.append(sum(work.patch * n + work.patch_pair * n * n for n in lengths))
         assert each[-1] == sum(map(work.cost, lengths))
@@ -144,22 +144,22 @@ def test_cost_decides_and_not_the_number_of_frames_or_patches():
         (VisionWork(1, 0, 4), [(24, 4), (8, 8, 8, 4)]),
         (VisionWork(0, 1, 4), [(24,), (8, 8, 8, 4, 4)]),
     ):
-        deal = deal_vision(vision, work, 2)
-        assert [deal.part(vision, rank).lengths for rank in range(2)] == expected
+        assignment = assign_vision(vision, work, 2)
+        assert [assignment.part(vision, rank).lengths for rank in range(2)] == expected
 
 
 def test_the_only_frame_is_one_ranks():
     vision = make_vision([(1, 2, 4)], [])
-    deal = deal_vision(vision, VisionWork(1, 1, 4), 3)
-    assert [deal.part(vision, rank) is None for rank in range(3)] == [False, True, True]
-    assert deal.counts == (2, 0, 0)
-    assert deal.places.tolist() == [0, 1]
+    assignment = assign_vision(vision, VisionWork(1, 1, 4), 3)
+    assert [assignment.part(vision, rank) is None for rank in range(3)] == [False, True, True]
+    assert assignment.counts == (2, 0, 0)
+    assert assignment.places.tolist() == [0, 1]
 
 
 def test_frames_that_are_no_whole_tokens_are_refused():
     vision = make_vision([(1, 2, 2), (1, 2, 6)], [])
     with pytest.raises(ValueError, match=r"frames have \(4, 12\) patches, expected multiples of 8"):
-        deal_vision(vision, VisionWork(1, 1, 8), 2)
+        assign_vision(vision, VisionWork(1, 1, 8), 2)
 
 
 @st.composite

@@ -173,6 +173,6 @@ def test_verify_during_import_catches_a_wrong_byte(tmp_path, untied_folder, monk
 
     damaged: list[bool] = []
     monkeypatch.setattr(byte_streams.SegmentReader, "_read", damage)
-    with pytest.raises(CheckpointError, match="not written as it should be"):
+    with pytest.raises(CheckpointError, match="not written correctly"):
         import_checkpoint(untied_folder, tmp_path / "megatron", verify=True)
     assert not list(tmp_path.iterdir())

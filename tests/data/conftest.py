@@ -11,12 +11,12 @@ from types import SimpleNamespace
 
 from qwen3vl_bridge.batch import PackedBatch
 from qwen3vl_bridge.data import (
-    Admission,
     Collator,
     Encoder,
     JsonLines,
     RowDataset,
     RowSettings,
+    SampleFilter,
     Samples,
     VisionSettings,
     pad_token_id,
@@ -196,8 +196,8 @@ def make_rows(train_file, encoder, collator) -> Callable[..., Callable]:
         def rows(begin=None, ranks=1) -> RowDataset:
             policies = {"most_patches": most_patches, "on_long": on_long, "on_bad": on_bad}
             packed = settings.get("packed")
-            admission = Admission(encoder, limit=seq_length, **policies)
-            samples = Samples(JsonLines(path), admission, packed and packed.sizes())
+            sample_filter = SampleFilter(encoder, limit=seq_length, **policies)
+            samples = Samples(JsonLines(path), sample_filter, packed and packed.sizes())
             lay_out = replace(collator, seq_length=seq_length, multiple=multiple)
             return RowDataset(samples, RowSettings(lay_out, **settings), begin=begin, ranks=ranks)
 

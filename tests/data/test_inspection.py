@@ -12,7 +12,7 @@ import unicodedata
 from pathlib import Path
 
 from qwen3vl_bridge.cli.data import main
-from qwen3vl_bridge.data import Admission, DataError, Samples, open_source
+from qwen3vl_bridge.data import DataError, SampleFilter, Samples, open_source
 from qwen3vl_bridge.data.inspection.html_report import _ticks, html_parts, write_html
 from qwen3vl_bridge.data.inspection.summary import InspectionSettings, inspect_samples, view_sample
 from qwen3vl_bridge.data.inspection.text_report import as_json, as_text
@@ -46,7 +46,7 @@ def hf_model(processor, tmp_path_factory):
 @pytest.fixture
 def inspect(encoder, processor):
     def inspect(path, **how):
-        samples = Samples(open_source(path), Admission(encoder, limit=sys.maxsize))
+        samples = Samples(open_source(path), SampleFilter(encoder, limit=sys.maxsize))
         return inspect_samples(samples, processor, InspectionSettings(**how))
 
     return inspect

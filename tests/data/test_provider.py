@@ -162,13 +162,13 @@ def test_a_position_is_refused_where_samples_are_others(make, changes):
     """Rows of other lengths are other rows: samples would be skipped, or seen twice."""
     stream = make().stream("train")
     next(stream)
-    with pytest.raises(ValueError, match="the position is of other data than this"):
+    with pytest.raises(ValueError, match="the position belongs to other data than this"):
         make(**changes).stream("train").load_state_dict(stream.state_dict())
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_megatron_bridges_ranks_share_each_global_batch_by_cost(make, ranks):
-    """Its sampler deals rows out one by one; together ranks read the rows of the plan, the dearest first."""
+    """Its sampler assigns rows one by one; together ranks read the rows of the plan, the dearest first."""
     provider = make(balance_over=4)
     context = DatasetBuildContext(train_samples=40, valid_samples=0, test_samples=0, pg_collection=groups(dp=ranks))
     rows, _, _ = provider.build_datasets(context)

@@ -11,7 +11,7 @@ from qwen3vl_bridge.batch import (
     make_vision_inputs,
 )
 from qwen3vl_bridge.batch.encoder_shards import encoder_shards_of
-from qwen3vl_bridge.batch.vision_sharding import deal_vision
+from qwen3vl_bridge.batch.vision_sharding import assign_vision
 from qwen3vl_bridge.encoder_parallel.payload import Headers, pack, unpack
 
 import pytest
@@ -130,7 +130,7 @@ def test_both_sides_work_out_the_same_shards(grids, encoders):
     assert expected.vision is None and expected.vision_counts is None
     assert (
         expected.encoder_shards
-        == encoder_shards_of(batch, deal_vision(batch.vision, WORK, encoders))
+        == encoder_shards_of(batch, assign_vision(batch.vision, WORK, encoders))
         == tuple(one.shards[0] for one in sent)
     )
     assert {one.rows for one in sent} == {max(shard.tokens for shard in expected.encoder_shards)}
@@ -161,5 +161,5 @@ def test_other_samples_or_pictures_have_another_mark():
         replace(batch, layout=SequenceLayout.packed_row([8, 8])),
         batch_of([(1, 2, 4), (1, 4, 4)]),
     ]
-    marks = {encoder_shards_of(one, deal_vision(one.vision, WORK, 1))[0].mark for one in (batch, *others)}
+    marks = {encoder_shards_of(one, assign_vision(one.vision, WORK, 1))[0].mark for one in (batch, *others)}
     assert len(marks) == 4

@@ -140,7 +140,8 @@ def test_the_rule_is_the_best_of_all_that_keep_up(name, gpus, language):
     found = size(config, gpus, H100, training, language=language)
     assert found[0].sized == min(best, key=lambda one: (round(one.seconds_per_row, 9), one.split.vision.world))
     assert (
-        len({one.split.replicas.served for one in best} | {-one.split.replicas.encoders for one in best}) > 2
+        len({one.split.replicas.language_per_encoder for one in best} | {-one.split.replicas.encoders for one in best})
+        > 2
     )  # both ways
 
 
@@ -231,7 +232,7 @@ def test_options_reach_the_rule(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--fsdp", "--tp", "2"], "Megatron-FSDP has no stages"),
+        (["--fsdp", "--tp", "2"], "Megatron-FSDP does not support pipeline stages"),
         (["--cp", "2"], "cp is 2"),
         (["--propose", "--recompute", "full"], "what --propose chooses"),
         (["--tp", "2", "--patches-per-token", "0"], "patches of the mix is 0.0"),

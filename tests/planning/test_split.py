@@ -33,7 +33,7 @@ UNFIT = {
 UNTRAINED = {
     "rows": (Split(3, cp=3), dict(seq_length=4096), "seq_length is 4096, expected a multiple of 6"),
     "batch": (Split(8), dict(global_batch_size=12), "global_batch_size is 12, expected a multiple of 8"),
-    "stages of FSDP": (Split(4, pp=2), dict(sharding=Sharding.ALL), "Megatron-FSDP has no stages"),
+    "stages of FSDP": (Split(4, pp=2), dict(sharding=Sharding.ALL), "Megatron-FSDP does not support pipeline stages"),
     "moe": (Split(1), dict(recompute=Recompute("selective", frozenset({"moe"}))), "this model has no experts"),
 }
 CONTRADICTORY = {

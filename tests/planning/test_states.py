@@ -123,5 +123,5 @@ def test_sharding_in_the_order_of_zero():
     assert stage_states(n, Split(8), chunks, Training(sharding=Sharding.ALL, made_on_host=True)).unsharded == 0
     untold = Training(sharding=Sharding.ALL, precision=replace(BF16, fsdp_gradient=None))
     assert stage_states(n, Split(8), chunks, untold).gradients == pytest.approx(2 / 8 * whole)
-    with pytest.raises(ValueError, match="Megatron-FSDP has no stages"):
+    with pytest.raises(ValueError, match="Megatron-FSDP does not support pipeline stages"):
         stage_states(n, Split(8, pp=2), Split(8, pp=2).chunks(36)[0], Training(sharding=Sharding.ALL))

@@ -100,5 +100,5 @@ def test_files_that_mean_nothing_are_refused(cfg, tmp_path):
 
 def test_a_file_that_no_parser_survives(cfg, tmp_path):
     (tmp_path / "deep.yaml").write_text("[" * 50_000)
-    with pytest.raises(ValueError, match=r"deep\.yaml: has objects or lists in each other more than 50 deep"):
+    with pytest.raises(ValueError, match=r"deep\.yaml: nests objects or lists more than 50 deep"):
         overrides.apply(cfg, files=[tmp_path / "deep.yaml"])

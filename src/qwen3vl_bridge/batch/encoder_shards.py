@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from qwen3vl_bridge.batch.device_transfer import Movable
 from qwen3vl_bridge.batch.vision_inputs import VisionInputs
-from qwen3vl_bridge.batch.vision_sharding import VisionDeal, VisionWork, deal_vision
+from qwen3vl_bridge.batch.vision_sharding import VisionAssignment, VisionWork, assign_vision
 
 import torch
 
@@ -38,19 +38,19 @@ class EncoderShard:
     mark: int
 
 
-def encoder_shards_of(batch: PackedBatch, deal: VisionDeal) -> tuple[EncoderShard, ...]:
+def encoder_shards_of(batch: PackedBatch, assignment: VisionAssignment) -> tuple[EncoderShard, ...]:
     """What each of the tower's ranks sends for a microbatch.
 
     Args:
         batch: the microbatch.
-        deal: of its pictures to them.
+        assignment: of its pictures to them.
     """
     samples = zlib.crc32(repr((batch.sample_ids, batch.layout.lengths)).encode())
     samples = zlib.crc32(batch.input_ids.numpy(), samples)  # they may have no names
     lengths = () if batch.vision is None else batch.vision.lengths
     return tuple(
         EncoderShard(tokens, zlib.crc32(repr([lengths[frame] for frame in frames]).encode(), samples))
-        for frames, tokens in zip(deal.frames, deal.counts, strict=True)
+        for frames, tokens in zip(assignment.frames, assignment.counts, strict=True)
     )
 
 
@@ -78,9 +78,9 @@ class EncoderInputs(Movable):
             encoders: how many ranks share the pictures of each.
             share: which of the shares is this rank's.
         """
-        deals = [deal_vision(batch.vision, work, encoders) for batch in batches]
-        sent = [encoder_shards_of(batch, deal) for batch, deal in zip(batches, deals, strict=True)]
-        parts = [deal.part(batch.vision, share) for batch, deal in zip(batches, deals, strict=True)]
+        assignments = [assign_vision(batch.vision, work, encoders) for batch in batches]
+        sent = [encoder_shards_of(batch, assignment) for batch, assignment in zip(batches, assignments, strict=True)]
+        parts = [assignment.part(batch.vision, share) for batch, assignment in zip(batches, assignments, strict=True)]
         return cls(
             vision=_joined([part for part in parts if part is not None]),
             shards=tuple(shards[share] for shards in sent),

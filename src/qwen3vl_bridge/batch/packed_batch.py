@@ -16,7 +16,7 @@ from qwen3vl_bridge.batch.device_transfer import Movable
 from qwen3vl_bridge.batch.encoder_shards import EncoderShard, encoder_shards_of
 from qwen3vl_bridge.batch.token_layout import SequenceLayout, next_index, token_index
 from qwen3vl_bridge.batch.vision_inputs import VisionInputs
-from qwen3vl_bridge.batch.vision_sharding import VisionDeal, VisionWork, deal_vision
+from qwen3vl_bridge.batch.vision_sharding import VisionAssignment, VisionWork, assign_vision
 
 import torch
 from torch import Tensor
@@ -164,20 +164,20 @@ class PackedBatch(Movable):
         context_index = token_index(self.layout, cp_size, cp_rank)  # [s, b]
         index = token_index(self.layout, cp_size, cp_rank, sp_size, sp_rank)  # [s / sp, b]
 
-        deal = None
+        assignment = None
         if vision_work is not None and (encoders is not None or (cp_size > 1 and self.vision is not None)):
-            deal = deal_vision(self.vision, vision_work, encoders or cp_size)
+            assignment = assign_vision(self.vision, vision_work, encoders or cp_size)
 
         def take(whole: Tensor) -> Tensor:
             return whole.flatten(-2)[..., context_index.T]
 
         own, counts, shards = self.vision, None, None
         if encoders is not None:
-            if deal is None:
+            if assignment is None:
                 raise ValueError("encoders are given without vision_work, expected what pictures cost")
-            own, shards = None, encoder_shards_of(self, deal)
-        elif deal is not None:
-            own, counts = deal.part(self.vision, cp_rank), deal.counts
+            own, shards = None, encoder_shards_of(self, assignment)
+        elif assignment is not None:
+            own, counts = assignment.part(self.vision, cp_rank), assignment.counts
         return ModelInputs(
             input_ids=take(self.input_ids),
             position_ids=take(self.position_ids),
@@ -188,18 +188,18 @@ class PackedBatch(Movable):
             vision=own,
             vision_counts=counts,
             encoder_shards=shards,
-            fuse=self._vision_rows(context_index, deal),
-            deepstack=self._vision_rows(index, deal),
-            following=self._next_tokens(context_index, index, deal) if predicts else None,
+            fuse=self._vision_rows(context_index, assignment),
+            deepstack=self._vision_rows(index, assignment),
+            following=self._next_tokens(context_index, index, assignment) if predicts else None,
         )
 
-    def _next_tokens(self, context_index: Tensor, index: Tensor, deal: VisionDeal | None) -> NextTokens:
+    def _next_tokens(self, context_index: Tensor, index: Tensor, assignment: VisionAssignment | None) -> NextTokens:
         """What multi-token prediction reads of the tokens after those at [s, b] `context_index`.
 
         Args:
             context_index: of the rank's tokens.
             index: [s / sp, b] of those that it has under sequence parallelism.
-            deal: who encodes which pictures, where ranks share them.
+            assignment: who encodes which pictures, where ranks share them.
         """
         places, there = next_index(self.layout)
         labels, next_places = self.labels.flatten(), places[context_index]
@@ -213,14 +213,14 @@ class PackedBatch(Movable):
             padding_mask=~there[index.T],
             trained=mask.sum(),
             predicted=next_mask.sum(),
-            fuse=self._vision_rows(next_places, deal),
+            fuse=self._vision_rows(next_places, assignment),
         )
 
-    def _vision_rows(self, index: Tensor, deal: VisionDeal | None) -> VisionRows | None:
+    def _vision_rows(self, index: Tensor, assignment: VisionAssignment | None) -> VisionRows | None:
         """The rows of the vision output that tokens at `index` take; None for a batch without vision tokens."""
         if not (self.vision_slot >= 0).any():
             return None
         slots = self.vision_slot[index.flatten()]
         positions = (slots >= 0).nonzero().squeeze(-1)
         rows = slots[positions]
-        return VisionRows(rows=rows if deal is None else deal.places[rows], positions=positions)
+        return VisionRows(rows=rows if assignment is None else assignment.places[rows], positions=positions)

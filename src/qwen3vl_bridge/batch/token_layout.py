@@ -93,7 +93,8 @@ class SequenceLayout(Movable):
             )
         if rest % multiple:
             raise ValueError(
-                f"a row of {total} tokens leaves {rest} after its segments: expected a multiple of {multiple}"
+                f"a row of {total} tokens has {rest} unused tokens after the last segment: expected a "
+                f"multiple of {multiple}"
             )
         trailing = [rest] if rest else []
         return cls._build(1, [*lengths, *(0 for _ in trailing)], [*padded, *trailing])

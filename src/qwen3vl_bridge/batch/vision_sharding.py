@@ -39,7 +39,7 @@ class VisionWork:
 
 
 @dataclass(frozen=True)
-class VisionDeal:
+class VisionAssignment:
     """Which rank encodes which pictures.
 
     Attributes:
@@ -59,7 +59,7 @@ class VisionDeal:
         return vision.select(self.frames[rank]) if self.frames[rank] else None
 
 
-def deal_frames(costs: Sequence[float], ranks: int) -> list[list[int]]:
+def assign_frames(costs: Sequence[float], ranks: int) -> list[list[int]]:
     """The frames of each rank, in their order.
 
     The costliest first, each to the rank that has the least so far; then the rank that has the most gives a frame away
@@ -117,7 +117,7 @@ def _candidates(
             yield place, cheapest_first[i - 1] if i else None, costs[frame] - theirs[i]
 
 
-def deal_vision(vision: VisionInputs | None, work: VisionWork, ranks: int) -> VisionDeal:
+def assign_vision(vision: VisionInputs | None, work: VisionWork, ranks: int) -> VisionAssignment:
     """Assign the pictures of a batch to ranks.
 
     Args:
@@ -129,15 +129,15 @@ def deal_vision(vision: VisionInputs | None, work: VisionWork, ranks: int) -> Vi
         ValueError: a frame that is no whole number of vision tokens.
     """
     if vision is None:
-        return VisionDeal(((),) * ranks, (0,) * ranks, torch.empty(0, dtype=torch.int64))
+        return VisionAssignment(((),) * ranks, (0,) * ranks, torch.empty(0, dtype=torch.int64))
     if any(patches % work.patches_per_token for patches in vision.lengths):
         raise ValueError(f"frames have {vision.lengths} patches, expected multiples of {work.patches_per_token}")
-    shares = deal_frames([work.cost(patches) for patches in vision.lengths], ranks)
+    shares = assign_frames([work.cost(patches) for patches in vision.lengths], ranks)
     tokens = [patches // work.patches_per_token for patches in vision.lengths]
     order = frame_rows(tokens, list(chain(*shares)))
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order))
-    return VisionDeal(
+    return VisionAssignment(
         frames=tuple(map(tuple, shares)),
         counts=tuple(sum(tokens[frame] for frame in share) for share in shares),
         places=places.to(vision.pixel_values.device),

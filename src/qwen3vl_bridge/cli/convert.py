@@ -157,7 +157,7 @@ def _export(parser: argparse.ArgumentParser) -> None:
     _other_model(parser)
     layouts = [layout.name.lower() for layout in ExpertLayout]
     parser.add_argument("--expert-layout", choices=layouts,
-                        help="how to hold experts (default: as the model that was imported)")  # fmt: skip
+                        help="layout of the experts' weights (default: as the model that was imported)")  # fmt: skip
     convert_options.vocab_padding(parser)
     _lenient(parser)
     convert_options.writing_options(parser)
@@ -211,7 +211,7 @@ def _storing(parser: argparse.ArgumentParser, *, required: bool = False) -> None
                         help="pad the vocabulary to a multiple of N times --tp, as a model with should_pad_vocab does "
                         "(default: no padding)")  # fmt: skip
     group = parser.add_argument_group(
-        "sizes the checkpoint is meant for",
+        "parallel sizes that the checkpoint is cut for",
         "A rank reads whole items of the files. They are cut by what ranks of these sizes hold, and those that a rank "
         "needs lie together. The checkpoint loads at any other sizes too.",
     )
@@ -223,7 +223,7 @@ def _storing(parser: argparse.ArgumentParser, *, required: bool = False) -> None
 def _lenient(parser: argparse.ArgumentParser) -> None:
     convert_options.remote_code(parser)
     parser.add_argument("--not-strict", action="store_true",
-                        help="leave aside tensors that the model does not call for, instead of failing")  # fmt: skip
+                        help="ignore tensors that the model does not use, instead of failing")  # fmt: skip
 
 
 def _stored(options: argparse.Namespace) -> dict[str, Any]:

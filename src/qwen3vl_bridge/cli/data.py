@@ -23,7 +23,7 @@ _BAD_SAMPLES = _FAILURES = 1
 # As `VisionLimits` has them, which needs torch.
 _LIMITS = {
     "image_min_pixels": (int, "a smaller picture is enlarged to as many (default of all these: the model's)"),
-    "image_max_pixels": (int, "a larger picture is made as small"),
+    "image_max_pixels": (int, "a larger picture is reduced to as many"),
     "video_min_pixels": (int, "likewise of a video, all of its frames together"),
     "video_max_pixels": (int, "likewise"),
     "video_fps": (float, "frames that are sampled of a second"),
@@ -192,7 +192,7 @@ def _run_inspect(options: argparse.Namespace) -> int:
     from qwen3vl_bridge.data.inspection.summary import InspectionSettings, inspect_samples
     from qwen3vl_bridge.data.inspection.text_report import as_json, print_text
     from qwen3vl_bridge.data.processing.encoding import Encoder
-    from qwen3vl_bridge.data.processing.filtering import Admission
+    from qwen3vl_bridge.data.processing.filtering import SampleFilter
     from qwen3vl_bridge.data.processing.samples import Samples
 
     processor = _processor(options)
@@ -205,7 +205,9 @@ def _run_inspect(options: argparse.Namespace) -> int:
         pack=not options.no_pack,
         pictures=options.output is not None,
     )
-    samples = Samples(source, Admission(Encoder(processor, options.answers, options.empty_thinking), limit=sys.maxsize))
+    samples = Samples(
+        source, SampleFilter(Encoder(processor, options.answers, options.empty_thinking), limit=sys.maxsize)
+    )
     found = inspect_samples(samples, processor, settings, functools.partial(_counted, shown=not options.no_progress))
     if options.output is not None:
         from qwen3vl_bridge.data.inspection.html_report import write_html
@@ -226,11 +228,11 @@ def _run_pack(options: argparse.Namespace) -> int:
     from qwen3vl_bridge.data.offline_packing import pack
     from qwen3vl_bridge.data.processing.collation import Collator, VisionSettings, pad_token_id
     from qwen3vl_bridge.data.processing.encoding import Encoder
-    from qwen3vl_bridge.data.processing.filtering import Admission
+    from qwen3vl_bridge.data.processing.filtering import SampleFilter
     from qwen3vl_bridge.data.processing.samples import Samples
 
     processor = _processor(options)
-    admission = Admission(
+    sample_filter = SampleFilter(
         Encoder(processor, options.answers, options.empty_thinking),
         limit=options.seq_length,
         most_patches=options.max_patches,
@@ -241,7 +243,7 @@ def _run_pack(options: argparse.Namespace) -> int:
     with _wrong("--seq-length and --pad-to-multiple-of"):
         collator = Collator(vision, pad_token_id(processor.tokenizer), options.seq_length, options.pad_to_multiple_of)
     report = pack(
-        RowDataset(Samples(source, admission), RowSettings(collator, seed=options.seed)),
+        RowDataset(Samples(source, sample_filter), RowSettings(collator, seed=options.seed)),
         options.output,
         workers=options.workers,
         overwrite=options.overwrite,

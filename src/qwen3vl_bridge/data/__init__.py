@@ -4,10 +4,12 @@ What lives here: the public names of reading, encoding, packing and collating, l
 package stays cheap. What may not: the model; and Megatron, but in `provider.py` and the modules for energon.
 """
 
+import warnings
+
 from qwen3vl_bridge import lazy
 
 _PUBLIC = {
-    "Admission": "qwen3vl_bridge.data.processing.filtering",
+    "SampleFilter": "qwen3vl_bridge.data.processing.filtering",
     "Balance": "qwen3vl_bridge.data.loading.row_dataset",
     "BatchStream": "qwen3vl_bridge.data.loading.batch_stream",
     "Columns": "qwen3vl_bridge.data.schemas.columns",
@@ -44,11 +46,16 @@ _PUBLIC = {
     "pad_token_id": "qwen3vl_bridge.data.processing.collation",
 }
 
+# Earlier names, for one release.
+_RENAMED = {"Admission": "SampleFilter"}
+
 __all__ = sorted(_PUBLIC)
 
 
 def __getattr__(name: str):
-    return lazy.load(__name__, _PUBLIC, name)
+    if new := _RENAMED.get(name):
+        warnings.warn(f"{__name__}.{name} is now {new}", DeprecationWarning, stacklevel=2)
+    return lazy.load(__name__, _PUBLIC, new or name)
 
 
 def __dir__() -> list[str]:

@@ -84,14 +84,14 @@ def pack(
         CheckpointError: a place that cannot be written to.
     """
     if not rows.settings.pack or rows.settings.packed is not None:
-        raise ValueError("found rows that are not packed, or were before; expected rows to pack")
+        raise ValueError("found rows that are packed already, or with packing off; expected rows to pack")
     check_target(folder, overwrite=overwrite, replaceable=_check_packing)
     sizes, dropped, truncated = _measured(rows.samples, workers, progress)
     samples, starts = _packed(rows, sizes)
     _prove(rows, sizes, samples, starts)
     num_rows, capacity = len(starts) - 1, rows.settings.collator.seq_length
     tokens, patches, _ = sizes[samples].sum(0).tolist()
-    most = rows.samples.admission.most_patches
+    most = rows.samples.sample_filter.most_patches
     report = PackingReport(
         samples=len(sizes),
         dropped=dropped,
@@ -111,7 +111,7 @@ def pack(
 def _check_packing(folder: Path) -> None:
     """Refuse to replace what is not an earlier packing, and nothing besides."""
     if not (folder / MANIFEST).is_file():
-        raise CheckpointError(f"{folder} is no packing, so it is not replaced; remove it yourself")
+        raise CheckpointError(f"{folder} does not hold packed rows, so it is not replaced; remove it yourself")
     refuse_others(folder, FILES, "packing")
 
 
@@ -125,10 +125,14 @@ class _Chunks(Dataset[tuple[np.ndarray, int, int]]):
         return -(-self._total // _CHUNK)
 
     def __getitem__(self, number: int) -> tuple[np.ndarray, int, int]:
-        admission, first = self._samples.admission, number * _CHUNK
-        dropped, truncated = admission.num_dropped, admission.num_truncated
+        sample_filter, first = self._samples.sample_filter, number * _CHUNK
+        dropped, truncated = sample_filter.num_dropped, sample_filter.num_truncated
         sizes = [self._samples.size(index) for index in range(first, min(first + _CHUNK, self._total))]
-        return np.array(sizes, dtype=np.int64), admission.num_dropped - dropped, admission.num_truncated - truncated
+        return (
+            np.array(sizes, dtype=np.int64),
+            sample_filter.num_dropped - dropped,
+            sample_filter.num_truncated - truncated,
+        )
 
 
 def _measured(
@@ -170,7 +174,7 @@ def _packed(rows: RowDataset, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray
             capacity=settings.collator.seq_length,
             pack=settings.pack,
             window_size=_WINDOW,
-            most_patches=rows.samples.admission.most_patches,
+            most_patches=rows.samples.sample_filter.most_patches,
             report=False,
         )
         # In order, so that each window is packed once.
@@ -187,7 +191,7 @@ def _prove(rows: RowDataset, sizes: np.ndarray, samples: np.ndarray, starts: np.
     """That every sample with a size is in a row as often as an epoch reads it, and that none holds too much."""
     epoch = np.sort(np.array(rows.order(rows.settings.seed or 0).numbers(0, 0, sys.maxsize), dtype=np.int64))
     kept = epoch[sizes[epoch, 0] > 0]
-    collator, most = rows.settings.collator, rows.samples.admission.most_patches
+    collator, most = rows.settings.collator, rows.samples.sample_filter.most_patches
     padded = -(-sizes[samples, 0] // collator.multiple) * collator.multiple
     longest = np.add.reduceat(padded, starts[:-1]).max()
     largest = np.add.reduceat(sizes[samples, 1], starts[:-1]).max()

@@ -68,7 +68,7 @@ class Qwen3VLConversationProvider(ConversationRows):
         train_packing: folder with rows of the training split that `qwen3vl data pack` made, by these settings. Without
             it every machine measures every conversation while training begins and goes on, which is too much for
             millions of them.
-        balance_over: rows of a global batch, so that they are dealt out to data-parallel ranks by what they cost both
+        balance_over: rows of a global batch, so that they are assigned to data-parallel ranks by what they cost both
             towers; None to read them as they come. A multiple of the ranks.
         seed: of the order of the training split.
         window_size: conversations that are packed together, where they are packed as they are read.
@@ -202,7 +202,7 @@ class Qwen3VLConversationProvider(ConversationRows):
             for split, length in zip(SPLITS, wanted, strict=True)
         )
         if train is not None:
-            self.note_position(train.fingerprint(), train.dealt())
+            self.note_position(train.fingerprint(), train.assignment())
         return train, valid, test
 
     def stream(self, split: str, *, dp_rank: int = 0, dp_size: int = 1, micro_batch_size: int = 1) -> BatchStream:
@@ -246,7 +246,7 @@ class Qwen3VLConversationProvider(ConversationRows):
         Args:
             split: "train", "valid" or "test".
             length: what their `len` answers.
-            shuffle: whether in random order; by default only the training split is. What is not, is not dealt out
+            shuffle: whether in random order; by default only the training split is. What is not, is not assigned
                 either.
             ranks: data-parallel ranks.
 
@@ -260,24 +260,24 @@ class Qwen3VLConversationProvider(ConversationRows):
         shuffled = split == "train" if shuffle is None else shuffle
         seed = self.seed if shuffled else None
         packed = PackedRows(self.train_packing) if split == "train" and self.train_packing else None
-        dealt = shuffled and self.balance_over
+        over = shuffled and self.balance_over
         settings = RowSettings(
             self.collator(),
             self.pack,
             seed,
             self.window_size,
             packed,
-            Balance(dealt, self.checkpoint().costs) if dealt else None,
+            Balance(over, self.checkpoint().costs) if over else None,
         )
         source = self._source(path, seed) if path is not None else open_mixture(sets, split, self.downloaded())
-        admission, sizes = self.admission(), None if packed is None else packed.sizes()
+        sample_filter, sizes = self.sample_filter(), None if packed is None else packed.sizes()
         if sizes is None and not isinstance(source, StreamedDataset):
             paths = [path] if path is not None else [one.path_of(split) for one in sets]
             roots = [one.media_root for one in sets] or [self.media_root]
             place = {"path": [os.path.abspath(path) for path in paths if path], "media_root": roots}
-            sizes = sizes_of_job(len(source), {**place, "data": source.fingerprint(), **admission.fingerprint()})
+            sizes = sizes_of_job(len(source), {**place, "data": source.fingerprint(), **sample_filter.fingerprint()})
         repeat = None if split == "train" else self.rows_of_evaluation
-        return RowDataset(Samples(source, admission, sizes), settings, length=length, ranks=ranks, repeat=repeat)
+        return RowDataset(Samples(source, sample_filter, sizes), settings, length=length, ranks=ranks, repeat=repeat)
 
     def _in_parts(self, rows: RowDataset, ranks: int, micro_batch_size: int = 1) -> RowDataset | StreamedRows:
         """Of a stream, those of its parts."""

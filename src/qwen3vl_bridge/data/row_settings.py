@@ -15,10 +15,10 @@ from qwen3vl_bridge.batch.token_layout import segment_multiple
 from qwen3vl_bridge.data.choices import check_choice
 from qwen3vl_bridge.data.processing.collation import Collator, VisionSettings, pad_token_id
 from qwen3vl_bridge.data.processing.encoding import Answers, Encoder
-from qwen3vl_bridge.data.processing.filtering import Admission, OnBad, OnLong
+from qwen3vl_bridge.data.processing.filtering import OnBad, OnLong, SampleFilter
 from qwen3vl_bridge.data.processing.processor import VisionLimits, load_processor
 from qwen3vl_bridge.data.processing.thinking import EmptyThinking
-from qwen3vl_bridge.data.sources.fingerprints import check_dealt, check_position
+from qwen3vl_bridge.data.sources.fingerprints import check_assignment, check_position
 from qwen3vl_bridge.models.common.flops import TowerCosts, tower_costs
 
 import torch
@@ -149,24 +149,24 @@ class ConversationRows(DatasetProvider):
         """
         vars(self)["_expected"] = (position, row)
 
-    def note_position(self, data: Mapping[str, Any], dealt: tuple[int, int] = (1, 1)) -> None:
+    def note_position(self, data: Mapping[str, Any], assignment: tuple[int, int] = (1, 1)) -> None:
         """Say what the rows are that are built for training.
 
         Args:
             data: what must be the same for a row's number to mean the same row.
-            dealt: how many rows are dealt out together, and to how many ranks.
+            assignment: how many rows are assigned together, and to how many ranks.
 
         Raises:
-            ValueError: they are others than is expected, or were dealt out to another number of ranks and the run
+            ValueError: they are others than is expected, or were assigned to another number of ranks and the run
                 stands in the middle of such rows.
         """
-        vars(self)["position"] = {"data": dict(data), "dealt": list(dealt)}
+        vars(self)["position"] = {"data": dict(data), "dealt": list(assignment)}
         if self._expected is None:
             return
         expected, row = self._expected
         vars(self)["_expected"] = None
         check_position(data, expected["data"])
-        check_dealt(row, tuple(expected["dealt"]), dealt)
+        check_assignment(row, tuple(expected["dealt"]), assignment)
 
     def checkpoint(self) -> CheckpointSettings:
         """What the checkpoint says.
@@ -176,9 +176,9 @@ class ConversationRows(DatasetProvider):
         """
         return _of_checkpoint(self.hf_processor_path, self.answers, self.empty_thinking, self.vision)
 
-    def admission(self) -> Admission:
+    def sample_filter(self) -> SampleFilter:
         """Which conversations become samples; raises as `checkpoint`."""
-        return Admission(
+        return SampleFilter(
             self.checkpoint().encoder,
             limit=self.seq_length,
             most_patches=self.max_patches,
@@ -194,7 +194,7 @@ class ConversationRows(DatasetProvider):
 
 @dataclass(frozen=True)
 class CheckpointSettings:
-    """What a checkpoint says about encoding, laying out and dealing out."""
+    """What a checkpoint says about encoding, laying out and assigning."""
 
     encoder: Encoder
     vision: VisionSettings

@@ -16,7 +16,7 @@ from megatron.bridge.training.state import GlobalState
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import RerunDataIterator
 
-_STREAMS, _SPLIT = "qwen3vl_served", "qwen3vl_split"
+_STREAMS, _SPLIT = "qwen3vl_encoder_batches", "qwen3vl_split"
 
 
 def replicas_read(provider: VisionLanguageProvider, groups: ProcessGroupCollection) -> tuple[Sequence[int], int]:
@@ -29,7 +29,7 @@ def replicas_read(provider: VisionLanguageProvider, groups: ProcessGroupCollecti
     if provider.add_encoder and provider.add_decoder:
         return (groups.dp.rank(),), groups.dp.size()
     replicas, own = replicas_of(provider), groups.dp.rank()
-    return ((own,) if provider.add_decoder else replicas.served_by(own)), replicas.language
+    return ((own,) if provider.add_decoder else replicas.language_replicas_of(own)), replicas.language
 
 
 def read_split(state: GlobalState, split: str) -> None:
@@ -42,7 +42,7 @@ def read_split(state: GlobalState, split: str) -> None:
     setattr(state, _SPLIT, split)
 
 
-def next_served(state: GlobalState, given: Iterator[Any], groups: ProcessGroupCollection) -> tuple:
+def next_encoder_batch(state: GlobalState, given: Iterator[Any], groups: ProcessGroupCollection) -> tuple:
     """The next microbatch of each replica that a rank of the tower encodes for.
 
     Megatron-Bridge's loop assigns rows by the tower's own replicas; where those are as many as the language model's,
@@ -66,20 +66,20 @@ def next_served(state: GlobalState, given: Iterator[Any], groups: ProcessGroupCo
     return next(streams[split])
 
 
-def _resumed_stream(state: GlobalState, split: str, groups: ProcessGroupCollection) -> ServedStream:
+def _resumed_stream(state: GlobalState, split: str, groups: ProcessGroupCollection) -> EncoderBatchStream:
     """Of a split, as Megatron-Bridge's loader of it begins."""
     cfg, done = state.cfg, state.train_state
     read, size = replicas_read(cfg.model, groups)
     rows = cfg.dataset.shared_by(1)
     micro = cfg.train.micro_batch_size if split == "train" else cfg.validation.eval_micro_batch_size
-    stream = ServedStream([rows.stream(split, dp_rank=one, dp_size=size, micro_batch_size=micro) for one in read])
+    stream = EncoderBatchStream([rows.stream(split, dp_rank=one, dp_size=size, micro_batch_size=micro) for one in read])
     validated = 0 if cfg.validation.skip_train else done.consumed_valid_samples
     begun = {"train": done.consumed_train_samples, "valid": validated, "test": 0}
     stream.load_state_dict(stream.state_dict() | {"row": begun[split]})
     return stream
 
 
-class ServedStream(Iterator[tuple[Any, ...]]):
+class EncoderBatchStream(Iterator[tuple[Any, ...]]):
     """Microbatches of several replicas at a time.
 
     Args:

@@ -189,7 +189,7 @@ def _decoded(text: bytes | str) -> str:
 
 
 def _too_deep(max_depth: int = MAX_DEPTH) -> ValueError:
-    return ValueError(f"has objects or lists in each other more than {max_depth} deep")
+    return ValueError(f"nests objects or lists more than {max_depth} deep")
 
 
 def _one_line(error: Exception) -> str:
@@ -224,7 +224,7 @@ def _check_events(text: str) -> None:
                 sizes[anchor] = nodes - before
         elif isinstance(event, yaml.AliasEvent):
             if event.anchor not in sizes:
-                raise ValueError(f"the alias *{event.anchor} stands for what it is in, or for nothing")
+                raise ValueError(f"the alias *{event.anchor} refers to a node that contains it, or is undefined")
             nodes += sizes[event.anchor]
         elif isinstance(event, yaml.ScalarEvent):
             nodes += 1

@@ -43,7 +43,7 @@ class Replicas:
         return max(self.vision // self.language, 1)
 
     @property
-    def served(self) -> int:
+    def language_per_encoder(self) -> int:
         """Language replicas that one of the tower's encodes for."""
         return max(self.language // self.vision, 1)
 
@@ -52,10 +52,10 @@ class Replicas:
         """The tower's for each of the language model's, as Megatron-Bridge has it; None below 1."""
         return self.encoders if self.vision >= self.language else None
 
-    def served_by(self, vision: int) -> range:
+    def language_replicas_of(self, vision: int) -> range:
         """The language replicas that a replica of the tower encodes for."""
-        first = vision // self.encoders * self.served
-        return range(first, first + self.served)
+        first = vision // self.encoders * self.language_per_encoder
+        return range(first, first + self.language_per_encoder)
 
     def share_of(self, vision: int) -> int:
         """Which of the shares of a microbatch's pictures a replica of the tower encodes."""

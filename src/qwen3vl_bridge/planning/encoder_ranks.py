@@ -35,8 +35,8 @@ def check_family(n: Dimensions) -> None:
     """Check that the model's towers can be on ranks of their own; ValueError where they cannot."""
     if not family(n.family).dist_train:
         raise ValueError(
-            f"vision on ranks of its own, expected it on the language model's: the family {n.family} has no modules "
-            "for that"
+            f"the family {n.family} does not support vision on ranks of its own, "
+            "expected it on the language model's ranks"
         )
 
 
@@ -94,11 +94,12 @@ class DistSplit:
         if self.language.cp > 1 or (self.language.vpp or 1) > 1:
             raise ValueError(
                 f"cp is {self.language.cp} and vpp {self.language.vpp}, expected neither with vision on ranks of its "
-                "own: megatron-core's schedule of two modules knows no context parallelism and is not interleaved"
+                "own: megatron-core's schedule of two modules does not support context parallelism "
+                "and is not interleaved"
             )
         if training.sharding in (Sharding.GRADIENTS, Sharding.ALL):
             raise ValueError(f"sharding is {training.sharding.value}, expected the distributed optimizer or none with "
-                             "vision on ranks of its own: Megatron-FSDP has no stages")  # fmt: skip
+                             "vision on ranks of its own: Megatron-FSDP does not support pipeline stages")  # fmt: skip
         self.vision.check_tower(n)
         check(n, self.language, training)
 
@@ -132,7 +133,7 @@ def dist_estimate(n: Dimensions, split: DistSplit, training: Training, chosen: i
 def _tower(n: Dimensions, split: DistSplit, training: Training) -> StageEstimate:
     """Of a vision rank. Pictures are shared evenly, as everywhere in the planner."""
     share = Work.of(n, split.language, training)
-    most = split.replicas.served / split.replicas.encoders
+    most = split.replicas.language_per_encoder / split.replicas.encoders
     joined = n["v_merged"] // n["v_hidden"]
     work = Work(0, max(share.patches * most, joined), share.vision_tokens * most)
     found = chunk_activations(n, split.vision, training, TOWER, work=work)

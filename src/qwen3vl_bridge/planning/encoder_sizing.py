@@ -116,9 +116,9 @@ def measure(costs: Costs, n: Dimensions, split: DistSplit, training: Training, g
     language = [pace.both.of(row.tokens, row.token_pairs) + hops for pace in paces]
     # The first stage receives one vision rank's part after the other; a vision rank sends to one replica at a time.
     language[0] += sent.forward + back
-    vision = split.replicas.served * (share + sent.forward + back)
+    vision = split.replicas.language_per_encoder * (share + sent.forward + back)
     needed = split.vision.tp * split.language.dp * tower / max(language)
-    served = split.replicas.served * share / tower if tower else 0.0
+    served = split.replicas.language_per_encoder * share / tower if tower else 0.0
     of_tower = Passes(*(served * way.of(row.patches, row.patch_pairs) for way in (pace.forward, pace.backward)))
     data = max(
         data_seconds(n, split.language, training, 1, gpu, mean_passes(paces, row)),

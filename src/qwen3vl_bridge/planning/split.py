@@ -130,7 +130,7 @@ class Split:
         """The chunks of each pipeline rank, of a model with so many text layers.
 
         Raises:
-            ValueError: layers that cannot be dealt out so.
+            ValueError: layers that cannot be assigned so.
         """
         counts = self._layers_of(layers)
         found: list[list[Chunk]] = [[] for _ in range(self.pp)]

@@ -266,7 +266,9 @@ class Qwen3VLConfigContainer(ConfigContainer):
         if found:
             logger.warning("%s ends the run before the guard can name samples; set it to False", found)
         if self.optimizer.optimizer_cuda_graph:
-            raise ValueError("optimizer.optimizer_cuda_graph is True: expected False, or the guard could hold no step")
+            raise ValueError(
+                "optimizer.optimizer_cuda_graph is True: expected False, or the guard could not skip a step"
+            )
 
     def _check_accuracy(self) -> None:
         model = self.model

@@ -40,7 +40,7 @@ def initialize(provider: VisionLanguageProvider, seed: int) -> ProcessGroupColle
         with groups_to_leave():
             provider._pg_collection = _create_dist_train_pgs(provider, 1, None, None)
     else:
-        if not _groups_serve(provider):
+        if not _groups_match(provider):
             _join()
             leave_groups()
             with groups_to_leave():
@@ -70,7 +70,7 @@ def seed_generators(seed: int, groups: ProcessGroupCollection) -> None:
     )
 
 
-def _groups_serve(provider: VisionLanguageProvider) -> bool:
+def _groups_match(provider: VisionLanguageProvider) -> bool:
     """Whether there are groups of the provider's sizes already."""
     if not parallel_state.model_parallel_is_initialized():
         return False

@@ -12,7 +12,7 @@ from typing import Any
 
 from qwen3vl_bridge.batch import EncoderInputs, PackedBatch
 from qwen3vl_bridge.batch.device_transfer import Movable
-from qwen3vl_bridge.encoder_parallel.encoder_batches import next_served
+from qwen3vl_bridge.encoder_parallel.encoder_batches import next_encoder_batch
 from qwen3vl_bridge.models.common.inputs.local_ranks import sequence_ranks
 from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
 from qwen3vl_bridge.models.common.settings.encoder_parallel import replicas_of
@@ -61,7 +61,7 @@ def forward_step(
     check_balance(state.cfg)
     config, groups = get_model_config(model), get_attr_wrapped_model(model, "pg_collection")
     if not config.add_decoder:
-        return encode(next_served(state, data_iterator, groups), state, model, groups), _no_loss
+        return encode(next_encoder_batch(state, data_iterator, groups), state, model, groups), _no_loss
     batch = next(data_iterator)
     if not isinstance(batch, PackedBatch):
         batch = from_collator(batch, config, state.cfg.dataset)
@@ -140,7 +140,7 @@ def encode(
 
 
 def _no_loss(_: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    raise ValueError("a rank of the vision tower was asked for a loss, expected language ranks alone to be")
+    raise ValueError("a rank of the vision tower was asked for a loss, expected only language ranks to be asked")
 
 
 def to_device[Inputs: Movable](inputs: Inputs, model: torch.nn.Module) -> Inputs:

@@ -50,7 +50,7 @@ def test_nobody_is_advised_to_run_what_a_file_calls_for(value, tmp_path, monkeyp
     assert not (tmp_path / "pwned").exists()
 
 
-@pytest.mark.parametrize(("data", "part"), [(b"", "is empty"), (b"\x80\x04]", "ends too soon")])
+@pytest.mark.parametrize(("data", "part"), [(b"", "is empty"), (b"\x80\x04]", "is truncated")])
 def test_metadata_that_ends_too_soon(data, part, folder):
     (folder / ".metadata").write_bytes(data)
     with pytest.raises(CheckpointError, match=part):

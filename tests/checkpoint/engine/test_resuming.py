@@ -61,7 +61,7 @@ def test_a_damaged_part_is_written_once_more(begun, untied_folder, tmp_path, ver
 def test_a_result_that_fails_to_verify_again_and_again_says_how_to_go_on(begun, untied_folder, tmp_path, monkeypatch):
     damage(begun)  # and in such a way that it is not noticed
     monkeypatch.setattr(journal, "intact", lambda _, __, units, ___: [unit for unit, _ in units])
-    with pytest.raises(CheckpointError, match=r"not written as it should be.* is of no use: run without --resume"):
+    with pytest.raises(CheckpointError, match=r"not written correctly.* is unusable: run without --resume"):
         import_checkpoint(untied_folder, tmp_path / "m", resume=True, verify=True)
     assert import_checkpoint(untied_folder, tmp_path / "m", verify=True).resumed == 0
 
@@ -69,7 +69,7 @@ def test_a_result_that_fails_to_verify_again_and_again_says_how_to_go_on(begun, 
 def test_a_file_that_grew_says_how_to_go_on(begun, untied_folder, tmp_path):
     with (begun / "iter_0000000" / damage(begun)).open("ab") as file:
         file.write(b"x" * (1 << 20))
-    with pytest.raises(CheckpointError, match=r"bytes, expected .* is of no use: run without --resume"):
+    with pytest.raises(CheckpointError, match=r"bytes, expected .* is unusable: run without --resume"):
         import_checkpoint(untied_folder, tmp_path / "m", resume=True)
 
 
@@ -116,7 +116,7 @@ def test_an_error_that_is_none_of_the_files_gives_no_advice(begun, untied_folder
     monkeypatch.setattr(conversion, "differences", fail)
     with pytest.raises(CheckpointError) as error:
         import_checkpoint(untied_folder, tmp_path / "m", resume=True, verify=True)
-    assert "of no use" not in str(error.value)
+    assert "is unusable" not in str(error.value)
     monkeypatch.setattr(conversion, "differences", original)
     assert import_checkpoint(untied_folder, tmp_path / "m", resume=True, verify=True).resumed
 

@@ -149,7 +149,7 @@ def _saved(state) -> io.BytesIO:
 )
 def test_a_position_in_other_data_is_refused(make, folder, changes, found):
     state = make(folder, packing_buffer_size=5).stream("train").state_dict()
-    with pytest.raises(ValueError, match=f"the position is of other data than this: found {found}"):
+    with pytest.raises(ValueError, match=f"the position belongs to other data than this: found {found}"):
         make(folder, **{"packing_buffer_size": 5, **changes}).stream("train").load_state_dict(state)
 
 

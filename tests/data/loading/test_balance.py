@@ -1,10 +1,10 @@
-"""Rows dealt out to data-parallel ranks: all of them once, and ranks that work alike."""
+"""Rows assigned to data-parallel ranks: all of them once, and ranks that work alike."""
 
 from itertools import islice, product
 from types import SimpleNamespace
 
 from qwen3vl_bridge.data import BatchStream
-from qwen3vl_bridge.data.loading.balance import deal
+from qwen3vl_bridge.data.loading.balance import assign_rows
 from qwen3vl_bridge.data.loading.row_dataset import Balance
 from qwen3vl_bridge.models.common.flops import TowerCosts
 from qwen3vl_bridge.training.step import forward_step
@@ -27,7 +27,7 @@ def waits(costs, order, ranks) -> tuple[float, float]:
 @given(st.integers(1, 8), st.integers(1, 8), st.randoms(use_true_random=False))
 def test_every_row_is_read_once_and_no_rank_waits_longer_than_for_one_row(ranks, turns, random):
     costs = [random.uniform(0, 3) ** 2 + 0.1 for _ in range(ranks * turns)]
-    order = deal(costs, ranks)
+    order = assign_rows(costs, ranks)
     assert sorted(order) == list(range(len(costs)))
     totals = [sum(costs[row] for row in order[rank::ranks]) for rank in range(ranks)]
     assert max(totals) - min(totals) <= max(costs) * (1 + 1e-9)
@@ -43,16 +43,16 @@ def test_ranks_that_take_rows_as_they_come_wait_far_longer():
     random, dealt, plain = np.random.default_rng(0), [], []
     for _ in range(200):
         costs = (1 + random.exponential(0.5, 64)).tolist()
-        dealt.append(waits(costs, deal(costs, 8), 8))
+        dealt.append(waits(costs, assign_rows(costs, 8), 8))
         plain.append(waits(costs, range(64), 8))
     (step, turn), (plain_step, plain_turn) = np.mean(dealt, 0), np.mean(plain, 0)
     assert step < 1.05 < 1.15 < plain_step and turn < 1.2 < 1.5 < plain_turn
 
 
 def test_rows_that_do_not_go_round_are_refused(make_rows):
-    with pytest.raises(ValueError, match="found 7 rows to deal out to 2 ranks"):
-        deal([1.0] * 7, 2)
-    with pytest.raises(ValueError, match="4 rows are dealt out to 3 data-parallel ranks, expected a multiple"):
+    with pytest.raises(ValueError, match="found 7 rows to assign to 2 ranks"):
+        assign_rows([1.0] * 7, 2)
+    with pytest.raises(ValueError, match="4 rows are assigned to 3 data-parallel ranks, expected a multiple"):
         make_rows(balance=Balance(4, COSTS))(ranks=3)
     with pytest.raises(ValueError, match="found no costs of the towers"):
         make_rows()().cost(0)
@@ -105,13 +105,13 @@ def test_a_position_inside_a_batch_goes_on_at_the_same_number_alone(make_rows):
     again.load_state_dict(state)
     assert [batch.sample_ids for batch in islice(again, 9)] == expected[3:]
     with pytest.raises(
-        ValueError, match="row 6, is among 4 rows that were dealt out to 2 ranks, and now 4 rows are to 4"
+        ValueError, match="row 6, is among 4 rows that were assigned to 2 ranks, and now 4 rows are to 4"
     ):
         streams(make_rows, 4)[0].load_state_dict(state)
 
 
 @pytest.mark.parametrize("done", [1, 5, 8, 13])
-def test_one_rank_may_take_to_dealing_rows_out_anywhere(make_rows, done):
+def test_one_rank_may_take_to_assigning_rows_anywhere(make_rows, done):
     before = BatchStream(make_rows()())
     for _ in range(done):
         next(before)
@@ -121,7 +121,7 @@ def test_one_rank_may_take_to_dealing_rows_out_anywhere(make_rows, done):
 
 
 @pytest.mark.parametrize(("over", "batch", "ramp"), [(8, 4, None), (3, 4, None), (4, 4, [2, 2, 8])])
-def test_rows_are_dealt_out_within_a_step(over, batch, ramp):
+def test_rows_are_assigned_within_a_step(over, batch, ramp):
     """Otherwise a step sums over other rows at each number of ranks."""
     train = SimpleNamespace(global_batch_size=batch, rampup_batch_size=ramp)
     state = SimpleNamespace(cfg=SimpleNamespace(dataset=SimpleNamespace(balance_over=over), train=train))

@@ -112,7 +112,7 @@ def test_rows_are_the_same_at_any_number_of_ranks_and_workers_and_after_a_resume
 
 
 def test_megatron_bridge_reads_the_same_rows_also_shared_by_context_parallel_ranks(make, sets):
-    """Rows dealt out to two data-parallel ranks, each shared by two context-parallel ones."""
+    """Rows assigned to two data-parallel ranks, each shared by two context-parallel ones."""
     provider = make(sets(**EPOCHS), balance_over=4)
     context = DatasetBuildContext(train_samples=16, valid_samples=2, test_samples=0, pg_collection=groups(dp=2, cp=2))
     train, valid, test = provider.build_datasets(context)

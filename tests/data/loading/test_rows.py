@@ -31,7 +31,7 @@ def test_a_long_sample_is_refused_or_dropped_and_counted(make_rows, caplog):
         first(rows())
     kept = make_rows(seq_length=64, seed=None, on_long="drop")()
     seen = {sample_id for batch in one_pass(kept) for sample_id in batch.sample_ids}
-    dropped = kept.samples.admission.num_dropped
+    dropped = kept.samples.sample_filter.num_dropped
     named = [number for number in range(1, dropped + 1) if number <= 4 or number.bit_count() == 1]
     assert 8 < dropped == 40 - len(seen) and len(named) == len(caplog.messages)
     for number, message in zip(named, caplog.messages, strict=True):

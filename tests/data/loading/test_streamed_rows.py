@@ -8,7 +8,16 @@ from itertools import count
 from pathlib import Path
 
 import qwen3vl_bridge
-from qwen3vl_bridge.data import Admission, BatchStream, DataError, JsonLines, RowDataset, RowSettings, Samples, one_pass
+from qwen3vl_bridge.data import (
+    BatchStream,
+    DataError,
+    JsonLines,
+    RowDataset,
+    RowSettings,
+    SampleFilter,
+    Samples,
+    one_pass,
+)
 from qwen3vl_bridge.data.errors import Unreachable
 from qwen3vl_bridge.data.loading.streamed_rows import StreamedRows
 from qwen3vl_bridge.data.offline_packing import pack
@@ -33,7 +42,7 @@ def make(stream, even_file, encoder, collator):
     def make(seed=0, on_bad="error", source=None, dataset=stream, repeat=None):
         def rows(begin=None) -> RowDataset:
             file = source or StreamedDataset(dataset, "train", even_file.parent, seed=seed, buffer_size=16, keep=32)
-            samples = Samples(file, Admission(encoder, limit=256, on_bad=on_bad))
+            samples = Samples(file, SampleFilter(encoder, limit=256, on_bad=on_bad))
             return RowDataset(samples, RowSettings(collator, seed=seed, window_size=8), begin=begin, repeat=repeat)
 
         return rows

@@ -9,13 +9,13 @@ from itertools import islice
 
 from qwen3vl_bridge.cli.data import main
 from qwen3vl_bridge.data import (
-    Admission,
     BatchStream,
     DataError,
     Encoder,
     JsonLines,
     PackedRows,
     RowSettings,
+    SampleFilter,
     Samples,
     one_pass,
 )
@@ -31,7 +31,7 @@ from ..conftest import segments, write
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory, train_file, encoder, collator) -> PackedRows:
     folder = tmp_path_factory.mktemp("packed") / "rows"
-    pack(RowDataset(Samples(JsonLines(train_file), Admission(encoder, limit=256)), settings_of(collator)), folder)
+    pack(RowDataset(Samples(JsonLines(train_file), SampleFilter(encoder, limit=256)), settings_of(collator)), folder)
     return PackedRows(folder)
 
 
@@ -77,7 +77,7 @@ def test_sizes_are_those_of_the_samples(tmp_path, make_rows, packed, workers):
 
 def test_nothing_is_measured_while_training(packed, make_rows, monkeypatch):
     rows = make_rows(packed=packed)()
-    monkeypatch.setattr(Admission, "measure", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(SampleFilter, "measure", lambda *_: pytest.fail("measured"))
     assert len([rows[number] for number in range(10)]) == 10
 
 
@@ -110,7 +110,7 @@ def test_other_rules_are_refused(packed, make_rows, train_file, tmp_path):
     other = write(tmp_path / "train.jsonl", [json.loads(line) for line in train_file.read_text().splitlines()[1:]])
     with pytest.raises(ValueError, match="found samples 39, expected 40; data "):
         make_rows(packed=packed, path=other)()
-    with pytest.raises(ValueError, match="found rows that are not packed, or were before"):
+    with pytest.raises(ValueError, match="found rows that are packed already"):
         pack(make_rows(packed=packed)(), tmp_path / "again")
 
 
@@ -118,11 +118,11 @@ def test_other_words_of_the_template_are_refused(packed, make_rows, processor, c
     """Lengths and answers are others then, though nothing else is."""
     other = copy.deepcopy(processor)
     other.chat_template = other.chat_template.replace("<|im_start|>", "<|im_start|>Look! ")
-    samples = Samples(JsonLines(train_file), Admission(Encoder(other), limit=256), packed.sizes())
+    samples = Samples(JsonLines(train_file), SampleFilter(Encoder(other), limit=256), packed.sizes())
     with pytest.raises(ValueError, match="was packed by other rules: found encoding"):
         RowDataset(samples, RowSettings(collator, seed=0, packed=packed))
     stream = BatchStream(RowDataset(samples, RowSettings(collator, seed=0, window_size=8)))
-    with pytest.raises(ValueError, match="the position is of other data than this: found encoding"):
+    with pytest.raises(ValueError, match="the position belongs to other data than this: found encoding"):
         stream.load_state_dict(BatchStream(make_rows()()).state_dict())
 
 
@@ -158,14 +158,14 @@ def test_a_damaged_folder_is_refused(packed, tmp_path):
     whole = {file.name: file.read_bytes() for file in packed.folder.iterdir()}
     for name, contents in whole.items():
         for wrong in (None, b"", contents[: len(contents) // 2]):
-            assert "found no whole packing" in damaged(name, wrong)
+            assert "cannot read the packed rows" in damaged(name, wrong)
     manifest = json.loads(whole["packing.json"])
     assert "found version 7, expected 1" in damaged("packing.json", json.dumps(manifest | {"version": 7}).encode())
     assert "not those that were written" in damaged("starts.npy", whole["rows.npy"])
     rows = bytearray(whole["rows.npy"])
     rows[-8] ^= 1  # another sample in the last place
     assert "not those that were written" in damaged("rows.npy", bytes(rows))
-    assert "found no whole packing" in damaged("packing.json", b"[]")
+    assert "cannot read the packed rows" in damaged("packing.json", b"[]")
 
 
 def test_the_rows_go_to_another_process_by_their_folder(packed):
@@ -182,8 +182,8 @@ def test_what_is_dropped_and_cut_is_counted(make_rows, tmp_path):
         sizes = [expected.samples.size(sample) for sample in range(40)]
         report = pack(make(), tmp_path / policy, workers=1)
         assert (report.dropped, report.truncated) == (
-            expected.samples.admission.num_dropped,
-            expected.samples.admission.num_truncated,
+            expected.samples.sample_filter.num_dropped,
+            expected.samples.sample_filter.num_truncated,
         )
         assert report.dropped or report.truncated
         packed = PackedRows(tmp_path / policy)
@@ -271,5 +271,5 @@ def test_the_command_refuses_what_is_wrong(command, tmp_path, capsys):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "diary.txt").write_text("mine")
     assert main([*command, *output, "--overwrite"]) == 2
-    assert "is no packing" in capsys.readouterr().err
+    assert "does not hold packed rows" in capsys.readouterr().err
     assert (tmp_path / "out" / "diary.txt").read_text() == "mine"

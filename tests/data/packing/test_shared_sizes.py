@@ -12,7 +12,7 @@ from qwen3vl_bridge import Qwen3VLConversationProvider
 from qwen3vl_bridge.data.packing import shared_sizes
 from qwen3vl_bridge.data.packing.sample_sizes import NOTHING, AllSizes, Size
 from qwen3vl_bridge.data.packing.shared_sizes import SharedSizes, sizes_of_job
-from qwen3vl_bridge.data.processing.filtering import Admission
+from qwen3vl_bridge.data.processing.filtering import SampleFilter
 from qwen3vl_bridge.data.processing.samples import Samples
 from qwen3vl_bridge.data.sources.opening import JsonLines
 from qwen3vl_bridge.training.process_groups import shutdown
@@ -26,7 +26,7 @@ FORK = multiprocessing.get_context("fork")  # as data-loading processes are star
 @pytest.fixture
 def measured(monkeypatch, tmp_path):
     """Which conversations have been measured, by all processes that are started from here on."""
-    path, measure = tmp_path / "measured", Admission.measure
+    path, measure = tmp_path / "measured", SampleFilter.measure
 
     def noted(self, read, place):
         time.sleep(0.002)  # long enough for others to come by
@@ -35,7 +35,7 @@ def measured(monkeypatch, tmp_path):
             file.write(f"{place}\n")
         return size
 
-    monkeypatch.setattr(Admission, "measure", noted)
+    monkeypatch.setattr(SampleFilter, "measure", noted)
     return lambda: path.read_text().splitlines()
 
 
@@ -127,7 +127,7 @@ def test_what_one_process_measures_another_waits_for(sizes, train_file, encoder,
         assert not is_mine
     with sizes.claim(4, wait=False) as is_mine:
         assert is_mine
-    assert Samples(JsonLines(train_file), Admission(encoder, limit=256), sizes).size(3) == Size(5, 0, 0)
+    assert Samples(JsonLines(train_file), SampleFilter(encoder, limit=256), sizes).size(3) == Size(5, 0, 0)
     process.join()
 
 
@@ -162,7 +162,7 @@ def test_what_is_left_out_is_counted_and_named_for_all_processes(sizes, train_fi
         logger, said = logging.getLogger("qwen3vl_bridge.data.processing.filtering"), []
         logger.handlers, logger.propagate = [logging.Handler()], False
         logger.handlers[0].emit = lambda record: said.append(record.getMessage())
-        samples = Samples(JsonLines(train_file), Admission(encoder, limit=64, on_long="drop"), sizes)
+        samples = Samples(JsonLines(train_file), SampleFilter(encoder, limit=64, on_long="drop"), sizes)
         samples.measure(range(40))
         dropped = [sample for sample in range(40) if not samples.size(sample).tokens]
         ready.wait()  # the file goes with the process that has made it

@@ -60,7 +60,7 @@ def test_a_long_sample_is_cut_and_counted(make_rows, caplog):
     rows = make_rows(seq_length=64, seed=None, on_long="truncate", on_bad="drop")()
     batches = list(one_pass(rows))
     assert all(batch.input_ids.shape == (1, 64) for batch in batches)
-    cut, dropped = rows.samples.admission.num_truncated, rows.samples.admission.num_dropped
+    cut, dropped = rows.samples.sample_filter.num_truncated, rows.samples.sample_filter.num_dropped
     assert cut > 4 and dropped == 0
     assert len({name for batch in batches for name in batch.sample_ids}) == 40 - dropped
     assert any(f"expected at most 64: cut, {min(cut, 4)} so far" in message for message in caplog.messages)
@@ -84,7 +84,7 @@ def test_bad_samples_are_dropped_and_counted(make_rows, tmp_path, caplog, pack):
     batches = list(one_pass(rows))
     names = [name for batch in batches for name in batch.sample_ids]
     assert sorted(names) == sorted(f"train.jsonl:{line}" for line in range(1, 11))
-    assert rows.samples.admission.num_dropped == 2
+    assert rows.samples.sample_filter.num_dropped == 2
     assert any(
         "train.jsonl:11: found an empty list" in text and "dropped, 1 so far" in text for text in caplog.messages
     )

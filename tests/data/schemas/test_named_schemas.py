@@ -169,7 +169,7 @@ def test_every_name_of_megatron_bridge_is_read_or_refused():
     for name in hf_adapters._ADAPTERS:
         if name in ("cv17", "default_audio", "valor32k_avqa"):
             with pytest.raises(
-                ValueError, match=f"schema_adapter is '{name}', whose records hold audio, which the mod"
+                ValueError, match=f"schema_adapter is '{name}', whose records contain audio, which the mod"
             ):
                 named_schema(name)
         else:
@@ -224,7 +224,7 @@ def turns(*changes) -> dict:
     ("name", "change", "message"),
     [
         ("rdr", {"text": None}, "found the keys image, text, expected image and text under schema rdr"),
-        ("rdr", {"text": 7}, "found int under 'text', expected a string with something in it"),
+        ("rdr", {"text": 7}, "found int under 'text', expected a non-empty string"),
         ("rdr", {"text": " "}, "found an empty string under 'text', expected a string"),
         ("medpix", {"question": ["a"]}, "found list under 'question', expected a string"),
         ("raven", {"images": []}, "found an empty list under 'images', expected a list of pictures"),

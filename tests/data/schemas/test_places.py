@@ -141,7 +141,7 @@ def test_a_path_in_the_text_is_the_picture():
 @pytest.mark.parametrize("words", ["<image><img>", "<img><ImageHere>", "<image><image 1>", "<img>1.png</img><image>"])
 def test_places_of_several_spellings_are_refused(words):
     with pytest.raises(
-        DataError, match=r"found both '<.*>' and '<.*>', expected places of one spelling; .*list of parts"
+        DataError, match=r"found both '<.*>' and '<.*>', expected placeholders of one spelling; .*list of parts"
     ):
         asked(words, images=["a", "b"])
     part = [{"role": "user", "content": [{"type": "image"}]}, ANSWER, {"role": "user", "content": "<img>"}, ANSWER]

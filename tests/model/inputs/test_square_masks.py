@@ -128,7 +128,9 @@ def test_padding_masks_are_the_other_way_round(provider):
     for beside in (None, REAL, swift_mask(REAL)):
         ours, _ = as_model_inputs(provider, GROUPS, IDS, padding_mask=~REAL, attention_mask=beside)
         assert ours.layout == expected.layout and torch.equal(ours.padding_mask, expected.padding_mask)
-    with pytest.raises(ValueError, match="padding_mask has 0 for token 4 of row 0, expected 1, as attention_mask has"):
+    with pytest.raises(
+        ValueError, match="padding_mask has 0 for token 4 of row 0, expected 1 to agree with attention_mask"
+    ):
         as_model_inputs(provider, GROUPS, IDS, padding_mask=torch.zeros(2, ROOM), attention_mask=REAL)
     with pytest.raises(ValueError, match=r"padding_mask has shape \[2, 5\], expected \[2, 6\]: 1 for padding"):
         as_model_inputs(provider, GROUPS, IDS, padding_mask=torch.zeros(2, 5))

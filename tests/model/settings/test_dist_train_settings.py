@@ -125,6 +125,8 @@ def test_every_picture_is_encoded_once_for_every_language_replica(few, times, mo
     """As megatron-core's bridge pairs leaders: neighbours together, in their order."""
     vision, language = (few * times, few) if more_vision else (few, few * times)
     replicas = Replicas(vision, language)
-    seen = [(served, replicas.share_of(rank)) for rank in range(vision) for served in replicas.served_by(rank)]
+    seen = [
+        (served, replicas.share_of(rank)) for rank in range(vision) for served in replicas.language_replicas_of(rank)
+    ]
     assert sorted(seen) == [(one, share) for one in range(language) for share in range(replicas.encoders)]
     assert seen == sorted(seen)

@@ -142,8 +142,8 @@ def test_experts_go_on_at_another_expert_parallel_size(found):
     warned = [[line for line in run["warnings"] if "random states" in line] for run in chain]
     split, whole = "PP 1, TP 1, DP with EP 2", "PP 1, TP 1"
     assert not warned[0] and len(warned[1]) == len(warned[2]) == 1
-    assert f"split as {split}, and these are split as {whole}:" in warned[1][0]
-    assert f"split as {whole}, and these are split as {split}:" in warned[2][0]
+    assert f"split as {split}, and this run is split as {whole}:" in warned[1][0]
+    assert f"split as {whole}, and this run is split as {split}:" in warned[2][0]
 
 
 def test_a_run_goes_on_from_its_own_checkpoint(found, expected):
@@ -190,7 +190,7 @@ def test_adapters_start_from_any_kind_and_go_on(found, expected, inputs):
     ("name", "message"),
     [
         ("of another model", "is another model than the run's"),
-        ("adapters alone", "holds adapters and what else their run trained"),
+        ("adapters alone", "holds only the adapters and other parameters"),
     ],
 )
 def test_what_cannot_be_read_is_refused(found, name, message):

@@ -240,4 +240,4 @@ def test_samples_that_are_left_out_are_figures_of_the_log_by_set(inputs, tmp_pat
         entry = shared[ENTRY]
     assert entry["dropped"] == entry["dropped_bad"] == sum(expected) > 0 and expected[0] == 0
     assert not {"dropped_digits", "unreadable"} & entry.keys()
-    assert caplog.text.count("samples that training did without by step 1: dropped ") == 1
+    assert caplog.text.count("samples left out of training up to step 1: dropped ") == 1

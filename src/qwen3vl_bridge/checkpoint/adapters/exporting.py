@@ -58,7 +58,7 @@ def export_adapters(
         if own := sorted(stored.own):
             raise CheckpointError(
                 f"{stored.folder}: the run has also trained {len(own)} of the model's own tensors, such as {own[0]}, "
-                "for which a folder of adapters has no place; `merge` makes a whole model"
+                "which a folder of adapters cannot store; `merge` makes a whole model"
             )
         plan = stored.plan(torch_dtype)
         plan = replace(plan, tasks=(*plan.tasks, *_shared_inputs(stored, plan)))

@@ -180,7 +180,7 @@ def _merges(run: StoredAdapters, weights: Iterator[Row], tasks: dict[str, Task])
             magnitude = found[MAGNITUDE][number] if settings.dora else None
             yield name, Merge(tasks[name], found[IN][0], (found[OUT][number],), magnitude, scale)
     if used != adapters.keys():
-        raise AssertionError(f"adapters that nothing is merged with: {sorted(adapters.keys() ^ used)[:4]}")
+        raise AssertionError(f"adapters without a weight to merge into: {sorted(adapters.keys() ^ used)[:4]}")
 
 
 def _expert(packed: Task, row: PackedExpert) -> Task:

@@ -63,7 +63,7 @@ def adapter_settings(config: dict[str, Any], where: Path) -> AdapterSettings:
         parts = frozenset(part.value for part in Part if found[f"adapt_{part.value}"] is True)
         modules = {name: _texts(found[name]) for name in ("target_modules", "exclude_modules")}
     except (KeyError, TypeError) as error:
-        raise CheckpointError(f"{where / RUN_CONFIG}: peft lacks {error}, or has it of another kind") from error
+        raise CheckpointError(f"{where / RUN_CONFIG}: peft lacks {error}, or its value has the wrong type") from error
     if numbers["dim"] < 1 or int(numbers["dim"]) != numbers["dim"]:
         raise CheckpointError(f"{where / RUN_CONFIG}: peft.dim is {numbers['dim']}, expected a whole number from 1 on")
     experts = found["adapt_experts"] is True
@@ -90,7 +90,7 @@ def refuse_adapters_alone(folder: Path) -> None:
     """
     if (folder / RUN_CONFIG).is_file() and read_run_config(folder).get("peft") is not None:
         raise CheckpointError(
-            f"{folder} holds adapters and what else their run trained, expected a whole model; "
+            f"{folder} holds only the adapters and other parameters that a run trained, expected a complete model; "
             "`conversion/adapters.py merge` makes one of it"
         )
 

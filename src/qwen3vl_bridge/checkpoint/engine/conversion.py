@@ -198,7 +198,7 @@ def run_conversion(planned: Callable[[], Conversion], given: ConversionOptions) 
         seconds, resumed, written = _write(conversion, options, work)
         _finish_and_prove(conversion, options, work, digests[0])
         if ranks.run_on_rank0(lambda: conversion.digest(sync=options.sync)) != digests[0]:
-            raise CheckpointError(f"{conversion.origin} changed while it was read; {work} is of no use")
+            raise CheckpointError(f"{conversion.origin} changed while it was read; {work} is unusable")
         into_place = stack.pop_all()
     ranks.run_on_rank0(into_place.close)
     return report.done(ranks.run_on_rank0(lambda: conversion.notes), seconds, resumed, written)
@@ -311,7 +311,8 @@ def _there(conversion: Conversion, options: _Options, work: Path, everything: li
     there = {unit for part in ranks.all_gather(check) for unit in part}
     if spoilt := len(noted) - len(there):
         conversion.notes.append(
-            f"{spoilt} of {len(noted)} parts that an earlier run had written are not as it left them; written once more"
+            f"{spoilt} of {len(noted)} parts that an earlier run had written have changed since "
+            "then; they are written again"
         )
     return there
 
@@ -323,7 +324,7 @@ def _advice(work: Path, options: _Options) -> Iterator[None]:
         yield
     except CheckpointError as error:
         if options.resume:
-            raise CheckpointError(f"{error}; {work} is of no use: run without --resume, which starts anew") from error
+            raise CheckpointError(f"{error}; {work} is unusable: run without --resume, which starts anew") from error
         raise
 
 
@@ -351,7 +352,7 @@ def _finish_and_prove(conversion: Conversion, options: _Options, work: Path, dig
             with _meter("verify", nbytes, options) as meter:
                 for found in differences(tasks, conversion.source, written, meter):
                     with _advice(work, options):
-                        raise CheckpointError(f"{work}: was not written as it should be: {found}")
+                        raise CheckpointError(f"{work}: was not written correctly: {found}")
         if not options.checksums:
             return {}
         with _meter("checksums", nbytes, options) as meter:

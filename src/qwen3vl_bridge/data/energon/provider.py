@@ -177,7 +177,7 @@ class Qwen3VLEnergonProvider(ConversationRows):
 
     def _task_encoder(self) -> Qwen3VLTaskEncoder:
         return Qwen3VLTaskEncoder(
-            self.admission(), self.collator(), sample_fps=self.sample_fps, columns=one_schema(None, self.columns)
+            self.sample_filter(), self.collator(), sample_fps=self.sample_fps, columns=one_schema(None, self.columns)
         )
 
     def _stream(self, split: str, share: Share, groups: Any = None) -> EnergonStream:
@@ -224,7 +224,7 @@ class Qwen3VLEnergonProvider(ConversationRows):
                 worker_config=WorkerConfig(rank=0, world_size=1, num_workers=num_workers),
                 batch_size=None,  # pyright: ignore[reportArgumentType]  (energon's own check for it)
                 task_encoder=MeasuringTaskEncoder(
-                    self.admission(), sample_fps=self.sample_fps, columns=one_schema(None, self.columns)
+                    self.sample_filter(), sample_fps=self.sample_fps, columns=one_schema(None, self.columns)
                 ),
                 **arguments,
             )
@@ -239,5 +239,5 @@ class Qwen3VLEnergonProvider(ConversationRows):
             "seed": self.seed,
             "multiple": self.multiple,
             "sample_fps": self.sample_fps,
-            **self.admission().fingerprint(),
+            **self.sample_filter().fingerprint(),
         }

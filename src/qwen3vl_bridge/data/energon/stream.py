@@ -207,9 +207,9 @@ def repeated(begin: Callable[[], Iterator[PackedBatch]], batches: int) -> Iterat
 
 def _encoded(row: list[MeasuredSample], encoder: Qwen3VLTaskEncoder) -> list[Any]:
     """A row with its pixels; one token stands for a sample that is dropped only now."""
-    admission = encoder.admission
+    sample_filter = encoder.sample_filter
     return [
-        admission.encode(lambda: sample.admitted) or admission.blank(sample.admitted.conversation.sample_id)  # noqa: B023  (called at once)
+        sample_filter.encode(lambda: sample.measured) or sample_filter.blank(sample.measured.conversation.sample_id)  # noqa: B023  (called at once)
         for sample in row
     ]
 

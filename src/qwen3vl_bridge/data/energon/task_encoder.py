@@ -20,7 +20,7 @@ from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.packing.best_fit import best_fit
 from qwen3vl_bridge.data.processing.collation import Collator
 from qwen3vl_bridge.data.processing.encoding import EncodedSample
-from qwen3vl_bridge.data.processing.filtering import Admission, Admitted
+from qwen3vl_bridge.data.processing.filtering import MeasuredConversation, SampleFilter
 from qwen3vl_bridge.data.schemas.columns import Schema
 
 from megatron.energon import (
@@ -40,10 +40,10 @@ class MeasuredSample(Sample):
     """A sample that waits for its row.
 
     Attributes:
-        admitted: the conversation, media as bytes, and its size.
+        measured: the conversation, media as bytes, and its size.
     """
 
-    admitted: Admitted
+    measured: MeasuredConversation
 
 
 @edataclass
@@ -78,15 +78,17 @@ class MeasuringTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
     decoder = None  # media stay bytes
     cookers = COOKERS
 
-    def __init__(self, admission: Admission, *, sample_fps: float | None = None, columns: Schema | None = None) -> None:
-        """Take samples as they are admitted.
+    def __init__(
+        self, sample_filter: SampleFilter, *, sample_fps: float | None = None, columns: Schema | None = None
+    ) -> None:
+        """Take the samples that pass a filter.
 
         Args:
-            admission: which become samples.
+            sample_filter: which become samples.
             sample_fps: how many frames are a second of videos that come as frames and do not say; None to refuse them.
             columns: what records of crude folders call what is read, if they have names of their own.
         """
-        self.admission, self._sample_fps, self._columns = admission, sample_fps, columns
+        self.sample_filter, self._sample_fps, self._columns = sample_filter, sample_fps, columns
         self._num_samples = self._left_out = 0
 
     def build_train_datasets(self, *, datasets: Any, worker_config: WorkerConfig, **settings: Any) -> Any:
@@ -136,7 +138,7 @@ class MeasuringTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         (raw,) = sample.data
         found = ", ".join(name for name in raw if not name.startswith("__")) or "none"
         problem = f"found the parts {found}, expected all that the field_map of dataset.yaml names"
-        self.admission.refuse(DataError(f"{raw['__shard__']}:{raw['__key__']}", problem))
+        self.sample_filter.refuse(DataError(f"{raw['__shard__']}:{raw['__key__']}", problem))
 
     @stateless
     def preencode_sample(self, sample: Sample) -> MeasuredSample:
@@ -147,11 +149,11 @@ class MeasuringTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             SkipSample: it is dropped, and counted.
         """
         read = partial(conversation_in, sample, self._sample_fps, self._columns)
-        admitted = self.admission.measure(read, place_of(sample))
-        if admitted is None:
+        measured = self.sample_filter.measure(read, place_of(sample))
+        if measured is None:
             self._skip(sample)
         self._left_out = 0
-        return MeasuredSample.derive_from(sample, admitted=admitted)
+        return MeasuredSample.derive_from(sample, measured=measured)
 
     def _skip(self, sample: Sample) -> None:
         self._left_out += 1
@@ -168,7 +170,7 @@ class Qwen3VLTaskEncoder(MeasuringTaskEncoder):
 
     def __init__(
         self,
-        admission: Admission,
+        sample_filter: SampleFilter,
         collator: Collator,
         *,
         sample_fps: float | None = None,
@@ -177,19 +179,19 @@ class Qwen3VLTaskEncoder(MeasuringTaskEncoder):
         """Lay samples out.
 
         Args:
-            admission: which become samples.
+            sample_filter: which become samples.
             collator: lays them out.
             sample_fps: as `MeasuringTaskEncoder` takes it.
             columns: likewise.
         """
-        super().__init__(admission, sample_fps=sample_fps, columns=columns)
+        super().__init__(sample_filter, sample_fps=sample_fps, columns=columns)
         self.collator = collator
 
     def select_samples_to_pack(self, samples: list[MeasuredSample]) -> list[list[MeasuredSample]]:
         """Rows of samples, by their tokens and patches. None is left over: energon would lose it."""
-        sizes = [sample.admitted.size.padded(self.collator.multiple) for sample in samples]
+        sizes = [sample.measured.size.padded(self.collator.multiple) for sample in samples]
         lengths, patches = [size.tokens for size in sizes], [size.patches for size in sizes]
-        rows = best_fit(lengths, self.collator.seq_length, patches, self.admission.most_patches)
+        rows = best_fit(lengths, self.collator.seq_length, patches, self.sample_filter.most_patches)
         return [[samples[number] for number in row] for row in rows]
 
     @stateless
@@ -200,7 +202,7 @@ class Qwen3VLTaskEncoder(MeasuringTaskEncoder):
             DataError: it cannot be encoded, where that is an error.
             SkipSample: it is dropped, and counted.
         """
-        encoded = self.admission.encode(lambda: sample.admitted)
+        encoded = self.sample_filter.encode(lambda: sample.measured)
         if encoded is None:
             raise SkipSample
         return ReadySample.derive_from(sample, encoded=encoded)

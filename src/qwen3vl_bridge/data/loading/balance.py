@@ -1,9 +1,9 @@
 """Which data-parallel rank reads which row, so that all have as much to do.
 
-What lives here: dealing rows out by their cost. Plain numbers. What may not: what a row costs
+What lives here: assigning rows by their cost. Plain numbers. What may not: what a row costs
 (`models/common/flops.py`), reading.
 
-Rows are dealt out within a global batch only. So the gradient of a step is the sum over the same rows whoever reads
+Rows are assigned within a global batch only. So the gradient of a step is the sum over the same rows whoever reads
 which, at any number of ranks.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def deal(costs: Sequence[float], ranks: int) -> list[int]:
+def assign_rows(costs: Sequence[float], ranks: int) -> list[int]:
     """In which order the rows of a global batch are read, where ranks take turns.
 
     Ranks wait for each other at the end of a step, and where parameters or experts are sharded, in every microbatch.
@@ -29,7 +29,7 @@ def deal(costs: Sequence[float], ranks: int) -> list[int]:
         ValueError: the rows don't go round.
     """
     if ranks < 1 or len(costs) % ranks:
-        raise ValueError(f"found {len(costs)} rows to deal out to {ranks} ranks, expected a multiple of the ranks")
+        raise ValueError(f"found {len(costs)} rows to assign to {ranks} ranks, expected a multiple of the ranks")
     if ranks == 1:
         return list(range(len(costs)))
     falling = sorted(range(len(costs)), key=lambda row: (-costs[row], row))

@@ -21,7 +21,7 @@ from qwen3vl_bridge.data.loading.row_dataset import Row, RowDataset, without_los
 from qwen3vl_bridge.data.loading.streamed_rows import StreamedRows
 from qwen3vl_bridge.data.loading.worker_processes import ignoring
 from qwen3vl_bridge.data.packing.row_plan import Window
-from qwen3vl_bridge.data.sources.fingerprints import check_dealt, check_position
+from qwen3vl_bridge.data.sources.fingerprints import check_assignment, check_position
 
 import torch
 from torch.utils.data import DataLoader
@@ -96,7 +96,7 @@ class BatchStream(Iterator[PackedBatch]):
             "row": self._next_row,
             "window": asdict(self._window),
             "data": self._rows.fingerprint(),
-            "dealt": self._rows.dealt(),
+            "dealt": self._rows.assignment(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -106,11 +106,11 @@ class BatchStream(Iterator[PackedBatch]):
             state: its `state_dict`.
 
         Raises:
-            ValueError: it was of other data or other rows, or stands in the middle of rows that were dealt out to
+            ValueError: it was of other data or other rows, or stands in the middle of rows that were assigned to
                 another number of ranks.
         """
         check_position(self._rows.fingerprint(), state["data"])
-        check_dealt(state["row"], tuple(state["dealt"]), self._rows.dealt())
+        check_assignment(state["row"], tuple(state["dealt"]), self._rows.assignment())
         # Lists, where it went through JSON.
         known: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in state["window"].items()

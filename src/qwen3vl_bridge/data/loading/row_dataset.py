@@ -12,7 +12,7 @@ from functools import reduce
 from typing import NamedTuple, Protocol
 
 from qwen3vl_bridge.batch import PackedBatch
-from qwen3vl_bridge.data.loading.balance import deal
+from qwen3vl_bridge.data.loading.balance import assign_rows
 from qwen3vl_bridge.data.packing.packed_rows import PackedRows
 from qwen3vl_bridge.data.packing.row_plan import RowPlan, Window
 from qwen3vl_bridge.data.packing.sample_order import NumberedOrder, Order
@@ -48,7 +48,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Balance:
-    """How rows are dealt out to data-parallel ranks.
+    """How rows are assigned to data-parallel ranks.
 
     Attributes:
         over: rows among which they are, the global batch.
@@ -69,7 +69,7 @@ class RowSettings:
         seed: of the samples' order, or of the rows' where they were packed before; None for the file's own.
         window_size: samples that are packed together.
         packed: rows that were packed before; None to pack as they are read.
-        balance: how rows are dealt out; None for as they come.
+        balance: how rows are assigned; None for as they come.
     """
 
     collator: Collator
@@ -120,19 +120,19 @@ class RowDataset(Dataset[Row]):
             settings: what a row is.
             length: what `len` answers.
             begin: window of the plan to go on from.
-            ranks: data-parallel ranks, which take turns; where rows are dealt out to them.
+            ranks: data-parallel ranks, which take turns; where rows are assigned to them.
             repeat: rows that are the same ones over and over, each time the first of the plan; those after its epoch
                 have nothing to train on. None for other ones always.
 
         Raises:
-            ValueError: rows that were packed by other rules than these, or that cannot be dealt out.
+            ValueError: rows that were packed by other rules than these, or that cannot be assigned.
         """
         self.samples, self.settings, self._len, self.ranks, self.repeat = samples, settings, length, ranks, repeat
         self.plan = self._plan(begin)
-        self._dealt: tuple[int, list[int]] | None = None
+        self._assigned: tuple[int, list[int]] | None = None
         if settings.balance and settings.balance.over % ranks:
             raise ValueError(
-                f"{settings.balance.over} rows are dealt out to {ranks} data-parallel ranks, expected a multiple"
+                f"{settings.balance.over} rows are assigned to {ranks} data-parallel ranks, expected a multiple"
             )
 
     def begun_at(self, begin: Window) -> RowDataset:
@@ -153,7 +153,7 @@ class RowDataset(Dataset[Row]):
             pack=settings.pack,
             window_size=settings.window_size,
             begin=begin,
-            most_patches=self.samples.admission.most_patches,
+            most_patches=self.samples.sample_filter.most_patches,
             report=settings.seed is not None,
             measure=self.samples.measure,
             set_of=self.samples.file.set_of if isinstance(self.samples.file, Mixture) else None,
@@ -177,32 +177,32 @@ class RowDataset(Dataset[Row]):
 
     def __getitem__(self, number: int) -> Row:
         """Read and encode one row."""
-        over, _ = self.dealt()
+        over, _ = self.assignment()
         number %= self.repeat or number + 1
-        dealt = self._dealt_to(number)
-        samples = self.plan.row(dealt)
+        assigned = self._assigned_row(number)
+        samples = self.plan.row(assigned)
         encoded = tuple(map(self.samples.encode, samples))
         file = self.samples.file
         empty = [sample for sample, one in zip(samples, encoded, strict=True) if one.is_blank]
         unreadable = count_sets(file.set_of(sample) if isinstance(file, Mixture) else 0 for sample in empty)
-        return Row(encoded, self.plan.window(number - number % over), self.plan.dropped(dealt), unreadable)
+        return Row(encoded, self.plan.window(number - number % over), self.plan.dropped(assigned), unreadable)
 
-    def _dealt_to(self, number: int) -> int:
+    def _assigned_row(self, number: int) -> int:
         """The plan's number of a row."""
-        over, _ = self.dealt()
+        over, _ = self.assignment()
         if over == 1:
             return number
         first, place = number - number % over, number % over
-        if self._dealt is None or self._dealt[0] != first:
+        if self._assigned is None or self._assigned[0] != first:
             costs = [self.cost(row) for row in range(first, first + over)]
-            self._dealt = (first, deal(costs, self.ranks))
-        return first + self._dealt[1][place]
+            self._assigned = (first, assign_rows(costs, self.ranks))
+        return first + self._assigned[1][place]
 
     def cost(self, number: int) -> float:
         """What one of the plan's rows costs both towers.
 
         Raises:
-            ValueError: rows are not dealt out by cost.
+            ValueError: rows are not assigned by cost.
         """
         if self.settings.balance is None:
             raise ValueError("found no costs of the towers, expected a balance in the settings")
@@ -230,8 +230,8 @@ class RowDataset(Dataset[Row]):
             return batch
         return replace(batch, loss_mask=without_loss(batch, [row.window.epoch > 0 for row in rows]))
 
-    def dealt(self) -> tuple[int, int]:
-        """How many rows are dealt out together, and to how many ranks."""
+    def assignment(self) -> tuple[int, int]:
+        """How many rows are assigned together, and to how many ranks."""
         return (1, 1) if self.settings.balance is None or self.ranks == 1 else (self.settings.balance.over, self.ranks)
 
     def rules(self) -> dict[str, int | str | None]:
@@ -241,7 +241,7 @@ class RowDataset(Dataset[Row]):
             "samples": samples.total,
             "data": samples.file.fingerprint(),
             "multiple": collator.multiple,
-            **samples.admission.fingerprint(),
+            **samples.sample_filter.fingerprint(),
         }
 
     def fingerprint(self) -> dict[str, int | str | None]:

@@ -57,7 +57,7 @@ class StreamedRows(Dataset[Row]):
 
     def _rows_of(self, part: int) -> RowDataset:
         if part not in self._rows:
-            samples = Samples(self._file.part(part, self._parts), self._whole.samples.admission)
+            samples = Samples(self._file.part(part, self._parts), self._whole.samples.sample_filter)
             self._rows[part] = RowDataset(samples, self._whole.settings, repeat=self._whole.repeat)
         return self._rows[part]
 
@@ -73,9 +73,9 @@ class StreamedRows(Dataset[Row]):
         """
         return self._whole.collate_fn(rows)
 
-    def dealt(self) -> tuple[int, int]:
+    def assignment(self) -> tuple[int, int]:
         """As RowDataset's: rows of a stream are not assigned by cost."""
-        return self._whole.dealt()
+        return self._whole.assignment()
 
     def fingerprint(self) -> dict[str, int | str | None]:
         """What must be the same for a row's number to mean the same row."""

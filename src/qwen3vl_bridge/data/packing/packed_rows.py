@@ -53,11 +53,13 @@ class PackedRows:
             )
             self.rules, self.digest, version = manifest["rules"], manifest["digest"], manifest["version"]
         except (OSError, ValueError, EOFError, KeyError, TypeError) as error:
-            raise DataError(str(folder), f"found no whole packing ({error}), expected what 'pack' wrote") from error
+            raise DataError(
+                str(folder), f"cannot read the packed rows ({error}), expected the files that 'pack' wrote"
+            ) from error
         if version != VERSION:
             raise DataError(str(folder), f"found version {version}, expected {VERSION}; pack once more")
         if _digest(self._sizes, self._rows, self._starts) != self.digest:
-            raise DataError(str(folder), "found arrays that are not those that were written; pack once more")
+            raise DataError(str(folder), "found arrays that differ from those that were written; pack once more")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PackedRows, (self.folder,)  # to another process, not what is in the files

@@ -75,7 +75,7 @@ class EncodedSample:
 
     @property
     def is_blank(self) -> bool:
-        """Whether this stands in the place of a sample that could not be read (`Admission.blank`)."""
+        """Whether this stands in the place of a sample that could not be read (`SampleFilter.blank`)."""
         return len(self) == 1  # no template makes so little of a conversation
 
 
@@ -245,7 +245,8 @@ class Encoder:
                 raise DataError(
                     where,
                     f"found at least {least} and at most {most} pixels, where '{given}_pixels' is its own and "
-                    f"'{other}_pixels' the processor's; expected both of its own, or limits that fit",
+                    f"'{other}_pixels' the processor's; expected both limits on the picture, or one that "
+                    "fits the processor's",
                 )
             found.append(PixelLimits(least, most))
         return found
@@ -310,7 +311,7 @@ class Encoder:
             for token in (getattr(self.processor, name) for name in vision):
                 if any(token in words for words in texts):
                     place = f"{conversation.sample_id}: message {number}"
-                    raise DataError(place, f"found {token!r} in the text, which stands for a picture")
+                    raise DataError(place, f"found {token!r} in the text, which is reserved for pictures and videos")
 
 
 def _refused(conversation: Conversation, error: Exception) -> DataError:

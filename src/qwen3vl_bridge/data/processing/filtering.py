@@ -30,14 +30,14 @@ _NAMED = 4
 _SAID = {"dropped": "%s: dropped, %d so far", "cut": "%s: cut, %d so far", "unreadable": "%s: left blank (%d)"}
 
 
-class Admitted(NamedTuple):
+class MeasuredConversation(NamedTuple):
     """A conversation that becomes a sample, and what the sample takes of a row."""
 
     conversation: Conversation
     size: Size
 
 
-class Admission:
+class SampleFilter:
     """Measures and encodes conversations, and counts those that are left out or cut. Picklable, for workers.
 
     What it counts itself is its own; what the log says is counted together with others (`noting`).
@@ -52,7 +52,7 @@ class Admission:
         on_long: OnLong = "error",
         on_bad: OnBad = "error",
     ) -> None:
-        """Say what is admitted.
+        """Say which conversations become samples.
 
         Args:
             encoder: turns conversations into tokens.
@@ -69,7 +69,7 @@ class Admission:
         self.num_dropped = self.num_truncated = 0
         self._note = OwnNotes().note
 
-    def noting(self, note: Callable[[Left], int]) -> Admission:
+    def noting(self, note: Callable[[Left], int]) -> SampleFilter:
         """The same, which counts together with others.
 
         Args:
@@ -89,7 +89,7 @@ class Admission:
             "on_bad": self.on_bad,
         }
 
-    def measure(self, read: Callable[[], Conversation], place: str) -> Admitted | None:
+    def measure(self, read: Callable[[], Conversation], place: str) -> MeasuredConversation | None:
         """A conversation with its size, of its pictures reading no more than headers; None if it is dropped.
 
         Args:
@@ -111,7 +111,7 @@ class Admission:
         self._drop(problem)
         return None
 
-    def _cut(self, conversation: Conversation, problem: str) -> Admitted | None:
+    def _cut(self, conversation: Conversation, problem: str) -> MeasuredConversation | None:
         if self.on_long == "error":
             raise DataError(f"{problem} (a row's length; on_long='drop' leaves it out, 'truncate' cuts it)")
         if self.on_long == "drop":
@@ -123,7 +123,7 @@ class Admission:
             self._say("cut", problem)
         return measured
 
-    def encode(self, read: Callable[[], Admitted], kind: Left = "dropped") -> EncodedSample | None:
+    def encode(self, read: Callable[[], MeasuredConversation], kind: Left = "dropped") -> EncodedSample | None:
         """Tokens and pixels; None for one that proves bad only now, as a picture that breaks off, and is dropped.
 
         Args:
@@ -140,17 +140,15 @@ class Admission:
         token = torch.tensor([pad_token_id(self.encoder.processor.tokenizer)])
         return EncodedSample(token, token, torch.zeros(1), None, None, place)
 
-    def _sized(self, conversation: Conversation, limit: int | None) -> Admitted:
-        return Admitted(conversation, self.encoder.size(conversation, limit))
+    def _sized(self, conversation: Conversation, limit: int | None) -> MeasuredConversation:
+        return MeasuredConversation(conversation, self.encoder.size(conversation, limit))
 
-    def _encode(self, admitted: Admitted) -> EncodedSample:
-        sample, size = self.encoder(admitted.conversation, self.limit), admitted.size
+    def _encode(self, measured: MeasuredConversation) -> EncodedSample:
+        sample, size = self.encoder(measured.conversation, self.limit), measured.size
         patches = sum(len(pixels) for pixels in (sample.pixel_values, sample.pixel_values_videos) if pixels is not None)
         if (len(sample), patches) != (size.tokens, size.patches):
             found = f"found {len(sample)} tokens and {patches} patches"
-            planned = (
-                f"but its row was planned for {size.tokens} and {size.patches}: the data are others than they were"
-            )
+            planned = f"but its row was planned for {size.tokens} and {size.patches}: the data have changed since then"
             raise Changed(sample.sample_id, f"{found}, {planned}")
         return sample
 

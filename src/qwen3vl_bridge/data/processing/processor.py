@@ -22,7 +22,7 @@ class VisionLimits:
 
     Attributes:
         image_min_pixels: a smaller picture is enlarged to as many.
-        image_max_pixels: a larger picture is made as small.
+        image_max_pixels: a larger picture is reduced to as many.
         video_min_pixels: likewise of a video, all of its frames together.
         video_max_pixels: likewise.
         video_fps: frames that are sampled of a second.

@@ -1,6 +1,6 @@
 """The samples of one source: measured first, encoded when their row is due.
 
-What lives here: samples by number. What may not: which are admitted (`filtering.py`), rows
+What lives here: samples by number. What may not: which become samples (`filtering.py`), rows
 (`data/loading/row_dataset.py`), keeping sizes (`data/packing/sample_sizes.py`).
 """
 
@@ -10,25 +10,25 @@ from collections.abc import Iterable, Sized
 
 from qwen3vl_bridge.data.packing.sample_sizes import NOTHING, AllSizes, LatestSizes, Size, Sizes
 from qwen3vl_bridge.data.processing.encoding import EncodedSample
-from qwen3vl_bridge.data.processing.filtering import Admission, Admitted
+from qwen3vl_bridge.data.processing.filtering import MeasuredConversation, SampleFilter
 from qwen3vl_bridge.data.sources.opening import Conversations
 
 
 class Samples:
     """Samples by number."""
 
-    def __init__(self, file: Conversations, admission: Admission, sizes: Sizes | None = None) -> None:
+    def __init__(self, file: Conversations, sample_filter: SampleFilter, sizes: Sizes | None = None) -> None:
         """Take a source's conversations as samples.
 
         Args:
             file: the conversations.
-            admission: which of them become samples.
+            sample_filter: which of them become samples.
             sizes: those that were measured before, by the same rules; None if nothing was.
         """
         self.file = file
         self.total = len(file) if isinstance(file, Sized) else None  # None of a stream
         self._sizes = sizes or (LatestSizes() if self.total is None else AllSizes(self.total))
-        self.admission = admission.noting(self._sizes.note)
+        self.sample_filter = sample_filter.noting(self._sizes.note)
 
     def size(self, index: int) -> Size:
         """How much of a row a sample takes: nothing if it is dropped.
@@ -59,8 +59,8 @@ class Samples:
                 return None
             size = self._sizes.get(index)  # by the process that held it before
             if size is None:
-                admitted = self.admission.measure(lambda: self.file[index], self.file.sample_id(index))
-                size = NOTHING if admitted is None else admitted.size
+                measured = self.sample_filter.measure(lambda: self.file[index], self.file.sample_id(index))
+                size = NOTHING if measured is None else measured.size
                 self._sizes.keep(index, size)
             return size
 
@@ -73,5 +73,7 @@ class Samples:
         Raises:
             DataError: it cannot be encoded, where that is an error, or not to the length that its row was planned with.
         """
-        sample = self.admission.encode(lambda: Admitted(self.file[index], self.size(index)), "unreadable")
-        return sample or self.admission.blank(self.file.sample_id(index))
+        sample = self.sample_filter.encode(
+            lambda: MeasuredConversation(self.file[index], self.size(index)), "unreadable"
+        )
+        return sample or self.sample_filter.blank(self.file.sample_id(index))

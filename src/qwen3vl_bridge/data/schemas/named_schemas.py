@@ -107,7 +107,7 @@ def _own_messages(adapted: dict[str, Any], video: Any) -> list[dict[str, Any]]:
 def _check_text(value: Any, name: str, place: str) -> None:
     if not isinstance(value, str) or not value.strip():
         found = "an empty string" if isinstance(value, str) else type(value).__name__
-        raise DataError(place, f"found {found} under {name}, expected a string with something in it")
+        raise DataError(place, f"found {found} under {name}, expected a non-empty string")
 
 
 def _check_cord_v2(record: dict[str, Any], place: str) -> None:
@@ -189,7 +189,7 @@ def named_schema(name: str | None) -> NamedSchema | None:
     known = f"expected one of {', '.join(SCHEMAS)}, or none"
     if name in _SOUND:
         raise ValueError(
-            f"schema_adapter is {name!r}, whose records hold audio, which the model does not hear; {known}"
+            f"schema_adapter is {name!r}, whose records contain audio, which the model does not support; {known}"
         )
     if name not in SCHEMAS:
         raise ValueError(f"schema_adapter is {name!r}, {known}")

@@ -116,7 +116,7 @@ def _check_spellings(found: list[_Place | None], messages: list[Any], place: str
         ways[way] = "a part without its own" if one is None else shown(one.spelling)
     if len(ways) > 1:
         first, second, *_ = ways.values()
-        raise DataError(place, f"found both {first} and {second}, expected places of one spelling; {_AS_TEXT}")
+        raise DataError(place, f"found both {first} and {second}, expected placeholders of one spelling; {_AS_TEXT}")
 
 
 def _check_named(kind: str, found: list[_Place | None], given: int, place: str) -> None:
@@ -130,7 +130,8 @@ def _check_named(kind: str, found: list[_Place | None], given: int, place: str) 
         raise DataError(
             place,
             f"found places for the {kind}s of the numbers {words}, expected each number from 1 to {given}, as many "
-            f"{kind}s as stand beside the messages; leave out what no place names, or write '<{kind}>' for the next",
+            f"{kind}s as stand beside the messages; remove media that no placeholder refers to, or "
+            f"write '<{kind}>' for the next",
         )
 
 

@@ -37,22 +37,22 @@ def check_position(found: Mapping[str, Any], expected: Mapping[str, Any]) -> Non
             f"dataset.stream_parts={then}"
         )
     if differ := differences(found, expected):
-        raise ValueError(f"the position is of other data than this: found {differ}")
+        raise ValueError(f"the position belongs to other data than this: found {differ}")
 
 
-def check_dealt(row: int, dealt: tuple[int, int], now: tuple[int, int]) -> None:
-    """Refuses a position in the middle of rows that were dealt out otherwise.
+def check_assignment(row: int, before: tuple[int, int], now: tuple[int, int]) -> None:
+    """Refuses a position in the middle of rows that were assigned otherwise.
 
     Args:
         row: the position.
-        dealt: how many rows were dealt out together, and to how many ranks.
+        before: how many rows were assigned together, and to how many ranks.
         now: the same, as it is now.
 
     Raises:
         ValueError: it is.
     """
-    if dealt != now and any(row % over for over, _ in (dealt, now)):
+    if before != now and any(row % over for over, _ in (before, now)):
         raise ValueError(
-            f"the position, row {row}, is among {dealt[0]} rows that were dealt out to {dealt[1]} ranks, "
+            f"the position, row {row}, is among {before[0]} rows that were assigned to {before[1]} ranks, "
             f"and now {now[0]} rows are to {now[1]}: expected the same, or a checkpoint between them"
         )

@@ -109,7 +109,7 @@ def mixed_sets(
 def _set_of(where: str, given: Any, default: Mapping[str, Any]) -> MixedSet:
     keys = [field.name for field in fields(MixedSet)]
     if not isinstance(given, Mapping) or not isinstance(given.get("path"), str) or not given["path"]:
-        raise ValueError(f"{where} is {given!r}, expected a `path`, and besides it any of {', '.join(keys[1:])}")
+        raise ValueError(f"{where} is {given!r}, expected a `path`, and optionally any of {', '.join(keys[1:])}")
     if unknown := [key for key in given if key not in keys]:
         raise ValueError(f"{where} has {unknown[0]!r}, which is no setting of a set; expected any of {', '.join(keys)}")
     for name in ("name", "schema_adapter"):

@@ -180,7 +180,7 @@ class VisionLanguageModel(MegatronModule):
         if inputs is None:
             return as_model_inputs(self.config, self.pg_collection, input_ids, encodes=self.pre_process, **given)
         if any(argument is not None for argument in (input_ids, *given.values())):
-            raise ValueError("inputs holds a whole batch; nothing else can be given beside it")
+            raise ValueError("inputs is a complete batch; expected no other argument with it")
         return inputs, None
 
     def decode(self, inputs: ModelInputs, hidden: Tensor | None, beside: dict[str, Any], **arguments: Any) -> Any:

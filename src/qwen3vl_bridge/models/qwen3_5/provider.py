@@ -91,7 +91,7 @@ class Qwen35VLModelProvider(VisionLanguageProvider):
         """
         super().finalize()
         if self.mtp_num_layers and not self.trains_mtp:
-            logger.info("multi-token prediction is kept as it is; mtp_loss_scaling_factor=0.1 trains it")
+            logger.info("multi-token prediction is not trained; set mtp_loss_scaling_factor=0.1 to train it")
         if torch.cuda.is_available() and are_missing():
             logger.warning(
                 "flash-linear-attention is not installed: layers of linear attention take torch functions, which need "

@@ -31,7 +31,7 @@ NORM, LOG, INDEX = 4, 4, 8  # bytes: of a statistic, of attention's logarithms, 
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedTensor:
     """A tensor that is kept.
 
     Attributes:
@@ -82,52 +82,52 @@ class Widths:
         )
 
 
-def norm(what: str, numbers: float, groups: float, w: Widths, training: Training) -> list[Kept]:
+def norm(what: str, numbers: float, groups: float, w: Widths, training: Training) -> list[SavedTensor]:
     """A norm over `groups` parts of `numbers` numbers: its input and statistic; torch's keeps the result before scaling
     as well.
     """
-    found = [Kept(f"{what}: input", numbers * w.norm), Kept(f"{what}: statistic", groups * NORM)]
+    found = [SavedTensor(f"{what}: input", numbers * w.norm), SavedTensor(f"{what}: statistic", groups * NORM)]
     if not training.transformer_engine:
-        found.append(Kept(f"{what}: normalised", numbers * w.norm))
+        found.append(SavedTensor(f"{what}: normalised", numbers * w.norm))
     return found
 
 
-def attention(n: Dimensions, split: Split, training: Training) -> list[Kept]:
+def attention(n: Dimensions, split: Split, training: Training) -> list[SavedTensor]:
     """Self attention of one layer, with the norm before it."""
     w, e = Widths.of(n, split, training), training.precision.weight
     statistic = 1 / split.sequence_ranks
     core = frozenset({"core_attn"})
     found = [
         *norm("norm before attention", w.hidden, statistic, w, training),
-        Kept("linear_qkv: input", w.hidden * e),
+        SavedTensor("linear_qkv: input", w.hidden * e),
         *norm("norm of queries", w.q, w.heads, w, training),
         *norm("norm of keys", w.kv, w.groups, w, training),
-        Kept("queries", w.q * e),
-        Kept("linear_proj: input", w.q * e),
-        Kept("attention: logarithms", w.heads * LOG, core),
+        SavedTensor("queries", w.q * e),
+        SavedTensor("linear_proj: input", w.q * e),
+        SavedTensor("attention: logarithms", w.heads * LOG, core),
     ]
     gates = "gated_q" in n.sizes  # of each query, which are a part of linear_qkv's output
     if gates:
-        found.append(Kept("attention: output before its gate", w.q * e))
-        found.append(Kept("gate", w.q * (e if training.transformer_engine else 4)))
+        found.append(SavedTensor("attention: output before its gate", w.q * e))
+        found.append(SavedTensor("gate", w.q * (e if training.transformer_engine else 4)))
     if training.transformer_engine:
-        return [*found, Kept("keys", w.kv * e), Kept("values", w.kv * e)]
+        return [*found, SavedTensor("keys", w.kv * e), SavedTensor("values", w.kv * e)]
     if e == w.norm:  # norms of what is no copy, but a part of linear_qkv's output, keep that, which is kept anyway
         parts = {"norm of keys: input"} | ({"norm of queries: input"} if w.groups == 1 else set())
         found = [row for row in found if row.what not in parts]
     # Ranks that share a group gather all groups to cut their own out. Source: megatron-core 0.19, SelfAttention.
     cut = split.tp if split.tp <= n["kv_heads"] else 1
-    found.append(Kept("linear_qkv: output", ((1 + gates) * n["q"] + 2 * n["kv"]) / cut * e))
+    found.append(SavedTensor("linear_qkv: output", ((1 + gates) * n["q"] + 2 * n["kv"]) / cut * e))
     if split.cp > 1:
-        found.append(Kept("keys and values of all context-parallel ranks", 2 * w.kv * e * split.cp))
+        found.append(SavedTensor("keys and values of all context-parallel ranks", 2 * w.kv * e * split.cp))
     else:
-        found.append(Kept("keys", w.kv * e))
+        found.append(SavedTensor("keys", w.kv * e))
     if training.packed or split.cp > 1:
-        found.append(Kept("attention: output", w.q * e, core))
+        found.append(SavedTensor("attention: output", w.q * e, core))
     return found
 
 
-def gated(what: str, numbers: float, training: Training, freed: frozenset[str], *, weighed: bool) -> list[Kept]:
+def gated(what: str, numbers: float, training: Training, freed: frozenset[str], *, weighed: bool) -> list[SavedTensor]:
     """SwiGLU between two linear layers of `numbers` inner numbers.
 
     Unfused, it keeps what goes into each product: both halves, one of them activated, one with megatron-core's offset
@@ -136,27 +136,27 @@ def gated(what: str, numbers: float, training: Training, freed: frozenset[str], 
     e = training.precision.weight
     activation = freed | {"moe_act"} if weighed else freed
     found = [
-        Kept(f"{what}: output of linear_fc1", 2 * numbers * e, freed),
-        Kept(f"{what}: input of linear_fc2", numbers * e, activation),
+        SavedTensor(f"{what}: output of linear_fc1", 2 * numbers * e, freed),
+        SavedTensor(f"{what}: input of linear_fc2", numbers * e, activation),
     ]
     if not training.fused_activation:
-        found.append(Kept(f"{what}: factors", (2 + weighed) * numbers * e, activation))
+        found.append(SavedTensor(f"{what}: factors", (2 + weighed) * numbers * e, activation))
     return found
 
 
-def dense_mlp(n: Dimensions, split: Split, training: Training) -> list[Kept]:
+def dense_mlp(n: Dimensions, split: Split, training: Training) -> list[SavedTensor]:
     """The MLP of a layer without experts, with the norm before it."""
     w, freed = Widths.of(n, split, training), frozenset({"mlp"})
     # Transformer Engine's norm is a part of linear_fc1, and is recomputed with it.
     inside = freed if training.transformer_engine else frozenset()
     return [
         *norm("norm before MLP", w.hidden, 1 / split.sequence_ranks, w, training),
-        Kept("linear_fc1: input", w.hidden * w.weight, inside),
+        SavedTensor("linear_fc1: input", w.hidden * w.weight, inside),
         *gated("MLP", w.ffn, training, freed, weighed=False),
     ]
 
 
-def experts(n: Dimensions, split: Split, training: Training, chosen: int) -> list[Kept]:
+def experts(n: Dimensions, split: Split, training: Training, chosen: int) -> list[SavedTensor]:
     """The router and the experts of a layer, with the norm before them.
 
     Args:
@@ -175,52 +175,52 @@ def experts(n: Dimensions, split: Split, training: Training, chosen: int) -> lis
         maps = (number + chosen) * INDEX
     return [
         *norm("norm before experts", w.hidden, token, w, training),
-        Kept("router: input", w.hidden * w.weight, frozenset({"layernorm"})),
-        Kept("router: choice", token * (chosen * (2 * INDEX + NORM) + scores + 1), freed),
-        Kept("experts: where tokens go", token * maps, freed),
-        Kept("experts: probabilities", seen * NORM, freed),
-        Kept("experts: linear_fc1 input", seen * n["hidden"] * w.weight, freed),
+        SavedTensor("router: input", w.hidden * w.weight, frozenset({"layernorm"})),
+        SavedTensor("router: choice", token * (chosen * (2 * INDEX + NORM) + scores + 1), freed),
+        SavedTensor("experts: where tokens go", token * maps, freed),
+        SavedTensor("experts: probabilities", seen * NORM, freed),
+        SavedTensor("experts: linear_fc1 input", seen * n["hidden"] * w.weight, freed),
         *gated("experts", seen * n["moe_ffn"] / split.expert_tp, training, freed, weighed=True),
         *shared_expert(n, split, training, freed),
     ]
 
 
-def shared_expert(n: Dimensions, split: Split, training: Training, freed: frozenset[str]) -> list[Kept]:
+def shared_expert(n: Dimensions, split: Split, training: Training, freed: frozenset[str]) -> list[SavedTensor]:
     """The expert that every token visits, and the gate of its output; its input is the router's."""
     if not (ffn := n.sizes.get("shared_ffn", 0)):
         return []
     w = Widths.of(n, split, training)
     return [
         *gated("shared expert", ffn / split.tp, training, freed, weighed=False),
-        Kept("shared expert: output", w.hidden * w.weight, freed),
-        Kept("shared expert: gate", w.weight / split.sequence_ranks, freed),
+        SavedTensor("shared expert: output", w.hidden * w.weight, freed),
+        SavedTensor("shared expert: gate", w.weight / split.sequence_ranks, freed),
     ]
 
 
-def adapters(n: Dimensions, training: Training, layer: int) -> list[Kept]:
+def adapters(n: Dimensions, training: Training, layer: int) -> list[SavedTensor]:
     """Between the two matrices of each adapter of a layer."""
     if training.lora is None:
         return []
     names = [name for name in adapter_widths(n, layer) if name in training.lora.targets]
-    return [Kept(f"adapter of {name}", training.lora.rank * training.precision.weight) for name in names]
+    return [SavedTensor(f"adapter of {name}", training.lora.rank * training.precision.weight) for name in names]
 
 
-def final_norm(n: Dimensions, split: Split, training: Training) -> list[Kept]:
+def final_norm(n: Dimensions, split: Split, training: Training) -> list[SavedTensor]:
     """The norm behind all layers."""
     w = Widths.of(n, split, training)
     return norm("norm at the end", w.hidden, 1 / split.sequence_ranks, w, training)
 
 
-def head(n: Dimensions, split: Split, training: Training, *, in_chunks: bool = False) -> list[Kept]:
+def head(n: Dimensions, split: Split, training: Training, *, in_chunks: bool = False) -> list[SavedTensor]:
     """The output layer and its losses, which keep the softmax unless they are computed in chunks."""
     w = Widths.of(n, split, training)
-    found = [Kept("output_layer: input", w.hidden * w.weight)]
+    found = [SavedTensor("output_layer: input", w.hidden * w.weight)]
     if in_chunks:
-        return [*found, Kept("loss: labels", INDEX)]
-    return [*found, softmax(n, split, training), Kept("loss: labels", INDEX + 1)]
+        return [*found, SavedTensor("loss: labels", INDEX)]
+    return [*found, softmax(n, split, training), SavedTensor("loss: labels", INDEX + 1)]
 
 
-def next_tokens(n: Dimensions, split: Split, training: Training, *, arrived: bool) -> list[Kept]:
+def next_tokens(n: Dimensions, split: Split, training: Training, *, arrived: bool) -> list[SavedTensor]:
     """Multi-token prediction around its layer: norms of hidden states and of embedded next tokens, the projection of
     both, and the norm behind the layer.
 
@@ -232,29 +232,29 @@ def next_tokens(n: Dimensions, split: Split, training: Training, *, arrived: boo
     found = [
         *norm("norm of next tokens", w.hidden, statistic, w, training),
         *norm("norm of hidden states", w.hidden, statistic, w, training),
-        Kept("eh_proj: input", 2 * w.hidden * w.weight),
+        SavedTensor("eh_proj: input", 2 * w.hidden * w.weight),
         *norm("norm behind multi-token prediction", w.hidden, statistic, w, training),
     ]
     if w.weight == w.norm:  # a norm's input is no copy then: hidden states are the output layer's input too
         parts = {"norm of hidden states: input"} | ({"norm of next tokens: input"} if arrived else set())
         found = [row for row in found if row.what not in parts]
         # The layer's input is a sequence-parallel part of what all ranks have gathered, which it keeps.
-        found.append(Kept("eh_proj: output of other ranks' tokens", (n["hidden"] - w.hidden) * w.weight))
+        found.append(SavedTensor("eh_proj: output of other ranks' tokens", (n["hidden"] - w.hidden) * w.weight))
     return found
 
 
-def weighed_losses() -> list[Kept]:
+def weighed_losses() -> list[SavedTensor]:
     """What brings the losses of multi-token prediction to the model's backward pass."""
-    return [Kept("loss mask", NORM), Kept("losses, weighed", NORM)]
+    return [SavedTensor("loss mask", NORM), SavedTensor("losses, weighed", NORM)]
 
 
-def softmax(n: Dimensions, split: Split, training: Training) -> Kept:
+def softmax(n: Dimensions, split: Split, training: Training) -> SavedTensor:
     """The softmax of the loss in float32. Transformer Engine's own has the gradient in place of the logits instead."""
     scores = training.precision.weight if training.fused_loss else 4
-    return Kept("loss: softmax", n["vocab"] / split.tp * scores)
+    return SavedTensor("loss: softmax", n["vocab"] / split.tp * scores)
 
 
-def embedding(n: Dimensions, training: Training, *, first: bool) -> list[Kept]:
+def embedding(n: Dimensions, training: Training, *, first: bool) -> list[SavedTensor]:
     """The angles that all layers share; token ids, where they are embedded, next tokens' too if they are used."""
-    angles = Kept("rotary angles", 2 * n["head_dim"] * training.precision.weight)
-    return [angles, Kept("token ids", INDEX * first * (1 + training.trains_mtp))]
+    angles = SavedTensor("rotary angles", 2 * n["head_dim"] * training.precision.weight)
+    return [angles, SavedTensor("token ids", INDEX * first * (1 + training.trains_mtp))]

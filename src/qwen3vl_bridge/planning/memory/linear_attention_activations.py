@@ -15,7 +15,7 @@ of each chunk's triangular system, and work out the rest again. Source: flash-li
 from __future__ import annotations
 
 from qwen3vl_bridge.models.common.flops import CHUNK
-from qwen3vl_bridge.planning.memory.language_activations import INDEX, NORM, Kept, Widths, norm
+from qwen3vl_bridge.planning.memory.language_activations import INDEX, NORM, SavedTensor, Widths, norm
 from qwen3vl_bridge.planning.settings import Training
 from qwen3vl_bridge.planning.split import Split
 from qwen3vl_bridge.weights.dimensions import Dimensions
@@ -23,7 +23,7 @@ from qwen3vl_bridge.weights.dimensions import Dimensions
 _FLOAT = 4  # bytes, in which the rule is computed in torch, and decays everywhere
 
 
-def linear_attention(n: Dimensions, split: Split, training: Training, slots: float = 1.0) -> list[Kept]:
+def linear_attention(n: Dimensions, split: Split, training: Training, slots: float = 1.0) -> list[SavedTensor]:
     """Linear attention of one layer, with the norm before it.
 
     Args:
@@ -35,38 +35,38 @@ def linear_attention(n: Dimensions, split: Split, training: Training, slots: flo
     keys, key_heads = 2 * n["l_key"] / split.tp, 2 * n["l_key"] / n["l_key_dim"] / split.tp
     found = [
         *norm("norm before attention", w.hidden, 1 / split.sequence_ranks, w, training),
-        Kept("in_proj: input", w.hidden * e),
-        Kept("in_proj: output, which the convolution takes", (mixed + value + 2 * heads) * e),
-        Kept("decays: softplus", 2 * heads * _FLOAT),
-        Kept("writing strengths", heads * e),
-        Kept("out_proj: input", value * e),
+        SavedTensor("in_proj: input", w.hidden * e),
+        SavedTensor("in_proj: output, which the convolution takes", (mixed + value + 2 * heads) * e),
+        SavedTensor("decays: softplus", 2 * heads * _FLOAT),
+        SavedTensor("writing strengths", heads * e),
+        SavedTensor("out_proj: input", value * e),
     ]
     if not training.transformer_engine:
         return [
             *found,
-            Kept("convolution: earlier tokens", (n["l_conv"] - 1) * (mixed * e + 1)),
-            Kept("convolution: output", mixed * e),
-            Kept("queries and keys before their norm", (keys + key_heads) * _FLOAT),
+            SavedTensor("convolution: earlier tokens", (n["l_conv"] - 1) * (mixed * e + 1)),
+            SavedTensor("convolution: output", mixed * e),
+            SavedTensor("queries and keys before their norm", (keys + key_heads) * _FLOAT),
             *_rule_in_torch(n, heads, slots),
             *norm("norm of the output", value, heads, w, training),
-            Kept("gate and what it becomes", 2 * value * _FLOAT),
-            Kept("norm of the output: result", value * e),
+            SavedTensor("gate and what it becomes", 2 * value * _FLOAT),
+            SavedTensor("norm of the output: result", value * e),
         ]
     return [
         *found,
-        Kept("queries and keys, normalised", keys * e + key_heads * NORM),
-        Kept("queries and keys of value heads", 2 * heads * n["l_key_dim"] * e),
-        Kept("values", value * e),
-        Kept("decays since the chunk began", heads * _FLOAT),
-        Kept("inverses of chunks' systems", heads * CHUNK * e),
-        Kept("norm of the output: input", value * e),
-        Kept("norm of the output: statistic", heads * NORM),
-        Kept("norm of the output: result", value * e),
-        Kept("gate", value * e),
+        SavedTensor("queries and keys, normalised", keys * e + key_heads * NORM),
+        SavedTensor("queries and keys of value heads", 2 * heads * n["l_key_dim"] * e),
+        SavedTensor("values", value * e),
+        SavedTensor("decays since the chunk began", heads * _FLOAT),
+        SavedTensor("inverses of chunks' systems", heads * CHUNK * e),
+        SavedTensor("norm of the output: input", value * e),
+        SavedTensor("norm of the output: statistic", heads * NORM),
+        SavedTensor("norm of the output: result", value * e),
+        SavedTensor("gate", value * e),
     ]
 
 
-def _rule_in_torch(n: Dimensions, heads: float, slots: float) -> list[Kept]:
+def _rule_in_torch(n: Dimensions, heads: float, slots: float) -> list[SavedTensor]:
     """The gated delta rule line by line, in float32; numbers of a head and a slot."""
     key, value = n["l_key_dim"], n["l_value_dim"]
     numbers = {
@@ -76,8 +76,8 @@ def _rule_in_torch(n: Dimensions, heads: float, slots: float) -> list[Kept]:
         "decays and strengths": 4 + 1 / CHUNK,
         "states": key * value / CHUNK,
     }
-    rows = [Kept(f"delta rule: {what}", heads * slots * number * _FLOAT) for what, number in numbers.items()]
-    return [*rows, Kept("delta rule: tokens in slots", slots * INDEX)]
+    rows = [SavedTensor(f"delta rule: {what}", heads * slots * number * _FLOAT) for what, number in numbers.items()]
+    return [*rows, SavedTensor("delta rule: tokens in slots", slots * INDEX)]
 
 
 def linear_attention_passing(n: Dimensions, split: Split, training: Training) -> float:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from qwen3vl_bridge.planning.memory import language_activations as kept
 from qwen3vl_bridge.planning.memory import vision_activations
-from qwen3vl_bridge.planning.memory.language_activations import Kept
+from qwen3vl_bridge.planning.memory.language_activations import SavedTensor
 from qwen3vl_bridge.planning.memory.linear_attention_activations import linear_attention, linear_attention_passing
 from qwen3vl_bridge.planning.memory.parameters import kinds_of_layers
 from qwen3vl_bridge.planning.settings import Recompute, Training
@@ -79,7 +79,7 @@ class Layer:
         gradients: of its widest tensors, while its backward pass runs.
     """
 
-    rows: tuple[Kept, ...]
+    rows: tuple[SavedTensor, ...]
     entry: float
     gradients: float
 
@@ -241,5 +241,5 @@ def _recomputed(layers: Sequence[Layer], recompute: Recompute) -> tuple[float, f
     return math.fsum(group[0].entry for group in groups), gradients + most
 
 
-def _sum(rows: Sequence[Kept]) -> float:
+def _sum(rows: Sequence[SavedTensor]) -> float:
     return math.fsum(row.nbytes for row in rows)

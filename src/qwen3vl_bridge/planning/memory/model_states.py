@@ -76,7 +76,10 @@ def stage_states(n: Dimensions, split: Split, chunks: tuple[Chunk, ...], trainin
         ValueError: a kind of sharding that does not go with pipeline stages.
     """
     if training.sharding in (Sharding.GRADIENTS, Sharding.ALL) and split.pp > 1:
-        raise ValueError(f"pp is {split.pp} with {training.sharding.value}, expected 1: Megatron-FSDP has no stages")
+        raise ValueError(
+            f"pp is {split.pp} with {training.sharding.value}, expected 1: Megatron-FSDP does not "
+            "support pipeline stages"
+        )
     held, trained = held_and_trained(n, split, chunks, training)
     if training.lora is not None:
         adapters = sum(adapter_count(n, split, chunk, training.lora) for chunk in chunks)

@@ -10,78 +10,78 @@ whole on every rank.
 from __future__ import annotations
 
 from qwen3vl_bridge.planning.communication import payload_numbers
-from qwen3vl_bridge.planning.memory.language_activations import INDEX, LOG, Kept
+from qwen3vl_bridge.planning.memory.language_activations import INDEX, LOG, SavedTensor
 from qwen3vl_bridge.planning.settings import Training
 from qwen3vl_bridge.planning.split import Split
 from qwen3vl_bridge.weights.dimensions import Dimensions
 
 
-def vision_layer(n: Dimensions, split: Split, training: Training) -> list[Kept]:
+def vision_layer(n: Dimensions, split: Split, training: Training) -> list[SavedTensor]:
     """One layer of the tower."""
     e, v, f = training.precision.weight, n["v_hidden"], n["v_ffn"] / split.tp
     rotated, core = v / split.tp * e, frozenset({"core_attn"})
     statistics = 2 * _statistic(training)
     found = [
-        Kept("norm before attention: input", v * e),
-        Kept("linear_qkv: input", v * e),
-        Kept("queries and keys", 2 * rotated),
-        Kept("attention: logarithms", n["v_heads"] / split.tp * LOG, core),
-        Kept("linear_proj: input", rotated),
-        Kept("norm before MLP: input", v * e),
-        Kept("linear_fc1: input", v * e),
-        Kept("norms: statistics", 2 * statistics),
-        Kept("MLP: output of linear_fc1", f * e),
-        Kept("MLP: input of linear_fc2", f * e),
+        SavedTensor("norm before attention: input", v * e),
+        SavedTensor("linear_qkv: input", v * e),
+        SavedTensor("queries and keys", 2 * rotated),
+        SavedTensor("attention: logarithms", n["v_heads"] / split.tp * LOG, core),
+        SavedTensor("linear_proj: input", rotated),
+        SavedTensor("norm before MLP: input", v * e),
+        SavedTensor("linear_fc1: input", v * e),
+        SavedTensor("norms: statistics", 2 * statistics),
+        SavedTensor("MLP: output of linear_fc1", f * e),
+        SavedTensor("MLP: input of linear_fc2", f * e),
     ]
     if training.transformer_engine:
-        return [*found, Kept("values", rotated)]
+        return [*found, SavedTensor("values", rotated)]
     # Values are a part of what made them, and frames' outputs are put together.
-    return [*found, Kept("linear_qkv: output", 3 * rotated), Kept("attention: output", rotated, core)]
+    return [*found, SavedTensor("linear_qkv: output", 3 * rotated), SavedTensor("attention: output", rotated, core)]
 
 
-def patches(n: Dimensions, training: Training) -> list[Kept]:
+def patches(n: Dimensions, training: Training) -> list[SavedTensor]:
     """Pixels, where positions are looked up, and the angles that all layers share."""
     pixels = n["v_channels"] * n["v_temporal_patch"] * n["v_patch"] ** 2
     e, head_dim = training.precision.weight, n["v_hidden"] // n["v_heads"]
     return [
-        Kept("pixels", pixels * e),
-        Kept("learned positions", 4 * (INDEX + e)),
-        Kept("rotary angles", 2 * head_dim * 4),  # float32 in any precision
+        SavedTensor("pixels", pixels * e),
+        SavedTensor("learned positions", 4 * (INDEX + e)),
+        SavedTensor("rotary angles", 2 * head_dim * 4),  # float32 in any precision
     ]
 
 
-def merger(n: Dimensions, split: Split, training: Training, *, after_shuffle: bool) -> list[Kept]:
+def merger(n: Dimensions, split: Split, training: Training, *, after_shuffle: bool) -> list[SavedTensor]:
     """One merger. A DeepStack merger's input is a layer's input too, and kept there."""
     e, v = training.precision.weight, n["v_hidden"]
     joined = n["v_merged"] // v  # patches of a token
     statistic = 2 * _statistic(training)
     found = [
-        Kept("merger: linear_fc1 input", v * e),
-        Kept("merger: linear_fc1 output and linear_fc2 input", 2 * v / split.tp * e),
+        SavedTensor("merger: linear_fc1 input", v * e),
+        SavedTensor("merger: linear_fc1 output and linear_fc2 input", 2 * v / split.tp * e),
     ]
     if after_shuffle:
-        return [*found, Kept("merger: statistics", statistic / joined)]
-    return [*found, Kept("merger: norm input", v * e), Kept("merger: statistics", statistic)]
+        return [*found, SavedTensor("merger: statistics", statistic / joined)]
+    return [*found, SavedTensor("merger: norm input", v * e), SavedTensor("merger: statistics", statistic)]
 
 
-def fused(n: Dimensions, training: Training) -> list[Kept]:
+def fused(n: Dimensions, training: Training) -> list[SavedTensor]:
     """For each vision token of a context-parallel rank: put in place of its placeholder, with where it goes."""
-    return [Kept("vision tokens", n["hidden"] * training.precision.weight + 3 * INDEX)]
+    return [SavedTensor("vision tokens", n["hidden"] * training.precision.weight + 3 * INDEX)]
 
 
-def payload(n: Dimensions, training: Training) -> list[Kept]:
+def payload(n: Dimensions, training: Training) -> list[SavedTensor]:
     """For each vision token of a replica, on both sides where the tower has ranks of its own: what is sent, which
     megatron-core's schedule keeps until the backward pass.
     """
-    return [Kept("sent between towers", payload_numbers(n) * training.precision.weight)]
+    return [SavedTensor("sent between towers", payload_numbers(n) * training.precision.weight)]
 
 
-def deepstack(n: Dimensions, split: Split, training: Training, received: int) -> list[Kept]:
+def deepstack(n: Dimensions, split: Split, training: Training, received: int) -> list[SavedTensor]:
     """For each vision token of a context-parallel rank: the features that a chunk has received, for its own layers and
     those behind it.
     """
     features = received * n["hidden"] * training.precision.weight
-    return [Kept("DeepStack features", (features + INDEX) / split.sequence_ranks)]
+    return [SavedTensor("DeepStack features", (features + INDEX) / split.sequence_ranks)]
 
 
 def _statistic(training: Training) -> int:

@@ -55,4 +55,4 @@ class LeftOut:
         if total and total >= 2 * self._said:
             self._said = total
             words = ", ".join(f"{name} {count}" for name, count in figures.items())
-            logger.warning("samples that training did without by step %d: %s", step, words)
+            logger.warning("samples left out of training up to step %d: %s", step, words)

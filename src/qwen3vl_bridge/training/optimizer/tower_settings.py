@@ -109,7 +109,7 @@ def _check_values(cfg: ConfigContainer, towers: Qwen3VLTowers, frozen: set[Part]
     if towers.rates() and (not optimizer.lr or (optimizer.min_lr or 0.0) > optimizer.lr):
         raise ValueError(
             f"optimizer.lr is {optimizer.lr} and optimizer.min_lr {optimizer.min_lr}: expected a rate above 0 that is "
-            "not below its minimum, whose proportion the parts' rates follow"
+            "not below its minimum; the parts' learning rates keep this ratio"
         )
     for part, rate in towers.rates().items():
         name = f"{_FIELD}.{part.value}_lr"

@@ -159,10 +159,10 @@ class _Unpickler(_Base):
         # Tuples in each other, shared, take a time without end to compare or to hash.
         load(self)
         if _depth(self.stack[-1]) > _MAX_DEPTH:
-            raise pickle.UnpicklingError(f"it has tuples in each other more than {_MAX_DEPTH} deep")
+            raise pickle.UnpicklingError(f"it nests tuples more than {_MAX_DEPTH} deep")
 
     def _refuse(self) -> None:
-        raise pickle.UnpicklingError("it holds an instruction that torch does not write")
+        raise pickle.UnpicklingError("it has a pickle opcode that torch does not write")
 
     dispatch[pickle.BUILD[0]] = load_build
     for _code in (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3):
@@ -173,7 +173,7 @@ class _Unpickler(_Base):
 
 def _reason(error: Exception) -> str:
     if isinstance(error, EOFError):  # often without a word
-        return "it ends too soon, expected a whole pickle"
+        return "it is truncated, expected a complete pickle"
     return str(error) or type(error).__name__
 
 

@@ -194,6 +194,6 @@ def _refuse_experts(layer: str, peft: PEFT, config: VisionLanguageFields) -> Non
     refuse_cut_experts(config)
     if getattr(peft, "experts_shared_outer_loras", False) and not is_grouped_expert_linear(layer):
         raise ValueError(
-            f"experts_shared_outer_loras is True, and {layer} is an expert's own (moe_grouped_gemm is "
-            f"{config.moe_grouped_gemm}); expected False, since each has an adapter of its own"
+            f"experts_shared_outer_loras is True, and {layer} belongs to a single expert (moe_grouped_gemm is "
+            f"{config.moe_grouped_gemm}); expected False, because every expert has its own adapter"
         )

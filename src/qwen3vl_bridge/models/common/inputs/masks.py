@@ -43,7 +43,7 @@ def real_tokens(attention_mask: Tensor | None, padding_mask: Tensor | None, ids:
         row, token = (int(place) for place in (real != without).nonzero()[0])
         raise ValueError(
             f"padding_mask has {int(not without[row, token])} for token {token} of row {row}, expected "
-            f"{int(not real[row, token])}, as attention_mask has it"
+            f"{int(not real[row, token])} to agree with attention_mask"
         )
     return without
 

@@ -134,7 +134,7 @@ RULES: tuple[Rule, ...] = (
     _check_replicas,
     *under(
         APART,
-        Row(_CONTEXT, 1, "megatron-core's communicator between modules does not know context parallelism"),
+        Row(_CONTEXT, 1, "megatron-core's communicator between modules does not support context parallelism"),
         Row(f"virtual_{_STAGES}", None, "the schedule of two modules is not interleaved"),
         Row("variable_seq_lengths", True, "what the modules send each other grows with the pictures of a row"),
         Row("fp16", False, "each module would scale its loss, and skip steps, by itself"),
