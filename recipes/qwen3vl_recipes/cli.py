@@ -128,6 +128,10 @@ def _command(args: argparse.Namespace, *, needs_weights: bool) -> None:
     except (ValueError, AssertionError, OSError) as error:  # Megatron-Bridge asserts what it expects of a configuration
         if args.verbose:
             raise
+        from qwen3vl_bridge.data.errors import DataError
+
+        if isinstance(error, DataError):
+            error = error.without_traceback()
         show(f"error: {str(error) or repr(error)}\n(--verbose shows where)", error=True)
         sys.exit(BAD_INPUT)
 

@@ -161,6 +161,15 @@ def test_broken_samples_are_counted_and_named_and_the_rest_shown(tmp_path, inspe
     assert "found an empty list under 'messages'" in as_text(found).plain
 
 
+def test_where_all_samples_are_broken_the_report_says_so(tmp_path, inspect):
+    file = write(tmp_path / "train.jsonl", [{"messages": "none"}] * 3)
+    found = inspect(file)
+    write_html(found, tmp_path / "report.html", "train.jsonl", "model")
+    for text in (as_text(found).plain, (tmp_path / "report.html").read_text()):
+        assert "none measured" in text and "train.jsonl:3" in text
+    assert json.loads(as_json(found))["length"] is None
+
+
 def test_a_fault_of_ours_names_the_sample(train_file, inspect, monkeypatch):
     def fail(*_, **__):
         raise TypeError("no such thing")

@@ -34,7 +34,7 @@ ROOTS = (
     "src",
 )
 # Files of other projects, and of users.
-ELSEWHERE = re.compile(r"/|(Megatron-Bridge|scripts/training|verl|nemo_rl|miles|slime|swift|RUN|DATA|LLAVA|CORD)/")
+ELSEWHERE = re.compile(r"/|(Megatron-Bridge|scripts/training|utils|verl|nemo_rl|miles|slime|swift|RUN|DATA|LLAVA|CORD)/")
 
 
 def without_code(text: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -127,16 +127,19 @@ def summary(inspection: Inspection) -> dict[str, str]:
     """The figures, each with its name."""
     lengths, fills = inspection.lengths, inspection.row_fills
     shown, total, rows = len(inspection.samples), inspection.num_samples, len(fills)
-    figures = f"min {min(lengths):,}, median {median(lengths):,g}, mean {mean(lengths):,.1f}, max {max(lengths):,}"
     kind = "packed" if inspection.pack else "padded, one sample each"
     return {
         "samples": f"{total:,}: {shown:,} shown, {len(lengths):,} measured",
-        "tokens": figures if lengths else "none measured",
+        "tokens": _spread(lengths) if lengths else "none measured",
         "trained on": f"{inspection.trained_share:.1%} of the tokens of the samples shown",
         "too long": f"{inspection.too_long:,} of {len(lengths):,} for a row of {inspection.seq_length:,} tokens",
         "rows": f"{rows:,} of the samples measured, {kind}: {inspection.fill:.1%} real tokens" if rows else "none",
         "errors": f"{len(inspection.errors):,}",
     }
+
+
+def _spread(lengths: Sequence[int]) -> str:
+    return f"min {min(lengths):,}, median {median(lengths):,g}, mean {mean(lengths):,.1f}, max {max(lengths):,}"
 
 
 def as_json(inspection: Inspection) -> str:

@@ -140,7 +140,9 @@ class RowPlan:
         epochs = [w.first_row for w in self._windows if w.epoch == window.epoch and w.start == 0]
         if epochs and epochs[0] == first_row:
             raise DataError(
-                f"epoch {window.epoch}", "none of its samples is in a row: all are bad or too long, and dropped"
+                f"epoch {window.epoch}",
+                "none of its samples is in a row: all are bad or too long, and were dropped. The log names the first "
+                "of them; `qwen3vl data inspect` shows why, `on_bad=error` stops at the first",
             )
         self._windows.append(Window(window.epoch + 1, 0, (), first_row, packed.dropped))
         self._report(window.epoch, first_row - epochs[0] if epochs else 0)

@@ -246,7 +246,7 @@ def open_source(
             raise DataError(
                 str(path),
                 f"found {names} in the folder, expected Parquet files or what save_to_disk wrote (a folder with "
-                "train.jsonl is for dataset.path or --data)",
+                "train.jsonl is for dataset.path or --data; another .json or .jsonl file is named itself)",
             )
         return HubDataset.saved(path, media, schema) if saved else Parquet(path, media, schema)
     if path.suffix == ".parquet":
