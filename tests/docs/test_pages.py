@@ -1,4 +1,4 @@
-"""The pages of docs/: all are in the site's nav, their links lead somewhere, files that they name are there."""
+"""The pages of docs/: all are in the site's nav, their links lead somewhere."""
 
 from __future__ import annotations
 

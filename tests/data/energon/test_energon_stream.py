@@ -127,7 +127,7 @@ def test_ranks_go_on_from_what_one_of_them_wrote(make, folder):
         resumed = provider.stream("train", dp_rank=rank, dp_size=2)
         resumed.load_state_dict(state)
         assert all(map(same, take(resumed, 5), whole[rank][3:]))
-    with pytest.raises(ValueError, match="of other data than this: found ranks 1, expected 2"):
+    with pytest.raises(ValueError, match="to other data than this: found ranks 1, expected 2"):
         provider.stream("train").load_state_dict(state)
 
 

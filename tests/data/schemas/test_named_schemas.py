@@ -225,8 +225,8 @@ def turns(*changes) -> dict:
     [
         ("rdr", {"text": None}, "found the keys image, text, expected image and text under schema rdr"),
         ("rdr", {"text": 7}, "found int under 'text', expected a non-empty string"),
-        ("rdr", {"text": " "}, "found an empty string under 'text', expected a string"),
-        ("medpix", {"question": ["a"]}, "found list under 'question', expected a string"),
+        ("rdr", {"text": " "}, "found an empty string under 'text', expected a non-empty string"),
+        ("medpix", {"question": ["a"]}, "found list under 'question', expected a non-empty string"),
         ("raven", {"images": []}, "found an empty list under 'images', expected a list of pictures"),
         ("raven", {"images": "7.png"}, "found str under 'images', expected a list of pictures"),
         ("raven", {"texts": {}}, "found dict under 'texts', expected a list of objects with 'user' and 'assistant'"),
@@ -240,9 +240,9 @@ def turns(*changes) -> dict:
         ("llava_video_178k", turns({"from": "gpt", "value": ""}), "x: turn 2: found an empty string under 'value'"),
         ("squad", {"answers": ["Tea"]}, r"found \['Tea'\] under 'answers', expected an object with 'text', a list"),
         ("squad", {"answers": {"text": []}}, "under 'answers', expected an object with 'text', a list"),
-        ("squad", {"answers": {"text": [7]}}, "found int under the first 'text' of 'answers', expected a string"),
-        ("gsm8k", {"answer": 3}, "found int under 'answer', expected a string"),
-        ("openmathinstruct2", {"expected_answer": 4}, "found int under 'expected_answer', expected a string"),
+        ("squad", {"answers": {"text": [7]}}, "found int under the first 'text' of 'answers', expected a non-empty"),
+        ("gsm8k", {"answer": 3}, "found int under 'answer', expected a non-empty string"),
+        ("openmathinstruct2", {"expected_answer": 4}, "found int under 'expected_answer', expected a non-empty string"),
     ],
 )  # fmt: skip
 def test_a_bad_value_is_refused_with_its_place(tmp_path, name, change, message):
