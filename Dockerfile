@@ -16,8 +16,8 @@ WORKDIR /opt/qwen3vl_bridge
 # What the environment is made from comes first, so that a change of the code does not make it anew.
 COPY Makefile pyproject.toml README.md LICENSE ./
 COPY requirements requirements
-COPY scripts/setup_env.sh scripts/setup_env.sh
-RUN make env && rm -rf /root/.cache
+COPY scripts/setup_env.sh scripts/find_python.sh scripts/
+RUN make env && rm -rf ~/.cache
 
 COPY . .
 CMD ["make", "demo"]

@@ -6,16 +6,12 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 unset PYTHONHOME PYTHONPATH VIRTUAL_ENV
 export PIP_DISABLE_PIP_VERSION_CHECK=1 NO_MKDOCS_2_WARNING=1
 
+. scripts/find_python.sh
 venv=.venv-docs
 done=$venv/.pins-done # written last: all pins are in
 
 if ! cmp -s requirements/docs.txt "$done"; then
-    python=${PYTHON:-python3.12}
-    "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null || python=python3
-    "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' || {
-        echo "build_docs: Python 3.12 is needed; name one: PYTHON=/path/to/python3.12 make docs" >&2
-        exit 1
-    }
+    python=$(find_python "make docs")
     "$python" -m venv --clear "$venv"
     "$venv/bin/python" -m pip install --quiet --no-deps -r requirements/docs.txt
     cp requirements/docs.txt "$done"

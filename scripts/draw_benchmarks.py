@@ -1,7 +1,6 @@
 """Draws the plots of docs/benchmarks.md from benchmarks/results, and writes the sentences with their figures.
 
-    python -m scripts.draw_benchmarks           # plots into docs/images, sentences into the page
-    python -m scripts.draw_benchmarks --check   # exit with 1 if the page's sentences are others
+    python -m scripts.draw_benchmarks    # plots into docs/images, sentences into the page
 
 What lives here: which rows of the CSV files are shown, and how. What may not: measuring (`benchmarks/`), what figures
 do not show (the page).
@@ -12,7 +11,6 @@ from __future__ import annotations
 import argparse
 import csv
 import statistics
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -347,22 +345,13 @@ def with_figures(page: str) -> str:
     return page
 
 
-def main() -> int:
+def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="compare the page's sentences, and write nothing")
-    check = parser.parse_args().check
-    page = PAGE.read_text("utf-8")
-    new = with_figures(page)
-    if check:
-        if new != page:
-            print(f"{PAGE} has other figures; run python -m scripts.draw_benchmarks", file=sys.stderr)
-        return int(new != page)
-    PAGE.write_text(new, "utf-8")
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    PAGE.write_text(with_figures(PAGE.read_text("utf-8")), "utf-8")
     for plot in PLOTS:
         plot.draw(IMAGES / plot.file)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

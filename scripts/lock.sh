@@ -12,24 +12,22 @@ header='# Made by `make lock` from cpu.in and overrides.txt. Do not edit.
 new=$(mktemp)
 trap 'rm -f "$new"' EXIT
 
-# Run inside requirements/, so that the comments name no folder.
+# Run inside requirements/, so that the comments name no folder. The first argument is a NAME.in; pins of NAME.txt are kept.
 compile() {
+    cp "requirements/${1%.in}.txt" "$new" 2>/dev/null || true
     (cd requirements && ../.venv/bin/uv pip compile "$@" --output-file "$new" \
         --python ../.venv/bin/python --system-certs --quiet \
         --no-header --no-emit-index-url --no-emit-find-links)
 }
 
-cp requirements/cpu.txt "$new" 2>/dev/null || true
 compile cpu.in --override overrides.txt "$@"
 { printf '%s\n' "$header"; cat "$new"; } > requirements/cpu.txt
 
-cp requirements/cuda.txt "$new" 2>/dev/null || true
 compile cuda.in --constraint cpu.txt --no-annotate "$@"
 {
     echo '# Made by `make lock` from cuda.in and cpu.txt. Do not edit. On top of cpu.txt; README.md says how to install it.'
     grep -vxFf <(grep -v '^ *#' requirements/cpu.txt) "$new"
 } > requirements/cuda.txt
 
-cp requirements/docs.txt "$new" 2>/dev/null || true
 compile docs.in --no-annotate "$@"
-{ echo '# Made by `make lock` from docs.in. Do not edit.'; cat "$new"; } >requirements/docs.txt
+{ echo '# Made by `make lock` from docs.in. Do not edit.'; cat "$new"; } > requirements/docs.txt

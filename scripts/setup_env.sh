@@ -16,26 +16,7 @@ fail() {
     exit 1
 }
 
-# Lists every place a Python 3.12 may be. A python3.12 on the PATH may be a pyenv
-# shim that refuses to run, and hide a good one behind it: so all of them are listed.
-python_candidates() {
-    [ -z "${PYTHON:-}" ] || type -P "$PYTHON" || true
-    type -aP python3.12 python3 python || true
-    ls -d "${PYENV_ROOT:-${HOME:-}/.pyenv}"/versions/3.12*/bin/python 2>/dev/null || true
-    ! type -P uv >/dev/null || uv python find --no-python-downloads 3.12 2>/dev/null || true
-}
-
-find_python() {
-    local candidate
-    while IFS= read -r candidate; do
-        # Prints the interpreter itself, where the candidate is a shim or inside a venv.
-        "$candidate" -c 'import sys; sys.version_info[:2] == (3, 12) or sys.exit(1); print(sys._base_executable)' \
-            2>/dev/null && return
-    done < <(python_candidates)
-    fail "Python 3.12 is needed, and none was found (PATH, pyenv and uv were searched)." \
-        "Get it with one of: 'uv python install 3.12', 'pyenv install 3.12'," \
-        "'apt-get install python3.12 python3.12-venv'. Or name one: PYTHON=/path/to/python3.12 make env"
-}
+. scripts/find_python.sh
 
 # uv takes a fifth of pip's time, but knows nothing of pip's settings (mirrors,
 # certificates). Where it can't reach the registry, pip does the same work.
@@ -57,7 +38,7 @@ install_pins() {
         fail "$venv exists, but this script did not make it. Move it away, then try again."
     fi
     local python start=$SECONDS
-    python=$(find_python)
+    python=$(find_python "make env")
     echo "setup_env: making $venv with $("$python" -V), about 6 GB; a download of 3 GB where nothing is cached"
     mkdir -p "$venv"
     touch "$owned"

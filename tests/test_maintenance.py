@@ -74,7 +74,13 @@ def test_what_a_container_is_made_from_is_there(name):
         for target in re.findall(r"\bmake (\w+)", rest) if word == "RUN" else ():
             assert make_would_run(target)
             # What `make env` needs has been copied before.
-            assert {"Makefile", "pyproject.toml", "requirements", "scripts/setup_env.sh"} <= copied
+            assert {
+                "Makefile",
+                "pyproject.toml",
+                "requirements",
+                "scripts/setup_env.sh",
+                "scripts/find_python.sh",
+            } <= copied
     assert "." in copied
 
 

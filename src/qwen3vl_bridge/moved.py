@@ -123,14 +123,21 @@ def install() -> None:
         sys.meta_path.insert(0, _Finder())
 
 
-def load(package: str, module: str, name: str) -> Any:
-    """What the `__getattr__` of a package answers that was a module.
+def load(package: str, module: str, name: str, new: str | None = None) -> Any:
+    """What the `__getattr__` of a package answers that was a module, or in which a name is another one now.
+
+    Args:
+        package: its name.
+        module: where the name is now.
+        name: the one wanted.
+        new: what it is called there, if otherwise.
 
     Raises:
         AttributeError: the module has no such name.
     """
     if name.startswith("__"):
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
-    found = getattr(importlib.import_module(module), name)
-    warnings.warn(f"{package}.{name} has moved to {module}", DeprecationWarning, stacklevel=3)
+    found = getattr(importlib.import_module(module), new or name)
+    place = module if new is None else f"{module}.{new}"
+    warnings.warn(f"{package}.{name} has moved to {place}", DeprecationWarning, stacklevel=3)
     return found

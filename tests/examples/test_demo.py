@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +17,7 @@ STEPS = 240  # of 400
 
 @pytest.mark.slow
 def test_a_tiny_qwen3_5_learns_digits(tmp_path):
-    assert "$(PY) examples/digits/demo.py $(DEMO_ARGS)" in Path("Makefile").read_text()
+    assert "$(PY) examples/digits/demo.py $(DEMO_ARGS)" in (ROOT / "Makefile").read_text()
     arguments = ["--family", "qwen3_5", "--work-dir", str(tmp_path / "demo"), f"train.train_iters={STEPS}"]
     done = subprocess.run(
         [sys.executable, "examples/digits/demo.py", *arguments],

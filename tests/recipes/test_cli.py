@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import re
 
+from qwen3vl_bridge.data import DataError
+
 import pytest
 from qwen3vl_recipes import cli, qwen3_vl_2b_sft_config
 from qwen3vl_recipes.paths import check_data
 from qwen3vl_recipes.registry import find
+from torch.utils.data import DataLoader
 
 
 @pytest.mark.parametrize(
@@ -65,6 +68,31 @@ def test_weights_that_a_run_begins_with(untied_folder, tmp_path, monkeypatch, ca
         cli.train([*words, "--from-scratch", "checkpoint.pretrained_checkpoint=MEGATRON"])
     assert end.value.code == 2
     assert "pretrained_checkpoint is MEGATRON, expected None with --from-scratch" in capsys.readouterr().err
+
+
+class _Broken:
+    """A data set whose only sample is bad."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, number: int):
+        raise DataError("train.jsonl:1", "found nothing, expected a message")
+
+
+def test_an_error_of_the_data_is_said_without_the_loading_processs_traceback(
+    untied_folder, tmp_path, monkeypatch, capsys
+):
+    def read(cfg, needs_weights):
+        next(iter(DataLoader(_Broken(), num_workers=1)))
+
+    monkeypatch.setattr(cli, "_run", read)
+    words = ["--recipe", "qwen3_vl_digits_sft_config", "--hf-model", str(untied_folder), "--save",
+             str(tmp_path / "run"), "--data-path", str(tmp_path)]  # fmt: skip
+    with pytest.raises(SystemExit) as end:
+        cli.finetune(words)
+    expected = "error: train.jsonl:1: found nothing, expected a message\n(--verbose shows where)\n"
+    assert end.value.code == 2 and capsys.readouterr().err.endswith(expected)
 
 
 def test_a_recipe_that_has_the_name_of_ours(tmp_path):

@@ -4,12 +4,9 @@ What lives here: the public names of reading, encoding, packing and collating, l
 package stays cheap. What may not: the model; and Megatron, but in `provider.py` and the modules for energon.
 """
 
-import warnings
-
-from qwen3vl_bridge import lazy
+from qwen3vl_bridge import lazy, moved
 
 _PUBLIC = {
-    "SampleFilter": "qwen3vl_bridge.data.processing.filtering",
     "Balance": "qwen3vl_bridge.data.loading.row_dataset",
     "BatchStream": "qwen3vl_bridge.data.loading.batch_stream",
     "Columns": "qwen3vl_bridge.data.schemas.columns",
@@ -32,6 +29,7 @@ _PUBLIC = {
     "RowDataset": "qwen3vl_bridge.data.loading.row_dataset",
     "RowPlan": "qwen3vl_bridge.data.packing.row_plan",
     "RowSettings": "qwen3vl_bridge.data.loading.row_dataset",
+    "SampleFilter": "qwen3vl_bridge.data.processing.filtering",
     "Samples": "qwen3vl_bridge.data.processing.samples",
     "Size": "qwen3vl_bridge.data.packing.sample_sizes",
     "StreamedDataset": "qwen3vl_bridge.data.sources.hub_streaming",
@@ -46,16 +44,13 @@ _PUBLIC = {
     "pad_token_id": "qwen3vl_bridge.data.processing.collation",
 }
 
-# Earlier names, for one release.
-_RENAMED = {"Admission": "SampleFilter"}
-
 __all__ = sorted(_PUBLIC)
 
 
 def __getattr__(name: str):
-    if new := _RENAMED.get(name):
-        warnings.warn(f"{__name__}.{name} is now {new}", DeprecationWarning, stacklevel=2)
-    return lazy.load(__name__, _PUBLIC, new or name)
+    if name == "Admission":
+        return moved.load(__name__, _PUBLIC["SampleFilter"], name, "SampleFilter")
+    return lazy.load(__name__, _PUBLIC, name)
 
 
 def __dir__() -> list[str]:

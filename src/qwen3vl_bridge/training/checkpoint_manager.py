@@ -277,9 +277,8 @@ def _random_states_fit(settings: CheckpointConfig, ctx: CheckpointLoadContext) -
     if missing and is_first():
         found = sorted({_place_sizes(key) for key in stored if key.startswith(f"{_RANDOM}/")})
         logger.warning(
-            "%s holds random states of ranks split as %s, and this run is split as %s: they are "
-            "left out, and generators "
-            "go on as rng.seed has set them",
+            "%s holds random states of ranks split as %s, and this run is split as %s: they are left out, and "
+            "generators go on as rng.seed has set them",
             *(folder, " and ".join(found) or "none", _place_sizes(missing[0])),
         )
     return all(key in stored for name, key in heard if name == ctx.module_name)

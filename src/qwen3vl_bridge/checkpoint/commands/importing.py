@@ -38,7 +38,7 @@ def import_checkpoint(
         megatron_path: the checkpoint's root folder, to be made.
         ckpt_format: "fsdp_dtensor" or "torch_dist".
         torch_dtype: "float32", "float16" or "bfloat16" to cast the weights; None to leave their bytes as they are.
-        topology: parallel parallel sizes that the checkpoint is cut for; it loads at any other too.
+        topology: parallel sizes that the checkpoint is cut for; it loads at any other too.
         naming: layer spec to write for, "transformer_engine" or "local".
         vocab_divisor: pad the vocabulary to a multiple of this and the tensor-parallel size, as Megatron does with
             `make_vocab_size_divisible_by`; None for no padding. An fsdp_dtensor checkpoint must have the model's rows.

@@ -42,7 +42,7 @@ def reformat_checkpoint(
         hf_model: folder or hub id of a model whose configuration, tokenizer and processor to take; None for those in
             the checkpoint.
         torch_dtype: "float32", "float16" or "bfloat16" to cast the weights; None to leave their bytes as they are.
-        topology: parallel parallel sizes that the checkpoint is cut for; it loads at any other too.
+        topology: parallel sizes that the checkpoint is cut for; it loads at any other too.
         naming: layer spec to write for, "transformer_engine" or "local".
         vocab_divisor: pad the vocabulary to a multiple of this and the tensor-parallel size; None for the padding that
             is there.

@@ -125,12 +125,14 @@ def describe(picture: Picture) -> str:
 
 def summary(inspection: Inspection) -> dict[str, str]:
     """The figures, each with its name."""
-    lengths, fills = inspection.lengths, inspection.row_fills
+    lengths, fills, spread = inspection.lengths, inspection.row_fills, _spread(inspection.lengths)
     shown, total, rows = len(inspection.samples), inspection.num_samples, len(fills)
     kind = "packed" if inspection.pack else "padded, one sample each"
     return {
         "samples": f"{total:,}: {shown:,} shown, {len(lengths):,} measured",
-        "tokens": _spread(lengths) if lengths else "none measured",
+        "tokens": "min {min:,}, median {median:,g}, mean {mean:,.1f}, max {max:,}".format(**spread)
+        if spread
+        else "none measured",
         "trained on": f"{inspection.trained_share:.1%} of the tokens of the samples shown",
         "too long": f"{inspection.too_long:,} of {len(lengths):,} for a row of {inspection.seq_length:,} tokens",
         "rows": f"{rows:,} of the samples measured, {kind}: {inspection.fill:.1%} real tokens" if rows else "none",
@@ -138,8 +140,10 @@ def summary(inspection: Inspection) -> dict[str, str]:
     }
 
 
-def _spread(lengths: Sequence[int]) -> str:
-    return f"min {min(lengths):,}, median {median(lengths):,g}, mean {mean(lengths):,.1f}, max {max(lengths):,}"
+def _spread(lengths: Sequence[int]) -> dict[str, float] | None:
+    if not lengths:
+        return None
+    return {"min": min(lengths), "median": median(lengths), "mean": mean(lengths), "max": max(lengths)}
 
 
 def as_json(inspection: Inspection) -> str:
@@ -150,9 +154,7 @@ def as_json(inspection: Inspection) -> str:
         "seq_length": inspection.seq_length,
         "pack": inspection.pack,
         "trained_share": inspection.trained_share,
-        "length": {"min": min(lengths), "median": median(lengths), "mean": mean(lengths), "max": max(lengths)}
-        if lengths
-        else None,
+        "length": _spread(lengths),
         "too_long": inspection.too_long,
         "num_rows": len(inspection.row_fills),
         "fill": inspection.fill,
