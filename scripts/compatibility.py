@@ -144,7 +144,9 @@ def settle(python: Path) -> list[str]:
     if wanted:
         install(python, wanted)
     if still := conflicts(python):
-        raise SystemExit(f"compatibility: no version of these suits all three packages: {', '.join(map(str, still))}")
+        raise SystemExit(
+            f"compatibility: no version of these packages satisfies all three: {', '.join(map(str, still))}"
+        )
     return wanted
 
 
@@ -175,7 +177,7 @@ def main() -> int:
     """Exit status 1 where a test fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("which", nargs="+", metavar="WHICH", help="oldest, newest, or NAME==VERSION ...")
-    parser.add_argument("--record", action="store_true", help=f"put a row into {TABLE.relative_to(ROOT)}")
+    parser.add_argument("--record", action="store_true", help=f"add a row to {TABLE.relative_to(ROOT)}")
     options = parser.parse_args()
     versions = chosen_versions(options.which)
     print("compatibility:", ", ".join(f"{name} {number}" for name, number in versions.items()), flush=True)

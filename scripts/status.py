@@ -1,7 +1,7 @@
-"""What was proven, and on what: the README's status table, from the tests and results that are in the repository.
+"""What was tested on which hardware: the README's status table, from the tests and results in the repository.
 
     python scripts/status.py           # write it
-    python scripts/status.py --check   # exit with 1 if the README's table is another
+    python scripts/status.py --check   # exit with 1 if the README has a different table
 
 What lives here: the features, the tests that show each on a CPU, the step of the GPU check that shows it on a GPU.
 `benchmarks/results/gpu_check.jsonl`, the `results.jsonl` of `scripts/gpu_check.sh run`, fills the GPU column. Standard
@@ -27,9 +27,9 @@ class Feature:
 
     Attributes:
         name: what a user would call it.
-        shown: on CPUs, in words.
-        tests: paths below the root, which show that.
-        step: of the GPU check, by its name; None: the check has none.
+        shown: what was shown on CPUs, in words.
+        tests: paths of the tests that show it, relative to the root.
+        step: name of the step of the GPU check; None if it has none.
     """
 
     name: str
@@ -45,7 +45,7 @@ FEATURES = (
     Feature("TP, SP, PP, VPP, CP, EP, DP", "equal to one process, on gloo", ("tests/parity/split_models",)),
     Feature(
         "Training loop, resume",
-        "to the last bit",
+        "bit-exact",
         ("tests/training/checkpointing/test_interrupted.py", "tests/training/checkpointing/test_journeys.py"),
         "train, ten steps and resumed",
     ),
@@ -57,17 +57,17 @@ FEATURES = (
     ),
     Feature(
         "Conversion, both formats",
-        "bit for bit, killed at any moment",
+        "bit-exact, survives kills at any moment",
         ("tests/checkpoint/test_roundtrip.py", "tests/checkpoint/engine/test_killed.py"),
         "conversion",
     ),
     Feature("LoRA and DoRA", "equal to peft", ("tests/model/adapters", "tests/training/adapters")),
     Feature("Vision on ranks of its own", "equal to one process, on gloo", ("tests/training/encoder_parallel",)),
-    Feature("Recipes of all sizes", "small twins train a step", ("tests/recipes/test_twins.py",), "train, 2B"),
-    Feature("Planner of memory and time", "beside tiny models and autograd", ("tests/planning",), "train, 2B"),
-    Feature("No host wait in a step", "counted", ("tests/host_waits/test_host_waits.py",), "host waits"),
-    Feature("Speed", "beside transformers (`docs/speed.md`)", ("benchmarks/training_step.py",), "speed"),
-    Feature("verl, NeMo-RL, miles, ms-swift", "their calls repeated", ("tests/frameworks",)),
+    Feature("Recipes of all sizes", "scaled-down copies train a step", ("tests/recipes/test_twins.py",), "train, 2B"),
+    Feature("Planner of memory and time", "compared with tiny models and autograd", ("tests/planning",), "train, 2B"),
+    Feature("No host wait in a step", "counted on the CPU", ("tests/host_waits/test_host_waits.py",), "host waits"),
+    Feature("Speed", "compared with transformers (`docs/speed.md`)", ("benchmarks/training_step.py",), "speed"),
+    Feature("verl, NeMo-RL, miles, ms-swift", "their calls are reproduced", ("tests/frameworks",)),
     Feature("Transformer Engine, NCCL on several GPUs", "not possible", ()),
 )
 
@@ -99,13 +99,13 @@ def with_table(page: str, text: str) -> str:
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="compare, and write nothing")
+    parser.add_argument("--check", action="store_true", help="only compare")
     check = parser.parse_args().check
     readme = ROOT / "README.md"
     page = readme.read_text("utf-8")
     new = with_table(page, table(outcomes(RESULTS)))
     if check and new != page:
-        print("README.md has another status table; run scripts/status.py", file=sys.stderr)
+        print("README.md has an outdated status table; run scripts/status.py", file=sys.stderr)
         return 1
     if not check:
         readme.write_text(new, "utf-8")

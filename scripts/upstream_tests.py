@@ -48,8 +48,8 @@ TESTS = (
 )
 KINDS = {
     "machine": "fails without the plugin too: this machine lacks something",
-    "private": "asks for the inside of Megatron-Bridge's own class",
-    "meant": "a difference that is meant",
+    "private": "tests internals of Megatron-Bridge's own class",
+    "meant": "an intended difference",
     "defect": "a defect of ours",
 }
 

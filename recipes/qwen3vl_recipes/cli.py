@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer
 
 _EPILOG = """\
-Settings of the recipe are changed as in `optimizer.lr=1e-5 train.global_batch_size=64 dataset.path=DATA`, or by YAML
-files (--config). --dry-run shows all of them, and the memory they need.
-This is Megatron-Bridge's own loop; on several devices it is started under torchrun."""
+Override settings of the recipe with arguments such as `optimizer.lr=1e-5 train.global_batch_size=64 dataset.path=DATA`,
+or with YAML files (--config). --dry-run shows all settings and the memory they need. The training loop is
+Megatron-Bridge's own; for several devices, start it under torchrun."""
 
 
 def train(arguments: Sequence[str] | None = None, *, prog: str = "qwen3vl train") -> int:
@@ -37,23 +37,23 @@ def train(arguments: Sequence[str] | None = None, *, prog: str = "qwen3vl train"
     Returns:
         Exit status: 0. What is wrong ends the process with 2.
     """
-    parser = _parser("Train Qwen3-VL by a recipe, from given weights or from scratch.", prog)
+    parser = _parser("Train Qwen3-VL or Qwen3.5-VL with a recipe, from given weights or from scratch.", prog)
     parser.add_argument("--from-scratch", action="store_true", help="start from random weights")
     args = _parse(parser, arguments)
     if args.from_scratch and args.pretrained_checkpoint is not None:
-        parser.error("--from-scratch and --pretrained-checkpoint, expected one of them")
+        parser.error("--from-scratch and --pretrained-checkpoint, expected only one of them")
     _command(args, needs_weights=not args.from_scratch)
     return 0
 
 
 def finetune(arguments: Sequence[str] | None = None) -> None:
     """Train from given weights."""
-    _command(_parse(_parser("Fine-tune Qwen3-VL by a recipe."), arguments), needs_weights=True)
+    _command(_parse(_parser("Fine-tune Qwen3-VL or Qwen3.5-VL with a recipe."), arguments), needs_weights=True)
 
 
 def pretrain(arguments: Sequence[str] | None = None) -> None:
     """Train from random weights, or from given ones."""
-    parser = _parser("Pretrain Qwen3-VL by a recipe, from random weights if none are given.")
+    parser = _parser("Pretrain Qwen3-VL or Qwen3.5-VL with a recipe, from random weights if none are given.")
     _command(_parse(parser, arguments), needs_weights=False)
 
 
@@ -61,8 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Either, as `python -m qwen3vl_recipes.cli finetune ...`: for `torchrun -m`, without a clone."""
     commands = {"finetune": finetune, "pretrain": pretrain}
     words = list(sys.argv[1:] if arguments is None else arguments)
-    parser = argparse.ArgumentParser(prog=f"python -m {__package__}.cli", description="Train Qwen3-VL by a recipe.")
-    parser.add_argument("command", choices=commands, help="what to do; its own options follow it, as --help")
+    parser = argparse.ArgumentParser(prog=f"python -m {__package__}.cli", description="Train with a recipe.")
+    parser.add_argument("command", choices=commands, help="what to do; its options, such as --help, follow it")
     commands[parser.parse_args(words[:1]).command](words[1:])
 
 
@@ -71,41 +71,43 @@ def _parser(description: str, prog: str | None = None) -> argparse.ArgumentParse
         prog=prog, description=description, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--recipe", metavar="NAME", help="a recipe's name, or FILE.py:FUNCTION for one of yours")
-    add("--list", action="store_true", help="list the recipes and end")
-    add("--hf-model", "--hf-path", metavar="MODEL", help="Hugging Face model, folder or hub id: configuration, "
-        "processor, and weights where no others are given (default: the released model of its size)")  # fmt: skip
+    add("--recipe", metavar="NAME", help="name of a recipe, or FILE.py:FUNCTION for your own")
+    add("--list", action="store_true", help="list the recipes and exit")
+    add("--hf-model", "--hf-path", metavar="MODEL", help="Hugging Face folder or hub id with configuration and "
+        "processor, and the weights unless --pretrained-checkpoint is given (default: the released model of the "
+        "recipe's size)")  # fmt: skip
     add("--data-path", metavar="DATA", help="folder with train.jsonl and test.jsonl, or a file (dataset.path)")
     add("--pretrained-checkpoint", metavar="FOLDER", help="weights to start from: a Megatron checkpoint in either "
         "format, or a Hugging Face folder")  # fmt: skip
-    add("--save", metavar="FOLDER", type=Path, help="folder of the run; one that is there is continued")
-    add("--config", metavar="FILE", action="append", default=[], help="YAML with settings; may be given several times")
-    add("--dry-run", action="store_true", help="show all settings and the memory they need, and end")
-    add("--gpus", type=int, metavar="N", help="with --dry-run: how many (default: the recipe's)")
-    add("--gpu", metavar="KIND", help="with --dry-run: H100, H200, B200, ... (default: the recipe's)")
+    add("--save", metavar="FOLDER", type=Path, help="folder of the run; a run that exists there is continued")
+    add("--config", metavar="FILE", action="append", default=[],
+        help="YAML file with settings; may be given several times")  # fmt: skip
+    add("--dry-run", action="store_true", help="show all settings and the memory they need, and exit")
+    add("--gpus", type=int, metavar="N", help="with --dry-run: number of GPUs (default: the recipe's)")
+    add("--gpu", metavar="KIND", help="with --dry-run: kind of GPU, such as H100, H200, B200 (default: the recipe's)")
     add("--json", action="store_true", help="with --list or --dry-run: print JSON")
-    add("--verbose", action="store_true", help="show what Megatron logs and warns about, and where an error is from")
+    add("--verbose", action="store_true", help="show Megatron's log and warnings, and the traceback of an error")
     parser.set_defaults(from_scratch=False)
-    add("settings", nargs="*", metavar="SETTING=VALUE", help="settings that differ from the recipe")
+    add("settings", nargs="*", metavar="SETTING=VALUE", help="settings that override the recipe's")
     return parser
 
 
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_intermixed_args(arguments)  # settings may stand anywhere
     if args.json and not (args.list or args.dry_run):
-        parser.error("--json is for --list and --dry-run")
+        parser.error("--json works only with --list and --dry-run")
     if args.list:
         return args
     if args.recipe is None:
-        parser.error("--recipe is missing; --list shows those there are")
+        parser.error("--recipe is missing; --list shows all recipes")
     if args.save is not None and args.save.exists() and not args.save.is_dir():
         parser.error(f"--save is {args.save}, a file; expected a folder, or a name for a new one")
     if wrong := [item for item in args.settings if "=" not in item or item[0] in "+~"]:
-        parser.error(f"settings are written NAME=VALUE, found {' '.join(wrong)}")
+        parser.error(f"expected settings as NAME=VALUE, found {' '.join(wrong)}")
     if args.gpus is not None and args.gpus < 1:
         parser.error(f"--gpus is {args.gpus}, expected 1 or more")
     if not args.dry_run and (args.gpus or args.gpu):
-        parser.error("--gpus and --gpu are for --dry-run; torchrun says how many there are")
+        parser.error("--gpus and --gpu work only with --dry-run; torchrun sets the number of processes")
     return args
 
 
@@ -132,7 +134,7 @@ def _command(args: argparse.Namespace, *, needs_weights: bool) -> None:
 
         if isinstance(error, DataError):
             error = error.without_traceback()
-        show(f"error: {str(error) or repr(error)}\n(--verbose shows where)", error=True)
+        show(f"error: {str(error) or repr(error)}\n(--verbose shows the traceback)", error=True)
         sys.exit(BAD_INPUT)
 
 
@@ -156,7 +158,7 @@ def _show_recipes(*, as_json: bool) -> None:
         return
     width = max(map(len, known))
     show("\n".join(f"{name:{width}}  {one.summary}" for name, one in known.items()))
-    print("Six of these names are Megatron-Bridge's as well, for other settings: docs/recipes.md.", file=sys.stderr)
+    print("Some of these names also exist in Megatron-Bridge, with other settings: docs/recipes.md.", file=sys.stderr)
 
 
 def _configuration(args: argparse.Namespace, chosen: Recipe, *, needs_weights: bool) -> ConfigContainer:

@@ -38,7 +38,7 @@ def finalised(cfg: ConfigContainer, world_size: int) -> ConfigContainer:
     from megatron.bridge.training.config import runtime_config_update
 
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() != world_size:
-        raise ValueError(f"there are {torch.distributed.get_world_size()} processes already, expected none beside this")
+        raise ValueError(f"there are {torch.distributed.get_world_size()} processes already, expected only this one")
     cfg = copy.deepcopy(cfg)
     if all(getattr(cfg.dataset, name, "") is None for name in ("path", "train_path", "mixture")):
         cfg.dataset.path = _DATA
@@ -143,7 +143,7 @@ def show(cfg: ConfigContainer, *, gpus: int, gpu: str) -> None:
     try:
         plan = plan_of(_for_gpus(complete), gpus)
     except ValueError as error:
-        print(f"no plan of the memory: {error}")
+        print(f"memory cannot be estimated: {error}")
     else:
         print_estimate(plan, kind.memory_bytes)
         if plan.dist is not None:

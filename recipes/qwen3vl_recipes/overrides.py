@@ -53,7 +53,7 @@ def apply(cfg: ConfigContainer, words: Sequence[str] = (), files: Sequence[str |
     arrived = _plain(_settings(cfg)[0])
     for name, (_, new) in changed.items():
         if (found := _at(arrived, name)) != new:
-            raise ValueError(f"{name} cannot be set to {new!r} so; it is {found!r}. Set it in a recipe of yours")
+            raise ValueError(f"{name} cannot be set to {new!r} here; it is {found!r}. Set it in a recipe of your own")
     return cfg
 
 
@@ -91,7 +91,7 @@ def _merged(settings: DictConfig, words: Sequence[str], files: Sequence[str | Pa
     for word in words:
         name = word.partition("=")[0]
         if name[:1] in ("+", "~"):
-            raise ValueError(f"{word}: settings are changed, not added or removed; expected NAME=VALUE")
+            raise ValueError(f"{word}: settings can be changed, not added or removed; expected NAME=VALUE")
         try:
             settings = parse_hydra_overrides(settings, [word])
         except OverridesError as error:

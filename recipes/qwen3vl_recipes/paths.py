@@ -90,11 +90,14 @@ def _use_model(cfg: ConfigContainer, hf_path: str) -> None:
         if name in of_the_model | _PRECISION:
             continue
         if not hasattr(model, name):
-            raise ValueError(f"the recipe has model.{name} {value!r}, which means nothing to {hf_path}; choose another")
+            raise ValueError(
+                f"the recipe has model.{name} {value!r}, which does not apply to {hf_path}; choose another"
+            )
         setattr(model, name, value)
     if (model.num_layers, model.hidden_size) != (old.num_layers, old.hidden_size):
         logger.warning(
-            "the recipe is for a model of %d layers and width %d, %s has %d and %d: how it is split may not suit it",
+            "the recipe is for a model of %d layers and width %d, %s has %d and %d: its parallel sizes may not fit "
+            "this model",
             *(old.num_layers, old.hidden_size, hf_path, model.num_layers, model.hidden_size),
         )
     model.hf_model_id = hf_path

@@ -96,7 +96,7 @@ def find(name: str) -> Recipe:
         try:
             module = _module_of_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
         except ModuleNotFoundError as error:
-            raise ValueError(f"{where}: {error}; expected a module, or a file that ends in .py") from error
+            raise ValueError(f"{where}: {error}; expected a module, or a file with the suffix .py") from error
         found = getattr(module, function, None)
         if not callable(found):
             raise ValueError(f"{where} has no function {function!r}")

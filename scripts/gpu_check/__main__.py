@@ -20,21 +20,23 @@ PACKED = runner.ROOT / ".gpu_check"
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="scripts/gpu_check.sh", description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    pack = commands.add_parser("pack", help="write what a machine with torch lacks into a folder")
+    pack = commands.add_parser("pack", help="write the packages that a machine with only torch lacks to a folder")
     pack.add_argument("--to", type=Path, default=PACKED, help="folder (default: .gpu_check)")
     pack.add_argument("--carry", nargs="*", default=[], metavar="NAME", help=f"some of {', '.join(packages.EXPECTED)}")
     run = commands.add_parser("run", help="run the check on a machine with one GPU")
-    run.add_argument("--from", dest="packed", type=Path, default=PACKED, help="what was packed (default: .gpu_check)")
-    run.add_argument("--installed", action="store_true", help="all packages are installed here: unpack nothing")
+    run.add_argument(
+        "--from", dest="packed", type=Path, default=PACKED, help="folder with the packed packages (default: .gpu_check)"
+    )
+    run.add_argument("--installed", action="store_true", help="use the installed packages and unpack nothing")
     run.add_argument("--only", nargs="+", choices=GROUPS, default=[], help="some groups of steps")
-    run.add_argument("--continue", dest="go_on", action="store_true", help="leave out steps that have passed")
+    run.add_argument("--continue", dest="go_on", action="store_true", help="skip steps that have passed")
     run.add_argument("--slower", type=float, metavar="N", help="give steps N times as long (default: 1; on a CPU 10)")
     step = commands.add_parser("step")
     step.add_argument("name", choices=[one.name for one in STEPS])
     step.add_argument("--report", type=Path, required=True)
     for command in (run, step):
         command.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: %(default)s")
-        command.add_argument("--size", choices=("full", "tiny"), default="full", help="tiny rehearses it on a CPU")
+        command.add_argument("--size", choices=("full", "tiny"), default="full", help="tiny runs everything on a CPU")
         command.add_argument("--work", type=Path, default=Path("/tmp/gpu_check"), help="default: %(default)s")
         command.add_argument("--out", type=Path, default=Path("out/gpu_check"), help="results (default: %(default)s)")
     return parser

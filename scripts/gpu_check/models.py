@@ -132,7 +132,9 @@ def upstream(place: Place, config: Any, tokens: int) -> nn.Module:
         ModuleNotFoundError: Transformer Engine is missing, whose layers its provider takes in any case.
     """
     if not HAVE_TE:
-        raise ModuleNotFoundError("its provider takes Transformer Engine's layers in any case, which is not installed")
+        raise ModuleNotFoundError(
+            "its provider always uses Transformer Engine's layers, and Transformer Engine is not installed"
+        )
     from megatron.bridge.models.qwen_vl.qwen3_vl_bridge import Qwen3VLBridge
 
     bridge: Any = Qwen3VLBridge()

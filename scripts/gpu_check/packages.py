@@ -44,7 +44,7 @@ LEFT_OUT = (
     *("aiobotocore", "aiohttp", "av", "botocore", "grpcio", "hf-xet", "hydra-core", "markdown", "ninja"),
     *("nvidia-ml-py", "qwen-vl-utils", "s3fs", "scikit-learn", "tensorboard-data-server", "timm", "werkzeug"),
 )
-# Files likewise: solvers for other machines, web pages, other people's tests.
+# Files in the same way: solvers for other machines, web pages, other people's tests.
 _UNUSED = re.compile(
     r"^(pulp/solverdir|tensorboard/webfiles\.zip|multistorageclient/explorer|peft/tests)|\.pyc$|^\.\./"
 )
@@ -69,7 +69,7 @@ def pack(folder: Path, carry: Iterable[str] = ()) -> dict[str, Any]:
     """
     carried = {_normal(name) for name in carry}
     if wrong := carried - set(EXPECTED):
-        raise PackageError(f"asked to carry {', '.join(sorted(wrong))}, expected some of {', '.join(EXPECTED)}")
+        raise PackageError(f"--carry {', '.join(sorted(wrong))}, expected some of {', '.join(EXPECTED)}")
     without = frozenset((set(EXPECTED) - carried) | set(LEFT_OUT)) | required(GIVEN)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -105,11 +105,13 @@ def unpack(folder: Path, target: Path) -> list[str]:
         manifest = json.loads((folder / MANIFEST).read_text())
     except FileNotFoundError:
         raise PackageError(
-            f"{folder} has no {MANIFEST}; run 'scripts/gpu_check.sh pack' where the environment is"
+            f"{folder} has no {MANIFEST}; run 'scripts/gpu_check.sh pack' on the machine that has the environment"
         ) from None
     made, here = (manifest["python"], manifest["processor"]), (platform.python_version(), platform.machine())
     if (_minor(made[0]), made[1]) != (_minor(here[0]), here[1]):
-        raise PackageError(f"packed for Python {made[0]} on {made[1]}, this is {here[0]} on {here[1]}: pack it there")
+        raise PackageError(
+            f"packed for Python {made[0]} on {made[1]}, this is {here[0]} on {here[1]}: pack it for these"
+        )
     names, done = [f"{one['name']} {one['version']}" for one in manifest["packages"]], target / MANIFEST
     if done.exists() and json.loads(done.read_text()) == manifest:
         return names
@@ -189,7 +191,7 @@ def _files(package: metadata.Distribution) -> Iterator[tuple[str, bytes]]:
     """Path and content of each file that a package is imported from."""
     record = package.read_text("RECORD")
     if record is None:
-        raise PackageError(f"{package.metadata['Name']} has no RECORD: its installer left no list of its files")
+        raise PackageError(f"{package.metadata['Name']} has no RECORD: its installer wrote no list of files")
     for inside, digest, _ in csv.reader(record.splitlines()):
         if _UNUSED.search(inside):
             continue
@@ -198,5 +200,5 @@ def _files(package: metadata.Distribution) -> Iterator[tuple[str, bytes]]:
             kind, _, expected = digest.partition("=")
             found = base64.urlsafe_b64encode(hashlib.new(kind, content).digest()).rstrip(b"=").decode()
             if found != expected:
-                raise PackageError(f"{inside} is not as it was installed; make the environment anew")
+                raise PackageError(f"{inside} was changed after it was installed; recreate the environment")
         yield inside, content

@@ -1,8 +1,8 @@
 """Qwen3-VL for Megatron-Bridge: importing this package registers its bridges, providers and model.
 
 What lives here: the public names and the registration. The import itself is light (neither torch nor Megatron):
-registration waits in `compat/import_hook.py` until Megatron-Bridge is imported, and the public names load on first use,
-so that a converter's `--help` answers at once.
+`compat/import_hook.py` registers when Megatron-Bridge is imported, and public names are loaded on first use, so that
+`--help` of a converter is fast.
 """
 
 from qwen3vl_bridge import lazy, moved

@@ -170,7 +170,7 @@ def register_family(family: Family) -> None:
     for other in _FAMILIES.values():
         taken = [kind for kind in family.architectures if kind in other.architectures]
         if other != family and (taken or other.name == family.name):
-            raise ValueError(f"the family {other.name!r} has {taken or 'this name'} already, expected another")
+            raise ValueError(f"the family {other.name!r} has {taken or 'this name'} already, expected a new one")
     _FAMILIES[family.name] = family
     if _MEGATRON_BRIDGE in sys.modules:
         importlib.import_module(family.bridge)
@@ -190,7 +190,7 @@ def family(name: str) -> Family:
         ValueError: there is none.
     """
     if name not in _FAMILIES:
-        raise ValueError(f"no family is named {name!r}, expected one of {', '.join(_FAMILIES)}")
+        raise ValueError(f"unknown family {name!r}, expected one of {', '.join(_FAMILIES)}")
     return _FAMILIES[name]
 
 
@@ -210,7 +210,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
     advice = "another family is made known with qwen3vl_bridge.register_family"
     if whole != kind and any(whole in one.architectures for one in _FAMILIES.values()):
         advice = (
-            f"a text model alone is converted as a part of its whole model (model_type {whole}); or use "
+            f"a text model is converted only as part of its complete model (model_type {whole}); or use "
             "Megatron-Bridge's AutoBridge, which has text models of its own"
         )
     raise ValueError(f"describes {architectures} (model_type {kind}), expected {' or '.join(known)}; {advice}")

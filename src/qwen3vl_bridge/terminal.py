@@ -66,4 +66,4 @@ def show_report(text: str, result: object) -> None:
     try:
         show(text)
     except OSError as error:
-        show(f"note: {result} is whole and in place, but its report is lost: {error}", error=True)
+        show(f"note: {result} is complete and in place, but its report could not be printed: {error}", error=True)

@@ -49,8 +49,8 @@ def test_a_file_in_place_of_a_folder(capsys, tmp_path):
 def test_folders_that_hold_something_else(capsys, tmp_path, untied_folder, imported):
     (tmp_path / "empty").mkdir()
     expect_error(capsys, importing(tmp_path / "empty", tmp_path), "no config.json")
-    expect_error(capsys, exporting(tmp_path / "empty", tmp_path), "no Megatron checkpoint")
-    expect_error(capsys, exporting(untied_folder, tmp_path), str(untied_folder), "no Megatron checkpoint")
+    expect_error(capsys, exporting(tmp_path / "empty", tmp_path), "not a Megatron checkpoint")
+    expect_error(capsys, exporting(untied_folder, tmp_path), str(untied_folder), "not a Megatron checkpoint")
     expect_error(capsys, importing(imported, tmp_path), str(imported), "no config.json")
     expect_error(capsys, importing(imported / "iter_0000000" / "hf", tmp_path), "no weights", "model.safetensors")
 

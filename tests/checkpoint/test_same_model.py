@@ -142,7 +142,9 @@ def test_what_nothing_was_compared_with_is_said(text, tmp_path, untied_folder, i
     (run / "run_config.yaml").unlink()
     if text is not None:
         (run / "run_config.yaml").write_text(text)
-    said = f"{untied_folder}/config.json was compared with no configuration of the checkpoint: {run} has none, and "
+    said = (
+        f"{untied_folder}/config.json could not be compared with the checkpoint's configuration: {run} has none, and "
+    )
     said += "no run_config.yaml" if text in (None, "checkpoint: {}") else f"{run}/run_config.yaml: "
     for report in (
         export_checkpoint(run, tmp_path / "hf", hf_model=untied_folder, dry_run=True),

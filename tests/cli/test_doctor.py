@@ -57,7 +57,7 @@ def test_nothing_is_missing_where_all_fits():
         (dict(packages={"megatron-energon": None}), "megatron-energon is not installed, expected any version", False),
         (dict(driver=True), "torch is built without CUDA", False),
         (dict(shared_memory=64 << 20), "/dev/shm has 0.06 GiB free", False),
-        (dict(open_files=(1024, 65536)), "1024 files may be open", False),
+        (dict(open_files=(1024, 65536)), "1024 open files are allowed", False),
     ],
 )
 def test_what_does_not_fit_is_said(changed, message, fatal):

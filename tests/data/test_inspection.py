@@ -314,7 +314,7 @@ def test_the_command_prints_and_writes(train_file, hf_model, tmp_path, capsys):
 
     report.write_text("mine")
     assert main(command) == 2
-    assert "there is something already" in capsys.readouterr().err
+    assert "something exists there already" in capsys.readouterr().err
     assert report.read_text() == "mine"
     assert main([*command, "--overwrite", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["samples"]) == 2
@@ -344,7 +344,7 @@ def test_exit_status(hf_model, tmp_path, capsys):
     assert main(["inspect", "--data", str(file), "--hf-model", str(tmp_path)]) == 2
     nowhere = tmp_path / "none" / "report.html"
     assert main(["inspect", "--data", str(file), "--hf-model", hf_model, "--output", str(nowhere)]) == 2
-    assert "there is no such folder" in capsys.readouterr().err
+    assert "the folder does not exist" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["inspect", "--data", str(file), "--hf-model", hf_model, "--seq-length", "0"])
 

@@ -170,7 +170,7 @@ class TestNemoRL:
 
     def test_tied_embeddings(self, tied_folder):
         """2B and 4B: generation would run without the output layer's adapter, so it says what to leave out."""
-        with pytest.raises(ValueError, match=r"output_layer, .* expected it among exclude_modules"):
+        with pytest.raises(ValueError, match=r"output_layer, .* expected it in exclude_modules"):
             Model(tied_folder, lambda chunks: LoRA(**self.FIELDS)(chunks, training=True))
 
     def test_a_reference_model(self, folder):
@@ -219,5 +219,5 @@ class TestMegatronBridge:
         model.check_folder(tmp_path)
 
     def test_dora_of_a_recipe_with_experts(self, moe_folder):
-        with pytest.raises(ValueError, match=r"no magnitudes for experts; .* qwen3vl_bridge\.Qwen3VLDoRA"):
+        with pytest.raises(ValueError, match=r"does not support DoRA on experts; .* qwen3vl_bridge\.Qwen3VLDoRA"):
             Model(moe_folder, create_peft_hook(DoRA()))

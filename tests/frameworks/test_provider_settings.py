@@ -78,7 +78,9 @@ def test_verls_overrides(size, caplog):
     provider = provider_of(size, {}).apply_overrides_and_finalize(dtype=torch.bfloat16, overrides=VERL | _TP2)
     assert provider.sequence_parallel is (size == EXPERTS)
     assert ("sequence_parallel is set to True" in caplog.text) is (size == EXPERTS)
-    assert "torch chooses by itself" in caplog.text  # among kernels, and not attention_backend
+    assert (
+        "with transformer_impl 'local', where torch chooses" in caplog.text
+    )  # among kernels, and not attention_backend
 
 
 @pytest.mark.parametrize("size", [DENSE, EXPERTS])
@@ -175,8 +177,8 @@ def test_which_layers_have_experts_is_said_in_one_place(name, value):
 def test_a_name_that_is_nothing_here_gets_a_line_in_the_log(caplog):
     """Megatron-Bridge's recipes set one that no class of theirs has either; ms-swift keeps a note."""
     set_on(provider_of(EXPERTS, {}), dict(moe_a2a_overlap=True, swiglu=True))
-    assert [r.message for r in caplog.records if "no setting" in r.message] == [
-        "moe_a2a_overlap is set, which is no setting of Qwen3VLMoEModelProvider: nothing follows it"
+    assert [r.message for r in caplog.records if "no such setting" in r.message] == [
+        "moe_a2a_overlap is set, but Qwen3VLMoEModelProvider has no such setting: it has no effect"
     ]
 
 
@@ -204,7 +206,7 @@ def test_the_text_configuration_is_made_from_the_fields(kind, request):
     assert type(provider.hf_text_config) is type(bridge.hf_pretrained.config.text_config)
     provider.hf_text_config = bridge.hf_pretrained.config.text_config  # as upstream's bridge sets it
     with pytest.raises(
-        ValueError, match="hf_text_config has num_hidden_layers 7, which the provider's fields say other"
+        ValueError, match="hf_text_config has num_hidden_layers 7, which contradict the provider's fields"
     ):
         provider.hf_text_config = type(provider.hf_text_config)(**theirs | dict(num_hidden_layers=7))
 

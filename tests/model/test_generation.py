@@ -243,7 +243,7 @@ def test_wrapped_and_listed_models(one):
     [
         (dict(max_new_tokens=0), "max_new_tokens is 0, expected 1 or more"),
         (dict(attention_mask=torch.ones(2, 5)), r"input_ids has shape \[2, 6\] and attention_mask \[2, 5\]"),
-        (dict(attention_mask=torch.tensor([[1] * 6, [0] * 6])), r"found 2 prompts, of which \[1\] have no token"),
+        (dict(attention_mask=torch.tensor([[1] * 6, [0] * 6])), r"found 2 prompts, of which \[1\] are empty"),
         (dict(image_grid_thw=torch.tensor([[1, 2, 2]]), pixel_values=torch.zeros(4, 1536)), "image"),
     ],
 )

@@ -104,9 +104,7 @@ def test_rows_of_another_length_than_the_schedule_was_told_are_refused():
     """What a later stage receives is as large as the schedule's `seq_length` says, whatever the rows are."""
     stage = Stage(received=1, sent=0)
     assert stage.unload(torch.ones(3 * 2 + 4, 1, 5), 3, 2, 4)[0].shape == (3, 2, 5)
-    said = (
-        "sent 16 states, expected 3 tokens of 2 rows and 4 DeepStack features, 10: give the schedule the rows' length"
-    )
+    said = "sent 16 hidden states, expected 3 tokens of 2 rows and 4 DeepStack features, 10: give the schedule"
     with pytest.raises(ValueError, match=said):
         stage.unload(torch.ones(8, 2, 5), 3, 2, 4)
 

@@ -50,7 +50,7 @@ def test_what_megatron_fsdp_begins_with(capsys):
     sharded = ["--model", "32B", "--gpus", "64", "--fsdp", "--seq-length", "2048", "--recompute", "full"]
     assert main([*sharded, "--vision-recompute", "full", "--gpu", "A100-40GB"]) == 1
     said = capsys.readouterr().out
-    assert "does not fit: 66.1 GiB" in said and "alone, before it is sharded" in said and "62.1" in said
+    assert "does not fit: 66.1 GiB" in said and "before sharding" in said and "62.1" in said
 
 
 def test_what_saving_takes_of_the_host(capsys):
@@ -102,10 +102,10 @@ def test_options_reach_the_estimate(capsys):
     ("arguments", "message"),
     [
         (["--tp", "3"], "16 GPUs, expected a multiple of tp"),
-        (["--gpu", "H1000"], "no GPU is named 'H1000'"),
-        (["--model", "7B"], "no preset is named '7B'"),
+        (["--gpu", "H1000"], "unknown GPU 'H1000'"),
+        (["--model", "7B"], "unknown preset '7B'"),
         (["--fsdp", "--no-distributed-optimizer"], "expected one of them"),
-        (["--recompute", "full"], "what --propose chooses"),
+        (["--recompute", "full"], "--propose chooses sharding"),
         (["--propose", "--vpp", "2"], "does not try vpp"),
         (["--tp", "2", "--recompute-modules", "mlp"], "expected modules with 'selective'"),
     ],

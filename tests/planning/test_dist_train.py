@@ -234,7 +234,7 @@ def test_options_reach_the_rule(capsys):
     [
         (["--fsdp", "--tp", "2"], "Megatron-FSDP does not support pipeline stages"),
         (["--cp", "2"], "cp is 2"),
-        (["--propose", "--recompute", "full"], "what --propose chooses"),
+        (["--propose", "--recompute", "full"], "--propose chooses sharding"),
         (["--tp", "2", "--patches-per-token", "0"], "patches of the mix is 0.0"),
         (["--tp", "16"], "no number of vision ranks"),
     ],
@@ -251,4 +251,4 @@ def test_what_only_dist_train_reads_is_refused_without(capsys):
 
 def test_no_tower_that_keeps_up(capsys):
     assert main([*RUN, "--tp", "8", "--pp", "1", "--gpus", "9"]) == 1
-    assert "nothing fits beside a tower that keeps up" in capsys.readouterr().out
+    assert "nothing fits together with a vision tower that keeps up" in capsys.readouterr().out

@@ -23,7 +23,7 @@ UNFIT = {
     "heads": ("2B", dict(world=32, tp=32), "num_attention_heads is 16"),
     "tower's heads": ("32B", dict(world=32, tp=32), "vision_config.num_heads is 16"),
     "chunks": ("2B", dict(world=2, pp=2, vpp=4), "pipeline stage 0 has 14 layers, expected a multiple of vpp"),
-    "both ways": ("2B", dict(world=4, pp=4, first_layers=4, loss_as_layer=True), "expected one or the other"),
+    "both ways": ("2B", dict(world=4, pp=4, first_layers=4, loss_as_layer=True), "expected only one of them"),
     "layout": ("2B", dict(world=2, pp=2, layout=((10,), (10,))), "20 text layers together, expected 28"),
     "no experts": ("8B", dict(world=2, ep=2), "this model has no experts"),
     "experts": ("30B-A3B", dict(world=3, ep=3), "num_moe_experts is 128"),
@@ -80,7 +80,7 @@ def test_settings_that_contradict_each_other(name):
 
 def test_adapters_that_there_are_none_for():
     training = Training(lora=Lora(8, ("linear_fc1",)))
-    with pytest.raises(ValueError, match="none of which this model has outside of experts"):
+    with pytest.raises(ValueError, match="none of which this model has outside its experts"):
         estimate(presets.config_dict("30B-A3B"), Split(1), training)
 
 

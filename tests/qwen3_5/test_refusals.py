@@ -92,7 +92,7 @@ def test_a_text_model_alone_is_told_what_to_do(size, kind, tmp_path):
     assert config["model_type"] == f"{kind}_text"
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(
-        CheckpointError, match=rf"{name}.*\(model_type {kind}_text\), expected .*whole model \(model_type {kind}\)"
+        CheckpointError, match=rf"{name}.*\(model_type {kind}_text\), expected .*complete model \(model_type {kind}\)"
     ):
         import_checkpoint(tmp_path, tmp_path / "megatron")
     assert not (tmp_path / "megatron").exists()

@@ -55,7 +55,9 @@ def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool
 def test_multi_token_prediction_from_kept_to_trained_and_back(make, inputs, tmp_path):
     kept, trained, again = (tmp_path / name for name in ("kept", "trained", "again"))
     first = step(run(make, inputs, kept, **{FACTOR: 0.0}))
-    message = r"mtp_loss_scaling_factor is 0.1, the checkpoint has 0.0: .* no state of all .*load_optim=false"
+    message = (
+        r"mtp_loss_scaling_factor is 0.1, the checkpoint has 0.0: .* lacks the state of parameters .*load_optim=false"
+    )
     with pytest.raises(CheckpointError, match=message):
         run(make, inputs, trained, kept, **{FACTOR: 0.1})
     made = run(make, inputs, trained, kept, **{FACTOR: 0.1}, checkpoint__load_optim=False)

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader
     ("words", "message"),
     [
         ([], "--recipe is missing"),
-        (["--recipe", "qwen3_vl_2b_sft_config", "train"], "settings are written NAME=VALUE, found train"),
+        (["--recipe", "qwen3_vl_2b_sft_config", "train"], "expected settings as NAME=VALUE, found train"),
         (["--recipe", "qwen3_vl_2b_sft_config", "+train.x=1"], "found +train.x=1"),
-        (["--recipe", "qwen3_vl_2b_sft_config", "--gpus", "8"], "are for --dry-run"),
+        (["--recipe", "qwen3_vl_2b_sft_config", "--gpus", "8"], "work only with --dry-run"),
         (["--recipe", "qwen3_vl_2b_sft_config", "--dry-run", "--gpus", "-8"], "--gpus is -8, expected 1 or more"),
         (["--recipe", "qwen3_vl_2b_sft_config", "--save", __file__], "a file; expected a folder"),
     ],
@@ -91,7 +91,7 @@ def test_an_error_of_the_data_is_said_without_the_loading_processs_traceback(
              str(tmp_path / "run"), "--data-path", str(tmp_path)]  # fmt: skip
     with pytest.raises(SystemExit) as end:
         cli.finetune(words)
-    expected = "error: train.jsonl:1: found nothing, expected a message\n(--verbose shows where)\n"
+    expected = "error: train.jsonl:1: found nothing, expected a message\n(--verbose shows the traceback)\n"
     assert end.value.code == 2 and capsys.readouterr().err.endswith(expected)
 
 
@@ -124,7 +124,7 @@ def test_a_dry_run(capsys, tmp_path):
     cli.finetune([*words, "--config", str(file), "train.global_batch_size=64"])
     said = capsys.readouterr().out
     assert "lr: 3.0e-05" in said and "global_batch_size: 64" in said and "DP 32" in said and "of 139.7 GiB" in said
-    assert "the planner would take" in said or "the planner finds nothing faster" in said
+    assert "the planner would choose" in said or "the planner finds nothing faster" in said
     cli.train([*words, "train.global_batch_size=64", "--json"])
     found = json.loads(capsys.readouterr().out)
     assert found["settings"]["optimizer"]["lr"] == 3e-5 and found["no_plan"] is None
@@ -145,7 +145,9 @@ def test_a_dry_run_with_vision_on_ranks_of_its_own(capsys):
     assert "the vision tower does not keep up" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         cli.finetune([*words, "--gpus", "128"])
-    assert "16 and language_world_size 128 add up to 144, expected 128, the processes" in capsys.readouterr().err
+    assert (
+        "16 and language_world_size 128 add up to 144, expected 128, the number of processes" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

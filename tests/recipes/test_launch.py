@@ -7,6 +7,7 @@ import importlib.util
 import os
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from qwen3vl_recipes.cli import _parse, _parser
 from qwen3vl_recipes.dry_run import finalised
 from qwen3vl_recipes.registry import recipes
 
@@ -92,6 +94,34 @@ def test_lines_for_several_nodes_are_one():
     assert recipes()["qwen3_vl_8b_pretrain_config"].gpus == 8 * 8
 
 
+def test_bash_can_read_the_script_for_slurm(tmp_path):
+    (tmp_path / "job").write_text(block("bash"))
+    done = subprocess.run(["bash", "-n", tmp_path / "job"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_script_for_slurm_asks_for_what_its_command_starts():
+    """Its directives, the options as torchrun and our command line read them, and the recipe agree."""
+    from torch.distributed.run import get_args_parser
+
+    script = block("bash")
+    directives = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", script, re.MULTILINE))
+    (line,) = (line for line in script.replace("\\\n", " ").splitlines() if line.startswith("srun torchrun "))
+    line = line.replace("$SLURM_NNODES", directives["nodes"])
+    options = get_args_parser().parse_args(shlex.split(line)[2:])
+    signal_name, _, seconds = directives.pop("signal").partition("@")
+    assert directives == {"nodes": options.nnodes, "ntasks-per-node": "1", "gpus-per-node": options.nproc_per_node}
+    assert options.training_script == "recipes/pretrain.py" and (ROOT / options.training_script).is_file()
+    ours = _parse(_parser(""), options.training_script_args)
+    assert ours.data_path and ours.save and not ours.settings
+    recipe = recipes()[ours.recipe]
+    assert int(options.nnodes) * int(options.nproc_per_node) == recipe.gpus
+    # The run gets the signal that it saves on, no later than torchrun needs to wait for it.
+    train = recipe.function().train
+    assert train.exit_signal_handler and train.exit_signal == getattr(signal, f"SIG{signal_name}")
+    assert int(seconds) >= options.shutdown_timeout > 30
+
+
 @pytest.mark.parametrize(("family", "number"), [("qwen3_vl", 6), ("qwen35_vl", 16)])
 def test_names_that_megatron_bridge_has_too(family, number):
     folder = Path(importlib.util.find_spec("megatron.bridge").origin).parent
@@ -120,7 +150,7 @@ def test_either_command_of_the_recipes_module(capsys):
 
     cli.main(["pretrain", "--list"])
     said = capsys.readouterr()
-    assert "qwen3_vl_8b_sft_config" in said.out and "Megatron-Bridge's as well" in said.err
+    assert "qwen3_vl_8b_sft_config" in said.out and "also exist in Megatron-Bridge" in said.err
     with pytest.raises(SystemExit):
         cli.main(["evaluate"])
     assert "invalid choice: 'evaluate'" in capsys.readouterr().err

@@ -67,8 +67,8 @@ def test_of_adapters():
     [
         (["train.global_batchsize=3"], "no setting train.global_batchsize; did you mean train.global_batch_size"),
         (["trainer.train_iters=3"], "no setting trainer.train_iters; did you mean train.train_iters"),
-        (["~optimizer.lr"], "settings are changed, not added or removed"),
-        (["+optimizer.rate=1"], "settings are changed, not added or removed"),
+        (["~optimizer.lr"], "settings can be changed, not added or removed"),
+        (["+optimizer.rate=1"], "settings can be changed, not added or removed"),
         (["train.exit_duration_in_mins=1h"], "train.exit_duration_in_mins is '1h', expected"),
         (["dataset.max_patches=8k"], "dataset.max_patches is '8k', expected int"),
         (["checkpoint.ckpt_step=abc"], "checkpoint.ckpt_step is 'abc', expected"),

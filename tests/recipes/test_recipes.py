@@ -111,7 +111,7 @@ def test_vision_and_language_have_their_gpus(name):
     sized = sized_of(cfg, recipe.gpus, GPUS[recipe.gpu])
     assert sized.keeps_up and sized.needed <= split.vision_world_size
     for world in (8, recipe.gpus - 8, recipe.gpus + 8):
-        with pytest.raises(ValueError, match=f"add up to {recipe.gpus}, expected {world}, the processes there are"):
+        with pytest.raises(ValueError, match=f"add up to {recipe.gpus}, expected {world}, the number of processes"):
             finalised(recipe.function(), world)
 
 

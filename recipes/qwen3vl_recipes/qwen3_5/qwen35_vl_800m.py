@@ -10,7 +10,7 @@ from qwen3vl_recipes.registry import recipe
 
 @recipe(gpus=8)
 def qwen35_vl_800m_sft_config():
-    """Full fine-tuning, rows of 8K tokens, 8 H100: a whole model on each."""
+    """Full fine-tuning, rows of 8K tokens, 8 H100: a complete model on each."""
     return sft("0.8B")
 
 
@@ -46,5 +46,5 @@ def qwen35_vl_800m_peft_config():
 
 @recipe(gpus=64)
 def qwen35_vl_800m_pretrain_config():
-    """Pretraining, rows of 8K tokens, 64 H100: a whole model on each."""
+    """Pretraining, rows of 8K tokens, 64 H100: a complete model on each."""
     return pretrain("0.8B")

@@ -9,7 +9,7 @@ from qwen3vl_recipes.registry import recipe
 
 @recipe(gpus=8)
 def qwen3_vl_2b_sft_config():
-    """Full fine-tuning, rows of 8K tokens, 8 H100: a whole model on each."""
+    """Full fine-tuning, rows of 8K tokens, 8 H100: a complete model on each."""
     return sft("2B")
 
 
@@ -51,5 +51,5 @@ def qwen3_vl_2b_peft_dora_config():
 
 @recipe(gpus=64)
 def qwen3_vl_2b_pretrain_config():
-    """Pretraining, rows of 8K tokens, 64 H100: a whole model on each."""
+    """Pretraining, rows of 8K tokens, 64 H100: a complete model on each."""
     return pretrain("2B")

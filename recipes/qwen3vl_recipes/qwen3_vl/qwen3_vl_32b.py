@@ -45,7 +45,7 @@ def qwen3_vl_32b_peft_config():
 
 @recipe(gpus=1, gpu="H200")
 def qwen3_vl_32b_peft_dora_config():
-    """DoRA, rows of 8K tokens, one H200, activations recomputed: DoRA wants a whole model on a GPU."""
+    """DoRA, rows of 8K tokens, one H200, activations recomputed: DoRA wants a complete model on a GPU."""
     return recompute_all(peft("32B", dora=True))
 
 

@@ -14,17 +14,17 @@ from qwen3vl_bridge.cli import convert_options, convert_output
 def add_verbs(parser: argparse.ArgumentParser) -> None:
     """Add export and merge to a command."""
     parser.description = (
-        "Adapters that a run has trained, from its checkpoint in either format. No GPU is needed, and no model in "
-        "memory."
+        "Export or merge the adapters that a run trained, from its checkpoint in either format. Needs no GPU and "
+        "never holds the model in memory."
     )
     verbs = parser.add_subparsers(metavar="VERB", required=True)
     export = verbs.add_parser("export", help="a folder of adapters, for peft.PeftModel.from_pretrained and vLLM")
-    _options(export, "folder of adapters to write", "folder or hub id of the model that the adapters are of, where "
-             "the run does not say, or says another")  # fmt: skip
+    _options(export, "folder of adapters to write", "folder or hub id of the base model, if the run does not name it "
+    "or names another one")  # fmt: skip
     export.set_defaults(run=_run_export)
     merge = verbs.add_parser("merge", help="a whole Hugging Face model with the adapters merged in")
-    _options(merge, "model to write", "weights that the run began with, a Hugging Face model or a Megatron checkpoint, "
-             "where they are not where the run found them")  # fmt: skip
+    _options(merge, "model to write", "initial weights of the run, a Hugging Face model or a Megatron checkpoint, if "
+    "they have moved since")  # fmt: skip
     convert_options.vocab_padding(merge)
     merge.set_defaults(run=_run_merge)
 

@@ -30,20 +30,20 @@ from qwen3vl_bridge.weights.expert_layout import ExpertLayout
 
 _SIZES = {
     "tp": "tensor-parallel size",
-    "pp": "pipeline-parallel size (torch_dist alone)",
-    "cp": "context-parallel size; its ranks share fsdp_dtensor's weights, so it counts where --world-size is not "
-    "given; torch_dist is cut the same for any",
+    "pp": "pipeline-parallel size (torch_dist only)",
+    "cp": "context-parallel size; fsdp_dtensor shards weights over these ranks too, so it matters if --world-size is "
+    "not given; no effect on torch_dist",
     "ep": "expert-parallel size",
     "etp": "expert-tensor-parallel size (default: --tp)",
-    "world-size": "number of processes that train, which share fsdp_dtensor's weights; torch_dist is cut the same for "
-    "any (default: as few as the other sizes allow)",
+    "world-size": "number of training processes, over which fsdp_dtensor shards weights; no effect on torch_dist "
+    "(default: the smallest that the other sizes allow)",
 }
 
 
 # Of the signals that tell a process to end: the first one is followed, the next one answered so. Seconds within which
 # several are one.
 _ENDS_AT_ONCE, _ONE = 2, 1.0
-_TIDYING = "interrupted already, and tidying up; once more ends it at once and leaves that to the next run\n"
+_TIDYING = "interrupted, cleaning up; interrupt again to stop at once and leave the cleanup to the next run\n"
 
 
 def main(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> int:
@@ -128,17 +128,19 @@ def _parser(prog: str | None) -> argparse.ArgumentParser:
         prog = prog or "qwen3vl convert"
     parser = argparse.ArgumentParser(
         prog=prog,
-        description="Convert Qwen3-VL between Hugging Face safetensors and Megatron checkpoints. No GPU is needed, "
-        "and no model in memory. Under torchrun the processes share the work.",
+        description="Convert Qwen3-VL and Qwen3.5-VL between Hugging Face safetensors and Megatron checkpoints. Needs "
+        "no GPU and never holds the model in memory. Under torchrun the processes share the work.",
     )
     parser.set_defaults(shared=True)  # but where processes have nothing to share
     verbs = parser.add_subparsers(metavar="VERB", required=True)
     _import(verbs.add_parser("import", help="Hugging Face model to Megatron checkpoint"))
     _export(verbs.add_parser("export", help="Megatron checkpoint to Hugging Face model"))
     _reformat(verbs.add_parser("reformat", help="Megatron checkpoint to one of the other format"))
-    _verify(verbs.add_parser("verify", help="compare a Megatron checkpoint with what it was made of, bit for bit"))
-    _inspect(verbs.add_parser("inspect", help="say what a checkpoint holds"))
-    adapters_cli.add_verbs(verbs.add_parser("adapters", help="adapters of a run: for other libraries, or merged"))
+    _verify(verbs.add_parser("verify", help="compare a Megatron checkpoint with its source, bit for bit"))
+    _inspect(verbs.add_parser("inspect", help="show what a checkpoint contains"))
+    adapters_cli.add_verbs(
+        verbs.add_parser("adapters", help="export a run's adapters for other libraries, or merge them")
+    )
     return parser
 
 
@@ -157,7 +159,7 @@ def _export(parser: argparse.ArgumentParser) -> None:
     _other_model(parser)
     layouts = [layout.name.lower() for layout in ExpertLayout]
     parser.add_argument("--expert-layout", choices=layouts,
-                        help="layout of the experts' weights (default: as the model that was imported)")  # fmt: skip
+                        help="layout of the experts' weights (default: that of the imported model)")  # fmt: skip
     convert_options.vocab_padding(parser)
     _lenient(parser)
     convert_options.writing_options(parser)
@@ -176,9 +178,11 @@ def _reformat(parser: argparse.ArgumentParser) -> None:
 
 def _verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hf-model", metavar="MODEL",
-                        help="folder or hub id of the model it was imported from or exported to")  # fmt: skip
+                        help="folder or hub id of the model that it was imported from or exported to")  # fmt: skip
     convert_options.megatron_path(parser)
-    parser.add_argument("--new-path", metavar="FOLDER", help="compare the checkpoint with this one, made of it")
+    parser.add_argument(
+        "--new-path", metavar="FOLDER", help="compare the checkpoint with this one, which was made from it"
+    )
     convert_options.vocab_padding(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--no-progress", action="store_true", help="show no progress")
@@ -206,14 +210,14 @@ def _storing(parser: argparse.ArgumentParser, *, required: bool = False) -> None
     text = "format to write" if required else "format to write (default: %(default)s)"
     parser.add_argument("--ckpt-format", choices=FORMATS, required=required, default=FORMATS[0], help=text)
     parser.add_argument("--layer-spec", choices=(TRANSFORMER_ENGINE, LOCAL), default=TRANSFORMER_ENGINE,
-                        help="layer spec to write for (default: %(default)s)")  # fmt: skip
+                        help="layer spec whose parameter names are written (default: %(default)s)")  # fmt: skip
     parser.add_argument("--make-vocab-size-divisible-by", type=int, metavar="N", dest="vocab_divisor",
                         help="pad the vocabulary to a multiple of N times --tp, as a model with should_pad_vocab does "
                         "(default: no padding)")  # fmt: skip
     group = parser.add_argument_group(
-        "parallel sizes that the checkpoint is cut for",
-        "A rank reads whole items of the files. They are cut by what ranks of these sizes hold, and those that a rank "
-        "needs lie together. The checkpoint loads at any other sizes too.",
+        "parallel sizes for which the files are laid out",
+        "A rank reads whole items of the files. With these sizes, items end where the shards of ranks end, and the "
+        "items of one rank are stored together. The checkpoint loads at any other sizes too.",
     )
     for name, text in _SIZES.items():
         default = None if name in ("etp", "world-size") else 1
@@ -291,7 +295,7 @@ def _run_verify(options: argparse.Namespace) -> int:
     if options.new_path is not None or options.hf_model is not None:
         how["drop_vocab_padding"] = options.drop_vocab_padding
     elif options.drop_vocab_padding:
-        raise CheckpointError("--drop-vocab-padding: checksums are of all rows, expected --hf-model or --new-path")
+        raise CheckpointError("--drop-vocab-padding: checksums cover all rows, expected --hf-model or --new-path")
     if options.new_path is not None:
         report = verifying.verify_reformatted(options.megatron_path, options.new_path, hf_model=options.hf_model, **how)
     elif options.hf_model is not None:

@@ -20,30 +20,30 @@ def megatron_path(parser: argparse.ArgumentParser) -> None:
 def remote_code(parser: argparse.ArgumentParser) -> None:
     """Whether a model may bring code."""
     parser.add_argument("--trust-remote-code", action="store_true",
-                        help="take along code that the model brings; it is never run here")  # fmt: skip
+                        help="copy Python files that belong to the model; they are never run here")  # fmt: skip
 
 
 def vocab_padding(parser: argparse.ArgumentParser) -> None:
     """Whether a padded vocabulary's rows may be lost."""
     parser.add_argument("--drop-vocab-padding", action="store_true",
-                        help="leave out rows beyond the vocabulary that are not zero, as of a model that was trained "
-                        "with a padded vocabulary, instead of failing")  # fmt: skip
+                        help="drop rows beyond the vocabulary even if they are not zero, as after training with a "
+                        "padded vocabulary, instead of failing")  # fmt: skip
 
 
 def writing_options(parser: argparse.ArgumentParser) -> None:
     """Options of every command that writes."""
+    parser.add_argument("--torch-dtype", choices=WEIGHT_DTYPES, help="cast the weights (default: keep their dtypes)")
     parser.add_argument(
-        "--torch-dtype", choices=WEIGHT_DTYPES, help="cast the weights (default: leave them as they are)"
+        "--verify", action="store_true", help="compare the result with the source before it is moved into place"
     )
-    parser.add_argument("--verify", action="store_true", help="compare with the source before putting it into place")
-    parser.add_argument("--checksums", action="store_true", help="put a SHA-256 of every tensor into the manifest")
-    parser.add_argument("--overwrite", action="store_true", help="replace an earlier result at that place, if nothing "
-                        "else lies in it")  # fmt: skip
-    parser.add_argument("--resume", action="store_true", help="continue what an earlier run with the same "
-                        "options left when it was interrupted; if this one fails, leave what is written for the next. "
-                        "Without it a conversion starts anew and removes what was left")  # fmt: skip
-    parser.add_argument("--dry-run", action="store_true", help="check everything, time samples, print the plan; "
-                        "nothing is left on the disk")  # fmt: skip
+    parser.add_argument("--checksums", action="store_true", help="write a SHA-256 of every tensor to the manifest")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier result of a conversion, if its "
+    "folder holds nothing else")  # fmt: skip
+    parser.add_argument("--resume", action="store_true", help="continue an interrupted run with the same options; if "
+    "this run fails, keep its partial result for the next. Without --resume a conversion starts over and removes "
+    "partial results")  # fmt: skip
+    parser.add_argument("--dry-run", action="store_true", help="check everything, time reading and writing of "
+    "samples, print the plan; leaves nothing on disk")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the plan or the report as JSON")
     parser.add_argument("--no-progress", action="store_true", help="show no progress")
 

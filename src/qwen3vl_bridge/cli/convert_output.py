@@ -48,7 +48,7 @@ def _plan(report: ConversionReport) -> str:
         "disk": f"{_gigabytes(report.disk_needed)} needed, {_gigabytes(report.disk_free)} free"
         + (": not enough" if report.disk_needed > report.disk_free else ""),
         "processes": f"{report.processes}",
-        "time": f"about {report.estimate:.0f} s, if all of it goes as fast as samples that were read and written",
+        "time": f"about {report.estimate:.0f} s, at the speed at which samples were read and written",
     }
     return "\n".join(f"{name:10} {text}" for name, text in lines.items())
 
@@ -56,7 +56,7 @@ def _plan(report: ConversionReport) -> str:
 def _done(report: ConversionReport) -> str:
     # Files are a little longer than the tensors in them.
     rate = report.written / 1e9 / max(report.seconds, 1e-9)
-    resumed = f"; {_gigabytes(report.resumed)} of its files were there already" if report.resumed else ""
+    resumed = f"; {_gigabytes(report.resumed)} of its files existed already" if report.resumed else ""
     return (
         f"{report.target}: {report.tensors} tensors, {report.parameters:,} parameters in {', '.join(report.dtypes)}, "
         f"{_gigabytes(report.nbytes)}; {_gigabytes(report.written)} written in {report.seconds:.1f} s "

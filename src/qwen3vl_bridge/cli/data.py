@@ -22,13 +22,13 @@ from qwen3vl_bridge.terminal import BAD_INPUT, INTERRUPTED, show, show_anything,
 _BAD_SAMPLES = _FAILURES = 1
 # As `VisionLimits` has them, which needs torch.
 _LIMITS = {
-    "image_min_pixels": (int, "a smaller picture is enlarged to as many (default of all these: the model's)"),
-    "image_max_pixels": (int, "a larger picture is reduced to as many"),
-    "video_min_pixels": (int, "likewise of a video, all of its frames together"),
+    "image_min_pixels": (int, "pixels to which a smaller picture is enlarged (default of all these: the model's)"),
+    "image_max_pixels": (int, "pixels to which a larger picture is reduced"),
+    "video_min_pixels": (int, "the same for a video, over all its frames together"),
     "video_max_pixels": (int, "likewise"),
-    "video_fps": (float, "frames that are sampled of a second"),
-    "video_min_frames": (int, "frames that are sampled of a short video, if it has them"),
-    "video_max_frames": (int, "frames that are sampled of a long video"),
+    "video_fps": (float, "frames sampled per second"),
+    "video_min_frames": (int, "minimum number of frames sampled from a video, if it has them"),
+    "video_max_frames": (int, "maximum number of frames sampled from a video"),
 }
 
 
@@ -57,9 +57,11 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "qwen3vl-data") 
 def _parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=prog, description="Look at conversations before training on them.")
     verbs = parser.add_subparsers(metavar="VERB", required=True)
-    _inspect(verbs.add_parser("inspect", help="show samples as the model will see them, and what is trained on"))
+    _inspect(
+        verbs.add_parser("inspect", help="show samples as the model will see them, and which tokens are trained on")
+    )
     _pack(verbs.add_parser("pack", help="measure all samples and pack them into rows, before training"))
-    _download(verbs.add_parser("download", help="download pictures and videos that samples have by address"))
+    _download(verbs.add_parser("download", help="download pictures and videos that samples refer to by URL"))
     return parser
 
 
@@ -67,25 +69,27 @@ def _records(parser: argparse.ArgumentParser) -> None:
     """What samples are."""
     data = parser.add_mutually_exclusive_group(required=True)
     data.add_argument("--data", metavar="PATH",
-                      help="conversations, as dataset.path has them: a file, a folder, also one with splits, or "
+                      help="conversations, as in dataset.path: a file, a folder (with or without splits), or "
                       "hf://owner/name:configuration#split")  # fmt: skip
-    data.add_argument("--mixture", type=Path, metavar="FILE", help="YAML with several data sets, as dataset.mixture")
+    data.add_argument(
+        "--mixture", type=Path, metavar="FILE", help="YAML file with several data sets, as in dataset.mixture"
+    )
     parser.add_argument("--schema-adapter", metavar="NAME",
                         help="format of the records, such as cord_v2 (default: conversations)")  # fmt: skip
     parser.add_argument("--columns", nargs="+", default=[], metavar="KEY=COLUMN",
-                        help="the records' own names for what is read: image=img 'answer={answers[0]}'")  # fmt: skip
+                        help="names of the records' columns: image=img 'answer={answers[0]}'")  # fmt: skip
     parser.add_argument("--media-root", action="append", metavar="FOLDER",
-                        help="folder of the pictures (default: that of --data); given several times, they are looked "
-                        "up in each, and links may lead from one into another")  # fmt: skip
+                        help="folder of the pictures (default: that of --data); may be given several times: pictures "
+                        "are looked up in each, and links may lead from one to another")  # fmt: skip
     parser.add_argument("--url-cache", metavar="FOLDER",
-                        help="folder of what was downloaded (default: the user's cache folder)")  # fmt: skip
+                        help="folder for downloads (default: the user's cache folder)")  # fmt: skip
     parser.add_argument("--no-progress", action="store_true", help="show no progress")
 
 
 def _split(parser: argparse.ArgumentParser) -> None:
     """Of which split; rows are packed of the one for training alone."""
     parser.add_argument("--split", choices=("train", "valid", "test"), default="train",
-                        help="of a folder with splits (default: %(default)s)")  # fmt: skip
+                        help="which split of a folder with splits (default: %(default)s)")  # fmt: skip
 
 
 def _source(parser: argparse.ArgumentParser) -> None:
@@ -94,45 +98,47 @@ def _source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hf-model", required=True, metavar="MODEL",
                         help="the model to train, a folder or hub id: its processor and template")  # fmt: skip
     parser.add_argument("--answers", choices=("all", "last"), default="all",
-                        help="train on all answers, or on the last one alone (default: %(default)s)")  # fmt: skip
+                        help="train on all answers, or only on the last one (default: %(default)s)")  # fmt: skip
     parser.add_argument("--empty-thinking", choices=("prompt", "train"), default="prompt",
-                        help="what the template's empty blocks of thinking are: a prompt's end, or trained on "
-                             "(default: %(default)s)")  # fmt: skip
+                        help="whether the template's empty thinking blocks count as the end of the prompt, or are "
+                        "trained on (default: %(default)s)")  # fmt: skip
     parser.add_argument("--seq-length", type=_at_least(1), default=4096, metavar="N",
-                        help="tokens of a row (default: %(default)s)")  # fmt: skip
+                        help="tokens in a row (default: %(default)s)")  # fmt: skip
     for name, (kind, words) in _LIMITS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=words)
 
 
 def _pack(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Measure all samples, pack them into rows by best fit, and write down which samples are in which row, for "
-        "dataset.train_packing. Pictures stay where they are. The options are to be those of the training data set."
+        "Measure all samples, pack them into rows by best fit, and record which samples are in which row, for "
+        "dataset.train_packing. Pictures are not copied. Use the same options as in the training data set."
     )
     _source(parser)
-    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="where the rows are written to")
-    parser.add_argument("--overwrite", action="store_true", help="replace an earlier packing at that place")
+    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="folder to write the rows to")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier packing in that folder")
     parser.add_argument("--max-patches", type=_at_least(1), metavar="N",
-                        help="patches of pictures and videos in a row (default: any number)")  # fmt: skip
+                        help="maximum number of patches in a row (default: no limit)")  # fmt: skip
     parser.add_argument("--pad-to-multiple-of", type=_at_least(1), default=1, metavar="N",
-                        help="what each sample in a row is padded to; under context parallelism, twice its size "
-                        "(default: %(default)s)")  # fmt: skip
+                        help="pad each sample in a row to a multiple of this; under context parallelism, twice its "
+                        "size (default: %(default)s)")  # fmt: skip
     parser.add_argument("--on-long", choices=("error", "drop", "truncate"), default="error",
                         help="what to do with a sample longer than a row (default: %(default)s)")  # fmt: skip
     parser.add_argument("--on-bad", choices=("error", "drop"), default="error",
                         help="what to do with a sample that cannot be encoded (default: %(default)s)")  # fmt: skip
     parser.add_argument("--seed", type=int, default=1234, metavar="N",
-                        help="of the order in which samples are packed (default: %(default)s)")  # fmt: skip
+                        help="seed of the order in which samples are packed (default: %(default)s)")  # fmt: skip
     parser.add_argument("--workers", type=_at_least(0), default=os.cpu_count() or 0, metavar="N",
-                        help="processes that measure samples; 0 for this one alone (default: %(default)s)")  # fmt: skip
+                        help="number of processes that measure samples; 0 measures in this process (default: "
+                        "%(default)s)")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_run_pack, split="train")
 
 
 def _inspect(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Show samples as the model will see them: tokens, which of them are trained on, pictures; and how long samples "
-        "are, how full rows get, and which samples cannot be trained on. The exit status is 1 if there are any."
+        "Show samples as the model will see them: tokens, which of them are trained on, pictures; and how long "
+        "samples are, how full rows are, and which samples cannot be used. The exit status is 1 if some samples "
+        "cannot be used."
     )
     _source(parser)
     _split(parser)
@@ -140,37 +146,39 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
                         help="how many samples to show (default: %(default)s)")  # fmt: skip
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--start", type=_at_least(0), default=0, metavar="N",
-                       help="show samples from this one on, counted from 0 (default: %(default)s)")  # fmt: skip
-    which.add_argument("--seed", type=int, metavar="N", help="show a random choice instead, by this seed")
+                       help="index of the first sample to show, counted from 0 (default: %(default)s)")  # fmt: skip
+    which.add_argument("--seed", type=int, metavar="N", help="show randomly chosen samples instead, with this seed")
     parser.add_argument("--lengths", type=_at_least(0), default=2000, metavar="N",
-                        help="how many samples to measure, spread over the whole file; 0 for those shown alone "
+                        help="how many samples to measure, spread over the whole file; 0 measures only those shown "
                         "(default: %(default)s)")  # fmt: skip
-    parser.add_argument("--no-pack", action="store_true", help="one sample in a row, padded")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write an HTML report with pictures, too")
-    parser.add_argument("--overwrite", action="store_true", help="replace an earlier report at that place")
+    parser.add_argument("--no-pack", action="store_true", help="one sample per row, padded")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also write an HTML report with pictures")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier report in that folder")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_run_inspect)
 
 
 def _download(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Download the pictures and videos that samples have by address, before training, which downloads nothing. What "
-        "is there already is kept, so the command can be stopped and run again. The exit status is 1 if some failed."
+        "Download the pictures and videos that samples refer to by URL. Do this before training, which downloads "
+        "nothing. Finished downloads are kept, so the command can be stopped and run again. The exit status is 1 if "
+        "some downloads failed."
     )
     _records(parser)
     _split(parser)
     parser.add_argument("--allowed-urls", nargs="+", required=True, metavar="URL",
-                        help="beginnings of addresses that may be asked, such as https://images.example.org/; https:// "
-                             "allows all of that scheme, those of your own network too")  # fmt: skip
+                        help="URL prefixes that may be fetched, such as https://images.example.org/; https:// allows "
+                        "every host, including those of your own network")  # fmt: skip
     parser.add_argument("--workers", type=_at_least(1), default=16, metavar="N",
-                        help="downloads at a time (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--retry", action="store_true", help="try those again that failed for good in an earlier run")
+                        help="number of simultaneous downloads (default: %(default)s)")  # fmt: skip
+    parser.add_argument(
+        "--retry", action="store_true", help="retry downloads that failed permanently in an earlier run"
+    )
     parser.add_argument("--give-up", action="store_true",
-                        help="take those that did not answer as failed for good, too: training drops such samples "
-                             "with on_bad='drop', and stops at them without")  # fmt: skip
+                        help="treat hosts that did not answer as permanent failures, too: training drops such samples "
+                        "if on_bad='drop', and stops at them otherwise")  # fmt: skip
     parser.add_argument("--manifest", type=Path, metavar="FILE",
-                        help="where the failures are written to, as JSON lines (default: failed.jsonl in the folder "
-                             "of what was downloaded)")  # fmt: skip
+                        help="JSON Lines file of failures (default: failed.jsonl in the download folder)")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_run_download)
 
@@ -325,9 +333,9 @@ def _wrong(options: str) -> Iterator[None]:
 def _check_output(path: Path, *, overwrite: bool) -> None:
     """Refuses a place for the report before any work is done for it."""
     if path.exists() and (not overwrite or not path.is_file()):
-        raise DataError(str(path), "there is something already; --overwrite replaces a file")
+        raise DataError(str(path), "something exists there already; --overwrite replaces a file")
     if not path.parent.is_dir():
-        raise DataError(str(path.parent), "there is no such folder, expected one to write the report into")
+        raise DataError(str(path.parent), "the folder does not exist, expected one to write the report to")
 
 
 def _summed(steps: Iterable[int], *, total: int, shown: bool) -> Iterable[int]:

@@ -27,8 +27,8 @@ _PACKAGE, _UNFIT = "qwen3vl-bridge", 1
 GIB = 2**30
 # Of packages that a machine may do without: what they are for.
 _OPTIONAL = {
-    "transformer-engine": "its layers and kernels, on GPUs",
-    "flash-attn": "one of Transformer Engine's attentions",
+    "transformer-engine": "its layers and kernels on GPUs",
+    "flash-attn": "one of Transformer Engine's attention backends",
     "megatron-energon": "reading WebDatasets",
     "av": "decoding video files",
     "nvidia-resiliency-ext": "asynchronous saves of its kind, and restarts within a process",
@@ -94,12 +94,11 @@ def main(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> 
     """
     parser = argparse.ArgumentParser(
         prog=prog,
-        description="Say what this machine has, what will be used of it, and what is missing and how to get it. "
-        "Megatron-Bridge is imported, which takes a while. The exit status is 1 where training or conversion cannot "
-        "work.",
+        description="Show what this machine has, what will be used, what is missing and how to get it. Imports "
+        "Megatron-Bridge, which takes a while. The exit status is 1 if training or conversion cannot work.",
     )
     parser.add_argument("--path", type=Path, default=Path(), metavar="FOLDER",
-                        help="look at the disk of this folder (default: the current one)")  # fmt: skip
+                        help="report the free space of this folder's disk (default: the current folder)")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes")
     options = parser.parse_args(arguments)
     show_anything()
@@ -177,17 +176,17 @@ def _missing(known: Sequence[Package], found: Machine, pythons: str) -> list[Mis
             words += f" (for {one.purpose})" if one.purpose else ""
             result.append(Missing(words, one.get, fatal=one.needed))
     if found.driver and found.cuda is None:
-        words = "there is NVIDIA's driver, and torch is built without CUDA: everything will run on the CPU"
-        result.append(Missing(words, "a torch that is built for CUDA", fatal=False))
+        words = "an NVIDIA driver is installed, but torch is built without CUDA: everything will run on the CPU"
+        result.append(Missing(words, "install a torch built for CUDA", fatal=False))
     elif found.cuda is not None and not found.gpus:
-        words = f"torch is built for CUDA {found.cuda} and sees no GPU: everything will run on the CPU"
-        get = "NVIDIA's driver, `docker run --gpus all`, or another CUDA_VISIBLE_DEVICES"
+        words = f"torch is built for CUDA {found.cuda} but sees no GPU: everything will run on the CPU"
+        get = "install NVIDIA's driver, use `docker run --gpus all`, or correct CUDA_VISIBLE_DEVICES"
         result.append(Missing(words, get, fatal=False))
     if (shared := found.shared_memory) is not None and shared < _SHARED_MEMORY:
-        words = f"/dev/shm has {shared / GIB:.2f} GiB free, through which data workers send pictures"
+        words = f"/dev/shm has {shared / GIB:.2f} GiB free; data workers pass pictures through it"
         result.append(Missing(words, "`docker run --shm-size=16g`, or dataset.num_workers=0", fatal=False))
     if found.open_files[0] < _OPEN_FILES:
-        words = f"{found.open_files[0]} files may be open at once, few for many ranks and data workers"
+        words = f"{found.open_files[0]} open files are allowed, which is few for many ranks and data workers"
         result.append(Missing(words, f"`ulimit -n {max(found.open_files[1], _OPEN_FILES)}`", fatal=False))
     return result
 
@@ -206,7 +205,11 @@ def _used(found: Machine) -> dict[str, str]:
     spec, cuda = default_transformer_impl(), torch.cuda.is_available()
     engine = f"Transformer Engine {found.packages['transformer-engine']}"
     flash = found.packages["flash-attn"]
-    kernels = f"flash-attn {flash}, cuDNN's or its own" if flash else "cuDNN's or its own"
+    kernels = (
+        f"flash-attn {flash}, or attention of cuDNN or of Transformer Engine"
+        if flash
+        else "attention of cuDNN or of Transformer Engine"
+    )
     whole = spec == "transformer_engine"
     return {
         "device": f"{len(found.gpus)} x {found.gpus[0].name}" if cuda else f"CPU, {found.cores} cores",

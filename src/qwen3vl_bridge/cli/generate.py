@@ -53,16 +53,22 @@ def main(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> 
 def _parse(prog: str | None, arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=prog,
-        description="Ask a checkpoint a question, without exporting it. The answer is greedy: the one that "
-        "transformers' generate(do_sample=False) gives on the export.",
+        description="Ask a checkpoint a question without exporting it. Decoding is greedy: the answer equals that of "
+        "transformers' generate(do_sample=False) on the export.",
     )
     add = parser.add_argument
     add("question")
-    add("--hf-model", "--hf-path", required=True, metavar="MODEL", help="Hugging Face folder or hub id: configuration, "
-        "processor, and the weights where no others are given")  # fmt: skip
+    add("--hf-model", "--hf-path", required=True, metavar="MODEL", help="Hugging Face folder or hub id with "
+    "configuration and processor, and the weights unless --megatron-path is given")  # fmt: skip
     add("--megatron-path", metavar="FOLDER", help="weights: a Megatron checkpoint in either format, or a run's folder")
     add("--image", action="append", default=[], metavar="FILE", help="a picture to show; may be given several times")
-    add("--max-new-tokens", type=int, default=128, metavar="N", help="longest answer (default: %(default)s)")
+    add(
+        "--max-new-tokens",
+        type=int,
+        default=128,
+        metavar="N",
+        help="maximum length of the answer in tokens (default: %(default)s)",
+    )
     add("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
     if missing := [path for path in options.image if not Path(path).is_file()]:

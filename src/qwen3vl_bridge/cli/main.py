@@ -20,12 +20,12 @@ from qwen3vl_bridge.terminal import BAD_INPUT, show
 # the recipes' own: they stand above this package, which knows them by this name alone, and may be absent.
 COMMANDS = {
     "convert": ("qwen3vl_bridge.cli.convert:main", "import, export, reformat, verify or inspect a checkpoint"),
-    "adapters": ("qwen3vl_bridge.cli.convert:adapters", "export or merge the adapters that a run has trained"),
-    "train": ("qwen3vl_recipes.cli:train", "train by a recipe, from given weights or from scratch"),
+    "adapters": ("qwen3vl_bridge.cli.convert:adapters", "export or merge the adapters that a run trained"),
+    "train": ("qwen3vl_recipes.cli:train", "train with a recipe, from given weights or from scratch"),
     "data": ("qwen3vl_bridge.cli.data:main", "inspect conversations, or pack them into rows, before training"),
-    "plan": ("qwen3vl_bridge.cli.plan:main", "what a run will hold on each GPU, and how else it could be split"),
-    "generate": ("qwen3vl_bridge.cli.generate:main", "ask a checkpoint a question, without exporting it"),
-    "doctor": ("qwen3vl_bridge.cli.doctor:main", "what this machine has, what will be used, and what is missing"),
+    "plan": ("qwen3vl_bridge.cli.plan:main", "estimate the memory of a run on each GPU, and propose ways to split it"),
+    "generate": ("qwen3vl_bridge.cli.generate:main", "ask a checkpoint a question without exporting it"),
+    "doctor": ("qwen3vl_bridge.cli.doctor:main", "show what this machine has, what will be used, and what is missing"),
 }
 
 

@@ -36,7 +36,7 @@ _NO_FIT = 1
 _SIZES = {
     "tp": "tensor parallelism",
     "pp": "pipeline parallelism",
-    "vpp": "virtual pipeline stages of each rank",
+    "vpp": "virtual pipeline stages on each rank",
     "cp": "context parallelism",
     "ep": "expert parallelism",
     "etp": "expert tensor parallelism",
@@ -65,31 +65,36 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "qwen3vl-plan") 
 def _parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=prog,
-        description="Estimate what each GPU holds while a model trains. Without any parallel size, or with --propose, "
-        "propose ways to split the model that fit. docs/memory.md says what is counted and what is assumed.",
+        description="Estimate the memory of each GPU while a model trains. Without any parallel size, or with "
+        "--propose, propose ways to split the model that fit. docs/memory.md says what is counted and what is assumed.",
     )
     add = parser.add_argument
     add("--model", required=True, metavar="MODEL",
         help=f"{', '.join(preset_sizes())}, a hub id such as Qwen/Qwen3.5-4B, or a folder")  # fmt: skip
     add("--gpus", required=True, type=_positive, metavar="N", help="how many there are")
     add("--gpu", default="H100", metavar="NAME", help=f"{', '.join(GPUS)} (default: %(default)s)")
-    add("--gpu-memory", type=float, metavar="GIB", help="memory of one, where it is not the table's")
-    add("--seq-length", type=_positive, default=4096, metavar="N", help="tokens of a row (default: %(default)s)")
-    add("--max-patches", type=int, metavar="N", help="patches of a row (default: as many as its tokens can hold)")
-    add("--micro-batch-size", type=_positive, default=1, metavar="N", help="rows of a microbatch (default: 1)")
-    add("--global-batch-size", type=_positive, metavar="N", help="rows of a step (default: as keep stages busy)")
+    add("--gpu-memory", type=float, metavar="GIB", help="memory of one GPU, if it differs from the table")
+    add("--seq-length", type=_positive, default=4096, metavar="N", help="tokens in a row (default: %(default)s)")
+    add("--max-patches", type=int, metavar="N", help="patches in a row (default: as many as its tokens allow)")
+    add("--micro-batch-size", type=_positive, default=1, metavar="N", help="rows in a microbatch (default: 1)")
+    add(
+        "--global-batch-size",
+        type=_positive,
+        metavar="N",
+        help="rows in a step (default: enough to keep the pipeline stages busy)",
+    )
     add("--kind", choices=("sft", "pretrain", "peft"), default="sft",
-        help="sft and pretrain train all that is not frozen, peft LoRA alone (default: %(default)s)")  # fmt: skip
+        help="sft and pretrain train everything not frozen, peft only LoRA (default: %(default)s)")  # fmt: skip
     add("--lora-rank", type=_positive, default=32, metavar="N", help="with --kind peft (default: %(default)s)")
     add("--freeze", nargs="+", default=[], choices=[part.value for part in Part], metavar="PART",
         help=f"parts that are not trained: {', '.join(part.value for part in Part)}")  # fmt: skip
-    add("--mtp", action="store_true", help="train multi-token prediction, as mtp_loss_scaling_factor above 0 does")
+    add("--mtp", action="store_true", help="train multi-token prediction, as with mtp_loss_scaling_factor above 0")
     add("--precision", choices=PRECISIONS, default="bf16", help="bf16 is mixed precision (default: %(default)s)")
     for name, words in _SIZES.items():
         add(f"--{name}", type=_positive, metavar="N", help=words)
     add("--sequence-parallel", action=argparse.BooleanOptionalAction, help="(default: with --tp above 1)")
-    add("--fsdp", action="store_true", help="Megatron-FSDP, optim_grads_params, in place of the distributed optimizer")
-    add("--no-distributed-optimizer", action="store_true", help="the whole optimizer on every rank")
+    add("--fsdp", action="store_true", help="Megatron-FSDP (optim_grads_params) instead of the distributed optimizer")
+    add("--no-distributed-optimizer", action="store_true", help="the complete optimizer state on every rank")
     for prefix, modules in (("", TEXT_MODULES), ("vision-", VISION_MODULES)):
         add(f"--{prefix}recompute", choices=("none", "selective", "full"), default="none",
             help=f"recompute_granularity of the {'tower' if prefix else 'language model'} (default: none)")  # fmt: skip
@@ -99,8 +104,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         add(f"--{prefix}recompute-num-layers", type=_positive, metavar="N", help="with full (default: 1)")
     add("--no-fused-activation", action="store_true", help="model.bias_activation_fusion=False")
     add("--expert-load", type=float, default=1.0, metavar="X",
-        help="tokens that the fullest rank's experts get, over the mean (default: 1, balanced)")  # fmt: skip
-    add("--propose", action="store_true", help="propose splits; sizes that are given stay")
+        help="most tokens on a rank, divided by the mean over expert-parallel ranks (default: 1)")  # fmt: skip
+    add("--propose", action="store_true", help="propose splits; sizes that are given are kept")
     add("--json", action="store_true", help="print JSON, in bytes")
     plan_encoder_ranks.add_options(parser, _positive)
     return parser
@@ -125,7 +130,7 @@ def _run(options: argparse.Namespace) -> int:
         plan_encoder_ranks.check_unused(options)
     if choose:
         if _shards(options) or training.recompute.granularity or training.vision_recompute.granularity:
-            raise ValueError("sharding and recomputation are what --propose chooses; leave them out, or --propose")
+            raise ValueError("--propose chooses sharding and recomputation; omit these options, or --propose")
         if wrong := sizes.keys() & {"vpp", "etp"}:
             raise ValueError(f"--propose does not try {', '.join(sorted(wrong))}; leave it out")
     if options.dist_train:

@@ -30,14 +30,14 @@ def add_options(parser: argparse.ArgumentParser, positive: Callable[[str], int])
         positive: reads a number of 1 or more.
     """
     add = parser.add_argument
-    add("--dist-train", action="store_true", help="the vision tower on ranks of its own, among --gpus: how many it "
-        "gets, as the rule in docs/dist_train.md says")  # fmt: skip
-    add("--vision-gpus", type=positive, metavar="N", help=f"{_WITH} the tower's ranks, whatever the rule says")
+    add("--dist-train", action="store_true", help="place the vision tower on ranks of its own, out of --gpus: how "
+    "many it gets follows the rule in docs/dist_train.md")  # fmt: skip
+    add("--vision-gpus", type=positive, metavar="N", help=f"{_WITH} number of the tower's ranks, overriding the rule")
     add("--vision-tp", type=positive, metavar="N", help=f"{_WITH} the tower's tensor parallelism")
     for option, words, usual in (
-        ("--patches-per-token", "patches of rows over their tokens", PUBLISHED.patches),
-        ("--patches-per-frame", "patches of the frame that a patch lies in, in the mean", PUBLISHED.frame),
-        ("--largest-frame", "patches of a row's largest frame, in the mean", PUBLISHED.largest),
+        ("--patches-per-token", "patches of rows divided by their tokens", PUBLISHED.patches),
+        ("--patches-per-frame", "patches in the frame that contains a patch, averaged over patches", PUBLISHED.frame),
+        ("--largest-frame", "patches in a row's largest frame, averaged over rows", PUBLISHED.largest),
     ):
         add(option, type=float, metavar="X", help=f"{_WITH} {words} (default: {usual}, the mix of docs/packing.md)")
 
@@ -121,14 +121,15 @@ def print_sizes(found: Sequence[DistProposal], memory: int) -> None:
     console = Console()
     if not found:
         console.print(
-            "nothing fits beside a tower that keeps up: take more GPUs, shorter rows, --max-patches, or --vision-gpus",
+            "nothing fits together with a vision tower that keeps up: use more GPUs, shorter rows, --max-patches, or "
+            "--vision-gpus",
             style="red",
         )
         return
     table = Table(title=f"{found[0].sized.split.world} GPUs of {memory / GIB:.1f} GiB, the cheapest first")
     for name in ("vision", "language", "memory and recomputation"):
         table.add_column(name, overflow="fold")
-    for name in ("vision ranks needed", "the tower's time, of the slowest stage's", "GiB", "relative time"):
+    for name in ("vision ranks needed", "the tower's time, relative to the slowest stage", "GiB", "relative time"):
         table.add_column(name, justify="right", overflow="fold")
     for one in found:
         sized, vision, language = one.sized, one.sized.split.vision, one.sized.split.language

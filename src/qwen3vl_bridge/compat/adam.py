@@ -50,8 +50,8 @@ class Adam(torch.optim.Optimizer):
     ) -> None:
         if capturable or not bias_correction:
             raise ValueError(
-                f"capturable is {capturable} and bias_correction {bias_correction}, expected False and True: without "
-                "Transformer Engine and Apex there is no other Adam"
+                f"capturable is {capturable} and bias_correction {bias_correction}, expected False and True: the Adam "
+                "used without Transformer Engine and Apex supports nothing else"
             )
         defaults = dict(lr=lr, bias_correction=True, betas=betas, eps=eps, weight_decay=weight_decay)
         super().__init__(params, defaults)

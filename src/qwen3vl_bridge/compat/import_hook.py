@@ -27,7 +27,7 @@ _BRIDGE_MODELS = "megatron.bridge.models"
 # The modules of Megatron-Bridge that cannot be imported without a package of which they need no more than names, and
 # the modules of that package which they import. `lora_layers` names classes that it uses only where layers of
 # Transformer Engine are there. `pretrain`, which all training goes through, annotates an argument with a class of the
-# package for restarts; what uses that is imported where `cfg.inprocess_restart` asks for it, and fails there as ever.
+# package for restarts; what uses that is imported where `cfg.inprocess_restart` asks for it, and fails there as usual.
 # The name of that package itself is not given: whatever else looks for it (async saves do) finds it missing.
 _NEEDED_FOR_NAMES = {
     "megatron.bridge.peft.lora_layers": ("transformer_engine", "transformer_engine.pytorch"),
@@ -138,7 +138,7 @@ class _StandInClass(type):
         return _StandInClass(name, (), {"__module__": cls.__module__})
 
     def __call__(cls, *args: object, **kwargs: object) -> None:
-        raise ModuleNotFoundError(f"{cls.__name__} is of {cls.__module__}, which is not installed")
+        raise ModuleNotFoundError(f"{cls.__name__} belongs to {cls.__module__}, which is not installed")
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Checkpoints of vision and language on ranks of their own, in Megatron-Bridge's loop: those of one model.
 
 What lives here: what its own saving and loading are told, so that nothing of both modules has the same name and a run
-goes on with another number of ranks, or without modules. What may not: where a
+continues with another number of ranks, or without modules. What may not: where a
 run's checkpoints are saved and found (`training/checkpoint_manager.py`).
 
 Tensors of both modules have names of their own, and the rest is what the first rank has. Two things are not so. Random
@@ -29,7 +29,7 @@ _VISION = "vision_model"
 
 @contextlib.contextmanager
 def as_one_model[Context: (CheckpointSaveContext, CheckpointLoadContext)](ctx: Context) -> Iterator[Context]:
-    """Let what a rank saves or loads be its part of a whole model's; as it is where there are no modules.
+    """Let what a rank saves or loads be its part of a complete model's; as it is where there are no modules.
 
     Args:
         ctx: Megatron-Bridge's, of this rank's module.
@@ -72,7 +72,7 @@ class _Described:
     """The optimizer of one module's ranks: those of its chain that have parameters describe themselves.
 
     What there is beside tensors, such as steps, is put together from both modules, so that it is the same on every rank
-    and says as much as a whole model's.
+    and says as much as a complete model's.
 
     Args:
         optimizer: megatron-core's; every rank makes this at the same time.

@@ -20,7 +20,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 
 def evaluate_modules_together(evaluate: Callable[..., Any], state: GlobalState, *args: Any, **kwargs: Any) -> Any:
-    """Megatron-Bridge's `evaluate`, which evaluates the two modules as one model; of other runs as ever.
+    """Megatron-Bridge's `evaluate`, which evaluates the two modules as one model; of other runs as usual.
 
     Args:
         evaluate: Megatron-Bridge's.

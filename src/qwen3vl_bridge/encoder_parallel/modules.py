@@ -79,7 +79,7 @@ class Qwen3VLDecoder(Qwen3VLModel):
         if self.payload is None or inputs.encoder_shards is None:
             raise ValueError(
                 "this model has no vision tower (dist_train.use_dist_train): expected a microbatch of "
-                "qwen3vl_bridge.forward_step, in the schedule that vision ranks take part in"
+                "qwen3vl_bridge.forward_step, in the schedule that includes the vision ranks"
             )
         payload, self.payload = self.payload, None
         if not trains_vision(self.config):

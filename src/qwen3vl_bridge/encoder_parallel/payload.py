@@ -70,7 +70,7 @@ class Header(NamedTuple):
         if found != self.expected:
             raise ValueError(
                 f"the vision ranks sent shards of (tokens, mark, features, width) {found}, expected {self.expected}: "
-                "both sides have to read the same batches in the same order, with the same configuration"
+                "both sides must read the same batches in the same order with the same configuration"
             )
 
 

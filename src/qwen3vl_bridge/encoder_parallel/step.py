@@ -85,15 +85,15 @@ _TOWER_READS_BY_ITSELF = When(
     "model.dist_train.vision_world_size model.dist_train.language_world_size",
     lambda cfg: replicas_of(cfg.model).vision != replicas_of(cfg.model).language,
 )
-_BY_NUMBERS = "other forms name what they save by numbers of groups, which both modules have"
+_BY_NUMBERS = "other forms name what they save by group number, and both modules have the same numbers"
 
 # What Megatron-Bridge's loop cannot do with modules on ranks of their own.
 _RULES: tuple[Rule, ...] = (
     Row("checkpoint.dist_ckpt_optim_fully_reshardable", True, _BY_NUMBERS, _SHARDS_ARE_SAVED),
     *under(
         _TOWER_READS_BY_ITSELF,
-        Row("train.iterations_to_skip", [], "ranks of the tower skip none", also=(None, ())),
-        Row("dataset.__class__", Qwen3VLConversationProvider, "its rows have numbers, by which the tower reads them"),
+        Row("train.iterations_to_skip", [], "the tower's ranks cannot skip iterations", also=(None, ())),
+        Row("dataset.__class__", Qwen3VLConversationProvider, "the tower's ranks read its rows by index"),
     ),
 )
 

@@ -65,15 +65,17 @@ def atomic_directory(
             stack.callback(_remove_empty, _make_parents(parent))
             stack.enter_context(_locked(target))
             if _restore(target, say) and replace is None:
-                raise CheckpointError(f"{target} exists, brought back just now; --overwrite replaces it")
+                raise CheckpointError(f"{target} exists, restored just now; --overwrite replaces it")
             folder = _claimed(target, say, claim) or _new_folder(target)
             own = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
             stack.callback(os.close, own)
             _take_after(target, folder, at_least=stat.S_IRWXU)
         except OSError as error:
-            raise CheckpointError(f"{target}: cannot be written beside: {error.strerror or error}") from error
+            raise CheckpointError(
+                f"{target}: its parent folder cannot be written to: {error.strerror or error}"
+            ) from error
         replaced: Snapshot | None = None
-        left = f"what was written so far stays in {folder}" if keep else "nothing was left behind"
+        left = f"the partial result stays in {folder}" if keep else "nothing was left behind"
         try:
             yield folder
             if sync:
@@ -120,7 +122,7 @@ def _take_out(folder: Path) -> None:
 
 
 def _put_back(folder: Path) -> None:
-    """Put it in again, so that another run can go on from it after all."""
+    """Put it in again, so that another run can resume from it after all."""
     if _aside(folder).is_dir() and folder.is_dir():
         os.rename(_aside(folder), folder / PRIVATE)
 
@@ -146,7 +148,7 @@ def _settle(target: Path, folder: Path, replaced: Snapshot | None, say: Callable
         say: called with a line of text where something is left to the user.
         sync: whether the new name is waited for.
     """
-    parent, whole = target.absolute().parent, f"{target} is whole and in place"
+    parent, whole = target.absolute().parent, f"{target} is complete and in place"
     try:
         if sync:
             _sync(parent)
@@ -164,7 +166,10 @@ def _settle(target: Path, folder: Path, replaced: Snapshot | None, say: Callable
             return
         kept = folder.with_name(f"{target.name}.replaced-{_mark()}")
         os.rename(folder, kept)
-        say(f"{whole}, but somebody wrote into what it replaced; that stays in {kept}: remove it yourself")
+        say(
+            f"{whole}, but the folder it replaced was written to meanwhile; that folder stays in {kept}: remove it "
+            "yourself"
+        )
     except OSError as error:
         said = f"what it replaced stays in {folder} ({error.strerror or error})"
         say(f"{whole}, but {said}: remove that yourself")
@@ -234,11 +239,11 @@ def _restore(target: Path, say: Callable[[str], None]) -> bool:
         if not os.path.lexists(target) or (target.is_dir() and not target.is_symlink() and not any(target.iterdir())):
             os.rename(old, target)
             restored = True
-            say(f"brought back {target}, which a run that did not end had moved away")
+            say(f"restored {target}, which an interrupted run had moved away")
         else:
             kept = old.with_name(old.name[1:])
             os.rename(old, kept)
-            say(f"what a run that did not end had moved away from {target} stays in {kept}: remove it yourself")
+            say(f"the earlier {target}, which an interrupted run had moved away, stays in {kept}: remove it yourself")
     return restored
 
 
@@ -259,7 +264,7 @@ def _claimed(target: Path, say: Callable[[str], None], claim: Callable[[Path], b
     for folder in found:
         if folder not in wanted[:1]:
             shutil.rmtree(folder)
-            say(f"removed {folder}, left behind by a run that did not end")
+            say(f"removed {folder}, left behind by an interrupted run")
     return wanted[0] if wanted else None
 
 

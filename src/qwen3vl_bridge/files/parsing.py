@@ -1,4 +1,4 @@
-"""JSON and YAML that somebody else may have written, parsed within bounds.
+"""JSON and YAML that somebody else may have written, parsed within limits.
 
 What lives here: every call of a parser of either for what comes from a file, and the bounds: bytes, depth, nodes that
 aliases expand to, keys that occur twice, numbers that are not finite or need more than 64 bits. Standard library, and
@@ -35,7 +35,7 @@ def read_whole(path: Path, at_most: int) -> bytes:
     """
     size = path.stat().st_size
     if size > at_most:
-        raise ValueError(f"{path} has {size:,} bytes, expected {at_most:,} at most")
+        raise ValueError(f"{path} has {size:,} bytes, expected at most {at_most:,}")
     return path.read_bytes()
 
 
@@ -43,7 +43,7 @@ def read_json(path: Path) -> Any:
     """What a JSON file of somebody's configuration holds; as `parse_json`.
 
     Raises:
-        ValueError: it is no JSON within bounds; the message names the file.
+        ValueError: it is no JSON within limits; the message names the file.
         OSError: it cannot be read.
     """
     text = read_whole(path, _JSON_BYTES)
@@ -112,7 +112,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def check_yaml(path: Path) -> str:
-    """Check that a YAML file can be parsed within bounds, by whichever parser; returns its text.
+    """Check that a YAML file can be parsed within limits, by whichever parser; returns its text.
 
     Raises:
         ValueError: it is no YAML, too large or nested too deeply; the message names the file.
@@ -155,7 +155,9 @@ def check_plain(
             elif finite and isinstance(entry, float) and not math.isfinite(entry):
                 raise ValueError(f"{place or 'the value'} is {entry}, expected a finite number")
             elif bounded and isinstance(entry, int) and entry.bit_length() > _BITS:
-                raise ValueError(f"{place or 'the value'} is a number beyond {_BITS} bits, expected a smaller one")
+                raise ValueError(
+                    f"{place or 'the value'} is an integer of more than {_BITS} bits, expected a smaller one"
+                )
         level, depth = inner, depth + 1
 
 
@@ -249,4 +251,4 @@ def _check_length(event: Any, resolver: Any) -> None:
         tag = resolver.resolve(yaml.ScalarNode, event.value, event.implicit)
     if tag in _YAML_NUMBERS:
         line, found = event.start_mark.line + 1, f"{event.value[:20]}... of {len(event.value):,} letters"
-        raise ValueError(f"line {line} has the number {found}, expected {_LETTERS} at most")
+        raise ValueError(f"line {line} has the number {found}, expected at most {_LETTERS}")

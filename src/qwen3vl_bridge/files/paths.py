@@ -22,7 +22,7 @@ def expanded(path: str | Path) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError:
-        raise CheckpointError(f"{path}: {Path(path).parts[0]} is no user's home folder here") from None
+        raise CheckpointError(f"{path}: {Path(path).parts[0]} is not the home folder of any user here") from None
 
 
 def place(path: str | Path) -> Path:

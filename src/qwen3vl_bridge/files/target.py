@@ -42,10 +42,10 @@ def check_target(
     for source in sources:
         one, other = target.resolve(), source.resolve()
         if one == other or one in other.parents or other in one.parents:
-            raise CheckpointError(f"{target} and the source {source} overlap, expected folders apart from each other")
+            raise CheckpointError(f"{target} and the source {source} overlap, expected separate folders")
     if target.is_symlink() or os.path.ismount(target):
-        kind = "a link" if target.is_symlink() else "where a file system is mounted"
-        raise CheckpointError(f"{target} is {kind}, expected a place that a folder can be moved to")
+        kind = "a link" if target.is_symlink() else "a mount point"
+        raise CheckpointError(f"{target} is {kind}, expected a path that a folder can be renamed to")
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     if not overwrite:
@@ -77,7 +77,7 @@ def refuse_others(folder: Path, own: Collection[str], kind: str) -> None:
         CheckpointError: it holds others, which would be lost.
     """
     names = (path.relative_to(folder).as_posix() for path in leaves(folder))
-    refuse_loss(folder, [name for name in names if name not in own], f"files beside a {kind} of ours")
+    refuse_loss(folder, [name for name in names if name not in own], f"files that are not part of our {kind}")
 
 
 def refuse_loss(folder: Path, names: Collection[str], what: str) -> None:
@@ -92,7 +92,7 @@ def refuse_loss(folder: Path, names: Collection[str], what: str) -> None:
         return
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     raise CheckpointError(
-        f"{folder} holds {len(names)} {what}, which would be lost: "
+        f"{folder} holds {len(names)} {what}, which would be deleted: "
         f"{', '.join(sorted(names)[:_SHOWN])}{more}; move them elsewhere, or remove {folder} yourself"
     )
 

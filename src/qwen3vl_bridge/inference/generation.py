@@ -1,4 +1,4 @@
-"""Greedy decoding with the Megatron model, to see what a checkpoint says without exporting it.
+"""Greedy decoding with the Megatron model, to get answers from a checkpoint without exporting it.
 
 What lives here: prompts as rows with room for their answers, and the loop that fills them. What may not: the model's
 own work (`models/`), collectives (`parallel/collectives.py`), sampling and serving (export the checkpoint for those).
@@ -46,35 +46,35 @@ def generate(
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
 ) -> Tensor:
-    """What transformers' `generate(do_sample=False)` returns for the same arguments, which its processor makes.
+    """Generate what transformers' `generate(do_sample=False)` returns for the same arguments, which its processor
+    creates.
 
-    The vision tower runs once. Keys and values are kept, so a new token costs the work of one. Under sequence
-    parallelism, where one token does not divide over the ranks, and in a model with linear attention, whose state
-    megatron-core does not keep, each costs the work of the whole sequence. Prompts of one length are decoded together,
-    one length after the other, so no padding gets between a prompt and its answer.
-
-    Ranks that share weights decode in step: all of them must be given the same prompts (`ranks_in_step`), and answer
-    with the first one's words.
+    The vision tower runs once. Keys and values are cached, so a new token costs the work of one token. Under sequence
+    parallelism, where a single token cannot be split over the ranks, and in models with linear attention, whose state
+    megatron-core does not cache, each token costs the work of the whole sequence. Prompts of equal length are decoded
+    together, one length after the other, so that there is no padding between a prompt and its answer. Ranks that share
+    weights decode synchronously: all of them must be given the same prompts (`ranks_in_step`), and they return the
+    answers of the first one.
 
     Args:
-        model: a VisionLanguageModel, wrapped or not, or a list of one. It is in eval mode during the call, and then as
-            before.
+        model: a VisionLanguageModel, wrapped or not, or a list of one. It is in eval mode during the call; the previous
+        mode is restored.
         input_ids: [B, S] int64.
         attention_mask: [B, S], 0 at padding, which may be on either side. None: no padding.
-        max_new_tokens: longest answer.
+        max_new_tokens: maximum length of an answer.
         pixel_values, image_grid_thw: patches and grids of the images, as the processor gives them.
-        pixel_values_videos, video_grid_thw: the same of videos.
-        mm_token_type_ids: accepted because the processor gives it; `input_ids` says the same.
-        eos_token_id: ids that end an answer, as `end_token_ids` finds them; an empty list for none, None for the
-            provider's, which may be the end of a text and not of a turn.
-        pad_token_id: what follows an answer's end; None for the provider's, or the first of `eos_token_id`.
+        pixel_values_videos, video_grid_thw: the same for videos.
+        mm_token_type_ids: accepted because the processor returns it; it is redundant with `input_ids`.
+        eos_token_id: ids that end an answer, such as those from `end_token_ids`; an empty list for none, None for the
+        provider's, which may be the end of a text rather than of a turn.
+        pad_token_id: fills rows after an answer's end; None for the provider's, or the first of `eos_token_id`.
 
     Returns:
         [B, S + longest answer] int64: `input_ids` as they are, then the answers with their ends.
 
     Raises:
-        ValueError: a model split by pipeline or context parallelism, shapes that don't belong together, a prompt
-            without tokens, pictures that don't fit the tokens.
+        ValueError: a model split by pipeline or context parallelism, inconsistent shapes, a prompt without tokens, or
+        pictures that don't match the tokens.
     """
     wrapped, model = model, _whole_model(model)
     if max_new_tokens < 1:
@@ -107,14 +107,13 @@ def generate(
 
 
 def end_token_ids(model: nn.Module | list[nn.Module], tokenizer: Any, hf_model: str | Path | None = None) -> list[int]:
-    """Ids that end an answer, for `generate`.
-
-    Chat models end a turn with another token than a text, and no one place is sure to name both.
+    """Ids that end an answer, for `generate`. Chat models end a turn with a different token than a text, and no single
+    file reliably names both.
 
     Args:
-        model: as for `generate`; its provider has the text's end of its `config.json`.
-        tokenizer: with the end that it is trained to give; chat models', of a turn.
-        hf_model: folder or hub id, whose `generation_config.json` may name more; None not to look there.
+        model: as for `generate`; its provider has the text's end token from `config.json`.
+        tokenizer: with the end token that the model is trained to generate; for chat models that of a turn.
+        hf_model: folder or hub id, whose `generation_config.json` may name more; None to ignore it.
     """
     found = [_whole_model(model).config.eos_token_id, tokenizer.eos_token_id]
     if hf_model is not None:
@@ -150,7 +149,7 @@ class _Rows:
 def ranks_in_step(model: nn.Module | list[nn.Module]) -> ProcessGroup | None:
     """The ranks that must be given the same prompts because a forward pass of one needs all of them; None for no rule.
 
-    Ranks of tensor parallelism aside, which have the same tokens by themselves: those that Megatron-FSDP shares out
+    Ranks of tensor parallelism aside, which have the same tokens by themselves: those that Megatron-FSDP divides
     parameters to, or that have different experts.
 
     Args:
@@ -172,7 +171,7 @@ def _whole_model(model: nn.Module | list[nn.Module]) -> VisionLanguageModel:
         found = [type(chunk).__name__ for chunk in chunks]
         raise ValueError(
             f"model is {found}, expected one Qwen3VLModel or another VisionLanguageModel: "
-            "pipeline stages don't generate"
+            "a pipeline stage cannot generate"
         )
     groups = chunks[0].pg_collection
     for name, size in (("pipeline", groups.pp.size()), ("context", groups.cp.size())):
@@ -192,7 +191,9 @@ def _prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[Tensor]:
     prompts = [ids[keep] for ids, keep in zip(input_ids.cpu(), mask.cpu().bool(), strict=True)]
     empty = [row for row, prompt in enumerate(prompts) if not len(prompt)]
     if empty or not prompts:
-        raise ValueError(f"found {len(prompts)} prompts, of which {empty} have no token, expected one token or more")
+        raise ValueError(
+            f"found {len(prompts)} prompts, of which {empty} are empty, expected at least one token in each"
+        )
     return prompts
 
 

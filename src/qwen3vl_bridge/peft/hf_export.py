@@ -35,20 +35,18 @@ def save_hf_adapter(
     show_progress: bool = False,
     exclude_adapter_base_prefixes: Iterable[str] | None = None,
 ) -> None:
-    """Save a model's adapters as a folder that `peft.PeftModel.from_pretrained` loads.
-
-    All ranks call it; rank 0 writes. `AutoBridge.save_hf_adapter` is this function for models of ours
-    (`compat/patches.py`).
+    """Save a model's adapters as a folder that `peft.PeftModel.from_pretrained` loads. Call it on all ranks; rank 0
+    writes. `AutoBridge.save_hf_adapter` is this function for our models (`compat/patches.py`).
 
     Args:
         bridge: of the model.
         model: with adapters, as the list of a rank's virtual stages.
         path: the folder; made if it is not there.
-        peft_config: the configuration that put the adapters in: one of ours, or Megatron-Bridge's LoRA, VLMLoRA, DoRA
+        peft_config: the configuration that inserted the adapters: one of ours, or Megatron-Bridge's LoRA, VLMLoRA, DoRA
             or CanonicalLoRA.
-        base_model_name_or_path: name or folder of the model without adapters; the bridge's own where None.
-        show_progress: taken, as Megatron-Bridge's method has it; there is no bar.
-        exclude_adapter_base_prefixes: how the names of layers begin, in Megatron, whose adapters are left out.
+        base_model_name_or_path: name or folder of the base model; None for the bridge's own.
+        show_progress: accepted for compatibility with Megatron-Bridge's method; no progress is shown.
+        exclude_adapter_base_prefixes: prefixes of Megatron's names of layers whose adapters are not saved.
 
     Raises:
         ValueError: the model has no adapters.
@@ -57,7 +55,7 @@ def save_hf_adapter(
     weights = conversion.adapter_weights(model, exclude)
     if not weights:
         raise ValueError(
-            "the model has no adapters to save; expected one that Qwen3VLLoRA or another PEFT was applied to"
+            "the model has no adapters to save; expected a model to which Qwen3VLLoRA or another PEFT was applied"
         )
     if base_model_name_or_path is None:
         base_model_name_or_path = str(getattr(bridge.hf_pretrained, "model_name_or_path", None) or "")
@@ -93,6 +91,6 @@ def refuse_run_of_dora(peft_checkpoint: str | Path) -> None:
     kind = (read_run_config(folder).get("peft") or {}).get("_target_", "")
     if kind.rpartition(".")[2].endswith("DoRA"):
         raise ValueError(
-            f"{folder} is of a run with {kind}, and export_adapter_ckpt would leave its magnitudes out; expected "
-            "`conversion/adapters.py export`, which writes them"
+            f"{folder} was saved by a run with {kind}, whose magnitudes export_adapter_ckpt would drop; use `qwen3vl "
+            "adapters export`, which writes them"
         )

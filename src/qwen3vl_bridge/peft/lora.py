@@ -44,21 +44,21 @@ _OTHER_WAYS = {"normalize_moe_lora": False, "experts_shared_outer_loras": False}
 class Qwen3VLParts:
     """What LoRA and DoRA share: which parts get adapters, and which parts' own weights are frozen.
 
-    `target_modules` (and `exclude_modules`) choose among the linear layers of the adapted parts: a name such as
-    "linear_qkv", or a pattern such as "*.layers.0.*.linear_qkv". Layers are linear_qkv and linear_proj of attention,
-    in_proj and out_proj of linear attention, linear_fc1 and linear_fc2 of MLPs, shared experts among them; the mergers
-    have linear_fc1 and linear_fc2. The default is Megatron-Bridge's, all but those of linear attention. Experts of a
-    layer go by one name, such as "language_model.decoder.layers.0.mlp.experts.linear_fc1": all of them are adapted, or
-    none.
+    `target_modules` (and `exclude_modules`) select linear layers of the adapted parts by a name such as "linear_qkv",
+    or a pattern such as "*.layers.0.*.linear_qkv". Layers are linear_qkv and linear_proj of attention, in_proj and
+    out_proj of linear attention, linear_fc1 and linear_fc2 of MLPs, shared experts among them; the mergers have
+    linear_fc1 and linear_fc2. The default is Megatron-Bridge's: all except those of linear attention. All experts of a
+    layer have one name, such as "language_model.decoder.layers.0.mlp.experts.linear_fc1": either all of them are
+    adapted, or none.
 
     Attributes:
-        freeze_language_model, freeze_vision_model, freeze_vision_projection: whether its own weights are frozen.
-            False leaves them as the provider's fields of the same name have left them. The vision projection is the
-            mergers. Adapters are trained in any case.
+        freeze_language_model, freeze_vision_model, freeze_vision_projection: whether the part's base weights are
+        frozen. False leaves the decision to the provider's fields of the same name. The vision projection is the
+        mergers. Adapters are always trained.
         adapt_language_model, adapt_vision_model, adapt_vision_projection: whether that part's linear layers get
             adapters.
-        adapt_experts: whether experts, of the adapted language model, get adapters too: each its own, on both linear
-            layers. Not of DoRA, nor where a rank's experts are one product (`moe_grouped_gemm`).
+        adapt_experts: whether each expert of the adapted language model gets its own adapters, on both linear layers.
+        Not supported for DoRA or with grouped experts (`moe_grouped_gemm`).
     """
 
     freeze_language_model: bool = True
@@ -71,7 +71,7 @@ class Qwen3VLParts:
     adapt_experts: bool = False
 
     def __call__(self, model: Any, training: bool = True) -> Any:
-        """Freeze, and put adapters in. Megatron-Bridge calls this before it wraps the model.
+        """Freeze parts and insert adapters. Megatron-Bridge calls this before it wraps the model.
 
         Args:
             model: a VisionLanguageModel or the list of a rank's virtual stages, wrapped or not. It is changed in place.
@@ -82,8 +82,8 @@ class Qwen3VLParts:
 
         Raises:
             TypeError: it is not a VisionLanguageModel.
-            ValueError: it has adapters already, a field of this configuration would have no effect on it, or its
-                experts cannot have adapters.
+            ValueError: it already has adapters, a field of this configuration would have no effect on it, or its
+            experts cannot have adapters.
         """
         # Not Megatron-Bridge's own way, which would replace `forward` of blocks that recompute, trained or not.
         chunks = _chunks(model)
@@ -171,13 +171,13 @@ class Qwen3VLParts:
 
     def _refuse_what_would_be_ignored(self, chunks: list[VisionLanguageModel]) -> None:
         if adapted := [n for chunk in chunks for n, m in chunk.named_modules() if isinstance(m, AdapterWrapper)]:
-            raise ValueError(f"the model has {len(adapted)} adapters already, such as {adapted[0]}; expected none")
+            raise ValueError(f"the model already has {len(adapted)} adapters, such as {adapted[0]}; expected none")
         if self.canonical_mapping:
             raise ValueError(f"canonical_mapping is {dict(self.canonical_mapping)}, expected it to be empty")
         if self.target_modules and self.exclude_modules:
             raise ValueError(
-                f"target_modules is {self.target_modules} and exclude_modules {self.exclude_modules}, expected one of "
-                "them: set target_modules to [] to adapt all linear layers but some"
+                f"target_modules is {self.target_modules} and exclude_modules {self.exclude_modules}, expected only "
+                "one of the two: set target_modules to [] to adapt all linear layers except those in exclude_modules"
             )
         targets = self._targets(chunks)
         names = [name for found in targets.values() for name in found]
@@ -190,8 +190,8 @@ class Qwen3VLParts:
         """Refuse those that cannot be trained rightly, or loaded elsewhere."""
         if grouped := [layer for layer in layers if is_grouped_expert_linear(layer)]:
             raise ValueError(
-                f"moe_grouped_gemm is {config.moe_grouped_gemm}, so that {grouped[0]} is all of a rank's experts; "
-                "expected False where experts have adapters, each its own"
+                f"moe_grouped_gemm is {config.moe_grouped_gemm}, so that {grouped[0]} holds all experts of a rank; "
+                "expected False, because each expert has an adapter of its own"
             )
         if layers:
             refuse_cut_experts(config)
@@ -199,7 +199,8 @@ class Qwen3VLParts:
         for layer in sorted(adapted):
             if (other := layer[:-1] + ("2" if layer.endswith("1") else "1")) not in adapted:
                 raise ValueError(
-                    f"{layer} would have adapters and {other} none, expected both or neither: vLLM loads no others"
+                    f"{layer} would have adapters and {other} none, expected both or neither: vLLM cannot load "
+                    "anything else"
                 )
 
     def _refuse_idle_fields(self, targets: dict[str, list[str]], names: list[str]) -> None:
@@ -207,28 +208,30 @@ class Qwen3VLParts:
         asked_for = [] if self.target_modules == _UNSET else self.target_modules or []
         if self.adapt_experts and not any(is_of_experts(name) for name in names):
             raise ValueError(
-                f"adapt_experts is True, and among the adapted layers, {names[:1]} and others, are none of experts: "
-                "expected adapt_language_model=True, a model with experts, and target_modules that name theirs"
+                f"adapt_experts is True, and none of the {len(names)} adapted layers belongs to experts: expected "
+                "adapt_language_model=True, a model with experts, and target_modules that match theirs"
             )
         if idle := [entry for entry in asked_for if entry not in targets]:
             experts = "" if self.adapt_experts else " (experts' need adapt_experts=True)"
-            raise ValueError(f"target_modules {idle} add no linear layer of the adapted parts, {parts}{experts}")
+            raise ValueError(f"target_modules {idle} match no linear layer of the adapted parts, {parts}{experts}")
         if idle := [part for part in parts if not any(part_of(name) is _ADAPT[part] for name in names)]:
-            raise ValueError(f"{', '.join(idle)} is True, and target_modules {self.target_modules} name nothing there")
+            raise ValueError(
+                f"{', '.join(idle)} is True, but target_modules {self.target_modules} match no layer there"
+            )
         if not names:
             raise ValueError(f"nothing would be adapted; expected one of {', '.join(_ADAPT)} to be True")
 
 
 @dataclass
 class Qwen3VLLoRA(Qwen3VLParts, VLMLoRA):
-    """LoRA. Fields beside those of `Qwen3VLParts` are Megatron-Bridge's (`dim`, `alpha`, `dropout`, ...)."""
+    """LoRA. The fields other than those of `Qwen3VLParts` are Megatron-Bridge's (`dim`, `alpha`, `dropout`, ...)."""
 
     def _refuse_what_would_be_ignored(self, chunks: list[VisionLanguageModel]) -> None:
         if self.lora_dtype is not None:
-            raise ValueError(f"lora_dtype is {self.lora_dtype}, expected None: adapters have their layer's dtype")
+            raise ValueError(f"lora_dtype is {self.lora_dtype}, expected None: adapters take the dtype of their layer")
         for name, default in _OTHER_WAYS.items():
             if (value := getattr(self, name)) != default:
-                raise ValueError(f"{name} is {value}, expected {default}: experts have adapters of their own, or none")
+                raise ValueError(f"{name} is {value}, expected {default}: each expert has its own adapters, or none")
         if not self.share_expert_adapters and not self.adapt_experts:
             raise ValueError("share_expert_adapters is False, expected adapt_experts=True with it")
         super()._refuse_what_would_be_ignored(chunks)
@@ -236,14 +239,15 @@ class Qwen3VLLoRA(Qwen3VLParts, VLMLoRA):
 
 @dataclass
 class Qwen3VLDoRA(Qwen3VLParts, DoRA):
-    """DoRA. Fields beside those of `Qwen3VLParts` are Megatron-Bridge's (`dim`, `alpha`, ...).
-
-    Not yet with dropout, nor with tensor or pipeline parallelism: an error says so.
+    """DoRA. The fields other than those of `Qwen3VLParts` are Megatron-Bridge's (`dim`, `alpha`, ...). Dropout and
+    tensor or pipeline parallelism are not supported yet and raise an error.
     """
 
     def _refuse_what_would_be_ignored(self, chunks: list[VisionLanguageModel]) -> None:
         if self.adapt_experts:
-            raise ValueError("adapt_experts is True, expected False for DoRA: peft has no magnitudes for experts")
+            raise ValueError(
+                "adapt_experts is True, expected False for DoRA: Hugging Face's peft does not support DoRA on experts"
+            )
         refuse_dora(self, chunks[0].config)
         super()._refuse_what_would_be_ignored(chunks)
 

@@ -94,8 +94,8 @@ class DistSplit:
         if self.language.cp > 1 or (self.language.vpp or 1) > 1:
             raise ValueError(
                 f"cp is {self.language.cp} and vpp {self.language.vpp}, expected neither with vision on ranks of its "
-                "own: megatron-core's schedule of two modules does not support context parallelism "
-                "and is not interleaved"
+                "own: megatron-core's schedule for two modules supports neither context parallelism nor interleaved "
+                "stages"
             )
         if training.sharding in (Sharding.GRADIENTS, Sharding.ALL):
             raise ValueError(f"sharding is {training.sharding.value}, expected the distributed optimizer or none with "

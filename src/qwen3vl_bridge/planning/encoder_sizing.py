@@ -168,7 +168,7 @@ def size(
         tried += [measure(costs, n, split, way, gpu, mix) for way in chosen]
     if language and not tried:
         raise ValueError(
-            f"{gpus} GPUs are no number of vision ranks beside this language model{refused and ': '}{refused}"
+            f"no number of vision ranks works on {gpus} GPUs with this language model{refused and ': '}{refused}"
         )
     if "vision" not in fixed:
         tried = [one for one in tried if one.keeps_up]

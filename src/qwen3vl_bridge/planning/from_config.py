@@ -69,8 +69,8 @@ def plan_of(cfg: Any, world_size: int) -> Estimate:
             value = getattr(getattr(cfg, section, None), name, harmless[0])
             if value not in harmless:
                 raise ValueError(
-                    f"{section}.{name} is {value!r}, expected {harmless[0]!r}: it changes what a run holds, and is not "
-                    "counted"
+                    f"{section}.{name} is {value!r}, expected {harmless[0]!r}: it changes memory use, and the planner "
+                    "does not model it"
                 )
     model, training = cfg.model, training_of(cfg)
     n, chosen = _dimensions(model), _chosen(model)
@@ -178,8 +178,8 @@ def _layout(found: Any) -> tuple[tuple[int, ...], ...] | None:
         return None
     if not hasattr(found, "layout"):
         raise ValueError(
-            f"pipeline_model_parallel_layout is {found!r}, which megatron-core reads when the model is finalised; "
-            "call cfg.model.finalize() before"
+            f"pipeline_model_parallel_layout is {found!r}, which megatron-core parses when the model is finalised; "
+            "call cfg.model.finalize() first"
         )
     return tuple(tuple(sum(kind.name == "decoder" for kind in chunk) for chunk in row) for row in found.layout)
 

@@ -60,5 +60,5 @@ def gpu_of(name: str) -> Gpu:
     """
     found = {known.lower(): gpu for known, gpu in GPUS.items()}.get(name.lower())
     if found is None:
-        raise ValueError(f"no GPU is named {name!r}, expected one of {', '.join(GPUS)}; or give the memory instead")
+        raise ValueError(f"unknown GPU {name!r}, expected one of {', '.join(GPUS)}; or give the memory instead")
     return found

@@ -46,7 +46,7 @@ def print_estimate(found: Estimate, memory: int) -> None:
     table.add_section()
     table.add_row("total", *(f"{stage.total / GIB:.1f}" for stage in stages), style="bold")
     if any(stage.states.unsharded for stage in stages):
-        table.add_row("alone, before it is sharded", *(f"{stage.states.unsharded / GIB:.1f}" for stage in stages))
+        table.add_row("before sharding", *(f"{stage.states.unsharded / GIB:.1f}" for stage in stages))
     if len(stages) > 1:
         table.add_row("microbatches held", *(_counts(stage.in_flight) for stage in stages))
     console = Console()
@@ -101,7 +101,7 @@ def print_proposals(found: Sequence[Proposal], memory: int) -> None:
 
     console = Console()
     if not found:
-        console.print("nothing fits: take more GPUs, shorter rows, or --max-patches", style="red")
+        console.print("nothing fits: use more GPUs, shorter rows, or --max-patches", style="red")
         return
     table = Table(title=f"what fits into {memory / GIB:.1f} GiB, the cheapest first")
     for name in ("split", "memory and recomputation"):
@@ -119,23 +119,24 @@ def print_proposals(found: Sequence[Proposal], memory: int) -> None:
         )
     console.print(table)
     console.print(
-        "Times are rough, and none was measured. Recipes differ in places; docs/recipes.md says where and why."
+        "Times are rough estimates, not measurements. Some recipes are split differently; docs/recipes.md says which "
+        "and why."
     )
 
 
 def words_beside(own: Proposal, found: Sequence[Proposal]) -> str:
     """How a split's rough time compares with that of the planner's first proposal."""
     if not found:
-        return "the planner proposes nothing that fits with 5 % to spare"
+        return "the planner finds no split that fits with 5 % to spare"
     first = found[0]
     times = own.seconds_per_row / first.seconds_per_row
     if times < AS_FAST:
         return "the planner finds nothing faster for these GPUs and rows"
     held = f"{first.estimate.worst.total / GIB:.0f} GiB"
     return (
-        f"by its rough times the planner would take {words_of(first.estimate.split)} "
+        f"by its rough times the planner would choose {words_of(first.estimate.split)} "
         f"({words_of_training(first.estimate.training)}; {held}), and this split {times:.2f} times as long; "
-        "docs/recipes.md says why recipes are split otherwise"
+        "docs/recipes.md says why recipes differ"
     )
 
 

@@ -190,15 +190,15 @@ class Training:
         if self.expert_load < 1:
             raise ValueError(f"expert_load is {self.expert_load}, expected 1 (all ranks alike) or more")
         if self.fused_loss and not self.transformer_engine:
-            raise ValueError("fused_loss is True, expected False without Transformer Engine, whose it is")
+            raise ValueError("fused_loss is True, expected False without Transformer Engine, which provides it")
         if self.trains_mtp and self.recompute.granularity == "full" and self.recompute != FULL:
             raise ValueError(
                 f"recompute_method is {self.recompute.method!r} and recompute_num_layers {self.recompute.num_layers}, "
-                "expected 'uniform' and 1: megatron-core recomputes multi-token prediction in no other way"
+                "expected 'uniform' and 1: megatron-core recomputes multi-token prediction only like this"
             )
         local = {"layernorm", "moe_act"} & (self.recompute.modules | self.vision_recompute.modules)
         if local and not self.transformer_engine:
-            raise ValueError(f"recompute_modules has {sorted(local)}, which need Transformer Engine; leave them out")
+            raise ValueError(f"recompute_modules has {sorted(local)}, which need Transformer Engine; remove them")
 
     def loss_in_chunks(self, tokens: float) -> bool:
         """Whether a microbatch with so many tokens on a context-parallel rank has its loss computed in chunks."""

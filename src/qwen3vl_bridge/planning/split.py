@@ -76,9 +76,12 @@ class Split:
             if self.world % group:
                 raise ValueError(f"{self.world} GPUs, expected a multiple of {name}, which is {group}")
         if self.sequence_parallel and self.tp == 1:
-            raise ValueError("sequence_parallel is True with tp 1, expected tp 2 or more: there is nothing to cut over")
+            raise ValueError(
+                "sequence_parallel is True with tp 1, expected tp 2 or more: there are no ranks to split "
+                "the sequence over"
+            )
         if self.pp == 1 and (self.vpp or 1) > 1:
-            raise ValueError(f"vpp is {self.vpp} with pp 1, expected None: there are no stages to cut into chunks")
+            raise ValueError(f"vpp is {self.vpp} with pp 1, expected None: there are no stages to interleave")
 
     @property
     def expert_tp(self) -> int:
@@ -154,14 +157,16 @@ class Split:
         fixed = {0: self.first_layers, pp - 1: self.last_layers}
         fixed = {stage: count for stage, count in fixed.items() if count is not None}
         if fixed and (self.embedding_as_layer or self.loss_as_layer):
-            raise ValueError("num_layers_in_first/last_pipeline_stage and account_for_..., expected one or the other")
+            raise ValueError(
+                "num_layers_in_first/last_pipeline_stage together with account_for_..., expected only one of them"
+            )
         if fixed and pp == 1:
-            raise ValueError("num_layers_in_first/last_pipeline_stage with pp 1, expected more stages than one")
+            raise ValueError("num_layers_in_first/last_pipeline_stage with pp 1, expected at least two stages")
         total = layers - sum(fixed.values()) + self.embedding_as_layer + self.loss_as_layer
         free = pp - len(fixed)
         each, rest = divmod(total, free) if free else (0, total)
         if rest or each < 0:
-            raise ValueError(f"{total} layers for {free} pipeline stages, expected a number that divides{_UNEVEN}")
+            raise ValueError(f"{total} layers for {free} pipeline stages, expected a multiple of the stages{_UNEVEN}")
         stages = [fixed.get(stage, each) for stage in range(pp)]
         for stage, count in enumerate(stages):
             if count % numbers:
@@ -203,7 +208,7 @@ class Split:
                              f"etp * ep * pp")  # fmt: skip
         elif self.tp > 1 and not self.sequence_parallel:
             raise ValueError(f"sequence_parallel is False with experts under tp {self.tp}, expected True: "
-                             "megatron-core trains experts in no other way")  # fmt: skip
+            f"megatron-core cannot train experts otherwise")  # fmt: skip
         if n.indices.get("linear_layers"):
             self._check_linear_attention(n)
         self.chunks(len(n.indices["text_layers"]))
@@ -211,11 +216,11 @@ class Split:
     def _check_linear_attention(self, n: Dimensions) -> None:
         if self.tp > 1 and not self.sequence_parallel:
             raise ValueError(f"sequence_parallel is False with linear attention under tp {self.tp}, expected True: "
-                             "megatron-core leaves gradients of its output norm apart otherwise")  # fmt: skip
+            f"otherwise megatron-core does not sum the gradients of its output norm over the ranks")  # fmt: skip
         for name, heads in (("key", n["l_key"] // n["l_key_dim"]), ("value", n["l_value_heads"])):
             if heads % (self.tp * self.cp):
                 raise ValueError(f"linear_num_{name}_heads is {heads}, expected a multiple of tp * cp, "
-                                 f"{self.tp * self.cp}: linear attention shares out its heads over both")  # fmt: skip
+                                 f"{self.tp * self.cp}: linear attention divides its heads over both")  # fmt: skip
 
     def check_tower(self, n: Dimensions) -> None:
         """Check that the vision tower can be split so.
@@ -240,13 +245,13 @@ class Split:
         multiple = math.lcm(2 * self.cp if self.cp > 1 else 1, self.cp * self.sequence_ranks)
         if seq_length % multiple:
             raise ValueError(
-                f"seq_length is {seq_length}, expected a multiple of {multiple}: rows are shared by {self.cp} "
-                f"context-parallel ranks, and each part by {self.sequence_ranks} sequence-parallel ones"
+                f"seq_length is {seq_length}, expected a multiple of {multiple}: rows are split over {self.cp} "
+                f"context-parallel ranks, and each part over {self.sequence_ranks} sequence-parallel ranks"
             )
 
 
 _UNEVEN = (
-    "; or stages that differ: num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage, "
+    "; or uneven stages: num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage, "
     "account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split"
 )
 _SPOKEN = {

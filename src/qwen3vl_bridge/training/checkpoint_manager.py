@@ -1,13 +1,13 @@
 """Checkpoints in Megatron-Bridge's own loop: its own saving and loading, by its checkpoint manager.
 
 What lives here: when it has nothing to load, adapters that are others or differ from layer to layer, random states that
-have no place in a run, putting the manager in. What may not: first weights
+have no place in a run, putting the manager in. What may not: initial weights
 (`training/checkpointing/initial_weights.py`), modules on ranks of their own (`encoder_parallel/checkpoint.py`), an
 optimizer's settings and state (`training/checkpointing/optimizer_groups.py`, `optimizer_states.py`), how a folder comes
 into its place (`training/checkpointing/megatron_bridge_saves.py`), files beside tensors
 (`training/checkpointing/side_files.py`).
 
-Megatron-Bridge's set-up asks the manager to load where a run has a checkpoint, or first weights, which are read by
+Megatron-Bridge's set-up asks the manager to load where a run has a checkpoint, or initial weights, which are read by
 then.
 
 Random states are stored by a rank's place: by pipeline stage and tensor-parallel rank, and under expert parallelism by
@@ -73,7 +73,7 @@ _RANDOM = "rng_state"
 
 
 class Qwen3VLCheckpointManager(DefaultCheckpointManager):
-    """Megatron-Bridge's, which loads no first weights, and takes modules on ranks of their own for one model."""
+    """Megatron-Bridge's, which loads no initial weights, and takes modules on ranks of their own for one model."""
 
     def __init__(self, checkpoint_config: CheckpointConfig) -> None:
         """Get ready to save, before a model is built.
@@ -121,7 +121,7 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
                 write_side_files(folder, ctx.state.cfg, hf)
 
     def _origin_of(self, cfg: ConfigContainer) -> Pretrained | None:
-        """Whose Hugging Face files the run's checkpoints take along: first weights, or else what it went on from."""
+        """Whose Hugging Face files the run's checkpoints take along: initial weights, or else what it went on from."""
         if not self._looked and (first := cfg.checkpoint.pretrained_checkpoint) and Path(first).is_dir():
             self._origin = Pretrained.find(first)
         self._looked = True
@@ -134,7 +134,7 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
             ctx: Megatron-Bridge's.
 
         Returns:
-            The step to go on from, and the operations done so far.
+            The step to resume from, and the operations done so far.
 
         Raises:
             CheckpointError: a schedule or adapters that are not the checkpoint's.
@@ -143,7 +143,7 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
         settings, is_local = self.checkpoint_config, _LOCAL in self.checkpointing_context
         if not has_checkpoint(settings) and not is_local:
             return 0, 0
-        # Megatron-Bridge keeps what it has read by files' names, and changes what it keeps: where a process has gone on
+        # Megatron-Bridge keeps what it has read by files' names, and changes what it keeps: where a process has resumed
         # from this run before, the checkpoint of that time would be loaded again, as if it were the newest.
         for kept in (read_run_config, read_train_state):
             kept.cache_clear()
@@ -171,7 +171,8 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
 
 
 def _check_adapters(folder: Path | None, ctx: CheckpointLoadContext) -> None:
-    """Refuse to go on with other adapters than the checkpoint's: tensors of another scale would fit. Every rank calls.
+    """Refuse to continue with other adapters than the checkpoint's: tensors of another scale would fit. Every rank
+    calls.
 
     Megatron-Bridge's own classes of adapters are left to Megatron-Bridge.
     """
@@ -205,7 +206,7 @@ MANAGER = f"{Qwen3VLCheckpointManager.__module__}.{Qwen3VLCheckpointManager.__na
 
 
 def has_checkpoint(settings: CheckpointConfig) -> bool:
-    """Whether a run has a checkpoint of its own to go on from, as Megatron-Bridge sees it. Every rank calls this."""
+    """Whether a run has a checkpoint of its own to resume from, as Megatron-Bridge sees it. Every rank calls this."""
     found = False
     with together():
         if is_first():
@@ -228,7 +229,7 @@ def expect_checkpoint(settings: CheckpointConfig) -> None:
         settings: of the run. Ranks look for themselves, as there are no groups yet.
 
     Raises:
-        CheckpointError: there is none to go on from.
+        CheckpointError: there is none to resume from.
     """
     local = settings.non_persistent_ckpt_type == "local"  # which each rank keeps elsewhere
     if settings.exit_on_missing_checkpoint and settings.load and not local and not _is_there(settings):
@@ -277,8 +278,8 @@ def _random_states_fit(settings: CheckpointConfig, ctx: CheckpointLoadContext) -
     if missing and is_first():
         found = sorted({_place_sizes(key) for key in stored if key.startswith(f"{_RANDOM}/")})
         logger.warning(
-            "%s holds random states of ranks split as %s, and this run is split as %s: they are left out, and "
-            "generators go on as rng.seed has set them",
+            "%s holds random states for a run split as %s, and this run is split as %s: they are not restored, and "
+            "generators keep the state that rng.seed gave them",
             *(folder, " and ".join(found) or "none", _place_sizes(missing[0])),
         )
     return all(key in stored for name, key in heard if name == ctx.module_name)

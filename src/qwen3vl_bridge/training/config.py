@@ -1,7 +1,7 @@
-"""A run's configuration: Megatron-Bridge's container, and the sections that it has no place for.
+"""A run's configuration: Megatron-Bridge's container with additional sections.
 
-What lives here: these sections as dataclasses, and their checks. What may not: what follows them (`callbacks.py` says
-which file does).
+What lives here: these sections as dataclasses, and their checks. What may not: their implementation (`callbacks.py`
+names the files).
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ Action = Literal["stop", "skip"]
 
 @dataclass(kw_only=True)
 class GuardConfig:
-    """What to do about steps that would spoil the weights. Samples to blame are named in any case.
+    """What to do about steps that would ruin the weights. The responsible samples are always named.
 
     Attributes:
         on_nan: a loss or gradient that is not finite: "stop" the run before the step, or "skip" the step.
-        on_spike: a loss far above the latest ones: "stop", "skip", or None to let it pass.
-        spike_factor: how many times their median it has to be.
-        spike_window: how many latest steps count; none is a spike before half as many are known.
+        on_spike: a loss far above the recent ones: "stop", "skip", or None to ignore it.
+        spike_factor: a spike is a loss above this many times their median.
+        spike_window: number of recent steps; spikes are detected once half as many losses are known.
     """
 
     on_nan: Action = "stop"
@@ -66,14 +66,15 @@ class GuardConfig:
 
 @dataclass(kw_only=True)
 class AccuracyConfig:
-    """Right answers on held-out conversations, at each evaluation: generated greedily, compared with the last answer.
+    """Accuracy on held-out conversations at each evaluation: greedy answers are compared with each conversation's last
+    answer.
 
     Attributes:
-        path: conversations, as `dataset.valid_path` takes them; None to ask none.
-        samples: the first so many of them.
-        max_new_tokens: of an answer.
-        metric: "exact" counts answers that are the same but for white space around them; "contains" those that have the
-            expected one in them.
+        path: conversations, as in `dataset.valid_path`; None for no accuracy.
+        samples: number of conversations, from the beginning.
+        max_new_tokens: maximum length of an answer.
+        metric: "exact" counts answers that are equal apart from surrounding white space; "contains" those that contain
+        the expected one.
     """
 
     path: str | None = None
@@ -111,7 +112,8 @@ _SAVED_APART = When(
     _APART.names,
     lambda cfg: _APART.holds(cfg) and (cfg.checkpoint.save is not None or cfg.checkpoint.load is not None),
 )
-_GROUPS, _SHARDS = "each module has groups of its own, of one kind", "it shards one module's parameters"
+_GROUPS = "each module has its own process groups, all of one kind"
+_SHARDS = "it shards the parameters of a single module"
 
 # Vision and language on ranks of their own: what the run beside the model has to be like.
 _WITH_MODULES_APART: tuple[Rule, ...] = (
@@ -123,20 +125,20 @@ _WITH_MODULES_APART: tuple[Rule, ...] = (
         Row("dist.use_torch_fsdp2", False, _SHARDS),
         Row("ddp.use_megatron_fsdp", False, _SHARDS),
         Row("dist.use_megatron_fsdp", False, _SHARDS),
-        Row("peft", None, "adapters are put into whole models"),
-        Row("accuracy.path", None, "generation needs a whole model"),
+        Row("peft", None, "adapters are applied to complete models"),
+        Row("accuracy.path", None, "generation needs the complete model"),
         Row(
             "checkpoint.also_save_hf_checkpoint",
             False,
-            "the first rank would write the tower alone; the converter writes all",
+            "the first rank would write only the tower; convert the checkpoint instead",
         ),
-        Row("checkpoint.non_persistent_ckpt_type", None, "runs of modules go on from lasting checkpoints alone"),
-        Row("rerun_state_machine.rerun_mode", "disabled", "ranks of the tower cannot read their rows again"),
+        Row("checkpoint.non_persistent_ckpt_type", None, "such runs resume only from persistent checkpoints"),
+        Row("rerun_state_machine.rerun_mode", "disabled", "the tower's ranks cannot read their rows a second time"),
     ),
     Row(
         "checkpoint.custom_manager_class",
         None,
-        "it would save random states of both modules by the same names",
+        "it would save the random states of both modules under the same names",
         _SAVED_APART,
         also=(MANAGER,),
     ),
@@ -145,16 +147,16 @@ _WITH_MODULES_APART: tuple[Rule, ...] = (
 
 @dataclass(kw_only=True)
 class Qwen3VLConfigContainer(ConfigContainer):
-    """Megatron-Bridge's `ConfigContainer` with two sections more, which the callbacks of `training_callbacks` follow.
+    """Megatron-Bridge's `ConfigContainer` with two more sections, implemented by the callbacks of `training_callbacks`.
 
-    Megatron-Bridge's own check for losses that are not finite is off here: the guard has it, and names samples.
-    First weights (`checkpoint.pretrained_checkpoint`), of any format, are read by our loader.
+    Megatron-Bridge's own check for non-finite losses is off: the guard does this and names samples. Initial weights
+    (`checkpoint.pretrained_checkpoint`) of any format are read by our loader.
 
     Attributes:
         optimizer_config_override_provider: learning rates and schedules of the model's parts; Megatron-Bridge's field.
         rerun_state_machine: Megatron-Bridge's field.
-        guard: steps that would spoil the weights; None to look at none.
-        accuracy: right answers on held-out conversations.
+        guard: what to do about steps that would ruin the weights; None for no checks.
+        accuracy: accuracy on held-out conversations.
     """
 
     optimizer_config_override_provider: OptimizerConfigOverrideProvider = field(default_factory=Qwen3VLTowers)
@@ -214,19 +216,19 @@ class Qwen3VLConfigContainer(ConfigContainer):
             self.dataset.rows_of_microbatch = self.train.micro_batch_size
 
     def _check_checkpoints(self) -> None:
-        """What Megatron-Bridge would ignore, or would leave nothing to go on from."""
+        """What Megatron-Bridge would ignore, or would leave nothing to resume from."""
         settings = self.checkpoint
         expect_checkpoint(settings)
         if settings.most_recent_k == 0:
             raise ValueError("checkpoint.most_recent_k is 0, expected at least 1, or -1 to keep all")
         if (interval := getattr(settings, "save_retain_interval", None)) is not None:
             raise ValueError(
-                f"checkpoint.save_retain_interval is {interval}, expected None: nothing follows it; "
-                "checkpoint.most_recent_k says how many stay"
+                f"checkpoint.save_retain_interval is {interval}, expected None: it has no effect; "
+                "checkpoint.most_recent_k sets how many checkpoints are kept"
             )
 
     def _check_meta_device(self) -> None:
-        """Parameters get memory from the hook that reads first weights, and Megatron-FSDP alone moves them to GPUs."""
+        """Parameters get memory from the hook that reads initial weights, and only Megatron-FSDP moves them to GPUs."""
         if not self.model.init_model_with_meta_device:
             return
         weights = self.checkpoint.pretrained_checkpoint
@@ -247,7 +249,7 @@ class Qwen3VLConfigContainer(ConfigContainer):
             return
         if not (self.model.bf16 or self.model.fp16):
             raise ValueError(
-                "the model is in float32, which Megatron-FSDP trains and cannot save: expected a mixed_precision such "
+                "the model is in float32, which Megatron-FSDP can train but not save: expected a mixed_precision such "
                 "as 'bf16_mixed', or checkpoint.save None"
             )
 
@@ -275,13 +277,14 @@ class Qwen3VLConfigContainer(ConfigContainer):
         split = {"pipeline": model.pipeline_model_parallel_size, "context": model.context_parallel_size}
         if wrong := [f"{name} parallelism {size}" for name, size in split.items() if size > 1]:
             raise ValueError(
-                f"accuracy.path is {self.accuracy.path!r} with {' and '.join(wrong)}: generation needs a whole model, "
-                "or one under tensor parallelism; expected accuracy.path None"
+                f"accuracy.path is {self.accuracy.path!r} with {' and '.join(wrong)}: generation needs the complete "
+                "model on each rank, apart from tensor parallelism; expected accuracy.path None"
             )
         if self.dist.use_torch_fsdp2:
             raise ValueError(
                 f"accuracy.path is {self.accuracy.path!r} with dist.use_torch_fsdp2: generation calls parts of the "
-                "model, whose parameters torch's FSDP gathers for the whole of it alone; expected accuracy.path None, "
+                "model, and torch's FSDP gathers parameters only for a call of the whole model; expected "
+                "accuracy.path None, "
                 "or ddp.use_megatron_fsdp"
             )
         if not isinstance(self.dataset, ConversationRows):

@@ -40,7 +40,7 @@ def leave_exit_signal_to_run(cfg: ConfigContainer) -> None:
         end_workers_at_exit()  # those of Megatron-Bridge's own loaders too
     if not cfg.train.exit_signal_handler or not getattr(cfg.dataset, "num_workers", 0):
         return
-    ends = "launchers send the signal to them too, they end by it, and the run ends with them before it can save"
+    ends = "launchers send them the signal too, it terminates them, and the run fails before it can save"
     if not cfg.train.exit_signal_handler_for_dataloader:
         logger.warning(
             "train.exit_signal_handler is on, but not for the %d processes that read ahead: %s; set "
@@ -49,7 +49,7 @@ def leave_exit_signal_to_run(cfg: ConfigContainer) -> None:
         )
     elif isinstance(cfg.dataset, EnergonDatasetConfig):
         logger.warning(
-            "train.exit_signal_handler_for_dataloader does not reach the loaders of EnergonDatasetConfig: %s; set "
-            "dataset.num_workers=0, or take Qwen3VLEnergonProvider",
+            "train.exit_signal_handler_for_dataloader has no effect on the loaders of EnergonDatasetConfig: %s; set "
+            "dataset.num_workers=0, or use Qwen3VLEnergonProvider",
             ends,
         )

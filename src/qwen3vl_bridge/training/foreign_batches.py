@@ -39,12 +39,12 @@ _READ = {
 _NOT_NEEDED = {"max_seqlen_q", "max_seqlen_kv", "total_tokens", "metadata", "token_count", "mm_token_type_ids"}
 _OURS = "qwen3vl_bridge.Qwen3VLConversationProvider"
 _WARNINGS = {
-    "image_grid_thw": "images from Megatron-Bridge's collators are resized twice, which can change their proportions, "
-    f"and by other limits than the checkpoint's processor has. {_OURS} follows the processor",
-    "video_grid_thw": "videos from Megatron-Bridge's collators: frames are left out, and the times in the text are "
-    f"wrong, as if every video were at 24 frames a second. {_OURS} reads videos with their own times",
-    "cut": "rows from Megatron-Bridge's collators are cut at dataset.seq_length, in the middle of an answer here. "
-    f"{_OURS} refuses, drops or cuts such samples as on_long says, and counts them",
+    "image_grid_thw": "Megatron-Bridge's collators resize images twice, which can change their aspect ratio, and use "
+    "other limits than the checkpoint's processor. {_OURS} follows the processor",
+    "video_grid_thw": "Megatron-Bridge's collators drop frames of videos, and the times in the text are wrong: they "
+    "assume 24 frames per second for every video. {_OURS} uses each video's own times",
+    "cut": "Megatron-Bridge's collators cut rows at dataset.seq_length, here in the middle of an answer. {_OURS} "
+    "rejects, drops or truncates such samples according to on_long, and counts them",
 }
 _PICTURES = {"pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"}
 
@@ -92,7 +92,7 @@ def _check_keys(batch: Mapping[str, Any]) -> dict[str, Any]:
     # Energon's bookkeeping has underscores.
     unknown = sorted(k for k, v in batch.items() if v is not None and k not in _READ | _NOT_NEEDED and k[:2] != "__")
     if unknown:
-        raise ValueError(f"the batch has the keys {unknown}, expected none but {sorted(_READ | _NOT_NEEDED)}")
+        raise ValueError(f"the batch has the keys {unknown}, expected only {sorted(_READ | _NOT_NEEDED)}")
     given = {key: batch[key] for key in _READ if batch.get(key) is not None}
     tokens = given.pop("tokens", None)
     if tokens is not None and not torch.equal(given.setdefault("input_ids", tokens), tokens):
@@ -114,7 +114,7 @@ def _pictures(visual: Any) -> dict[str, Tensor]:
         return {}
     given = visual.normalized_for_model()
     if unknown := sorted(given.keys() - _PICTURES - {"mm_token_type_ids"}):
-        raise ValueError(f"visual_inputs has {unknown}, which Qwen3-VL has no use for: expected {sorted(_PICTURES)}")
+        raise ValueError(f"visual_inputs has {unknown}, which Qwen3-VL does not use: expected {sorted(_PICTURES)}")
     for name in sorted(given.keys() & _WARNINGS.keys()):
         _warn(name)
     return {name: value for name, value in given.items() if name in _PICTURES}
@@ -153,13 +153,13 @@ def _known_causes(given: dict[str, Any], pictures: dict[str, Tensor], dataset: A
     """What Megatron-Bridge may have done to a batch whose pictures and tokens differ."""
     if pictures and getattr(dataset, "dataloader_type", None) == "batch":
         yield (
-            "dataset.dataloader_type is 'batch': Megatron-Bridge's loop cuts a global batch into microbatches and "
-            "gives each of them the pictures of all. Expected 'single' or 'cyclic' for data with pictures"
+            "dataset.dataloader_type is 'batch': Megatron-Bridge's loop splits a global batch into microbatches and "
+            "gives every microbatch all pictures. Expected 'single' or 'cyclic' for data with pictures"
         )
     if pictures and given["input_ids"].shape[1] == getattr(dataset, "seq_length", None):
         yield (
-            f"rows have dataset.seq_length, {dataset.seq_length}, tokens: Megatron-Bridge's collators cut longer ones, "
-            "through pictures too. Expected a seq_length that the longest sample fits"
+            f"rows have dataset.seq_length, {dataset.seq_length}, tokens: Megatron-Bridge's collators cut longer "
+            "rows, even within pictures. Expected a seq_length of at least the longest sample"
         )
 
 

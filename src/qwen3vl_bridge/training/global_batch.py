@@ -44,5 +44,5 @@ def check_balance(cfg: Any) -> None:
         ramped = "" if ramp is None else f", rampup_batch_size {ramp}"
         raise ValueError(
             f"dataset.balance_over is {over} with train.global_batch_size {rows}{ramped}, expected the global batch "
-            f"size, which stays the same: set dataset.balance_over={rows} too"
+            f"size, and that must be constant: set dataset.balance_over={rows} too"
         )

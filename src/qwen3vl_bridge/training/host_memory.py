@@ -61,5 +61,6 @@ def check_host_memory(cfg: ConfigContainer) -> None:
         raise ValueError(
             f"saving a checkpoint takes {needed / GIB:.1f} GiB of host memory on each of {ranks} ranks, and this "
             f"machine has {found / GIB:.1f} GiB: expected checkpoint.dist_ckpt_optim_fully_reshardable False, with "
-            f"which it takes {saving.written / GIB:.1f} GiB a rank, and a run goes on at the same TP, PP and EP alone"
+            f"which it takes {saving.written / GIB:.1f} GiB a rank, and the run can be resumed only with the same TP, "
+            "PP and EP"
         )

@@ -1,4 +1,4 @@
-"""Random states of a run that goes on: they are those of its checkpoint when the first step begins.
+"""Random states of a run that is resumed: they are those of its checkpoint when the first step begins.
 
 What lives here: what building data loaders draws, taken back. What may not: saving and loading states, which is
 Megatron-Bridge's; where they don't fit the ranks (`checkpoint_manager.py`).

@@ -49,7 +49,7 @@ def test_settings_are_read_as_data(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("peft: null\n", "is of a run without adapters"),
+        ("peft: null\n", "was saved by a run without adapters"),
         ("- 1\n", "holds a list, expected sections"),
         ("a: [\n", "run_config.yaml: while parsing"),
         ("peft: !!python/object/apply:os.system [false]\n", "could not determine a constructor"),
@@ -68,7 +68,7 @@ def test_a_converted_checkpoint_has_no_adapters(untied_folder, tmp_path):
     from qwen3vl_bridge.checkpoint import import_checkpoint
 
     import_checkpoint(untied_folder, tmp_path / "megatron", progress=False)
-    with pytest.raises(CheckpointError, match="is of a run without adapters"):
+    with pytest.raises(CheckpointError, match="was saved by a run without adapters"):
         export_adapters(tmp_path / "megatron", tmp_path / "adapter")
     assert not (tmp_path / "adapter").exists()
 

@@ -105,8 +105,9 @@ def test_a_report_that_cannot_be_printed_is_no_failure_of_what_is_in_place(full,
     ]
     for more in ([], ["--json", "--overwrite"]):
         found = subprocess.run([*command, *more], stdout=full, stderr=subprocess.PIPE, text=True)
-        expected = f"note: {place} is whole and in place, but its report is lost: standard output cannot be written: "
-        assert (found.returncode, found.stderr) == (0, f"{expected}No space left on device\n")
+        why = "standard output cannot be written: No space left on device"
+        expected = f"note: {place} is complete and in place, but its report could not be printed: {why}\n"
+        assert (found.returncode, found.stderr) == (0, expected)
     assert main(["verify", "--no-progress", "--hf-model", str(untied_folder), "--megatron-path", str(place)]) == 0
 
 

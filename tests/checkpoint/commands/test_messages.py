@@ -58,7 +58,7 @@ def test_metadata_that_ends_too_soon(data, part, folder):
 
 
 def test_a_user_that_there_is_not(capsys, tmp_path, untied_folder, imported):
-    nobody, part = "~nosuchuser/x", "~nosuchuser/x: ~nosuchuser is no user's home folder"
+    nobody, part = "~nosuchuser/x", "~nosuchuser/x: ~nosuchuser is not the home folder of any user"
     expect_error(capsys, importing(nobody, tmp_path), part)
     expect_error(capsys, exporting(nobody, tmp_path), part)
     for arguments in (
@@ -81,7 +81,7 @@ def test_an_address_of_a_hub_that_is_none(endpoint, capsys, tmp_path, monkeypatc
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     expect_error(
-        capsys, importing("Qwen/No-Such", tmp_path), f"Qwen/No-Such is no folder, and HF_ENDPOINT is {endpoint!r}"
+        capsys, importing("Qwen/No-Such", tmp_path), f"Qwen/No-Such is not a folder, and HF_ENDPOINT is {endpoint!r}"
     )
 
 
@@ -125,7 +125,7 @@ def test_inspect_waits_for_nobody(variables, capsys, monkeypatch, imported):
         ({}, "WORLD_SIZE is 2, but RANK, MASTER_ADDR, MASTER_PORT are not set"),
         ({"RANK": "0", "MASTER_ADDR": "127.0.0.1"}, "but MASTER_PORT are not set"),
         ({"RANK": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}, "RANK is '2', expected 0 to 1"),
-        ({"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "x"}, "MASTER_PORT is 'x', expected the number"),
+        ({"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "x"}, "MASTER_PORT is 'x', expected a port number"),
     ],
 )
 def test_processes_that_cannot_find_each_other_do_not_wait(

@@ -51,7 +51,7 @@ def test_tensors_that_the_model_does_not_call_for(tmp_path, untied_folder, impor
         import_checkpoint(folder, tmp_path / "megatron")
     report = import_checkpoint(folder, tmp_path / "megatron", strict=False, verify=True)
     assert report.notes == (
-        "model.language_model.layers.9.x [3] float32 is no tensor of this model; it was left aside",
+        "model.language_model.layers.9.x [3] float32 is not a tensor of this model; it was ignored",
     )
     assert verify_checkpoint(untied_folder, tmp_path / "megatron").same
     folder = model_with(tmp_path / "lacking", untied_folder, change_missing)
@@ -63,7 +63,7 @@ def test_tensors_that_the_model_does_not_call_for(tmp_path, untied_folder, impor
     with pytest.raises(CheckpointError, match="1 unexpected"):
         export_checkpoint(tmp_path / "trained", tmp_path / "hf", hf_model=untied_folder)
     report = export_checkpoint(tmp_path / "trained", tmp_path / "hf", hf_model=untied_folder, strict=False)
-    assert "language_model.extra [3] float32 is no tensor" in report.notes[0]
+    assert "language_model.extra [3] float32 is not a tensor" in report.notes[0]
 
 
 def test_code_that_a_model_brings_comes_along_only_when_trusted(capsys, tmp_path, untied_folder):

@@ -185,7 +185,7 @@ def test_resume_writes_only_what_is_missing(larger, tmp_path, monkeypatch):
         original(*arguments)
 
     monkeypatch.setattr(copying, "_commit", fail_later)
-    with pytest.raises(CheckpointError, match="No space left on device; what was written so far stays in"):
+    with pytest.raises(CheckpointError, match="No space left on device; the partial result stays in"):
         import_checkpoint(larger, tmp_path / "target", resume=True)
     monkeypatch.setattr(copying, "_commit", original)
     report = import_checkpoint(larger, tmp_path / "target", resume=True, verify=True)
@@ -227,7 +227,7 @@ def test_processes_that_see_different_models_are_refused(larger, tmp_path):
     shutil.copytree(larger, tmp_path / "other")
 
     def work(ranks: Ranks) -> None:
-        with pytest.raises(CheckpointError, match="is not the same for all 2 processes"):
+        with pytest.raises(CheckpointError, match="differs between the 2 processes"):
             import_checkpoint([larger, tmp_path / "other"][ranks.rank], tmp_path / "target", ranks=ranks)
 
     assert run(work, 2) == [0, 0]

@@ -30,24 +30,30 @@ def test_a_project_that_holds_a_configuration_is_no_result(capsys, tmp_path, imp
     shutil.copyfile(untied_folder / "config.json", project / "config.json")
     (project / "src" / "train.py").write_text("precious")
     expect_error(
-        capsys, written_over(exporting(imported, tmp_path)), "is no checkpoint", MANIFEST, "remove it yourself"
+        capsys,
+        written_over(exporting(imported, tmp_path)),
+        "was not written by a conversion",
+        MANIFEST,
+        "remove it yourself",
     )
     # A model that something else wrote is not ours to replace either.
     shutil.rmtree(project)
     shutil.copytree(untied_folder, project)
-    expect_error(capsys, written_over(exporting(imported, tmp_path)), "is no checkpoint", MANIFEST)
+    expect_error(capsys, written_over(exporting(imported, tmp_path)), "was not written by a conversion", MANIFEST)
 
 
 def test_a_run_that_holds_other_iterations_is_no_result(capsys, tmp_path, untied_folder, imported):
     run = shutil.copytree(imported, tmp_path / "new" / "megatron")
     (run / "iter_0000100").mkdir()
     (run / "iter_0000100" / ".metadata").write_text("precious")
-    error = expect_error(capsys, written_over(importing(untied_folder, tmp_path)), "holds 1 files beside a checkpoint")
+    error = expect_error(
+        capsys, written_over(importing(untied_folder, tmp_path)), "holds 1 files that are not part of our checkpoint"
+    )
     assert "iter_0000100/.metadata" in error
     # What a trainer of ours has written in the first iteration's place has a manifest, but not a conversion's.
     shutil.rmtree(run / "iter_0000100")
     write_object(run / "iter_0000000" / MANIFEST, {**tool(), "source": "x", "expert_layout": None})
-    expect_error(capsys, written_over(importing(untied_folder, tmp_path)), "is no checkpoint", MANIFEST)
+    expect_error(capsys, written_over(importing(untied_folder, tmp_path)), "was not written by a conversion", MANIFEST)
 
 
 def test_what_lies_beside_a_result_is_listed(capsys, tmp_path, imported):
@@ -56,7 +62,9 @@ def test_what_lies_beside_a_result_is_listed(capsys, tmp_path, imported):
     for number in range(25):
         (target / f"notes-{number:02d}.txt").write_text("precious")
     (target / "data").symlink_to(tmp_path)
-    error = expect_error(capsys, written_over(exporting(imported, tmp_path)), "holds 26 files beside a checkpoint")
+    error = expect_error(
+        capsys, written_over(exporting(imported, tmp_path)), "holds 26 files that are not part of our checkpoint"
+    )
     assert "data, notes-00.txt" in error and "notes-18.txt and 6 more" in error and "notes-19" not in error
 
 
@@ -90,7 +98,7 @@ def test_a_result_of_an_earlier_version_stays(tmp_path, imported):
     said = read_object(tmp_path / "hf" / MANIFEST)
     for files_then in (None, sorted(said["files"])):
         write_object(tmp_path / "hf" / MANIFEST, said | {"files": files_then})
-        with pytest.raises(CheckpointError, match=r"does not say what the files held .* not replaced"):
+        with pytest.raises(CheckpointError, match=r"has no digests of the files.* not replaced"):
             export_checkpoint(imported, tmp_path / "hf", overwrite=True)
 
 
@@ -123,7 +131,7 @@ def test_what_was_put_over_a_result_is_kept(put, capsys, tmp_path, untied_folder
     export_checkpoint(imported, target)
     name = put(target)
     before = (target / name).read_bytes()
-    error = expect_error(capsys, written_over(exporting(imported, tmp_path)), "holds 1 files that have changed since")
+    error = expect_error(capsys, written_over(exporting(imported, tmp_path)), "holds 1 files changed since")
     assert name in error and (target / name).read_bytes() == before
 
 
@@ -156,7 +164,7 @@ def test_what_came_to_a_result_meanwhile_is_kept(tmp_path, untied_folder, monkey
         original(*arguments)
 
     monkeypatch.setattr(copying, "_commit", intrude)
-    with pytest.raises(CheckpointError, match="beside a checkpoint of ours, which would be lost: precious;"):
+    with pytest.raises(CheckpointError, match="that are not part of our checkpoint, which would be deleted: precious;"):
         import_checkpoint(untied_folder, tmp_path / "m", overwrite=True)
     assert (tmp_path / "m" / "precious").exists() and verify_checkpoint(untied_folder, tmp_path / "m").same
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
@@ -202,7 +210,7 @@ def refuse(monkeypatch, name: str, refused: Path):
 def test_a_result_is_in_place_when_its_parent_cannot_be_synced(tmp_path, untied_folder, monkeypatch):
     refuse(monkeypatch, "_sync", tmp_path)
     report = import_checkpoint(untied_folder, tmp_path / "m")
-    assert any("is whole and in place" in note and "cannot be synced (Invalid arg" in note for note in report.notes)
+    assert any("is complete and in place" in note and "cannot be synced (Invalid arg" in note for note in report.notes)
     assert verify_checkpoint(untied_folder, tmp_path / "m").same
 
 
@@ -211,5 +219,5 @@ def test_a_result_is_in_place_when_the_earlier_one_cannot_be_removed(tmp_path, t
     refuse(monkeypatch, "rmtree", Path(".m.partial-????????????"))
     report = import_checkpoint(untied_folder, tmp_path / "m", overwrite=True)
     (left,) = tmp_path.glob(".m.partial-*")
-    assert any("is whole and in place" in note and str(left) in note for note in report.notes)
+    assert any("is complete and in place" in note and str(left) in note for note in report.notes)
     assert verify_checkpoint(untied_folder, tmp_path / "m").same and verify_checkpoint(tied_folder, left).same

@@ -78,10 +78,10 @@ def test_other_options_do_not_cost_what_was_to_be_continued(begun, untied_folder
     before = contents(begun)
     assert main([*arguments, "--resume", "--torch-dtype", "bfloat16"]) == 2
     error = capsys.readouterr().err
-    assert str(begun) in error and "other options" in error and "without --resume" in error
+    assert str(begun) in error and "options or version" in error and "omit --resume" in error
     assert contents(begun) == before and not (tmp_path / "m").exists()
     assert main([*arguments, "--resume"]) == 0
-    assert "GB of its files were there already" in capsys.readouterr().out
+    assert "GB of its files existed already" in capsys.readouterr().out
 
 
 @pytest.fixture

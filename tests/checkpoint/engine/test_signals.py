@@ -60,7 +60,7 @@ def test_a_second_signal_does_not_break_off_the_tidying(number, started, tmp_pat
     started.send_signal(number)  # while the threads end, or what they wrote is removed
     out, error = started.communicate(timeout=30)
     assert error == (
-        "interrupted already, and tidying up; once more ends it at once and leaves that to the next run\ninterrupted\n"
+        "interrupted, cleaning up; interrupt again to stop at once and leave the cleanup to the next run\ninterrupted\n"
     )
     assert started.returncode == 130 and out.endswith("removing\n")
     assert left(tmp_path) == []
@@ -71,7 +71,7 @@ def test_a_third_signal_ends_at_once(started, untied_folder, tmp_path):
         started.send_signal(signal.SIGINT)
         time.sleep(1.05)
     _, error = started.communicate(timeout=30)
-    assert started.returncode == 130 and error.count("\n") == 1 and "once more ends it at once" in error
+    assert started.returncode == 130 and error.count("\n") == 1 and "interrupt again to stop at once" in error
     assert all(path.name.startswith(".m.partial-") for path in (tmp_path / "out").iterdir())
     assert not (tmp_path / "out" / "m").exists()
 

@@ -244,7 +244,9 @@ def test_the_command_writes_what_training_reads(command, checkpoint, tmp_path, c
     assert json.loads(capsys.readouterr().out)["rows"] == len(PackedRows(output))
     (output / "diary.txt").write_text("mine")
     assert main([*command, "--output", str(output), "--overwrite"]) == 2
-    assert "holds 1 files beside a packing of ours, which would be lost: diary.txt;" in capsys.readouterr().err
+    assert (
+        "holds 1 files that are not part of our packing, which would be deleted: diary.txt;" in capsys.readouterr().err
+    )
     for wrong in (
         replace(provider, seq_length=512),
         replace(provider, answers="last"),

@@ -93,10 +93,10 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("fields", "message"),
         [
-            (dict(target_modules=["linear_qkv", "linear_q"]), r"\['linear_q'\] add no linear layer"),
-            (dict(target_modules=["*vision_model*.linear_qkv"]), "add no linear layer of the adapted parts"),
+            (dict(target_modules=["linear_qkv", "linear_q"]), r"\['linear_q'\] match no linear layer"),
+            (dict(target_modules=["*vision_model*.linear_qkv"]), "match no linear layer of the adapted parts"),
             (dict(target_modules=["linear_qkv"], adapt_vision_projection=True), "adapt_vision_projection is True"),
-            (dict(target_modules=["output_layer"]), "add no linear layer"),
+            (dict(target_modules=["output_layer"]), "match no linear layer"),
             (dict(adapt_language_model=False), "nothing would be adapted"),
             (dict(adapt_language_model=False, target_modules=[]), "nothing would be adapted"),
             (dict(canonical_mapping={"linear_qkv": {"linear_q"}}), "canonical_mapping"),
@@ -124,7 +124,7 @@ class TestRefusals:
 
     def test_adapters_twice(self, untied_folder):
         model = Qwen3VLLoRA(dim=2)(model_of(untied_folder))
-        with pytest.raises(ValueError, match="16 adapters already"):
+        with pytest.raises(ValueError, match="already has 16 adapters"):
             Qwen3VLLoRA(dim=2)(model)
 
     def test_another_model(self):
@@ -213,5 +213,5 @@ def test_as_megatron_bridge_applies_it(untied_folder):
     )
     reduced = {name for name, p in wrapped.named_parameters() if hasattr(p, "main_grad")}
     assert reduced == {name for name, _ in wrapped.named_parameters() if ".adapter." in name}
-    with pytest.raises(ValueError, match="40 adapters already"):  # they are found through the wrapper
+    with pytest.raises(ValueError, match="already has 40 adapters"):  # they are found through the wrapper
         peft([wrapped])

@@ -150,13 +150,19 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("fields", "message"),
         [
-            (dict(target_modules=["linear_qkv"]), "none of experts: expected adapt_language_model=True"),
-            (dict(adapt_language_model=False, adapt_vision_model=True), "none of experts: expected adapt_language"),
+            (
+                dict(target_modules=["linear_qkv"]),
+                "adapted layers belongs to experts: expected adapt_language_model=True",
+            ),
+            (
+                dict(adapt_language_model=False, adapt_vision_model=True),
+                "adapted layers belongs to experts: expected adapt_language",
+            ),
             (
                 dict(target_modules=["*.layers.2.mlp.experts.linear_fc1"]),
                 "fc1 would have adapters and .*fc2 none",
             ),
-            (dict(target_modules=["*.local_experts.3.*"]), "none of experts"),
+            (dict(target_modules=["*.local_experts.3.*"]), "adapted layers belongs to experts"),
             (dict(normalize_moe_lora=True), "normalize_moe_lora is True, expected False"),
             (dict(experts_shared_outer_loras=True), "experts_shared_outer_loras is True, expected False"),
             (dict(adapt_experts=False, share_expert_adapters=False), "expected adapt_experts=True with it"),
@@ -170,7 +176,7 @@ class TestRefusals:
         assert all(p.requires_grad for p in model.parameters())
 
     def test_a_model_without_experts(self, untied_folder):
-        with pytest.raises(ValueError, match=r"none of experts: .* a model with experts"):
+        with pytest.raises(ValueError, match=r"adapted layers belongs to experts: .* a model with experts"):
             Qwen3VLLoRA(adapt_experts=True)(model_of(untied_folder))
 
     def test_dora(self, moe_folder):
@@ -185,7 +191,7 @@ class TestRefusals:
                 (first, *_), experts = layer.mlp.experts.local_experts, layer.mlp.experts
                 del experts.local_experts
                 experts.linear_fc1, experts.linear_fc2 = first.linear_fc1, first.linear_fc2
-        with pytest.raises(ValueError, match=r"moe_grouped_gemm is .*experts\.linear_fc1 is all of a rank's"):
+        with pytest.raises(ValueError, match=r"moe_grouped_gemm is .*experts\.linear_fc1 holds all experts of a rank"):
             Qwen3VLLoRA(adapt_experts=True)(model)
 
     def test_experts_that_are_cut(self, moe_folder):

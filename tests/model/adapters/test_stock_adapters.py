@@ -170,7 +170,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("peft", "message"),
         [
-            (lambda: DoRA(dropout=0.1), "dropout is 0.1, expected 0: DoRA has none here"),
+            (lambda: DoRA(dropout=0.1), "dropout is 0.1, expected 0: DoRA does not support dropout here"),
             (lambda: CanonicalLoRA(target_modules=["linear_q"]), "expected target_modules with linear_k, linear_v too"),
             (
                 lambda: CanonicalLoRA(target_modules=[f"{TEXT}linear_fc1_up"]),
@@ -179,7 +179,7 @@ class TestRefusals:
             (lambda: VLMLoRA(freeze_vision_model=False), "freeze_vision_model is False, and vision_.*Qwen3VLLoRA"),
             (
                 lambda: VLMLoRA(freeze_language_model=False),
-                "freeze_language_model is False, and language_model.* left out of Megatron-Bridge's checkpoints",
+                "freeze_language_model is False, and language_model.* not saved in Megatron-Bridge's checkpoints",
             ),
         ],
     )  # fmt: skip
@@ -196,7 +196,9 @@ class TestRefusals:
 
     def test_an_output_layer_that_is_the_embedding(self, tied_folder):
         """NeMo-RL's settings adapt it; merged weights, which its generation runs on, would lack that adapter."""
-        with pytest.raises(ValueError, match=r"adapts language_model\.output_layer, and its weight is the embedding's"):
+        with pytest.raises(
+            ValueError, match=r"adapts language_model\.output_layer, whose weight is tied to the embedding"
+        ):
             LoRA(**ALL_LINEAR)([model_of(tied_folder)])
         model = LoRA(target_modules=[], exclude_modules=["output_layer"])(model_of(tied_folder))
         assert not any("output_layer.adapter" in name for name, _ in model.named_parameters())
@@ -204,7 +206,10 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("peft", "message"),
         [
-            (DoRA, r"DoRA adapts .*experts.*, and peft has no magnitudes .* qwen3vl_bridge\.Qwen3VLDoRA"),
+            (
+                DoRA,
+                r"DoRA adapts .*experts.*, and .* peft does not support DoRA .* qwen3vl_bridge\.Qwen3VLDoRA",
+            ),
             (lambda: LoRA(experts_shared_outer_loras=True), "experts_shared_outer_loras is True, .* expected False"),
         ],
     )

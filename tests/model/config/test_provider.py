@@ -76,7 +76,7 @@ def test_nothing_is_frozen_unless_asked(provider):
         (dict(num_layers=2), "3 DeepStack taps need as many text layers, num_layers is 2"),
         (
             dict(vision_recompute_granularity="full", vision_recompute_method="uniform", vision_recompute_num_layers=2),
-            r"taps \[0, 2\] don't end a chunk",
+            r"taps \[0, 2\] are not at the end of a chunk",
         ),
         (
             dict(vision_recompute_granularity="selective", vision_recompute_modules=["layernorm"]),
@@ -129,7 +129,7 @@ def test_rotary_settings_we_do_not_compute_are_refused(untied_folder, rope, mess
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("softmin", "is 'softmin', expected one of gelu, "), ("prelu", "is 'prelu', which has weight")],
+    [("softmin", "is 'softmin', expected one of gelu, "), ("prelu", "is 'prelu', which has parameter")],
 )
 def test_activation_of_the_tower_is_checked(provider, name, message):
     provider.vision_config = copy.deepcopy(provider.vision_config)
@@ -151,8 +151,8 @@ def moe_provider(moe_folder):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (dict(num_moe_experts=None), "expected experts in one layer or more"),
-        (dict(moe_layer_freq=[0, 0, 0, 0]), "expected experts in one layer or more"),
+        (dict(num_moe_experts=None), "expected experts in at least one layer"),
+        (dict(moe_layer_freq=[0, 0, 0, 0]), "expected experts in at least one layer"),
         (dict(moe_layer_freq=[1, 0]), "moe_layer_freq has 2 entries, expected 4"),
         (dict(moe_layer_freq="[1,0,1,1]"), "is the text"),
         (dict(moe_router_topk=7), "moe_router_topk is 7, expected 1 to 6"),
@@ -162,7 +162,7 @@ def moe_provider(moe_folder):
         ),
         (
             dict(moe_grouped_gemm=True),
-            "moe_grouped_gemm is True with .* 'local', expected False: it is Transformer Engine's",
+            "moe_grouped_gemm is True with .* 'local', expected False: Transformer Engine provides it",
         ),
         (
             dict(moe_router_load_balancing_type="sinkhorn"),
@@ -195,7 +195,7 @@ def test_a_provider_can_be_finalized_again(provider, moe_provider):
         ("text_config", dict(attention_bias=True), "text_config.attention_bias is True, expected False"),
         ("text_config", dict(norm_topk_prob=False), "text_config.norm_topk_prob is False, expected True"),
         ("text_config", dict(num_experts_per_tok=9), "num_experts_per_tok is 9, expected 1 to 6"),
-        ("text_config", dict(decoder_sparse_step=0), "decoder_sparse_step is 0, expected a whole number from 1 on"),
+        ("text_config", dict(decoder_sparse_step=0), "decoder_sparse_step is 0, expected a whole number of at least 1"),
         ("text_config", dict(mlp_only_layers=[0, 1, 2, 3]), "no layer that uses them"),
         (None, dict(quantization_config={"quant_method": "fp8"}), "quantization_config is"),
     ],

@@ -155,7 +155,7 @@ def test_a_batch_of_ours_comes_alone(pair):
     batch = make_batch(make_samples("one image", pair.config, seed=2), pair.config, packed=True)
     no_grad(pair.megatron, inputs=batch.local(), pixel_values=None)
     for name in ("input_ids", "position_ids", "attention_mask", "labels", "pixel_values"):
-        with pytest.raises(ValueError, match="expected no other argument with it"):
+        with pytest.raises(ValueError, match="expected no other arguments"):
             pair.megatron(inputs=batch.local(), **{name: batch.input_ids})
 
 

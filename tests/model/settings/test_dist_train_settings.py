@@ -54,7 +54,7 @@ def test_the_fields_are_megatron_bridges():
         (
             DENSE,
             fields(vision_context_parallel_size=2),
-            "vision_context_.* is 2 with .*, expected 1: ranks share pictures",
+            "vision_context_.* is 2 with .*, expected 1: data-parallel ranks of the tower share the pictures",
         ),
         (
             DENSE,
@@ -76,7 +76,7 @@ def test_the_fields_are_megatron_bridges():
         (DENSE, fields(4, 2, vision_to_llm_dp_ratio=3), "vision_to_llm_dp_ratio is 3, expected None or 2: there are 4"),
         (DENSE, fields(2, 4, vision_to_llm_dp_ratio=1), "vision_to_llm_dp_ratio is 1, expected None: there are 2"),
         (DENSE, fields(model=CP2), "context_parallel_size is 2 with dist_train.use_dist_train, expected 1: megatron"),
-        (DENSE, fields(usual=False), "variable_seq_lengths is False with .*, expected True: what the modules send"),
+        (DENSE, fields(usual=False), "variable_seq_lengths is False with .*, expected True: the size of what"),
         (DENSE, fields(model=dict(PP2, virtual_pipeline_model_parallel_size=2)), "virtual_pipeline_.* is 2 with"),
         (DENSE, fields(model=dict(fp16=True, bf16=False)), "fp16 is True with dist_train.use_dist_train, expected Fal"),
         (DENSE, fields(model=dict(calculate_per_token_loss=False)), "calculate_per_token_loss is False with .* True"),
@@ -90,7 +90,7 @@ def test_the_fields_are_megatron_bridges():
         (
             DENSE,
             dict(add_encoder=False),
-            "add_encoder is False with dist_train.use_dist_train False, expected True: each rank",
+            "add_encoder is False with dist_train.use_dist_train False, expected True: every rank",
         ),
     ],
 )
@@ -104,7 +104,9 @@ def test_every_process_is_a_rank_of_one_module():
     check_world(provider, 6)
     check_world(finalized(DENSE, {}), 5)
     for world in (5, 7):
-        with pytest.raises(ValueError, match=f"language_world_size 4 add up to 6, expected {world}, the processes"):
+        with pytest.raises(
+            ValueError, match=f"language_world_size 4 add up to 6, expected {world}, the number of processes"
+        ):
             check_world(provider, world)
 
 

@@ -55,7 +55,7 @@ def test_weight_gradients_are_fused_where_megatrons_output_layer_can(monkeypatch
 def test_what_cannot_be_fused_is_turned_off_and_said(caplog):
     """A run's settings may come from a machine that has more."""
     assert finalized(DENSE, dict(gradient_accumulation_fusion=True)).gradient_accumulation_fusion is False
-    assert "gradient_accumulation_fusion is True and set to False" in caplog.text
+    assert "gradient_accumulation_fusion is True and is set to False" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_eight_and_four_bits_are_transformer_engines(precision, caplog):
     provider = with_transformer_engine(DENSE, precision)
     check(kernels.RULES, provider)
     complete_precision(provider)
-    assert f"{name} is for the text model's layers" in caplog.text
+    assert f"{name} applies to the text model's layers" in caplog.text
 
 
 def test_local_attention_in_transformer_engines_layers():
@@ -136,7 +136,7 @@ def test_context_parallelism_by_release(kind, release, refused, installed):
     installed(release)
     provider = with_transformer_engine(DENSE, dict(CP2, cp_comm_type=[kind] + ["p2p"] * 35))
     if refused:
-        with pytest.raises(ValueError, match=f"{kind}' takes packed rows from .* on, and {release} is installed"):
+        with pytest.raises(ValueError, match=f"{kind}' supports packed rows from .* on, and {release} is installed"):
             check(parallelism.RULES, provider)
     else:
         check(parallelism.RULES, provider)
@@ -156,7 +156,7 @@ def test_a_loss_in_chunks():
 def test_fused_permutation():
     """As NeMo-RL's base configuration and Megatron-Bridge's recipes ask for it."""
     with pytest.raises(
-        ValueError, match=r"moe_permute_fusion is True with .* 'local', expected False: it is Transformer Engine's"
+        ValueError, match=r"moe_permute_fusion is True with .* 'local', expected False: Transformer Engine provides it"
     ):
         finalized(EXPERTS, dict(moe_permute_fusion=True))
 
@@ -164,7 +164,7 @@ def test_fused_permutation():
 def test_the_fused_router(installed):
     """It is Transformer Engine's, in 32 bits."""
     with pytest.raises(
-        ValueError, match=r"moe_router_fusion is True with .* 'local', expected False: it is Transformer Engine's"
+        ValueError, match=r"moe_router_fusion is True with .* 'local', expected False: Transformer Engine provides it"
     ):
         finalized(EXPERTS, dict(moe_router_fusion=True))
     provider = provider_of(EXPERTS, dict(moe_router_fusion=True, moe_router_dtype="fp64", transformer_impl=TE))

@@ -41,11 +41,11 @@ def build(monkeypatch):
         (DENSE, dict(PP2, **OVERLAP, virtual_pipeline_model_parallel_size=9), "first pipeline stage has 2 layers"),
         (DENSE, dict(PP2, num_layers_in_first_pipeline_stage=1), "first pipeline stage has 1 layers"),
         (DENSE, dict(PP2, pipeline_model_parallel_layout="E|t*36L"), "first pipeline stage has 0 layers"),
-        (DENSE, VPP2, "overlap_p2p_comm is False with .* expected True: two interleaved stages would mix up"),
+        (DENSE, VPP2, "overlap_p2p_comm is False with .* expected True: two interleaved stages would confuse"),
         (
             DENSE,
             dict(PP2, pipeline_model_parallel_layout="Et*9|t*9|t*9|t*9L"),
-            "overlap_p2p_comm is False with .* expected True: two .* batch_p2p_comm has to be False",
+            "overlap_p2p_comm is False with .* expected True: two .* batch_p2p_comm must be False",
         ),
         (
             DENSE,
@@ -63,7 +63,7 @@ def build(monkeypatch):
             "stage is 1, expected at least .*, 2",
         ),
         (DENSE, dict(PP2, pipeline_model_parallel_layout="Ett|t*10|t*14|t*10L", **OVERLAP), "stage has 2 layers"),
-        (DENSE, dict(SP2, parallel_output=False), "parallel_output is False with .* 2, expected True: a loss of"),
+        (DENSE, dict(SP2, parallel_output=False), "parallel_output is False with .* 2, expected True: a loss on"),
         (DENSE, dict(VPP2, batch_p2p_comm=False), "overlap_p2p_comm is False with .* expected True: two interleaved"),
         (DENSE, dict(PP2, pipeline_dtype=torch.float16), "pipeline_dtype is torch.float16, expected torch.bfloat16"),
     ],
@@ -91,8 +91,12 @@ def test_what_can_be_trained_is_built(build, size, fields):
 @pytest.mark.parametrize(
     ("size", "fields", "why"),
     [
-        (DENSE, dict(loss_chunk_tokens=8192), "by loss_chunk_tokens the"),
-        (DENSE, dict(loss_chunk_tokens=0, share_embeddings_and_output_weights=True), "by share_embeddings_and_output"),
+        (DENSE, dict(loss_chunk_tokens=8192), "with loss_chunk_tokens the"),
+        (
+            DENSE,
+            dict(loss_chunk_tokens=0, share_embeddings_and_output_weights=True),
+            "with share_embeddings_and_output",
+        ),
         (DENSE, dict(loss_chunk_tokens=0), None),
     ],
 )
@@ -111,7 +115,7 @@ def test_shards_have_no_fused_gradients_of_weights_with_several_uses(build, size
 def test_ddp_may_be_turned_off_by_position(build):
     provider = finalized(DENSE, VPP2)
     assert provider.provide_distributed_model(None, False) == ["model"]
-    with pytest.raises(ValueError, match="stages would mix up"):
+    with pytest.raises(ValueError, match="stages would confuse"):
         provider.provide_distributed_model(None, True)
 
 
@@ -155,7 +159,7 @@ def test_a_model_that_provide_has_built_meets_them_in_its_first_step(first_of_tw
     """With megatron-core's defaults two stages mix up what they send each other: and only gradients are wrong."""
     ids = torch.arange(8)[None]
     with pytest.raises(
-        ValueError, match=r"overlap_p2p_comm is False .* expected True: two interleaved stages would mix"
+        ValueError, match=r"overlap_p2p_comm is False .* expected True: two interleaved stages would confuse"
     ):
         first_of_two(ids)
     with torch.no_grad():

@@ -189,7 +189,7 @@ def test_adapters_start_from_any_kind_and_go_on(found, expected, inputs):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("of another model", "is another model than the run's"),
+        ("of another model", "holds a different model from the run's"),
         ("adapters alone", "holds only the adapters and other parameters"),
     ],
 )
@@ -254,7 +254,7 @@ class TestTheConfiguration:
 
         for given in (dict(fsdp=True, bf16=True), dict()):
             runtime_config_update(cfg(**given))
-        with pytest.raises(ValueError, match="the model is in float32, which Megatron-FSDP trains and cannot save"):
+        with pytest.raises(ValueError, match="the model is in float32, which Megatron-FSDP can train but not save"):
             runtime_config_update(cfg(fsdp=True))
 
     @pytest.mark.parametrize(
@@ -305,5 +305,5 @@ class TestTheConfiguration:
 
     def test_weights_that_are_nowhere(self, cfg, tmp_path):
         cfg.checkpoint.pretrained_checkpoint = str(tmp_path)
-        with pytest.raises(CheckpointError, match="is no Megatron checkpoint"):
+        with pytest.raises(CheckpointError, match="is not a Megatron checkpoint"):
             self.build(cfg)

@@ -106,7 +106,7 @@ def test_optimizer_state_under_other_names_is_refused(asked):
     asked.state["optimizer"] = {"state": {}}
     load(asked.state)  # there is none in the checkpoint
     asked.found["optimizer.state.module.x.exp_avg"] = None
-    with pytest.raises(CheckpointError, match=r"RUN.* its optimizer state has their names: .*load_optim=False"):
+    with pytest.raises(CheckpointError, match=r"RUN.* its optimizer state uses that spec's names: .*load_optim=False"):
         load(asked.state)
 
 

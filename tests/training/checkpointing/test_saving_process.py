@@ -37,9 +37,12 @@ def test_a_script_without_a_guard_ends_before_it_trains(tmp_path, guarded):
         assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "trains"), done.stderr[-3000:]
         return
     assert done.returncode == 1 and "trains" not in done.stdout
-    theirs, ours = "was started to save checkpoints, and runs the script again", "saving needs ended at once"
+    theirs, ours = (
+        "was started to save checkpoints, but ran the training script again",
+        "saves checkpoints ended at once",
+    )
     assert theirs in done.stderr and ours in done.stderr
-    assert 'to stand under `if __name__ == "__main__":`' in done.stderr.splitlines()[-1]
+    assert 'must do its work under `if __name__ == "__main__":`' in done.stderr.splitlines()[-1]
 
 
 def test_what_is_started_has_none_of_the_signals_that_are_handled():

@@ -31,9 +31,13 @@ NUMBERED = dict(save="run", dist_ckpt_optim_fully_reshardable=False)
 @pytest.mark.parametrize(
     ("ranks", "changed", "message"),
     [
-        ((1, 1), NUMBERED, "checkpoint.dist_ckpt_optim_fully_reshardable is False .* expected True.*by numbers"),
+        ((1, 1), NUMBERED, "checkpoint.dist_ckpt_optim_fully_reshardable is False .* expected True.*by group number"),
         ((2, 1), dict(skip=[2]), r"train.iterations_to_skip is \[2\] .* expected \[\]"),
-        ((1, 2), dict(dataset=object()), "dataset.__class__ is <class 'object'> .*its rows have numbers"),
+        (
+            (1, 2),
+            dict(dataset=object()),
+            "dataset.__class__ is <class 'object'> .*the tower's ranks read its rows by index",
+        ),
     ],
 )
 def test_what_their_loop_cannot_is_refused(ranks, changed, message):

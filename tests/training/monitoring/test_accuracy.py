@@ -97,7 +97,7 @@ def test_megatron_fsdp_in_megatron_bridges_loop(sharded, kind):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (dict(pipeline_model_parallel_size=2), "with pipeline parallelism 2: generation needs a whole model"),
+        (dict(pipeline_model_parallel_size=2), "with pipeline parallelism 2: generation needs the complete model"),
         (dict(context_parallel_size=2), "with context parallelism 2"),
     ],
 )

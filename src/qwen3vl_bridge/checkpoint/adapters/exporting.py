@@ -41,23 +41,23 @@ def export_adapters(
         megatron_path: the run's folder, or an iteration's.
         hf_path: the folder of adapters, to be made.
         base_model: folder or hub id of the model that they are of; None for what the run says.
-        torch_dtype: "float32", "float16" or "bfloat16" to cast them; None to leave their bytes as they are.
+        torch_dtype: "float32", "float16" or "bfloat16" to cast them; None to keep their dtypes.
         iteration: which iteration; None for the latest.
-        trust_remote_code: whether that model may bring code. It is never run here.
+        trust_remote_code: whether that model may contain code. It is never run here.
         options: overwrite, resume, verify and more, see `ConversionOptions`.
 
     Returns:
         What was done.
 
     Raises:
-        CheckpointError: the source, the target or an option is not as it must be. The target is as it was before.
+        CheckpointError: the source, the target or an option is invalid. The target is unchanged.
     """
 
     def planned() -> Conversion:
         stored = open_adapters(megatron_path, iteration, base_model, trust_remote_code=trust_remote_code)
         if own := sorted(stored.own):
             raise CheckpointError(
-                f"{stored.folder}: the run has also trained {len(own)} of the model's own tensors, such as {own[0]}, "
+                f"{stored.folder}: the run also trained {len(own)} tensors of the base model, such as {own[0]}, "
                 "which a folder of adapters cannot store; `merge` makes a whole model"
             )
         plan = stored.plan(torch_dtype)

@@ -56,13 +56,13 @@ def merge_adapters(
 
     Args:
         megatron_path: the run's folder, or an iteration's.
-        hf_path: the model's folder, to be made.
+        hf_path: the model's folder, to be created.
         base_model: folder or hub id of a Hugging Face model, or a Megatron checkpoint: the weights that the run began
             with. None for those it names itself.
         torch_dtype: "float32", "float16" or "bfloat16" to cast the weights; None for what those of `base_model` are.
         iteration: which iteration; None for the latest.
-        drop_vocab_padding: whether to leave out rows beyond the vocabulary that are not zero, as of a model that was
-            trained with a padded vocabulary; otherwise they are an error.
+        drop_vocab_padding: whether to drop rows beyond the vocabulary that are not zero, as after training with a
+            padded vocabulary; otherwise they are an error.
         trust_remote_code: whether `base_model` may bring code. It is never run here.
         max_shard_bytes: how large a file of weights may be.
         options: overwrite, resume, verify and more, see `ConversionOptions`.
@@ -71,7 +71,7 @@ def merge_adapters(
         What was done.
 
     Raises:
-        CheckpointError: the source, the target or an option is not as it must be. The target is as it was before.
+        CheckpointError: the source, the target or an option is invalid. The target is unchanged.
     """
 
     def planned() -> Conversion:
@@ -98,7 +98,9 @@ def merge_adapters(
 def _open_base(run: StoredAdapters, base_model: str | Path | None, *, trust_remote_code: bool) -> StoredModel:
     name = str(base_model or run.base)
     if not name:
-        raise CheckpointError(f"{run.folder}: its run names no first weights; name them with --base-model")
+        raise CheckpointError(
+            f"{run.folder}: its run_config.yaml names no initial weights; name them with --base-model"
+        )
     path = expanded(name)
     try:
         if megatron.is_megatron_checkpoint(path):
@@ -107,7 +109,7 @@ def _open_base(run: StoredAdapters, base_model: str | Path | None, *, trust_remo
             base = open_model(name, trust_remote_code=trust_remote_code)
     except CheckpointError as error:
         if base_model is None:
-            raise CheckpointError(f"the run's first weights: {error}; --base-model names others") from error
+            raise CheckpointError(f"the run's initial weights: {error}; give --base-model to name others") from error
         raise
     check_same_model(base.config, run.config)
     return base

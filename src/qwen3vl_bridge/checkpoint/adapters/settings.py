@@ -24,7 +24,7 @@ _BRIDGES = {
 }
 # Fields that runs of earlier versions do not name, and what they had.
 _LATER = {"adapt_experts": False}
-# What may be another in a run that goes on: it changes neither which tensors there are nor what they mean.
+# What may be another in a run that is resumed: it changes neither which tensors there are nor what they mean.
 _FREE = (
     *("dropout", "dropout_position", "lora_A_init_method", "lora_B_init_method"),
     *("sequence_parallel_input_regather", "a2a_experimental"),
@@ -51,7 +51,7 @@ def adapter_settings(config: dict[str, Any], where: Path) -> AdapterSettings:
     """
     found = config.get("peft")
     if not isinstance(found, dict):
-        raise CheckpointError(f"{where} is of a run without adapters: its {RUN_CONFIG} has peft {found!r}")
+        raise CheckpointError(f"{where} was saved by a run without adapters: its {RUN_CONFIG} has peft {found!r}")
     found = _LATER | found
     method, known = found.get("_target_"), _METHODS | _BRIDGES
     if not isinstance(method, str) or method not in known:
@@ -65,7 +65,9 @@ def adapter_settings(config: dict[str, Any], where: Path) -> AdapterSettings:
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"{where / RUN_CONFIG}: peft lacks {error}, or its value has the wrong type") from error
     if numbers["dim"] < 1 or int(numbers["dim"]) != numbers["dim"]:
-        raise CheckpointError(f"{where / RUN_CONFIG}: peft.dim is {numbers['dim']}, expected a whole number from 1 on")
+        raise CheckpointError(
+            f"{where / RUN_CONFIG}: peft.dim is {numbers['dim']}, expected a whole number of at least 1"
+        )
     experts = found["adapt_experts"] is True
     return AdapterSettings(int(numbers["dim"]), numbers["alpha"], known[method], parts, experts=experts, **modules)
 
@@ -83,7 +85,7 @@ def _texts(value: Any) -> tuple[str, ...]:
 
 
 def refuse_adapters_alone(folder: Path) -> None:
-    """Refuse a checkpoint of adapters where a whole model is wanted.
+    """Refuse a checkpoint of adapters where a complete model is wanted.
 
     Raises:
         CheckpointError: it is one.
@@ -115,6 +117,8 @@ def check_same_adapters(folder: Path, peft: PeftConfig | None) -> None:
     ]  # fmt: skip
     if not theirs or not ours:
         was, has = (section.get("_target_", "no adapters") for section in (theirs, ours))
-        differ = [f"the checkpoint is of a run with {was}, this one has {has}"] if bool(theirs) != bool(ours) else []
+        differ = (
+            [f"the checkpoint was saved by a run with {was}, this run has {has}"] if bool(theirs) != bool(ours) else []
+        )
     if differ:
-        raise CheckpointError("\n  ".join([f"{folder} has other adapters than the run:", *differ]))
+        raise CheckpointError("\n  ".join([f"{folder} has different adapters from this run:", *differ]))

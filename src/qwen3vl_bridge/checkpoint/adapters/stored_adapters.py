@@ -99,7 +99,7 @@ class StoredAdapters:
         """All adapters as Hugging Face's `peft` has them; of a `linear_in`, the first of its tensors.
 
         Args:
-            dtype: what to store them as; None to leave them as they are.
+            dtype: what to store them as; None to keep their dtypes.
             experts: how the Hugging Face side has experts: packed, their adapters are together in two matrices, else
                 each has its own.
 
@@ -137,7 +137,7 @@ def open_adapters(
         path: the run's folder, or an iteration's.
         iteration: which one; None for the latest.
         base_model: folder or hub id of the model that the adapters are of; None for what the run says.
-        trust_remote_code: whether that model may bring code.
+        trust_remote_code: whether that model may contain code.
 
     Raises:
         CheckpointError: it is damaged, or of a run without adapters.
@@ -167,9 +167,10 @@ def _refuse_mixed_rows(stored: StoredAdapters, ranks: Any) -> None:
     mixed = [row.megatron for row in stacks if stored.ckpt_format == megatron.FSDP_DTENSOR or len(row.hf) > 2]
     if mixed:
         raise CheckpointError(
-            f"{stored.folder} was saved by {ranks} tensor-parallel ranks, and has all rows of {mixed[0]} in one "
-            "tensor, as Megatron-FSDP stores gate and up, or the sections of linear attention: whose row is which "
-            f"cannot be told. Expected one such rank, or checkpoint.ckpt_format={megatron.TORCH_DIST}"
+            f"{stored.folder} was saved by {ranks} tensor-parallel ranks, and stores {mixed[0]} as one tensor in "
+            "which each rank's rows of gate and up (or of the sections of linear attention) follow those of the rank "
+            "before, so they cannot be separated. Expected one tensor-parallel rank, or "
+            f"checkpoint.ckpt_format={megatron.TORCH_DIST}"
         )
 
 
@@ -179,7 +180,7 @@ def _text(run: dict[str, Any], section: str, name: str) -> str:
 
 
 def _config(folder: Path, base_model: str | Path | None, base: str, *, trust_remote_code: bool) -> ModelConfig:
-    """That of the model named, else the checkpoint's own, else that of the run's first weights."""
+    """That of the model named, else the checkpoint's own, else that of the run's initial weights."""
     own = own_config(folder)
     if base_model is None and own is not None:
         return own
@@ -195,8 +196,8 @@ def _first_weights(folder: Path, found: str | Path, *, trust_remote_code: bool) 
     """The configuration of the weights that a run began with."""
     if not found:
         raise CheckpointError(
-            f"{folder} has no {megatron.HF_FILES}/config.json, and its run names no first weights; name the model that "
-            "the adapters are of with --base-model"
+            f"{folder} has no {megatron.HF_FILES}/config.json, and its run names no initial weights; name the base "
+            "model with --base-model"
         )
     path = expanded(found)
     if megatron.is_megatron_checkpoint(path):

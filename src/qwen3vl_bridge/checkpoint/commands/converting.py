@@ -53,7 +53,7 @@ def convert(
         path: where the result is to be.
         source: the model that is read.
         target: what it becomes.
-        torch_dtype: to cast the weights to; None to leave their bytes as they are.
+        torch_dtype: to cast the weights to; None to keep their dtypes.
         drop_vocab_padding: whether rows beyond the vocabulary may be left out where they are not zero.
 
     Raises:

@@ -33,21 +33,21 @@ def export_checkpoint(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     **options: Unpack[ConversionOptions],
 ) -> ConversionReport:
-    """Write a Hugging Face model from a Megatron checkpoint of either format; optimizer state in it is left aside.
+    """Write a Hugging Face model from a Megatron checkpoint of either format; optimizer state in it is ignored.
 
     Args:
         megatron_path: the checkpoint's root folder, or an iteration's folder.
-        hf_path: the model's folder, to be made.
+        hf_path: the model's folder, to be created.
         hf_model: folder or hub id of a model whose configuration, tokenizer and processor to take; None for those
             that an import put into the checkpoint.
-        torch_dtype: "float32", "float16" or "bfloat16" to cast the weights; None to leave their bytes as they are.
+        torch_dtype: "float32", "float16" or "bfloat16" to cast the weights; None to keep their dtypes.
         iteration: which iteration; None for the latest.
         expert_layout: "input_major" as released, "output_major" as transformers 5 saves its own, or "per_expert"; None
             for that of the model the checkpoint was imported from.
-        strict: whether tensors that the model does not call for are an error; otherwise they are left aside.
-        drop_vocab_padding: whether to leave out rows beyond the vocabulary that are not zero, as of a model that was
-            trained with a padded vocabulary; otherwise they are an error.
-        trust_remote_code: whether to take along code that the configuration of `hf_model` calls for. It is never run
+        strict: whether tensors that the model does not call for are an error; otherwise they are ignored.
+        drop_vocab_padding: whether to drop rows beyond the vocabulary that are not zero, as after training with a
+            padded vocabulary; otherwise they are an error.
+        trust_remote_code: whether to copy code that the configuration of `hf_model` refers to. It is never run
             here.
         max_shard_bytes: how large a file of weights may be.
         options: overwrite, resume, verify and more, see `ConversionOptions`.
@@ -56,7 +56,7 @@ def export_checkpoint(
         What was done.
 
     Raises:
-        CheckpointError: the source, the target or an option is not as it must be. The target is as it was before.
+        CheckpointError: the source, the target or an option is invalid. The target is unchanged.
     """
 
     def planned() -> Conversion:

@@ -35,22 +35,22 @@ def import_checkpoint(
 
     Args:
         hf_model: its folder, or a hub id.
-        megatron_path: the checkpoint's root folder, to be made.
+        megatron_path: the checkpoint's root folder, to be created.
         ckpt_format: "fsdp_dtensor" or "torch_dist".
-        torch_dtype: "float32", "float16" or "bfloat16" to cast the weights; None to leave their bytes as they are.
-        topology: parallel sizes that the checkpoint is cut for; it loads at any other too.
+        torch_dtype: "float32", "float16" or "bfloat16" to cast the weights; None to keep their dtypes.
+        topology: parallel sizes for which files are laid out; the checkpoint loads at any other too.
         naming: layer spec to write for, "transformer_engine" or "local".
         vocab_divisor: pad the vocabulary to a multiple of this and the tensor-parallel size, as Megatron does with
             `make_vocab_size_divisible_by`; None for no padding. An fsdp_dtensor checkpoint must have the model's rows.
-        strict: whether tensors that the model does not call for are an error; otherwise they are left aside.
-        trust_remote_code: whether to take along code that the model's configuration calls for. It is never run here.
+        strict: whether tensors that the model does not call for are an error; otherwise they are ignored.
+        trust_remote_code: whether to copy code that the model's configuration refers to. It is never run here.
         options: overwrite, resume, verify and more, see `ConversionOptions`.
 
     Returns:
         What was done.
 
     Raises:
-        CheckpointError: the source, the target or an option is not as it must be. The target is as it was before.
+        CheckpointError: the source, the target or an option is invalid. The target is unchanged.
     """
 
     def planned() -> Conversion:

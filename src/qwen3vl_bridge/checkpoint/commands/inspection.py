@@ -29,7 +29,7 @@ def inspect_checkpoint(path: str | Path, *, iteration: int | None = None) -> dic
         iteration: which iteration of a Megatron checkpoint; None for the latest.
 
     Returns:
-        Plain values, fit for JSON.
+        Plain values that can be written as JSON.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.

@@ -33,21 +33,21 @@ def reformat_checkpoint(
 ) -> ConversionReport:
     """Write the weights of a Megatron checkpoint in another format, layer spec or dtype.
 
-    Optimizer state is left aside.
+    Optimizer state is ignored.
 
     Args:
         megatron_path: the checkpoint's root folder, or an iteration's folder.
-        new_path: the new checkpoint's root folder, to be made.
+        new_path: the new checkpoint's root folder, to be created.
         ckpt_format: "fsdp_dtensor" or "torch_dist".
         hf_model: folder or hub id of a model whose configuration, tokenizer and processor to take; None for those in
             the checkpoint.
-        torch_dtype: "float32", "float16" or "bfloat16" to cast the weights; None to leave their bytes as they are.
-        topology: parallel sizes that the checkpoint is cut for; it loads at any other too.
+        torch_dtype: "float32", "float16" or "bfloat16" to cast the weights; None to keep their dtypes.
+        topology: parallel sizes for which files are laid out; the checkpoint loads at any other too.
         naming: layer spec to write for, "transformer_engine" or "local".
         vocab_divisor: pad the vocabulary to a multiple of this and the tensor-parallel size; None for the padding that
             is there.
         iteration: which iteration; None for the latest.
-        trust_remote_code: whether to take along code that the configuration of `hf_model` calls for. It is never run
+        trust_remote_code: whether to copy code that the configuration of `hf_model` refers to. It is never run
             here.
         options: overwrite, resume, verify and more, see `ConversionOptions`.
 
@@ -55,7 +55,7 @@ def reformat_checkpoint(
         What was done.
 
     Raises:
-        CheckpointError: the source, the target or an option is not as it must be. The target is as it was before.
+        CheckpointError: the source, the target or an option is invalid. The target is unchanged.
     """
 
     def planned() -> Conversion:

@@ -135,8 +135,8 @@ def verify_checksums(
     if not isinstance(expected, dict) or expected.keys() != stored.tensors.specs.keys():
         found = "no checksums" if not expected else "checksums of other tensors"
         raise CheckpointError(
-            f"{stored.folder / MANIFEST} holds {found}, expected those of all {len(stored.tensors.specs)} tensors, "
-            "which --checksums puts there; with --hf-model the checkpoint is compared with its source instead"
+            f"{stored.folder / MANIFEST} holds {found}, expected those of all {len(stored.tensors.specs)} tensors, as "
+            "a conversion with --checksums writes them; or give --hf-model to compare the checkpoint with its source"
         )
     names, sizes = list(stored.tensors.specs), [spec.nbytes for spec in stored.tensors.specs.values()]
     mine = share(names, sizes, ranks.rank, ranks.size)

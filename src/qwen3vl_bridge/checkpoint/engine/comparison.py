@@ -28,7 +28,7 @@ def differences(
         tasks: the tasks; a target that is stored in another dtype than the task's is cast to it.
         source: what the tasks read.
         target: what is compared with it.
-        meter: is told of every block.
+        meter: receives every block.
     """
     with SegmentReader(source) as ours, SegmentReader(target) as theirs:
         for task in tasks:
@@ -46,7 +46,7 @@ def checksums(names: Iterable[str], source: TensorSource, meter: Progress) -> di
     Args:
         names: which tensors.
         source: where they are.
-        meter: is told of every block.
+        meter: receives every block.
     """
     found = {}
     with SegmentReader(source) as reader:
@@ -67,7 +67,7 @@ def _paired(one: Iterator[memoryview], other: Iterator[memoryview]) -> Iterator[
         left = left[count:] if len(left) > count else next(one, None)
         right = right[count:] if len(right) > count else next(other, None)
     if left is not None or right is not None:
-        raise AssertionError("streams of different length")
+        raise AssertionError("streams of different lengths")
 
 
 def difference(

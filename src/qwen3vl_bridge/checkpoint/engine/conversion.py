@@ -1,4 +1,4 @@
-"""The course of every conversion: check, write aside, prove, put in place.
+"""The steps of every conversion: check, write to a staging folder, verify, move into place.
 
 What lives here: the order of the steps and what all processes do in each. What may not: what is converted into what
 (`checkpoint/commands/importing.py`, `checkpoint/commands/exporting.py`, `checkpoint/commands/reformatting.py`), how a
@@ -36,15 +36,15 @@ _OVERHEAD = 64 << 20
 
 
 class ConversionOptions(TypedDict, total=False):
-    """How a conversion is carried out; every entry may be left out.
+    """How a conversion is carried out; every entry is optional.
 
     Attributes:
-        overwrite: whether to replace an earlier result at that place. Anything else there is an error.
-        resume: whether to continue what an earlier run with the same source and options left, and to leave what is
-            written so far if this one fails. What a run with others left is an error; otherwise it is removed.
-        verify: whether to compare what was written with the source, bit for bit, before it is put into place.
-        checksums: whether to put a checksum of every tensor into the manifest.
-        dry_run: whether to stop before anything is written but a sample without a name, to measure the disk.
+        overwrite: whether to replace an earlier result at the target. Anything else there is an error.
+        resume: whether to continue an interrupted run with the same source and options, and to keep the partial result
+        if this run fails. A partial result of other options is an error. If False, partial results are removed.
+        verify: whether to compare the result with the source, bit for bit, before it is moved into place.
+        checksums: whether to write a checksum of every tensor to the manifest.
+        dry_run: whether to stop before anything is written, except for an unnamed sample file to measure the disk.
         progress: whether to show progress on standard error.
         sync: whether to wait until everything is on disk.
         ranks: the processes that share the work; each of them makes the same call.
@@ -62,7 +62,7 @@ class ConversionOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class _Options:
-    """`ConversionOptions` with what is left out filled in."""
+    """`ConversionOptions` with defaults filled in."""
 
     overwrite: bool = False
     resume: bool = False
@@ -80,7 +80,7 @@ class Output(Protocol):
     Attributes:
         files: the files with tensors.
         inner: the folder in the result that they are in.
-        settings: whatever the result depends on beside the plan, fit for JSON; the manifest has it.
+        settings: whatever the result depends on beside the plan, that can be written as JSON; the manifest has it.
     """
 
     @property
@@ -109,7 +109,7 @@ class Conversion:
     Attributes:
         name: what it is called.
         origin: what was asked to be read, in the user's words.
-        target: the result's folder, to be made.
+        target: the result's folder, to be created.
         plan: tensor by tensor.
         source: what the plan reads.
         folders: folders that are read meanwhile.
@@ -131,10 +131,10 @@ class Conversion:
     def digest(self, *, sync: bool) -> str:
         """Tells one plan from another: source files, where every element comes from, where every byte goes.
 
-        What is written beside the tensors is not of it: a run that goes on writes that anew.
+        What is written beside the tensors is not of it: a run that is resumed writes that anew.
 
         Args:
-            sync: whether what is written is waited for; what was not is nothing to go on from.
+            sync: whether what is written is waited for; what was not is nothing to resume from.
         """
         digest = hashlib.sha256(repr((tool(), self.name, sync)).encode())
         for path in self.source.files:
@@ -190,7 +190,10 @@ def run_conversion(planned: Callable[[], Conversion], given: ConversionOptions) 
         return replace(report, estimate=ranks.run_on_rank0(lambda: _estimate(conversion, options)))
     digests = ranks.all_gather(lambda: conversion.digest(sync=options.sync))
     if len(set(digests)) > 1:
-        raise CheckpointError(f"{conversion.origin} is not the same for all {ranks.size} processes; do they share it?")
+        raise CheckpointError(
+            f"{conversion.origin} differs between the {ranks.size} processes, expected one file "
+            "system that all of them share"
+        )
     with contextlib.ExitStack() as stack:
         work = ranks.run_on_rank0(
             lambda: stack.enter_context(_begun(conversion, options, replaceable, digests[0], needed))
@@ -198,7 +201,7 @@ def run_conversion(planned: Callable[[], Conversion], given: ConversionOptions) 
         seconds, resumed, written = _write(conversion, options, work)
         _finish_and_prove(conversion, options, work, digests[0])
         if ranks.run_on_rank0(lambda: conversion.digest(sync=options.sync)) != digests[0]:
-            raise CheckpointError(f"{conversion.origin} changed while it was read; {work} is unusable")
+            raise CheckpointError(f"{conversion.origin} changed while it was being read; {work} is unusable")
         into_place = stack.pop_all()
     ranks.run_on_rank0(into_place.close)
     return report.done(ranks.run_on_rank0(lambda: conversion.notes), seconds, resumed, written)
@@ -248,8 +251,9 @@ def _begun(
         begun = journal.plan_of(folder) if options.resume else ""
         if len(begun) == len(digest) and begun != digest:
             raise CheckpointError(
-                f"{folder} is the unfinished result of another source, other options or another version, so --resume "
-                "does not go on from it; run as that was run, or without --resume, which removes it and starts anew"
+                f"{folder} is the unfinished result of a conversion with another source, options or version, so "
+                "--resume cannot continue it; repeat the command that began it, or omit --resume to remove it and "
+                "start over"
             )
         return begun == digest
 
@@ -311,8 +315,7 @@ def _there(conversion: Conversion, options: _Options, work: Path, everything: li
     there = {unit for part in ranks.all_gather(check) for unit in part}
     if spoilt := len(noted) - len(there):
         conversion.notes.append(
-            f"{spoilt} of {len(noted)} parts that an earlier run had written have changed since "
-            "then; they are written again"
+            f"{spoilt} of {len(noted)} parts written by an earlier run have changed since then and are written again"
         )
     return there
 
@@ -324,7 +327,7 @@ def _advice(work: Path, options: _Options) -> Iterator[None]:
         yield
     except CheckpointError as error:
         if options.resume:
-            raise CheckpointError(f"{error}; {work} is unusable: run without --resume, which starts anew") from error
+            raise CheckpointError(f"{error}; {work} is unusable: run without --resume to start over") from error
         raise
 
 
@@ -346,7 +349,7 @@ def _finish_and_prove(conversion: Conversion, options: _Options, work: Path, dig
         with _no_collection(), _advice(work, options):
             written = conversion.output.open(work)
             if written.specs != conversion.plan.specs:
-                raise CheckpointError(f"{work}: what is there is not what was to be written")
+                raise CheckpointError(f"{work}: the folder's contents differ from what was to be written")
             written.check(task.target.name for task in tasks)
         if options.verify:
             with _meter("verify", nbytes, options) as meter:

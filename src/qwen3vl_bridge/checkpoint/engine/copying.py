@@ -45,7 +45,7 @@ def write_units(
         work: what to write of them.
         source: where tensor data comes from.
         journal: this process's.
-        meter: is told of every block.
+        meter: receives every block.
         sync: whether to wait until the bytes have reached the disk before they are noted, and until all have.
         threads: how many units are written at a time; while one waits for the disk, another is read and turned.
 

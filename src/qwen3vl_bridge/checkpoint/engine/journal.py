@@ -115,7 +115,7 @@ def intact(folder: Path, files: list[OutputFile], units: Iterable[tuple[Unit, st
         folder: where the files are.
         files: all of them.
         units: with the digests of what was written.
-        meter: is told of every block.
+        meter: receives every block.
     """
     return [
         unit

@@ -98,7 +98,7 @@ class Replaceable:
         there = {name: written[name] for name in found if name in written}
         with Progress("earlier result", sum(_size(it) for it in there.values()), shown=self._progress) as meter:
             changed = [name for name, parts in there.items() if not self._is_as_written(root / name, parts, meter)]
-        refuse_loss(root, changed, "files that have changed since a conversion wrote them")
+        refuse_loss(root, changed, "files changed since a conversion wrote them")
         self._checked = found
 
     def _is_as_written(self, path: Path, parts: Parts, meter: Progress) -> bool:
@@ -119,16 +119,16 @@ class Replaceable:
         # A trainer of ours writes a manifest too, which has no format.
         if manifest.get("tool") != _TOOL or manifest.get("format") not in self._kinds:
             raise CheckpointError(
-                f"{root} is no checkpoint that a conversion of this kind wrote: it has no {self._manifest} that says "
-                "so; so it is not replaced, remove it yourself"
+                f"{root} was not written by a conversion of this kind: it has no such {self._manifest}, so it is not "
+                "replaced; remove it yourself"
             )
         files = manifest.get("files")
         try:
             return {name: [(int(end), str(digest)) for end, digest in parts] for name, parts in files.items()}  # pyright: ignore[reportOptionalMemberAccess]
         except (AttributeError, TypeError, ValueError):
             raise CheckpointError(
-                f"{root / self._manifest} does not say what the files held when they were written, as one of an "
-                f"earlier version; so {root} is not replaced, remove it yourself"
+                f"{root / self._manifest} has no digests of the files, as in earlier versions, so {root} is not "
+                "replaced; remove it yourself"
             ) from None
 
 

@@ -79,7 +79,7 @@ class Ranks:
             ranks._started = alone
             ranks._group = dist.new_group(backend="gloo", timeout=_WORK)
         except (RuntimeError, ValueError) as error:
-            raise CheckpointError(f"the {size} processes do not find each other: {error}") from error
+            raise CheckpointError(f"the {size} processes cannot connect to each other: {error}") from error
         return ranks
 
     @property
@@ -155,20 +155,20 @@ def _check_environment(size: int) -> None:
     """
     if missing := [name for name in _RENDEZVOUS if not os.environ.get(name)]:
         raise CheckpointError(
-            f"WORLD_SIZE is {size}, but {', '.join(missing)} are not set; expected processes that torchrun started, or "
-            "for one alone no WORLD_SIZE"
+            f"WORLD_SIZE is {size}, but {', '.join(missing)} are not set; expected processes started by torchrun, or "
+            "no WORLD_SIZE for a single process"
         )
     rank, port = os.environ["RANK"], os.environ["MASTER_PORT"]
     if not rank.isdecimal() or int(rank) >= size:
         raise CheckpointError(f"RANK is {rank!r}, expected 0 to {size - 1} for WORLD_SIZE {size}")
     if not port.isdecimal() or int(port) > _MAX_PORT:
-        raise CheckpointError(f"MASTER_PORT is {port!r}, expected the number of a port")
+        raise CheckpointError(f"MASTER_PORT is {port!r}, expected a port number")
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         minutes = int(_START.total_seconds() // 60)
         where = f"{os.environ['MASTER_ADDR']}:{port}"
         print(
-            f"process {rank} of {size} by WORLD_SIZE, not started by torchrun: waiting for the others at {where} for "
-            f"up to {minutes} minutes; unset WORLD_SIZE to work alone",
+            f"WORLD_SIZE is {size}, and this process (rank {rank}) was not started by torchrun: waiting up to "
+            f"{minutes} minutes at {where} for the others; unset WORLD_SIZE to run as a single process",
             file=sys.stderr,
             flush=True,
         )

@@ -92,7 +92,7 @@ class ConversionReport:
         return replace(self, notes=tuple(notes), seconds=seconds, resumed=resumed, written=written, dry_run=False)
 
     def as_dict(self) -> dict[str, Any]:
-        """The same, fit for JSON."""
+        """The same, that can be written as JSON."""
         return asdict(self) | {"target": str(self.target)}
 
 
@@ -140,5 +140,5 @@ class VerifyReport:
         return not self.differences
 
     def as_dict(self) -> dict[str, Any]:
-        """The same, fit for JSON."""
+        """The same, that can be written as JSON."""
         return {"same": self.same, **asdict(self)}

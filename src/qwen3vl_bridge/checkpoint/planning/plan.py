@@ -92,7 +92,7 @@ def leave_unexpected(source: TensorSource, rows: Iterable[Row], layout: TensorLa
     unexpected = [spec for name, spec in source.specs.items() if name not in expected]
     for spec in unexpected:
         source.drop(spec.name)
-    return [f"{spec.name} {spec.describe()} is no tensor of this model; it was left aside" for spec in unexpected]
+    return [f"{spec.name} {spec.describe()} is not a tensor of this model; it was ignored" for spec in unexpected]
 
 
 def make_plan(
@@ -114,7 +114,7 @@ def make_plan(
             zeros.
         found: what is there.
         where: the folder, for errors.
-        dtype: what to store the weights as; None to leave them as they are.
+        dtype: what to store the weights as; None to keep their dtypes.
 
     Raises:
         CheckpointError: tensors are missing, unexpected or misshapen; it lists them.

@@ -46,7 +46,9 @@ def check_same(
     kinds = {"missing": missing, "unexpected": unexpected, "misshapen": misshapen}
     if any(kinds.values()):
         counts = ", ".join(f"{len(lines)} {kind}" for kind, lines in kinds.items() if lines)
-        raise CheckpointError(f"{where} does not hold the tensors its config.json calls for: {counts}{_listing(kinds)}")
+        raise CheckpointError(
+            f"{where} does not have the tensors that its config.json requires: {counts}{_listing(kinds)}"
+        )
 
 
 def _fits(found: Shape, expected: Shape, *, longer: bool) -> bool:
@@ -89,7 +91,9 @@ def check_weights_dtype(name: str, sources: Sequence[TensorSpec], dtype: str | N
     if len({source.dtype for source in sources}) > 1:
         found = {source.dtype: source for source in sources}  # one of each dtype says it all
         parts = ", ".join(sorted(f"{source.name} {source.dtype}" for source in found.values()))
-        raise CheckpointError(f"{where}: {name} is made of {parts}, expected one dtype; choose it with --torch-dtype")
+        raise CheckpointError(
+            f"{where}: {name} is built from {parts}, expected one dtype; choose it with --torch-dtype"
+        )
     return sources[0].dtype
 
 

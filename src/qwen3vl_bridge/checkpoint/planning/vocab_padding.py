@@ -53,11 +53,12 @@ def check_vocab_padding(
         if moved and not drop:
             raise CheckpointError(
                 f"{where}: {beyond} of {vocabulary}, of which {len(moved)} are not zero, the first is row {moved[0]}; "
-                "expected zeros. If they pad the vocabulary (should_pad_vocab), training has moved them, as the loss "
-                "sums over them too, and --drop-vocab-padding leaves them out. If they are tokens, "
+                "expected zeros. If they pad the vocabulary (should_pad_vocab), training changed them because the "
+                "softmax includes them: drop them with --drop-vocab-padding. If they are tokens, "
                 "text_config.vocab_size in config.json is too small"
             )
-        said = f"{len(moved)} of them not zero, left out as asked for" if moved else "they are padding, left out"
+        dropped = f"{len(moved)} of them not zero, dropped by --drop-vocab-padding"
+        said = dropped if moved else "they are padding and were dropped"
         notes.append(f"{beyond}; {said}")
     return notes
 

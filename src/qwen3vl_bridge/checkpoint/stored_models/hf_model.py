@@ -24,7 +24,7 @@ def open_model(hf_model: str | Path, *, strict: bool = True, trust_remote_code: 
 
     Args:
         hf_model: a folder or a hub id.
-        strict: whether tensors that the model does not call for stay, to be found out; otherwise they are left aside.
+        strict: whether tensors that the model does not call for stay, to be found out; otherwise they are ignored.
         trust_remote_code: whether the model may bring code.
 
     Raises:
@@ -38,7 +38,7 @@ def open_model(hf_model: str | Path, *, strict: bool = True, trust_remote_code: 
             if copy in weights.specs and original in weights.specs:
                 _check_copy(weights, folder, copy, original)
                 weights.drop(copy)
-                notes.append(f"{copy} is a copy of {original}, to which config.json ties it; it was left out")
+                notes.append(f"{copy} is a copy of {original}, to which config.json ties it; it was not converted")
     experts = config.expert_layout({name: spec.shape for name, spec in weights.specs.items()})
     model = StoredModel(folder, HUGGINGFACE, weights, config, experts, notes=notes)
     if not strict:

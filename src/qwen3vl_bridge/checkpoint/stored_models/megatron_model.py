@@ -38,7 +38,7 @@ def open_stored(
         path: its root folder, or an iteration's folder.
         iteration: which iteration; None for the latest.
         hf_model: folder or hub id of a model whose configuration to take; None for the one in the checkpoint.
-        trust_remote_code: whether that model may bring code.
+        trust_remote_code: whether that model may contain code.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
@@ -51,7 +51,7 @@ def open_stored(
     keys = megatron.model_keys(metadata, ckpt_format)
     if adapter := next((name for name in keys if MARK in name), None):
         raise CheckpointError(
-            f"{folder} holds adapters such as {adapter}, expected a whole model; conversion/adapters.py is for those"
+            f"{folder} holds adapters such as {adapter}, expected a complete model; use `qwen3vl adapters` for adapters"
         )
     tensors = DcpTensors(metadata, keys)
     config = config.having(tensors.specs)
@@ -67,7 +67,7 @@ def stored_config(
     Args:
         folder: the iteration's.
         hf_model: folder or hub id of a model whose configuration to take; None for the one in the checkpoint.
-        trust_remote_code: whether that model may bring code.
+        trust_remote_code: whether that model may contain code.
 
     Returns:
         The configuration, and what the user should know of it.
@@ -106,8 +106,8 @@ def compared_with_run(config: ModelConfig, folder: Path) -> list[str]:
     if check_model_of_run(config, run, path):
         return []
     return [
-        f"{config.folder / 'config.json'} was compared with no configuration of the checkpoint: {folder} has none, and "
-        f"{why}. Shapes fit, but heads, rotary embedding and DeepStack taps may be another model's"
+        f"{config.folder / 'config.json'} could not be compared with the checkpoint's configuration: {folder} has "
+        f"none, and {why}. The shapes match, but heads, rotary embedding and DeepStack taps may be another model's"
     ]
 
 

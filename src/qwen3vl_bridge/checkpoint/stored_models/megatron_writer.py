@@ -170,7 +170,7 @@ class MegatronOutput:
         """
         metadata = read_metadata(megatron.iteration_folder(root, 0))
         if set(metadata.byte_items) != set(self._dcp.byte_items):
-            raise CheckpointError(f"{metadata.folder}: what is there is not what was to be written")
+            raise CheckpointError(f"{metadata.folder}: the metadata differ from what was to be written")
         return DcpTensors(metadata, megatron.model_keys(metadata, self._target.ckpt_format))
 
 

@@ -83,7 +83,7 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
             shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
             advice = ""
             if all(name.startswith("mtp.") for name in missing):
-                advice = "; mtp_num_layers=None leaves multi-token prediction out"
+                advice = "; set mtp_num_layers=None to load the model without multi-token prediction"
             raise ValueError(f"{hf_pretrained.model_name_or_path} lacks {len(missing)} tensors: {shown}{advice}")
         return super().load_weights_hf_to_megatron(hf_pretrained, megatron_model, *args, **kwargs)
 

@@ -97,8 +97,8 @@ def token_losses(
     (length, rows, _), (of_rows, of_length) = hidden.shape, labels.shape
     if of_rows != rows or of_length % length:
         raise ValueError(
-            f"labels have shape {list(labels.shape)}, expected {[rows, length]}, or a multiple of {length} tokens "
-            "where sequence parallelism has cut them"
+            f"labels have shape {list(labels.shape)}, expected {[rows, length]}, or a multiple of {length} tokens if "
+            "sequence parallelism has split them"
         )
     chunks = min(-(-labels.numel() // tokens), length)
     return _ChunkedLosses.apply(head, chunks, seen, beside, hidden, labels, *head.trained())

@@ -20,7 +20,7 @@ CHUNK = 64  # tokens that kernels of the gated delta rule treat at once
 
 @dataclass(frozen=True)
 class TowerCosts:
-    """Multiplications and additions. Of a forward pass, unless it is said of which step.
+    """Multiplications and additions. Of a forward pass, unless it is reported of which step.
 
     Matrix products alone are counted, as in PaLM (arXiv 2204.02311, appendix B), and half of the causal attention,
     which is all that its kernels compute. What is computed again in a backward pass to save memory is not counted:

@@ -180,7 +180,7 @@ class VisionLanguageModel(MegatronModule):
         if inputs is None:
             return as_model_inputs(self.config, self.pg_collection, input_ids, encodes=self.pre_process, **given)
         if any(argument is not None for argument in (input_ids, *given.values())):
-            raise ValueError("inputs is a complete batch; expected no other argument with it")
+            raise ValueError("inputs is a complete batch; expected no other arguments")
         return inputs, None
 
     def decode(self, inputs: ModelInputs, hidden: Tensor | None, beside: dict[str, Any], **arguments: Any) -> Any:
@@ -265,7 +265,7 @@ class VisionLanguageModel(MegatronModule):
     def receive(self, inputs: ModelInputs) -> tuple[None, dict[str, Any]]:
         """As `embed`, on a later pipeline stage; megatron-core's decoder takes the hidden states beforehand there."""
         if self.arrived is None:
-            raise ValueError("this is no first pipeline stage: expected set_input_tensor before forward")
+            raise ValueError("this is not the first pipeline stage: call set_input_tensor before forward")
         arrived, self.arrived = self.arrived, None
         tokens, parts = inputs.input_ids.size(1), self.tp_group.size() if self.config.sequence_parallel else 1
         hidden, beside = self.unload(arrived, tokens // parts, inputs)
@@ -329,6 +329,7 @@ def check_arrived(arrived: Tensor, expected: int, described: str) -> None:
     found = arrived.numel() // arrived.size(-1)
     if found != expected:
         raise ValueError(
-            f"the previous pipeline stage sent {found} states, expected {described}, {expected}: give the schedule "
-            "the rows' length as seq_length, and their number as micro_batch_size, or set variable_seq_lengths=True"
+            f"the previous pipeline stage sent {found} hidden states, expected {described}, {expected}: give "
+            "the schedule the rows' length as seq_length and their number as micro_batch_size, or set "
+            "variable_seq_lengths=True"
         )

@@ -32,4 +32,4 @@ def check_shared_settings(config: Mapping[str, Any], own: Mapping[str, tuple[Any
     }
     for name, (found, expected) in wanted.items():
         if found != expected:
-            raise ValueError(f"{name} is {found!r}, expected {expected!r}: this model has nothing else")
+            raise ValueError(f"{name} is {found!r}, expected {expected!r}: this model implements nothing else")

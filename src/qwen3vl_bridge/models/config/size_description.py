@@ -65,9 +65,7 @@ def size_of(name: str, sizes: Iterable[str], hub_ids: Callable[[str], tuple[str,
     for size in sizes:
         if name == size or name in hub_ids(size):
             return size
-    raise ValueError(
-        f"no preset is named {name!r}, expected one of {', '.join(sizes)} or {' or '.join(hub_ids('<size>'))}"
-    )
+    raise ValueError(f"unknown preset {name!r}, expected one of {', '.join(sizes)} or {' or '.join(hub_ids('<size>'))}")
 
 
 def config_of(

@@ -29,7 +29,7 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) <= _LARGEST
 
 
-POSITIVE = Kind(lambda value: _is_whole(value, 1), "a whole number from 1 on")
+POSITIVE = Kind(lambda value: _is_whole(value, 1), "a whole number of at least 1")
 COUNT = Kind(lambda value: _is_whole(value, 1) and value <= _MOST, f"a whole number from 1 to {_MOST}")
 EXPERTS = Kind(lambda value: _is_whole(value) and value <= _MOST, f"a whole number up to {_MOST}")
 TOKEN = Kind(_is_whole, "the number of a token")

@@ -44,8 +44,8 @@ def _check_mrope(text: Mapping[str, Any]) -> None:
     section, head_dim = rope_parameters(text)["mrope_section"], head_dim_of(text)
     if 2 * sum(section) != head_dim:
         raise ValueError(
-            f"mrope_section is {list(section)} with the sum {sum(section)}, expected half of the {head_dim} dimensions "
-            "that text_config gives a head"
+            f"mrope_section is {list(section)} with the sum {sum(section)}, expected half of text_config's head_dim, "
+            f"{head_dim}"
         )
 
 
@@ -96,5 +96,5 @@ def rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
     needed = ("rope_theta", "mrope_section", *(() if rope["rope_type"] == "default" else ("factor",)))
     for name in needed:
         if rope.get(name) is None:
-            raise ValueError(f"text_config has no {name}, neither in rope_parameters nor elsewhere")
+            raise ValueError(f"text_config has no {name}, neither in rope_parameters nor in text_config itself")
     return rope

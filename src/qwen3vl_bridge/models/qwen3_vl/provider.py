@@ -22,9 +22,8 @@ from transformers import Qwen3VLVisionConfig
 
 @dataclass
 class Qwen3VLModelProvider(UpstreamNames, VisionLanguageProvider):
-    """A dense Qwen3-VL model, and what models with experts share with it.
-
-    All token ids and defaults are the released models'. `VisionLanguageFields` says what the fields are.
+    """A dense Qwen3-VL model, and the base of MoE models. Token ids and defaults are those of the released models.
+    `VisionLanguageFields` documents the fields.
     """
 
     vision_config: Qwen3VLVisionConfig = field(default_factory=Qwen3VLVisionConfig)

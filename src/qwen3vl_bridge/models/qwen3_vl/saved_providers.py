@@ -106,7 +106,7 @@ def _of_stock(kind: type[Qwen3VLModelProvider], saved: Mapping[str, Any]) -> Qwe
         if saved.get(name, only) != only:
             raise ValueError(
                 f"the checkpoint was saved with {name}={saved[name]!r}, expected {only!r}: its vision tower has "
-                "parameters that this model has not. Export it to Hugging Face without the plugin first"
+                "parameters that this model lacks. Export it to Hugging Face without the plugin first"
             )
     anew = _DECIDED_ANEW if saved.get("num_moe_experts") else _DECIDED_ANEW | _WITHOUT_EXPERTS
     fields = {name: value for name, value in saved.items() if name not in anew}
@@ -114,7 +114,9 @@ def _of_stock(kind: type[Qwen3VLModelProvider], saved: Mapping[str, Any]) -> Qwe
         rope = rope_parameters(text.to_dict())
         fields["rope_parameters"] = None if rope["rope_type"] == "default" else rope
     saved_with = {"transformer_impl": "transformer_engine"}
-    logger.info("a configuration of Megatron-Bridge's %s gives qwen3vl_bridge's %s", kind.__name__, kind.__name__)
+    logger.info(
+        "the checkpoint names Megatron-Bridge's %s, and qwen3vl_bridge's %s is used", kind.__name__, kind.__name__
+    )
     return _on_this_machine(kind, saved_with | fields)
 
 
@@ -122,7 +124,9 @@ def _on_this_machine(kind: type[Qwen3VLModelProvider], saved: Mapping[str, Any])
     """A provider of saved fields; without Transformer Engine here, its kernels are not asked for."""
     fields = dict(saved)
     if saved.get("transformer_impl") == "transformer_engine" != default_transformer_impl():
-        logger.info("saved with Transformer Engine's layers, which cannot run here: the local ones take their place")
+        logger.info(
+            "saved with Transformer Engine's layers, which cannot run here: the local layer spec is used instead"
+        )
         fields = {name: value for name, value in saved.items() if name not in _KERNELS}
     known, of_stock = _names(kind), _names(stock.Qwen3VLModelProvider) | _names(stock.Qwen3VLMoEModelProvider)
     if unknown := sorted(fields.keys() - known - of_stock):

@@ -88,8 +88,8 @@ class UpstreamNames:
         differ = [name for name in differ if name not in _NOT_THE_MODELS]
         if differ:
             raise ValueError(
-                f"hf_text_config has {', '.join(f'{name} {found[name]!r}' for name in differ)}, which the provider's "
-                "fields say otherwise: expected these to be set, or the provider that AutoBridge makes of the whole "
+                f"hf_text_config has {', '.join(f'{name} {found[name]!r}' for name in differ)}, which contradict "
+                "the provider's fields: set these fields, or use the provider that AutoBridge makes from the whole "
                 "configuration"
             )
 
@@ -169,12 +169,12 @@ def check_names(provider: VisionLanguageFields) -> None:
     if provider.language_max_sequence_length < provider.seq_length:
         raise ValueError(
             f"language_max_sequence_length is {provider.language_max_sequence_length}, expected seq_length, "
-            f"{provider.seq_length}, or more; rotary positions have no limit, and it can be left out"
+            f"{provider.seq_length}, or more; rotary positions have no limit, so it can be omitted"
         )
     fields = [field.name for field in dataclasses.fields(provider)]
     for name, value in vars(provider).items():
         if name in fields or name in _NOTES or name.startswith("_") or value is None or value is False:
             continue
         if like := difflib.get_close_matches(name, fields, n=1, cutoff=_LIKE):
-            raise ValueError(f"{name} is set, which is no setting of {type(provider).__name__}: expected {like[0]}")
-        logger.warning("%s is set, which is no setting of %s: nothing follows it", name, type(provider).__name__)
+            raise ValueError(f"{name} is set, but {type(provider).__name__} has no such setting: expected {like[0]}")
+        logger.warning("%s is set, but %s has no such setting: it has no effect", name, type(provider).__name__)

@@ -133,11 +133,11 @@ def check(n: Dimensions, split: Split, training: Training) -> None:
         known = {name for layers in kinds_of_layers(n) for name in adapter_widths(n, layers[0])}
         if not known & set(training.lora.targets):
             raise ValueError(
-                f"LoRA's targets are {training.lora.targets}, none of which this model has outside of experts, which "
+                f"LoRA's targets are {training.lora.targets}, none of which this model has outside its experts, which "
                 f"get no adapters; expected some of {', '.join(sorted(known))}"
             )
     if training.trains_mtp and not n.sizes.get("mtp"):
-        raise ValueError("multi-token prediction is to be trained, which this model has not; leave --mtp out")
+        raise ValueError("this model has no multi-token prediction to train; omit --mtp")
     moe = {"moe", "moe_act"} & training.recompute.modules
     if moe and not n.indices["moe_layers"]:
         raise ValueError(f"recompute_modules has {sorted(moe)}, expected neither: this model has no experts")

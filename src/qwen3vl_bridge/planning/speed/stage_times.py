@@ -51,9 +51,9 @@ class Mix:
 
     Attributes:
         patches: of a token of a full row: the mean, or a percentile of rows.
-        frame: patches of the frame that a patch lies in, in the mean over patches.
-        sample: tokens of the sample that a token lies in, in the mean over tokens.
-        largest: patches of a row's largest frame, in the mean over rows.
+        frame: patches of the frame that a patch lies in, on average over patches.
+        sample: tokens of the sample that a token lies in, on average over tokens.
+        largest: patches of a row's largest frame, on average over rows.
     """
 
     patches: float
@@ -119,7 +119,7 @@ def language_paces(costs: Costs, n: Dimensions, split: Split, training: Training
 
 
 def mean_passes(paces: Sequence[Pace], row: Contents) -> Passes:
-    """Seconds of a microbatch in the mean of stages."""
+    """Seconds of a microbatch on average of stages."""
     ways = ([getattr(one, way).of(row.tokens, row.token_pairs) for one in paces] for way in ("forward", "backward"))
     return Passes(*(sum(way) / len(paces) for way in ways))
 

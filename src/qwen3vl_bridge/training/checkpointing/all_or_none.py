@@ -83,7 +83,7 @@ def staged_together(target: Path) -> Iterator[Path]:
         assert aside is not None
         with together():
             if not aside.is_dir():
-                raise CheckpointError(f"{aside} is not there, expected a file system that all ranks share")
+                raise CheckpointError(f"{aside} is not visible here, expected a file system that all ranks share")
         try:
             yield aside
         except CheckpointException as error:

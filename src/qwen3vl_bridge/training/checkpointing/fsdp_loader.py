@@ -65,13 +65,14 @@ def load_every_weight(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         renamed, problems = other_names(weights["model"], found, provider)
         if renamed and "optimizer" in state and any(key.startswith(_OPTIMIZER) for key in found):
             raise CheckpointError(
-                f"{folder} was saved with other layers than this model's, and its optimizer state has their names: "
-                "expected checkpoint.load_optim=False, or the transformer_impl and moe_grouped_gemm it was saved with"
+                f"{folder} was saved with another layer spec than this model's, and its optimizer state uses that "
+                "spec's names: expected checkpoint.load_optim=False, or the transformer_impl and moe_grouped_gemm "
+                "that it was saved with"
             )
     raise_problems(folder, problems)
     loaded = theirs(*args, **kwargs)
     if any(gather_objects(bool(renamed))):
-        logger.info("%d weights of %s are read under the names of other layers than this model's", len(renamed), folder)
+        logger.info("%d weights of %s are loaded under the parameter names of another layer spec", len(renamed), folder)
         dcp.load({"model": renamed}, storage_reader=checkpointing._get_filesystem_reader(folder))
     return loaded
 

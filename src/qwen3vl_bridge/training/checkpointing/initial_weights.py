@@ -1,4 +1,4 @@
-"""First weights in Megatron-Bridge's loop, by our loader.
+"""Initial weights in Megatron-Bridge's loop, by our loader.
 
 What lives here: where in Megatron-Bridge's set-up they are read. What may not: reading them (`weight_loading.py`), what
 keeps it from reading them again (`training/checkpoint_manager.py`).
@@ -23,7 +23,7 @@ Chunks = list[torch.nn.Module]
 
 
 class FirstWeights:
-    """A hook of a provider: reads a run's first weights into its chunks before they are wrapped.
+    """A hook of a provider: reads a run's initial weights into its chunks before they are wrapped.
 
     Where the run trains adapters they are put in too. Megatron-Bridge's own hook for that comes later, and would read
     the weights in one format alone; it does nothing where `cfg.peft` is None, which is so from here until the model is
@@ -43,7 +43,7 @@ class FirstWeights:
         return self
 
     def __call__(self, chunks: Chunks) -> Chunks:
-        """Fill this rank's chunks, unless the run goes on from a checkpoint of its own that has all weights.
+        """Fill this rank's chunks, unless the run resumes from a checkpoint of its own that has all weights.
 
         Args:
             chunks: bare, on any device and in any precision.
@@ -80,7 +80,7 @@ class FirstWeights:
 
 
 def read_first_weights(cfg: ConfigContainer) -> None:
-    """Let Megatron-Bridge's set-up read a run's first weights by our loader; nothing where it has none.
+    """Let Megatron-Bridge's set-up read a run's initial weights by our loader; nothing where it has none.
 
     A checkpoint manager of the user's own is left alone, and loads them itself.
 

@@ -5,7 +5,7 @@ are read in either form.
 
 Under expert parallelism, and only then, megatron-core gives experts' parameters groups and an optimizer of their own. A
 checkpoint has the settings of groups (rates, decay, steps) by the optimizer's number there, and without one elsewhere,
-so that a run with experts could not go on from one form in the other.
+so that a run with experts could not resume from one form in the other.
 """
 
 from __future__ import annotations

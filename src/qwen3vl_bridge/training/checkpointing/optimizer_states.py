@@ -21,7 +21,7 @@ from qwen3vl_bridge.weights.model_parts import Part
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.utils.checkpoint_utils import read_run_config
 
-_NEW = "checkpoint.load_optim=false, to begin with a new one"
+_NEW = "checkpoint.load_optim=false, to start with a new optimizer state"
 _MTP = "mtp_loss_scaling_factor"
 
 
@@ -47,11 +47,12 @@ def expect_optimizer(folder: Path, cfg: ConfigContainer) -> None:
         return
     before, now, numbered = _trained(theirs), _trained(ours), _is_numbered(kept, saved.get("optimizer") or {})
     if found := [name for name in now if now[name] > before[name] or (numbered and now[name] != before[name])]:
-        why = "by numbers, and fits no other parameters" if numbered else "and has no state of all that is trained now"
+        lacks = "and lacks the state of parameters that are trained now"
+        why = "by numbers, and fits no other parameters" if numbered else lacks
         said = ", ".join(f"model.{name} is {ours.get(name)}, the checkpoint has {theirs.get(name)}" for name in found)
         raise CheckpointError(
-            f"{said}: the optimizer's state in {folder} was saved with that, {why}; expected the checkpoint's "
-            f"settings, or {_NEW}"
+            f"{said}: the optimizer's state in {folder} was saved with the checkpoint's value, {why}; expected the "
+            f"checkpoint's settings, or {_NEW}"
         )
 
 

@@ -22,8 +22,8 @@ from multiprocessing import resource_tracker
 logger = logging.getLogger(__name__)
 
 _PATIENCE = 120.0  # seconds, of which the script's imports may take some
-_LATE = "the process that saving needs has not answered for %.0f s; it runs what the script imports, and %s"
-_GUARD = 'expected what the script does to stand under `if __name__ == "__main__":`'
+_LATE = "the process that saves checkpoints has not answered for %.0f s; it imports the script that trains, and %s"
+_GUARD = 'the script must do its work under `if __name__ == "__main__":`'
 
 
 def check_script() -> None:
@@ -33,7 +33,7 @@ def check_script() -> None:
         RuntimeError: this is such a process.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # as multiprocessing itself asks
-        raise RuntimeError(f"this process was started to save checkpoints, and runs the script again: {_GUARD}")
+        raise RuntimeError(f"this process was started to save checkpoints, but ran the training script again: {_GUARD}")
 
 
 def start_saving_process() -> None:
@@ -51,14 +51,16 @@ def start_saving_process() -> None:
         with signals_blocked():
             get_write_results_queue()
     except (EOFError, OSError) as error:
-        raise RuntimeError(f"the process that saving needs ended at once, as it says above; {_GUARD}") from error
+        raise RuntimeError(
+            f"the process that saves checkpoints ended at once, for the reason printed above; {_GUARD}"
+        ) from error
     finally:
         late.cancel()
 
 
 @contextlib.contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Block the signals that this process handles in the processes that the body starts; this one gets them as ever.
+    """Block the signals that this process handles in the processes that the body starts; this one gets them as usual.
 
     They inherit what this thread blocks. Another thread takes a signal meanwhile, or this one afterwards, and Python
     calls the handler.

@@ -1,10 +1,10 @@
-"""The learning rates of a run that goes on: by the configuration or by the checkpoint.
+"""The learning rates of a run that is resumed: by the configuration or by the checkpoint.
 
 What lives here: telling whether both agree, and which one counts where they don't. What may not: the schedule itself,
 which is megatron-core's.
 
 megatron-core tells groups of parameters by their highest and lowest rates, among others. So an optimizer finds none of
-its groups in a checkpoint of other rates, or goes on with those of the checkpoint whatever the configuration says.
+its groups in a checkpoint of other rates, or continues with those of the checkpoint whatever the configuration says.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from megatron.bridge.training.checkpointing import CheckpointLoadContext
 from megatron.bridge.training.utils.checkpoint_utils import read_run_config
 
 _CHOOSE = (
-    "set scheduler.override_opt_param_scheduler=true to go on with the settings, or "
-    "scheduler.use_checkpoint_opt_param_scheduler=true to go on with the checkpoint's schedule"
+    "set scheduler.override_opt_param_scheduler=true to use the settings, or "
+    "scheduler.use_checkpoint_opt_param_scheduler=true to use the checkpoint's schedule"
 )
 
 
 @contextlib.contextmanager
 def chosen_schedule(ctx: CheckpointLoadContext, folder: Path | None) -> Iterator[None]:
-    """Let a run load its optimizer and schedule in the body, and go on with the rates that the configuration chooses.
+    """Let a run load its optimizer and schedule in the body, and continue with the rates that the configuration
+    chooses.
 
     Args:
         ctx: Megatron-Bridge's; every rank calls this.
@@ -46,7 +47,8 @@ def chosen_schedule(ctx: CheckpointLoadContext, folder: Path | None) -> Iterator
         return
     if not (scheduler.override_opt_param_scheduler or scheduler.use_checkpoint_opt_param_scheduler):
         raise CheckpointError(
-            f"the schedule is not the checkpoint's: optimizer.lr and optimizer.min_lr are {ours}, the checkpoint has "
+            f"the learning-rate schedule differs from the checkpoint's: optimizer.lr and optimizer.min_lr are {ours}, "
+            "the checkpoint has "
             f"{theirs}; {_CHOOSE}"
         )
     _rename(ctx, ours, theirs)
@@ -83,4 +85,6 @@ def _explained() -> Iterator[None]:
     except AssertionError as error:
         if "OptimizerParamScheduler" not in str(error):
             raise
-        raise CheckpointError(f"the schedule is not the checkpoint's: {error}; {_CHOOSE}") from error
+        raise CheckpointError(
+            f"the learning-rate schedule differs from the checkpoint's: {error}; {_CHOOSE}"
+        ) from error

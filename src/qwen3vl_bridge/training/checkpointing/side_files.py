@@ -1,7 +1,7 @@
 """What a run's checkpoint holds beside what Megatron-Bridge writes: Hugging Face files, and what its data are.
 
-What lives here: writing both, and comparing the data of a run that goes on. What may not: tensors, when a checkpoint is
-written (`training/checkpoint_manager.py`), what data are (the data sets say it themselves).
+What lives here: writing both, and comparing the data of a run that is resumed. What may not: tensors, when a
+checkpoint is written (`training/checkpoint_manager.py`), what data are (the data sets say it themselves).
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def _expect_loader_state(folder: Path, dataset: EnergonDatasetConfig) -> None:
     if not (states / folder.name).is_dir():
         raise ValueError(
             f"dataset is an EnergonDatasetConfig, and {states} has no state of its loader for {folder.name}: the run "
-            "would go on with its data from their beginning. Expected a dataset whose position is in the checkpoint, "
-            "such as Qwen3VLEnergonProvider; or checkpoint.finetune=True, to begin a new run from these weights"
+            "would read its data from the beginning again. Expected a dataset whose position is in the checkpoint, "
+            "such as Qwen3VLEnergonProvider; or checkpoint.finetune=True, to start a new run from these weights"
         )
 
 

@@ -3,9 +3,9 @@
 What lives here: from a rank's parameters to the names and places in the fsdp_dtensor layout. What may not: files,
 optimizers, other formats.
 
-A checkpoint knows no ranks: each parameter is whole in it, layers and experts are counted through the model, gate and
-up projection are apart. What of a tensor a rank holds is said by a DTensor over the group of ranks that share it, a
-view of the rank's own memory; torch.distributed.checkpoint cuts, joins and leaves out copies by that.
+A checkpoint does not know any ranks: each parameter is whole in it, layers and experts are counted through the model,
+gate and up projection are apart. What of a tensor a rank holds is said by a DTensor over the group of ranks that share
+it, a view of the rank's own memory; torch.distributed.checkpoint cuts, joins and leaves out copies by that.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where a run's first weights come from: a checkpoint of either Megatron format, or Hugging Face weights.
+"""Where a run's initial weights come from: a checkpoint of either Megatron format, or Hugging Face weights.
 
 What lives here: telling them apart, refusing those of another model, loading them. What may not: how tensors of a
 format are read (`fsdp_dtensor.py`, `torch_dist.py`, Megatron-Bridge).
@@ -44,7 +44,7 @@ _WITH_EXPERTS = ("num_moe_experts", "moe_ffn_hidden_size")
 
 @dataclass(frozen=True)
 class Pretrained:
-    """First weights.
+    """Initial weights.
 
     Attributes:
         folder: an iteration's, or of Hugging Face.
@@ -81,7 +81,7 @@ class Pretrained:
             f"{name} is {theirs.get(name)}, expected {ours[name]}" for name in ours if theirs.get(name) != ours[name]
         ]
         if differ:
-            raise CheckpointError("\n  ".join([f"{self.folder} is another model than the run's:", *differ]))
+            raise CheckpointError("\n  ".join([f"{self.folder} holds a different model from the run's:", *differ]))
 
     def load(self, model: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> None:
         """Fill a model.

@@ -74,7 +74,7 @@ class Accuracy(Callback):
                 is_right = self._is_right(question.answer.strip(), text.strip())
                 right += is_right
                 if not is_right:
-                    logger.info("%s: expected %r, the model says %r", question.sample_id, question.answer, text)
+                    logger.info("%s: expected %r, the model answered %r", question.sample_id, question.answer, text)
         return [right, len(asked)]
 
     def _read(self) -> list[Question]:

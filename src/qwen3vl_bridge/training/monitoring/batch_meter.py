@@ -88,8 +88,8 @@ class Meter:
 
     Attributes:
         dropped: as `PackedBatch` has it, of the latest rows.
-        newly_dropped: likewise, of all rows.
-        unreadable: likewise.
+        newly_dropped: in the same way, of all rows.
+        unreadable: in the same way.
     """
 
     def __init__(self) -> None:

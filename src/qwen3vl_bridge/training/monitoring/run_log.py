@@ -43,7 +43,8 @@ class RunLog(Callback):
         self._validated: int | None = None
         if step >= cfg.train.train_iters and torch.distributed.get_rank() == 0:
             logger.warning(
-                "nothing is left to do: %s is at step %d of train.train_iters %d; raise that, or choose another folder",
+                "the run is complete: %s is at step %d and train.train_iters is %d; raise train.train_iters, or "
+                "choose another folder",
                 *(cfg.checkpoint.load, step, cfg.train.train_iters),
             )
         self._path: Path | None = None

@@ -30,8 +30,8 @@ def check_trackers(cfg: ConfigContainer) -> None:
         return
     if importlib.util.find_spec("wandb") is None:
         raise ValueError(
-            f"logger.wandb_project is {settings.wandb_project!r}, and wandb is not installed: expected it to be "
-            "(pip install wandb), or logger.wandb_project None"
+            f"logger.wandb_project is {settings.wandb_project!r}, and wandb is not installed: install it (pip install "
+            "wandb), or set logger.wandb_project=None"
         )
     if settings.wandb_exp_name == "":
         raise ValueError("logger.wandb_exp_name is '', expected a name for the run, or None")

@@ -160,13 +160,13 @@ def _check_settings(cfg: ConfigContainer) -> None:
     towers = cfg.optimizer_config_override_provider
     if cfg.ddp.use_megatron_fsdp and isinstance(towers, Qwen3VLTowers) and towers.frozen_updates():
         raise ValueError(
-            "optimizer_config_override_provider.freeze_*_steps with ddp.use_megatron_fsdp: expected one or the other; "
-            "that frozen parts keep their weights is not proven there"
+            "optimizer_config_override_provider.freeze_*_steps with ddp.use_megatron_fsdp: expected only one of them: "
+            "whether frozen parts keep their weights under Megatron-FSDP is untested"
         )
 
 
 def _guard(cfg: ConfigContainer, step: int) -> Guard | None:
-    """The guard, which goes on from the losses in the log of the run where the run is resumed."""
+    """The guard, which resumes from the losses in the log of the run where the run is resumed."""
     settings = getattr(cfg, "guard", None)
     if settings is None:
         return None

@@ -43,8 +43,8 @@ def parts_of_parameters(model: list[torch.nn.Module], optimizer: MegatronOptimiz
             found |= {tensor: part for tensor in _stepped_for(one, parameter) if tensor in stepped}
         if missing := stepped - found.keys():
             raise ValueError(
-                f"the optimizer steps {len(missing)} tensors that belong to no parameter of the model, expected none: "
-                f"found shapes {sorted({tuple(tensor.shape) for tensor in missing})[:8]}"
+                f"the optimizer updates {len(missing)} tensors that belong to no parameter of the model, "
+                f"expected none: found shapes {sorted({tuple(tensor.shape) for tensor in missing})[:8]}"
             )
     return found
 

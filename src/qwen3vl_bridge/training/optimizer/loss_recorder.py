@@ -158,6 +158,6 @@ def _check_nothing_is_ignored(cfg: Any) -> None:
     }
     if ignored := [name for name, is_set in settings.items() if is_set]:
         raise ValueError(
-            f"nothing follows {' and '.join(ignored)}: the callbacks have not started; expected "
+            f"{' and '.join(ignored)} would be ignored: the callbacks have not started; expected "
             "finetune(cfg, qwen3vl_bridge.forward_step, callbacks=qwen3vl_bridge.training_callbacks(cfg))"
         )

@@ -1,4 +1,4 @@
-"""Steps that would spoil the weights: what is wrong with one, what is done about it, which samples are to blame.
+"""Steps that would ruin the weights: what is wrong with one, what is done about it, which samples are responsible.
 
 What lives here: the judgement of a step by its loss and its gradients. What may not: computing these
 (`loss_recorder.py`, `gradient_norms.py`), skipping the step (`before_step.py`).
@@ -49,9 +49,9 @@ class Finding:
         means = _mean_losses(samples)
         blamed = [entry for entry in means if self.to_blame and self.to_blame(entry[1])]
         if blamed:
-            head = "samples to blame, with their mean loss"
+            head = "samples responsible, with their mean loss"
         else:
-            blamed, head = means, "losses don't tell which sample it is; those of the step, the highest mean loss first"
+            blamed, head = means, "the losses do not identify a sample; samples of the step, highest mean loss first"
         names = ", ".join(f"{name} ({loss:.4g})" for name, loss in blamed[:_NAMED])
         more = f" and {len(blamed) - _NAMED} more" if len(blamed) > _NAMED else ""
         done = "the step is skipped" if self.action == "skip" else "stopped before the weights changed"
@@ -107,7 +107,7 @@ class Guard:
                 nan, f"the loss is {loss}, expected a finite one", "guard.on_nan", lambda mean: not math.isfinite(mean)
             )
         if not math.isfinite(gradient_norm):
-            what = f"the loss is {loss}, but the norm of its gradient {gradient_norm}, expected a finite one"
+            what = f"the loss is {loss}, but its gradient norm is {gradient_norm}, expected a finite one"
             return Finding(nan, what, "guard.on_nan", None)
         if spike is not None and loss is not None and loss > limit:
             what = (

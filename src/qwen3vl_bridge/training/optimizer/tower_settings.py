@@ -27,14 +27,15 @@ _FIELD = "optimizer_config_override_provider"
 class Qwen3VLTowers(OptimizerConfigOverrideProvider):
     """`cfg.optimizer_config_override_provider`: a learning rate and a schedule for each part of the model.
 
-    Rates follow the run's schedule: `scheduler` warms up to them, and lets them fall in proportion to `optimizer.lr`
-    and `optimizer.min_lr`. Weight decay is as without them. Once a part that was frozen for the first steps
-    is trained, Adam starts on it as new, at the rate that the schedule has reached.
+    The rates follow the run's schedule: `scheduler` warms up to them, and decays them in the ratio of
+    `optimizer.min_lr` to `optimizer.lr`. Weight decay does not change. When a part that was frozen for the first steps
+    starts training, Adam starts with empty moments for it, at the learning rate that the schedule has reached.
 
     Attributes:
         language_model_lr, vision_model_lr, vision_projection_lr: the highest learning rate; None for `optimizer.lr`.
-        freeze_language_model_steps, freeze_vision_model_steps, freeze_vision_projection_steps: how many first updates
-            of the run's weights it is frozen for; skipped steps are no updates. Followed by `training_callbacks`.
+        freeze_language_model_steps, freeze_vision_model_steps, freeze_vision_projection_steps: number of updates at the
+        start of the run during which the part is frozen; skipped steps do not count. Implemented by
+        `training_callbacks`.
     """
 
     language_model_lr: float | None = None
@@ -90,17 +91,19 @@ def check_towers(cfg: ConfigContainer) -> None:
     _check_values(cfg, towers, frozen)
     rates, delayed = towers.rates(), towers.frozen_updates()
     if (rates or delayed) and cfg.peft is not None:
-        raise ValueError(f"{_FIELD} has rates or schedules of parts: expected none under peft, which trains adapters")
+        raise ValueError(
+            f"{_FIELD} sets learning rates or schedules of parts: expected none with peft, which trains only adapters"
+        )
     trained = [part for part in Part if part not in frozen]
     if trained and all(part in delayed for part in trained):
         raise ValueError(
-            f"{_FIELD}: all parts that are trained are frozen for the first steps, expected one that is not: "
+            f"{_FIELD}: every trained part is frozen for the first steps, expected at least one that is not: "
             f"{', '.join(f'freeze_{part.value}_steps={steps}' for part, steps in delayed.items())}"
         )
     if trained and all(rates.get(part, cfg.optimizer.lr) != cfg.optimizer.lr for part in trained):
         raise ValueError(
-            f"{_FIELD}: every part that is trained has a learning rate of its own, so that optimizer.lr, "
-            f"{cfg.optimizer.lr}, would be ignored; set it to one of {sorted(set(rates.values()))}"
+            f"{_FIELD}: every trained part has its own learning rate, so optimizer.lr, {cfg.optimizer.lr}, would be "
+            f"ignored; set it to one of {sorted(set(rates.values()))}"
         )
 
 
@@ -108,8 +111,8 @@ def _check_values(cfg: ConfigContainer, towers: Qwen3VLTowers, frozen: set[Part]
     optimizer, train_iters = cfg.optimizer, cfg.train.train_iters
     if towers.rates() and (not optimizer.lr or (optimizer.min_lr or 0.0) > optimizer.lr):
         raise ValueError(
-            f"optimizer.lr is {optimizer.lr} and optimizer.min_lr {optimizer.min_lr}: expected a rate above 0 that is "
-            "not below its minimum; the parts' learning rates keep this ratio"
+            f"optimizer.lr is {optimizer.lr} and optimizer.min_lr {optimizer.min_lr}: expected a positive rate that "
+            "is at least min_lr; the parts' learning rates keep this ratio"
         )
     for part, rate in towers.rates().items():
         name = f"{_FIELD}.{part.value}_lr"
@@ -120,7 +123,7 @@ def _check_values(cfg: ConfigContainer, towers: Qwen3VLTowers, frozen: set[Part]
         if part in frozen:
             raise ValueError(f"{name} is {rate}, expected None with model.freeze_{part.value}")
         if part is Part.LANGUAGE_MODEL and optimizer.decoupled_lr is not None:
-            raise ValueError(f"{name} is {rate}, expected None with optimizer.decoupled_lr, or that None")
+            raise ValueError(f"{name} is {rate}, expected None, or optimizer.decoupled_lr None")
     for part, steps in {part: getattr(towers, f"freeze_{part.value}_steps") for part in Part}.items():
         name = f"{_FIELD}.freeze_{part.value}_steps"
         if steps < 0:

@@ -1,6 +1,6 @@
 """The warm-up of the learning rate: one without an end is refused.
 
-What lives here: telling that before a run. What may not: the schedule of a run that goes on
+What lives here: telling that before a run. What may not: the schedule of a run that is resumed
 (`training/checkpointing/schedules.py`), rates of the model's parts (`tower_settings.py`).
 """
 
@@ -32,7 +32,7 @@ def check_warmup(cfg: ConfigContainer) -> None:
         raise ValueError(f"scheduler.lr_warmup_fraction is {schedule.lr_warmup_fraction}, expected less than 1")
     if length is not None and wanted >= length > 0 and wanted:
         raise ValueError(
-            f"{warmup} is {wanted} with {name} {length}: the learning rate would rise to the end and never be "
-            f"optimizer.lr; expected less than {length}, such as {warmup}={length // 20}, or, for the first part of a "
-            f"longer run, that one's length as scheduler.lr_decay_{kind}"
+            f"{warmup} is {wanted} with {name} {length}: the learning rate would still be warming up at the end and "
+            f"never reach optimizer.lr; expected less than {length}, such as {warmup}={length // 20}, or, for the "
+            f"first part of a longer run, that run's length as scheduler.lr_decay_{kind}"
         )

@@ -145,7 +145,7 @@ def check_uncompressed(file: BinaryIO) -> None:
     """
     with suppress(zipfile.BadZipFile), zipfile.ZipFile(file) as archive:
         if any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist()):
-            raise ValueError("it is compressed, which torch does not write")
+            raise ValueError("it is compressed, which torch never writes")
     file.seek(0)
 
 

@@ -51,7 +51,7 @@ def read_metadata(folder: Path) -> DcpMetadata:
     """
     path = folder / FILE
     if not path.is_file():
-        raise CheckpointError(f"{folder} is no torch.distributed.checkpoint folder: it has no {FILE}")
+        raise CheckpointError(f"{folder} is not a torch.distributed.checkpoint folder: it has no {FILE}")
     try:
         data = read_whole(path, _MAX_BYTES)
     except OSError as error:

@@ -130,7 +130,8 @@ class DcpTensors:
             self._spilled.flush()
         except OSError as error:
             raise CheckpointError(
-                f"{what}: an old archive, which is unpacked to {tempfile.gettempdir()}: {error.strerror or error}"
+                f"{what}: an archive of the old format, which has to be unpacked to {tempfile.gettempdir()}: "
+                f"{error.strerror or error}"
             ) from error
         # The file has no name; it lives as long as it is open, and Linux gives it a path for that time.
         return Extent(Path(f"/proc/self/fd/{self._spilled.fileno()}"), start, len(data))

@@ -121,7 +121,7 @@ class _Memo(list):
         elif number < len(self):
             super().__setitem__(number, value)
         else:
-            raise pickle.UnpicklingError(f"it numbers its parts {len(self)}, then {number}")
+            raise pickle.UnpicklingError(f"it memoizes entry {number}, expected {len(self)}")
 
 
 # Its inner workings, which are overridden here, are not described to type checkers.
@@ -162,7 +162,7 @@ class _Unpickler(_Base):
             raise pickle.UnpicklingError(f"it nests tuples more than {_MAX_DEPTH} deep")
 
     def _refuse(self) -> None:
-        raise pickle.UnpicklingError("it has a pickle opcode that torch does not write")
+        raise pickle.UnpicklingError("it has a pickle opcode that torch never writes")
 
     dispatch[pickle.BUILD[0]] = load_build
     for _code in (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3):

@@ -43,7 +43,7 @@ def path_of(parameter: str, ckpt_format: str = FSDP_DTENSOR) -> tuple[str, ...]:
 
 
 def model_keys(metadata: DcpMetadata, ckpt_format: str = FSDP_DTENSOR) -> dict[str, str]:
-    """The model's parameters in a checkpoint: name -> key. Optimizer state and the like are left aside.
+    """The model's parameters in a checkpoint: name -> key. Optimizer state and the like are ignored.
 
     Raises:
         CheckpointError: there is none.
@@ -94,12 +94,12 @@ def find_iteration(path: Path, iteration: int | None = None) -> Path:
         raise CheckpointError(f"{path}: found {found}, expected the folder of a Megatron checkpoint")
     if (path / METADATA).is_file():
         if iteration is not None and path.name != iteration_folder(path, iteration).name:
-            raise CheckpointError(f"{path} is a single iteration, which --iteration {iteration} does not name")
+            raise CheckpointError(f"{path} is the folder of a single iteration, not of --iteration {iteration}")
         return path
     folder = _latest(path) if iteration is None else iteration_folder(path, iteration)
     if not (folder / METADATA).is_file():
         others = ", ".join(sorted(entry.name for entry in path.glob("iter_*"))) or "none"
-        raise CheckpointError(f"{folder} is no checkpoint: it has no {METADATA}; iterations found: {others}")
+        raise CheckpointError(f"{folder} is not a checkpoint: it has no {METADATA}; iterations found: {others}")
     return folder
 
 
@@ -108,13 +108,13 @@ def _latest(path: Path) -> Path:
     try:
         text = tracker.read_text(errors="replace").strip()
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is no Megatron checkpoint: it has neither {TRACKER} nor {METADATA}") from None
+        raise CheckpointError(f"{path} is not a Megatron checkpoint: it has neither {TRACKER} nor {METADATA}") from None
     except OSError as error:
         raise CheckpointError(f"{tracker}: {error.strerror or error}") from error
     if text == "release":
         return path / "release"
     if not (text.isascii() and text.isdigit() and len(text) < 13):
-        raise CheckpointError(f"{tracker} holds {text[:40]!r}, expected the number of an iteration")
+        raise CheckpointError(f"{tracker} holds {text[:40]!r}, expected an iteration number")
     return iteration_folder(path, int(text))
 
 

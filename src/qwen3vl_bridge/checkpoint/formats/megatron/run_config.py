@@ -88,7 +88,7 @@ def _check_passive(value: Any, where: str) -> None:
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if key.startswith("_") and key.endswith("_"):
-                raise CheckpointError(f"{where} has the key {key!r}, expected none that Megatron-Bridge would act on")
+                raise CheckpointError(f"{where} has the key {key!r}, expected no key that Megatron-Bridge would act on")
             _check_passive(inner, f"{where}, {key}")
     elif isinstance(value, list):
         for inner in value:

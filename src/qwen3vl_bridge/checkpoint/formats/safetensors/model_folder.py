@@ -58,7 +58,7 @@ def find_model(hf_model: str | Path, *, weights: bool = True, trust_remote_code:
         folder = _downloaded(hf_model, [*_SIDE_FILES, _CODE, *(_WEIGHT_FILES if weights else ())])
     if (name := _calls_for_code(folder)) and not trust_remote_code:
         raise CheckpointError(
-            f"{folder / name} calls for code that the model brings (auto_map); --trust-remote-code takes it along"
+            f"{folder / name} refers to code in the model's folder (auto_map); --trust-remote-code copies it"
         )
     return folder
 
@@ -90,12 +90,12 @@ def _downloaded(hf_model: str | Path, patterns: list[str]) -> Path:
         raise _no_address(hf_model, constants.ENDPOINT, error) from error
     except (HfHubHTTPError, httpx.HTTPError, OSError, ValueError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"{hf_model} is neither a folder nor a model the hub can give: {reason}") from error
+        raise CheckpointError(f"{hf_model} is neither a folder nor a model available from the hub: {reason}") from error
 
 
 def _no_address(hf_model: str, found: str | None, error: Exception) -> CheckpointError:
-    expected = "expected the address of a hub"
-    return CheckpointError(f"{hf_model} is no folder, and HF_ENDPOINT is {found!r}, {expected}: {error}")
+    expected = "expected the URL of a hub"
+    return CheckpointError(f"{hf_model} is not a folder, and HF_ENDPOINT is {found!r}, {expected}: {error}")
 
 
 def _side_files(folder: Path) -> list[Path]:

@@ -97,8 +97,8 @@ class AdapterConversion(MegatronPeftBridge):
         chunks = megatron_model if isinstance(megatron_model, list) else [megatron_model]
         if layers := list(_dora_layers(chunks)):
             raise ValueError(
-                f"the model has {len(layers)} DoRA adapters, whose magnitudes callers of this don't expect; save them "
-                "with save_hf_adapter, or export weights that have adapters merged in (merge_adapter_weights=True)"
+                f"the model has {len(layers)} DoRA adapters, whose magnitude vectors this export cannot return; save "
+                "them with save_hf_adapter, or export merged weights (merge_adapter_weights=True)"
             )
         weights = self._adapters(chunks, exclude_adapter_base_prefixes or (), show_progress=show_progress)
         return (HFWeightTuple(name, weight.cpu() if cpu else weight) for name, weight in weights.items())

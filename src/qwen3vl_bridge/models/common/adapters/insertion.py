@@ -112,7 +112,7 @@ def refuse_dora(peft: DoRA, config: VisionLanguageFields) -> None:
     """
     if peft.dropout:
         # Megatron-Bridge would send the difference that dropout makes through a fused norm, and drop twice.
-        raise ValueError(f"dropout is {peft.dropout}, expected 0: DoRA has none here")
+        raise ValueError(f"dropout is {peft.dropout}, expected 0: DoRA does not support dropout here")
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
         # A rank's norm of its columns is not the norm of the row, and magnitudes are read from one rank.
         if (size := getattr(config, name)) > 1:
@@ -146,8 +146,8 @@ def _refuse_wrong_adapters(chunk: MegatronModule, peft: PEFT) -> None:
     adapted = {name: module for name, module in chunk.named_modules() if isinstance(module, AdapterWrapper)}
     if OUTPUT_LAYER in adapted and chunk.share_embeddings_and_output_weights:
         raise ValueError(
-            f"{kind} adapts {OUTPUT_LAYER}, and its weight is the embedding's here, into which nothing can be merged; "
-            "expected it among exclude_modules, or target_modules without it"
+            f"{kind} adapts {OUTPUT_LAYER}, whose weight is tied to the embedding here, so that nothing can be merged "
+            "into it; expected it in exclude_modules, or target_modules without it"
         )
     for name, module in adapted.items():
         if isinstance(module, LoRALinearSplitQKV) and part_of(name) is Part.LANGUAGE_MODEL:
@@ -160,8 +160,9 @@ def _refuse_wrong_adapters(chunk: MegatronModule, peft: PEFT) -> None:
         if any(parameter.requires_grad for parameter in module.to_wrap.parameters()):
             flag = f"freeze_{part_of(name).value}"
             raise ValueError(
-                f"{flag} is False, and {whole_name(name, chunk)} has an adapter: its own weight would be trained, and "
-                f"left out of Megatron-Bridge's checkpoints; expected {flag}=True, target_modules of other parts (such "
+                f"{flag} is False, and {whole_name(name, chunk)} has an adapter: its base weight would be trained but "
+                f"not saved in Megatron-Bridge's checkpoints; expected {flag}=True, target_modules of other parts "
+                "(such "
                 "as '*language_model*.linear_qkv'), or qwen3vl_bridge.Qwen3VLLoRA, which saves both"
             )
 
@@ -169,8 +170,9 @@ def _refuse_wrong_adapters(chunk: MegatronModule, peft: PEFT) -> None:
 def _refuse_gates(name: str, config: VisionLanguageFields, kind: str) -> None:
     if config.attention_output_gate:
         raise ValueError(
-            f"{kind} adapts queries, keys and values of {name} one by one, and it has their gates' rows too: expected "
-            "another kind, such as qwen3vl_bridge.Qwen3VLLoRA, or target_modules without linear_q, linear_k, linear_v"
+            f"{kind} adapts queries, keys and values of {name} separately, but its weight also holds the rows of "
+            "gates: expected another kind, such as qwen3vl_bridge.Qwen3VLLoRA, or target_modules without linear_q, "
+            "linear_k, linear_v"
         )
 
 
@@ -180,7 +182,8 @@ def _refuse_missing_halves(name: str, module: AdapterWrapper, kind: str) -> None
         wanted = [f"{name.rpartition('.')[2]}_{key}" for key in missing]
         wanted = [target.replace("linear_qkv_", "linear_") for target in wanted]
         raise ValueError(
-            f"{kind} adapts a part of {name}, whose forward calls the adapters of all; expected target_modules with "
+            f"{kind} adapts a part of {name}, whose forward needs adapters on all of them; expected target_modules "
+            "with "
             f"{', '.join(wanted)} too, or none of its parts"
         )
 
@@ -188,12 +191,12 @@ def _refuse_missing_halves(name: str, module: AdapterWrapper, kind: str) -> None
 def _refuse_experts(layer: str, peft: PEFT, config: VisionLanguageFields) -> None:
     if isinstance(peft, DoRA):
         raise ValueError(
-            f"{type(peft).__name__} adapts {layer}, and peft has no magnitudes for experts; expected target_modules "
-            "that name none of theirs, or qwen3vl_bridge.Qwen3VLDoRA, which leaves them out"
+            f"{type(peft).__name__} adapts {layer}, and Hugging Face's peft does not support DoRA on experts; "
+            "expected target_modules that match no layer of experts, or qwen3vl_bridge.Qwen3VLDoRA, which skips them"
         )
     refuse_cut_experts(config)
     if getattr(peft, "experts_shared_outer_loras", False) and not is_grouped_expert_linear(layer):
         raise ValueError(
             f"experts_shared_outer_loras is True, and {layer} belongs to a single expert (moe_grouped_gemm is "
-            f"{config.moe_grouped_gemm}); expected False, because every expert has its own adapter"
+            f"{config.moe_grouped_gemm}); expected False, because each expert has its own adapter"
         )

@@ -66,5 +66,5 @@ def vision_activation(name: str) -> Activation:
     if not isinstance(made, nn.Module):
         return made
     if any(True for _ in made.parameters()):
-        raise ValueError(f"vision_config.hidden_act is {name!r}, which has weights: expected one without")
+        raise ValueError(f"vision_config.hidden_act is {name!r}, which has parameters: expected one without")
     return made.forward  # no module, or an MLP would list it among its own

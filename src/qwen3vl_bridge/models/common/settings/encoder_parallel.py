@@ -68,7 +68,7 @@ def check_world(provider: VisionLanguageFields, world: int) -> None:
         raise ValueError(
             f"dist_train.vision_world_size {split.vision_world_size} and language_world_size "
             f"{split.language_world_size} add up to {split.vision_world_size + split.language_world_size}, expected "
-            f"{world}, the processes there are: each is a rank of one of the two"
+            f"{world}, the number of processes: each is either a vision or a language rank"
         )
 
 
@@ -91,8 +91,8 @@ def _check_replicas(provider: VisionLanguageFields) -> None:
 def _check_sent_type(provider: VisionLanguageFields) -> None:
     if provider.dist_train.use_dist_train and provider.pipeline_dtype not in (None, provider.params_dtype):
         raise ValueError(
-            f"pipeline_dtype is {provider.pipeline_dtype}, expected params_dtype, {provider.params_dtype}, in which "
-            "the tower has its output"
+            f"pipeline_dtype is {provider.pipeline_dtype}, expected params_dtype, {provider.params_dtype}, the dtype "
+            "of the tower's output"
         )
 
 
@@ -110,7 +110,7 @@ SIZES: tuple[Rule, ...] = (
         APART,
         *(Row(name, at_least(1)) for name in ("dist_train.vision_world_size", _RANKS, _VISION)),
         Row("dist_train.vision_pipeline_model_parallel_size", 1, "the tower is one stage"),
-        Row("dist_train.vision_context_parallel_size", 1, "ranks share pictures as data-parallel ones"),
+        Row("dist_train.vision_context_parallel_size", 1, "data-parallel ranks of the tower share the pictures"),
         Row("dist_train.vision_expert_tensor_parallel_size", 1, "the tower has no experts"),
         Row("dist_train.vision_expert_model_parallel_size", 1, "the tower has no experts"),
         *(Row(name, multiple_of(_VISION)) for name in (*VISION_WIDTHS, "dist_train.vision_world_size")),
@@ -128,7 +128,7 @@ RULES: tuple[Rule, ...] = (
             for name, default in vars(DistTrainConfig()).items()
             if name != "use_dist_train"
         ),
-        *(Row(name, True, "each rank has both modules") for name in ("add_encoder", "add_decoder")),
+        *(Row(name, True, "every rank has both modules") for name in ("add_encoder", "add_decoder")),
     ),
     *SIZES,
     _check_replicas,
@@ -136,11 +136,15 @@ RULES: tuple[Rule, ...] = (
         APART,
         Row(_CONTEXT, 1, "megatron-core's communicator between modules does not support context parallelism"),
         Row(f"virtual_{_STAGES}", None, "the schedule of two modules is not interleaved"),
-        Row("variable_seq_lengths", True, "what the modules send each other grows with the pictures of a row"),
-        Row("fp16", False, "each module would scale its loss, and skip steps, by itself"),
-        Row("calculate_per_token_loss", True, "else each module divides gradients by its own data-parallel ranks"),
+        Row("variable_seq_lengths", True, "the size of what the modules send each other depends on a row's pictures"),
+        Row("fp16", False, "each module would scale its loss and skip steps independently"),
+        Row(
+            "calculate_per_token_loss",
+            True,
+            "otherwise each module divides gradients by the number of its own data-parallel ranks",
+        ),
         Row("overlap_p2p_comm", False, "the schedule of two modules is not interleaved"),
-        Row("fp32_residual_connection", False, "stages would send another type than the modules"),
+        Row("fp32_residual_connection", False, "stages would send another dtype than the modules"),
     ),
     _check_sent_type,
 )
@@ -162,7 +166,7 @@ def complete_groups(provider: VisionLanguageFields, groups: ProcessGroupCollecti
     megatron-core takes None for all ranks, of experts' gradient norms: language ranks would wait for a sum that vision
     ranks take for another one. Of experts' figures it takes None for groups of its own, which are not made here.
 
-    A checkpoint of modules that is opened to look into it, without groups, is one of a whole model.
+    A checkpoint of modules that is opened to look into it, without groups, is one of a complete model.
 
     Args:
         provider: changed in place in that case.

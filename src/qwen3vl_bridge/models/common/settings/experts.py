@@ -31,7 +31,7 @@ def _check_experts(provider: VisionLanguageFields) -> None:
     if not provider.num_moe_experts or not provider.moe_layers:
         raise ValueError(
             f"num_moe_experts is {provider.num_moe_experts}, moe_layer_freq {provider.moe_layer_freq}: expected "
-            "experts in one layer or more. A model without has the provider of dense ones"
+            "experts in at least one layer; a dense model has the dense provider"
         )
     if not 0 < provider.moe_router_topk <= provider.num_moe_experts:
         raise ValueError(f"moe_router_topk is {provider.moe_router_topk}, expected 1 to {provider.num_moe_experts}")
@@ -44,23 +44,23 @@ RULES: tuple[Rule, ...] = (
     Row(
         "moe_router_load_balancing_type",
         any_of("aux_loss", "global_aux_loss", "none"),
-        "the others see which tokens share a row; padding or packing would change what real tokens are trained to",
+        "other types balance over the tokens of a row, so padding or packing would change the training of real tokens",
     ),
     Row(
         "moe_router_force_load_balancing",
         False,
-        "tokens would go to experts at random, and training would spoil the weights. To measure speed alone, set "
+        "tokens would be routed at random, and training would ruin the weights. For speed measurements, set "
         "allow_random_routing too",
         When("allow_random_routing", lambda provider: not provider.allow_random_routing),
     ),
     *(
-        Row(name, False, "it is Transformer Engine's", LOCAL)
+        Row(name, False, "Transformer Engine provides it", LOCAL)
         for name in ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion")
     ),
     Row(
         "moe_router_fusion",
         False,
-        "the fused router computes in 'fp32'",
+        "the fused router computes only in 'fp32'",
         When("moe_router_dtype", lambda provider: provider.moe_router_dtype == "fp64"),
     ),
 )

@@ -1,4 +1,4 @@
-"""The fields of a provider: everything that says what a model is and how it is computed and split.
+"""The fields of a provider: everything that defines a model and how it is computed and split.
 
 What lives here: the fields that all families share, with Megatron-Bridge's names, and defaults that follow what is
 installed. What may not: checks (the modules beside), what is done with the fields (`models/common/provider.py`), a
@@ -23,32 +23,32 @@ def has_transformer_engine() -> bool:
 
 
 def default_transformer_impl() -> str:
-    """Transformer Engine where it can run, else modules of torch and megatron-core."""
+    """Transformer Engine if it can run, else modules of torch and megatron-core."""
     return "transformer_engine" if has_transformer_engine() else "local"
 
 
 def can_fuse_weight_gradients() -> bool:
-    """Whether every linear layer can add a weight's gradient to the sum of them at once.
+    """Whether every linear layer can accumulate its weight gradient in a fused kernel.
 
-    Transformer Engine's can. The output layer is megatron-core's with either layer spec; it needs APEX' extension, and
-    raises where it is asked to and finds none.
+    Transformer Engine's can. The output layer is megatron-core's with either layer spec; it needs Apex's extension, and
+    raises if fusion is requested without it.
     """
     return layers._grad_accum_fusion_available and torch.cuda.is_available()
 
 
 @dataclass
 class DistTrainConfig:
-    """Megatron-Bridge's fields for training both modules on ranks of their own.
+    """Megatron-Bridge's fields for training vision tower and language model on separate ranks.
 
     Attributes:
-        use_dist_train: whether to.
+        use_dist_train: whether to use separate ranks.
         vision_world_size: ranks of the vision tower, the first ones.
         language_world_size: ranks of the language model, all others.
-        vision_tensor_model_parallel_size: of the tower. Its ranks left over are data-parallel.
+        vision_tensor_model_parallel_size: tensor parallelism of the tower; the rest of its ranks are data-parallel.
         vision_pipeline_model_parallel_size, vision_context_parallel_size: 1; the tower has neither.
         vision_expert_tensor_parallel_size, vision_expert_model_parallel_size: 1; it has no experts.
-        vision_to_llm_dp_ratio: the tower's replicas for each of the language model's. None to work it out; where there
-            are fewer of the tower's it has to be None.
+        vision_to_llm_dp_ratio: replicas of the tower per replica of the language model. None to compute it; it must be
+        None if the tower has fewer replicas.
     """
 
     use_dist_train: bool = False
@@ -67,28 +67,29 @@ class VisionLanguageFields(GPTModelProvider):
     """Fields of a vision tower and a language model. The inherited ones describe the language model.
 
     Attributes:
-        vision_config: the vision tower, as transformers describes it.
+        vision_config: transformers' configuration of the vision tower.
         image_token_id, video_token_id, vision_start_token_id, vision_end_token_id, bos_token_id, eos_token_id: ids.
-        pad_token_id: where a caller's rows come without any mask, a run of it at a row's end is padding. None: every
-            token is real.
+        pad_token_id: if a caller's rows come without any mask, a sequence of this id at a row's end is padding. None:
+        every token is real.
         mrope_section: rotary frequencies of the temporal, height and width axis.
-        rope_parameters: a scaled rotary embedding (YaRN and the like) as transformers describes it, or None.
+        rope_parameters: a scaled rotary embedding (such as YaRN) in transformers' format, or None.
         freeze_language_model, freeze_vision_model, freeze_vision_projection: parts that are not trained. The vision
             projection is the patch mergers.
         vision_recompute_granularity, vision_recompute_modules, vision_recompute_method, vision_recompute_num_layers:
-            activation recomputation of the vision tower, as the fields without `vision_` are of the text model.
-        apply_rotary_pos_emb_in_fp32: rotate queries and keys of the text model in float32; those of the tower always
-            are.
-        calculate_per_token_loss: whether losses are summed over tokens and divided once by those of the global batch,
-            however they are packed, as this package's recipes have it. None: as Megatron-Bridge, under context
-            parallelism alone (and with `dist_train`); else each microbatch's mean counts alike.
-        loss_chunk_tokens: a microbatch with more tokens than this on a context-parallel rank has its loss computed that
-            many at a time, and their logits again in the backward pass (`models/common/chunked_loss.py`); 0: never.
-        vision_dp_when_cp: whether context-parallel ranks share the pictures' work. They always do here.
+            activation recomputation of the vision tower, like the fields without `vision_` for the text model.
+        apply_rotary_pos_emb_in_fp32: rotate queries and keys of the text model in float32; in the tower this is always
+        done.
+        calculate_per_token_loss: whether losses are summed over tokens and divided once by the tokens of the global
+        batch, independent of packing, as in this package's recipes. False: all microbatches have equal weight. None: as
+        in Megatron-Bridge, True only under context parallelism (and with `dist_train`).
+        loss_chunk_tokens: if a microbatch has more tokens than this on a context-parallel rank, its loss is computed in
+        chunks of this many tokens, whose logits are recomputed in the backward pass (`models/common/chunked_loss.py`);
+        0: never.
+        vision_dp_when_cp: whether context-parallel ranks divide the pictures; here they always do.
         use_hf_vision_model, vision_cuda_graph_impl, vision_cuda_graph_scope, max_vision_cuda_graph_seq_length: settings
-            of Megatron-Bridge's own model that have one value here.
+        of Megatron-Bridge's own model that allow only one value here.
         dist_train: the vision tower and the language model on ranks of their own.
-        add_encoder, add_decoder: which of the two this rank has; Megatron-Bridge's set-up says so.
+        add_encoder, add_decoder: which of the two this rank has, set by Megatron-Bridge's set-up.
     """
 
     # transformers' configuration of the tower

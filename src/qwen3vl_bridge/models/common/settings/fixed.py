@@ -12,16 +12,16 @@ from qwen3vl_bridge.models.common.settings.rules import Row, only
 
 from megatron.bridge.models.gpt_provider import default_layer_spec
 
-NOTHING_ELSE = "this model has nothing else"
+NOTHING_ELSE = "this model implements nothing else"
 
 FIXED: Mapping[str, Row] = {
     **only(
-        "transformer_impl chooses the layers",
+        "transformer_impl selects the layers",
         transformer_layer_spec=default_layer_spec,
         use_transformer_engine_full_layer_spec=False,
     ),
     **only(
-        "rotary_base, mrope_section and rope_parameters say all about the rotary embedding",
+        "rotary_base, mrope_section and rope_parameters define the rotary embedding",
         position_embedding_type="mrope",
         rotary_interleaved=False,
         rotary_scaling_factor=None,
@@ -52,27 +52,27 @@ FIXED: Mapping[str, Row] = {
         mtp_enabled=False,
     ),
     **only(
-        "the model is split by tensor, pipeline, context and expert parallelism alone; other ranks would see other "
-        "tokens than they are given",
+        "the model supports only tensor, pipeline, context and expert parallelism; with others, ranks would see the "
+        "wrong tokens",
         hierarchical_context_parallel_sizes=None,
         hybrid_context_parallel=False,
         tensor_parallel_num_weight_shards=None,
         gtp_weight_remat_size=1,
     ),
     **only(
-        "it asks a forward step for what ours does not have",
+        "it requires a forward step with features that ours lacks",
         overlap_moe_expert_parallel_comm=False,
         num_microbatches_with_partial_activation_checkpoints=None,
     ),
     **only("torch has no ring exchange", use_ring_exchange_p2p=False),
-    **only("the vision tower is this package's", use_hf_vision_model=False),
+    **only("the vision tower is the one of this package", use_hf_vision_model=False),
 }
 
 FIXED_WITH_EXPERTS: Mapping[str, Row] = {
     **FIXED,
     # Source: transformers, Qwen3VLMoeTextTopKRouter, Qwen3_5MoeTopKRouter.
     **only(
-        "the chosen experts' weights are a softmax of all, made to add up to one",
+        "routing weights are a softmax over all experts, renormalised over the selected ones",
         moe_router_score_function="softmax",
         moe_router_pre_softmax=False,
         moe_router_topk_scaling_factor=None,
@@ -82,14 +82,14 @@ FIXED_WITH_EXPERTS: Mapping[str, Row] = {
     ),
     **only(NOTHING_ELSE, moe_mlp_glu_interleave_size=None, moe_latent_size=None),
     **only(
-        "a full expert would drop tokens, and padding would push real ones out",
+        "a full expert would drop tokens, and padding could displace real ones",
         moe_expert_capacity_factor=None,
         moe_token_dropping=False,
         moe_expert_rank_capacity_factor=None,
     ),
-    **only("megatron-core adds this noise in evaluation too", moe_input_jitter_eps=None),
+    **only("megatron-core adds this noise during evaluation too", moe_input_jitter_eps=None),
     **only(
-        "experts are split by expert_model_parallel_size and expert_tensor_parallel_size alone",
+        "experts are split only by expert_model_parallel_size and expert_tensor_parallel_size",
         expert_tensor_parallel_num_weight_shards=None,
         expert_gtp_weight_remat_size=1,
     ),

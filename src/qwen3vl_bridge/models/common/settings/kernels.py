@@ -41,28 +41,29 @@ def complete_kernels(provider: VisionLanguageFields) -> None:
         provider.attention_backend = AttnBackend[provider.attention_backend]
     if provider.transformer_impl == "local" and provider.attention_backend not in (AttnBackend.auto, AttnBackend.local):
         logger.info(
-            "attention_backend %s chooses among Transformer Engine's kernels; with transformer_impl 'local' torch "
-            "chooses by itself",
+            "attention_backend %s selects one of Transformer Engine's kernels and has no effect with transformer_impl "
+            "'local', where torch chooses",
             provider.attention_backend.name,
         )
     if provider.apply_rope_fusion:
         logger.warning(
-            "apply_rope_fusion is True and set to False: there is no fused kernel for interleaved multimodal rotary "
-            "embedding, whose angles are computed once a step"
+            "apply_rope_fusion is True and is set to False: there is no fused kernel for the interleaved multimodal "
+            "rotary embedding, whose angles are computed once a step"
         )
         provider.apply_rope_fusion = False
     if isinstance(provider.activation_func, str):
         provider.activation_func = text_activation(provider.activation_func.removeprefix("torch.nn.functional."))
     if provider.bias_activation_fusion and provider.activation_func is not F.silu:
         logger.info(
-            "bias_activation_fusion is set to False: megatron-core fuses SiLU, and for %s would compute another one",
+            "bias_activation_fusion is set to False: megatron-core fuses only SiLU, and would compute that in place "
+            "of %s",
             provider.activation_func,
         )
         provider.bias_activation_fusion = False
     if provider.gradient_accumulation_fusion and not can_fuse_weight_gradients():
         logger.warning(
-            "gradient_accumulation_fusion is True and set to False: megatron-core's output layer needs APEX' "
-            "fused_weight_gradient_mlp_cuda for it, and a GPU"
+            "gradient_accumulation_fusion is True and is set to False: megatron-core's output layer needs Apex's "
+            "fused_weight_gradient_mlp_cuda and a GPU for it"
         )
         provider.gradient_accumulation_fusion = False
 
@@ -71,9 +72,14 @@ def complete_precision(provider: VisionLanguageFields) -> None:
     """Turn off what is wrong in the parameters' precision, saying so; megatron-core has completed the fields."""
     for precision in ("fp8", "fp4"):
         if getattr(provider, precision):
-            logger.info("%s is for the text model's layers; the vision tower computes in its parameters'", precision)
+            logger.info(
+                "%s applies to the text model's layers; the vision tower computes in the dtype of its parameters",
+                precision,
+            )
     if _attends_without_kernel(provider):
-        logger.warning("Transformer Engine keeps all attention scores in float32; transformer_impl='local' does not")
+        logger.warning(
+            "only Transformer Engine keeps all attention scores in float32, transformer_impl='local' does not"
+        )
     native = provider.cross_entropy_loss_fusion and provider.cross_entropy_fusion_impl == "native"
     if native and provider.params_dtype != torch.bfloat16:
         logger.info(
@@ -87,8 +93,8 @@ def complete_precision(provider: VisionLanguageFields) -> None:
 LOCAL = When("transformer_impl", lambda provider: provider.transformer_impl == "local")
 _NOT_LOCAL = When("transformer_impl", lambda provider: provider.transformer_impl != "local")
 _CAPTURED = (
-    "rows, pictures and their places differ from batch to batch, and a replayed layer would add no DeepStack features "
-    "and take padding for tokens"
+    "rows, pictures and their positions differ between batches; a replayed layer would add no DeepStack features and "
+    "treat padding as tokens"
 )
 _WITHOUT_GRAPHS = {
     "cuda_graph_impl": "none",
@@ -108,7 +114,7 @@ RULES: tuple[Rule, ...] = (
     Row(
         "defer_embedding_wgrad_compute",
         False,
-        "the output layer would put its input aside once more where chunks' logits are computed again; or set "
+        "the output layer would save its input again when the logits of chunks are recomputed; or set "
         "loss_chunk_tokens=0",
         _CHUNKED,
     ),
@@ -116,7 +122,7 @@ RULES: tuple[Rule, ...] = (
     Row(
         "attention_backend",
         any_of(*(backend for backend in AttnBackend if backend is not AttnBackend.local)),
-        "Transformer Engine's layers would have no attention; or use transformer_impl='local'",
+        "Transformer Engine's layers have no attention for it; or use transformer_impl='local'",
         _NOT_LOCAL,
     ),
 )

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LOGITS = "a loss of gathered logits gives wrong gradients"
+LOGITS = "a loss on gathered logits gives wrong gradients"
 
 
 def complete_parallel(provider: VisionLanguageFields) -> None:
@@ -35,23 +35,24 @@ def complete_parallel(provider: VisionLanguageFields) -> None:
     tensor, context = provider.tensor_model_parallel_size, provider.context_parallel_size
     if provider.moe_layers and tensor > 1 and not provider.sequence_parallel:
         logger.info(
-            "sequence_parallel is set to True: megatron-core trains experts under tensor_model_parallel_size %d in no "
-            "other way",
+            "sequence_parallel is set to True: megatron-core requires it to train experts with "
+            "tensor_model_parallel_size %d",
             tensor,
         )
         provider.sequence_parallel = True
     if provider.calculate_per_token_loss is None:
         provider.calculate_per_token_loss = context > 1 or bool(provider.dist_train.use_dist_train)
         logger.info(
-            "calculate_per_token_loss is set to %s, as Megatron-Bridge's provider has it; True weighs all tokens of a "
-            "global batch alike, False all microbatches",
+            "calculate_per_token_loss is set to %s, as in Megatron-Bridge's provider; True weights all tokens of a "
+            "global batch equally, False all microbatches",
             provider.calculate_per_token_loss,
         )
     if context > 1 and not provider.calculate_per_token_loss:
         logger.warning(
-            "calculate_per_token_loss is False on %d context-parallel ranks: the loss of a step that returns three "
-            "values is divided by each rank's own tokens, wherever they lie. Expected two: a rank's part of the mean, "
-            "and what to report, as this package's step does; or calculate_per_token_loss=True",
+            "calculate_per_token_loss is False on %d context-parallel ranks: if a forward step's loss function "
+            "returns three values, the loss is divided by the number of tokens on each rank, which depends on how "
+            "rows are split. Expected two values, the rank's part of the mean and what to report, as from this "
+            "package's forward step; or calculate_per_token_loss=True",
             context,
         )
 
@@ -60,8 +61,8 @@ def complete_ddp(provider: VisionLanguageFields, ddp: DistributedDataParallelCon
     """Have gradients added up where losses are divided by tokens; Megatron-Bridge's recipes have them averaged."""
     if ddp is not None and ddp.average_in_collective and provider.calculate_per_token_loss:
         logger.info(
-            "ddp.average_in_collective is set to False: with calculate_per_token_loss gradients of ranks are added up, "
-            "and divided by the tokens of the global batch"
+            "ddp.average_in_collective is set to False: with calculate_per_token_loss, gradients are summed over "
+            "ranks and divided by the tokens of the global batch"
         )
         ddp.average_in_collective = False
 
@@ -79,8 +80,8 @@ def complete_sharded(provider: VisionLanguageFields) -> None:
     }
     if provider.gradient_accumulation_fusion and (names := [name for name, used in uses.items() if used]):
         logger.warning(
-            "gradient_accumulation_fusion is True and set to False: by %s the output layer's weight has several "
-            "gradients in a microbatch, of which Megatron-FSDP would keep the last",
+            "gradient_accumulation_fusion is True and is set to False: with %s the output layer's weight gets several "
+            "gradients in a microbatch, and Megatron-FSDP would keep only the last",
             " and ".join(names),
         )
         provider.gradient_accumulation_fusion = False
@@ -101,8 +102,8 @@ def check_microbatches(provider: VisionLanguageFields, microbatches: int, what: 
     stages, rest = provider.pipeline_model_parallel_size, microbatches % group
     if microbatches < group or 0 < rest < stages:
         raise ValueError(
-            f"{what} has {microbatches} microbatches on each data-parallel rank, expected a multiple of {group}, or "
-            f"{stages} or more beyond one: interleaved stages take them in groups "
+            f"{what} has {microbatches} microbatches on each data-parallel rank, expected a multiple of {group}, or a "
+            f"remainder of at least {stages}: interleaved stages process them in groups "
             "(model.microbatch_group_size_per_vp_stage)"
         )
 
@@ -126,8 +127,8 @@ def _check_rows(provider: VisionLanguageFields) -> None:
     multiple = row_multiple(context, sequence)
     if provider.seq_length % multiple:
         raise ValueError(
-            f"seq_length is {provider.seq_length}, expected a multiple of {multiple}: rows are shared by "
-            f"{context} context-parallel ranks, and each part by {sequence} sequence-parallel ones"
+            f"seq_length is {provider.seq_length}, expected a multiple of {multiple}: rows are split over {context} "
+            f"context-parallel ranks, and each part over {sequence} sequence-parallel ranks"
         )
 
 
@@ -140,8 +141,8 @@ def _check_context_kernels(provider: VisionLanguageFields) -> None:
     for kind, release in PACKED_CONTEXT.items():
         if kind in found and not is_te_min_version(release):
             raise ValueError(
-                f"cp_comm_type {kind!r} takes packed rows from Transformer Engine {release} on, and {get_te_version()} "
-                "is installed: expected 'p2p', or a later one"
+                f"cp_comm_type {kind!r} supports packed rows from Transformer Engine {release} on, and "
+                f"{get_te_version()} is installed: expected 'p2p', or a later version"
             )
     groups = max(provider.num_query_groups // tensor, 1)
     if "a2a" in found and (groups % ranks or provider.num_attention_heads // tensor % ranks):
@@ -155,7 +156,7 @@ def _check_sent_type(provider: VisionLanguageFields) -> None:
     sent = torch.float32 if provider.fp32_residual_connection else provider.params_dtype
     if provider.pipeline_model_parallel_size > 1 and provider.pipeline_dtype != sent:
         raise ValueError(
-            f"pipeline_dtype is {provider.pipeline_dtype}, expected {sent}, in which stages have their output"
+            f"pipeline_dtype is {provider.pipeline_dtype}, expected {sent}, the dtype of the stages' output"
         )
 
 
@@ -172,8 +173,8 @@ def _check_taps(provider: VisionLanguageFields) -> None:
     if provider.pipeline_model_parallel_size > 1 and layers < taps and not provider.variable_seq_lengths:
         raise ValueError(
             f"variable_seq_lengths is False and the first pipeline stage has {layers} layers, expected True, or at "
-            f"least {taps} layers: DeepStack features go to the first {taps}, and what stages send each other grows "
-            "with the pictures of a row"
+            f"least {taps} layers: DeepStack features are added after the first {taps}, and the size of what stages "
+            "send each other depends on a row's pictures"
         )
 
 
@@ -220,11 +221,11 @@ RULES: tuple[Rule, ...] = (
     Row("ffn_hidden_size", multiple_of(_TENSOR), when=_DENSE_LAYERS),
     Row("moe_ffn_hidden_size", multiple_of("expert_tensor_parallel_size"), when=_EXPERTS),
     _check_expert_ranks,
-    Row(_CHUNKS, None, "there are no stages to cut into chunks", _ONE_STAGE, also=(1,)),
+    Row(_CHUNKS, None, "there are no stages to interleave", _ONE_STAGE, also=(1,)),
     Row(
         "num_layers",
         multiple_of(f"{_STAGES} * {_CHUNKS}"),
-        "or stages that differ: set pipeline_model_parallel_layout, num_layers_in_first_pipeline_stage and "
+        "or uneven stages: set pipeline_model_parallel_layout, num_layers_in_first_pipeline_stage and "
         "num_layers_in_last_pipeline_stage, or account_for_embedding_in_pipeline_split and "
         "account_for_loss_in_pipeline_split",
         _STAGES_ARE_ALIKE,
@@ -269,13 +270,13 @@ TRAINING: tuple[Rule, ...] = (
     Row(
         "overlap_p2p_comm",
         True,
-        "two interleaved stages would mix up what they send each other; batch_p2p_comm has to be False besides",
+        "two interleaved stages would confuse the tensors they send each other; batch_p2p_comm must be False as well",
         When(_BETWEEN, lambda provider: _stages(provider)[0] == 2 and _stages(provider)[1] > 1),
     ),
     Row(
         "batch_p2p_comm",
         False,
-        "the schedule does one of the two",
+        "the schedule supports only one of the two",
         When(f"overlap_p2p_comm {_STAGES}", lambda provider: provider.overlap_p2p_comm and _stages(provider)[0] > 1),
     ),
     _check_groups,

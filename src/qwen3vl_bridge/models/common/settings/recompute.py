@@ -40,7 +40,7 @@ def _of_tower(prefix: str) -> tuple[Rule, ...]:
             Row(
                 "transformer_impl",
                 "transformer_engine",
-                f"recomputing {name!r} needs Transformer Engine. Leave it out",
+                f"recomputing {name!r} needs Transformer Engine; remove it",
                 norm_is_local(name),
             )
             for name in ("layernorm", "gdn_norm_out")
@@ -55,8 +55,8 @@ def _check_taps(provider: VisionLanguageFields) -> None:
     chunk = provider.vision_recompute_num_layers
     if lost := [tap for tap in provider.tapped_layers if (tap + 1) % chunk]:
         raise ValueError(
-            f"vision_recompute_num_layers is {chunk}; DeepStack taps {lost} don't end a chunk of {chunk} layers and "
-            "would be lost. Use 1"
+            f"vision_recompute_num_layers is {chunk}; DeepStack taps {lost} are not at the end of a chunk of {chunk} "
+            "layers and would be lost; use 1"
         )
 
 

@@ -39,7 +39,12 @@ SIZES: tuple[Rule, ...] = parallelism.SIZES
 
 # Before megatron-core completes the fields, after `experts.RULES`, of a model with experts, and the family's.
 GIVEN: tuple[Rule, ...] = (
-    Row("dist_train.use_dist_train", False, "this family has no modules of its own", _WITHOUT_MODULES),
+    Row(
+        "dist_train.use_dist_train",
+        False,
+        "this family cannot be split into vision and language modules",
+        _WITHOUT_MODULES,
+    ),
     _check_tower,
     _check_activation,
     *recompute.RULES,
