@@ -12,7 +12,7 @@ from threading import Barrier
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.batch import SequenceLayout
-from qwen3vl_bridge.models.common.inputs import precut_rows
+from qwen3vl_bridge.models.common.inputs import agreement, precut_rows
 from qwen3vl_bridge.models.common.inputs.model_inputs import as_model_inputs
 
 import pytest
@@ -31,7 +31,7 @@ class Ranks:
 
     def __init__(self, size, monkeypatch):
         self.size, self.barrier, self.given, self.gathered = size, Barrier(size, timeout=20), [None] * size, 0
-        monkeypatch.setattr(precut_rows, "gather_shares", self.gather)
+        monkeypatch.setattr(agreement, "gather_shares", self.gather)
 
     def gather(self, local, group):
         self.given[group.rank()] = local

@@ -4,7 +4,8 @@ What lives here: which labels there can be a loss of, and where they lie. What m
 (`padding_and_packing.py`), losses (`models/common/model.py`).
 
 Megatron-Bridge's `qwen3_vl_step` and verl's fused kernels give whole rows of tokens, whose pictures need them, and
-labels that are cut over context-parallel ranks already. They are told by their shape, and nobody else's are needed.
+labels that are cut over context-parallel ranks already. They are told by their shape. Nobody else's are needed, but for
+multi-token prediction, which reads those of next tokens, on other ranks where a chunk ends.
 Legend: B rows, S tokens a row, T tokens of the layout, b and s a rank's own of it.
 """
 
@@ -12,11 +13,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from qwen3vl_bridge.batch import ModelInputs, PackedBatch
+from qwen3vl_bridge.batch import ModelInputs, PackedBatch, gathered_index
+from qwen3vl_bridge.models.common.inputs.agreement import gather_share
 from qwen3vl_bridge.models.common.inputs.padding_and_packing import Arrangement
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 # What torch's cross_entropy leaves out, and collators put where nothing is trained on.
 IGNORED = -100
@@ -66,6 +69,26 @@ def with_own_labels(
     if labels is not None:
         labels = _readable(labels, loss_mask, [inputs.input_ids.shape], vocab_size).to(device)
     return replace(inputs, labels=labels, loss_mask=None if loss_mask is None else loss_mask.float().to(device))
+
+
+def with_joined_labels(
+    batch: PackedBatch, labels: Tensor, loss_mask: Tensor | None, vocab_size: int, group: ProcessGroup
+) -> PackedBatch:
+    """A batch with labels and mask of which each context-parallel rank gives its own tokens', [b, s].
+
+    Args:
+        batch: without them, on the device that the group talks over.
+        labels, loss_mask, vocab_size: as for `with_labels`.
+        group: context-parallel ranks; all of them give the same arguments, see `agreement.check_agreement`.
+    """
+    index = gathered_index(batch.layout, group.size())
+
+    def join(own: Tensor) -> Tensor:
+        return gather_share(own.to(index.device), group).flatten()[index].view(batch.input_ids.shape)
+
+    mask = batch.loss_mask if loss_mask is None else join(loss_mask).float()
+    labels = _readable(join(labels), None if loss_mask is None else mask, [batch.input_ids.shape], vocab_size)
+    return replace(batch, labels=labels, loss_mask=mask)
 
 
 def without_ignored(inputs: ModelInputs) -> tuple[ModelInputs, Tensor | None]:

@@ -14,8 +14,15 @@ from functools import cache
 from typing import Any
 
 from qwen3vl_bridge.batch import ModelInputs, PackedBatch, make_vision_inputs, mrope_positions, vision_slots
+from qwen3vl_bridge.models.common.inputs.agreement import check_agreement
 from qwen3vl_bridge.models.common.inputs.arguments import check_others, check_pixels, checked_ids
-from qwen3vl_bridge.models.common.inputs.labels import are_cut, with_labels, with_own_labels, without_ignored
+from qwen3vl_bridge.models.common.inputs.labels import (
+    are_cut,
+    with_joined_labels,
+    with_labels,
+    with_own_labels,
+    without_ignored,
+)
 from qwen3vl_bridge.models.common.inputs.local_ranks import sequence_ranks
 from qwen3vl_bridge.models.common.inputs.masks import real_tokens
 from qwen3vl_bridge.models.common.inputs.outputs import Answer, CallerOrder
@@ -72,25 +79,40 @@ def as_model_inputs(
     labels, mask = whole.pop("labels"), whole.pop("loss_mask")
     batch, arranged = _unlabelled(config, encodes=encodes, **whole)
     assert input_ids is not None
-    ranks, vocabulary = sequence_ranks(config, groups), config.vocab_size
+    ranks, vocabulary, device = sequence_ranks(config, groups), config.vocab_size, input_ids.device
     if not encodes:
         ranks |= dict(vision_work=None, encoders=None)
+    ranks["predicts"] = predicts = _predicts(config, groups, labels, mask, device)
     cut = are_cut(arranged, labels, mask, ranks["cp_size"])
     # Labels that were cut from a packed row lie in the layout's order. Others of rows that were rolled do not.
     order = None if cut and arranged.packed else _caller_order(arranged, labels, ranks["cp_size"])
+    if cut and not predicts:
+        return _answered(with_own_labels(batch.to(device).local(**ranks), labels, mask, vocabulary), None, None)
     if cut:
-        if config.trains_mtp and labels is not None and torch.is_grad_enabled():
-            raise ValueError(
-                "labels are of this context-parallel rank's tokens alone, and multi-token prediction needs their next "
-                "tokens' labels: expected labels of whole rows, or mtp_loss_scaling_factor=0"
-            )
-        inputs = with_own_labels(batch.to(input_ids.device).local(**ranks), labels, mask, vocabulary)
-        return _answered(inputs, None, None)
-    batch = with_labels(batch, arranged, labels, mask, vocabulary)
-    inputs = batch.to(input_ids.device).local(**ranks)
+        batch = with_joined_labels(batch.to(device), labels, mask, vocabulary, groups.cp)
+    else:
+        batch = with_labels(batch, arranged, labels, mask, vocabulary)
+    inputs = batch.to(device).local(**ranks)
     comes_back = ranks["cp_size"] > 1 and loss_mask is not None and loss_mask.shape != inputs.input_ids.shape
     own_mask = inputs.loss_mask if comes_back else None
     return _answered(inputs if labels is not None else inputs.without_labels(), order, own_mask)
+
+
+def _predicts(
+    config: VisionLanguageProvider,
+    groups: ProcessGroupCollection,
+    labels: Tensor | None,
+    loss_mask: Tensor | None,
+    device: torch.device,
+) -> bool:
+    """Whether multi-token prediction learns from a call.
+
+    It may need labels of other context-parallel ranks: all of them have to give the same kind.
+    """
+    if not (config.trains_mtp and torch.is_grad_enabled()):
+        return False
+    check_agreement(dict(labels=labels, loss_mask=loss_mask), None, groups.cp, device)
+    return labels is not None
 
 
 def _answered(

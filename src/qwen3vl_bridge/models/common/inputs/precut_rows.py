@@ -2,7 +2,7 @@
 
 What lives here: how a share is told from a whole row, and each argument of the whole row from those of the shares. What
 may not: which tokens a rank holds (`batch/token_layout.py`), the collective (`parallel/collectives.py`), what arguments
-mean (`model_inputs.py`).
+mean (`model_inputs.py`), whether ranks give the same ones (`agreement.py`).
 
 RL frameworks cut a packed row before they call the model, by the same rule as `token_index`, and keep the offsets of
 the whole row. Positions and pictures need the whole row: a rank's share has pieces of pictures.
@@ -14,17 +14,15 @@ from __future__ import annotations
 from typing import Any
 
 from qwen3vl_bridge.batch import SequenceLayout, gathered_index
+from qwen3vl_bridge.models.common.inputs.agreement import check_agreement, gather_share
 from qwen3vl_bridge.models.common.inputs.masks import packed_layout, segment_lengths
-from qwen3vl_bridge.parallel.collectives import gather_shares
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 _OF_TOKENS = ("input_ids", "position_ids", "attention_mask", "padding_mask")
 _PER_TOKEN = (*_OF_TOKENS, "labels", "loss_mask")
 _PICTURES = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
-_NUMBERS = 6  # that describe one argument, to compare it over ranks
 
 
 def with_whole_row(arguments: dict[str, Any], group: ProcessGroup) -> dict[str, Any]:
@@ -58,14 +56,14 @@ def with_whole_row(arguments: dict[str, Any], group: ProcessGroup) -> dict[str, 
     if layout is None:
         return arguments
     device = arguments["input_ids"].device
-    _check_agreement({name: arguments.get(name) for name in _PER_TOKEN + _PICTURES}, layout, group, device)
+    check_agreement({name: arguments.get(name) for name in _PER_TOKEN + _PICTURES}, layout, group, device)
     given = {name: values for name in _PER_TOKEN if (values := arguments.get(name)) is not None}
-    ids = _gather(given["input_ids"].to(device), group)
+    ids = gather_share(given["input_ids"].to(device), group)
     if _are_whole(ids, given, layout, group):
         return arguments
     _check_shapes(given, layout)
     index = gathered_index(layout, group.size()).to(device)
-    shares = {name: _gather(values.to(device), group) for name, values in given.items() if name != "input_ids"}
+    shares = {name: gather_share(values.to(device), group) for name, values in given.items() if name != "input_ids"}
     shares["input_ids"] = ids
     whole = {name: values.movedim(0, -2).flatten(-2)[..., index] for name, values in shares.items()}
     return arguments | whole
@@ -79,47 +77,6 @@ def _layout_of_share(ids: Tensor | None, packed: Any, cp_size: int) -> SequenceL
     if int(physical.sum()) != cp_size * ids.shape[1]:
         return None
     return packed_layout(logical, physical)
-
-
-def _gather(values: Tensor, group: ProcessGroup) -> Tensor:
-    """[..., n] -> [cp, ..., n] as int64 or float32."""
-    return gather_shares(values.float() if values.is_floating_point() else values.long(), group)
-
-
-def _check_agreement(
-    given: dict[str, Tensor | None], layout: SequenceLayout, group: ProcessGroup, device: torch.device
-) -> None:
-    """Refuses, on every rank, arguments that are not alike on all of them: later collectives would never end."""
-    offsets = [hash((layout.lengths, layout.padded_lengths))] * _NUMBERS  # of integers: the same in every process
-    own = [offsets, *(_description(values) for values in given.values())]
-    everyone = gather_shares(torch.tensor(own, device=device), group).tolist()
-    for rank, theirs in enumerate(everyone):
-        if theirs[0] != everyone[0][0]:
-            raise ValueError(
-                f"packed_seq_params of context-parallel rank {rank} has other segments than that of rank 0; expected "
-                "the offsets of one whole row on every rank, each with its share of it"
-            )
-        for name, found, first in zip(given, theirs[1:], everyone[0][1:], strict=True):
-            if found != first:
-                raise ValueError(
-                    f"{name} is {_words(found)} on context-parallel rank {rank} and {_words(first)} on rank 0; "
-                    "expected the same arguments on every rank, each with its share of one row and the whole row's "
-                    "pictures"
-                )
-
-
-def _description(values: Tensor | None) -> list[int]:
-    """Dimensions, whether floating point, and sizes: as many numbers for every argument."""
-    if values is None:
-        return [-1] * _NUMBERS
-    return [values.dim(), int(values.is_floating_point()), *values.shape, *[0] * _NUMBERS][:_NUMBERS]
-
-
-def _words(description: list[int]) -> str:
-    dimensions, floating, *shape = description
-    if dimensions < 0:
-        return "None"
-    return f"{shape[:dimensions]} {'floating point' if floating else 'integers'}"
 
 
 def _check_shapes(given: dict[str, Tensor], layout: SequenceLayout) -> None:
@@ -139,5 +96,5 @@ def _are_whole(ids: Tensor, given: dict[str, Tensor], layout: SequenceLayout, gr
     masks = {"attention_mask", "padding_mask"} & given.keys()
     if len(layout.lengths) > 1 or (ids != ids[0]).any() or (not masks and (ids == ids[0, 0, 0]).all()):
         return False
-    rest = [_gather(given[name].to(ids.device), group) for name in _OF_TOKENS[1:] if name in given]
+    rest = [gather_share(given[name].to(ids.device), group) for name in _OF_TOKENS[1:] if name in given]
     return not any(bool((values != values[0]).any()) for values in rest)

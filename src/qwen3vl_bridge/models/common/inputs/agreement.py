@@ -1,0 +1,69 @@
+"""What context-parallel ranks give for the same call: compared and put together.
+
+What lives here: whether all of them have the same arguments, and every rank's share of one. What may not: which
+arguments are shares (`precut_rows.py`, `labels.py`), the collective (`parallel/collectives.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from qwen3vl_bridge.batch import SequenceLayout
+from qwen3vl_bridge.parallel.collectives import gather_shares
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+_NUMBERS = 6  # that describe one argument, to compare it over ranks
+
+
+def gather_share(values: Tensor, group: ProcessGroup) -> Tensor:
+    """[..., n] of each rank -> [cp, ..., n] of all, as int64 or float32."""
+    return gather_shares(values.float() if values.is_floating_point() else values.long(), group)
+
+
+def check_agreement(
+    given: Mapping[str, Tensor | None], layout: SequenceLayout | None, group: ProcessGroup, device: torch.device
+) -> None:
+    """Refuse arguments that are not alike on all ranks, on every rank: later collectives would never end.
+
+    Args:
+        given: arguments by name, which of them there are and their shapes are compared.
+        layout: of the whole row that offsets tell, if they do.
+        group: context-parallel ranks, all of which call this together.
+        device: which the group talks over.
+
+    Raises:
+        ValueError: a rank has other ones than rank 0.
+    """
+    lengths = layout and (layout.lengths, layout.padded_lengths)
+    offsets = [hash(lengths) if lengths else -1] * _NUMBERS  # of integers: the same in every process
+    own = [offsets, *(_description(values) for values in given.values())]
+    everyone = gather_shares(torch.tensor(own, device=device), group).tolist()
+    for rank, theirs in enumerate(everyone):
+        if theirs[0] != everyone[0][0]:
+            raise ValueError(
+                f"packed_seq_params of context-parallel rank {rank} has other segments than that of rank 0; expected "
+                "the offsets of one whole row on every rank, each with its share of it"
+            )
+        for name, found, first in zip(given, theirs[1:], everyone[0][1:], strict=True):
+            if found != first:
+                raise ValueError(
+                    f"{name} is {_words(found)} on context-parallel rank {rank} and {_words(first)} on rank 0; "
+                    "expected the same arguments on every rank: its share of what is cut, and the whole row's pictures"
+                )
+
+
+def _description(values: Tensor | None) -> list[int]:
+    """Dimensions, whether floating point, and sizes: as many numbers for every argument."""
+    if values is None:
+        return [-1] * _NUMBERS
+    return [values.dim(), int(values.is_floating_point()), *values.shape, *[0] * _NUMBERS][:_NUMBERS]
+
+
+def _words(description: list[int]) -> str:
+    dimensions, floating, *shape = description
+    if dimensions < 0:
+        return "None"
+    return f"{shape[:dimensions]} {'floating point' if floating else 'integers'}"
