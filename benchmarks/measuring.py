@@ -9,12 +9,16 @@ have, of toy size, so that it makes about twice as many tokens of a text.
 
 - tokenise: a rendered conversation to ids, as measuring needs them. "wrapper" calls transformers' tokenizer, "backend"
   the tokenizer it wraps, which gives the same ids (`tests/data/processing/test_tokenizer.py`).
-- measure: `Samples.size`: read, check, pictures' headers, chat template, tokens. Both ways of tokenising.
+- sizes of pictures: `image_size` of each. "decoded" lets Pillow decode a PNG to know how it is held, "header" reads
+  what its chunks are (`tests/data/media/test_media.py`); JPEG is the same by both.
+- measure: `Samples.size`: read, check, pictures' headers, chat template, tokens. Both ways of tokenising; "decoded" is
+  the backend's with PNG decoded.
 - encode: what a row's samples take besides: tokens, where answers are, pixels.
 - collate: `Collator.packed` of the encoded samples, in rows of 4,096 tokens.
 
-Rounds take every way in turn, so that a busy machine slows all of them; the median of each is kept, the ratio, and the
-machine's load, beyond whose number of cores samples a second are too few and ratios alone say something.
+Rounds take every way in turn, so that a busy machine slows all of them; the median of each is kept, the ratio to the
+first way, and the machine's load, beyond whose number of cores samples a second are too few and ratios alone say
+something.
 
 What lives here: the measurement. What may not: code that training needs.
 """
@@ -28,9 +32,10 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
+from qwen3vl_bridge.data.media import images
 from qwen3vl_bridge.data.packing.best_fit import best_fit
 from qwen3vl_bridge.data.processing import tokenization
 from qwen3vl_bridge.data.processing.collation import Collator, VisionSettings, pad_token_id
@@ -90,6 +95,17 @@ def wrapped() -> Iterator[None]:
         tokenization._backend_of = backend
 
 
+@contextmanager
+def decoded() -> Iterator[None]:
+    """With Pillow's own reading of EXIF."""
+    exif = images._exif
+    images._exif = lambda opened: opened.getexif()
+    try:
+        yield
+    finally:
+        images._exif = exif
+
+
 def measure(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
     """Median seconds of each way, in rounds that take every way in turn, after one that does not count."""
     taken: dict[str, list[float]] = {name: [] for name in ways}
@@ -104,12 +120,17 @@ def measure(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, flo
 
 def by_both(work: Callable[[], object]) -> dict[str, Callable[[], object]]:
     """The same work by the wrapper and by the backend."""
+    return {"wrapper": within(wrapped, work), "backend": work}
 
-    def by_wrapper() -> None:
-        with wrapped():
+
+def within(context: Callable[[], AbstractContextManager[None]], work: Callable[[], object]) -> Callable[[], None]:
+    """Work that is done in a context."""
+
+    def do() -> None:
+        with context():
             work()
 
-    return {"wrapper": by_wrapper, "backend": work}
+    return do
 
 
 def subjects(path: Path) -> Iterator[tuple[str, dict[str, Callable[[], object]]]]:
@@ -128,8 +149,16 @@ def subjects(path: Path) -> Iterator[tuple[str, dict[str, Callable[[], object]]]
         for text in texts:
             tokenization.ids_of(processor.tokenizer, text)
 
+    def pictures() -> None:
+        for one in conversations:
+            for picture in one.images:
+                images.image_size(picture, one.sample_id)
+
+    has_pictures = bool(conversations[0].images)
     yield "tokenise", by_both(tokens)
-    yield "measure", by_both(sizes)
+    if has_pictures:
+        yield "sizes of pictures", {"decoded": within(decoded, pictures), "header": pictures}
+    yield "measure", by_both(sizes) | ({"decoded": within(decoded, sizes)} if has_pictures else {})
     yield "encode", by_both(lambda: [encoder(one, _ROW) for one in conversations])
     encoded = [encoder(one, _ROW) for one in conversations]
     vision = VisionSettings(processor.image_token_id, processor.video_token_id, 2, 48**2)
@@ -157,8 +186,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for subject, ways in subjects(write_samples(Path(folder), kind, options.samples)):
                 seconds = measure(ways, options.rounds)
                 for way, took in seconds.items():
-                    ratio, pace = f"{seconds.get('wrapper', took) / took:.2f}", f"{options.samples / took:.0f}"
-                    print(f"{kind:16} {subject:10} {way:8} {pace:>8} samples/s  {ratio} x the wrapper's")
+                    first = next(iter(seconds.values()))
+                    ratio, pace = f"{first / took:.2f}", f"{options.samples / took:.0f}"
+                    print(f"{kind:16} {subject:17} {way:8} {pace:>8} samples/s  {ratio} x the first")
                     rows.append(
                         {
                             "kind": kind,

@@ -9,6 +9,7 @@ nothing for thousands of samples, and too much for millions.
 
 from __future__ import annotations
 
+import secrets
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -20,7 +21,8 @@ from qwen3vl_bridge.data.loading.row_dataset import RowDataset
 from qwen3vl_bridge.data.loading.worker_processes import ignoring
 from qwen3vl_bridge.data.packing.packed_rows import FILES, MANIFEST, PackedRows, write
 from qwen3vl_bridge.data.packing.row_plan import RowPlan
-from qwen3vl_bridge.data.packing.sample_sizes import Size
+from qwen3vl_bridge.data.packing.sample_sizes import AllSizes, Left, Size
+from qwen3vl_bridge.data.packing.shared_sizes import sizes_of_job
 from qwen3vl_bridge.data.processing.samples import Samples
 from qwen3vl_bridge.files.atomic import atomic_directory
 from qwen3vl_bridge.files.errors import CheckpointError
@@ -86,11 +88,13 @@ def pack(
     if not rows.settings.pack or rows.settings.packed is not None:
         raise ValueError("found rows that are packed already, or with packing off; expected rows to pack")
     check_target(folder, overwrite=overwrite, replaceable=_check_packing)
-    sizes, dropped, truncated = _measured(rows.samples, workers, progress)
-    samples, starts = _packed(rows, sizes)
-    _prove(rows, sizes, samples, starts)
+    rules = rows.rules()  # first: data that are not whole yet have none
+    samples = _counting_together(rows.samples) if workers else rows.samples
+    sizes, dropped, truncated = _measured(samples, workers, progress)
+    packed, starts = _packed(rows, sizes)
+    _prove(rows, sizes, packed, starts)
     num_rows, capacity = len(starts) - 1, rows.settings.collator.seq_length
-    tokens, patches, _ = sizes[samples].sum(0).tolist()
+    tokens, patches, _ = sizes[packed].sum(0).tolist()
     most = rows.samples.sample_filter.most_patches
     report = PackingReport(
         samples=len(sizes),
@@ -103,9 +107,27 @@ def pack(
         patches=patches,
     )
     with atomic_directory(folder, say, replace=_check_packing if overwrite else None) as place:
-        write(place, sizes, samples, starts, rows.rules(), asdict(report))
-        PackedRows(place).check(rows.rules())
+        write(place, sizes, packed, starts, rules, asdict(report))
+        PackedRows(place).check(rules)
     return report
+
+
+class _OwnSizes(AllSizes):
+    """Sizes of the samples that one of several processes measures, with notes of all of them."""
+
+    def __init__(self, num_samples: int) -> None:
+        super().__init__(num_samples)
+        self._together = sizes_of_job(0, {"packing": secrets.token_hex(8)})
+
+    def note(self, kind: Left) -> int:
+        return self._together.note(kind)
+
+
+def _counting_together(samples: Samples) -> Samples:
+    """The same for several processes, which name the first that are left out together, not each its own."""
+    if samples.total is None:
+        return samples
+    return Samples(samples.file, samples.sample_filter, _OwnSizes(samples.total))
 
 
 def _check_packing(folder: Path) -> None:

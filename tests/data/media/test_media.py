@@ -1,11 +1,17 @@
 """Pictures on disk: which folders they may be in, sizes and pixels as people see them, and what does not decode."""
 
+import io
+import struct
+import zlib
+from pathlib import Path
+
 from qwen3vl_bridge.data import DataError, JsonLines, open_source
 from qwen3vl_bridge.data.media.images import MediaAccess, find, image_size, load_image
 
 import numpy as np
 import pytest
 from PIL import Image
+from PIL.PngImagePlugin import PngImageFile
 
 from ..conftest import picture, write
 
@@ -58,6 +64,18 @@ def test_roots_are_looked_in_one_after_the_other(linked):
     assert str(found("1.png", "data", "mnt/gqa")) == "mnt/gqa/1.png"
 
 
+@pytest.mark.parametrize("name", ["loop.png", "loop.png/1.png", "images/round/round/1.png", "images/self/1.png"])
+@pytest.mark.parametrize("roots", [["data"], ["data", "more"]])
+def test_links_that_lead_to_themselves_are_no_files(linked, name, roots):
+    """A folder that holds itself is one, whose pictures are not there; what is no folder in the end is a bad sample."""
+    (linked / "data/loop.png").symlink_to("pool.png")
+    (linked / "data/pool.png").symlink_to("loop.png")
+    (linked / "data/images/round").symlink_to(".")
+    (linked / "data/images/self").symlink_to("self")
+    with pytest.raises(DataError, match=rf"^here: (found '{name}', expected the path of|'{name}' is .* no such file)"):
+        find(name, MediaAccess.of([linked / root for root in roots]), "here")
+
+
 def test_relative_roots(linked, monkeypatch):
     monkeypatch.chdir(linked)
     with pytest.raises(DataError, match=rf"inside the media root data; .*media_root=\[data,{linked}/mnt/coco\]"):
@@ -88,6 +106,77 @@ def test_a_picture_is_upright_and_its_size_is_known_without_it(tmp_path, orienta
     upright = load_image(tmp_path / "y.png", "here")
     assert upright.mode == "RGB" and upright.size == ((30, 50) if (orientation or 1) > 4 else (50, 30))
     assert image_size(tmp_path / "y.png", "here") == upright.size[::-1]
+
+
+def chunk(kind: bytes, content: bytes) -> bytes:
+    """Of a PNG."""
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+
+def sideways_png(where: str, how: bytes, folder: Path) -> Path:
+    """A PNG that says it was held sideways, before its pixels or behind them."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    held = exif.tobytes()
+    said = {
+        b"eXIf": held.removeprefix(b"Exif\0\0"),
+        b"tEXt": b"Raw profile type exif\0\nexif\n%8d\n%s\n" % (len(held), held.hex().encode()),
+        b"zTXt": b"Raw profile type exif\0\0" + zlib.compress(b"\nexif\n%8d\n%s\n" % (len(held), held.hex().encode())),
+        b"iTXt": b'XML:com.adobe.xmp\0\0\0\0\0<x tiff:Orientation="6"/>',
+    }
+    whole = picture(folder / "x.png", 30, 50).read_bytes()
+    place = whole.index({"before": b"IDAT", "behind": b"IEND"}[where]) - 4
+    (folder / "x.png").write_bytes(whole[:place] + chunk(how, said[how]) + whole[place:])
+    return folder / "x.png"
+
+
+@pytest.mark.parametrize("where", ["before", "behind"])
+@pytest.mark.parametrize("how", [b"eXIf", b"tEXt", b"zTXt", b"iTXt"])
+def test_a_png_is_upright_wherever_it_says_how_it_was_held(tmp_path, where, how):
+    path = sideways_png(where, how, tmp_path)
+    assert load_image(path, "here").size == (30, 50)
+    assert image_size(path, "here") == (50, 30) == image_size(path.read_bytes(), "here")
+
+
+def test_a_png_is_measured_without_its_pixels(tmp_path, monkeypatch):
+    path = picture(tmp_path / "x.png", 300, 500)
+    assert path.read_bytes().count(b"IDAT") > 1
+    Image.open(path).save(tmp_path / "frames.png", save_all=True, append_images=[Image.new("RGB", (500, 300))])
+    with monkeypatch.context() as patch:
+        patch.setattr(PngImageFile, "load", lambda self: pytest.fail("decoded"))
+        for file in (path, tmp_path / "frames.png"):
+            assert image_size(file, "here") == (300, 500) == image_size(file.read_bytes(), "here")
+
+
+def test_a_png_that_breaks_off_is_refused_wherever_it_does(tmp_path):
+    """As it is when it is read whole: nothing that a whole reading refuses is measured without an error."""
+    whole = picture(tmp_path / "x.png", 40, 60).read_bytes()
+
+    def read_whole(content: bytes) -> bool:
+        try:
+            Image.open(io.BytesIO(content)).load()
+        except Exception:
+            return False
+        return True
+
+    refused = 0
+    for length in (*range(0, len(whole) - 40, 61), *range(len(whole) - 40, len(whole) + 1)):
+        if read_whole(whole[:length]):
+            assert image_size(whole[:length], "here") == (40, 60)
+            continue
+        refused += 1
+        with pytest.raises(DataError, match=r"^here: a picture or video of .* does not decode as a picture"):
+            image_size(whole[:length], "here")
+    assert refused > 50
+
+
+@pytest.mark.parametrize("chunks", [b"", chunk(b"blAb", b""), chunk(b"blAb", b"") * 2**17, b"\xff" * 90])
+def test_a_png_of_odd_chunks_has_the_size_that_pillow_gives_it(tmp_path, chunks):
+    """Chunks without number, or garbage, behind the pixels: it is decoded, and measured by what that says."""
+    whole = picture(tmp_path / "x.png", 30, 50).read_bytes()
+    place = whole.index(b"IEND") - 4
+    content = whole[:place] + chunks + whole[place:]
+    assert image_size(content, "here") == load_image(content, "here").size[::-1] == (30, 50)
 
 
 @pytest.mark.parametrize("read_picture", ["length", "call"])

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import logging
 import pickle
 import shutil
 from dataclasses import replace
@@ -17,6 +18,7 @@ from qwen3vl_bridge.data import (
     RowSettings,
     SampleFilter,
     Samples,
+    offline_packing,
     one_pass,
 )
 from qwen3vl_bridge.data.loading.row_dataset import RowDataset
@@ -25,7 +27,7 @@ from qwen3vl_bridge.data.offline_packing import pack
 import numpy as np
 import pytest
 
-from ..conftest import segments, write
+from ..conftest import picture, segments, write
 
 
 @pytest.fixture(scope="module")
@@ -195,6 +197,43 @@ def test_what_is_dropped_and_cut_is_counted(make_rows, tmp_path):
     with pytest.raises(DataError, match="none of its samples is in a row"):
         pack(make_rows(seq_length=8, on_long="drop")(), tmp_path / "none")
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+def test_the_first_that_are_dropped_are_named_once_whatever_the_processes(make_rows, tmp_path, monkeypatch, workers):
+    monkeypatch.setattr(offline_packing, "_CHUNK", 2)  # so that every process drops some
+    said = tmp_path / "said"
+    handler = logging.FileHandler(said)  # appends, from any process
+    logger = logging.getLogger("qwen3vl_bridge.data.processing.filtering")
+    logger.addHandler(handler)
+    try:
+        for part in ("one", "other"):  # a packing counts for itself
+            report = pack(make_rows(seq_length=64, on_long="drop")(), tmp_path / part, workers=workers)
+            lines = said.read_text().splitlines()
+            said.write_text("")
+            numbers = sorted(int(line.partition("dropped, ")[2].split()[0]) for line in lines)
+            expected = [number for number in range(1, report.dropped + 1) if number <= 4 or number.bit_count() == 1]
+            assert report.dropped > 8 and numbers == expected
+    finally:
+        logger.removeHandler(handler)
+        handler.close()
+
+
+@pytest.mark.parametrize("on_bad", ["error", "drop"])
+def test_a_picture_that_changes_after_packing_is_refused(make_rows, tmp_path, on_bad):
+    """Another size is another number of tokens; pictures are no part of what data are told by."""
+    path = picture(tmp_path / "a.png", 32, 32)
+    asked = [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}, {"role": "assistant", "content": "7"}]
+    file = write(tmp_path / "train.jsonl", [{"messages": asked}])
+    pack(make_rows(path=file, on_bad=on_bad)(), tmp_path / "rows")
+    make = make_rows(path=file, on_bad=on_bad, packed=PackedRows(tmp_path / "rows"))
+    picture(path, 32, 32, seed=1)
+    assert len(make()[0].samples) == 1
+    picture(path, 96, 64)
+    with pytest.raises(
+        DataError, match=r"train.jsonl:1: found \d+ tokens and \d+ patches, but its row was planned for"
+    ):
+        make()[0]
 
 
 def test_rows_hold_no_more_than_they_may(make_rows, tmp_path):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import io
+import struct
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -17,10 +18,14 @@ from typing import Any
 from qwen3vl_bridge.data.errors import DataError
 
 from PIL import ExifTags, Image, ImageOps
+from PIL.PngImagePlugin import PngImageFile
 
 # Pillow warns beyond this many pixels and refuses twice as many, to withstand files made to exhaust memory.
 MOST_PIXELS = Image.MAX_IMAGE_PIXELS or 2**30
 _SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that swap width and height
+_PNG_START = 8  # bytes before the first chunk
+_PNG_TEXTS = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")  # chunks that may say how a picture is held
+_MOST_CHUNKS = 2**16  # a picture of 64 megapixels has some thousands
 
 Media = Path | bytes
 
@@ -162,7 +167,7 @@ def _file(name: str, roots: tuple[Path, ...], place: str) -> Path:
         raise DataError(place, f"{name!r} is {_listed(root / name for root in inside)}, and there is no such file")
     except DataError:
         raise
-    except (OSError, ValueError) as error:  # too long, a loop of links, a null character
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a null character, a loop of links
         raise DataError(place, f"found {name[:80]!r}, expected the path of a file ({error})") from error
 
 
@@ -217,10 +222,43 @@ def image_size(image: Media, place: str) -> tuple[int, int]:
     with _opened(image, place) as opened:
         width, height = opened.size
         try:
-            sideways = opened.getexif().get(ExifTags.Base.Orientation) in _SIDEWAYS
+            sideways = _exif(opened).get(ExifTags.Base.Orientation) in _SIDEWAYS
         except Exception as error:  # of some formats it reads the whole file
             raise DataError(place, f"{describe(image)} does not decode as a picture: {error}") from error
     return (width, height) if sideways else (height, width)
+
+
+def _exif(opened: Image.Image) -> Image.Exif:
+    """What a picture says of itself, without its pixels where it is known without them.
+
+    A PNG may say it behind its pixels, so Pillow decodes it whole unless it has said it before.
+    """
+    if isinstance(opened, PngImageFile) and _says_no_more(opened):
+        return Image.Image.getexif(opened)
+    return opened.getexif()
+
+
+def _says_no_more(opened: PngImageFile) -> bool:
+    """Whether a PNG goes on to its end, and has nothing behind its pixels that says how it is held."""
+    file, has_begun = opened.fp, False
+    if file is None:
+        return False
+    before = file.tell()
+    try:
+        file.seek(_PNG_START)
+        for _ in range(_MOST_CHUNKS):
+            length, kind = struct.unpack(">I4s", file.read(8))
+            if kind == b"IEND":
+                return True
+            if has_begun and kind in _PNG_TEXTS:
+                return False
+            has_begun = has_begun or kind == b"IDAT"
+            file.seek(length + 4, io.SEEK_CUR)  # and a checksum
+        return False
+    except struct.error:  # it breaks off
+        return False
+    finally:
+        file.seek(before)
 
 
 def load_image(image: Media, place: str) -> Image.Image:
