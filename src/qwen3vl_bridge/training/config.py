@@ -68,10 +68,12 @@ class GuardConfig:
 class AccuracyConfig:
     """Right answers on held-out conversations, at each evaluation: generated greedily, compared with the last answer.
 
+    Reasoning counts for nothing: what stands before the last "</think>", in the conversation or in what the model says.
+
     Attributes:
         path: conversations, as `dataset.valid_path` takes them; None to ask none.
         samples: the first so many of them.
-        max_new_tokens: of an answer.
+        max_new_tokens: of an answer, with the reasoning that a chat template asks for.
         metric: "exact" counts answers that are the same but for white space around them; "contains" those that have the
             expected one in them.
     """
