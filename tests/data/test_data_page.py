@@ -18,6 +18,7 @@ from qwen3vl_recipes import qwen3_vl_8b_sft_config
 from qwen3vl_recipes.overrides import apply
 
 from .conftest import picture, write
+from .schemas.test_published_formats import FORMATS
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "data.md").read_text("utf-8")
 BLOCKS = re.findall(r"```(json|bash|console)\n(.*?)```", PAGE, re.DOTALL)
@@ -79,6 +80,21 @@ def test_formats_with_a_name_are_all_there():
     section = PAGE.split("## Formats with a name", 1)[1].split("\n## ", 1)[0]
     rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     assert {name for row in rows for name in re.findall("`(.*?)`", row)} == set(SCHEMAS)
+
+
+def test_public_sets_and_their_settings_are_those_that_are_tried():
+    """A record of each set's format is read with them, and not without, in `schemas/test_published_formats.py`."""
+    section = PAGE.split("## Public sets", 1)[1].split("\n## ", 1)[0]
+    found = dict(re.findall(r"^\| ([^|]+?) \| (.*?) ?\|$", section, re.MULTILINE))
+    assert found.pop("set") == "setting" and len(found) >= 12
+
+    def settings(one) -> str:
+        named = [f"columns.{key}={value}" for key, value in one.columns.items()]
+        named += [f"schema_adapter={one.schema_adapter}"] if one.schema_adapter else []
+        return ", ".join(f"`{setting}`" for setting in named).replace("\n", r"\n")
+
+    published = {one.name: settings(one) for one in FORMATS if not one.name.startswith("ms-swift")}
+    assert {name: words for name, words in found.items() if name != "---"} == published
 
 
 def test_sets_of_a_mixture_are_ones(tmp_path):

@@ -1,11 +1,15 @@
 """Conversations as questions: all up to the last answer as a prompt, and that answer to compare with.
 
-What lives here: cutting a conversation there. What may not: generating and judging answers
-(`training/monitoring/accuracy.py`).
+What lives here: cutting a conversation there, and an answer behind its reasoning. What may not: generating and judging
+answers (`training/monitoring/accuracy.py`).
+
+Reasoning is no part of an answer: neither what a conversation has of it, beside the answer or inside its content, nor
+what a model writes before it.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 from qwen3vl_bridge.data.errors import DataError
@@ -15,6 +19,9 @@ from qwen3vl_bridge.data.sources.opening import ConversationSource
 
 from torch import Tensor
 
+_OPEN, _CLOSE = re.compile(r"<think>\s*\Z"), "</think>"
+_TAIL = 8  # tokens, of which a prompt that opens a block of thinking ends with two
+
 
 @dataclass(frozen=True)
 class Question:
@@ -22,13 +29,19 @@ class Question:
 
     Attributes:
         prompt: pictures and the [n] tokens up to the answer.
-        answer: text.
+        answer: text, without reasoning.
         sample_id: which conversation it is.
+        thinks: whether the prompt opens a block of thinking, which the model has to close before it answers.
     """
 
     prompt: EncodedSample
     answer: str
     sample_id: str
+    thinks: bool = False
+
+    def answer_in(self, said: str) -> str:
+        """What a model answers in all that it says; nothing while it still thinks."""
+        return "" if self.thinks and _CLOSE not in said else _behind_thinking(said)
 
     @property
     def pictures(self) -> dict[str, Tensor]:
@@ -50,6 +63,7 @@ def questions(source: ConversationSource, rows: ConversationRows, first: int) ->
         DataError: a conversation that cannot be encoded, or does not end with an assistant's text.
     """
     encoder = replace(rows, answers="last").checkpoint().encoder
+    decode = encoder.processor.tokenizer.decode
     found = []
     for number in range(min(first, len(source))):
         conversation = replace(source[number], losses={})  # which of them a run trains on is no matter here
@@ -60,8 +74,14 @@ def questions(source: ConversationSource, rows: ConversationRows, first: int) ->
         # A label counts where the token after it is the answer's.
         length = int(sample.loss_mask.argmax()) + 1
         prompt = replace(sample, input_ids=sample.input_ids[:length])
-        found.append(Question(prompt, _text(last["content"]), conversation.sample_id))
+        thinks = _OPEN.search(decode(prompt.input_ids[-_TAIL:])) is not None
+        answer = _behind_thinking(_text(last["content"]))
+        found.append(Question(prompt, answer, conversation.sample_id, thinks))
     return found
+
+
+def _behind_thinking(text: str) -> str:
+    return text.rpartition(_CLOSE)[2]
 
 
 def _text(content: str | list[dict]) -> str:

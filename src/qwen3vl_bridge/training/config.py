@@ -69,10 +69,12 @@ class AccuracyConfig:
     """Accuracy on held-out conversations at each evaluation: greedy answers are compared with each conversation's last
     answer.
 
+    Reasoning, everything before the last "</think>", is ignored in the conversation and in the model's answer.
+
     Attributes:
         path: conversations, as in `dataset.valid_path`; None for no accuracy.
         samples: number of conversations, from the beginning.
-        max_new_tokens: maximum length of an answer.
+        max_new_tokens: maximum length of an answer, with the reasoning that a chat template asks for.
         metric: "exact" counts answers that are equal apart from surrounding white space; "contains" those that contain
         the expected one.
     """

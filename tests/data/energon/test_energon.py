@@ -241,7 +241,7 @@ def test_chatml_folders_keep_the_bytes_of_their_pictures(make, files, encoder, c
     turns = [{"from": "human", "value": "<image>\nand <image>?"}, {"from": "gpt", "value": "Both."}]
     records = {
         "images": {"conversations": turns, "images": ["0.png", "1.png"]},
-        "wrapped": {"conversations": turns, "images": ["1.png", "0.png"], "tools": [{"name": "look"}]},
+        "wrapped": {"conversations": turns, "images": ["1.png", "0.png"]},
         "video": {"messages": asked_of({"type": "video", "video": ["0.png"] * 3, "sample_fps": 2.0})},
         "file": {"messages": asked_of({"type": "video", "video": "clip.mkv"})},
         "text": {"messages": ASKED},

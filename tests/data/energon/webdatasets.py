@@ -103,7 +103,7 @@ def chatml(files: Mapping[str, bytes]) -> list[Sample]:
     moving = [{"role": "user", "content": "<video>Which?"}, {"role": "assistant", "content": "Seven."}]
     return [
         ("images", {"json": turns, "jpgs": pickled(one, two)}),
-        ("wrapped", {"json": {"conversation": turns, "tools": [{"name": "look"}]}, "jpgs": pickled(two, one)}),
+        ("wrapped", {"json": {"conversation": turns}, "jpgs": pickled(two, one)}),
         ("video", {"json": {"messages": moving}, "videos": pickled([one, one, one])}),
         ("file", {"json": moving, "videos": files["clip.mkv"]}),
         ("text", {"json": {"messages": ASKED}}),

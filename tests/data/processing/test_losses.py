@@ -127,3 +127,35 @@ def test_questions_are_asked_whatever_is_trained_on(tmp_path, checkpoint, proces
     asked = processor.tokenizer.decode(question.prompt.input_ids)
     assert asked.endswith(f"Seven.{END}\n<|im_start|>user\nWhich?{END}\n<|im_start|>assistant\n")
     assert question.answer == "Eight."
+
+
+def test_reasoning_is_no_part_of_an_answer(tmp_path, checkpoint, templates):
+    """Accuracy asks with the prompt that the template makes, and compares what follows the reasoning."""
+    for name, template in (("plain", templates[0]), ("thinking", templates[1])):
+        (tmp_path / name).mkdir()
+        for file in checkpoint.iterdir():
+            (tmp_path / name / file.name).write_bytes(file.read_bytes())
+        template.save_pretrained(tmp_path / name)
+    inside = {**ANSWER, "content": "<think>\nA bar.\n</think>\n\nSeven."}
+    records = [ANSWER, inside, {**ANSWER, "reasoning_content": "A bar."}]
+
+    def asked(template: str, answers: list[dict], **settings):
+        path = write(tmp_path / "train.jsonl", [{"messages": [ASK, answer]} for answer in answers])
+        rows = Qwen3VLConversationProvider(
+            train_path=str(path), hf_processor_path=str(tmp_path / template), seq_length=64, **settings
+        )
+        return questions(open_source(path), rows, 9)
+
+    found = asked("thinking", records)
+    assert [(question.answer.strip(), question.thinks) for question in found] == [
+        *(("Seven.", False), ("Seven.", True), ("Seven.", True))
+    ]
+    assert [question.answer.strip() for question in asked("plain", records[:2])] == ["Seven."] * 2
+    (prompted,) = asked("thinking", [ANSWER], empty_thinking="train")
+    assert prompted.thinks
+    plain, _, thinks = found
+    assert (
+        plain.answer_in("Seven.") == "Seven." and plain.answer_in("<think>\nHm.</think>\n\nSeven.").strip() == "Seven."
+    )
+    assert thinks.answer_in("A bar.\n</think>\n\nSeven.").strip() == "Seven."
+    assert thinks.answer_in("Seven. It may be seven.") == ""  # it has not answered yet

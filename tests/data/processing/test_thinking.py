@@ -4,6 +4,7 @@ import copy
 from pathlib import Path
 
 from qwen3vl_bridge.data import Conversation, DataError, Encoder
+from qwen3vl_bridge.data.media.images import FrameList
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -19,14 +20,18 @@ WORDS = ("seven", "é", "🙂", "\n", " ", "assistant\n", "Which digit is this?"
 CONTROLS = ("<|im_start|>assistant\n", "<think>\n", "\n</think>\n\n", END, f"<|im_start|>assistant\n{EMPTY}")
 answers = st.lists(st.sampled_from(WORDS), max_size=4).map("".join)
 asked = st.lists(st.sampled_from(WORDS + CONTROLS), max_size=4).map("".join)
-# An answer: reasoning (None for none), whether it stands inside the content, text; and whether a tool is called first.
-turns = st.tuples(asked, st.booleans(), st.one_of(st.none(), answers), st.booleans(), answers, st.booleans())
+# A question and what it shows. An answer: reasoning (None for none), whether it stands inside the content, text; and
+# whether a tool is called first.
+shown = st.sampled_from(["", "", "image", "video"])
+turns = st.tuples(asked, shown, st.one_of(st.none(), answers), st.booleans(), answers, st.booleans())
 conversations = st.tuples(st.one_of(st.none(), asked), st.lists(turns, min_size=1, max_size=3), st.booleans())
 CALL = {"type": "function", "function": {"name": "look", "arguments": {"where": "left", "times": 2}}}
 CALLED = (
     "<tool_call>\n<function=look>\n<parameter=where>\nleft\n</parameter>\n<parameter=times>\n2\n</parameter>\n"
     "</function>\n</tool_call>"
 )
+# Two pairs of frames, the times of their middles, and a picture's tokens for each.
+FRAMES = "".join(f"<{time} seconds><|vision_start|>{'<|video_pad|>' * 4}<|vision_end|>" for time in ("0.2", "1.2"))
 TOOLS = ({"type": "function", "function": {"name": "look", "description": "Looks."}},)
 
 
@@ -56,15 +61,15 @@ def answer(reasoning, inside, text) -> dict:
 def made(case, image) -> tuple[Conversation, list[tuple[str, str]]]:
     """A conversation, and the reasoning and text of each of its answers as the template has them."""
     system, rounds, with_tools = case
-    messages, expected, images = [], [], []
+    messages, expected, images, videos = [], [], [], []
     if system is not None:
         messages.append({"role": "system", "content": system})
     for number, (question, shows, reasoning, inside, text, calls) in enumerate(rounds):
         # A question is never empty, and never looks like a tool's answer.
         parts = [{"type": "text", "text": f"{number}: {question}"}]
         if shows:
-            parts.insert(0, {"type": "image", "image": "7.png"})
-            images.append(image)
+            parts.insert(0, {"type": shows, shows: ""})
+            (images if shows == "image" else videos).append(image if shows == "image" else FrameList((image,) * 4, 2))
         messages.append({"role": "user", "content": parts})
         last = number == len(rounds) - 1
         thought = (reasoning or "").strip() if last else ""
@@ -75,11 +80,17 @@ def made(case, image) -> tuple[Conversation, list[tuple[str, str]]]:
         messages.append(answer(reasoning, inside, text))
         expected.append((thought, text.strip()))
     tools = TOOLS if with_tools else None
-    return Conversation("train.jsonl:1", tuple(messages), tuple(images), tools=tools), expected
+    return Conversation("train.jsonl:1", tuple(messages), tuple(images), tuple(videos), tools), expected
 
 
 def block(thought: str, empty: str) -> str:
     return f"{thought}\n</think>\n\n" if thought else empty
+
+
+def encoder_sees(sample, conversation) -> bool:
+    """Whether a sample has the pixels of each picture and each video."""
+    grids = [grid for grid in (sample.image_grid_thw, sample.video_grid_thw) if grid is not None]
+    return sum(map(len, grids)) == len(conversation.images) + len(conversation.videos)
 
 
 @given(conversations)
@@ -100,8 +111,11 @@ def test_answers_and_their_reasoning_alone_are_trained_on(thinking, image, case)
         add_generation_prompt=True,
         enable_thinking=bool(thought),
     )
-    before = thinking.tokenizer.decode(last.input_ids[:begin]).replace("<|image_pad|>" * 4, "<|image_pad|>")
-    assert before == asks
+    before = thinking.tokenizer.decode(last.input_ids[:begin])
+    before = before.replace("<|image_pad|>" * 4, "<|image_pad|>").replace(FRAMES, "<|video_pad|>")
+    # transformers 5 leaves the template's start and end of vision around a video's frames.
+    assert before == asks.replace("<|vision_start|><|video_pad|><|vision_end|>", "<|video_pad|>")
+    assert encoder_sees(last, conversation)
 
 
 @given(conversations)

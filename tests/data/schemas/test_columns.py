@@ -79,6 +79,42 @@ def test_a_picture_may_be_missing_where_its_placeholder_would_tell():
         read({"question": "Which?", "answer": "Seven.", "foto": "x"}, image="img")
 
 
+@pytest.fixture
+def numbered():
+    """A record with pictures in columns of their own, in no order."""
+    pictures = {f"image_{number}": number and f"{number}.png" for number in (10, 2, 1)}
+    return {"question": "<image 3><image 1>?", "answer": "Seven.", **pictures, "image_type": "photo", "image_11": None}
+
+
+def test_pictures_in_columns_that_are_numbered(numbered):
+    expected = [*({"type": "image", "image": name} for name in ("10.png", "1.png")), {"type": "text", "text": "?"}]
+    with pytest.raises(DataError, match="places for the images of the numbers 1, 3, expected each number from 1 to 3"):
+        read(numbered, image="image_*")
+    numbered["question"] = "<image 3><image 1><image 2>?"
+    assert (
+        asked(numbered, image="image_*")[::3] == expected[::2] and asked(numbered, images="image_*")[1] == expected[1]
+    )
+    # An empty one among them would move the others' numbers.
+    for nothing in (None, "", {"bytes": None, "path": None}):
+        with pytest.raises(DataError, match=r"image 1: found .*, expected a path, or bytes"):
+            read({**numbered, "image_1": nothing}, image="image_*")
+    words = {"question": "Which?", "answer": "Seven.", "image_1": None, "image_2": ""}
+    assert read(words, image="image_*") == [ASK, ANSWER]
+    assert read({"messages": [ASK, ANSWER]}, image="image_*") == [ASK, ANSWER]
+    clips = {"question": "<video>?", "answer": "Seven.", "clip_1": "1.mp4"}
+    assert asked(clips, video="clip_*")[0] == {"type": "video", "video": "1.mp4"}
+    with pytest.raises(DataError, match=r"found 'image_2', which looks like .*columns.image=image_\*, or another"):
+        read({"question": "Which?", "answer": "Seven.", "image_2": "2.png"})
+
+
+def test_options_that_are_written_as_a_text_and_lines_of_nothing():
+    record = {"question": "Which?", "options": "['a', \"it's\", 3]", "none": "[]", "hint": "", "answer": "A"}
+    assert asked(record, question=r"{hint}\n{question}\n{options:letters}") == "Which?\nA. a\nB. it's\nC. 3"
+    assert asked({**record, "options": '["a", "b"]'}, question="{options:letters}") == "A. a\nB. b"
+    assert asked(record, question="{hint}\n{question}\n\n{hint}{none:letters}\n.") == "Which?\n\n."
+    assert asked(record, question="{hint}: {question}") == ": Which?"
+
+
 def test_what_is_left_out_and_what_is_text():
     record = {"messages": [ASK, ANSWER], "thumbnail": "1.png", "preview": {"bytes": b"x", "path": None}}
     assert read(record, ignore=("thumbnail", "preview")) == [ASK, ANSWER]
@@ -101,7 +137,15 @@ def test_what_is_left_out_and_what_is_text():
         ({"q": "b", "a": {}}, {"question": "q", "answer": "{a[x]}"}, "cannot be filled: 'x'"),
         ({"q": "b", "a": "c"}, {"question": "q", "answer": "{a:letter}"}, "found 'c', expected a whole number"),
         ({"q": "b", "a": 26}, {"question": "q", "answer": "{a:letter}"}, "found 26, expected a number from 0 to 25"),
-        ({"q": "b", "a": "c"}, {"question": "q", "answer": "{a:letters}"}, "found 'c', expected a list of 1 to 26"),
+        ({"q": "b", "a": "c"}, {"question": "q", "answer": "{a:letters}"}, "found 'c', expected a list of up to 26"),
+        (
+            {"q": "b", "a": "[c]"},
+            {"question": "q", "answer": "{a:letters}"},
+            r"found '\[c\]', expected a list of up to",
+        ),
+        ({"q": "b", "a": "[" * 9999}, {"question": "q", "answer": "{a:letters}"}, "expected a list of up to 26"),
+        ({"q": "b", "a": "[{}]"}, {"question": "q", "answer": "{a:letters}"}, "found {}, expected a text or a number"),
+        ({"question": "q", "answer": "a"}, {"image": "image_*"}, r"expected 'image_\*' \(columns.image\)"),
         ({"messages": [], "q": "b"}, {"question": "q"}, r"found 'messages' beside columns.question, .*ignore=\[mess"),
         ({"question": "a", "answer": "b", "tools": []}, {"system": "s"}, r"expected 's' \(columns.system\)"),
     ],
@@ -124,6 +168,13 @@ def test_records_without_what_is_named_are_refused(record, columns, message):
         ({"answer": "{a:>9}"}, "found {a}, a column stands as"),
         ({"ignore": "thumbnail"}, r"columns.ignore is 'thumbnail', expected a list of columns, such as \[thumbnail\]"),
         ({"ignore": ["img"], "image": "img"}, "columns.ignore has 'img', which columns.image reads"),
+        (
+            {"image": "*"},
+            r"columns.image is '\*', .*; of image, images, video, videos one '\*' in it may stand for num",
+        ),
+        ({"image": "image_**"}, r"columns.image is 'image_\*\*', expected the name of a column; of image"),
+        ({"question": "question_*"}, r"columns.question is 'question_\*', expected the name of a column"),
+        ({"ignore": ["image_2"], "image": "image_*"}, "columns.ignore has 'image_2', which columns.image reads"),
         ({"placeholders": "none"}, "columns.placeholders is 'none', expected 'media' or 'text'"),
     ],
 )

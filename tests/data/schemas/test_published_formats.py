@@ -233,6 +233,28 @@ FORMATS = [
         "A house.",
         {"image": "image_url", "question": "text:Describe this image.", "answer": "caption"},
     ),
+    Published(  # pictures in columns of their own, named by their numbers, in the options too; those are Python's text
+        "MMMU/MMMU",
+        "parquet",
+        {
+            "id": "validation_Art_1",
+            "question": "Which of <image 1> is missing?",
+            "options": "['<image 2>', '<image 3>', 'It\\'s \\\\frac']",
+            "explanation": "",
+            "image_1": IMAGE,
+            "image_2": IMAGE,
+            "image_3": IMAGE,
+            **{f"image_{number}": None for number in range(4, 8)},
+            "img_type": "['Paintings']",
+            "answer": "B",
+            "topic_difficulty": "Easy",
+            "question_type": "multiple-choice",
+            "subfield": "Drawing",
+        },
+        "Which of [image] is missing?\nA. [image]\nB. [image]\nC. It's \\frac",
+        "B",
+        {"image": "image_*", "question": r"{question}\n{options:letters}"},
+    ),
     Published(
         "naver-clova-ix/cord-v2",
         "parquet",
@@ -290,5 +312,7 @@ def test_a_published_format_is_read(tmp_path, encoder, published):
 def test_a_format_that_needs_a_setting_is_refused_without(tmp_path, published):
     """So that a record is never read as something else."""
     path = written(tmp_path, published)
-    with pytest.raises(DataError, match=r"found (the (columns|keys) .*, expected|1,? expected a string)"):
+    with pytest.raises(
+        DataError, match=r"found (the (columns|keys) .*, expected|1,? expected a string|'image_1', which looks)"
+    ):
         open_source(path)[0]

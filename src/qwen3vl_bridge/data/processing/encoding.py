@@ -31,6 +31,7 @@ from qwen3vl_bridge.data.media.images import image_size, load_image
 from qwen3vl_bridge.data.packing.sample_sizes import Size
 from qwen3vl_bridge.data.processing.thinking import EmptyThinking, Turns
 from qwen3vl_bridge.data.processing.tokenization import Seen, Tokens, tokenise
+from qwen3vl_bridge.data.processing.unwritten import Unwritten
 from qwen3vl_bridge.data.schemas.conversations import Conversation, PixelLimits
 
 import torch
@@ -98,6 +99,7 @@ class Encoder:
         check_choice("empty_thinking", empty_thinking, EmptyThinking)
         self.processor, self._only = processor, answers
         self._empty: EmptyThinking = empty_thinking
+        self._unwritten = Unwritten(processor)
         self._thinks = "reasoning_content" in str(processor.chat_template)
         if empty_thinking != "prompt" and not self._thinks:
             raise ValueError(
@@ -134,7 +136,7 @@ class Encoder:
                 before the cut.
         """
         seen = self._see(conversation)
-        self._check_placeholders(conversation)
+        self._check_text(conversation)
         self._trained(conversation)
         # Where nothing is cut, nobody needs to know where the answers are.
         text = self._render(conversation, conversation.messages)
@@ -170,7 +172,7 @@ class Encoder:
         )
 
     def _tokens(self, conversation: Conversation, seen: Seen, limit: int | None) -> Tokens:
-        self._check_placeholders(conversation)
+        self._check_text(conversation)
         text, answers = self._answers(conversation)
         tokens = tokenise(self.processor, text, answers, seen, conversation.sample_id)
         if limit is None or len(tokens) <= limit:
@@ -302,8 +304,9 @@ class Encoder:
             part, remedy = ("it", _WHOLE) if whole else (f"its first {len(messages)} messages alone", _EARLIER)
             raise DataError(conversation.sample_id, f"the chat template refuses {part}: {error}; {remedy}") from error
 
-    def _check_placeholders(self, conversation: Conversation) -> None:
-        """Refuses text that would be taken for a picture."""
+    def _check_text(self, conversation: Conversation) -> None:
+        """Refuses text that would be taken for a picture, and what the template would leave out."""
+        self._unwritten.check(conversation)
         for number, message in enumerate(conversation.messages, start=1):
             content = message["content"]
             texts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]

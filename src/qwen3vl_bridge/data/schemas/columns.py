@@ -1,38 +1,33 @@
-r"""A data set's own names for what our spellings call otherwise, and texts made of several of its columns.
+"""A data set's own names for what our spellings call otherwise, and texts made of several of its columns.
 
 What lives here: the setting `columns`, what it refuses, a record read by it, and which way a record is read. What may
-not: spellings that need no setting (`spellings.py`), formats with a name (`named_schemas.py`).
+not: filling templates (`templates.py`), spellings that need no setting (`spellings.py`), formats with a name
+(`named_schemas.py`).
 
-Each field but the last two is a key of ours, and its value the column that holds it. `system`, `question` and `answer`
-may be templates, too: what holds a brace, or begins with "text:". In a template
-
-    {question}           is a column's text, or its number
-    {answers[0]}         is the first of a list; {answers[0][answer]} what an object there holds
-    {choices:letters}    is a list, one a line, as "A. ...", "B. ..."
-    {answer:letter}      is the letter of a number that counts from 0
-    {{ and }}            are braces
-    \n                   is the end of a line
+Each field but the last two is a key of ours, and its value the column that holds it. Of media it may be several
+columns: "image_*" is image_1, image_2 and so on, in the order of their numbers, as many as a record has. `system`,
+`question` and `answer` may be templates, too (`templates.py`).
 """
 
 from __future__ import annotations
 
-import string
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, cast
+from typing import Any
 
 from qwen3vl_bridge.data.choices import check_choice
 from qwen3vl_bridge.data.errors import DataError
-from qwen3vl_bridge.data.schemas.media_keys import MEDIA_KEYS, shown
+from qwen3vl_bridge.data.schemas.media_keys import MEDIA_KEYS, is_none
 from qwen3vl_bridge.data.schemas.named_schemas import NamedSchema
 from qwen3vl_bridge.data.schemas.placeholders import Placeholders
 from qwen3vl_bridge.data.schemas.spellings import EXPECTED, KEYS, QUESTIONS, TURNS, messages_of, spelling_of
+from qwen3vl_bridge.data.schemas.templates import columns_of, filled, is_template
 
 _TEXTS = ("system", "question", "answer")
 _OPTIONAL = (*MEDIA_KEYS, "system", "tools")  # a record may have none
 _PAIRED = {*QUESTIONS, *QUESTIONS.values(), "input"}
-_CONSTANT = "text:"
-_LETTERS = string.ascii_uppercase
+_ANY = "*"  # in a column's name, any number
 
 
 @dataclass(kw_only=True)
@@ -42,9 +37,9 @@ class Columns:
     Attributes:
         messages: turns, with role and content.
         conversations: turns, with from and value.
-        image: a picture, or a list of them.
+        image: a picture, or a list of them; "image_*" for those of image_1, image_2 and so on.
         images: likewise.
-        video: a video, or a list of them.
+        video: a video, or a list of them; "video_*" likewise.
         videos: likewise.
         system: the system prompt, or a template.
         tools: what the model may call.
@@ -110,13 +105,19 @@ class Columns:
         for key, value in self._given().items():
             if not isinstance(value, str) or not value:
                 raise ValueError(f"columns.{key} is {value!r}, expected the name of a column")
-            if key in _TEXTS and _is_template(value):
+            if key in _TEXTS and is_template(value):
                 try:
-                    list(_fields_of(value))
+                    list(columns_of(value))
                 except ValueError as error:
                     raise ValueError(f"columns.{key} is {value!r}, expected a template: {error}") from error
-        if left := [name for name in self.ignore if name in self._columns()]:
-            raise ValueError(f"columns.ignore has {left[0]!r}, which columns.{self._columns()[left[0]]} reads")
+            elif _ANY in value and (key not in MEDIA_KEYS or value.count(_ANY) > 1 or value == _ANY):
+                raise ValueError(
+                    f"columns.{key} is {value!r}, expected the name of a column; of {', '.join(MEDIA_KEYS)} one '*' in "
+                    "it may stand for numbers, such as 'image_*'"
+                )
+        read = self._columns(self.ignore)
+        if left := [name for name in self.ignore if name in read]:
+            raise ValueError(f"columns.ignore has {left[0]!r}, which columns.{read[left[0]]} reads")
 
     @property
     def name(self) -> str:
@@ -141,11 +142,14 @@ class Columns:
         if not isinstance(record, dict):
             return record
         self._check_one([key for key, value in record.items() if value is not None], place)
-        replaced = self._replaced()
+        replaced = self._replaced(record)
         own = {key: value for key, value in record.items() if key not in replaced}
         for key, value in self._given().items():
-            if key in _TEXTS and _is_template(value):
-                own[key] = _filled(value, record, f"{place}: columns.{key}")
+            if key in _TEXTS and is_template(value):
+                own[key] = filled(value, record, f"{place}: columns.{key}")
+                continue
+            if several := _numbered(value, record):
+                own[key] = _up_to_the_last([record[column] for column in several])
                 continue
             # Where turns have placeholders, a picture that is missing is missed.
             may_lack = key in MEDIA_KEYS and self._has_turns(record)
@@ -160,19 +164,20 @@ class Columns:
         Raises:
             DataError: none of them says anything, or one that is named is not there.
         """
-        asked = {**self._columns(), **dict.fromkeys(self.ignore, "ignore")}
+        columns = self._columns(names)
+        asked = {**columns, **dict.fromkeys(self.ignore, "ignore")}
         for column, key in asked.items():
             if column not in names:
                 raise DataError(place, f"found the columns {_listed(names)}, expected {column!r} (columns.{key})")
         self._check_one(names, place)
-        replaced, given = self._replaced(), self._given()
+        replaced, given = self._replaced(names), self._given()
         known = [name for name in names if name in KEYS and name not in replaced]
         spelling = spelling_of({*known, *given}, place)
         if spelling is None:
             raise DataError(place, f"found the columns {_listed(names)}, expected {EXPECTED}")
         if spelling in TURNS:  # what is beside them as a question is not read
             known = [name for name in known if name not in _PAIRED or name == "input"]  # which a row may leave empty
-        return [name for name in names if name in known or name in self._columns()]
+        return [name for name in names if name in known or name in columns]
 
     def _check_one(self, keys: Iterable[str], place: str) -> None:
         """Refuses turns beside a question that is named."""
@@ -185,12 +190,12 @@ class Columns:
                 f"(columns.ignore=[{turns[0]}])",
             )
 
-    def _replaced(self) -> set[str]:
+    def _replaced(self, names: Collection[str]) -> set[str]:
         """Keys of a record that are not read as what they are called."""
-        given = self._given()
-        templates = {key for key, value in given.items() if key in _TEXTS and _is_template(value)}
-        moved = {value for key, value in given.items() if key not in templates}
-        filled_in = {column for column, key in self._columns().items() if key in templates and column not in KEYS}
+        given, columns = self._given(), self._columns(names)
+        templates = {key for key, value in given.items() if key in _TEXTS and is_template(value)}
+        moved = {column for column, key in columns.items() if key not in templates}
+        filled_in = {column for column, key in columns.items() if key in templates and column not in KEYS}
         other = _PAIRED - {"question", "answer"} if {"question", "answer"} & given.keys() else set()
         return {*given, *moved, *filled_in, *other, *self.ignore}
 
@@ -199,12 +204,16 @@ class Columns:
         keys = (field.name for field in fields(self) if field.name not in ("ignore", "placeholders"))
         return {key: value for key in keys if (value := getattr(self, key)) is not None}
 
-    def _columns(self) -> dict[str, str]:
-        """Every column that is named, and the key of ours that it is for."""
+    def _columns(self, names: Collection[str]) -> dict[str, str]:
+        """Every column that is named, and the key of ours that it is for.
+
+        Args:
+            names: of the columns that there are, for those that are named by a "*".
+        """
         found: dict[str, str] = {}
         for key, value in self._given().items():
-            template = key in _TEXTS and _is_template(value)
-            found |= dict.fromkeys(_fields_of(value) if template else [value], key)
+            template = key in _TEXTS and is_template(value)
+            found |= dict.fromkeys(columns_of(value) if template else _numbered(value, names) or [value], key)
         return found
 
     def _has_turns(self, record: Mapping[str, Any]) -> bool:
@@ -246,59 +255,16 @@ def _listed(names: Any) -> str:
     return ", ".join(map(str, names)) or "none"
 
 
-def _is_template(value: Any) -> bool:
-    return isinstance(value, str) and (value.startswith(_CONSTANT) or "{" in value or "}" in value)
+def _numbered(pattern: str, names: Collection[str]) -> list[str]:
+    """The columns that a name with a "*" means, in the order of their numbers; none for another name."""
+    before, star, behind = pattern.partition(_ANY)
+    if not star:
+        return []
+    matches = [re.fullmatch(rf"{re.escape(before)}(\d+){re.escape(behind)}", str(name)) for name in names]
+    return [match[0] for match in sorted(filter(None, matches), key=lambda match: int(match[1]))]
 
 
-def _fields_of(template: str) -> Iterator[str]:
-    """The columns that a template is filled from; raises ValueError where it is none."""
-    for _, field, spec, conversion in string.Formatter().parse(template.removeprefix(_CONSTANT)):
-        if field is None:
-            continue
-        column = field.partition("[")[0]
-        if not column or "." in column or conversion or spec not in ("", "letter", "letters"):
-            raise ValueError(f"found {{{field}}}, a column stands as {{NAME}}, {{NAME[0]}} or {{NAME:letters}}")
-        yield column
-
-
-class _Filling(string.Formatter):
-    """Columns of a record, without Python's attributes."""
-
-    def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        column, *places = field_name.replace("]", "").split("[")
-        value = kwargs[column]
-        for at in places:
-            value = value[int(at)] if isinstance(value, list) else value[at]
-        return value, column
-
-    def format_field(self, value: Any, format_spec: str) -> Any:
-        if format_spec == "letter" and isinstance(value, int) and not isinstance(value, bool):
-            if not 0 <= value < len(_LETTERS):
-                raise ValueError(f"found {value}, expected a number from 0 to {len(_LETTERS) - 1}")
-            return _LETTERS[value]
-        if format_spec == "letters" and isinstance(value, list) and 0 < len(value) <= len(_LETTERS):
-            return "\n".join(f"{letter}. {_word(one)}" for letter, one in zip(_LETTERS, value, strict=False))
-        if format_spec:
-            kinds = {"letter": "a whole number", "letters": f"a list of 1 to {len(_LETTERS)}"}
-            raise ValueError(f"found {shown(value)}, expected {kinds[format_spec]}")
-        return _word(value)
-
-
-def _word(value: Any) -> str:
-    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        raise ValueError(
-            f"found {shown(value)}, expected a text or a number; {{NAME[0]}} is the first of a list, {{NAME:letters}} "
-            "all of it"
-        )
-    return str(value)
-
-
-def _filled(template: str, record: Mapping[str, Any], place: str) -> str:
-    """A template with what a record holds."""
-    if missing := [column for column in _fields_of(template) if record.get(column) is None]:
-        raise DataError(place, f"found the keys {_listed(record)}, expected {missing[0]!r}, and not null")
-    words = template.removeprefix(_CONSTANT).replace("\\n", "\n")
-    try:
-        return cast(str, _Filling().vformat(words, (), record))
-    except (ValueError, LookupError, TypeError) as error:
-        raise DataError(place, f"{template!r} cannot be filled: {error}") from error
+def _up_to_the_last(media: list[Any]) -> list[Any]:
+    """Media without the empty ones behind the last. One before it is left for others to refuse."""
+    last = max((place for place, medium in enumerate(media) if not is_none(medium)), default=-1)
+    return media[: last + 1]

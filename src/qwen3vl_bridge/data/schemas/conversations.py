@@ -160,6 +160,7 @@ class _Media:
         role, content = message["role"], message["content"]
         if role not in ROLES:
             raise DataError(place, f"found the role {role!r}, expected one of {', '.join(ROLES)}")
+        _check_beside(message, place)
         if isinstance(content, str):
             return message
         if not isinstance(content, list) or not content:
@@ -212,6 +213,19 @@ class _Media:
         return FrameList(
             tuple(self._media(frame, "video", f"{place}, frame {i}") for i, frame in enumerate(frames)), fps
         )
+
+
+def _check_beside(message: dict[str, Any], place: str) -> None:
+    """Refuses what templates would pass over: reasoning and calls of another type, or that are not the assistant's."""
+    reasoning, calls = message.get("reasoning_content"), message.get("tool_calls")
+    if not isinstance(reasoning, (str, type(None))):
+        raise DataError(place, f"found {_kind(reasoning)} under 'reasoning_content', expected a string")
+    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+        raise DataError(place, f"found {_kind(calls)} under 'tool_calls', expected a list of objects")
+    given = next((key for key in ("reasoning_content", "tool_calls") if message.get(key)), None)
+    if given and message["role"] != "assistant":
+        problem = f"found {given!r} on a message of the role {message['role']!r}"
+        raise DataError(place, f"{problem}, expected it on the assistant's: of others it is not read")
 
 
 def _limits(part: dict[str, Any], place: str) -> PixelLimits:

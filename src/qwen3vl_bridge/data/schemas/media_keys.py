@@ -26,14 +26,19 @@ _NAMED_AS_MEDIA = re.compile(
     re.IGNORECASE,
 )
 # Names of files, which are metadata where media are read; where to look for media that are missed; ids of videos.
-_NAMED_AS_FILES = re.compile(r"(image|img|picture|photo|pic|video|clip)s?[_ -]?(names?|lists?)", re.IGNORECASE)
+_NAMED_AS_FILES = re.compile(
+    r"(image|img|picture|photo|pic|video|clip)s?[_ -]?(name|list|array)s?"
+    r"|(screenshot|frame)s?([_ -]?(path|file|url))?s?",
+    re.IGNORECASE,
+)
 _MAY_HOLD_MEDIA = re.compile(r".*(image|img|picture|photo|video|clip|frames).*|pics?|vids?", re.IGNORECASE)
 _IDS = re.compile(r"vids?", re.IGNORECASE)
-_NAMES_A_SAMPLE = re.compile(r"(.*_)?(id|ID)|.*Id")
+NAMES_A_SAMPLE = re.compile(r"(.*_)?(id|ID)|.*Id")
 _FILE = re.compile(
     r"[^\n]{1,4096}\.(jpe?g|png|webp|gif|bmp|tiff?|heic|avif|mp4|m4v|mov|mkv|webm|avi|mpe?g|flv|wmv)(\?\S*)?",
     re.IGNORECASE,
 )
+_PARTS_WITH_ADDRESSES = ("image_url", "input_image", "video_url")  # types of OpenAI's
 _ADDRESS = re.compile(r"https?://", re.IGNORECASE)
 # Beginnings of JPEG, PNG, GIF, RIFF (WebP, AVI), TIFF, BMP, MP4 and Matroska in base64.
 _ENCODED = re.compile(
@@ -50,7 +55,7 @@ def media_beside(record: dict[str, Any], place: str) -> dict[str, list[Any]]:
     """
     media: dict[str, list[Any]] = {}
     for kind, keys in BESIDE.items():
-        given = {key: value for key in keys if not _is_none(value := record.pop(key, None))}
+        given = {key: value for key in keys if not is_none(value := record.pop(key, None))}
         if len(given) > 1:
             raise DataError(place, f"found both {' and '.join(map(repr, given))}, expected one of them")
         for key, value in given.items():
@@ -82,10 +87,16 @@ def check_unread(record: Mapping[str, Any], known: Collection[str], messages: li
         if isinstance(value, str) and any(_is_end(PurePosixPath(value).parts, parts) for parts in read):
             continue
         like_media = _looks_like_media(value, addresses=not shown)
-        if isinstance(value, str) and _NAMES_A_SAMPLE.fullmatch(str(key)) and (shown or not like_media):
+        if isinstance(value, str) and NAMES_A_SAMPLE.fullmatch(str(key)) and (shown or not like_media):
             continue
         if like_media or _is_named_as_media(str(key), value, shown):
             raise DataError(place, unread_media(str(key), record))
+        if not shown and _has_media_within(value):
+            raise DataError(
+                place,
+                f"found {key!r}, within which something looks like pictures or videos and is not read, expected media "
+                f"under {', '.join(map(repr, MEDIA_KEYS))}: write them there, or leave it out (columns.ignore=[{key}])",
+            )
 
 
 def _is_named_as_media(key: str, value: Any, shown: Collection[str]) -> bool:
@@ -113,6 +124,21 @@ def may_hold_media(record: Mapping[str, Any], known: Collection[str]) -> str | N
     return next(iter([*like_media, *named]), None)
 
 
+def _has_media_within(value: Any) -> bool:
+    """Whether an object or a list has something within that seems to be a picture or a video."""
+    if isinstance(value, list):
+        return any(map(_has_media_within, value[:4]))
+    if not isinstance(value, dict):
+        return False
+    if value.get("type") in ("image", "video", *_PARTS_WITH_ADDRESSES):
+        return True
+    within = {str(key): inner for key, inner in value.items() if inner not in (None, "", [], {}, b"")}
+    return any(
+        _is_named_as_media(key, inner, ()) or _looks_like_media(inner, addresses=True) or _has_media_within(inner)
+        for key, inner in within.items()
+    )
+
+
 def _kind_named(key: str) -> str:
     return "video" if re.match("vid|clip", key, re.IGNORECASE) else "image"
 
@@ -120,10 +146,11 @@ def _kind_named(key: str) -> str:
 def unread_media(key: str, keys: Collection[str]) -> str:
     """What is wrong with a key that seems to hold media and is none of ours."""
     kind = _kind_named(key)
+    column = re.sub(r"\d+$", "*", key)  # one of several that are numbered
     return (
         f"found {key!r}, which looks like pictures or videos and is not read, expected media under "
         f"{', '.join(map(repr, MEDIA_KEYS))}; the keys are {', '.join(map(str, keys))}. Name the column "
-        f"(columns.{kind}={key}, or another of these), or leave it out (columns.ignore=[{key}])"
+        f"(columns.{kind}={column}, or another of these), or leave it out (columns.ignore=[{key}])"
     )
 
 
@@ -166,12 +193,12 @@ def _medium(item: Any, kind: str, place: str) -> Any:
     return item
 
 
-def _is_none(value: Any) -> bool:
+def is_none(value: Any) -> bool:
     """Whether a key says that there is no medium: null, an empty text, list or object, or a list of these."""
     if isinstance(value, dict):
         return set(value) <= {"bytes", "path"} and not any(value.values())
     if isinstance(value, list):
-        return not any(isinstance(item, list) or not _is_none(item) for item in value)
+        return not any(isinstance(item, list) or not is_none(item) for item in value)
     return value in (None, "", b"")
 
 

@@ -36,6 +36,12 @@ _PLACE = re.compile(
     r"|<(?P<bar>\|)?(?P<kind>image|img|video)([ _-]?(?P<number>\d{1,4})|here|[ _-]?placeholder)?(?(bar)\|)>",
     re.IGNORECASE,
 )
+# What somebody may have meant as a place, in a spelling that is not read.
+_LIKE_A_PLACE = re.compile(
+    r"<\s*/?\|?\s*(image|img|picture|pic|photo|video|clip|frame)s?([\s_-]*(token|pad|placeholder|context|\d+))?\s*\|?/?\s*>"
+    r"|[\[{]{1,2}\s*(image|img|picture|photo|video)s?([\s_-]*\d+)?\s*[\]}]{1,2}",
+    re.IGNORECASE,
+)
 _AS_TEXT = "where text is meant, write the content as a list of parts, or set columns.placeholders=text"
 
 
@@ -83,6 +89,8 @@ def with_media(
     for kind in BESIDE:
         found, given = list(_places(messages, kind, placeholders)), media.get(kind, [])
         if in_front and not found:
+            if given and placeholders == "media":
+                _check_likeness(kind, len(given), messages, place)
             front += [{"type": kind, kind: medium} for medium in given]
             continue
         _check_spellings(found, messages, place)
@@ -117,6 +125,19 @@ def _check_spellings(found: list[_Place | None], messages: list[Any], place: str
     if len(ways) > 1:
         first, second, *_ = ways.values()
         raise DataError(place, f"found both {first} and {second}, expected placeholders of one spelling; {_AS_TEXT}")
+
+
+def _check_likeness(kind: str, given: int, messages: list[Any], place: str) -> None:
+    """Refuses media that would stand in front of a question which seems to say itself where."""
+    for message in messages:
+        content = message.get("content") if message.get("role") == "user" else None
+        matches = _LIKE_A_PLACE.finditer(content) if isinstance(content, str) else ()
+        if match := next((match for match in matches if not _PLACE.fullmatch(match[0])), None):
+            raise DataError(
+                place,
+                f"found {shown(match[0])} in a question, which is no place that is read, and {given} {kind}s, expected "
+                f"'<{kind}>' where each stands; {_AS_TEXT}",
+            )
 
 
 def _check_named(kind: str, found: list[_Place | None], given: int, place: str) -> None:

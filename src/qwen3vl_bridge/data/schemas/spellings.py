@@ -28,6 +28,7 @@ from typing import Any
 
 from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.schemas.media_keys import MEDIA_KEYS, check_unread, local_path, media_beside, shown
+from qwen3vl_bridge.data.schemas.misplaced_keys import check_misplaced
 from qwen3vl_bridge.data.schemas.placeholders import Placeholders, with_media
 from qwen3vl_bridge.files.parsing import parse_record
 
@@ -94,6 +95,7 @@ def messages_of(record: Any, place: str, *, placeholders: Placeholders = "media"
             in_front=spelling not in ("messages", "conversations"),
         )
         check_unread(record, KEYS, own["messages"], place)
+        check_misplaced(record, KEYS, spelling, own["messages"], place)
     return own
 
 

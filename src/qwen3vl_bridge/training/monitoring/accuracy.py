@@ -71,7 +71,7 @@ class Accuracy(Callback):
             answers = generate(list(model), **prompts, **settings)
             texts = tokenizer.batch_decode(answers[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
             for question, text in zip(batch, texts, strict=True):
-                is_right = self._is_right(question.answer.strip(), text.strip())
+                is_right = self._is_right(question.answer.strip(), question.answer_in(text).strip())
                 right += is_right
                 if not is_right:
                     logger.info("%s: expected %r, the model answered %r", question.sample_id, question.answer, text)
