@@ -62,10 +62,9 @@ def with_own_labels(
     inputs: ModelInputs, labels: Tensor | None, loss_mask: Tensor | None, vocab_size: int
 ) -> ModelInputs:
     """A rank's inputs with labels and mask of its own tokens, [b, s]; the rest as `with_labels`."""
-    device = inputs.input_ids.device
     if labels is not None:
-        labels = _readable(labels, loss_mask, [inputs.input_ids.shape], vocab_size).to(device)
-    return replace(inputs, labels=labels, loss_mask=None if loss_mask is None else loss_mask.float().to(device))
+        labels = _readable(labels, loss_mask, [inputs.input_ids.shape], vocab_size)
+    return replace(inputs, labels=labels, loss_mask=None if loss_mask is None else loss_mask.float())
 
 
 def without_ignored(inputs: ModelInputs) -> tuple[ModelInputs, Tensor | None]:
@@ -84,7 +83,7 @@ def _of_a_rank(arranged: Arrangement, cp_size: int) -> tuple[int, int]:
 def _readable(labels: Tensor, loss_mask: Tensor | None, shapes: list, vocab_size: int) -> Tensor:
     """Labels that are token ids, or `IGNORED` where they need not be."""
     right = (labels >= 0) & (labels < vocab_size)
-    free = labels == IGNORED if loss_mask is None else loss_mask.to(labels.device) == 0
+    free = labels == IGNORED if loss_mask is None else loss_mask == 0
     if labels.is_floating_point() or labels.shape not in shapes or not bool((right | free).all()):
         found = [labels.min().item(), labels.max().item()] if labels.numel() else []
         raise ValueError(
