@@ -12,19 +12,18 @@ is any memory that was asked for as such. A storage is on the GPU when
 
 A wait is
 - a value read: `_local_scalar_dense` (`item`, `bool`, `int`, `float`, an index), `tolist`, `equal`,
-- a result whose size is a value: `nonzero`, booleans as an index, `masked_select`, `unique`, `bincount`,
-  `repeat_interleave` by a tensor without `output_size`,
+- a result whose size is a value: `nonzero`, booleans as an index, `repeat_interleave` without `output_size`,
 - a copy between host and GPU without `non_blocking`, or from memory that is not pinned: `cpu`, `to`, `copy_`,
   `torch.tensor(..., device=)`, a host tensor as the index of one on the GPU,
-- objects sent between ranks, barriers, and streams, events and devices that are synchronised.
+- objects sent between ranks, barriers, and streams, events and devices that are synchronised,
+- and, as a mistake, what is done with a `non_blocking` copy on the host before the host has waited for something.
 Each is attributed to the innermost line of a package that stands in the stack; in a backward pass without such a line,
 to the line whose gradient is computed.
 
 Limits. It sees no kernel of a GPU: what Transformer Engine, Triton or cuBLAS do by themselves is not counted, and what
-the local layer spec does here others may not. `non_blocking` copies to the host are no wait: that nobody reads
-them too early is for the reader to prove. An event that is synchronised is counted unless the host has waited for
-something after it was recorded, which takes all streams for one. Collectives are taken for NCCL's,
-for which the host does not wait. `torch.cuda.set_sync_debug_mode` is the judge on a GPU.
+the local layer spec does here others may not. An event that is synchronised is counted unless the host has waited for
+something after it was recorded; a copy has arrived by then too: all streams are taken for one. The host does not wait
+for collectives, as they are taken for NCCL's. `torch.cuda.set_sync_debug_mode` is the judge on a GPU.
 """
 
 from __future__ import annotations
@@ -63,6 +62,7 @@ _SIZED_BY_VALUES = {
     "bincount",
     "is_nonzero",
 }
+_TOO_EARLY = "a copy that has not arrived"
 _OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "barrier")
 
 
@@ -81,6 +81,7 @@ class HostWaits:
         self.waited = 0
         self._storages: dict[int | None, StorageWeakRef] = {}
         self._pinned: dict[int | None, StorageWeakRef] = {}
+        self._copied: dict[int | None, int] = {}  # to the host, and how many waits there were before
         self._paused = self._blind = self._copies = False
         for one in on_gpu:
             self.on_gpu(one)
@@ -162,8 +163,8 @@ class HostWaits:
         first = args[0] if args else None
         if name == "__get__" and getattr(function, "__self__", None) is Tensor.device:
             return GPU if self.is_on_gpu(first) else function(*args, **kwargs)
-        if name == "tolist" and self.is_on_gpu(first):
-            self.note("tolist")
+        if name == "tolist" and (self.is_on_gpu(first) or self._under_way(first)):
+            self.note("tolist" if self.is_on_gpu(first) else _TOO_EARLY)
             with self.paused():
                 return function(*args, **kwargs)
         if name == "pin_memory":
@@ -207,7 +208,14 @@ class HostWaits:
         if result.untyped_storage()._cdata == tensor.untyped_storage()._cdata or self.is_on_gpu(result) != there:
             with self.uncounted():
                 result = result.clone()
+        if not there and kwargs.get("non_blocking"):
+            self.pinned(result)
+            self._copied[_storage(result)] = self.waited
         return self._place(result) if there else result
+
+    def _under_way(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a copy to the host that need not be there yet."""
+        return self._copied.get(_storage(tensor)) == self.waited
 
     def _goes_to_gpu(self, rest: list[Any], kwargs: dict[str, Any]) -> bool | None:
         """Where `Tensor.to` goes, from its arguments; None: it stays."""
@@ -237,8 +245,8 @@ class HostWaits:
             for one in tensors:
                 self._place(one)
         what = self._waits_for(name, args, kwargs) if any(there) else None
-        if what is not None:
-            self.note(what)
+        if what or any(map(self._under_way, tensors)):
+            self.note(what or _TOO_EARLY)
         result = op(*args, **kwargs)
         if name == "copy_":
             return result

@@ -4,7 +4,7 @@ torchrun --nproc_per_node N -m tests.host_waits.on_ranks OUTPUT CASES FOLDERS
 
 CASES is a JSON list of [family, topology, rows]; FOLDERS a JSON object with the Hugging Face folder of each family.
 What is counted is the third step of four, and the fourth, which takes figures: with the guard, recorded losses, norms
-of parts, meters and the log.
+of parts, meters and the log. Of rows "presharded", which are tensors on the device, it is one call of the model.
 """
 
 from __future__ import annotations
@@ -49,11 +49,23 @@ def count_step(folder: str, topology: Topology, rows: str, **settings: Any) -> d
     return found
 
 
+def count_call(folder: str, topology: Topology) -> dict[str, Seen]:
+    """Forward and backward of a rank's share of a packed row, as RL frameworks give it."""
+    split = Split(folder, topology)
+    model, groups = split.run.model[0], split.run.groups
+    arguments = next(split.batches(CONTENT, "presharded", steps=1)).arguments(groups.cp.size(), groups.cp.rank())
+    with HostWaits(model, arguments, vars(arguments["packed_seq_params"])) as waits:
+        model(**arguments).sum().backward()
+    return {"call": waits.seen()}
+
+
 def main(output: str, cases: list[list[str]], folders: dict[str, str]) -> None:
     """Every case; rank 0 writes what all ranks have found."""
     found = {}
     for family, name, rows in cases:
-        counted = count_step(folders[family], (TOPOLOGIES | MODULES)[name], rows)
+        topology = (TOPOLOGIES | MODULES)[name]
+        call = rows == "presharded"
+        counted = count_call(folders[family], topology) if call else count_step(folders[family], topology, rows)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, counted)
         found[family, name, rows] = everyone

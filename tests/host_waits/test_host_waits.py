@@ -10,6 +10,7 @@ import json
 import shutil
 from pathlib import Path
 
+from qwen3vl_bridge.batch.device_transfer import on_host
 from qwen3vl_bridge.models.common.inputs.local_ranks import sequence_ranks
 from qwen3vl_bridge.training.step import to_device
 from qwen3vl_bridge.weights.expert_layout import ExpertLayout
@@ -21,7 +22,7 @@ from transformers import AutoConfig
 
 from tests.forked import run_ranks
 from tests.frameworks.megatron_bridge.upstream_steps_on_ranks import join
-from tests.model.inputs.support import offsets, packed_params
+from tests.model.inputs.support import gaps, make_rows, offsets, packed_params
 from tests.parity.batches import make_batch, make_samples
 from tests.parity.conftest import make_pair
 from tests.parity.one_process.test_recompute import FULL, of_vision
@@ -103,13 +104,14 @@ CASES = [
     ["dense", "1 + 1", "packed"],
     ["MoE", "EP2", "packed"],
 ]
+SHARE = ["dense", "CP2", "presharded"]
 
 
 @pytest.fixture(scope="module")
 def on_ranks(folders, tmp_path_factory):
     output = tmp_path_factory.mktemp("waits") / "found.pt"
     named = {name: str(shutil.copytree(folder, output.parent / name)) for name, folder in folders.items()}
-    run_ranks("tests.host_waits.on_ranks", 2, output, json.dumps(CASES), json.dumps(named), timeout=500)
+    run_ranks("tests.host_waits.on_ranks", 2, output, json.dumps([*CASES, SHARE]), json.dumps(named), timeout=500)
     return torch.load(output, weights_only=False)
 
 
@@ -120,24 +122,65 @@ def test_a_step_of_a_split_model_waits_for_nothing(on_ranks, case):
         check(found, JOINT_NORM if case[1] == "1 + 1" else frozenset())
 
 
-def called_with_tensors(folder, *, packed: bool) -> Seen:
-    """The model called as transformers' is, with tensors on the device."""
-    pair = make_pair(folder)
-    model, samples = pair.megatron, make_samples("image and video", pair.config, seed=5)
+@pytest.mark.slow
+def test_a_share_of_a_row_is_waited_for_three_times(on_ranks):
+    """To read the arguments, to compare them over ranks, and to read the whole row."""
+    for found in on_ranks[tuple(SHARE)]:
+        assert f"| a share of a packed row, CP 2 | {numbers(found['call'])} |" in Path("docs/speed.md").read_text()
+        assert found["call"].total("ours") == 3, found["call"].of("ours")
+
+
+def packed_row(samples):
+    """As RL frameworks and Megatron-Bridge give one."""
+    ends = offsets([len(sample.ids) for sample in samples])
+    return from_bridge(samples, packed=True) | dict(packed_seq_params=packed_params(ends, ends))
+
+
+def padded_rows(samples):
+    """As Megatron-Bridge gives them."""
+    mask = join(samples, 1, packed=False)["attention_mask"]
+    return from_bridge(samples, packed=False) | dict(attention_mask=mask)
+
+
+def from_bridge(samples, *, packed):
     given = join(samples, 1, packed=packed)
     arguments = {name: given[name] for name in ("input_ids", "labels", "loss_mask")}
-    arguments |= given["visual_inputs"].normalized_for_model()
-    waits = HostWaits(model, arguments)
-    if packed:
-        ends = offsets([len(sample.ids) for sample in samples])
-        arguments["packed_seq_params"] = packed_params(ends, ends)
-        waits.on_gpu(vars(arguments["packed_seq_params"]))
-    else:
-        arguments["attention_mask"] = given["attention_mask"]
-        waits.on_gpu(arguments["attention_mask"])
-    with waits:
-        model(**arguments).sum().backward()
+    return arguments | given["visual_inputs"].normalized_for_model()
+
+
+def rolled_rows(samples):
+    """As transformers takes them: padding on the left, labels that say what is trained on, positions of text."""
+    rows = make_rows(samples, gaps(samples))
+    mask = rows.attention_mask
+    return rows.pixels | dict(
+        input_ids=rows.input_ids,
+        attention_mask=mask,
+        labels=rows.labels.masked_fill(rows.loss_mask == 0, -100),
+        position_ids=(mask.cumsum(-1) - 1).clamp(min=0),
+    )
+
+
+CALLS = {"packed": packed_row, "padded": padded_rows, "padded on the left": rolled_rows}
+
+
+def called_with_tensors(folder, kind: str, **settings) -> Seen:
+    """The model called as transformers' is, with tensors on the device."""
+    pair = make_pair(folder, **settings)
+    arguments = CALLS[kind](make_samples("image and video", pair.config, seed=5))
+    packed = arguments.get("packed_seq_params")
+    with HostWaits(pair.megatron, arguments, packed and vars(packed)) as waits:
+        pair.megatron(**arguments).sum().backward()
     return waits.seen()
+
+
+@pytest.mark.parametrize("kind", CALLS)
+@pytest.mark.parametrize("family", ["dense", "Qwen3.5 with MTP"])
+def test_tensors_on_the_device_are_waited_for_once(folders, tmp_path, monkeypatch, family, kind):
+    monkeypatch.setattr(MTPLossAutoScaler, "main_loss_backward_scale", torch.tensor(1.0))  # see above
+    predicts = dict(mtp_loss_scaling_factor=0.1) if "MTP" in family else {}
+    folder = make_checkpoint(tmp_path, mtp=ExpertLayout.OUTPUT_MAJOR) if predicts else folders[family]
+    seen = called_with_tensors(folder, kind, **predicts)
+    assert seen.total("ours") == 1 and not seen.mixed, seen.of("ours")
 
 
 def numbers(seen: Seen) -> str:
@@ -153,9 +196,8 @@ def test_the_page_has_what_is_counted(folders):
         ours = forward_and_backward(dense, content, packed=packed)
         theirs = count_upstream(dense, make_samples(content, config, seed=5), packed=packed)
         assert f"| {name} | {numbers(ours)} | {numbers(theirs)} |" in page
-    for packed in (True, False):
-        seen = called_with_tensors(dense, packed=packed)
-        assert f"| arguments on the device, {'packed' if packed else 'padded'} | {numbers(seen)} |" in page
+    for kind in CALLS:
+        assert f"| arguments on the device, {kind} | {numbers(called_with_tensors(dense, kind))} |" in page
 
 
 def test_the_counter_sees_what_waits():
@@ -177,6 +219,8 @@ def test_the_counter_sees_what_waits():
         "an index on the host": lambda: values[host],
         "repeat_interleave without output_size": lambda: values.repeat_interleave(values.long()),
         "copy_ between host and GPU": lambda: values[:3].copy_(host),
+        "a stream or an event": lambda: on_host({"values": values, "others": values + 1})["others"].tolist(),
+        "a copy that has not arrived": lambda: values.to("cpu", non_blocking=True).tolist(),
     }
     free = [
         lambda: values.cumsum(0) * 2 + torch.zeros(6, device=values.device),

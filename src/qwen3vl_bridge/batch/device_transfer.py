@@ -1,12 +1,12 @@
 """Moving tensors between host and device.
 
-What lives here: a mixin that moves a dataclass of tensors, and values on their way to the host. What may not: anything
-that knows what the tensors mean.
+What lives here: a mixin that moves a dataclass of tensors, and what goes there or comes back without more waits than
+there have to be. What may not: anything that knows what the tensors mean.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Self
 
@@ -26,6 +26,10 @@ class Movable:
         """
         return self._each(lambda value: value.to(device, non_blocking=non_blocking))
 
+    def sent_to(self, device: torch.device | str) -> Self:
+        """A copy with every tensor on `device`, each as by `sent`."""
+        return self._each(lambda value: sent(value, device))
+
     def pin_memory(self) -> Self:
         """A copy with every tensor in page-locked memory, from which copies to a GPU run behind the host's back."""
         return self._each(lambda value: value.pin_memory())
@@ -34,6 +38,23 @@ class Movable:
         assert is_dataclass(self)
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return replace(self, **{n: change(v) for n, v in values.items() if isinstance(v, Tensor | Movable)})
+
+
+def sent[Value: (Tensor, Movable)](value: Value, device: torch.device | str) -> Value:
+    """A tensor, or a dataclass of some, on a device; the host does not wait for copies to a GPU."""
+    if isinstance(value, Movable):
+        return value.sent_to(device)
+    if torch.device(device).type == "cuda" and value.device.type == "cpu":
+        value = value.pin_memory()  # the copy would make the host wait otherwise
+    return value.to(device, non_blocking=True)
+
+
+def on_host(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by name, on the host: all copies are asked for, and then the host waits once for all of them."""
+    copies = {name: value.detach().to("cpu", non_blocking=True) for name, value in values.items()}
+    for device in {value.device for value in values.values() if value.device.type == "cuda"}:
+        torch.cuda.current_stream(device).synchronize()
+    return copies
 
 
 class HostCopy:

@@ -40,7 +40,7 @@ class VisionInputs(Movable):
     lengths: tuple[int, ...]
 
     def select(self, frames: Sequence[int]) -> Self:
-        """Some of the frames, one or more, in the order given."""
+        """Some of the frames, one or more, in the order given; pixels may be on a device, all else is on the host."""
         starts = list(accumulate(self.lengths, initial=0))
         places = [slice(starts[frame], starts[frame + 1]) for frame in frames]
         lengths = tuple(self.lengths[frame] for frame in frames)
@@ -50,7 +50,7 @@ class VisionInputs(Movable):
             position_ids=torch.cat([self.position_ids[place] for place in places]),
             interpolation_index=torch.cat([self.interpolation_index[:, place] for place in places], 1),
             interpolation_weight=torch.cat([self.interpolation_weight[:, place] for place in places], 1),
-            cu_seqlens=offsets.to(self.cu_seqlens.device),
+            cu_seqlens=offsets,
             lengths=lengths,
         )
 

@@ -140,5 +140,5 @@ def assign_vision(vision: VisionInputs | None, work: VisionWork, ranks: int) -> 
     return VisionAssignment(
         frames=tuple(map(tuple, shares)),
         counts=tuple(sum(tokens[frame] for frame in share) for share in shares),
-        places=places.to(vision.pixel_values.device),
+        places=places,
     )

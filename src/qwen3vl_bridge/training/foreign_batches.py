@@ -21,6 +21,7 @@ from qwen3vl_bridge.batch import PackedBatch
 from qwen3vl_bridge.models.common.inputs.masks import check_mask, without_trailing
 from qwen3vl_bridge.models.common.inputs.model_inputs import as_packed_batch
 from qwen3vl_bridge.models.common.inputs.padding_and_packing import Arrangement
+from qwen3vl_bridge.models.common.inputs.reading import OFFSETS
 from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
 
 import torch
@@ -30,10 +31,9 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-_OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 _READ = {
     *("input_ids", "tokens", "labels", "loss_mask", "position_ids", "attention_mask"),
-    *("visual_inputs", *_OFFSETS),
+    *("visual_inputs", *OFFSETS),
 }
 # Follow from the others, or are for people.
 _NOT_NEEDED = {"max_seqlen_q", "max_seqlen_kv", "total_tokens", "metadata", "token_count", "mm_token_type_ids"}
@@ -99,7 +99,7 @@ def _check_keys(batch: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError("the batch has tokens that differ from input_ids, expected one of them, or the same twice")
     if missing := sorted({"input_ids", "labels", "loss_mask"} - given.keys()):
         raise ValueError(f"the batch lacks {missing}; found {sorted(batch)}")
-    if "cu_seqlens_q" not in given and (stray := sorted(given.keys() & set(_OFFSETS))):
+    if "cu_seqlens_q" not in given and (stray := sorted(given.keys() & set(OFFSETS))):
         raise ValueError(f"the batch has {stray} without cu_seqlens_q, expected the offsets of the real tokens too")
     shape = given["input_ids"].shape
     for name in ("labels", "loss_mask"):
@@ -131,7 +131,7 @@ def _arranged(
 ) -> tuple[PackedBatch, Arrangement]:
     ids, mask = given["input_ids"], given.get("attention_mask")
     if "cu_seqlens_q" in given:
-        packed = PackedSeqParams("thd", **{name: given.get(name) for name in _OFFSETS})
+        packed = PackedSeqParams("thd", **{name: given.get(name) for name in OFFSETS})
     else:
         mask = _guessed_mask(given, config) if mask is None else mask
         packed = _offsets_of_rows(mask, ids, dataset)

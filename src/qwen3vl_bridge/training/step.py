@@ -145,10 +145,7 @@ def _no_loss(_: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
 
 def to_device[Inputs: Movable](inputs: Inputs, model: torch.nn.Module) -> Inputs:
     """What a model is given, where its parameters are."""
-    device = next(model.parameters()).device
-    if device.type == "cuda":
-        inputs = inputs.pin_memory()  # the copy would make the host wait otherwise
-    return inputs.to(device, non_blocking=True)
+    return inputs.sent_to(next(model.parameters()).device)
 
 
 def check_rows(batch: PackedBatch, config: VisionLanguageProvider, rows: int) -> None:

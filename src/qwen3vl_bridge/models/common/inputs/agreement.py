@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from qwen3vl_bridge.batch import SequenceLayout
+from qwen3vl_bridge.batch.device_transfer import sent
 from qwen3vl_bridge.parallel.collectives import gather_shares
 
 import torch
@@ -37,10 +38,12 @@ def check_agreement(
     Raises:
         ValueError: a rank has other ones than rank 0.
     """
+    if group.size() == 1:
+        return  # without asking the device
     lengths = layout and (layout.lengths, layout.padded_lengths)
     offsets = [hash(lengths) if lengths else -1] * _NUMBERS  # of integers: the same in every process
     own = [offsets, *(_description(values) for values in given.values())]
-    everyone = gather_shares(torch.tensor(own, device=device), group).tolist()
+    everyone = gather_shares(sent(torch.tensor(own), device), group).tolist()
     for rank, theirs in enumerate(everyone):
         if theirs[0] != everyone[0][0]:
             raise ValueError(

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from qwen3vl_bridge.batch import ModelInputs, PackedBatch, gathered_index
+from qwen3vl_bridge.batch.device_transfer import on_host, sent
 from qwen3vl_bridge.models.common.inputs.agreement import gather_share
 from qwen3vl_bridge.models.common.inputs.padding_and_packing import Arrangement
 
@@ -65,30 +66,36 @@ def with_own_labels(
     inputs: ModelInputs, labels: Tensor | None, loss_mask: Tensor | None, vocab_size: int
 ) -> ModelInputs:
     """A rank's inputs with labels and mask of its own tokens, [b, s]; the rest as `with_labels`."""
-    device = inputs.input_ids.device
     if labels is not None:
-        labels = _readable(labels, loss_mask, [inputs.input_ids.shape], vocab_size).to(device)
-    return replace(inputs, labels=labels, loss_mask=None if loss_mask is None else loss_mask.float().to(device))
+        labels = _readable(labels, loss_mask, [inputs.input_ids.shape], vocab_size)
+    return replace(inputs, labels=labels, loss_mask=None if loss_mask is None else loss_mask.float())
 
 
 def with_joined_labels(
-    batch: PackedBatch, labels: Tensor, loss_mask: Tensor | None, vocab_size: int, group: ProcessGroup
+    batch: PackedBatch,
+    labels: Tensor,
+    loss_mask: Tensor | None,
+    vocab_size: int,
+    group: ProcessGroup,
+    device: torch.device,
 ) -> PackedBatch:
     """A batch with labels and mask of which each context-parallel rank gives its own tokens', [b, s].
 
+    The host waits once, for those of all ranks.
+
     Args:
-        batch: without them, on the device that the group talks over.
-        labels, loss_mask, vocab_size: as for `with_labels`.
+        batch: without them, on the host.
+        labels, loss_mask, vocab_size: as for `with_labels`, on the host.
         group: context-parallel ranks; all of them give the same arguments, see `agreement.check_agreement`.
+        device: which the group talks over.
     """
-    index = gathered_index(batch.layout, group.size())
-
-    def join(own: Tensor) -> Tensor:
-        return gather_share(own.to(index.device), group).flatten()[index].view(batch.input_ids.shape)
-
-    mask = batch.loss_mask if loss_mask is None else join(loss_mask).float()
-    labels = _readable(join(labels), None if loss_mask is None else mask, [batch.input_ids.shape], vocab_size)
-    return replace(batch, labels=labels, loss_mask=mask)
+    given = {"labels": labels} if loss_mask is None else {"labels": labels, "loss_mask": loss_mask}
+    shares = on_host({name: gather_share(sent(own, device), group) for name, own in given.items()})
+    index, shape = gathered_index(batch.layout, group.size()), batch.input_ids.shape
+    whole = {name: of_ranks.flatten()[index].view(shape) for name, of_ranks in shares.items()}
+    mask = whole.get("loss_mask")
+    labels = _readable(whole["labels"], mask, [shape], vocab_size)
+    return replace(batch, labels=labels, loss_mask=batch.loss_mask if mask is None else mask.float())
 
 
 def without_ignored(inputs: ModelInputs) -> tuple[ModelInputs, Tensor | None]:
@@ -107,7 +114,7 @@ def _of_a_rank(arranged: Arrangement, cp_size: int) -> tuple[int, int]:
 def _readable(labels: Tensor, loss_mask: Tensor | None, shapes: list, vocab_size: int) -> Tensor:
     """Labels that are token ids, or `IGNORED` where they need not be."""
     right = (labels >= 0) & (labels < vocab_size)
-    free = labels == IGNORED if loss_mask is None else loss_mask.to(labels.device) == 0
+    free = labels == IGNORED if loss_mask is None else loss_mask == 0
     if labels.is_floating_point() or labels.shape not in shapes or not bool((right | free).all()):
         found = [labels.min().item(), labels.max().item()] if labels.numel() else []
         raise ValueError(

@@ -22,8 +22,8 @@ def real_tokens(attention_mask: Tensor | None, padding_mask: Tensor | None, ids:
     """What a caller's masks say of padding.
 
     Args:
-        attention_mask: [B, S], 1 for real tokens; or what each token sees, see `_real_of_square`; or None.
-        padding_mask: [B, S], 1 for padding, as megatron-core's experts take it; or None.
+        attention_mask: [B, S], 1 for real tokens, on the host; or what each token sees, see `_real_of_square`; or None.
+        padding_mask: [B, S], 1 for padding, as megatron-core's experts take it, on the host; or None.
         ids: [B, S] on the host.
 
     Returns:
@@ -51,10 +51,10 @@ def real_tokens(attention_mask: Tensor | None, padding_mask: Tensor | None, ids:
 def check_mask(
     mask: Tensor, ids: Tensor, name: str = "attention_mask", meaning: str = "1 for real tokens, 0 for padding"
 ) -> Tensor:
-    """[B, S] bool on the host."""
+    """[B, S] bool."""
     if mask.shape != ids.shape:
         raise ValueError(f"{name} has shape {list(mask.shape)}, expected {list(ids.shape)}: {meaning}")
-    return _as_booleans(mask, name, meaning).cpu()
+    return _as_booleans(mask, name, meaning)
 
 
 def _as_booleans(mask: Tensor, name: str, meaning: str) -> Tensor:
@@ -74,7 +74,7 @@ def _real_of_square(mask: Tensor, rows: int, tokens: int) -> Tensor | None:
     opposite ones and numbers to be added are all read. A token that doesn't see itself is padding.
 
     Args:
-        mask: [B, 1, S, S] or [B, S, S], or of one row for all.
+        mask: [B, 1, S, S] or [B, S, S], or of one row for all; on any device, which is asked what it says.
         rows: B.
         tokens: S.
 
@@ -144,9 +144,9 @@ def without_trailing(ids: Tensor, pad_token_id: int | None) -> Tensor:
 
 
 def segment_lengths(packed: PackedSeqParams) -> tuple[Tensor, Tensor]:
-    """Logical and physical lengths [n], int64 on the host."""
+    """Logical and physical lengths [n], int64; of offsets on the host."""
     given = {name: getattr(packed, f"cu_seqlens_{name}") for name in ("q", "kv", "q_padded", "kv_padded")}
-    offsets = {name: tensor.cpu().long() for name, tensor in given.items() if tensor is not None}
+    offsets = {name: tensor.long() for name, tensor in given.items() if tensor is not None}
     logical = offsets.get("q")
     if packed.qkv_format != "thd" or logical is None:
         raise ValueError(

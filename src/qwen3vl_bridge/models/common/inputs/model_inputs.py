@@ -29,6 +29,7 @@ from qwen3vl_bridge.models.common.inputs.outputs import Answer, CallerOrder
 from qwen3vl_bridge.models.common.inputs.padding_and_packing import Arrangement, arrange
 from qwen3vl_bridge.models.common.inputs.position_ids import given_positions
 from qwen3vl_bridge.models.common.inputs.precut_rows import with_whole_row
+from qwen3vl_bridge.models.common.inputs.reading import arguments_on_host
 from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
 
 import torch
@@ -51,8 +52,8 @@ def as_model_inputs(
 ) -> tuple[ModelInputs, Answer | None]:
     """This rank's share of a batch as transformers or Megatron callers pass it: whole, or that share of a flat row.
 
-    Lengths, positions and indices are worked out on the host, which waits for the device to read the token ids: use
-    `PackedBatch` where that matters. Shares are put together from all context-parallel ranks first, see
+    Lengths, positions and indices are worked out on the host, which waits for the device once, to read all arguments
+    but pixels: use `PackedBatch` where that matters. Shares are put together from all context-parallel ranks first, see
     `precut_rows.with_whole_row`, and outputs are of the share.
 
     Args:
@@ -68,7 +69,8 @@ def as_model_inputs(
         arguments: the rest as for `as_packed_batch`.
 
     Returns:
-        The inputs, and what becomes of outputs; None where they are what the caller expects.
+        The inputs, where the caller's input_ids are, and what becomes of outputs; None where they are what the caller
+        expects.
 
     Raises:
         ValueError: shapes that don't belong together, masks with holes, pictures that don't fit the tokens.
@@ -87,15 +89,15 @@ def as_model_inputs(
     # Labels that were cut from a packed row lie in the layout's order. Others of rows that were rolled do not.
     order = None if cut and arranged.packed else _caller_order(arranged, labels, ranks["cp_size"])
     if cut and not predicts:
-        return _answered(with_own_labels(batch.to(device).local(**ranks), labels, mask, vocabulary), None, None)
+        return _answered(with_own_labels(batch.local(**ranks), labels, mask, vocabulary), None, None, device)
     if cut:
-        batch = with_joined_labels(batch.to(device), labels, mask, vocabulary, groups.cp)
+        batch = with_joined_labels(batch, labels, mask, vocabulary, groups.cp, device)
     else:
         batch = with_labels(batch, arranged, labels, mask, vocabulary)
-    inputs = batch.to(device).local(**ranks)
+    inputs = batch.local(**ranks)
     comes_back = ranks["cp_size"] > 1 and loss_mask is not None and loss_mask.shape != inputs.input_ids.shape
     own_mask = inputs.loss_mask if comes_back else None
-    return _answered(inputs if labels is not None else inputs.without_labels(), order, own_mask)
+    return _answered(inputs if labels is not None else inputs.without_labels(), order, own_mask, device)
 
 
 def _predicts(
@@ -116,11 +118,12 @@ def _predicts(
 
 
 def _answered(
-    inputs: ModelInputs, order: CallerOrder | None, loss_mask: Tensor | None
+    inputs: ModelInputs, order: CallerOrder | None, loss_mask: Tensor | None, device: torch.device
 ) -> tuple[ModelInputs, Answer | None]:
     inputs, unlabelled = without_ignored(inputs)
     nothing = order is None and unlabelled is None and loss_mask is None
-    return inputs, None if nothing else Answer(order, unlabelled, loss_mask)
+    answer = None if nothing else Answer(order, unlabelled, loss_mask).sent_to(device)
+    return inputs.sent_to(device), answer
 
 
 def as_packed_batch(
@@ -151,14 +154,15 @@ def as_packed_batch(
         others: what other models take, see `arguments.REFUSED`; None alone is accepted.
 
     Returns:
-        The batch, and where the caller's tokens lie in it. What was worked out is on the host, pixels and labels are
-        where they were.
+        The batch on the host, but for pixels, which are where they were; and where the caller's tokens lie in it.
 
     Raises:
         ValueError: shapes that don't belong together, masks with holes, pictures that don't fit the tokens.
         TypeError: an unknown argument.
     """
-    batch, arranged = _unlabelled(config, input_ids, encodes=True, **arguments)
+    given = arguments_on_host(dict(arguments, input_ids=input_ids, labels=labels, loss_mask=loss_mask))
+    labels, loss_mask = given.pop("labels"), given.pop("loss_mask")
+    batch, arranged = _unlabelled(config, encodes=True, **given)
     batch = with_labels(batch, arranged, labels, loss_mask, config.vocab_size)
     return replace(batch, labels=batch.labels.clamp(min=0)), arranged
 
@@ -178,9 +182,12 @@ def _unlabelled(
     video_grid_thw: Tensor | None = None,
     **others: Any,
 ) -> tuple[PackedBatch, Arrangement]:
-    """As `as_packed_batch`, of a batch without labels; pictures are needed besides their grids if it `encodes`."""
+    """As `as_packed_batch`, of a batch without labels whose arguments are on the host, see `arguments_on_host`.
+
+    Pictures are needed besides their grids if it `encodes`.
+    """
     check_others(others)
-    ids, grids = checked_ids(input_ids).cpu(), (_host(image_grid_thw), _host(video_grid_thw))
+    ids = checked_ids(input_ids)
     check_pixels(config, pixel_values=pixel_values, pixel_values_videos=pixel_values_videos)
     real = real_tokens(attention_mask, padding_mask, ids)
     if config.moe_layers and real is None and packed_seq_params is None and (ids[:, -1] == 0).any():
@@ -196,9 +203,9 @@ def _unlabelled(
     if encodes:
         vision = make_vision_inputs(
             pixel_values,
-            grids[0],
+            image_grid_thw,
             pixel_values_videos,
-            grids[1],
+            video_grid_thw,
             num_position_embeddings=config.vision_config.num_position_embeddings,
             spatial_merge_size=config.vision_config.spatial_merge_size,
         )
@@ -206,8 +213,8 @@ def _unlabelled(
         input_ids=ids,
         labels=torch.zeros_like(ids),
         loss_mask=torch.ones(ids.shape),
-        position_ids=_positions(config, ids, arranged, *grids, axes),
-        vision_slot=_slots(config, ids, grids[0]),
+        position_ids=_positions(config, ids, arranged, image_grid_thw, video_grid_thw, axes),
+        vision_slot=_slots(config, ids, image_grid_thw),
         layout=arranged.layout,
         vision=vision,
     )
@@ -254,14 +261,10 @@ def _positions(
     )
     if given is None:
         return derived
-    return arranged.take(given.cpu()).long().masked_fill(arranged.layout.padding_mask().view(ids.shape), 0)
+    return arranged.take(given).long().masked_fill(arranged.layout.padding_mask().view(ids.shape), 0)
 
 
 def _slots(config: VisionLanguageProvider, ids: Tensor, image_grid_thw: Tensor | None) -> Tensor:
     patches = 0 if image_grid_thw is None else int(image_grid_thw.prod(-1).sum())
     tokens = patches // config.vision_config.spatial_merge_size**2
     return vision_slots(ids, config.image_token_id, config.video_token_id, tokens)
-
-
-def _host(grid: Tensor | None) -> Tensor | None:
-    return None if grid is None else grid.cpu()

@@ -10,16 +10,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+from qwen3vl_bridge.batch.device_transfer import Movable
+
 import torch
 from torch import Tensor
 
 
 @dataclass(frozen=True)
-class CallerOrder:
+class CallerOrder(Movable):
     """Where the caller's tokens lie among outputs.
 
     Attributes:
-        slots: [B, S] int64, where each of the caller's tokens lies in the flat layout; -1 where it was left out.
+        slots: [B, S] int64, where each of the caller's tokens lies in the flat layout; -1 where it was left out. On the
+            device of outputs.
         complete: whether none was left out.
     """
 
@@ -31,12 +34,12 @@ class CallerOrder:
         flat = output.flatten(0, 1)
         if not self.complete:
             flat = torch.cat((flat, flat.new_zeros(1, *flat.shape[1:])))  # index -1 reads it
-        slots = self.slots.to(output.device) % len(flat)
+        slots = self.slots % len(flat)
         return flat.index_select(0, slots.flatten()).unflatten(0, slots.shape)
 
 
 @dataclass(frozen=True)
-class Answer:
+class Answer(Movable):
     """What becomes of the outputs of one call.
 
     Attributes:

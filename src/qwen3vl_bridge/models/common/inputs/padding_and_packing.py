@@ -57,7 +57,7 @@ class Arrangement:
         """[..., B, S] values of the caller's tokens -> [..., b, s] in the layout, `fill` in padding of its own."""
         flat = values.flatten(-2)
         if self.sources is not None:
-            flat = F.pad(flat, (0, 1), value=fill)[..., self.sources.to(flat.device)]  # -1 is the one filled in
+            flat = F.pad(flat, (0, 1), value=fill)[..., self.sources]  # -1 is the one filled in
         return flat.unflatten(-1, (self.layout.num_rows, -1))
 
     @property

@@ -69,7 +69,7 @@ def given_positions(
 
 def _counts_up(text: Tensor, arranged: Arrangement) -> bool:
     """Whether positions [B, S] count up by one over the real tokens of each segment; where they begin is all one."""
-    layout, flat = arranged.layout, arranged.take(text.cpu()).flatten()
+    layout, flat = arranged.layout, arranged.take(text).flatten()
     segment, real = layout.per_token(torch.arange(len(layout.lengths))), ~layout.padding_mask()
     together = real[1:] & (segment[1:] == segment[:-1])
     return not bool((together & (flat.diff() != 1)).any())

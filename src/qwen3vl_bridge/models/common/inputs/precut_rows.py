@@ -14,8 +14,10 @@ from __future__ import annotations
 from typing import Any
 
 from qwen3vl_bridge.batch import SequenceLayout, gathered_index
+from qwen3vl_bridge.batch.device_transfer import on_host
 from qwen3vl_bridge.models.common.inputs.agreement import check_agreement, gather_share
 from qwen3vl_bridge.models.common.inputs.masks import packed_layout, segment_lengths
+from qwen3vl_bridge.models.common.inputs.reading import arguments_on_host
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -26,7 +28,7 @@ _PICTURES = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_gri
 
 
 def with_whole_row(arguments: dict[str, Any], group: ProcessGroup) -> dict[str, Any]:
-    """The arguments of a call, those of a share replaced by the whole row's; of any other call, as they are.
+    """The arguments of a call on the host, see `arguments_on_host`, those of a share replaced by the whole row's.
 
     A share is told by lengths: one row [1, n] with `packed_seq_params`, whose physical lengths add up to cp * n. A row
     that every rank gives whole can have such lengths too, if padding rounds its one segment up so far; then every rank
@@ -46,27 +48,27 @@ def with_whole_row(arguments: dict[str, Any], group: ProcessGroup) -> dict[str, 
         group: context-parallel ranks.
 
     Returns:
-        The arguments; those of a share with T for n, integers as int64 and the rest as float32, on input_ids' device.
+        The arguments; those of a share with T for n, integers as int64 and the rest as float32. The host waits once to
+        read them; for a share once more to compare arguments, and once for the whole row's.
 
     Raises:
         ValueError: segments that don't divide into 2 * cp chunks, shares of other shapes, ranks that don't give the
             same arguments and offsets.
     """
-    layout = _layout_of_share(arguments["input_ids"], arguments.get("packed_seq_params"), group.size())
+    read = arguments_on_host(arguments)
+    layout = _layout_of_share(read["input_ids"], read.get("packed_seq_params"), group.size())
     if layout is None:
-        return arguments
+        return read
     device = arguments["input_ids"].device
     check_agreement({name: arguments.get(name) for name in _PER_TOKEN + _PICTURES}, layout, group, device)
     given = {name: values for name in _PER_TOKEN if (values := arguments.get(name)) is not None}
-    ids = gather_share(given["input_ids"].to(device), group)
-    if _are_whole(ids, given, layout, group):
-        return arguments
+    fitting = {name: values for name, values in given.items() if _fits(values, given)}
+    shares = on_host({name: gather_share(values.to(device), group) for name, values in fitting.items()})
+    if _are_whole(shares, given, layout):
+        return read
     _check_shapes(given, layout)
-    index = gathered_index(layout, group.size()).to(device)
-    shares = {name: gather_share(values.to(device), group) for name, values in given.items() if name != "input_ids"}
-    shares["input_ids"] = ids
-    whole = {name: values.movedim(0, -2).flatten(-2)[..., index] for name, values in shares.items()}
-    return arguments | whole
+    index = gathered_index(layout, group.size())
+    return read | {name: values.movedim(0, -2).flatten(-2)[..., index] for name, values in shares.items()}
 
 
 def _layout_of_share(ids: Tensor | None, packed: Any, cp_size: int) -> SequenceLayout | None:
@@ -79,22 +81,25 @@ def _layout_of_share(ids: Tensor | None, packed: Any, cp_size: int) -> SequenceL
     return packed_layout(logical, physical)
 
 
+def _fits(values: Tensor, given: dict[str, Tensor]) -> bool:
+    """Whether values are as many as the share's tokens."""
+    return values.shape[-2:] == given["input_ids"].shape
+
+
 def _check_shapes(given: dict[str, Tensor], layout: SequenceLayout) -> None:
     """Refuses values that are not as many as the share's tokens."""
-    expected = given["input_ids"].shape
     for name, values in given.items():
-        if values.shape[-2:] != expected:
-            axes = "3, " if name == "position_ids" else ""
+        if not _fits(values, given):
+            axes, tokens = "3, " if name == "position_ids" else "", given["input_ids"].shape[-1]
             raise ValueError(
-                f"{name} has shape {list(values.shape)}, expected [{axes}1, {expected[-1]}]: input_ids is one "
+                f"{name} has shape {list(values.shape)}, expected [{axes}1, {tokens}]: input_ids is one "
                 f"context-parallel rank's share of a row of {layout.total} tokens, so {name} has to be its share too"
             )
 
 
-def _are_whole(ids: Tensor, given: dict[str, Tensor], layout: SequenceLayout, group: ProcessGroup) -> bool:
+def _are_whole(shares: dict[str, Tensor], given: dict[str, Tensor], layout: SequenceLayout) -> bool:
     """Whether ranks, whose token ids are [cp, 1, n], give one and the same row and not their shares of one."""
-    masks = {"attention_mask", "padding_mask"} & given.keys()
-    if len(layout.lengths) > 1 or (ids != ids[0]).any() or (not masks and (ids == ids[0, 0, 0]).all()):
+    ids, masks = shares["input_ids"], {"attention_mask", "padding_mask"} & given.keys()
+    if len(layout.lengths) > 1 or (not masks and (ids == ids[0, 0, 0]).all()):
         return False
-    rest = [gather_share(given[name].to(ids.device), group) for name in _OF_TOKENS[1:] if name in given]
-    return not any(bool((values != values[0]).any()) for values in rest)
+    return not any(bool((values != values[0]).any()) for name, values in shares.items() if name in _OF_TOKENS)
