@@ -5,16 +5,16 @@ from __future__ import annotations
 import gc
 import os
 import socket
+import sys
 from pathlib import Path
 
 import qwen3vl_bridge  # noqa: F401  before any of Megatron, whose import it prepares on this machine
-from qwen3vl_bridge.training.process_groups import shutdown
 
 import hypothesis
 import pytest
-import torch
 
-from tests.ranks import forget_models
+# Neither torch nor Megatron above: xdist's own process reads this file before it starts its workers, and tests of what
+# needs neither are run alone at once.
 
 # A busy machine is no reason to fail; and CI looks at the same examples each time, people at new ones.
 hypothesis.settings.register_profile("project", deadline=None, derandomize="CI" in os.environ)
@@ -42,8 +42,16 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if runs(item)]
 
 
+def pytest_collection_finish():
+    """What has been imported stays: a collection need not walk through its million objects for each module of tests."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _two_cores():
+    import torch
+
     # Workers share the machine's cores; the tiny models gain nothing from more threads.
     torch.set_num_threads(1)
 
@@ -52,8 +60,18 @@ def _two_cores():
 def _groups_of_one_module():
     """A module's groups are left with it: the threads of gloo's look for work, 600 of them take a tenth of a core."""
     yield
-    shutdown()
+    _leave_groups()
     gc.collect()  # a model in a circle of references would hold them
+
+
+def _leave_groups() -> None:
+    """Where anything has been imported that could have made some."""
+    if "megatron.core.parallel_state" in sys.modules:
+        from qwen3vl_bridge.training.process_groups import shutdown
+
+        shutdown()
+    elif "torch" in sys.modules and sys.modules["torch"].distributed.is_initialized():
+        sys.modules["torch"].distributed.destroy_process_group()
 
 
 _RENDEZVOUS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -82,7 +100,7 @@ def _rendezvous_of_one_test():
 @pytest.fixture
 def no_groups(monkeypatch):
     """A process as it is started: in no process group, and told of none; for tests that start others from it."""
-    shutdown()
+    _leave_groups()
     for name in _RENDEZVOUS:
         monkeypatch.delenv(name, raising=False)
 
@@ -91,7 +109,10 @@ def no_groups(monkeypatch):
 def _models_of_one_test():
     """A test's models are nothing to the tests after it."""
     yield
-    forget_models()
+    if "megatron.core" in sys.modules:
+        from tests.ranks import forget_models
+
+        forget_models()
 
 
 @pytest.fixture(scope="session")

@@ -63,6 +63,21 @@ def test_they_end_where_nothing_is_said(make_rows):
         signalled(BatchStream(make_rows()(), num_workers=1))
 
 
+def test_they_end_with_their_stream(make_rows):
+    """At once, where Python's collector would take ten seconds for each."""
+    others = set(multiprocessing.active_children())
+    gc.disable()
+    try:
+        stream = BatchStream(make_rows()(), num_workers=2, ignored_signal=signal.SIGTERM)
+        next(stream)
+        workers = set(multiprocessing.active_children()) - others
+        assert len(workers) == 2
+        del stream
+        assert not any(worker.is_alive() for worker in workers)
+    finally:
+        gc.enable()
+
+
 class Collects(Dataset):
     """Collects garbage, as may happen anywhere."""
 

@@ -74,14 +74,13 @@ class BatchStream(Iterator[PackedBatch]):
         return batch
 
     def _loader(self) -> Iterator[tuple[PackedBatch, Window]]:
-        groups = (
-            [first + place for place in range(self._micro_batch_size)]
-            for first in count(self._next_row + self._first, self._group)
-        )
+        rows, start = self._micro_batch_size, count(self._next_row + self._first, self._group)
         return iter(
             DataLoader(
                 self._rows,
-                batch_sampler=groups,
+                # Without `self`: in a circle with it, workers would wait for Python's collector, and torch's way to
+                # end them, of which the collector takes parts away first, for ten seconds each.
+                batch_sampler=([first + place for place in range(rows)] for first in start),
                 collate_fn=_Collate(self._rows),
                 num_workers=self._num_workers,
                 worker_init_fn=ignoring(self._ignored_signal),
