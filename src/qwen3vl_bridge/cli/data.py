@@ -164,13 +164,15 @@ def _download(parser: argparse.ArgumentParser) -> None:
                              "allows all of that scheme, those of your own network too")  # fmt: skip
     parser.add_argument("--workers", type=_at_least(1), default=16, metavar="N",
                         help="downloads at a time (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--retry", action="store_true", help="try those again that failed for good in an earlier run")
+    parser.add_argument("--retry", action="store_true",
+                        help="try those again that failed for good in an earlier run; training that began without "
+                             "them cannot go on with them")  # fmt: skip
     parser.add_argument("--give-up", action="store_true",
                         help="take those that did not answer as failed for good, too: training drops such samples "
                              "with on_bad='drop', and stops at them without")  # fmt: skip
     parser.add_argument("--manifest", type=Path, metavar="FILE",
                         help="where the failures are written to, as JSON lines (default: failed.jsonl in the folder "
-                             "of what was downloaded)")  # fmt: skip
+                             "of what was downloaded); until the end they are in FILE.unfinished")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_run_download)
 
@@ -255,7 +257,7 @@ def _run_pack(options: argparse.Namespace) -> int:
 
 
 def _run_download(options: argparse.Namespace) -> int:
-    from qwen3vl_bridge.data.downloading import AddressBook, DownloadSettings, download
+    from qwen3vl_bridge.data.downloading import AddressBook, DownloadSettings, Manifest, download
     from qwen3vl_bridge.data.inspection.text_report import downloads_as_json, downloads_as_text
     from qwen3vl_bridge.data.media.downloads import Downloader
 
@@ -265,10 +267,9 @@ def _run_download(options: argparse.Namespace) -> int:
     source = _opened(options, book)
     settings = DownloadSettings(options.workers, retry=options.retry, give_up=options.give_up)
     progress = functools.partial(_counted, shown=not options.no_progress)
-    report = download(source, book, fetch, cache, settings, progress)
-    manifest = options.manifest or cache.root / "failed.jsonl"
-    report.write_manifest(manifest)
-    print(downloads_as_json(report) if options.json else downloads_as_text(report, manifest))
+    manifest = Manifest(options.manifest or cache.root / "failed.jsonl")
+    report = download(source, book, fetch, cache, settings, manifest, progress)
+    print(downloads_as_json(report) if options.json else downloads_as_text(report, manifest.path))
     return _FAILURES if report.failures or report.unread else 0
 
 
