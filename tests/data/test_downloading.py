@@ -2,6 +2,7 @@
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -32,8 +33,8 @@ def run(server, tmp_path, capsys):
 
     def run(records: list, *options: str) -> tuple[int, dict]:
         file = write(tmp_path / "train.jsonl", records)
-        arguments = ["download", "--data", str(file), "--url-cache", str(tmp_path / "cache"), "--json", *options]
-        status = main([*arguments, "--allowed-urls", f"{server.url}/"])
+        arguments = ["download", "--data", str(file), "--url-cache", str(tmp_path / "cache"), "--json"]
+        status = main([*arguments, "--allowed-urls", f"{server.url}/", *options])
         return status, json.loads(capsys.readouterr().out)
 
     return run
@@ -49,9 +50,9 @@ def test_every_address_is_asked_once(server, run, tmp_path):
     server.answers = {name: png() for name in names}
     records = [asking(server.url + names[n], server.url + names[(7 * n) % 50]) for n in range(50)] * 2
     assert run(records) == (0, {"downloaded": 50, "present": 0, "failures": [], "unread": []})
-    assert server.asked == Counter(names) and len(files(tmp_path / "cache")) == 51  # and the manifest
+    assert server.asked == Counter(names) and len(files(tmp_path / "cache")) == 52  # the manifest and the record, too
     assert run(records)[1]["present"] == 50 and server.asked == Counter(names)
-    assert run([*records, asking(f"{server.url}/0.png#top")])[1]["present"] == 51
+    assert run([*records, asking(f"{server.url}/0.png#top")])[1]["present"] == 50
 
 
 def test_conversations_train_on_what_was_downloaded(server, run, checkpoint, encoder, tmp_path):
@@ -115,6 +116,45 @@ def test_what_failed_is_written_down(server, run, tmp_path):
     assert not isinstance(caught.value, Unreachable)
     assert run(records[:1], "--manifest", str(tmp_path / "other/failed.jsonl"))[0] == 0
     assert (tmp_path / "other/failed.jsonl").read_text() == ""
+    assert not list(tmp_path.rglob("*.unfinished"))
+
+
+def test_addresses_of_a_server_that_is_down_fail_at_once_and_say_so(server, run, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        closed = f"http://127.0.0.1:{free.getsockname()[1]}"
+    server.answers = {f"/{number}.png": png() for number in range(20)}
+    records = [asking(f"{closed}/{number}.png", f"{server.url}/{number}.png") for number in range(20)]
+    status, report = run(records, "--workers", "1", "--allowed-urls", "http://")
+    assert status == 1 and report["downloaded"] == 20
+    said = [failure["problem"] for failure in report["failures"]]
+    assert ["after 3 attempts (ConnectError" in one for one in said] == [True] * 3 + [False] * 17
+    assert all("not asked for, because 3 addresses of 127.0.0.1:" in one for one in said[3:])
+    assert manifest(tmp_path) == {f"{number}.png": False for number in range(20)}
+
+
+def test_failures_are_written_down_as_they_come(server, tmp_path):
+    """Also of a download that is killed, behind those of an earlier one, until one comes to its end."""
+    server.answers = {"/0.png": 404, "/1.png": 404}
+    server.first = {"/9.png": [lambda handler: time.sleep(60)]}
+    file = write(tmp_path / "train.jsonl", [asking(f"{server.url}/{name}.png") for name in (0, 1, 9)])
+    command = [sys.executable, "-m", "qwen3vl_bridge.cli.data", "download", "--data", str(file), "--workers", "3"]
+    command += ["--url-cache", str(tmp_path / "cache"), "--allowed-urls", f"{server.url}/"]
+    unfinished = tmp_path / "cache/failed.jsonl.unfinished"
+    unfinished.parent.mkdir()
+    unfinished.write_bytes(b'{"address": "http://a/b.p')  # it was killed, too
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    begin = unfinished.stat().st_size + 1
+    while process.poll() is None and unfinished.read_bytes()[begin:].count(b"\n") < 2:
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    found = [json.loads(line) for line in unfinished.read_bytes()[begin:].splitlines()]
+    assert {one["address"][-5:] for one in found} == {"0.png", "1.png"} and all(one["final"] for one in found)
+    assert not (tmp_path / "cache/failed.jsonl").exists() and not (tmp_path / "cache/records").exists()
+    server.answers["/9.png"] = png()
+    assert main(command[3:]) == 1
+    assert manifest(tmp_path) == {"0.png": True, "1.png": True} and not unfinished.exists()
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])

@@ -171,14 +171,15 @@ def _download(parser: argparse.ArgumentParser) -> None:
                         "every host, including those of your own network")  # fmt: skip
     parser.add_argument("--workers", type=_at_least(1), default=16, metavar="N",
                         help="number of simultaneous downloads (default: %(default)s)")  # fmt: skip
-    parser.add_argument(
-        "--retry", action="store_true", help="retry downloads that failed permanently in an earlier run"
-    )
+    parser.add_argument("--retry", action="store_true",
+                        help="retry downloads that failed permanently in an earlier run; a training run that began "
+                             "without them cannot be resumed with them")  # fmt: skip
     parser.add_argument("--give-up", action="store_true",
                         help="treat hosts that did not answer as permanent failures, too: training drops such samples "
                         "if on_bad='drop', and stops at them otherwise")  # fmt: skip
     parser.add_argument("--manifest", type=Path, metavar="FILE",
-                        help="JSON Lines file of failures (default: failed.jsonl in the download folder)")  # fmt: skip
+                        help="JSON Lines file of failures (default: failed.jsonl in the download folder); written to "
+                             "FILE.unfinished until the download ends")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_run_download)
 
@@ -263,7 +264,7 @@ def _run_pack(options: argparse.Namespace) -> int:
 
 
 def _run_download(options: argparse.Namespace) -> int:
-    from qwen3vl_bridge.data.downloading import AddressBook, DownloadSettings, download
+    from qwen3vl_bridge.data.downloading import AddressBook, DownloadSettings, Manifest, download
     from qwen3vl_bridge.data.inspection.text_report import downloads_as_json, downloads_as_text
     from qwen3vl_bridge.data.media.downloads import Downloader
 
@@ -273,10 +274,9 @@ def _run_download(options: argparse.Namespace) -> int:
     source = _opened(options, book)
     settings = DownloadSettings(options.workers, retry=options.retry, give_up=options.give_up)
     progress = functools.partial(_counted, shown=not options.no_progress)
-    report = download(source, book, fetch, cache, settings, progress)
-    manifest = options.manifest or cache.root / "failed.jsonl"
-    report.write_manifest(manifest)
-    print(downloads_as_json(report) if options.json else downloads_as_text(report, manifest))
+    manifest = Manifest(options.manifest or cache.root / "failed.jsonl")
+    report = download(source, book, fetch, cache, settings, manifest, progress)
+    print(downloads_as_json(report) if options.json else downloads_as_text(report, manifest.path))
     return _FAILURES if report.failures or report.unread else 0
 
 

@@ -3,21 +3,24 @@
 What lives here: finding the addresses in a source, downloading them side by side, what is said of those that failed.
 What may not: one download (`media/downloads.py`), options of the command (`cli/data.py`).
 
-It can be stopped at any time and run again: what is there is not downloaded again.
+It can be stopped at any time and run again: what is there is not downloaded again. When it has come to its end, there
+is a record of what became of the addresses of each data set (`media/download_record.py`).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
-from hashlib import sha256
 from pathlib import Path
+from typing import NamedTuple
 
 from qwen3vl_bridge.data.errors import DataError, Unreachable
+from qwen3vl_bridge.data.media.download_record import DownloadRecord
 from qwen3vl_bridge.data.media.downloads import Downloader
-from qwen3vl_bridge.data.media.url_cache import UrlCache
+from qwen3vl_bridge.data.media.url_cache import UrlCache, digest_of
+from qwen3vl_bridge.data.sources.mixture import Mixture
 from qwen3vl_bridge.data.sources.opening import ConversationSource
 from qwen3vl_bridge.files.atomic import replace_file
 
@@ -68,11 +71,6 @@ class DownloadReport:
     failures: list[Failure] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
 
-    def write_manifest(self, path: Path) -> None:
-        """Write the failures as JSON lines, in place of what is there."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, "".join(json.dumps(asdict(failure)) + "\n" for failure in self.failures).encode())
-
 
 @dataclass(frozen=True)
 class DownloadSettings:
@@ -89,12 +87,83 @@ class DownloadSettings:
     give_up: bool = False
 
 
+class Manifest:
+    """A file of failures as JSON lines: those of a download that came to its end, and until then another beside it.
+
+    That one has each failure as soon as it is known, also those of earlier downloads that were stopped, and goes when
+    the file is written anew. Any number of threads may add to it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Begin, or go on where a download was stopped.
+
+        Args:
+            path: of the whole one.
+
+        Raises:
+            OSError: it cannot be written there.
+        """
+        self.path, self.unfinished = path, path.with_name(f"{path.name}.unfinished")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self.unfinished.open("ab+")
+        self._file.seek(max(self._file.tell() - 1, 0))
+        if self._file.read() not in (b"", b"\n"):  # a process was killed in the middle of a line
+            self._file.write(b"\n")
+
+    def add(self, failure: Failure) -> None:
+        """Write down a failure."""
+        self._file.write(_line(failure))  # at the end, wherever others have written
+        self._file.flush()
+
+    def close(self) -> None:
+        """Stop before the end. Without a failure there is nothing to keep."""
+        self._file.close()
+        if not self.unfinished.stat().st_size:
+            self.unfinished.unlink()
+
+    def finish(self, failures: Sequence[Failure]) -> None:
+        """Have the whole of them at the file's own place, wholly or not at all."""
+        self._file.close()
+        replace_file(self.path, b"".join(map(_line, failures)))
+        self.unfinished.unlink(missing_ok=True)
+
+
+def _line(failure: Failure) -> bytes:
+    return json.dumps(asdict(failure)).encode() + b"\n"
+
+
+@dataclass
+class _Set:
+    """What became of the addresses of one data set.
+
+    Attributes:
+        name: what its record is called.
+        total: addresses.
+        missing: of them neither there nor given up.
+        given_up: digests.
+    """
+
+    name: str
+    total: int = 0
+    missing: int = 0
+    given_up: list[bytes] = field(default_factory=list)
+
+
+class _Wanted(NamedTuple):
+    """An address that a data set has, and where it stands first."""
+
+    address: str
+    place: str
+    data: _Set
+
+
 def download(
-    source: ConversationSource,
+    source: ConversationSource | Mixture,
     book: AddressBook,
     fetch: Downloader,
     cache: UrlCache,
     settings: DownloadSettings,
+    manifest: Manifest,
     progress: Callable[[Sequence[int]], Iterable[int]] = iter,
 ) -> DownloadReport:
     """Download what the conversations of a source refer to.
@@ -105,42 +174,52 @@ def download(
         source: opened with `book` as its `MediaAccess.addresses`.
         book: what notes the addresses.
         fetch: one download.
-        cache: where files are kept.
+        cache: where files are kept, and a record of each data set.
         settings: how many at a time, and what to do with failures.
+        manifest: where failures are written down.
         progress: passes on the numbers of samples, and may show them.
 
     Raises:
-        OSError: the cache cannot be written to.
+        OSError: the cache or the manifest cannot be written to.
     """
-    report = DownloadReport()
-    pool = ThreadPoolExecutor(settings.workers)
-    running = set()
+    report, sets = DownloadReport(), list[_Set]()
+    wanted = _addresses(source, book, report, sets, progress)
+    pool, running = ThreadPoolExecutor(settings.workers), dict[Future[Failure | bool], _Wanted]()
     try:
-        for address, place in _addresses(source, book, report, progress):
-            running.add(pool.submit(_one, address, place, fetch, cache, settings))
+        for one in wanted:
+            if running and next(reversed(running.values())).data is not one.data:
+                _collect(running, report, ALL_COMPLETED)  # what two sets have is asked for once
+            running[pool.submit(_one, one, fetch, cache, settings, manifest)] = one
             if len(running) >= 4 * settings.workers:
-                done, running = wait(running, return_when=FIRST_COMPLETED)
-                for one in done:
-                    _add(one.result(), report)
-        for one in running:
-            _add(one.result(), report)
+                _collect(running, report, FIRST_COMPLETED)
+        _collect(running, report, ALL_COMPLETED)
     except BaseException:
         fetch.stop()
-        raise
-    finally:
         pool.shutdown(cancel_futures=True)
+        manifest.close()
+        raise
+    pool.shutdown()
+    for data in sets:
+        if data.total:
+            DownloadRecord.of(data.total, data.missing, data.given_up).write(cache.root, data.name)
+    manifest.finish(report.failures)
     return report
 
 
 def _addresses(
-    source: ConversationSource,
+    source: ConversationSource | Mixture,
     book: AddressBook,
     report: DownloadReport,
+    sets: list[_Set],
     progress: Callable[[Sequence[int]], Iterable[int]],
-) -> Iterator[tuple[str, str]]:
-    """Each address once, with its place."""
-    seen = set[bytes]()
+) -> Iterator[_Wanted]:
+    """Each address once for each data set, which begins with its first sample and is added to `sets`."""
+    sources, seen = source.sources if isinstance(source, Mixture) else (source,), set[bytes]()
     for number in progress(range(len(source))):
+        which = source.set_of(number) if isinstance(source, Mixture) else 0
+        while len(sets) <= which:
+            sets.append(_Set(sources[len(sets)].recorded_as))
+            seen.clear()
         book.noted.clear()
         try:
             source[number]
@@ -148,14 +227,26 @@ def _addresses(
             report.unread.append(str(error))
             book.noted.clear()
         for address, place in book.noted:
-            digest = sha256(address.encode("utf-8", "backslashreplace")).digest()[:20]
+            digest = digest_of(address)[:20]
             if digest not in seen:
                 seen.add(digest)
-                yield address, place
+                sets[which].total += 1
+                yield _Wanted(address, place, sets[which])
 
 
-def _one(address: str, place: str, fetch: Downloader, cache: UrlCache, settings: DownloadSettings) -> Failure | bool:
-    """A failure; or whether the file is new."""
+def _one(
+    wanted: _Wanted, fetch: Downloader, cache: UrlCache, settings: DownloadSettings, manifest: Manifest
+) -> Failure | bool:
+    """A failure, which is written down; or whether the file is new."""
+    result = _fetched(wanted.address, wanted.place, fetch, cache, settings)
+    if isinstance(result, Failure):
+        manifest.add(result)
+    return result
+
+
+def _fetched(
+    address: str, place: str, fetch: Downloader, cache: UrlCache, settings: DownloadSettings
+) -> Failure | bool:
     if cache.path_of(address).is_file():
         return False
     if (known := cache.problem_of(address)) is not None and not settings.retry:
@@ -172,9 +263,19 @@ def _one(address: str, place: str, fetch: Downloader, cache: UrlCache, settings:
     return True
 
 
-def _add(result: Failure | bool, report: DownloadReport) -> None:
-    if isinstance(result, Failure):
-        report.failures.append(result)
-    else:
+def _collect(running: dict[Future[Failure | bool], _Wanted], report: DownloadReport, when: str) -> None:
+    """Wait for downloads, and take those that are done."""
+    for done in wait(running, return_when=when).done:
+        _add(running.pop(done), done.result(), report)
+
+
+def _add(wanted: _Wanted, result: Failure | bool, report: DownloadReport) -> None:
+    if not isinstance(result, Failure):
         report.downloaded += result
         report.present += not result
+        return
+    report.failures.append(result)
+    if result.final:
+        wanted.data.given_up.append(digest_of(wanted.address))
+    else:
+        wanted.data.missing += 1

@@ -24,12 +24,15 @@ from qwen3vl_bridge.data.processing.samples import Samples
 from qwen3vl_bridge.data.row_settings import SPLITS, ConversationRows
 from qwen3vl_bridge.data.schemas.columns import Columns, one_schema
 from qwen3vl_bridge.data.schemas.named_schemas import named_schema
+from qwen3vl_bridge.data.sources.fingerprints import check_alike
 from qwen3vl_bridge.data.sources.hub import HUB, HubName
 from qwen3vl_bridge.data.sources.hub_streaming import StreamedDataset
 from qwen3vl_bridge.data.sources.mixture import MixedSet, mixed_sets, open_mixture
 from qwen3vl_bridge.data.sources.opening import ConversationSource, open_source
 from qwen3vl_bridge.data.sources.splits import splits_in
+from qwen3vl_bridge.parallel.collectives import gather_objects
 
+import torch
 from megatron.bridge.data.base import DatasetBuildContext
 
 
@@ -190,7 +193,8 @@ class Qwen3VLConversationProvider(ConversationRows):
         Raises:
             DataError: files that are not there or cannot be read, or a stream of fewer files than parts.
             ValueError: rows that the context-parallel ranks could not share, that were packed by other settings, or
-                that are others than the run has trained on; parts of a stream that the processes could not share.
+                that are others than the run has trained on or other processes have; parts of a stream that the
+                processes could not share.
         """
         groups = context.pg_collection
         rows, ranks = (self, 1) if groups is None else (self.shared_by(groups.cp.size()), groups.dp.size())
@@ -201,6 +205,9 @@ class Qwen3VLConversationProvider(ConversationRows):
             else None
             for split, length in zip(SPLITS, wanted, strict=True)
         )
+        for split, one in zip(SPLITS, (train, valid, test), strict=True):
+            if groups is not None and isinstance(one, RowDataset) and torch.distributed.is_initialized():
+                check_alike(gather_objects(one.samples.file.fingerprint()), f"the data of the split {split!r}")
         if train is not None:
             self.note_position(train.fingerprint(), train.assignment())
         return train, valid, test

@@ -1,5 +1,6 @@
 """One download: put in its place, or refused for a reason that is said."""
 
+import os
 import socket
 import time
 
@@ -66,6 +67,17 @@ def test_a_network_that_is_down_is_said_and_no_bad_sample(server, get, tmp_path)
     for address in (f"{closed}/a.png", "http://no.such.host.invalid/a.png"):
         with pytest.raises(Unreachable, match=rf"^here: found '{address}' out of reach after 3 attempts \(ConnectErr"):
             Downloader(UrlCache(tmp_path / "cache"), ("http://",))(address, "here")
+
+
+def test_what_a_killed_download_left_is_removed_and_what_goes_on_is_not(server, get, tmp_path):
+    left, going_on = (tmp_path / "cache/unfinished" / name for name in ("left", "going_on"))
+    left.parent.mkdir(parents=True)
+    for path in (left, going_on):
+        path.write_bytes(png()[:50])
+    os.utime(left, (0, 0))
+    server.answers["/a.png"] = png()
+    assert get("/a.png").read_bytes() == png()
+    assert list(left.parent.iterdir()) == [going_on]
 
 
 def test_a_body_that_breaks_off_is_fetched_again(server, get, tmp_path):

@@ -1,7 +1,8 @@
 """One download of a picture or a video.
 
 What lives here: what counts as an answer, and putting the file in its place. What may not: which addresses are allowed
-(`urls.py`), where files are kept (`url_cache.py`), which files are wanted (`data/downloading.py`).
+(`urls.py`), which servers are still asked (`hosts.py`), where files are kept (`url_cache.py`), which files are wanted
+(`data/downloading.py`).
 
 An answer that an address is gone or forbidden (404, 410, 403, any other that is neither 200 nor a busy server's), or
 contents that are neither a picture nor a video, are final: a `DataError`. No answer, one that breaks off, or one of a
@@ -11,6 +12,7 @@ there.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import re
 import threading
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from qwen3vl_bridge.data.errors import DataError, Unreachable
+from qwen3vl_bridge.data.media.hosts import Down, Hosts
 from qwen3vl_bridge.data.media.images import address_file, is_picture
 from qwen3vl_bridge.data.media.url_cache import UrlCache
 from qwen3vl_bridge.data.media.urls import allowed_url, check_prefix
@@ -32,6 +35,7 @@ MOST_BYTES = 2**30
 MOST_REDIRECTS = 5
 WAITS = (1.0, 2.0, 4.0, 8.0, 16.0)  # seconds between attempts
 TIMEOUT, LONGEST = 15.0, 900.0  # seconds without a byte; for a body
+_OLD = 3600  # seconds since somebody wrote to a file that is going on
 _BUSY = (408, 425, 429)
 # Beginnings of videos, for servers that do not say what they send: MP4 and its kin, Matroska, AVI, MPEG, transport
 # streams, Flash, Ogg, Windows Media.
@@ -58,11 +62,14 @@ class Downloader:
         for prefix in allowed_urls:
             check_prefix(prefix)
         self._cache, self._allowed = cache, tuple(allowed_urls)
+        self._unfinished = cache.root / "unfinished"
+        _remove_left_over(self._unfinished)
         self._stopped = threading.Event()
         # Pictures and videos are compressed already, and a small answer may unpack to a large one.
         headers = {"User-Agent": "qwen3vl-bridge", "Accept-Encoding": "identity"}
         limits = httpx.Limits(max_connections=None)  # as many as there are threads
         self._client = httpx.Client(timeout=TIMEOUT, headers=headers, limits=limits)
+        self._hosts = Hosts(self._client)
 
     @property
     def stopped(self) -> bool:
@@ -82,15 +89,19 @@ class Downloader:
 
         Raises:
             DataError: an address that is not allowed, is gone, holds too much, or no picture or video.
-            Unreachable: no answer, or none to the end.
+            Unreachable: no answer, or none to the end; or a server that is down for others, too.
             OSError: the cache cannot be written to.
         """
         url = allowed_url(address, self._allowed, place)
         path = self._cache.path_of(address)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        for folder in (path.parent, self._unfinished):
+            folder.mkdir(parents=True, exist_ok=True)
         for attempt, pause in enumerate((*WAITS, None), start=1):
+            down = None
             try:
                 problem = self._attempt(url, path, place)
+            except Down as error:
+                problem, down = str(error), error.server
             except httpx.TransportError as error:
                 problem = f"{type(error).__name__}: {error}"
             except httpx.DecodingError as error:
@@ -101,6 +112,8 @@ class Downloader:
                 return
             # Threads don't all come back at once.
             if pause is None or self._stopped.wait(pause * (0.5 + random.random())):
+                if down is not None and not self.stopped:
+                    self._hosts.missed(down)
                 raise Unreachable(
                     place, f"found {str(url)!r} out of reach after {attempt} attempts ({problem}), expected an answer"
                 )
@@ -108,7 +121,7 @@ class Downloader:
     def _attempt(self, url: httpx.URL, path: Path, place: str) -> str | None:
         """None where the file is in its place; else why it may be worth another attempt."""
         where = f"{place}: {url}"
-        partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+        partial = self._unfinished / uuid.uuid4().hex
         try:
             with partial.open("xb") as file:
                 kind = self._answer(url, file, place)
@@ -127,13 +140,15 @@ class Downloader:
         for _ in range(MOST_REDIRECTS + 1):
             # Redirects are followed here, not by the library, so that each address is checked.
             try:
-                response = self._client.send(request, stream=True)
+                response = self._hosts.send(request, place)
+            except DataError:
+                raise
             except (httpx.InvalidURL, ValueError) as error:  # some of the redirects that are no addresses
                 problem = f"found {str(request.url)!r} redirected to no address ({error})"
                 raise DataError(place, f"{problem}, expected a picture or a video") from error
             with closing(response):
                 if response.next_request is None:
-                    if response.status_code in _BUSY or response.status_code >= 500:
+                    if response.status_code in _BUSY:
                         return response.status_code
                     self._save(response, file, f"{place}: {url}")
                     return _kind(response)
@@ -160,6 +175,14 @@ class Downloader:
             _check_size(file.tell(), where)
             if time.monotonic() > end or self._stopped.is_set():
                 raise httpx.ReadTimeout(f"{file.tell():,} bytes so far")
+
+
+def _remove_left_over(folder: Path) -> None:
+    """Remove what downloads have left that were killed. Those that go on write to their files all the time."""
+    for path in folder.glob("*"):
+        with contextlib.suppress(OSError):  # it has come to its end, or is another user's
+            if time.time() - path.stat().st_mtime > _OLD:
+                path.unlink()
 
 
 def _kind(response: httpx.Response) -> str:

@@ -5,7 +5,7 @@ What lives here: comparing what must be the same. What may not: what that is, wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -38,6 +38,24 @@ def check_position(found: Mapping[str, Any], expected: Mapping[str, Any]) -> Non
         )
     if differ := differences(found, expected):
         raise ValueError(f"the position belongs to other data than this: found {differ}")
+
+
+def check_alike(found: Sequence[Any], what: str) -> None:
+    """Refuses data that are not the same in every process.
+
+    Args:
+        found: what they are, by rank.
+        what: the data, for messages.
+
+    Raises:
+        ValueError: they differ.
+    """
+    other = next((rank for rank, one in enumerate(found) if one != found[0]), None)
+    if other is not None:
+        raise ValueError(
+            f"{what} differ among the processes: found {found[other]} on rank {other}, expected {found[0]} as on rank "
+            "0. Every machine needs the same files, and the same downloads: copy the folder url_cache, records and all"
+        )
 
 
 def check_assignment(row: int, before: tuple[int, int], now: tuple[int, int]) -> None:

@@ -17,6 +17,7 @@ from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.media.images import MediaRoot, media_access
 from qwen3vl_bridge.data.schemas.columns import Schema, marked
 from qwen3vl_bridge.data.schemas.conversations import Conversation
+from qwen3vl_bridge.data.sources.recorded_media import recorded, with_downloads
 from qwen3vl_bridge.data.sources.tables import columns_of, conversation_in, library
 
 HUB = "hf://"
@@ -80,7 +81,14 @@ class HubName:
 class HubDataset:
     """A map-style data set of Hugging Face's `datasets`, read as it is stored: pictures are not decoded here."""
 
-    def __init__(self, dataset: Any, name: str, media_root: MediaRoot = None, schema: Schema | None = None) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        name: str,
+        media_root: MediaRoot = None,
+        schema: Schema | None = None,
+        recorded_as: str | None = None,
+    ) -> None:
         """Take a data set's rows as conversations.
 
         Args:
@@ -89,6 +97,7 @@ class HubDataset:
             media_root: folder that paths are relative to and may not leave, without which there may be none; or a
                 `MediaAccess`.
             schema: of the records, where they have a named one.
+            recorded_as: what a record of its downloads is called; the library's fingerprint if None.
 
         Raises:
             DataError: a streaming data set, several splits, no column of messages, or no rows.
@@ -105,10 +114,10 @@ class HubDataset:
         if not len(dataset):
             raise DataError(name, "found no rows, expected one conversation a row")
         self.name, self._schema = name, schema
-        self.media = media_access(media_root, None)
         columns = columns_of(dataset.features.arrow_schema, name, schema)
         self._rows = dataset.select_columns(columns).with_format("arrow")
-        self._fingerprint = dataset._fingerprint
+        self.recorded_as, self._fingerprint = marked(recorded_as or dataset._fingerprint, schema), dataset._fingerprint
+        self.media = recorded(media_access(media_root, None), self.recorded_as)
 
     @classmethod
     def saved(cls, folder: str | Path, media_root: MediaRoot = None, schema: Schema | None = None) -> HubDataset:
@@ -149,7 +158,7 @@ class HubDataset:
             DataError: as for the class, no such data set, configuration or split, or several and none chosen.
         """
         dataset, called = load_named(name, split)
-        source = cls(dataset, called, media_root, schema)
+        source = cls(dataset, called, media_root, schema, recorded_as=called)
         # The library's own holds times of files in the cache, which differ from machine to machine.
         source._fingerprint = f"{called}, {len(source)} rows, {dataset.info.dataset_size} bytes"
         return source
@@ -162,8 +171,12 @@ class HubDataset:
         return f"{self.name}[{range(len(self))[index]}]"
 
     def fingerprint(self) -> str:
-        """The library's own for a saved data set; name, rows and bytes for one of the hub."""
-        return marked(self._fingerprint, self._schema)
+        """The library's own of a saved data set; name, rows and bytes of one of the hub; and what was not downloaded.
+
+        Raises:
+            Unreachable: these have not come to their end.
+        """
+        return with_downloads(marked(self._fingerprint, self._schema), self.media, self.name)
 
     def __getitem__(self, index: int) -> Conversation:
         """Read one conversation.

@@ -29,6 +29,7 @@ from qwen3vl_bridge.data.media.images import MediaRoot, media_access
 from qwen3vl_bridge.data.schemas.columns import Schema, marked
 from qwen3vl_bridge.data.schemas.conversations import Conversation
 from qwen3vl_bridge.data.sources.hub import load_named
+from qwen3vl_bridge.data.sources.recorded_media import recorded, with_downloads
 from qwen3vl_bridge.data.sources.tables import columns_of, conversation_in, library
 
 import numpy as np
@@ -100,7 +101,8 @@ class StreamedDataset:
         if dataset.features is not None:
             # Undoes what the library does for data sets of the hub: decoding ahead, in threads.
             dataset = dataset.decode(False).select_columns(columns_of(dataset.features.arrow_schema, name, schema))
-        self.name, self.media = name, media_access(media_root, None)
+        # Of one of the hub as `HubDataset` has it: downloads go through it by number.
+        self.name, self.media = name, recorded(media_access(media_root, None), marked(name, schema))
         self._dataset, self._seed, self._buffer_size, self._keep = dataset, seed, buffer_size, keep
         self._schema = schema
         self._part: tuple[int, int] | None = None
@@ -201,13 +203,17 @@ class StreamedDataset:
         return f"{self.name}[{place} of {', '.join(where)}]" if where else f"{self.name}[{place}]"
 
     def fingerprint(self) -> str:
-        """What is known without reading, and what an order depends on."""
+        """What is known without reading, what an order depends on, and what is not there of downloads.
+
+        Raises:
+            Unreachable: these have not come to their end.
+        """
         found = self._dataset
         parts = [self.name, f"{found.num_shards} shards", f"{found.info.dataset_size} bytes"]
         if self._seed is not None:
             version = library("datasets", self.name).__version__
             parts.append(f"seed {self._seed} in buffers of {self._buffer_size} by datasets {version}")
-        return marked(", ".join(parts), self._schema)
+        return with_downloads(marked(", ".join(parts), self._schema), self.media, self.name)
 
     def __getitem__(self, number: int) -> Conversation:
         """Read one conversation.

@@ -197,7 +197,7 @@ class Mixture:
             DataError: a set without conversations.
             ValueError: as `MixedOrder`.
         """
-        self.names, self._sources = tuple(names), tuple(sources)
+        self.names, self.sources = tuple(names), tuple(sources)
         lengths = tuple(map(len, sources))
         for name, length in zip(names, lengths, strict=True):
             if not length:
@@ -220,11 +220,11 @@ class Mixture:
     def sample_id(self, index: int) -> str:
         """The set, and what the set's source says."""
         number = self.set_of(index)
-        return f"{self.names[number]}/{self._sources[number].sample_id(range(len(self))[index] - self._firsts[number])}"
+        return f"{self.names[number]}/{self.sources[number].sample_id(range(len(self))[index] - self._firsts[number])}"
 
     def fingerprint(self) -> str:
         """Of each set what its source says, and how many samples an epoch takes; its name and place may change."""
-        sets = zip(self._sources, self._taken, strict=True)
+        sets = zip(self.sources, self._taken, strict=True)
         return " + ".join(f"{source.fingerprint()} ({taken} an epoch)" for source, taken in sets)
 
     def __getitem__(self, index: int) -> Conversation:
@@ -235,7 +235,7 @@ class Mixture:
         """
         number = self.set_of(index)
         try:
-            found = self._sources[number][range(len(self))[index] - self._firsts[number]]
+            found = self.sources[number][range(len(self))[index] - self._firsts[number]]
         except DataError as error:
             raise type(error)(f"{self.names[number]}/{error}") from error
         return replace(found, sample_id=f"{self.names[number]}/{found.sample_id}")

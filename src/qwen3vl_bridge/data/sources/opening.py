@@ -23,6 +23,7 @@ from qwen3vl_bridge.data.schemas.conversations import Conversation, conversation
 from qwen3vl_bridge.data.schemas.named_schemas import named_schema
 from qwen3vl_bridge.data.sources.hub import HUB, HubDataset
 from qwen3vl_bridge.data.sources.parquet import Parquet
+from qwen3vl_bridge.data.sources.recorded_media import recorded, with_downloads
 from qwen3vl_bridge.files.parsing import parse_record
 
 # White space, words and whole strings up to the next bracket, or to a quotation mark that none closes, or to the end.
@@ -50,7 +51,13 @@ class Conversations(Protocol):
 
 
 class ConversationSource(Conversations, Protocol):
-    """As many conversations as it says, numbered from 0. Streams don't know how many they have (`hub_streaming.py`)."""
+    """As many conversations as it says, numbered from 0. Streams don't know how many they have (`hub_streaming.py`).
+
+    Attributes:
+        recorded_as: what a record of its downloads is called (see `data/media/download_record.py`).
+    """
+
+    recorded_as: str
 
     def __len__(self) -> int: ...
 
@@ -60,8 +67,8 @@ class _JsonFile(ABC):
 
     path: Path
     media: MediaAccess
+    recorded_as: str
     _schema: Schema | None
-    _fingerprint: str
 
     @abstractmethod
     def sample_id(self, index: int) -> str:
@@ -72,8 +79,16 @@ class _JsonFile(ABC):
         """A record's text."""
 
     def fingerprint(self) -> str:
-        """A digest of the file."""
-        return marked(self._fingerprint, self._schema)
+        """A digest of the file, and what is not there of its downloads.
+
+        Raises:
+            Unreachable: these have not come to their end.
+        """
+        return with_downloads(self.recorded_as, self.media, str(self.path))
+
+    def _digested(self, digest: str) -> None:
+        self.recorded_as = marked(digest[:16], self._schema)
+        self.media = recorded(self.media, self.recorded_as)
 
     def __getitem__(self, index: int) -> Conversation:
         """Read one conversation.
@@ -121,9 +136,9 @@ class JsonLines(_JsonFile):
                     self._lines.append(number)
                 offset += len(line)
                 digest.update(line)
-        self._fingerprint = digest.hexdigest()[:16]
         if not self._offsets:
             raise DataError(str(self.path), "found no lines, expected one conversation a line")
+        self._digested(digest.hexdigest())
 
     def __len__(self) -> int:
         return len(self._offsets)
@@ -161,10 +176,11 @@ class JsonList(_JsonFile):
             self.path.open("rb") as file,
             mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text,
         ):
-            self._fingerprint = hashlib.sha256(text).hexdigest()[:16]
+            digest = hashlib.sha256(text).hexdigest()
             self._find(text, len(codecs.BOM_UTF8) if text[:3] == codecs.BOM_UTF8 else 0)
         if not self._starts:
             raise DataError(str(self.path), "found an empty list, expected conversations")
+        self._digested(digest)
 
     def _find(self, text: mmap.mmap, begin: int) -> None:
         """Notes where each object in the list is. What is in the objects is checked when one is read."""

@@ -20,6 +20,7 @@ from qwen3vl_bridge.data.media.images import MediaRoot, media_access
 from qwen3vl_bridge.data.schemas.columns import Schema, marked
 from qwen3vl_bridge.data.schemas.conversations import Conversation
 from qwen3vl_bridge.data.sources.parquet_digest import ParquetDigest
+from qwen3vl_bridge.data.sources.recorded_media import recorded, with_downloads
 from qwen3vl_bridge.data.sources.tables import columns_of, conversation_in, library
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,8 @@ class Parquet:
             raise DataError(str(self.path), "found no rows, expected one conversation a row")
         self._len = rows
         with _readable(self.path):
-            self._fingerprint = f"{rows} rows, {digest.hexdigest()}"
+            self.recorded_as = marked(f"{rows} rows, {digest.hexdigest()}", schema)
+        self.media = recorded(self.media, self.recorded_as)
         self._cache: dict[int, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -87,8 +89,12 @@ class Parquet:
         return f"{self._files[file].name}[{row - self._first_rows[file]}]"
 
     def fingerprint(self) -> str:
-        """Rows, and a digest of the files, in their order (see `parquet_digest.py`)."""
-        return marked(self._fingerprint, self._schema)
+        """Rows, a digest of the files, in their order (see `parquet_digest.py`), and what is not there of downloads.
+
+        Raises:
+            Unreachable: these have not come to their end.
+        """
+        return with_downloads(self.recorded_as, self.media, str(self.path))
 
     def __getitem__(self, index: int) -> Conversation:
         """Read one conversation.
