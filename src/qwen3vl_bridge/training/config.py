@@ -74,7 +74,7 @@ class AccuracyConfig:
         samples: number of conversations, from the beginning.
         max_new_tokens: maximum length of an answer.
         metric: "exact" counts answers that are equal apart from surrounding white space; "contains" those that contain
-        the expected one.
+            the expected one.
     """
 
     path: str | None = None
