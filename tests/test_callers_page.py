@@ -6,6 +6,11 @@ That the tests it names are there, `test_maintenance.py` sees of all pages.
 from __future__ import annotations
 
 import importlib.util
+import math
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,3 +61,31 @@ def test_what_is_unexpected_is_said(script):
     assert compare({"c.py::test_one": "passed"}, whole=False) == []
     assert len(compare({"c.py::test_one": "passed"})) == 2
     assert compare(others, stock=True) == [] and len(compare(listed | others, stock=True)) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whole", [False, True], ids=["an import added", "our container, step and callbacks"])
+def test_a_script_of_ones_own_trains_and_saves(whole, untied_folder, tmp_path):
+    script, ours = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    if whole:
+        begin, _ = script.split('if __name__ == "__main__":')
+        assert "return ConfigContainer(" in begin
+        script = begin.replace("return ConfigContainer(", "return qwen3vl_bridge.Qwen3VLConfigContainer(") + ours
+    places = {"HF_FOLDER": untied_folder, "RUN": tmp_path / "run"}
+    assert all(f'"{name}"' in script for name in places)
+    for name, place in places.items():
+        script = script.replace(f'"{name}"', repr(str(place)))
+    (tmp_path / "mine.py").write_text(script)
+    done = subprocess.run(
+        [sys.executable, "mine.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "4"
+    assert (tmp_path / "run" / "metrics.jsonl").exists() == whole
+    losses = [float(loss) for loss in re.findall(r"lm loss: (\S+)", done.stdout)]
+    # Random weights know nothing of 512 tokens, and learn next to nothing in four steps.
+    assert len(losses) == 4 and all(abs(loss - math.log(512)) < 0.3 for loss in losses), losses

@@ -1,7 +1,7 @@
 """What recipes of all sizes share: full fine-tuning, adapters, pretraining.
 
-What lives here: the settings, each once, and why they are so. What may not: sizes and how they are split (a file for
-each size), paths (`paths.py`). Megatron is imported when a recipe is called, so that listing recipes takes no time.
+What lives here: the settings, each once, with the reasons. What may not: sizes and how they are split (a file for each
+size), paths (`paths.py`). Megatron is imported when a recipe is called, so that listing recipes takes no time.
 """
 
 from __future__ import annotations

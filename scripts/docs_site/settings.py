@@ -112,7 +112,7 @@ def table(group: Group) -> str:
     words = inspect.cleandoc(ast.get_docstring(found) or "").partition("\n\n")[0].replace("\n", " ")
     rows = [f"| {_code(one.name)} | {_code(one.type)} | {_code(one.default)} | {_cell(one.meaning)} |"
             for one in settings(group)]  # fmt: skip
-    head = f"### {group.name}\n\n{words} (`{_OURS}/{group.file}`)\n"
+    head = f"### {group.name}\n\n{_text(words)} (`{_OURS}/{group.file}`)\n"
     return "\n".join([head, "| setting | type | default | |", "|---|---|---|---|", *rows, ""])
 
 
@@ -126,7 +126,13 @@ def _code(text: str) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|") or "Megatron-Bridge's field; its default here"
+    return _text(text).replace("|", "\\|") or "Megatron-Bridge's field; its default here"
+
+
+def _text(words: str) -> str:
+    """A docstring as Markdown: `<image>` in it is not an HTML tag; code spans are escaped by Markdown itself."""
+    parts = words.split("`")
+    return "`".join(part if place % 2 else html.escape(part, quote=False) for place, part in enumerate(parts))
 
 
 def _class(file: str, name: str) -> ast.ClassDef:

@@ -65,6 +65,13 @@ def test_our_own_settings_have_words():
             assert one.meaning or name in theirs, f"{group.name}.{name}: the docstring says nothing of it"
 
 
+@pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.name)
+def test_words_of_a_docstring_are_no_tags(group):
+    """A placeholder such as <image> would be an element of the page."""
+    text = re.sub(r"`[^`]*`", "", settings.table(group))
+    assert set(re.findall(r"<(\w+)", text)) <= {"code", "wbr"}
+
+
 def test_commands_and_recipes():
     text = commands.commands()
     for expected in ("### qwen3vl convert import", "### qwen3vl train", "### qwen3vl doctor", "--dry-<", "--resume"):

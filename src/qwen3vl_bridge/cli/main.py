@@ -1,4 +1,4 @@
-"""`qwen3vl`: one program for all that can be done from a terminal.
+"""`qwen3vl`: one program for all commands.
 
     qwen3vl convert import --hf-model HF_FOLDER --megatron-path MEGATRON
     torchrun --nproc_per_node 8 --no-python qwen3vl train --recipe qwen3_vl_8b_sft_config --data-path DATA --save RUN

@@ -1,4 +1,4 @@
-"""`qwen3vl plan`: what a run will hold on each GPU, and how else it could be split.
+"""`qwen3vl plan`: the memory of a run on each GPU, and proposals for splitting it.
 
 What lives here: options and their meaning. What may not: formulas, words of a report (`planning/reports.py`).
 """

@@ -1,1 +1,1 @@
-"""Running where Megatron was not meant to: the import hook, the CPU module, replaced functions, quiet logs."""
+"""Running where Megatron does not run by itself: the import hook, the CPU module, replaced functions, quiet logs."""

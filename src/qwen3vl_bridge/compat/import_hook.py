@@ -1,4 +1,4 @@
-"""What happens when Megatron is imported: our bridges register, and what this machine lacks is seen to.
+"""What happens when Megatron is imported: our bridges are registered, and missing packages and hardware are handled.
 
 What lives here: one import hook and the things it does. What may not: anything that imports torch or Megatron
 when this module is loaded, the redirections for a machine without CUDA (`cpu.py`), functions of Megatron's that are

@@ -1,4 +1,4 @@
-"""What a person sees of other libraries' logs: nothing that is of no use to them.
+"""Hides log messages of other libraries that are of no use to a user.
 
 What lives here: the one function scripts call before they import Megatron. What may not: our own messages.
 """

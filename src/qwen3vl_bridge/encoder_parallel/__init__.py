@@ -1,1 +1,1 @@
-"""Vision and language on ranks of their own: both modules, what they send each other, step, checkpoint, evaluation."""
+"""Vision and language on ranks of their own: both modules, their payload, step, checkpoint, evaluation."""

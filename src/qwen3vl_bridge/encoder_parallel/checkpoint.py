@@ -1,4 +1,4 @@
-"""Checkpoints of vision and language on ranks of their own, in Megatron-Bridge's loop: those of one model.
+"""Checkpoints of runs with separate vision ranks, in Megatron-Bridge's loop: they equal those of one model.
 
 What lives here: what its own saving and loading are told, so that nothing of both modules has the same name and a run
 continues with another number of ranks, or without modules. What may not: where a

@@ -1,4 +1,4 @@
-"""What reading and writing files takes, whoever does it.
+"""Reading and writing files, for all packages.
 
-What lives here: results that are there wholly or not at all, paths, JSON and YAML within limits, their one error.
+What lives here: results that are either complete or absent, paths, JSON and YAML within limits, their one error.
 """

@@ -1,4 +1,4 @@
-"""Results that are there wholly or not at all.
+"""Results that are either complete or absent.
 
 What lives here: the hidden folder beside the target in which a result grows, its way into place, and what becomes of
 one whose process died. What may not: what the result is, whether it may be there (`target.py`).

@@ -58,7 +58,7 @@ def generate(
 
     Args:
         model: a VisionLanguageModel, wrapped or not, or a list of one. It is in eval mode during the call; the previous
-        mode is restored.
+            mode is restored.
         input_ids: [B, S] int64.
         attention_mask: [B, S], 0 at padding, which may be on either side. None: no padding.
         max_new_tokens: maximum length of an answer.
@@ -66,7 +66,7 @@ def generate(
         pixel_values_videos, video_grid_thw: the same for videos.
         mm_token_type_ids: accepted because the processor returns it; it is redundant with `input_ids`.
         eos_token_id: ids that end an answer, such as those from `end_token_ids`; an empty list for none, None for the
-        provider's, which may be the end of a text rather than of a turn.
+            provider's, which may be the end of a text rather than of a turn.
         pad_token_id: fills rows after an answer's end; None for the provider's, or the first of `eos_token_id`.
 
     Returns:
@@ -74,7 +74,7 @@ def generate(
 
     Raises:
         ValueError: a model split by pipeline or context parallelism, inconsistent shapes, a prompt without tokens, or
-        pictures that don't match the tokens.
+            pictures that don't match the tokens.
     """
     wrapped, model = model, _whole_model(model)
     if max_new_tokens < 1:

@@ -53,12 +53,12 @@ class Qwen3VLParts:
 
     Attributes:
         freeze_language_model, freeze_vision_model, freeze_vision_projection: whether the part's base weights are
-        frozen. False leaves the decision to the provider's fields of the same name. The vision projection is the
-        mergers. Adapters are always trained.
+            frozen. False leaves the decision to the provider's fields of the same name. The vision projection is the
+            mergers. Adapters are always trained.
         adapt_language_model, adapt_vision_model, adapt_vision_projection: whether that part's linear layers get
             adapters.
         adapt_experts: whether each expert of the adapted language model gets its own adapters, on both linear layers.
-        Not supported for DoRA or with grouped experts (`moe_grouped_gemm`).
+            Not supported for DoRA or with grouped experts (`moe_grouped_gemm`).
     """
 
     freeze_language_model: bool = True
@@ -83,7 +83,7 @@ class Qwen3VLParts:
         Raises:
             TypeError: it is not a VisionLanguageModel.
             ValueError: it already has adapters, a field of this configuration would have no effect on it, or its
-            experts cannot have adapters.
+                experts cannot have adapters.
         """
         # Not Megatron-Bridge's own way, which would replace `forward` of blocks that recompute, trained or not.
         chunks = _chunks(model)

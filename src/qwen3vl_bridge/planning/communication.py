@@ -1,4 +1,4 @@
-"""Seconds that ranks spend on sending, for each token, each patch, each boundary.
+"""Communication time of ranks, per token, per patch and per pipeline boundary.
 
 What lives here: how many bytes go over which link. Standard library only. What may not: how fast links are
 (`hardware.py`), operations (`planning/speed/microbatch_flops.py`).

@@ -1,6 +1,7 @@
-"""The plan of a run, from its Megatron-Bridge `ConfigContainer`: memory, and whether a vision tower by itself keeps up.
+"""The plan of a run, from its Megatron-Bridge `ConfigContainer`: memory, and whether a separate vision tower keeps up.
 
-What lives here: reading it, by attributes alone, and refusing what changes memory and is not counted. Standard library
+What lives here: reading it, only through attributes, and refusing settings that change memory and are not modelled.
+Standard library
 only: the objects bring their own modules. What may not: formulas.
 """
 

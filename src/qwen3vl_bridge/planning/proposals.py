@@ -1,4 +1,4 @@
-"""Ways to split a model that fit, the cheapest first.
+"""Splits of a model that fit, the fastest first.
 
 What lives here: which splits are tried, and the order. Standard library only. What may not: formulas
 (`planning/memory/estimate.py`, `planning/speed/step_time.py`). Interleaved stages and expert tensor parallelism are not

@@ -1,6 +1,6 @@
 """Estimates and proposals for people, as tables, and for programs, as JSON.
 
-What lives here: words and columns. What may not: figures that are worked out.
+What lives here: words and columns. What may not: computing estimates.
 """
 
 from __future__ import annotations

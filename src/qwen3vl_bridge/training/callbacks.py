@@ -1,4 +1,4 @@
-"""What goes along with a run's steps.
+"""The callbacks of a run.
 
 What lives here: the list. What may not: what each of them does (its own file).
 """

@@ -76,7 +76,7 @@ class AccuracyConfig:
         samples: number of conversations, from the beginning.
         max_new_tokens: maximum length of an answer, with the reasoning that a chat template asks for.
         metric: "exact" counts answers that are equal apart from surrounding white space; "contains" those that contain
-        the expected one.
+            the expected one.
     """
 
     path: str | None = None

@@ -1,4 +1,4 @@
-"""Adapters of a run become a folder that `peft.PeftModel.from_pretrained` and vLLM load.
+"""Exports a run's adapters as a folder that `peft.PeftModel.from_pretrained` and vLLM can load.
 
 What lives here: what is read and what is made of it. What may not: how anything is done.
 """

@@ -1,6 +1,6 @@
-"""Several sources of tensors as one, and in it weights that adapters have been merged into.
+"""Joins several sources of tensors into one, which includes weights with adapters merged in.
 
-What lives here: W + alpha / dim * B A, and DoRA's lengths, in float32 and rounded once, a block of rows at a time. What
+What lives here: W + alpha / dim * B A, and DoRA's norms, in float32 and rounded once, a block of rows at a time. What
 may not: which tensors are merged (`merging.py`), formats.
 """
 
@@ -110,8 +110,8 @@ class Merge:
 class MergedTensors:
     """Joined sources, and merged weights under names of their own.
 
-    A merged weight is computed when it is read, and lies in a nameless file until the next one is. So nothing but one
-    weight is ever held; who reads two by turns has them computed again and again.
+    A merged weight is computed when it is read, and stored in an unnamed file until the next one is read. So only one
+    weight is ever stored; reading two of them alternately computes them repeatedly.
 
     Attributes:
         specs: all tensors.

@@ -1,4 +1,4 @@
-"""A run's adapters and the model they are of become a Hugging Face model with the adapters merged in.
+"""Merges a run's adapters into their base model, and writes a Hugging Face model.
 
 What lives here: what is read and what is made of it. What may not: arithmetic (`merged_tensors.py`), how anything is
 done.

@@ -1,4 +1,4 @@
-"""What a run's checkpoint says of its adapters: the `peft` section of its run_config.yaml.
+"""The adapter settings in a run's checkpoint: the `peft` section of its run_config.yaml.
 
 What lives here: reading that section, as data and without calling anything, and comparing it with another run's. What
 may not: tensors.

@@ -1,4 +1,4 @@
-"""The adapters that a run has saved: folder, settings, tensors and the model they are of.
+"""The adapters that a run has saved: folder, settings, tensors and the base model.
 
 What lives here: opening a run's checkpoint of either format, and what is in it. What may not: what is made of it
 (`exporting.py`, `merging.py`).
@@ -159,9 +159,10 @@ def open_adapters(
 
 
 def _refuse_mixed_rows(stored: StoredAdapters, ranks: Any) -> None:
-    """Of what a layer's weight has apart, each rank has its part of all, and these lie rank after rank.
+    """If a layer's weight has several sections, each rank has a part of every section, and the tensor holds the parts
+    rank by rank.
 
-    Not so gate and up in megatron-core's own format, which are whole one after the other.
+    In megatron-core's own format gate and up are stored complete, one after the other.
     """
     stacks = [row for row in stored.rows(ExpertLayout.PER_EXPERT) if isinstance(row, WholeStack)]
     mixed = [row.megatron for row in stacks if stored.ckpt_format == megatron.FSDP_DTENSOR or len(row.hf) > 2]

@@ -1,4 +1,4 @@
-"""What import, export and reformatting are: a model in one format becomes a model in another.
+"""The common part of import, export and reformatting: a model in one format is converted to another.
 
 What lives here: that, for any two formats. What may not: which options a command has (`importing.py` and its
 neighbours), how anything is done (`engine`).

@@ -1,4 +1,4 @@
-"""Verify: whether a Megatron checkpoint is, bit for bit, what it was made of.
+"""Verify: whether a Megatron checkpoint equals its source, bit for bit.
 
 What lives here: what is compared with what. What may not: writing anything; the comparison itself
 (`checkpoint/engine/comparison.py`).
@@ -36,8 +36,8 @@ def verify_checkpoint(
     """Compare a checkpoint of either format with the model it was imported from, or exported to.
 
     Where the checkpoint has another dtype, the model's weights are cast to it as an import would. So a checkpoint in
-    float32 that was exported to bfloat16 counts as different wherever that export rounded. Weights that one side has
-    less by one are the same where either side is the other's, rounded once.
+    float32 that was exported to bfloat16 counts as different wherever that export rounded. Weights that one side stores
+    minus one count as equal if either side is the other, rounded once.
 
     Args:
         hf_model: the model's folder, or a hub id.

@@ -41,7 +41,7 @@ class ConversionOptions(TypedDict, total=False):
     Attributes:
         overwrite: whether to replace an earlier result at the target. Anything else there is an error.
         resume: whether to continue an interrupted run with the same source and options, and to keep the partial result
-        if this run fails. A partial result of other options is an error. If False, partial results are removed.
+            if this run fails. A partial result of other options is an error. If False, partial results are removed.
         verify: whether to compare the result with the source, bit for bit, before it is moved into place.
         checksums: whether to write a checksum of every tensor to the manifest.
         dry_run: whether to stop before anything is written, except for an unnamed sample file to measure the disk.

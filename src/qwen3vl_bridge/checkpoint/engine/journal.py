@@ -1,4 +1,4 @@
-"""What of an unfinished result is on disk, so that another run can continue it.
+"""Records which parts of an unfinished result are on disk, so that another run can continue it.
 
 What lives here: the folder beside the unfinished files that says which plan they follow and which parts of them are
 proven written. What may not: writing those files (`copying.py`), whether to continue (`files/atomic.py`).

@@ -1,4 +1,4 @@
-"""The manifest that lies beside every result of ours: what it was made of, by what, how.
+"""The manifest written with every result: its source, the tool and the options.
 
 What lives here: its name, who wrote it, reading it, and what by it belongs to a result. What may not: what else goes
 into it (`conversion.py`).

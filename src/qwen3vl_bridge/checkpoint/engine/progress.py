@@ -1,4 +1,4 @@
-"""Says how far a conversion is.
+"""Shows the progress of a conversion.
 
 What lives here: a bar on a terminal, a line every few seconds elsewhere. What may not: anything about checkpoints.
 """

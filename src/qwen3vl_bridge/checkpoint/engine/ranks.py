@@ -1,7 +1,7 @@
 """The processes that share a conversion.
 
-What lives here: one process, or those torchrun started, and the few ways they meet. What may not: dividing the work
-(`checkpoint/formats/planned_files.py`), checkpoints.
+What lives here: a single process, or those started by torchrun, and their few collectives. What may not: dividing the
+work (`checkpoint/formats/planned_files.py`), checkpoints.
 
 They meet over gloo, whatever the machine has. When one of them dies, the others learn of it at the next meeting.
 """

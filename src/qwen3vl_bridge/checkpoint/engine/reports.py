@@ -1,4 +1,4 @@
-"""What the commands hand back.
+"""What the commands return.
 
 What lives here: plain data. What may not: work, printing.
 """

@@ -1,6 +1,5 @@
-"""Reads segments of tensors as a stream of bytes, through one buffer of a fixed size.
-
-What lives here: reading byte ranges, turning a matrix, and the cast of a buffer from one dtype to another. What may
+"""Reads segments of tensors as a stream of bytes, through one buffer of a fixed size. What lives here: reading byte
+ranges, transposing a matrix, and the cast of a buffer from one dtype to another. What may
 not: formats, plans.
 
 A turned matrix is held whole; it is one expert's. All else passes through the buffer.

@@ -1,7 +1,7 @@
 """How long a conversion may take, measured on samples of it.
 
-What lives here: reading some of the source, writing beside the target, and what follows. What may not: doing any of it
-for good.
+What lives here: reading some of the source, writing next to the target, and the extrapolation. What may not: doing any
+of it for good.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether two configurations are of the same model.
+"""Whether two configurations describe the same model.
 
 What lives here: the comparison. What may not: which fields decide that (a family's `fields`, see `registry.py`),
 whether a configuration is one we convert (`hf_config.py`).

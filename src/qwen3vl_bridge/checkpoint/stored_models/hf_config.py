@@ -1,4 +1,4 @@
-"""The `config.json` of a Hugging Face model, judged.
+"""Checks the `config.json` of a Hugging Face model.
 
 What lives here: the check that it is of a family we convert, and the dimensions the weight table needs. What may not:
 weights, names of parameters and fields of a family (`registry.py` finds them).

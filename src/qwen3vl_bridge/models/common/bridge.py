@@ -1,4 +1,4 @@
-"""The bridge: what all families' bridges do with a configuration and the weight table.
+"""The bridge: the common part of all families' bridges.
 
 What lives here: the table as Megatron-Bridge's mappings, and a provider made of a `config.json`. What may not:
 parameter names (`models/*/table.py`), fields of one family (`models/*/bridge.py`), what is refused
@@ -70,7 +70,7 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
     def load_weights_hf_to_megatron(
         self, hf_pretrained: Any, megatron_model: list[MegatronModule], *args: Any, **kwargs: Any
     ) -> Any:
-        """As Megatron-Bridge's, which leaves a weight that the checkpoint lacks as it happens to be.
+        """As in Megatron-Bridge, which silently keeps the initialisation of a weight that the checkpoint lacks.
 
         Raises:
             ValueError: tensors are missing; the message names them.

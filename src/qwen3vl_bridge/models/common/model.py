@@ -34,7 +34,7 @@ from torch.distributed import ProcessGroup
 
 
 class VisionLanguageModel(MegatronModule):
-    """A model of one pipeline stage: the vision tower on the first stage, the text model on every one.
+    """The part of the model on one pipeline stage: the vision tower on the first stage, text layers on every stage.
 
     A family whose layers are given more than hidden states overrides `layer_arguments`, `unload` and `load`.
 
@@ -76,7 +76,9 @@ class VisionLanguageModel(MegatronModule):
         self.arrived: Tensor | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As nn.Module's. Hooks made for text models put the head of a value or reward model here: it is the text's."""
+        """As nn.Module's. Hooks made for text models set the head of a value or reward model here; it belongs to the
+        text model.
+        """
         if name == "output_layer":
             self.language_model.output_layer = value
         else:
@@ -116,7 +118,7 @@ class VisionLanguageModel(MegatronModule):
 
     @property
     def encoder_hidden_state(self) -> Tensor | None:
-        """What a schedule has given the first stage as input, which it has no use for."""
+        """The input that a schedule has set on the first stage, which does not use it."""
         return self.arrived if self.pre_process else None
 
     def add_tower(self) -> None:
@@ -145,7 +147,7 @@ class VisionLanguageModel(MegatronModule):
         Args:
             input_ids, position_ids, attention_mask, labels, loss_mask, pictures_and_packing: a batch in a caller's own
                 convention, see `inputs.as_model_inputs`.
-            inputs: or the batch as `PackedBatch.local` gives it, which needs no work here.
+            inputs: or the batch from `PackedBatch.local`, which is used as it is.
             output_processor, output_processor_context: what makes the output of hidden states [s, b, h] and labels in
                 place of logits or losses, and what it is given beside; as GPTModel's.
             inference_context: accepted while it holds no tokens, because nothing is stored in it.
@@ -201,9 +203,9 @@ class VisionLanguageModel(MegatronModule):
         """Check a family's own conditions on a batch; ValueError for one that this stage cannot take."""
 
     def encode(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
-        """Vision tokens [M, h] and DeepStack features [t, M, h] of all pictures, this rank's and the others'.
+        """Vision tokens [M, h] and DeepStack features [t, M, h] of all pictures, of this and the other ranks.
 
-        A rank without pictures runs the tower on a blank one, and nobody uses its rows.
+        A rank without pictures encodes a blank one, whose rows are ignored.
         """
         pictures = inputs.vision or self.vision_model.blank_picture(inputs.input_ids.device)
         return gather_encoded(*self.vision_model(pictures), inputs.vision_counts, self.pg_collection)

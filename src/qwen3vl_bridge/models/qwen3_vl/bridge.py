@@ -1,4 +1,4 @@
-"""The bridge: a Hugging Face configuration becomes our provider; registration with Megatron-Bridge.
+"""The bridge: creates our provider from a Hugging Face configuration; registration with Megatron-Bridge.
 
 What lives here: fields that Qwen3-VL alone has. What may not: parameter names (`table.py`), defaults (`provider.py`),
 what is refused (`config_checks.py`), what all families' bridges do (`models/common/bridge.py`).

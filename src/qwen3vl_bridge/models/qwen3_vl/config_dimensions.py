@@ -1,4 +1,4 @@
-"""The numbers of a Qwen3-VL, read off its Hugging Face configuration.
+"""The dimensions of a Qwen3-VL, read from its Hugging Face configuration.
 
 What lives here: the reading, in every spelling that there is. Standard library only. What may not: parameter names
 (`table.py`), whether a configuration is one we honour (`config_checks.py`).

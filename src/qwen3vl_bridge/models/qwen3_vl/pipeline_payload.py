@@ -1,4 +1,4 @@
-"""What one pipeline stage hands to the next: hidden states, and the DeepStack features that later layers need.
+"""What one pipeline stage sends to the next: hidden states, and the DeepStack features that later layers need.
 
 What lives here: how both travel as one tensor, and how many features go where. What may not: sending and receiving,
 which are megatron-core's schedules'; which rank holds which stage, which is megatron-core's too.

@@ -1,1 +1,1 @@
-"""Seconds that a step takes: operations, pipeline stages, exchange of gradients."""
+"""Step time: operations, pipeline stages, exchange of gradients."""

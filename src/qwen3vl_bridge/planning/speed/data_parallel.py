@@ -1,4 +1,4 @@
-"""Seconds that data-parallel ranks exchange gradients and weights in, and those of them that a step waits.
+"""Time for exchanging gradients and weights between data-parallel ranks, and the part of it that is not hidden.
 
 What lives here: bytes between replicas, over which links, and what of that is hidden. Standard library only. What may
 not: how fast links are (`planning/hardware.py`), what is sent within a replica (`planning/communication.py`).

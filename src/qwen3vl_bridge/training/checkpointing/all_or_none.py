@@ -1,4 +1,4 @@
-"""What all processes of a run do together, or none: they fail together too.
+"""Operations that succeed on all processes of a run or fail on all of them.
 
 What lives here: telling each other of failures, a folder that all write and that comes into its place when all have.
 What may not: what is written, collectives themselves (`parallel/collectives.py`).

@@ -1,4 +1,4 @@
-"""Saves of Megatron-Bridge's that are there wholly or not at all.
+"""Makes Megatron-Bridge's saves all-or-nothing.
 
 What lives here: letting it write beside a checkpoint's place, moving what it has written there, its trackers after
 that, and older checkpoints away. What may not: what it writes; what else lies in a checkpoint (`side_files.py`).

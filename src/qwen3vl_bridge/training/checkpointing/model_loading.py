@@ -1,4 +1,4 @@
-"""A whole model with a checkpoint's weights, to be asked or compared rather than trained.
+"""A complete model with a checkpoint's weights, for inference or comparison rather than training.
 
 What lives here: the one function. What may not: what a checkpoint holds (`weight_loading.py`).
 """

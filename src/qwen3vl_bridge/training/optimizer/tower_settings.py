@@ -34,8 +34,8 @@ class Qwen3VLTowers(OptimizerConfigOverrideProvider):
     Attributes:
         language_model_lr, vision_model_lr, vision_projection_lr: the highest learning rate; None for `optimizer.lr`.
         freeze_language_model_steps, freeze_vision_model_steps, freeze_vision_projection_steps: number of updates at the
-        start of the run during which the part is frozen; skipped steps do not count. Implemented by
-        `training_callbacks`.
+            start of the run during which the part is frozen; skipped steps do not count. Implemented by
+            `training_callbacks`.
     """
 
     language_model_lr: float | None = None

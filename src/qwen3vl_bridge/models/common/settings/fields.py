@@ -48,7 +48,7 @@ class DistTrainConfig:
         vision_pipeline_model_parallel_size, vision_context_parallel_size: 1; the tower has neither.
         vision_expert_tensor_parallel_size, vision_expert_model_parallel_size: 1; it has no experts.
         vision_to_llm_dp_ratio: replicas of the tower per replica of the language model. None to compute it; it must be
-        None if the tower has fewer replicas.
+            None if the tower has fewer replicas.
     """
 
     use_dist_train: bool = False
@@ -70,7 +70,7 @@ class VisionLanguageFields(GPTModelProvider):
         vision_config: transformers' configuration of the vision tower.
         image_token_id, video_token_id, vision_start_token_id, vision_end_token_id, bos_token_id, eos_token_id: ids.
         pad_token_id: if a caller's rows come without any mask, a sequence of this id at a row's end is padding. None:
-        every token is real.
+            every token is real.
         mrope_section: rotary frequencies of the temporal, height and width axis.
         rope_parameters: a scaled rotary embedding (such as YaRN) in transformers' format, or None.
         freeze_language_model, freeze_vision_model, freeze_vision_projection: parts that are not trained. The vision
@@ -78,16 +78,16 @@ class VisionLanguageFields(GPTModelProvider):
         vision_recompute_granularity, vision_recompute_modules, vision_recompute_method, vision_recompute_num_layers:
             activation recomputation of the vision tower, like the fields without `vision_` for the text model.
         apply_rotary_pos_emb_in_fp32: rotate queries and keys of the text model in float32; in the tower this is always
-        done.
+            done.
         calculate_per_token_loss: whether losses are summed over tokens and divided once by the tokens of the global
-        batch, independent of packing, as in this package's recipes. False: all microbatches have equal weight. None: as
-        in Megatron-Bridge, True only under context parallelism (and with `dist_train`).
+            batch, independent of packing, as in this package's recipes. False: all microbatches have equal weight.
+            None: as in Megatron-Bridge, True only under context parallelism (and with `dist_train`).
         loss_chunk_tokens: if a microbatch has more tokens than this on a context-parallel rank, its loss is computed in
-        chunks of this many tokens, whose logits are recomputed in the backward pass (`models/common/chunked_loss.py`);
-        0: never.
+            chunks of this many tokens, whose logits are recomputed in the backward pass
+            (`models/common/chunked_loss.py`); 0: never.
         vision_dp_when_cp: whether context-parallel ranks divide the pictures; here they always do.
         use_hf_vision_model, vision_cuda_graph_impl, vision_cuda_graph_scope, max_vision_cuda_graph_seq_length: settings
-        of Megatron-Bridge's own model that allow only one value here.
+            of Megatron-Bridge's own model that allow only one value here.
         dist_train: the vision tower and the language model on ranks of their own.
         add_encoder, add_decoder: which of the two this rank has, set by Megatron-Bridge's set-up.
     """
