@@ -72,7 +72,7 @@ def test_a_tracker_that_names_no_iteration(capsys, tmp_path, imported, text):
     shutil.copytree(imported, tmp_path / "checkpoint")
     (tmp_path / "checkpoint" / "latest_checkpointed_iteration.txt").write_text(text)
     expect_error(
-        capsys, exporting(tmp_path / "checkpoint", tmp_path), "expected the number" if text != "3" else "iter_"
+        capsys, exporting(tmp_path / "checkpoint", tmp_path), "expected an iteration number" if text != "3" else "iter_"
     )
 
 
@@ -98,7 +98,12 @@ def test_an_existing_target(capsys, tmp_path, untied_folder, imported):
         target.mkdir(parents=True)
         (target / "precious").write_text("x")
         expect_error(capsys, arguments, str(target), "exists already", "--overwrite")
-        expect_error(capsys, [arguments[0], "--overwrite", *arguments[1:]], "is no checkpoint", "remove it yourself")
+        expect_error(
+            capsys,
+            [arguments[0], "--overwrite", *arguments[1:]],
+            "was not written by a conversion",
+            "remove it yourself",
+        )
         assert (target / "precious").read_text() == "x"
 
 

@@ -59,4 +59,4 @@ def test_where_the_planner_would_split_otherwise():
     assert list(found) == [name for name in NAMES if "_dist_train_" not in name]
     for name in ("qwen3_vl_8b_sft_config", "qwen3_vl_235b_a22b_sft_config"):
         assert proposal_line(name, recipes()[name]) == found[name]
-    assert why.lstrip().startswith("What recipes weigh otherwise")
+    assert why.lstrip().startswith("Reasons for the differences")

@@ -121,7 +121,7 @@ def test_other_adapters_than_the_checkpoints_are_refused(inputs, tmp_path):
         (Qwen3VLLoRA(dim=2, alpha=8), "peft.dim was 4, is 2"),
         (Qwen3VLLoRA(dim=4, alpha=8, target_modules=["linear_qkv"]), "peft.target_modules was .* is .'linear_qkv'"),
         (Qwen3VLDoRA(dim=4, alpha=8), "peft._target_ was 'qwen3vl_bridge.peft.Qwen3VLLoRA'"),
-        (None, "of a run with qwen3vl_bridge.peft.Qwen3VLLoRA, this one has no adapters"),
+        (None, "by a run with qwen3vl_bridge.peft.Qwen3VLLoRA, this run has no adapters"),
     ):
         with pytest.raises(CheckpointError, match=message):
             check_same_adapters(find_iteration(tmp_path), peft)

@@ -57,7 +57,7 @@ def test_no_step_changes_no_weight_from_hugging_face_to_export(inputs, tmp_path)
 def test_a_step_may_be_chosen(saved, inputs):
     make, folder, _ = saved
     assert goes_on(make, inputs, folder, checkpoint__ckpt_step=1).progress.step == 1
-    with pytest.raises(CheckpointError, match=r"iter_0000007 is no checkpoint.*iterations found"):
+    with pytest.raises(CheckpointError, match=r"iter_0000007 is not a checkpoint.*iterations found"):
         goes_on(make, inputs, folder, checkpoint__ckpt_step=7)
 
 
@@ -102,7 +102,7 @@ def test_a_folder_without_a_checkpoint_is_a_new_run_or_an_error(inputs, tmp_path
 
 def test_a_tracker_that_lies_is_an_error(saved, inputs, tmp_path):
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
-    with pytest.raises(CheckpointError, match="iter_0000007 is no checkpoint"):
+    with pytest.raises(CheckpointError, match="iter_0000007 is not a checkpoint"):
         goes_on(saved[0], inputs, tmp_path)
 
 
@@ -121,7 +121,7 @@ def test_a_tracker_that_lies_is_an_error(saved, inputs, tmp_path):
         ),
         (
             dict(model__num_layers=5),
-            r"another model(.|\n)*num_layers is 4, expected 5",
+            r"a different model(.|\n)*num_layers is 4, expected 5",
             r"missing: .*layers\.4\.mlp",
         ),
     ],
