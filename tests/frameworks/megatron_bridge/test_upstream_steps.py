@@ -1,7 +1,8 @@
-"""Forward steps that Megatron-Bridge and verl have for Qwen3-VL train this model as transformers does in one process.
+"""Forward steps that Megatron-Bridge and verl have for Qwen3-VL train our models as transformers does in one process.
 
 `qwen3_vl_step` cuts labels over context-parallel ranks and not the tokens; `vlm_step` cuts nothing, numbers tokens from
-0 and expects a loss mask back; both give pictures without their pixels, or with them, to later pipeline stages.
+0 and expects a loss mask back; both give pictures without their pixels, or with them, to later pipeline stages. Qwen3.5
+trains multi-token prediction along, which reads labels of other ranks.
 """
 
 from __future__ import annotations
@@ -13,17 +14,20 @@ import pytest
 import torch
 
 from tests.forked import run_ranks
-from tests.parity.references import train_reference
+from tests.parity.matrix import MODELS
+from tests.parity.references import train_reference, write_settings
 
 from .upstream_steps_on_ranks import CONTENT
 
-TOPOLOGIES = {"dense": ["CP2", "PP2"], "MoE": ["CP2"]}
+QWEN3_5 = MODELS["qwen3_5"]
+TOPOLOGIES = {"dense": ["CP2", "PP2"], "MoE": ["CP2"], "Qwen3.5": ["CP2"]}
 STEPS = [("qwen3_vl_step", "rows"), ("qwen3_vl_step", "packed"), ("vlm_step", "rows"), ("vlm_step", "packed")]
 CASES = [
     [family, topology, *step]
     for family, topologies in TOPOLOGIES.items()
     for topology in topologies
-    for step in [*STEPS, ("fused", "packed")]
+    # verl's fused kernels give the model no mask, by which multi-token prediction would know what is trained on.
+    for step in [*STEPS, *[("fused", "packed")] * (family != "Qwen3.5")]
 ]
 LOSS = 1e-6  # relative, measured 2.9e-8
 GRADIENT = 2e-5  # relative to the largest entry of each gradient, measured 3.2e-6
@@ -32,9 +36,12 @@ GRADIENT = 2e-5  # relative to the largest entry of each gradient, measured 3.2e
 @pytest.fixture(scope="module")
 def found(untied_folder, moe_folder, tmp_path_factory):
     folders = {}
-    for family, folder in (("dense", untied_folder), ("MoE", moe_folder)):  # which are other tests' too
-        copy = shutil.copytree(folder, tmp_path_factory.mktemp(family) / "hf")
-        torch.save(train_reference(folder, CONTENT), copy / f"reference_{CONTENT}.pt")
+    qwen3_5 = QWEN3_5.make(tmp_path_factory.mktemp("Qwen3.5"), **QWEN3_5.options["dense"])
+    for family, folder in (("dense", untied_folder), ("MoE", moe_folder), ("Qwen3.5", qwen3_5)):
+        copy = shutil.copytree(folder, tmp_path_factory.mktemp(family) / "hf")  # they are other tests' too
+        if family == "Qwen3.5":
+            write_settings(copy, dict(QWEN3_5.settings))
+        torch.save(train_reference(copy, CONTENT), copy / f"reference_{CONTENT}.pt")
         folders[family] = str(copy)
     output = tmp_path_factory.mktemp("steps") / "found.pt"
     run_ranks(
@@ -52,4 +59,5 @@ def found(untied_folder, moe_folder, tmp_path_factory):
 def test_they_train_as_one_process_does(found, case):
     errors = found[tuple(case)]
     print(case, errors)
-    assert errors["loss"] <= LOSS and errors["gradient"] <= GRADIENT
+    limits = QWEN3_5.limits if case[0] == "Qwen3.5" else dict(loss=LOSS, gradient=GRADIENT)
+    assert all(errors[name] <= limits[name] for name in ("loss", "gradient"))
