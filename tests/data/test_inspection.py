@@ -13,7 +13,7 @@ from pathlib import Path
 
 from qwen3vl_bridge.cli.data import main
 from qwen3vl_bridge.data import DataError, SampleFilter, Samples, open_source
-from qwen3vl_bridge.data.inspection.html_report import _ticks, html_parts, write_html
+from qwen3vl_bridge.data.inspection.html_report import _histogram, _ticks, html_parts, write_html
 from qwen3vl_bridge.data.inspection.summary import InspectionSettings, inspect_samples, view_sample
 from qwen3vl_bridge.data.inspection.text_report import as_json, as_text
 from qwen3vl_bridge.data.inspection.unpatchify import unpatched
@@ -266,6 +266,13 @@ def test_axes_have_round_numbers():
     assert _ticks(0, 20_000, 3) == [0, 10_000, 20_000] and _ticks(12.5, 99.2, 4) == [50]
 
 
+def test_a_histogram_of_one_value_goes_no_further_than_it():
+    drawn = _histogram("rows", "% of a row", [99.0] * 3)
+    assert re.findall(r'text-anchor="middle">(\d+)<', drawn) == ["99"]
+    (edges,) = re.findall(r"<title>([\d.]+) to ([\d.]+): 3</title>", drawn)
+    assert float(edges[0]) <= 99 < float(edges[1]) < 100
+
+
 @pytest.mark.skipif(browser.found() is None, reason="no browser of Chromium's kind is installed")
 @pytest.mark.parametrize("width", [390, 1280])
 @pytest.mark.parametrize("dark", [False, True])
@@ -291,8 +298,29 @@ def test_a_browser_shows_the_report(report, tmp_path, width, dark):
         ink, paper = (page.value(f"getComputedStyle(document.body).{name}") for name in ("color", "backgroundColor"))
         brightness = [sum(map(int, re.findall(r"\d+", colour)[:3])) for colour in (ink, paper)]
         assert (brightness[0] > 500 > 200 > brightness[1]) if dark else (brightness[0] < 200 < 500 < brightness[1])
+        assert page.value(_LEAST_CONTRAST) >= 4.5  # as the web's guidelines for accessible pages ask of text
         bars = page.value("[...document.querySelectorAll('.turn')].map(one => getComputedStyle(one).borderLeftColor)")
         assert len(set(bars)) == 3
+
+
+# The least contrast of a word with what it stands on.
+_LEAST_CONTRAST = """(() => {
+    const channels = colour => colour.match(/[\\d.]+/g).map(Number);
+    const light = colour => channels(colour).slice(0, 3).map(one => one / 255).map(
+        one => one <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4
+    ).reduce((sum, one, i) => sum + one * [0.2126, 0.7152, 0.0722][i], 0);
+    const paper = one => {
+        for (; one; one = one.parentElement) {
+            const colour = getComputedStyle(one).backgroundColor;
+            if (channels(colour)[3] !== 0) return colour;
+        }
+    };
+    const words = [...document.querySelectorAll('h1, h2, p, b, th, td, summary, figcaption, .frame, .text span')];
+    return Math.min(...words.map(one => {
+        const [dark, bright] = [light(getComputedStyle(one).color), light(paper(one))].sort((a, b) => a - b);
+        return (bright + 0.05) / (dark + 0.05);
+    }));
+})()"""
 
 
 # Pairs of words in a histogram that lie over each other.

@@ -39,10 +39,10 @@ _HEAD = """<!DOCTYPE html>
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
 <title>{title}</title><style>
 :root {{ color-scheme: light dark; --page: #fff; --ink: #222; --faint: #5a5a5a; --line: #ccc; --on: #b7e4c7;
-  --vision: #2a6f97; --error: #b00020; --system: #8a8a8a; --user: #2a6f97; --assistant: #2d8a54; --tool: #b06a00 }}
+  --vision: #2a6f97; --error: #b00020; --system: #6e6e6e; --user: #2a6f97; --assistant: #277a4a; --tool: #9c5d00 }}
 @media (prefers-color-scheme: dark) {{
 :root {{ --page: #16181b; --ink: #e4e4e4; --faint: #a6a6a6; --line: #444; --on: #1f5136;
-  --vision: #7cc0e8; --error: #ff8a94; --user: #7cc0e8; --assistant: #6fcf97; --tool: #e8a84c }} }}
+  --vision: #7cc0e8; --error: #ff8a94; --system: #a6a6a6; --user: #7cc0e8; --assistant: #6fcf97; --tool: #e8a84c }} }}
 body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 70em; padding: 0 1em;
   color: var(--ink); background: var(--page) }}
 h1 {{ font-size: 1.4em; overflow-wrap: anywhere }}
@@ -199,11 +199,13 @@ def _histogram(of: str, title: str, values: Sequence[float], limit: float | None
     if not values:
         return ""
     low, high = min(values), max(values)
-    step = (high - low) / _BINS or 1
+    if low == high:  # one bar in the middle: beside it there is nothing, least of all rows that are 110 % full
+        low, high = low - 0.5, high + 0.5
+    step = (high - low) / _BINS
     counts = [0] * _BINS
     for value in values:
         counts[min(int((value - low) / step), _BINS - 1)] += 1
-    high, most, floor = low + _BINS * step, max(counts), _HEIGHT - _BOTTOM
+    most, floor = max(counts), _HEIGHT - _BOTTOM
 
     def across(value: float) -> float:
         return _LEFT + (_WIDTH - _LEFT - 12) * (value - low) / (high - low)
@@ -216,7 +218,7 @@ def _histogram(of: str, title: str, values: Sequence[float], limit: float | None
         left, right, top = across(low + place * step), across(low + (place + 1) * step), up(number)
         parts.append(
             f'<rect x="{left:.1f}" y="{top:.1f}" width="{right - left - 1:.1f}" height="{floor - top:.1f}">'
-            f"<title>{low + place * step:,.1f} to {low + (place + 1) * step:,.1f}: {number:,}</title></rect>"
+            f"<title>{low + place * step:,.5g} to {low + (place + 1) * step:,.5g}: {number:,}</title></rect>"
         )
     parts.append(f'<line x1="{_LEFT}" y1="{floor}" x2="{_WIDTH}" y2="{floor}"/>')
     parts.append(f'<line x1="{_LEFT}" y1="{floor}" x2="{_LEFT}" y2="{_TOP}"/>')

@@ -47,12 +47,11 @@ def check_misplaced(
     Raises:
         DataError: such a key.
     """
-    said = {"system": {text for message in messages if _role(message) == "system" for text in _texts(message)}}
     for key, value in record.items():
         if key in known or value in (None, "", [], {}):
             continue
         meant = _meant(str(key), spelling)
-        if meant is not None and _is_such(meant, value) and not record.get(meant) and value not in said.get(meant, ()):
+        if meant is not None and _is_such(meant, value) and not _is_said(meant, value, record, messages):
             named = f"name the column (columns.{meant}={key}), or " if meant in ("system", "tools") else ""
             raise DataError(place, f"found {key!r}, which is not read, expected {meant!r}: {named}{_remedy(key)}")
         if where := _place_of(str(key), value):
@@ -84,6 +83,13 @@ def _is_such(meant: str, value: Any) -> bool:
     if meant == "tools":
         return isinstance(value, list) or (isinstance(value, str) and value.lstrip().startswith("["))
     return isinstance(value, list if meant == "history" else str)
+
+
+def _is_said(meant: str, value: Any, record: Mapping[str, Any], messages: list[Any]) -> bool:
+    """Whether a record has the same under the key of ours, or among its messages, too."""
+    if record.get(meant):
+        return True
+    return meant == "system" and any(value in _texts(one) for one in messages if _role(one) == "system")
 
 
 def _place_of(key: str, value: Any) -> str | None:

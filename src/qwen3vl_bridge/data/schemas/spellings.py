@@ -44,6 +44,7 @@ SPEAKERS = {
 TURNS = ("messages", "conversations", "texts")
 QUESTIONS = {"question": "answer", "query": "response", "prompt": "completion", "instruction": "output"}
 KEYS = (*TURNS, "system", "tools", *MEDIA_KEYS, *QUESTIONS, *QUESTIONS.values(), "input", "history")
+_KNOWN = frozenset(KEYS)
 EXPECTED = (
     "'messages' or 'conversations', 'texts', a question with its answer ("
     + ", ".join(f"{question!r} and {answer!r}" for question, answer in QUESTIONS.items())
@@ -90,12 +91,12 @@ def messages_of(record: Any, place: str, *, placeholders: Placeholders = "media"
             media,
             place,
             record={key: record[key] for key in keys},
-            known=KEYS,
+            known=_KNOWN,
             placeholders=placeholders,
             in_front=spelling not in ("messages", "conversations"),
         )
-        check_unread(record, KEYS, own["messages"], place)
-        check_misplaced(record, KEYS, spelling, own["messages"], place)
+        check_unread(record, _KNOWN, own["messages"], place)
+        check_misplaced(record, _KNOWN, spelling, own["messages"], place)
     return own
 
 
