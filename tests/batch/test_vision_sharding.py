@@ -1,4 +1,4 @@
-"""Which rank encodes which frames, and where their tokens then lie, against encoding all of them on one rank."""
+"""Which rank encodes which frames, and who is sent their tokens, against encoding all of them on one rank."""
 
 import itertools
 
@@ -11,7 +11,7 @@ from qwen3vl_bridge.batch import (
     token_index,
     vision_slots,
 )
-from qwen3vl_bridge.batch.vision_sharding import assign_frames, assign_vision
+from qwen3vl_bridge.batch.vision_sharding import VisionExchange, assign_frames, assign_vision
 
 import pytest
 import torch
@@ -191,34 +191,54 @@ def batches(draw: st.DrawFn) -> tuple[PackedBatch, int, int]:
     return batch, cp, sp
 
 
+def exchange(encoded: list[torch.Tensor], exchanges: list[VisionExchange]) -> list[torch.Tensor]:
+    """What each rank is sent by all of them."""
+    sent = [rows[one.rows].split(one.sent) for rows, one in zip(encoded, exchanges, strict=True)]
+    assert [one.received for one in exchanges] == [tuple(map(len, parts)) for parts in zip(*sent, strict=True)]
+    return [torch.cat(parts) for parts in zip(*sent, strict=True)]
+
+
+def next_tokens(layout: SequenceLayout) -> list[int]:
+    """The place of each token's next one, or its own where there is none."""
+    starts = [0, *itertools.accumulate(layout.padded_lengths)]
+    edges = zip(starts, layout.lengths, layout.padded_lengths, strict=False)
+    return [start + i + (i + 1 < real) for start, real, padded in edges for i in range(padded)]
+
+
+@pytest.mark.parametrize("predicts", [True, False])
 @pytest.mark.parametrize("shared", [True, False])
 @given(case=batches(), work=WORKS)
-def test_every_rank_uses_the_rows_of_its_own_tokens(shared, case, work):
+def test_every_rank_is_sent_the_rows_of_its_own_tokens_and_no_others(shared, predicts, case, work):
     batch, cp, sp = case
     slots, whole = batch.vision_slot, encode(batch.vision)
+    works = work if shared else None
     locals_ = {
-        (c, s): batch.local(cp, c, sp, s, work if shared else None) for c, s in itertools.product(range(cp), range(sp))
+        (c, s): batch.local(cp, c, sp, s, works, predicts=predicts) for c, s in itertools.product(range(cp), range(sp))
     }
-    counts = [locals_[0, 0].vision_counts] * len(locals_)
-    assert [inputs.vision_counts for inputs in locals_.values()] == counts
-    assert (counts[0] is not None) == (shared and cp > 1 and batch.vision is not None)
-    encoded = whole if counts[0] is None else torch.cat([encode(locals_[c, 0].vision) for c in range(cp)])
-    if counts[0] is not None:
-        assert counts[0] == tuple(len(encode(locals_[c, 0].vision)) for c in range(cp))
-    used = {"fuse": [], "deepstack": []}
-    for (c, s), inputs in locals_.items():
-        held = {"fuse": token_index(batch.layout, cp, c), "deepstack": token_index(batch.layout, cp, c, sp, s)}
-        for name, index in held.items():
-            where = getattr(inputs, name)
-            if batch.vision is None:
-                assert where is None and inputs.vision is None
-                continue
-            index = index.flatten()
-            assert where.positions.tolist() == [place for place, token in enumerate(index) if slots[token] >= 0]
-            assert torch.equal(encoded[where.rows], whole[slots[index[where.positions]]])
-            if name == "deepstack" or s == 0:
+    exchanges = [locals_[c, 0].vision_exchange for c in range(cp)]
+    is_shared = shared and cp > 1 and batch.vision is not None
+    assert {one is not None for one in exchanges} == {is_shared}
+    had = [encode(locals_[c, 0].vision) for c in range(cp)]
+    had = exchange(had, exchanges) if is_shared else had
+    after = torch.tensor(next_tokens(batch.layout))
+    for c in range(cp):
+        used = {"fuse": [], "following": [], "deepstack": []}
+        own = token_index(batch.layout, cp, c)
+        for s in range(sp):
+            inputs, index = locals_[c, s], token_index(batch.layout, cp, c, sp, s)
+            reads = [("fuse", own, inputs.fuse), ("deepstack", index, inputs.deepstack)]
+            reads += [("following", after[own], inputs.following.fuse)] if predicts else []
+            for name, tokens, where in reads:
+                if batch.vision is None:
+                    assert where is None and inputs.vision is None
+                    continue
+                tokens = tokens.flatten()
+                assert where.positions.tolist() == [place for place, token in enumerate(tokens) if slots[token] >= 0]
+                assert torch.equal(had[c][where.rows], whole[slots[tokens[where.positions]]])
                 used[name] += where.rows.tolist()
-    assert sorted(used["fuse"]) == sorted(used["deepstack"]) == list(range(len(whole)))
+        assert sorted(used["deepstack"]) == sorted(set(used["fuse"]))
+        if is_shared:
+            assert set(used["fuse"] + used["following"]) == set(range(len(had[c])))
 
 
 @given(case=batches(), work=WORKS)
@@ -239,4 +259,4 @@ def test_one_rank_alone_shares_nothing(ranks):
     batch = PackedBatch(ids, ids, more, ids.expand(3, 1, 4), torch.tensor([0, 1, 2, -1]),
                         SequenceLayout.packed_row([4]), vision)  # fmt: skip
     inputs = batch.local(ranks, 0, vision_work=VisionWork(1, 1, 4))
-    assert (inputs.vision is vision) == (inputs.vision_counts is None) == (ranks == 1)
+    assert (inputs.vision is vision) == (inputs.vision_exchange is None) == (ranks == 1)

@@ -127,7 +127,7 @@ def test_both_sides_work_out_the_same_shards(grids, encoders):
     batch = batch_of(grids)
     expected = batch.local(vision_work=WORK, encoders=encoders)
     sent = [EncoderInputs.of((batch,), WORK, encoders, share) for share in range(encoders)]
-    assert expected.vision is None and expected.vision_counts is None
+    assert expected.vision is None and expected.vision_exchange is None
     assert (
         expected.encoder_shards
         == encoder_shards_of(batch, assign_vision(batch.vision, WORK, encoders))

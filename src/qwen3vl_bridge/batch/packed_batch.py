@@ -16,7 +16,7 @@ from qwen3vl_bridge.batch.device_transfer import Movable
 from qwen3vl_bridge.batch.encoder_shards import EncoderShard, encoder_shards_of
 from qwen3vl_bridge.batch.token_layout import SequenceLayout, next_index, token_index
 from qwen3vl_bridge.batch.vision_inputs import VisionInputs
-from qwen3vl_bridge.batch.vision_sharding import VisionAssignment, VisionWork, assign_vision
+from qwen3vl_bridge.batch.vision_sharding import VisionExchange, VisionWork, assign_vision
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ class VisionRows(Movable):
     """Which vision tokens go where in one rank's hidden states.
 
     Attributes:
-        rows: [K] int64, rows of the vision output this rank uses.
+        rows: [K] int64, which of the vision tokens that this rank has encoded or is sent.
         positions: [K] int64, for each of them the token's place in the rank's hidden states flattened from [s, b].
     """
 
@@ -82,7 +82,7 @@ class ModelInputs(Movable):
         padding_mask: [b, s / sp] bool, True where this context- and sequence-parallel rank has no real token.
         layout: the layout of the whole batch, every rank's share; packed rows attend by it.
         vision: the pictures this rank encodes, or None where it has none.
-        vision_counts: vision tokens that each context-parallel rank encodes; None where it encodes all that it needs.
+        vision_exchange: vision tokens that it sends and is sent; None where it encodes all that it needs.
         encoder_shards: what ranks of the vision tower alone send for this microbatch; None where there are none such.
         fuse: vision tokens of this context-parallel rank.
         deepstack: vision tokens of this context- and sequence-parallel rank.
@@ -96,7 +96,7 @@ class ModelInputs(Movable):
     padding_mask: Tensor
     layout: SequenceLayout
     vision: VisionInputs | None = None
-    vision_counts: tuple[int, ...] | None = None
+    vision_exchange: VisionExchange | None = None
     encoder_shards: tuple[EncoderShard, ...] | None = None
     fuse: VisionRows | None = None
     deepstack: VisionRows | None = None
@@ -108,7 +108,7 @@ class ModelInputs(Movable):
 
     def without_pictures(self) -> Self:
         """The same inputs for a pipeline stage that encodes nothing; where its vision tokens lie is still known."""
-        return replace(self, vision=None, vision_counts=None, encoder_shards=None)
+        return replace(self, vision=None, vision_exchange=None, encoder_shards=None)
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class PackedBatch(Movable):
         *,
         predicts: bool = False,
     ) -> ModelInputs:
-        """The share of one rank: gathers by `token_index`, vision tokens by their slots.
+        """The share of one rank, of a batch on the host: gathers by `token_index`, vision tokens by their slots.
 
         Args:
             cp_size, cp_rank, sp_size, sp_rank: as for `token_index`.
@@ -171,13 +171,15 @@ class PackedBatch(Movable):
         def take(whole: Tensor) -> Tensor:
             return whole.flatten(-2)[..., context_index.T]
 
-        own, counts, shards = self.vision, None, None
+        own, exchange, shards, rows = self.vision, None, None, None
         if encoders is not None:
             if assignment is None:
                 raise ValueError("encoders are given without vision_work, expected what pictures cost")
-            own, shards = None, encoder_shards_of(self, assignment)
+            own, shards, rows = None, encoder_shards_of(self, assignment), assignment.places
         elif assignment is not None:
-            own, counts = assignment.part(self.vision, cp_rank), assignment.counts
+            slots = [self._slots_of(cp_size, rank, predicts=predicts) for rank in range(cp_size)]
+            exchange, rows = VisionExchange.of(assignment, slots, cp_rank)
+            own = assignment.part(self.vision, cp_rank)
         return ModelInputs(
             input_ids=take(self.input_ids),
             position_ids=take(self.position_ids),
@@ -186,20 +188,25 @@ class PackedBatch(Movable):
             padding_mask=self.layout.padding_mask()[index.T],
             layout=self.layout,
             vision=own,
-            vision_counts=counts,
+            vision_exchange=exchange,
             encoder_shards=shards,
-            fuse=self._vision_rows(context_index, assignment),
-            deepstack=self._vision_rows(index, assignment),
-            following=self._next_tokens(context_index, index, assignment) if predicts else None,
+            fuse=self._vision_rows(context_index, rows),
+            deepstack=self._vision_rows(index, rows),
+            following=self._next_tokens(context_index, index, rows) if predicts else None,
         )
 
-    def _next_tokens(self, context_index: Tensor, index: Tensor, assignment: VisionAssignment | None) -> NextTokens:
+    def _slots_of(self, cp_size: int, cp_rank: int, *, predicts: bool) -> Tensor:
+        """Slots of the tokens that a context-parallel rank reads: its own and, if it predicts, those after them."""
+        index = token_index(self.layout, cp_size, cp_rank).flatten()
+        return self.vision_slot[torch.cat((index, next_index(self.layout)[0][index])) if predicts else index]
+
+    def _next_tokens(self, context_index: Tensor, index: Tensor, rows: Tensor | None) -> NextTokens:
         """What multi-token prediction reads of the tokens after those at [s, b] `context_index`.
 
         Args:
             context_index: of the rank's tokens.
             index: [s / sp, b] of those that it has under sequence parallelism.
-            assignment: who encodes which pictures, where ranks share them.
+            rows: as for `_vision_rows`.
         """
         places, there = next_index(self.layout)
         labels, next_places = self.labels.flatten(), places[context_index]
@@ -213,14 +220,19 @@ class PackedBatch(Movable):
             padding_mask=~there[index.T],
             trained=mask.sum(),
             predicted=next_mask.sum(),
-            fuse=self._vision_rows(next_places, assignment),
+            fuse=self._vision_rows(next_places, rows),
         )
 
-    def _vision_rows(self, index: Tensor, assignment: VisionAssignment | None) -> VisionRows | None:
-        """The rows of the vision output that tokens at `index` take; None for a batch without vision tokens."""
+    def _vision_rows(self, index: Tensor, rows: Tensor | None) -> VisionRows | None:
+        """The vision tokens that tokens at `index` take; None for a batch without any.
+
+        Args:
+            index: of tokens.
+            rows: [M] where each vision token of the batch lies among those that the rank has; None: in its own place.
+        """
         if not (self.vision_slot >= 0).any():
             return None
         slots = self.vision_slot[index.flatten()]
         positions = (slots >= 0).nonzero().squeeze(-1)
-        rows = slots[positions]
-        return VisionRows(rows=rows if assignment is None else assignment.places[rows], positions=positions)
+        taken = slots[positions]
+        return VisionRows(rows=taken if rows is None else rows[taken], positions=positions)

@@ -1,11 +1,11 @@
-"""Which context-parallel rank encodes which frames of a batch.
+"""Which context-parallel rank encodes which frames of a batch, and which ranks are sent what it has encoded.
 
-What lives here: assigning frames to ranks by what they cost the vision tower, and where their tokens then lie. Ranks
-are plain integers. What may not: what a model costs (`models/common/flops.py`), collectives
-(`parallel/collectives.py`).
+What lives here: assigning frames to ranks by what they cost the vision tower, where their tokens then lie, and which of
+them each rank uses. Ranks are plain integers. What may not: which tokens a rank holds (`token_layout.py`), what a model
+costs (`models/common/flops.py`), collectives (`parallel/collectives.py`).
 
 Context-parallel ranks see the same pictures. Each encodes some of the frames, since attention does not cross one, and
-the ranks then gather what all have encoded.
+sends the others what their tokens use of it.
 Legend: F frames, N patches, M = N / merge^2 vision tokens.
 """
 
@@ -16,7 +16,9 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Self
 
+from qwen3vl_bridge.batch.device_transfer import Movable
 from qwen3vl_bridge.batch.vision_inputs import VisionInputs, frame_rows
 
 import torch
@@ -57,6 +59,43 @@ class VisionAssignment:
         if vision is None or len(self.frames) == 1:
             return vision
         return vision.select(self.frames[rank]) if self.frames[rank] else None
+
+
+@dataclass(frozen=True)
+class VisionExchange(Movable):
+    """What one of several ranks sends of the vision tokens that it encodes, and what it is sent; itself is one of them.
+
+    Attributes:
+        rows: int64, of its own vision tokens those that it sends: the first rank's, in their order, then the second's.
+        sent: how many of them go to each rank.
+        received: how many come from each rank, which are one rank's after the other's, in their order there.
+    """
+
+    rows: Tensor
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+
+    @classmethod
+    def of(cls, assignment: VisionAssignment, slots: Sequence[Tensor], rank: int) -> tuple[Self, Tensor]:
+        """What a rank sends and is sent, so that each has every vision token that it uses once.
+
+        Args:
+            assignment: of the pictures to ranks.
+            slots: for each rank which vision tokens of the batch it uses, int64, in any order and any number of times;
+                negative ones are none.
+            rank: the one.
+
+        Returns:
+            The exchange, and [M] int64 where each vision token of the batch lies among those that the rank is sent,
+            anywhere for one that it does not use.
+        """
+        used = torch.zeros(len(slots), len(assignment.places), dtype=torch.bool)  # in the order they are encoded in
+        for row, own in zip(used, slots, strict=True):
+            row[assignment.places[own[own >= 0]]] = True
+        sent = used.split(assignment.counts, 1)[rank]
+        counts = [int(part.sum()) for part in used[rank].split(assignment.counts)]
+        exchange = cls(sent.nonzero()[:, 1], tuple(sent.sum(1).tolist()), tuple(counts))
+        return exchange, (used[rank].cumsum(0) - 1)[assignment.places]
 
 
 def assign_frames(costs: Sequence[float], ranks: int) -> list[list[int]]:

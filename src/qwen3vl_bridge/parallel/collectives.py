@@ -153,30 +153,32 @@ def gather_shares(local: Tensor, group: torch.distributed.ProcessGroup) -> Tenso
     return shares.view(group.size(), *local.shape)
 
 
-def gather_encoded(
-    tokens: Tensor, features: Tensor, counts: tuple[int, ...] | None, groups: ProcessGroupCollection
+def exchange_encoded(
+    tokens: Tensor,
+    features: Tensor,
+    rows: Tensor,
+    sent: Sequence[int],
+    received: Sequence[int],
+    groups: ProcessGroupCollection,
 ) -> tuple[Tensor, Tensor]:
-    """What context-parallel ranks have encoded, one rank's after the other's.
+    """What context-parallel ranks have encoded, each rank with the rows that its tokens use.
 
-    Ranks have different numbers of rows, known on the host, and send as many: a row goes to every rank once, and what
-    comes back for it is the sum of the ranks' gradients.
+    How many go where is known on the host. Of a row that goes to several ranks the gradient is the sum of theirs.
 
     Args:
-        tokens: [m, h] vision tokens of this rank's pictures; of a blank one where `counts` has 0 for it.
+        tokens: [m, h] vision tokens of this rank's pictures; of a blank one, which nobody is sent, where it has none.
         features: [t, m, h] the same of DeepStack.
-        counts: how many each rank has; None where they are not shared.
+        rows: [sum(sent)] int64, which of the m go to the first rank, then to the second.
+        sent: how many go to each rank, itself among them.
+        received: how many come from each.
         groups: process groups.
 
     Returns:
-        [M, h] and [t, M, h].
+        [K, h] and [t, K, h], those of the first rank first.
     """
-    if counts is None:
-        return tokens, features
-    size, own = groups.cp.size(), counts[groups.cp.rank()]
-    rows = torch.cat((tokens[None], features)).transpose(0, 1)[:own]  # [m, 1 + t, h]
-    copies = rows.expand(size, *rows.shape).flatten(0, 1)
-    gathered = tensor_parallel.all_to_all(groups.cp, copies, list(counts), [own] * size).transpose(0, 1)
-    return gathered[0], gathered[1:]
+    own = torch.cat((tokens[:, None], features.transpose(0, 1)), 1)[rows]
+    found = tensor_parallel.all_to_all(groups.cp, own, list(received), list(sent))
+    return found[:, 0], found[:, 1:].transpose(0, 1)
 
 
 def gather_vocabulary(logits: Tensor, groups: ProcessGroupCollection) -> Tensor:

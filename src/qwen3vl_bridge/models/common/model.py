@@ -21,7 +21,7 @@ from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
 from qwen3vl_bridge.models.common.text_model import MRopeGPTModel
 from qwen3vl_bridge.models.common.vision_config import vision_transformer_config
 from qwen3vl_bridge.models.common.vision_tower import Qwen3VLVisionModel
-from qwen3vl_bridge.parallel.collectives import gather_encoded, scatter_sequence
+from qwen3vl_bridge.parallel.collectives import exchange_encoded, scatter_sequence
 
 from megatron.core.inference.contexts import BaseInferenceContext
 from megatron.core.models.gpt import GPTModel
@@ -203,12 +203,14 @@ class VisionLanguageModel(MegatronModule):
         """Check a family's own conditions on a batch; ValueError for one that this stage cannot take."""
 
     def encode(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
-        """Vision tokens [M, h] and DeepStack features [t, M, h] of all pictures, of this and the other ranks.
+        """Vision tokens [K, h] and DeepStack features [t, K, h] that this rank's tokens use, whoever encodes them.
 
         A rank without pictures encodes a blank one, whose rows are ignored.
         """
-        pictures = inputs.vision or self.vision_model.blank_picture(inputs.input_ids.device)
-        return gather_encoded(*self.vision_model(pictures), inputs.vision_counts, self.pg_collection)
+        encoded = self.vision_model(inputs.vision or self.vision_model.blank_picture(inputs.input_ids.device))
+        if (exchange := inputs.vision_exchange) is None:
+            return encoded
+        return exchange_encoded(*encoded, exchange.rows, exchange.sent, exchange.received, self.pg_collection)
 
     def embed(self, inputs: ModelInputs, encoded: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, dict[str, Any]]:
         """Tokens and pictures as hidden states [s, b, h], and what the decoder's layers are given beside them.
@@ -222,7 +224,7 @@ class VisionLanguageModel(MegatronModule):
         return hidden, self.layer_arguments(features, inputs)
 
     def embed_tokens(self, input_ids: Tensor, vision_tokens: Tensor, where: VisionRows | None) -> Tensor:
-        """Token ids [b, s] as hidden states [s / sp, b, h], with vision tokens [M, h] in the place of placeholders."""
+        """Token ids [b, s] as hidden states [s / sp, b, h], with vision tokens [K, h] in the place of placeholders."""
         embedded = self.language_model.embedding(input_ids, position_ids=None)
         hidden = fuse(embedded, vision_tokens, where or VisionRows.none(embedded.device))
         return scatter_sequence(hidden, self.config, self.pg_collection)
@@ -231,7 +233,7 @@ class VisionLanguageModel(MegatronModule):
         """What the first stage's layers are given beside hidden states; nothing here.
 
         Args:
-            features: [t, M, h] as `encode` gives them.
+            features: [t, K, h] as `encode` gives them.
             inputs: the batch.
         """
         return {}
@@ -310,8 +312,8 @@ def fuse(hidden: Tensor, tokens: Tensor, where: VisionRows) -> Tensor:
 
     Args:
         hidden: [s, b, h] embedded tokens.
-        tokens: [M, h] vision tokens of the whole batch.
-        where: which of them go where on this rank.
+        tokens: [K, h] vision tokens.
+        where: which of them go where.
     """
     chosen = tokens[where.rows].to(hidden.dtype)
     return hidden.flatten(0, 1).index_copy(0, where.positions, chosen).view_as(hidden)
