@@ -1,7 +1,7 @@
 """How many samples a second one process measures and collates: what packing while reading asks of a run's hosts.
 
-    OMP_NUM_THREADS=1 python benchmarks/measuring.py
-    OMP_NUM_THREADS=1 python benchmarks/measuring.py --rounds 3 --samples 20 --csv /tmp/measuring.csv
+    OMP_NUM_THREADS=1 PYTHONPATH=. python benchmarks/measuring.py
+    OMP_NUM_THREADS=1 PYTHONPATH=. python benchmarks/measuring.py --rounds 3 --samples 20 --csv /tmp/measuring.csv
 
 One core, this process alone. Conversations lie in a file of JSON lines, pictures beside it, of 224 to 384 pixels a
 side, and every sample is read anew each time. The tokenizer is trained on the spot: a byte-level BPE as Qwen's models
