@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 from qwen3vl_bridge.checkpoint import copy_side_files, import_checkpoint
+from qwen3vl_bridge.weights.expert_layout import ExpertLayout
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from transformers import Qwen3VLForConditionalGeneration, Qwen3VLMoeConfig
 
 from examples.digits.checkpoint import make_model
+from tests.qwen3_5.tiny import make_checkpoint as make_qwen3_5
 
 from .support import TENSORS
 
@@ -47,6 +49,13 @@ def all_moe_folder(moe_folder, tmp_path_factory):
     config.text_config.mlp_only_layers = []
     make_model(config, seed=5).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def qwen3_5_folder(tmp_path_factory):
+    """Linear attention, eight experts and multi-token prediction, as released."""
+    released = ExpertLayout.OUTPUT_MAJOR_MTP_PER_EXPERT
+    return make_qwen3_5(tmp_path_factory.mktemp("qwen3_5"), seed=6, moe=True, mtp=released, num_experts=8)
 
 
 @pytest.fixture(scope="session")

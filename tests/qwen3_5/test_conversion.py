@@ -12,10 +12,14 @@ from qwen3vl_bridge.checkpoint import (
     verify_checkpoint,
 )
 from qwen3vl_bridge.checkpoint.formats.dcp.metadata import read_metadata
+from qwen3vl_bridge.cli.convert import main
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
+from .conftest import RELEASED
+from .tiny import make_checkpoint
 
 FORMATS = ("fsdp_dtensor", "torch_dist")
 SHIFTED = ".linear_attn.norm.weight"
@@ -53,6 +57,19 @@ def test_for_ranks_and_from_format_to_format(qwen3_5_folders, kind, ep, tmp_path
     assert verify_checkpoint(qwen3_5_folders[kind], tmp_path / "dist").same
     export_checkpoint(tmp_path / "dist", tmp_path / "hf")
     check_same(weights(tmp_path / "hf"), weights(qwen3_5_folders[kind]))
+
+
+@pytest.mark.parametrize("ckpt_format", FORMATS)
+def test_for_eight_ranks_of_experts(ckpt_format, tmp_path, capsys):
+    """By the command line: what is written for them is verified, and comes back from one rank."""
+    folder, written = make_checkpoint(tmp_path / "in", moe=True, mtp=RELEASED, num_experts=8), tmp_path / "megatron"
+    asked = ["--hf-model", str(folder), "--megatron-path", str(written), "--ckpt-format", ckpt_format, "--ep", "8"]
+    assert main(["import", *asked, "--verify", "--no-progress"]) == 0
+    assert main(["verify", *asked[:4], "--no-progress"]) == 0
+    export_checkpoint(written, tmp_path / "hf", verify=True)
+    check_same(weights(tmp_path / "hf"), weights(folder))
+    assert main(["import", *asked[:-1], "3", "--overwrite", "--no-progress"]) == 2
+    assert "--ep is 3, expected a divisor of the 8 experts" in capsys.readouterr().err
 
 
 def rewritten(folder: Path, tensors: dict[str, torch.Tensor], target: Path) -> Path:

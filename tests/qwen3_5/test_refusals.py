@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from types import SimpleNamespace
+from typing import Any
 
 from qwen3vl_bridge.checkpoint import CheckpointError, import_checkpoint
 from qwen3vl_bridge.models.qwen3_5.presets import config_dict, hf_config
 from qwen3vl_bridge.registry import family_of, preset, preset_sizes
 
 import pytest
+from huggingface_hub.errors import StrictDataclassError
+from transformers import PretrainedConfig
 
 
 def test_a_size_of_several_families_is_the_first_ones():
@@ -125,6 +128,44 @@ def test_files_as_released_load(size):
     ]
     first, second = (provider.dimensions() for provider in providers)
     assert first == second and first["mtp"] == 1 and len(first.indices["full_layers"]) * 4 == providers[0].num_layers
+
+
+# What no weight and no step depends on: names, caches, outputs that forward has not; and what another field decides:
+# the whole model's `tie_word_embeddings`, `rope_parameters`.
+INERT = {"model_type", "use_cache", "output_router_logits", "tie_word_embeddings", "partial_rotary_factor"}
+
+
+def others(value: Any) -> list[Any]:
+    """Values of the same kind."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int | float):
+        return [2 * value + 2]
+    if isinstance(value, list):
+        return [value[::-1]]
+    return ["relu"] if isinstance(value, str) else []
+
+
+@pytest.mark.parametrize("size", ["2B", "35B-A3B"])
+def test_every_field_of_the_text_model_is_honoured_or_refused(size):
+    """Each field of transformers' class beside those of all models, changed: another provider, or none."""
+    whole = hf_config(size).to_dict()
+    own, text = family_of(whole), whole["text_config"]
+
+    def provider_of(**changes: Any) -> dict[str, Any]:
+        provider = own.provider_of(whole | {"text_config": text | changes})
+        return {name: value for name, value in vars(provider).items() if name != "vision_config"}
+
+    as_it_is, ignored = provider_of(), set()
+    names = text.keys() - (PretrainedConfig().to_dict().keys() - {"model_type"})
+    assert {"rms_norm_eps", "attention_dropout", "linear_conv_kernel_dim", "layer_types", "hidden_act"} <= names
+    for name, value in [(one, other) for one in names for other in others(text[one])]:
+        try:
+            if provider_of(**{name: value}) == as_it_is:
+                ignored.add(name)
+        except (ValueError, StrictDataclassError):
+            continue
+    assert ignored <= INERT
 
 
 def test_a_null_is_a_default():

@@ -59,12 +59,25 @@ def test_a_layers_weights_lie_one_behind_the_other():
     assert found["mlp.linear_fc1.weight_v"][-1].owner == (0, 0, 7, 0)
 
 
-def test_experts_are_shared_by_the_ranks_of_their_group():
+@pytest.mark.parametrize(
+    ("size", "experts", "layer"),
+    [
+        ("30B-A3B", 128, "language_model.decoder.layers.3"),
+        ("35B-A3B", 256, "language_model.decoder.layers.3"),
+        ("35B-A3B", 256, "language_model.mtp.layers.0.mtp_model_layer"),
+    ],
+)
+def test_experts_are_shared_by_the_ranks_of_their_group(size, experts, layer):
+    parts, _ = held(size, FsdpDtensor, ep=8, world_size=64)
+    first = layer + ".mlp.experts.linear_fc{}.weight{}"
+    for expert in range(experts):
+        for name in (first.format(1, expert) + "_w", first.format(1, expert) + "_v", first.format(2, expert)):
+            assert {part.owner[:2] for part in parts[name][()]} == {(1, expert // (experts // 8))}
+
+
+def test_a_group_shares_its_experts_out():
     parts, _ = held("30B-A3B", FsdpDtensor, ep=8, world_size=64)
     first = "language_model.decoder.layers.3.mlp.experts.linear_fc{}.weight{}"
-    for expert in range(128):
-        for name in (first.format(1, expert) + "_w", first.format(1, expert) + "_v", first.format(2, expert)):
-            assert {part.owner[:2] for part in parts[name][()]} == {(1, expert // 16)}
     assert {parts[first.format(2, expert)][()][0].owner[2] for expert in range(16)} == {5, 6, 7}
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.models.common.attention import packed_seq_params
+from qwen3vl_bridge.models.qwen3_5.delta_rule import chunk_gated_delta_rule
 from qwen3vl_bridge.models.qwen3_5.layer_specs import linear_attention_spec
 from qwen3vl_bridge.models.qwen3_5.linear_attention import LinearAttention
 
 import pytest
 import torch
+from megatron.core.ssm.gated_delta_net import gdn
 from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
@@ -107,6 +109,15 @@ def test_packed_is_as_apart(reference, groups):
     print(f"{(packed - apart).abs().max():.1e} of {apart.abs().max():.1f}; {(crossing - apart).abs().max():.1e}")
     assert (packed - apart).abs().max() <= APART
     assert (crossing - apart).abs().max() > 1e5 * APART
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_float32_takes_no_kernel(groups, monkeypatch, dtype):
+    """As flash-linear-attention's refuses it, also where the package and its GPU are there."""
+    monkeypatch.setattr(gdn, "chunk_gated_delta_rule", kernel := object())
+    config = megatron_config(params_dtype=dtype, bf16=dtype is torch.bfloat16)
+    module = build_module(linear_attention_spec(config), config=config, layer_number=1, pg_collection=groups)
+    assert module.gated_delta_rule is (chunk_gated_delta_rule if dtype is torch.float32 else kernel)
 
 
 def test_decay_in_half_precision(groups):

@@ -1,0 +1,65 @@
+"""A conversion's memory does not grow with the model: it stays below a single one of its large tensors."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from qwen3vl_bridge.checkpoint.formats.layouts import HuggingFace
+from qwen3vl_bridge.checkpoint.formats.safetensors.model_folder import copy_side_files
+from qwen3vl_bridge.checkpoint.planning.plan import tensors_of
+from qwen3vl_bridge.files.json_files import read_object, write_object
+from qwen3vl_bridge.registry import dimensions_of, family
+from qwen3vl_bridge.weights.rows import expand
+
+import pytest
+
+from tests.forked import ROOT
+
+from ..support import entry, file_of
+
+MB = 1 << 20
+WIDER = dict(hidden_size=1024, vocab_size=12288, num_experts=8, moe_intermediate_size=512)
+BOUND = 24 * MB  # measured 8 where experts are turned, else 3
+
+
+def write_large(folder: Path, source: Path) -> list[int]:
+    """A model whose weights are all zero, in a file that takes no room; returns the bytes of each tensor.
+
+    Args:
+        folder: where to.
+        source: a tiny model of the same kind.
+    """
+    copy_side_files(source, folder)
+    config = read_object(folder / "config.json")
+    text = config["text_config"]
+    text |= WIDER | dict.fromkeys(text.keys() & {"num_local_experts"}, WIDER["num_experts"])  # another name of it
+    config["vision_config"]["out_hidden_size"] = WIDER["hidden_size"]
+    write_object(folder / "config.json", config)
+    dimensions = dimensions_of(config)
+    shapes = tensors_of(expand(family(dimensions.family).rows(), dimensions), HuggingFace(dimensions))
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        header[name] = entry("F32", shape, (end, end := end + 4 * math.prod(shape)))
+    start = file_of(header, 0)
+    (folder / "model.safetensors").write_bytes(start)
+    os.truncate(folder / "model.safetensors", len(start) + end)
+    return [4 * math.prod(shape) for shape in shapes.values()]
+
+
+@pytest.mark.parametrize("which", ["moe_folder", "qwen3_5_folder"])
+def test_a_conversion_holds_less_than_a_tensor(which, request, tmp_path):
+    """Experts are turned in the first, and lie in two tensors a layer; there and back, in both formats, verified."""
+    small = request.getfixturevalue(which)
+    nbytes = write_large(tmp_path / "large", small)
+    assert sum(nbytes) > 8 * BOUND and max(nbytes) >= 2 * BOUND
+    command = [sys.executable, "-m", "tests.checkpoint.engine.peak_memory", small, tmp_path / "large", tmp_path / "out"]
+    found = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert found.returncode == 0, found.stderr[-4000:]
+    grown = json.loads(found.stdout)
+    print(f"{sum(nbytes) / MB:.0f} MiB", {name: f"{amount / MB:.1f} MiB" for name, amount in grown.items()})
+    assert max(grown.values()) <= BOUND
