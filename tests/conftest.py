@@ -25,8 +25,17 @@ def pytest_addoption(parser):
     parser.addoption("--slow", metavar="WHICH", help='tests marked "slow": "all", or a part of their files such as 2/5')
 
 
+# Folders by how long their modules take: the last ones that xdist gives out are short, and its workers end together.
+_LONGEST = ("training", "parity", "qwen3_5", "host_waits", "checkpoint", "frameworks", "model", "data")
+
+
+def _place(item) -> int:
+    return next((n for n, name in enumerate(_LONGEST) if item.nodeid.startswith(f"tests/{name}/")), len(_LONGEST))
+
+
 def pytest_collection_modifyitems(config, items):
-    """Leave out slow tests, but those that are asked for; where files or tests are named, that is all of them."""
+    """Long ones first; leave out slow tests, but those that are asked for: where files or tests are named, all."""
+    items.sort(key=_place)
     which, whole = config.getoption("--slow"), Path(__file__).parent
     if which == "all" or (which is None and [Path(one).resolve() for one in config.args] != [whole]):
         return
@@ -40,12 +49,6 @@ def pytest_collection_modifyitems(config, items):
 
     config.hook.pytest_deselected(items=[item for item in items if not runs(item)])
     items[:] = [item for item in items if runs(item)]
-
-
-def pytest_collection_finish():
-    """What has been imported stays: a collection need not walk through its million objects for each module of tests."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
