@@ -55,8 +55,7 @@ def test_bytes_sent_are_those_of_tokens_that_other_ranks_use(untied_folder, tmp_
         gathered = (ranks - 1) * len(encoders(batch, frames)) * width
         print(ranks, rows, sent, gathered)
         assert sent["forward"] == sent["backward"] == sum(crossings(batch, frames)) * width
-        if rows == "packed":
-            assert f"| tiny, CP {ranks} | {gathered:,} | {sent['forward']:,} |" in PAGE.read_text()
+        assert f"| tiny, CP {ranks}, {rows} | {gathered:,} | {sent['forward']:,} |" in PAGE.read_text()
 
 
 def row_of_16k() -> PackedBatch:
