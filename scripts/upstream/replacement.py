@@ -108,7 +108,7 @@ def _get_rope_index(
     positions = mrope_positions(arranged.take(ids), layout, image_grid_thw, video_grid_thw, **tokens)
     segments = positions.flatten(1).split(layout.padded_lengths, -1)
     deltas = [int(one.max()) + 1 - length for one, length in zip(segments, layout.lengths, strict=True)]
-    order = arranged.way_back(ids)
+    order = arranged.caller_order(ids)
     if order is not None:
         positions = order.restore(positions.permute(1, 2, 0)).permute(2, 0, 1)
     return positions.to(input_ids.device), input_ids.new_tensor(deltas)[:, None]

@@ -26,6 +26,7 @@ from tests.model.inputs.support import gaps, make_rows, offsets, packed_params
 from tests.parity.batches import make_batch, make_samples
 from tests.parity.conftest import make_pair
 from tests.parity.one_process.test_recompute import FULL, of_vision
+from tests.parity.references import write_settings
 from tests.parity.topologies import Topology
 from tests.qwen3_5.tiny import make_checkpoint
 
@@ -96,6 +97,8 @@ def check(found: dict[str, Seen], allowed: frozenset[str] = frozenset()) -> None
 
 # Without Transformer Engine megatron-core clips by a number, which both modules' norms make together.
 JOINT_NORM = frozenset({"encoder_parallel/step.py:_joint_norm"})
+# With multi-token prediction, which reads tokens of other ranks and stages.
+WITH_MTP = {"Qwen3.5 with MTP": {}, "Qwen3.5 MoE with MTP": dict(moe=True)}
 CASES = [
     ["dense", "CP2", "packed"],
     ["dense", "CP2", "padded"],
@@ -103,6 +106,11 @@ CASES = [
     ["dense", "TP2+SP", "packed"],
     ["dense", "1 + 1", "packed"],
     ["MoE", "EP2", "packed"],
+    ["Qwen3.5 with MTP", "CP2", "packed"],
+    ["Qwen3.5 with MTP", "CP2", "padded"],
+    ["Qwen3.5 with MTP", "PP2", "packed"],
+    ["Qwen3.5 with MTP", "TP2+SP", "packed"],
+    ["Qwen3.5 MoE with MTP", "EP2", "packed"],
 ]
 SHARE = ["dense", "CP2", "presharded"]
 
@@ -111,6 +119,10 @@ SHARE = ["dense", "CP2", "presharded"]
 def on_ranks(folders, tmp_path_factory):
     output = tmp_path_factory.mktemp("waits") / "found.pt"
     named = {name: str(shutil.copytree(folder, output.parent / name)) for name, folder in folders.items()}
+    for name, options in WITH_MTP.items():
+        folder = make_checkpoint(output.parent / name, mtp=ExpertLayout.OUTPUT_MAJOR, **options)
+        write_settings(folder, dict(mtp_loss_scaling_factor=0.1))
+        named[name] = str(folder)
     run_ranks("tests.host_waits.on_ranks", 2, output, json.dumps([*CASES, SHARE]), json.dumps(named), timeout=500)
     return torch.load(output, weights_only=False)
 

@@ -25,8 +25,7 @@ from qwen3vl_bridge.checkpoint.formats.layouts import HuggingFace
 from qwen3vl_bridge.checkpoint.formats.safetensors.model_folder import copy_side_files
 from qwen3vl_bridge.checkpoint.planning.plan import tensors_of
 from qwen3vl_bridge.files.json_files import read_object, write_object
-from qwen3vl_bridge.models.qwen3_vl.table import TABLE
-from qwen3vl_bridge.registry import dimensions_of
+from qwen3vl_bridge.registry import dimensions_of, family
 from qwen3vl_bridge.weights.rows import expand
 
 import numpy as np
@@ -41,9 +40,9 @@ pytestmark = [
 MOMENTS, INTERRUPTED, GRACE = 50, 15, 1
 
 
-@pytest.fixture(scope="module", params=["untied_folder", "moe_folder"])
+@pytest.fixture(scope="module", params=["untied_folder", "moe_folder", "qwen3_5_folder"])
 def larger(request, tmp_path_factory):
-    """A random model of some 20 MB, dense or with transposed experts."""
+    """A random model of some 20 MB, dense, with transposed experts, or with all that Qwen3.5 has."""
     folder = tmp_path_factory.mktemp("larger") / "hf"
     copy_side_files(request.getfixturevalue(request.param), folder)
     config = read_object(folder / "config.json")
@@ -51,7 +50,7 @@ def larger(request, tmp_path_factory):
     config["vision_config"]["out_hidden_size"] = 256
     write_object(folder / "config.json", config)
     dimensions, generator = dimensions_of(config), np.random.default_rng(0)
-    shapes = tensors_of(expand(TABLE, dimensions), HuggingFace(dimensions))
+    shapes = tensors_of(expand(family(dimensions.family).rows(), dimensions), HuggingFace(dimensions))
     tensors = {name: generator.standard_normal(shape, np.float32) for name, shape in shapes.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     assert sum(tensor.nbytes for tensor in tensors.values()) > 20 << 20

@@ -1,12 +1,34 @@
-"""The warm-up of the learning rate: one without an end is refused.
+"""Schedules of the learning rate and of weight decay that a run could not follow are refused before it starts.
 
-What lives here: telling that before a run. What may not: the schedule of a run that is resumed
+What lives here: these checks. What may not: the schedule of a run that is resumed
 (`training/checkpointing/schedules.py`), rates of the model's parts (`tower_settings.py`).
 """
 
 from __future__ import annotations
 
 from megatron.bridge.training.config import ConfigContainer
+
+
+def check_is_set(cfg: ConfigContainer) -> None:
+    """Refuse a schedule without its ends, which Megatron-Bridge leaves at None and megatron-core compares with numbers.
+
+    Args:
+        cfg: the run's configuration.
+
+    Raises:
+        ValueError: one of them is None.
+    """
+    values = {
+        "optimizer.lr": cfg.optimizer.lr,
+        "optimizer.min_lr": cfg.optimizer.min_lr,
+        "scheduler.start_weight_decay": cfg.scheduler.start_weight_decay,
+        "scheduler.end_weight_decay": cfg.scheduler.end_weight_decay,
+    }
+    if missing := [name for name, value in values.items() if value is None]:
+        raise ValueError(
+            f"{', '.join(missing)}: found None, expected numbers, such as optimizer.min_lr=0.0 and "
+            f"scheduler.start_weight_decay=scheduler.end_weight_decay={cfg.optimizer.weight_decay}"
+        )
 
 
 def check_warmup(cfg: ConfigContainer) -> None:
