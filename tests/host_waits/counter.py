@@ -171,8 +171,6 @@ class HostWaits:
             copy = first.clone()
             self.pinned(copy)
             return copy
-        if name == "record_stream":
-            return None
         if name in ("copy_", "__setitem__"):
             self._copies = True  # gloo copies too, from memory of its own, where NCCL has none
             try:
@@ -307,6 +305,7 @@ class HostWaits:
             yield mock.patch.object(torch.cuda, name, instead)
         yield mock.patch.object(torch.cuda, "Event", lambda *_, **__: _Event(self))
         yield mock.patch.object(cpu._Stream, "synchronize", lambda _: self.note("a stream or an event"))
+        yield mock.patch.object(Tensor, "record_stream", lambda *_: None)
         yield mock.patch.object(Tensor, "cuda", lambda *args, **kwargs: self._cuda(*args, **kwargs))
         # A mode does not let torch make one of its subclasses.
         yield mock.patch.object(CausalBias, "__new__", _unseen(CausalBias.__new__))

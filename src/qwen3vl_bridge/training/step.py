@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from qwen3vl_bridge.batch import EncoderInputs, PackedBatch
-from qwen3vl_bridge.batch.device_transfer import Movable
+from qwen3vl_bridge.batch.device_transfer import Movable, copy_to_gpu
 from qwen3vl_bridge.encoder_parallel.encoder_batches import next_encoder_batch
 from qwen3vl_bridge.models.common.inputs.local_ranks import sequence_ranks
 from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
@@ -145,7 +145,8 @@ def _no_loss(_: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
 
 def to_device[Inputs: Movable](inputs: Inputs, model: torch.nn.Module) -> Inputs:
     """What a model is given, where its parameters are."""
-    return inputs.sent_to(next(model.parameters()).device)
+    device = next(model.parameters()).device
+    return copy_to_gpu(inputs, device) if device.type == "cuda" else inputs.to(device)
 
 
 def check_rows(batch: PackedBatch, config: VisionLanguageProvider, rows: int) -> None:

@@ -46,7 +46,7 @@ def larger(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("larger") / "hf"
     copy_side_files(request.getfixturevalue(request.param), folder)
     config = read_object(folder / "config.json")
-    config["text_config"] |= {"hidden_size": 256, "intermediate_size": 640, "vocab_size": 6144}
+    config["text_config"] |= {"hidden_size": 256, "intermediate_size": 640, "vocab_size": 7168}
     config["vision_config"]["out_hidden_size"] = 256
     write_object(folder / "config.json", config)
     dimensions, generator = dimensions_of(config), np.random.default_rng(0)
@@ -204,7 +204,7 @@ def test_resume_does_not_go_on_with_something_else(larger, tmp_path, monkeypatch
         import_checkpoint(larger, tmp_path / "target", resume=True)
     assert list(tmp_path.glob(".target.partial-*"))
     monkeypatch.setattr(copying, "_commit", original)
-    with pytest.raises(CheckpointError, match="other options"):
+    with pytest.raises(CheckpointError, match="another source, options or version"):
         import_checkpoint(larger, tmp_path / "target", resume=True, torch_dtype="bfloat16")
     assert list(tmp_path.glob(".target.partial-*"))
     report = import_checkpoint(larger, tmp_path / "target", torch_dtype="bfloat16")
