@@ -51,6 +51,15 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if runs(item)]
 
 
+def pytest_collection_finish():
+    """What has been imported stays: a collection need not walk through its million objects.
+
+    Of whole runs in this process collections took a third of the time.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _two_cores():
     import torch

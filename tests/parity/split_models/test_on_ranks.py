@@ -5,7 +5,9 @@ import torch
 
 from ..matrix import LIMITS, MATRIX_CONTENTS, TOPOLOGIES, cases, run, some_cases, table, write_references, wrong
 
-CHOSEN = {2: dict(each=2, both=True), 4: dict(each=1, both=False)}
+# One case of each topology, of one family by turns; Qwen3.5's are as many (`tests/qwen3_5/model/test_on_ranks.py`).
+FEW = dict(each=1, both=False)
+CHOSEN = {2: dict(each=2, both=True), 4: FEW}
 
 
 @pytest.fixture(scope="module")
@@ -15,9 +17,11 @@ def folders(untied_folder, moe_folder):
     return folders
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_split_models_train_as_one_process_does(folders, ranks):
-    chosen = some_cases(ranks, **CHOSEN[ranks])
+@pytest.mark.parametrize(
+    ("ranks", "how"), [(2, FEW), *(pytest.param(*chosen, marks=pytest.mark.slow) for chosen in CHOSEN.items())]
+)
+def test_split_models_train_as_one_process_does(folders, ranks, how):
+    chosen = some_cases(ranks, **how)
     found = run(chosen, folders, ranks)
     print(table(found))
     assert found.keys() == set(chosen)

@@ -90,7 +90,10 @@ def test_two_steps_equal_peft_with_adamw(inputs, moe_folder, tmp_path, experts):
     assert errors["loss"] <= LOSS and errors["norm"] <= NORM and max(moved.values()) <= WEIGHT, (errors, moved)
 
 
-@pytest.mark.parametrize(("ckpt_format", "experts"), [(FSDP, False), (FSDP, True), (DIST, True)])
+# The model with experts has a layer without.
+@pytest.mark.parametrize(
+    ("ckpt_format", "experts"), [pytest.param(FSDP, False, marks=pytest.mark.slow), (FSDP, True), (DIST, True)]
+)
 def test_two_halves_are_the_whole_with_dropout(inputs, moe_folder, tmp_path, ckpt_format, experts):
     """And a checkpoint holds what is trained and its moments, in float32, and nothing else."""
     if experts:
