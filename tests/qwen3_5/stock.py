@@ -83,9 +83,18 @@ def stock_values(folder: Path, model: nn.Module, names: list[str]) -> dict[str, 
     return values
 
 
+def stock_provider(folder: Path, **fields: Any) -> Any:
+    """Its provider of a folder, by its own bridge, with these of its fields set."""
+    provider = stock_bridge(folder).provider_bridge(PreTrainedCausalLM.from_pretrained(folder))
+    for name, value in fields.items():
+        assert hasattr(provider, name), name
+        setattr(provider, name, value)
+    return provider
+
+
 def build_stock(folder: Path) -> nn.Module:
     """Its model, without values; its configuration in the end is as where Transformer Engine is."""
-    provider = stock_bridge(folder).provider_bridge(PreTrainedCausalLM.from_pretrained(folder))
+    provider = stock_provider(folder)
     given = {name: getattr(provider, name) for name in ("transformer_layer_spec", "layernorm_zero_centered_gamma")}
     kernels = SAVED_WITH_TE | (SAVED_WITH_EXPERTS if provider.num_moe_experts else {})
     for name in kernels:

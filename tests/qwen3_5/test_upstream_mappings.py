@@ -1,29 +1,45 @@
 """A loaded model has the names and values that Megatron-Bridge's own bridge of the family gives, tensor by tensor.
 
-Its own model loads what we convert, strictly, and what it saves is loaded and exported by us.
+Its own model loads what we convert, strictly, and what it saves is loaded and exported by us. A checkpoint's
+`run_config.yaml` that names its provider gives ours.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from qwen3vl_bridge.checkpoint import export_checkpoint, import_checkpoint, verify_checkpoint
 from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
+from qwen3vl_bridge.models.common.settings.fields import default_transformer_impl
+from qwen3vl_bridge.models.qwen3_5.model import Qwen35VLModel
+from qwen3vl_bridge.models.qwen3_5.provider import Qwen35VLModelProvider, Qwen35VLMoEModelProvider
 from qwen3vl_bridge.training.checkpointing.model_loading import load_model
+from qwen3vl_bridge.training.checkpointing.weight_loading import Pretrained
 from qwen3vl_bridge.weights.names import local_name
 from qwen3vl_bridge.weights.rows import expand
 
 import pytest
 import torch
-from megatron.bridge.training.model_load_save import save_megatron_model
+import yaml
+from megatron.bridge import AutoBridge
+from megatron.bridge.models.qwen_vl import qwen35_vl_provider
+from megatron.bridge.training.model_load_save import load_megatron_model, load_model_config, save_megatron_model
+from megatron.bridge.utils.instantiate_utils import instantiate
 from megatron.core import dist_checkpointing
+from megatron.core.utils import unwrap_model
 from safetensors.torch import load_file
 from torch import nn
 
-from .stock import build_stock, stock_values
+from tests.model.checkpoints.stock_models import SAVED_WITH_EXPERTS, SAVED_WITH_TE, as_saved
+
+from .stock import build_stock, stock_provider, stock_values
 from .test_conversion import check_same, weights
 
 KINDS = ("dense", "moe", "3.6")
+# What its provider has otherwise than ours of the same folder, and no weight depends on.
+OTHERWISE = {"attention_softmax_in_fp32", "bos_token_id", "eos_token_id", "hf_model_id", "use_cpu_initialization",
+             "hetereogenous_dist_checkpoint", "moe_router_load_balancing_type", "mtp_loss_scaling_factor"}  # fmt: skip
 
 
 def names_of(folder: Path) -> list[str]:
@@ -67,16 +83,106 @@ def test_it_loads_what_we_import(stock, tmp_path):
         assert torch.equal(parameter, values[name]), name
 
 
-def test_what_it_saves_is_ours(stock, tmp_path):
-    """By its own saver: our loader fills our model with it, and our converter brings the folder's bytes back."""
-    folder, model, values = stock
+@pytest.fixture(scope="module")
+def saved(stock, tmp_path_factory) -> Path:
+    """What Megatron-Bridge's own saver makes of its own model."""
+    _, model, values = stock
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(values[name])
-    save_megatron_model([model], tmp_path / "saved")
-    assert verify_checkpoint(folder, tmp_path / "saved").same
-    export_checkpoint(tmp_path / "saved", tmp_path / "hf", hf_model=folder)
+    checkpoint = tmp_path_factory.mktemp("saved")
+    save_megatron_model([model], checkpoint)
+    written = yaml.safe_load((checkpoint / "iter_0000000/run_config.yaml").read_text())["model"]
+    assert written["_target_"].startswith("megatron.bridge.models.qwen_vl.qwen35_vl_provider.Qwen35VL")
+    wanted = SAVED_WITH_TE | (SAVED_WITH_EXPERTS if written.get("num_moe_experts") else {})
+    assert {name: written[name] for name in wanted} == wanted
+    return checkpoint
+
+
+def test_what_it_saves_is_ours(stock, saved, tmp_path):
+    """Our loader fills our model with it, and our converter brings the folder's bytes back."""
+    folder, _, values = stock
+    assert verify_checkpoint(folder, saved).same
+    export_checkpoint(saved, tmp_path / "hf", hf_model=folder)
     check_same(weights(tmp_path / "hf"), weights(folder))
-    (ours,) = load_model(folder, tmp_path / "saved")
+    (ours,) = load_model(folder, saved)
     assert {local_name(name) for name in names_of(folder)} == dict(ours.named_parameters()).keys()
     assert all(torch.equal(parameter, values[name]) for name, parameter in ours.named_parameters())
+
+
+def check_ours(checkpoint: Path, values: Mapping[str, torch.Tensor]) -> None:
+    """`load_megatron_model` gives our model, with the layers of this machine and these weights."""
+    (model,) = unwrap_model(load_megatron_model(str(checkpoint / "iter_0000000"), use_cpu_init=True))
+    kind = Qwen35VLMoEModelProvider if model.config.num_moe_experts else Qwen35VLModelProvider
+    assert type(model) is Qwen35VLModel and type(model.config) is kind
+    assert model.config.transformer_impl == default_transformer_impl()
+    parameters = dict(model.named_parameters())
+    assert parameters.keys() == values.keys()
+    for name, parameter in parameters.items():
+        assert torch.equal(parameter, values[name]), name
+
+
+def test_load_megatron_model_gives_ours(stock, saved):
+    """By Megatron-Bridge's function, which builds the class that the run's file names."""
+    check_ours(saved, stock[2])
+
+
+def test_ours_saved_with_transformer_engine_loads_without(stock, tmp_path):
+    """A run on GPUs, exported on a machine that has none."""
+    folder, _, values = stock
+    (model,) = load_model(folder)
+    for name, value in (SAVED_WITH_TE | (SAVED_WITH_EXPERTS if model.config.num_moe_experts else {})).items():
+        setattr(model.config, name, value)
+    save_megatron_model([model], tmp_path)
+    check_ours(tmp_path, values)
+
+
+def test_what_the_run_set_travels(stock, saved):
+    """The provider of the run's file is the folder's, but for what Megatron-Bridge's has another default of."""
+    folder, model, _ = stock
+    provider, _ = load_model_config(str(saved / "iter_0000000"))
+    fresh = AutoBridge.from_hf_pretrained(str(folder)).to_megatron_provider(load_weights=False)
+    assert type(provider) is type(fresh)
+    found, expected = (one.vision_config.to_dict() for one in (provider, fresh))
+    assert {name for name in expected if found[name] != expected[name]} <= {"dtype"}
+    fresh.vision_config = provider.vision_config
+    fresh.finalize(), provider.finalize()
+    names = ("init_method", "output_layer_init_method", "embedding_init_method")  # functions made anew
+    differ = {name for name, value in vars(fresh).items() if getattr(provider, name) != value and name not in names}
+    assert differ <= OTHERWISE, differ
+    for name in differ:
+        assert getattr(provider, name) == getattr(model.config, name), name
+    Pretrained.find(folder).check(provider)  # a run of it can start from the folder's weights
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_fields_that_differ_from_the_defaults_travel(kind, qwen3_5_folders):
+    set_to = dict(seq_length=96, freeze_vision_model=True, mtp_num_layers=1, mtp_loss_scaling_factor=0.3,
+                  recompute_granularity="selective", rotary_base=77.0)  # fmt: skip
+    provider = stock_provider(qwen3_5_folders[kind], **set_to)
+    # How something is computed stays behind: a run that was deterministic is loaded to be exported all the same.
+    provider.deterministic_mode, provider.cuda_graph_impl = True, "transformer_engine"
+    found = instantiate(as_saved(provider))
+    assert {name: getattr(found, name) for name in set_to} == set_to
+    assert not found.deterministic_mode
+    found.finalize()
+    assert found.cuda_graph_impl == "none"
+
+
+def test_another_model_is_refused(qwen3_5_folders):
+    provider = stock_provider(qwen3_5_folders["dense"], use_hf_vision_model=True)
+    with pytest.raises(Exception, match="saved with use_hf_vision_model=True, expected False"):
+        instantiate(as_saved(provider))
+    provider = stock_provider(qwen3_5_folders["dense"], attention_output_gate=False)
+    with pytest.raises(ValueError, match="attention_output_gate"):
+        instantiate(as_saved(provider)).finalize()
+
+
+def test_ours_count_as_megatron_bridges_providers():
+    """In name alone: none of its fields or defaults come along."""
+    for ours, theirs in (
+        (Qwen35VLModelProvider, qwen35_vl_provider.Qwen35VLModelProvider),
+        (Qwen35VLMoEModelProvider, qwen35_vl_provider.Qwen35VLMoEModelProvider),
+    ):
+        assert issubclass(ours, theirs) and theirs not in ours.__mro__
+    assert not issubclass(Qwen35VLModelProvider, qwen35_vl_provider.Qwen35VLMoEModelProvider)

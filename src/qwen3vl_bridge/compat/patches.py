@@ -46,7 +46,7 @@ def _unless_compiled(compile_helpers: Callable[[], None]) -> Callable[[], None]:
 
 
 def _give_ours(module: Any) -> None:
-    """A saved configuration that names Megatron-Bridge's Qwen3-VL gives ours. The classes themselves stay its own."""
+    """A saved configuration that names Megatron-Bridge's provider gives ours. The classes themselves stay its own."""
     theirs = module._resolve_target
 
     @functools.wraps(theirs)
@@ -54,7 +54,7 @@ def _give_ours(module: Any) -> None:
         found = theirs(target, full_key, check_callable)
         if not check_callable:  # named to be referred to, not to be built
             return found
-        from qwen3vl_bridge.models.qwen3_vl.saved_providers import ours_for
+        from qwen3vl_bridge.models.common.settings.saved_providers import ours_for
 
         return ours_for(found)
 

@@ -19,10 +19,13 @@ import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.training.process_groups import initialize
 
 import torch
+import yaml
 from megatron.bridge.models.hf_pretrained.causal_lm import PreTrainedCausalLM
 from megatron.bridge.models.qwen_vl import qwen3_vl_bridge, qwen3_vl_provider
 from megatron.bridge.models.qwen_vl.modelling_qwen3_vl import model as qwen3_vl_model
+from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.model_load_save import save_megatron_model
+from megatron.bridge.utils.yaml_utils import safe_yaml_representers
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -36,6 +39,12 @@ SAVED_WITH_EXPERTS = dict(moe_grouped_gemm=True, moe_permute_fusion=True)
 def stock_provider(folder: Path, **fields: Any) -> Any:
     """Megatron-Bridge's provider of a Hugging Face folder, by its own bridge."""
     return _bridge(PreTrainedCausalLM.from_pretrained(folder), fields)[1]
+
+
+def as_saved(provider: Any) -> dict[str, Any]:
+    """A provider as a `run_config.yaml` has it."""
+    with safe_yaml_representers():
+        return yaml.safe_load(yaml.safe_dump(ConfigContainer._convert_value_to_dict(provider)))
 
 
 def save_stock(folder: Path, checkpoint: Path, **fields: Any) -> None:

@@ -19,12 +19,9 @@ from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
 from qwen3vl_bridge.registry import family
 
 import pytest
-import yaml
 from megatron.bridge import AutoBridge
-from megatron.bridge.training.config import ConfigContainer
-from megatron.bridge.utils.yaml_utils import safe_yaml_representers
 
-from tests.model.checkpoints.stock_models import stock_provider
+from tests.model.checkpoints.stock_models import as_saved, stock_provider
 
 PATH = Path("run_config.yaml")
 KINDS = [("ours", "untied"), ("ours", "tied"), ("ours", "mixed"), ("ours", "experts"), ("stock", "untied"),
@@ -76,8 +73,7 @@ def described(who: str, folder: Path) -> dict[str, Any]:
         provider.finalize()
     else:
         provider = stock_provider(folder)
-    with safe_yaml_representers():
-        return yaml.safe_load(yaml.safe_dump(ConfigContainer._convert_value_to_dict(provider)))
+    return as_saved(provider)
 
 
 @pytest.fixture(scope="module", params=KINDS, ids=" ".join)

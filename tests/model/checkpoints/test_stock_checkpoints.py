@@ -11,7 +11,6 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.checkpoint import (
@@ -37,17 +36,21 @@ import torch.distributed.checkpoint as dcp
 import yaml
 from megatron.bridge import AutoBridge
 from megatron.bridge.models.qwen_vl import qwen3_vl_provider as stock
-from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.model_load_save import load_megatron_model, load_model_config
 from megatron.bridge.utils.instantiate_utils import instantiate
-from megatron.bridge.utils.yaml_utils import safe_yaml_representers
 from megatron.core.utils import unwrap_model
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from tests.checkpoint.support import stock_load
 from tests.expert_layouts import rewrite
-from tests.model.checkpoints.stock_models import SAVED_WITH_EXPERTS, SAVED_WITH_TE, save_stock, stock_provider
+from tests.model.checkpoints.stock_models import (
+    SAVED_WITH_EXPERTS,
+    SAVED_WITH_TE,
+    as_saved,
+    save_stock,
+    stock_provider,
+)
 from tests.model.inputs.support import make_rows, no_grad, reference_logits
 from tests.parity.batches import make_samples
 
@@ -292,9 +295,3 @@ def test_ours_count_as_megatron_bridges_providers():
     assert isinstance(Qwen3VLMoEModelProvider(num_layers=3), stock.Qwen3VLModelProvider)  # which theirs is not
     assert not issubclass(Qwen3VLModelProvider, stock.Qwen3VLMoEModelProvider)
     assert stock.Qwen3VLModelProvider not in Qwen3VLModelProvider.__mro__
-
-
-def as_saved(provider: Any) -> dict[str, Any]:
-    """A provider as a `run_config.yaml` has it."""
-    with safe_yaml_representers():
-        return yaml.safe_load(yaml.safe_dump(ConfigContainer._convert_value_to_dict(provider)))

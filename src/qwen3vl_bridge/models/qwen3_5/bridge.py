@@ -10,13 +10,28 @@ from collections.abc import Mapping
 from typing import Any
 
 from qwen3vl_bridge.models.common.bridge import FamilyBridge, provider_of
+from qwen3vl_bridge.models.common.settings.saved_providers import take_place_of
 from qwen3vl_bridge.models.qwen3_5.config_checks import rope_parameters
 from qwen3vl_bridge.models.qwen3_5.config_dimensions import FAMILY, LINEAR, LINEAR_SIZES, MTP_LAYERS, layer_types_of
 from qwen3vl_bridge.models.qwen3_5.model import Qwen35VLModel
 from qwen3vl_bridge.models.qwen3_5.provider import Qwen35VLModelProvider, Qwen35VLMoEModelProvider
 
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
+from megatron.bridge.models.qwen_vl import qwen35_vl_provider as stock
 from transformers import Qwen3_5ForConditionalGeneration, Qwen3_5MoeForConditionalGeneration
+
+# Here `transformer_impl` selects the layers; determinism is a choice of linear attention's kernel.
+_DECIDED_ANEW = ("transformer_layer_spec", "deterministic_mode")
+
+
+def _mlp_width(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Which Megatron-Bridge leaves at megatron-core's default where each layer has experts, and no MLP is as wide."""
+    width = saved.get("moe_ffn_hidden_size")
+    return {} if width is None else {"ffn_hidden_size": width}
+
+
+take_place_of(stock.Qwen35VLModelProvider, Qwen35VLModelProvider, anew=_DECIDED_ANEW)
+take_place_of(stock.Qwen35VLMoEModelProvider, Qwen35VLMoEModelProvider, anew=_DECIDED_ANEW, elsewhere=_mlp_width)
 
 
 @MegatronModelBridge.register_bridge(

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from qwen3vl_bridge.models.common.bridge import FamilyBridge, provider_of
+from qwen3vl_bridge.models.common.settings.fields import DistTrainConfig
+from qwen3vl_bridge.models.common.settings.saved_providers import build_instead, take_place_of
 from qwen3vl_bridge.models.qwen3_vl.config_checks import rope_parameters
 from qwen3vl_bridge.models.qwen3_vl.config_dimensions import FAMILY, moe_layers_of
 from qwen3vl_bridge.models.qwen3_vl.model import Qwen3VLModel
@@ -23,9 +25,26 @@ from transformers import (
     Qwen3VLMoeForConditionalGeneration,
 )
 
-# Who asks whether a provider is Megatron-Bridge's Qwen3-VL, asks whether it may be treated as one.
-stock.Qwen3VLModelProvider.register(Qwen3VLModelProvider)
-stock.Qwen3VLMoEModelProvider.register(Qwen3VLMoEModelProvider)
+
+def _scaled_rope(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Which Megatron-Bridge's provider has in the text configuration that it saves beside its fields."""
+    if (text := saved.get("hf_text_config")) is None:
+        return {}
+    return {"rope_parameters": _unless_default(rope_parameters(text.to_dict()))}
+
+
+def _dist_train_of_theirs(**saved: Any) -> DistTrainConfig:
+    """Fields that Megatron-Bridge leaves to be worked out are None there; here they have a default."""
+    return DistTrainConfig(**{name: value for name, value in saved.items() if value is not None})
+
+
+def _unless_default(rope: dict[str, Any]) -> dict[str, Any] | None:
+    return None if rope["rope_type"] == "default" else rope
+
+
+take_place_of(stock.Qwen3VLModelProvider, Qwen3VLModelProvider, elsewhere=_scaled_rope)
+take_place_of(stock.Qwen3VLMoEModelProvider, Qwen3VLMoEModelProvider, elsewhere=_scaled_rope)
+build_instead(stock.DistTrainConfig, _dist_train_of_theirs)
 
 
 @MegatronModelBridge.register_bridge(
@@ -48,7 +67,7 @@ class Qwen3VLBridge(FamilyBridge):
             ffn_hidden_size=text.intermediate_size,
             rotary_base=rope["rope_theta"],
             mrope_section=list(rope["mrope_section"]),
-            rope_parameters=None if rope["rope_type"] == "default" else rope,
+            rope_parameters=_unless_default(rope),
         )
 
     @classmethod

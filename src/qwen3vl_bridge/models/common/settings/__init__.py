@@ -1,1 +1,1 @@
-"""A provider's fields, and the tables of what it refuses, by subject."""
+"""A provider's fields, the tables of what it refuses, by subject, and which fields of a saved one travel."""
