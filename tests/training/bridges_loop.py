@@ -115,7 +115,7 @@ def run(start: Start) -> dict[str, Any]:
             _warnings() as warnings,
             mock.patch.object(accuracy, "publish", wraps=accuracy.publish) as published,
         ):
-            run_bridges_loop(cfg, follower)
+            run_bridges_loop(cfg, follower, keep_saving_process=False)
     except (CheckpointError, ValueError, AssertionError) as error:
         return {"error": f"{type(error).__name__}: {error}"}
     right = [figures["accuracy"] for (_, figures), _ in published.call_args_list]

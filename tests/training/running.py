@@ -71,15 +71,21 @@ def _from_hf(inputs: Inputs, save: Path | None, settings: dict[str, Any]) -> Any
 _latest: list[torch.nn.Module] = []
 
 
-def run_bridges_loop(cfg: Any, *callbacks: Callback) -> None:
-    """Megatron-Bridge's loop to its end."""
+def run_bridges_loop(cfg: Any, *callbacks: Callback, keep_saving_process: bool = True) -> None:
+    """Megatron-Bridge's loop to its end.
+
+    Args:
+        cfg: the run's configuration.
+        callbacks: besides ours.
+        keep_saving_process: False for a run that is sent signals: it starts the process once it handles them.
+    """
     _join()
     release(_latest)
     _latest.clear()
     destroy_global_state()  # of a run before that failed, or was another loop's
     leave_groups()  # which Megatron-Bridge keeps
     ours = [*qwen3vl_bridge.training_callbacks(cfg), *callbacks, _Models()]
-    with groups_to_leave(), _saving_process_kept():
+    with groups_to_leave(), _saving_process_kept() if keep_saving_process else contextlib.nullcontext():
         loop = pretrain if cfg.checkpoint.pretrained_checkpoint is None else finetune
         loop(cfg, qwen3vl_bridge.forward_step, callbacks=ours)
 
