@@ -1,12 +1,12 @@
-"""Batches of Megatron-Bridge's collators, which are dicts, as batches of ours.
+"""Conversion of batches from Megatron-Bridge's collators (dicts) to `PackedBatch`.
 
-What lives here: which keys such a batch has and what they mean, and checks of what would train silently on something
-else. What may not: masks, packing and pictures themselves (the model's input interface has them,
-`models/common/inputs/model_inputs.py`), where batches come from, devices.
+What lives here: the keys of such a batch and their meaning, and checks for input that would silently train on wrong
+targets. What may not: masks, packing and pictures themselves (handled by the model's input interface,
+`models/common/inputs/model_inputs.py`), the origin of batches, devices.
 
-Their batches are whole and on the host when they leave the data loader. They are turned into ours there, so that the
-step waits for no device.
-Legend: B rows, S tokens a row, T tokens of a packed row.
+Collators' batches are complete and on the host when they leave the data loader. They are converted on the host, so that
+the step does not synchronize with the device.
+Legend: B rows, S tokens per row, T tokens of a packed row.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _READ = {
     *("input_ids", "tokens", "labels", "loss_mask", "position_ids", "attention_mask"),
     *("visual_inputs", *OFFSETS),
 }
-# Follow from the others, or are for people.
+# Derivable from the other keys, or for logging only.
 _NOT_NEEDED = {"max_seqlen_q", "max_seqlen_kv", "total_tokens", "metadata", "token_count", "mm_token_type_ids"}
 _OURS = "qwen3vl_bridge.Qwen3VLConversationProvider"
 _WARNINGS = {
@@ -50,26 +50,26 @@ _PICTURES = {"pixel_values", "image_grid_thw", "pixel_values_videos", "video_gri
 
 
 def from_collator(batch: Mapping[str, Any], config: VisionLanguageProvider, dataset: Any = None) -> PackedBatch:
-    """A batch of Megatron-Bridge's collators as one of ours.
+    """Convert a batch from Megatron-Bridge's collators to a `PackedBatch`.
 
-    Rows stay rows, and what the collator packed stays one packed row. Rows that the configuration wants packed in the
-    step are packed here, without their padding.
+    Padded rows remain padded rows, and a row packed by the collator remains one packed row. If the configuration
+    requests packing in the step, rows are packed here, without their padding.
 
     Args:
-        batch: on the host: input_ids (or tokens), labels and loss_mask, all [B, S] or [1, T] integers and numbers,
-            labels shifted already; attention_mask [B, S]; for a packed row cu_seqlens_q and, where its segments are
+        batch: on the host: input_ids (or tokens), labels and loss_mask, all [B, S] or [1, T], integers and numbers,
+            with labels already shifted; attention_mask [B, S]; for a packed row cu_seqlens_q and, if its segments are
             padded, cu_seqlens_q_padded; position_ids; visual_inputs with pixels [patches, features] and grids [K, 3].
         config: the model's provider.
-        dataset: the configuration that the batch is of, which may ask for packing; or None.
+        dataset: the dataset configuration of the batch, which may request packing; or None.
 
     Returns:
-        The batch on the host. Pixels are the given ones: most of a batch, in page-locked memory already where the
-        loader saw to that, and cast by the model where it is cheap.
+        The batch on the host. Pixels are passed through without a copy: they are most of a batch's bytes, are already
+        in pinned memory if the loader pinned them, and are cast by the model, where casting is cheap.
 
     Raises:
-        ValueError: keys that are missing or unknown, shapes, masks, offsets and pictures that don't fit each other,
-            labels that are not the next tokens, a loss on padding.
-        TypeError: no mapping.
+        ValueError: missing or unknown keys; shapes, masks, offsets and pictures that are inconsistent; labels that are
+            not the next tokens; a loss on padding.
+        TypeError: the batch is not a mapping.
     """
     if not isinstance(batch, Mapping):
         raise TypeError(f"found a batch of type {type(batch).__name__}, expected a PackedBatch or a collator's dict")
@@ -88,8 +88,8 @@ def from_collator(batch: Mapping[str, Any], config: VisionLanguageProvider, data
 
 
 def _check_keys(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """What is given of the keys that are read, the tokens as input_ids."""
-    # Energon's bookkeeping has underscores.
+    """Check the keys and return those that are used, with the tokens as input_ids."""
+    # Energon's metadata keys start with an underscore.
     unknown = sorted(k for k, v in batch.items() if v is not None and k not in _READ | _NOT_NEEDED and k[:2] != "__")
     if unknown:
         raise ValueError(f"the batch has the keys {unknown}, expected only {sorted(_READ | _NOT_NEEDED)}")
@@ -122,7 +122,7 @@ def _pictures(visual: Any) -> dict[str, Tensor]:
 
 @cache
 def _warn(kind: str) -> None:
-    """Once a process: of what cannot be told from a batch, nor repaired in it."""
+    """Warn once per process about what can neither be determined from a batch nor corrected in it."""
     logger.warning(_WARNINGS[kind])
 
 
@@ -141,7 +141,8 @@ def _arranged(
         ids,
         labels=given["labels"],
         loss_mask=given["loss_mask"],
-        # Those of text alone, [B, S], come with pictures too and count on through them; they are derived instead.
+        # Text-only positions [B, S] are also given for rows with pictures and increase by one through them; M-RoPE
+        # positions are derived instead.
         position_ids=positions if positions is not None and positions.dim() == 3 else None,
         attention_mask=mask,
         packed_seq_params=packed,
@@ -150,7 +151,7 @@ def _arranged(
 
 
 def _known_causes(given: dict[str, Any], pictures: dict[str, Tensor], dataset: Any) -> Iterator[str]:
-    """What Megatron-Bridge may have done to a batch whose pictures and tokens differ."""
+    """What Megatron-Bridge may have done to a batch with a mismatch between picture tokens and pictures."""
     if pictures and getattr(dataset, "dataloader_type", None) == "batch":
         yield (
             "dataset.dataloader_type is 'batch': Megatron-Bridge's loop splits a global batch into microbatches and "
@@ -164,18 +165,20 @@ def _known_causes(given: dict[str, Any], pictures: dict[str, Tensor], dataset: A
 
 
 def _guessed_mask(given: dict[str, Any], config: VisionLanguageProvider) -> Tensor:
-    """[B, S] bool: a run at a row's end of the padding token, or of token 0, is padding where nothing is trained on.
+    """[B, S] bool: treats a trailing run of the padding token, or of token 0, as padding if no token in it is trained
+    on.
 
-    The last resort. Their collators all give a mask, whatever `skip_getting_attention_mask_from_dataset` says, which
-    their step alone obeys. They lengthen rows with token 0 behind the processor's own padding. A wrong guess changes
-    what experts see and count, and nothing for the tokens before the run.
+    A heuristic used as the last resort. Megatron-Bridge's collators always provide a mask, regardless of
+    `skip_getting_attention_mask_from_dataset`, which only its step evaluates. They append token 0 after the processor's
+    own padding. A wrong guess changes which tokens experts process and count, but not the results of tokens before the
+    run.
     """
     ids, pad = given["input_ids"].cpu(), config.pad_token_id or 0
     return without_trailing(ids.masked_fill((ids == 0) & (given["loss_mask"].cpu() == 0), pad), pad)
 
 
 def _offsets_of_rows(mask: Tensor, ids: Tensor, dataset: Any) -> PackedSeqParams | None:
-    """Offsets that make one packed row of rows, where the collator left packing to the step."""
+    """Offsets that turn padded rows into one packed row, if the collator leaves packing to the step."""
     wanted = ("enable_in_batch_packing", "defer_in_batch_packing_to_step")
     if not all(getattr(dataset, name, False) for name in wanted):
         return None
@@ -186,7 +189,7 @@ def _offsets_of_rows(mask: Tensor, ids: Tensor, dataset: Any) -> PackedSeqParams
 
 
 def _check_positions(given: Tensor | None, batch: PackedBatch, arranged: Arrangement) -> None:
-    """Refuses positions of text that don't count up in each segment: they would say that more is packed."""
+    """Refuse text positions that do not increase by one within each segment: they would imply more packed sequences."""
     if given is None or given.dim() == 3:
         return
     if given.shape != arranged.shape:
@@ -203,7 +206,7 @@ def _check_positions(given: Tensor | None, batch: PackedBatch, arranged: Arrange
 
 
 def _check_labels(batch: PackedBatch) -> None:
-    """Refuses a loss on padding, and labels that are not the next tokens: either would train on something else."""
+    """Refuse a loss on padding and labels that are not the next tokens: both would train on wrong targets."""
     layout, ids = batch.layout, batch.input_ids.flatten()
     trained, labels = batch.loss_mask.flatten() != 0, batch.labels.flatten()
     padding, segment = layout.padding_mask(), layout.per_token(torch.arange(len(layout.lengths)))
@@ -222,7 +225,7 @@ def _check_labels(batch: PackedBatch) -> None:
 
 
 def _check_row_length(batch: PackedBatch, config: VisionLanguageProvider) -> None:
-    """Refuses rows that a pipeline stage would not expect."""
+    """Refuse row lengths that a pipeline stage does not expect."""
     found = batch.input_ids.shape[1]
     if config.pipeline_model_parallel_size > 1 and not config.variable_seq_lengths and found != config.seq_length:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""The forward step: one microbatch through the model, and how its loss counts.
+"""The forward step: runs one microbatch through the model and defines how its losses are reduced.
 
-What lives here: the function that Megatron-Bridge's loop and ours call, with Megatron-Bridge's signature. What may
-not: the loop, which is Megatron-Bridge's.
+What lives here: the forward-step function called by Megatron-Bridge's training loop and by ours, with Megatron-Bridge's
+signature. What may not: the training loop, which is Megatron-Bridge's.
 """
 
 from __future__ import annotations
@@ -39,20 +39,22 @@ def forward_step(
     """Run one microbatch.
 
     Args:
-        state: the run; its configuration says what is checked in a loss.
-        data_iterator: gives `PackedBatch`es on the host, or dicts as Megatron-Bridge's collators make them.
-        model: Qwen3VLModel, wrapped or not.
-        return_schedule_plan: Megatron's request for a plan instead, of a kind of overlap this model does not have.
+        state: the global state of the run; its configuration determines which loss checks are enabled.
+        data_iterator: yields `PackedBatch`es on the host, or dicts as produced by Megatron-Bridge's collators.
+        model: Qwen3VLModel, wrapped or unwrapped.
+        return_schedule_plan: set by Megatron to request a schedule plan for a kind of overlap that this model does not
+            support.
 
     Returns:
-        The losses [b, s], and a function from them to (sum of the losses that count, how many, what to report); without
-        `calculate_per_token_loss` to (this rank's part of the microbatch's mean, what to report).
+        The per-token losses [b, s], and a function that maps them to (sum of the unmasked losses, their number, values
+        to report), or without `calculate_per_token_loss` to (this rank's contribution to the mean over the microbatch,
+        values to report).
 
     Raises:
-        NotImplementedError: a schedule plan is asked for.
-        ValueError: a collator's batch that contradicts itself or would train on something else, see `from_collator`;
-            rows that are assigned within more or less than a global batch, or that pipeline stages don't expect;
-            settings that callbacks follow, where none has started.
+        NotImplementedError: a schedule plan is requested.
+        ValueError: a collator's batch that is inconsistent or would train on wrong targets, see `from_collator`; a
+            number of assigned rows that differs from the global batch, or rows that pipeline stages do not expect;
+            settings that are implemented by callbacks, if no callback was started.
     """
     if return_schedule_plan:
         raise NotImplementedError(
@@ -66,7 +68,7 @@ def forward_step(
     if not isinstance(batch, PackedBatch):
         batch = from_collator(batch, config, state.cfg.dataset)
     check_rows(batch, config, state.cfg.train.micro_batch_size)
-    # Each virtual pipeline stage sees every microbatch.
+    # With virtual pipeline parallelism, every stage receives each microbatch.
     if model.training and not get_attr_wrapped_model(model, "vp_stage"):
         count_microbatch(state, batch, config)
     ranks = sequence_ranks(config, groups)
@@ -80,13 +82,13 @@ def forward_step(
 
 
 def _loss_function(state: GlobalState, model: torch.nn.Module, batch: PackedBatch, mask: Tensor) -> Callable:
-    """The second result of `forward_step`.
+    """Return the loss function that `forward_step` returns as its second result.
 
     Args:
-        state: the run.
-        model: wrapped or not.
+        state: the global state of the run.
+        model: wrapped or unwrapped.
         batch: the microbatch, on the host.
-        mask: [b, s] this rank's share of its loss mask, on the device.
+        mask: [b, s] this rank's slice of the loss mask, on the device.
     """
     checks = state.cfg.rerun_state_machine
     count = create_masked_next_token_loss_function(mask, checks.check_for_nan_in_loss, checks.check_for_spiky_loss)
@@ -98,14 +100,15 @@ def _loss_function(state: GlobalState, model: torch.nn.Module, batch: PackedBatc
 
 
 def mean_of_microbatch(count: Callable, tokens: float, losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """This rank's part of the mean loss of a microbatch's trained tokens, and what to report.
+    """This rank's contribution to the mean loss over a microbatch's trained tokens, and the values to report.
 
-    Two results, of which megatron-core multiplies the first by the context-parallel ranks before it takes the mean over
-    all ranks. Of three it divides by the rank's own tokens: a mean of ranks' means, which depends on where tokens lie.
+    Returns two results, because megatron-core then multiplies the loss by the context-parallel size before it averages
+    over all ranks. With three results it divides by the rank's own number of tokens, which gives a mean of per-rank
+    means that depends on how tokens are distributed.
 
     Args:
-        count: from losses to (sum, tokens of this rank, what to report).
-        tokens: that are trained on, of all context-parallel ranks.
+        count: maps losses to (sum, number of tokens on this rank, values to report).
+        tokens: number of trained tokens on all context-parallel ranks.
         losses: [b, s] of this rank.
     """
     loss, _, report = count(losses)
@@ -118,16 +121,16 @@ def encode(
     model: torch.nn.Module,
     groups: ProcessGroupCollection,
 ) -> dict[str, Tensor]:
-    """One microbatch of each language replica that a rank of the vision tower encodes for.
+    """Encode one microbatch of each language replica that this rank of the vision tower serves.
 
     Args:
         batches: on the host.
-        state: the run.
-        model: Qwen3VLEncoder, wrapped or not.
-        groups: of the tower.
+        state: the global state of the run.
+        model: Qwen3VLEncoder, wrapped or unwrapped.
+        groups: process groups of the tower.
 
     Returns:
-        What the schedule sends to language ranks.
+        The tensors that the schedule sends to the language ranks.
     """
     config = get_model_config(model)
     replicas, work = replicas_of(config), vision_work(config)
@@ -144,18 +147,18 @@ def _no_loss(_: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
 
 
 def to_device[Inputs: Movable](inputs: Inputs, model: torch.nn.Module) -> Inputs:
-    """What a model is given, where its parameters are."""
+    """Move the model's inputs to the device of its parameters."""
     device = next(model.parameters()).device
     return copy_to_gpu(inputs, device) if device.type == "cuda" else inputs.to(device)
 
 
 def check_rows(batch: PackedBatch, config: VisionLanguageProvider, rows: int) -> None:
-    """Refuses more, fewer or other rows than pipeline stages expect, which would wait for others.
+    """Refuse row counts or row lengths that pipeline stages do not expect, since they would make other stages hang.
 
     Args:
         batch: a microbatch.
         config: the provider.
-        rows: of a microbatch.
+        rows: expected number of rows in a microbatch.
     """
     fixed = config.pipeline_model_parallel_size > 1 and not config.variable_seq_lengths
     if fixed and batch.layout.num_rows != rows:
@@ -164,7 +167,7 @@ def check_rows(batch: PackedBatch, config: VisionLanguageProvider, rows: int) ->
             "stages; or set model.variable_seq_lengths=True"
         )
     tokens = batch.layout.total // batch.layout.num_rows
-    if fixed and tokens != config.seq_length:  # which the loops tell their schedule
+    if fixed and tokens != config.seq_length:  # the length that the training loops pass to their schedule
         raise ValueError(
             f"rows have {tokens} tokens, expected model.seq_length, {config.seq_length}, between pipeline stages; or "
             "set model.variable_seq_lengths=True"

@@ -1,4 +1,4 @@
-"""Attention: self attention of both layer specs, and core attention without Transformer Engine."""
+"""Attention: self attention for both layer specs, and core attention without Transformer Engine."""
 
 from qwen3vl_bridge.models.common.attention.context_parallel import ContextParallelAttention
 from qwen3vl_bridge.models.common.attention.packed_rows import (

@@ -1,6 +1,6 @@
-"""Core attention of context-parallel ranks without Transformer Engine.
+"""Core attention under context parallelism without Transformer Engine.
 
-What lives here: how a rank's queries meet the keys of all ranks. What may not: which tokens a rank holds
+What lives here: how a rank's queries attend to the keys of all ranks. What may not: which tokens a rank holds
 (`batch/token_layout.py`), which kernel computes attention (`kernels.py`).
 """
 
@@ -21,10 +21,11 @@ from torch import Tensor
 
 
 class ContextParallelAttention(SegmentAttention):
-    """Core attention of a rank's own tokens to those of all context-parallel ranks.
+    """Core attention from a rank's local tokens to the tokens of all context-parallel ranks.
 
-    Of 2 * cp chunks of a segment, rank r has chunks r and 2 * cp - 1 - r (`batch.token_layout.token_index`). Keys and
-    values are gathered once a layer; each of the two chunks attends to what lies before its end.
+    Each segment is divided into 2 * cp chunks, and rank r holds chunks r and 2 * cp - 1 - r
+    (`batch.token_layout.token_index`). Keys and values are all-gathered once per layer; each of the two chunks attends
+    to all tokens up to its end.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, pg_collection: ProcessGroupCollection, **kwargs: Any):
@@ -44,10 +45,10 @@ class ContextParallelAttention(SegmentAttention):
         lengths: tuple[int, ...],
         causal: bool,
     ) -> Tensor:
-        """As SegmentAttention's, where each chunk is a segment of queries whose keys end where the chunk does."""
+        """Like `SegmentAttention._row`; each chunk is a segment of queries whose keys end at the end of the chunk."""
         chunks = params.chunks(self.ranks, self.group.rank())
         gathered = gather_over_context(torch.cat((key, value), -1), self.group).flatten(0, 1)  # [cp t, heads, 2 d]
-        # A sum over the two places of a token is all that the gradient of this needs: its order is of no consequence.
+        # The gradient of this indexing sums at most two terms per token, so the order of summation does not matter.
         key, value = gathered.index_select(0, chunks.keys).chunk(2, -1)
         return attend_row(
             query, key, value, offsets=chunks.offsets, longest=chunks.longest, causal=causal, scale=self.scale
@@ -60,15 +61,15 @@ class ContextParallelAttention(SegmentAttention):
         return super()._by_segments(query, *self._slots(key, value), lengths, causal)
 
     def _slots(self, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        """[..., heads, d] of this rank's slots -> [..., cp * heads, d] of all ranks'.
+        """[..., heads, d] of this rank's slots -> [..., cp * heads, d] of all ranks' slots.
 
-        What the other ranks hold in a slot rides along as more heads of it: slots are segments' on every rank.
+        Slots have the same segment layout on every rank, so the other ranks' slots are concatenated along the heads.
         """
         gathered = gather_over_context(torch.cat((key, value), -1), self.group)  # [cp, ..., heads, 2 d]
         return gathered.movedim(0, -3).flatten(-3, -2).chunk(2, -1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
-        """[n, heads, 2 c, d] queries; keys and values [n, cp * heads, 2 c, d]."""
+        """Attention of queries [n, heads, 2 c, d] to keys and values [n, cp * heads, 2 c, d]."""
         key, value = (self._in_order(x) for x in (key, value))
         if not causal:
             return self._call(attend, query, key, value, causal=False)

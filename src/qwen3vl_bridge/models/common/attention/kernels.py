@@ -1,9 +1,9 @@
-"""torch's attention kernels: which one takes what, and how each is called so that nothing grows with T x T.
+"""Selection of torch's attention kernels, and calls of them that never allocate memory of size T x T.
 
-What lives here: that choice, and the calls. What may not: packed rows' layout (`batch/token_layout.py`), modules
-(`segments.py`, `context_parallel.py`).
+What lives here: the selection, and the calls. What may not: the layout of packed rows (`batch/token_layout.py`),
+modules (`segments.py`, `context_parallel.py`).
 
-Legend: n segments, s their length, t tokens of a packed row, d of a head; keys and values may have fewer heads.
+Legend: n segments, s their length, t tokens of a packed row, d head dimension; keys and values may have fewer heads.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ try:
 except ImportError:  # before torch 2.10
     varlen_attn = None
 
-_ASKED = {"scale", "window_size", "enable_gqa"}  # that the first releases of it had not
+_ASKED = {"scale", "window_size", "enable_gqa"}  # missing in its first releases
 if varlen_attn is not None and not inspect.signature(varlen_attn).parameters.keys() >= _ASKED:
     varlen_attn = None
 
-_ALIGNED = 8  # numbers of a head that FlashAttention reads at once; scaled_dot_product_attention pads others
+_ALIGNED = 8  # varlen attention needs head dimensions divisible by this; scaled_dot_product_attention pads
 
 
 def flash_takes(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
-    """Whether torch's FlashAttention takes [n, heads, s, d]: on CUDA, in 16 bits, if the device has it for such heads.
+    """Whether torch's FlashAttention supports [n, heads, s, d]: on CUDA, in 16 bits, if the device supports d.
 
-    torch itself knows, and whether somebody has turned it off. It then takes fewer heads of keys as they are.
+    torch decides, including whether the user has disabled FlashAttention. It supports fewer key heads natively.
     """
     grouped = query.size(1) != key.size(1)
     return query.is_cuda and can_use_flash_attention(SDPAParams(query, key, value, None, dropout, False, grouped))
 
 
 def varlen_takes(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
-    """Whether `attend_row` takes a packed row [t, heads, d]: FlashAttention does, which has no dropout there."""
+    """Whether `attend_row` supports a packed row [t, heads, d]: needs FlashAttention and no dropout."""
     if varlen_attn is None or dropout or query.size(-1) % _ALIGNED:
         return False
     return flash_takes(*(x.transpose(0, 1)[None] for x in (query, key, value)), dropout)
@@ -55,15 +55,15 @@ def attend_row(
     causal: bool,
     scale: float,
 ) -> Tensor:
-    """All segments of a packed row by one call; the host waits for nothing.
+    """Attention within all segments of a packed row in one call, without a host-device synchronization.
 
     Args:
         query: [t, heads, d].
         key, value: [keys' t, heads, d].
-        offsets: [n + 1] int32 each, where segments begin and the last one ends, among queries and among keys.
-        longest: the longest segment of queries, and of keys.
-        causal: whether a segment's queries are the last tokens of its keys, and see what lies before their own place.
-        scale: of products.
+        offsets: [n + 1] int32 each: cumulative segment lengths of queries and of keys.
+        longest: the maximum segment length of queries, and of keys.
+        causal: whether a segment's queries are aligned to the end of its keys and attend only up to their own position.
+        scale: softmax scale.
 
     Returns:
         [t, heads, d].
@@ -74,33 +74,35 @@ def attend_row(
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float, dropout: float) -> Tensor:
-    """[n, heads, s, d] of segments of one length; causal: queries and keys are the same tokens."""
+    """Attention within [n, heads, s, d] segments of equal length; if causal, queries and keys are the same tokens."""
     return _product(query, key, value, is_causal=causal, scale=scale, dropout_p=dropout)
 
 
 def attend_end(query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float) -> Tensor:
     """Causal attention of the last s tokens of segments to all of their tokens.
 
-    CUDA's kernels count from the end by themselves. The CPU's would want a mask, and autograd would keep it.
+    CUDA kernels align the causal mask to the end of the keys. The CPU kernel would need an explicit mask, which
+    autograd would save.
 
     Args:
         query: [n, heads, s, d].
         key, value: [n, heads, keys' s, d].
-        scale, dropout: as for `attend`.
+        scale, dropout: as in `attend`.
     """
     if query.size(2) == key.size(2):
         return attend(query, key, value, causal=True, scale=scale, dropout=dropout)
-    if query.is_cuda or dropout:  # with which the CPU keeps all products anyway
+    if query.is_cuda or dropout:  # with dropout, the CPU saves all attention scores anyway
         mask = causal_lower_right(query.size(2), key.size(2))
         return _product(query, key, value, attn_mask=mask, scale=scale, dropout_p=dropout)
     return _EndOnCpu.apply(query, key, value, scale)
 
 
 class _EndOnCpu(torch.autograd.Function):
-    """Causal attention of the last tokens of segments: all of the keys before them, and causally their own.
+    """Causal attention of a segment's last tokens: full attention to all earlier keys, and causal attention to their
+    own.
 
-    The two are weighted by the sums of their exponentials. Given the result and the logarithm of both sums, the
-    kernel's own backward pass gives the gradients of either part.
+    The two partial results are merged with their log-sum-exp weights. Given the merged output and log-sum-exp, the
+    kernel's own backward pass returns the gradients of each part.
     Source: Dao et al., FlashAttention (2022), section 3.1; Liu et al., Ring Attention (2023).
     """
 
@@ -142,10 +144,10 @@ class _EndOnCpu(torch.autograd.Function):
 
 
 def _product(query: Tensor, key: Tensor, value: Tensor, *, dropout_p: float, **arguments: object) -> Tensor:
-    """scaled_dot_product_attention by a kernel that keeps no product of all queries with all keys.
+    """scaled_dot_product_attention with a kernel that does not store the scores of all queries and keys.
 
-    On CUDA, what FlashAttention does not take (float32, for one) the memory-efficient kernel does, if there are as many
-    heads of keys as of queries: with fewer, torch would fall back to plain products.
+    On CUDA, inputs that FlashAttention does not support (such as float32) use the memory-efficient kernel, which needs
+    as many key heads as query heads: with fewer, torch would fall back to the math kernel.
     """
     groups = query.size(1) // key.size(1)
     if groups > 1 and query.is_cuda and not flash_takes(query, key, value, dropout_p):

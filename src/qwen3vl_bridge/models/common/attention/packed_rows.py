@@ -1,7 +1,7 @@
-"""What attention is told of packed rows.
+"""Packed-sequence parameters for attention.
 
-What lives here: megatron-core's description of them, with what the host knows besides. What may not: which tokens of a
-row a rank holds (`batch/token_layout.py`), attention.
+What lives here: megatron-core's `PackedSeqParams`, extended by values known on the host. What may not: which tokens of
+a row a rank holds (`batch/token_layout.py`), attention.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from torch import Tensor
 
 @dataclass
 class HostPackedSeqParams(PackedSeqParams):
-    """Packed-sequence parameters that also know the physical segment lengths on the host.
+    """Packed-sequence parameters that also hold the physical (padded) segment lengths on the host.
 
-    `lengths` spares an attention that works segment by segment from asking the device, and `layout` tells one that is
-    shared by context-parallel ranks where their tokens lie; frames of the vision tower, which are not, have none.
+    With `lengths`, attention that iterates over segments needs no host-device synchronization. `layout` gives attention
+    under context parallelism the token distribution over ranks; it is None for the frames of the vision tower, which
+    are not split.
     """
 
     lengths: tuple[int, ...] = ()
@@ -27,7 +28,7 @@ class HostPackedSeqParams(PackedSeqParams):
     _chunks: dict[tuple[int, int], CausalChunks] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def chunks(self, cp_size: int, cp_rank: int) -> CausalChunks:
-        """`batch.token_layout.causal_chunks` of the layout, the same for all layers, so that the first works it out."""
+        """`batch.token_layout.causal_chunks` of the layout, computed by the first layer and cached for all others."""
         if (cp_size, cp_rank) not in self._chunks:
             self._chunks[cp_size, cp_rank] = causal_chunks(self.layout, cp_size, cp_rank)
         return self._chunks[cp_size, cp_rank]
@@ -36,17 +37,18 @@ class HostPackedSeqParams(PackedSeqParams):
 def packed_seq_params(
     cu_seqlens: Tensor, lengths: tuple[int, ...], layout: SequenceLayout | None = None
 ) -> HostPackedSeqParams:
-    """Megatron's description of one packed row, by its offsets in the row alone.
+    """Megatron's description of one packed row, with physical offsets only.
 
-    Attention needs no more: it is causal and a segment's padding comes last, so no real token attends to padding, and
-    what padding gets is left out of losses and of experts' counts. Transformer Engine would take real lengths beside
-    these offsets for gaps between segments (`pad_between_seqs`), for which it has no FlashAttention, and on some
-    devices and in float32 nothing at all. All four offsets are one tensor, so that it has nothing to compare.
+    Physical offsets are sufficient: attention is causal and padding is at the end of a segment, so no real token
+    attends to padding, and the outputs of padding are excluded from losses and from experts' token counts. If logical
+    lengths were also given, Transformer Engine would treat the difference as gaps between segments
+    (`pad_between_seqs`), which FlashAttention does not support there, and which no backend supports on some devices and
+    in float32. All four offsets are the same tensor, so that Transformer Engine has nothing to compare.
 
     Args:
-        cu_seqlens: [n + 1] int32, where segments begin in the row, and the last one ends.
-        lengths: the n segment lengths in the row.
-        layout: the same as a layout, where context-parallel ranks may share the row.
+        cu_seqlens: [n + 1] int32, cumulative physical segment lengths of the row.
+        lengths: the n physical segment lengths of the row.
+        layout: the corresponding layout, if the row may be split over context-parallel ranks.
     """
     longest = max(lengths)
     return HostPackedSeqParams(
@@ -64,5 +66,5 @@ def packed_seq_params(
 
 
 def layout_packed_seq_params(layout: SequenceLayout) -> HostPackedSeqParams | None:
-    """A layout as Megatron's attention wants it: parameters for a packed row, None for padded rows."""
+    """Megatron's packed-sequence parameters for a layout: set for a packed row, None for padded rows."""
     return packed_seq_params(layout.cu_seqlens_padded, layout.padded_lengths, layout) if layout.packed else None

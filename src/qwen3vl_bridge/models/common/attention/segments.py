@@ -1,7 +1,7 @@
 """Core attention without Transformer Engine: causal or full attention within segments.
 
-What lives here: the module that stands in for megatron-core's. What may not: which kernel computes it (`kernels.py`),
-tokens of other ranks (`context_parallel.py`).
+What lives here: the replacement of megatron-core's core attention module. What may not: the kernel selection
+(`kernels.py`), tokens of other ranks (`context_parallel.py`).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from torch import Tensor
 
 
 class SegmentAttention(MegatronModule):
-    """Core attention of padded rows at once, and of packed rows by one call or by segments.
+    """Core attention that processes padded rows as one batch, and packed rows in one call or segment by segment.
 
-    FlashAttention takes a packed row as it is. Where it is not at hand, neighbouring segments of one length are one
-    batch. No T x T mask is ever made, and padding at the end of a segment needs none either: attention is causal, or
+    FlashAttention supports packed rows directly. Where it is not available, adjacent segments of equal length are
+    batched. No T x T mask is created, and padding at the end of a segment needs no mask, because attention is causal or
     (vision) there is no padding.
     """
 
@@ -46,8 +46,8 @@ class SegmentAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         if pg_collection is not None:
-            self.tp_group = pg_collection.tp  # that checkpoints ask for
-        self.ranks = config.context_parallel_size  # that share each segment
+            self.tp_group = pg_collection.tp  # read by activation checkpointing
+        self.ranks = config.context_parallel_size  # context-parallel size
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
 
@@ -69,7 +69,7 @@ class SegmentAttention(MegatronModule):
             [s, b, heads * d] or [t, heads * d].
 
         Raises:
-            ValueError: a mask or a bias is given; this attention knows only causal and full segments.
+            ValueError: a mask or a bias is given; this module supports only causal and full attention within segments.
         """
         if attention_mask is not None or attention_bias is not None:
             raise ValueError(
@@ -84,7 +84,7 @@ class SegmentAttention(MegatronModule):
         return self._by_segments(query, key, value, lengths, causal).flatten(1)
 
     def _takes_row(self, query: Tensor, key: Tensor, value: Tensor, params: PackedSeqParams, causal: bool) -> bool:
-        """Whether a packed row is attended by one call."""
+        """Whether a packed row is computed in one varlen call."""
         return varlen_takes(query, key, value, self._rate())
 
     def _row(
@@ -96,7 +96,7 @@ class SegmentAttention(MegatronModule):
         lengths: tuple[int, ...],
         causal: bool,
     ) -> Tensor:
-        """[t, heads, d] packed row by one call."""
+        """Attention of a packed row [t, heads, d] in one call."""
         offsets, longest = physical_offsets(params), max(lengths)
         return attend_row(
             query,
@@ -109,12 +109,12 @@ class SegmentAttention(MegatronModule):
         )
 
     def _rows(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
-        """[s, b, heads, d] padded rows."""
+        """Attention of padded rows [s, b, heads, d]."""
         attended = self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)), causal)
         return attended.permute(2, 0, 1, 3)
 
     def _by_segments(self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], causal: bool) -> Tensor:
-        """[t, heads, d] packed row, neighbouring segments of one length at a time."""
+        """Attention of a packed row [t, heads, d], one batch of adjacent segments of equal length at a time."""
         runs, start = [], 0
         for whole, same in groupby(lengths):
             n, length = sum(1 for _ in same), whole // self.ranks
@@ -125,27 +125,27 @@ class SegmentAttention(MegatronModule):
         return torch.cat(runs)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
-        """[n, heads, length, d] each, keys and values possibly of fewer heads."""
+        """Attention of [n, heads, length, d] tensors; keys and values may have fewer heads."""
         return self._call(attend, query, key, value, causal=causal)
 
     def _call(self, kernel: Callable[..., Tensor], *tensors: Tensor, **arguments: Any) -> Tensor:
         dropout = self._rate()
-        # Tensor-parallel ranks hold different heads, which drop different weights.
+        # Tensor-parallel ranks hold different heads and need different dropout masks.
         with get_cuda_rng_tracker().fork() if dropout else contextlib.nullcontext():
             return kernel(*tensors, scale=self.scale, dropout=dropout, **arguments)
 
     def _rate(self) -> float:
-        """Of dropout, now."""
+        """The dropout rate in the current mode."""
         return self.dropout if self.training else 0.0
 
 
 def physical_offsets(params: PackedSeqParams) -> Tensor:
-    """[n + 1] int32, where segments of a packed row begin, and the last one ends."""
+    """[n + 1] int32, cumulative physical segment lengths of a packed row."""
     return params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
 
 
 def segment_lengths(params: PackedSeqParams, tokens: int) -> tuple[int, ...]:
-    """Physical segment lengths of a packed row; asks the device only for parameters that others made."""
+    """Physical segment lengths of a packed row; synchronizes with the device only for parameters created elsewhere."""
     if isinstance(params, HostPackedSeqParams):
         lengths = params.lengths
     else:

@@ -1,7 +1,7 @@
-"""Self attention that takes ready-made rotary angles.
+"""Self attention that uses precomputed rotary angles.
 
 What lives here: a subclass of megatron-core's. What may not: angles (`models/common/rope.py`), core attention
-(`segments.py`, `context_parallel.py`), the choice of layer specs (`models/common/layer_specs.py`).
+(`segments.py`, `context_parallel.py`), the selection of layer specs (`models/common/layer_specs.py`).
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from torch import Tensor
 
 
 class RotarySelfAttention(SelfAttention):
-    """Self attention whose rotary argument holds the angles of its own tokens, for padded and packed rows alike.
+    """Self attention whose rotary argument contains the angles of its local tokens, for padded and packed rows.
 
-    Megatron rotates after it has dropped the row dimension of packed rows, and then looks positions up by segment and
-    context-parallel rank. Our angles are local already, so queries and keys are rotated as they leave the projection.
+    Megatron applies rotary embeddings after it has removed the batch dimension of packed rows, and then looks up
+    positions by segment and context-parallel rank. Our angles are already local, so queries and keys are rotated right
+    after the QKV projection.
     """
 
     def forward(
@@ -30,8 +31,8 @@ class RotarySelfAttention(SelfAttention):
         rotary_pos_emb: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """As SelfAttention.forward; `rotary_pos_emb` is [2, s, b, 1, d] from `rope.cos_sin`."""
-        # Self attention has no key_value_states; they carry the angles to get_query_key_value_tensors.
+        """Like SelfAttention.forward; `rotary_pos_emb` is [2, s, b, 1, d] from `rope.cos_sin`."""
+        # key_value_states is unused in self attention; it passes the angles to get_query_key_value_tensors.
         return super().forward(
             hidden_states, attention_mask, rotary_pos_emb, inference_context, rotary_pos_emb=None, **kwargs
         )
@@ -39,7 +40,7 @@ class RotarySelfAttention(SelfAttention):
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, key_value_states: Tensor | None = None, **kwargs: Any
     ) -> tuple[Tensor, ...]:
-        """Query, key and value [s, b, heads, d], the first two rotated by the angles in `key_value_states`."""
+        """Query, key and value [s, b, heads, d], with query and key rotated by the angles in `key_value_states`."""
         query, key, *rest = super().get_query_key_value_tensors(hidden_states, None, **kwargs)
         if key_value_states is None:
             return query, key, *rest

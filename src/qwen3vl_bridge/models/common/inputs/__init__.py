@@ -1,1 +1,1 @@
-"""The callers' interface: arguments in a caller's convention become `ModelInputs`, outputs go back in it."""
+"""The callers' interface: converts arguments in a caller's convention to `ModelInputs`, and outputs back."""

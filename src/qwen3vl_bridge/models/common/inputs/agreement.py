@@ -1,7 +1,7 @@
-"""What context-parallel ranks give for the same call: compared and put together.
+"""Comparing and gathering the arguments that context-parallel ranks pass to the same call.
 
-What lives here: whether all of them have the same arguments, and every rank's share of one. What may not: which
-arguments are shares (`precut_rows.py`, `labels.py`), the collective (`parallel/collectives.py`).
+What lives here: the check that all ranks pass the same arguments, and the all-gather of one argument's slices. What may
+not: which arguments are slices (`precut_rows.py`, `labels.py`), the collective (`parallel/collectives.py`).
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-_NUMBERS = 6  # that describe one argument, to compare it over ranks
+_NUMBERS = 6  # integers that describe one argument in the comparison
 
 
 def gather_share(values: Tensor, group: ProcessGroup) -> Tensor:
-    """[..., n] of each rank -> [cp, ..., n] of all, as int64 or float32."""
+    """[..., n] of each rank -> [cp, ..., n] of all ranks, as int64 or float32."""
     return gather_shares(values.float() if values.is_floating_point() else values.long(), group)
 
 
 def check_agreement(
     given: Mapping[str, Tensor | None], layout: SequenceLayout | None, group: ProcessGroup, device: torch.device
 ) -> None:
-    """Refuse arguments that are not alike on all ranks, on every rank: later collectives would never end.
+    """Refuse arguments that differ between ranks. All ranks raise, since later collectives would hang.
 
     Args:
-        given: arguments by name, which of them there are and their shapes are compared.
-        layout: of the whole row that offsets tell, if they do.
-        group: context-parallel ranks, all of which call this together.
-        device: which the group talks over.
+        given: arguments by name; which of them are given and their shapes are compared.
+        layout: layout of the whole row given by the offsets, or None.
+        group: context-parallel ranks, all of which call this function together.
+        device: device of the group's collectives.
 
     Raises:
-        ValueError: a rank has other ones than rank 0.
+        ValueError: the arguments of a rank differ from those of rank 0.
     """
     if group.size() == 1:
-        return  # without asking the device
+        return  # no device synchronization
     lengths = layout and (layout.lengths, layout.padded_lengths)
-    offsets = [hash(lengths) if lengths else -1] * _NUMBERS  # of integers: the same in every process
+    offsets = [hash(lengths) if lengths else -1] * _NUMBERS  # hash of integers: the same in every process
     own = [offsets, *(_description(values) for values in given.values())]
     everyone = gather_shares(sent(torch.tensor(own), device), group).tolist()
     for rank, theirs in enumerate(everyone):
@@ -59,7 +59,7 @@ def check_agreement(
 
 
 def _description(values: Tensor | None) -> list[int]:
-    """Dimensions, whether floating point, and sizes: as many numbers for every argument."""
+    """Number of dimensions, whether floating point, and sizes, padded to the same length for every argument."""
     if values is None:
         return [-1] * _NUMBERS
     return [values.dim(), int(values.is_floating_point()), *values.shape, *[0] * _NUMBERS][:_NUMBERS]

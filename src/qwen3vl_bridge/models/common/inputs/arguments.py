@@ -1,7 +1,7 @@
-"""Checks of a model's call: of single arguments, and of settings that only matter to a model that is called.
+"""Checks of a model call: of single arguments, and of settings that only matter once a model is called.
 
-What lives here: refusals, with what was found and what was expected. What may not: making anything of the arguments
-(`model_inputs.py`), masks and offsets (`masks.py`), whether pictures fit the tokens (`batch/`).
+What lives here: refusals, with what was found and what was expected. What may not: the conversion of arguments
+(`model_inputs.py`), masks and offsets (`masks.py`), whether pictures match the tokens (`batch/`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch import Tensor
 _NO_CACHE = "forward keeps no cache; `qwen3vl_bridge.generate` does"
 _FROM_IDS = "it is worked out from the token ids and grids"
 
-# Arguments that transformers, Megatron-Bridge or RL frameworks may pass, and why this model takes None alone.
+# Arguments that transformers, Megatron-Bridge or RL frameworks may pass, with the reason why this model accepts only
+# None.
 REFUSED = {
     "inputs_embeds": "the model embeds input_ids itself, pictures included",
     "past_key_values": _NO_CACHE,
@@ -34,29 +35,29 @@ REFUSED = {
     "temperature": "give output_processor, which divides logits by itself as verl's fused kernels do",
 }
 
-# What processors give along, and NeMo-RL in rows of another length: the token ids say the same.
+# Returned by processors, and passed by NeMo-RL with another row length: redundant with the token ids.
 _NOT_NEEDED = {"mm_token_type_ids"}
 
 
 def check_settings(config: VisionLanguageProvider, training: bool) -> None:
-    """Refuses what could not be computed, or trained, with a model's settings, before a step computes anything.
+    """Refuse settings that the model cannot compute, or cannot train with, before a step computes anything.
 
-    Frameworks that build models by `provide` or Megatron-Bridge's `get_model` (miles, NeMo-RL) say nowhere before that
-    they train them; `provide_distributed_model` is told. A model that is only loaded, or asked in evaluation mode or
-    without gradients, may have the schedules' settings of the run that saved it.
+    Frameworks that build models with `provide` or Megatron-Bridge's `get_model` (miles, NeMo-RL) do not declare
+    beforehand that they will train them; `provide_distributed_model` does. A model that is only loaded, or called in
+    evaluation mode or without gradients, may have the schedule settings of the run that saved it.
 
     Args:
-        config: the model's.
+        config: the model's configuration.
         training: whether the model is in training mode.
 
     Raises:
-        ValueError: a rule is broken: of `TRAINED` with gradients, of `CALLED` in any case.
+        ValueError: a rule of `TRAINED` is violated with gradients enabled, or a rule of `CALLED` in any case.
     """
     check(TRAINED if training and torch.is_grad_enabled() else CALLED, config)
 
 
 def checked_ids(input_ids: Tensor | None) -> Tensor:
-    """The token ids; refuses what is not [rows, tokens] of integers, or has none."""
+    """Return the token ids; refuse anything other than a non-empty integer tensor [rows, tokens]."""
     if input_ids is None or input_ids.dim() != 2 or input_ids.is_floating_point() or not input_ids.numel():
         found = None if input_ids is None else f"{list(input_ids.shape)} {input_ids.dtype}"
         raise ValueError(f"input_ids has shape {found}, expected [rows, tokens] of integers")
@@ -64,7 +65,7 @@ def checked_ids(input_ids: Tensor | None) -> Tensor:
 
 
 def check_pixels(config: VisionLanguageProvider, **pixels: Tensor | None) -> None:
-    """Refuses pixels that are not [patches, features] floating point, by name."""
+    """Refuse pixels other than floating point [patches, features], naming the argument."""
     vision = config.vision_config
     width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     for name, values in pixels.items():
@@ -76,12 +77,12 @@ def check_pixels(config: VisionLanguageProvider, **pixels: Tensor | None) -> Non
 
 
 def check_inference(context: Any, gathers: bool | None, labels: Tensor | None) -> None:
-    """Refuses what Megatron's inference may ask for beside whole prompts.
+    """Refuse arguments of Megatron's inference, except those for a forward pass over whole prompts.
 
     Args:
-        context: megatron-core's, or None.
-        gathers: whether logits are to be gathered; None: as the provider says.
-        labels: of the call.
+        context: megatron-core's inference context, or None.
+        gathers: whether logits are gathered at run time; None uses the provider's setting.
+        labels: labels of the call.
     """
     if context is not None and getattr(context, "sequence_len_offset", None) != 0:
         raise ValueError(f"inference_context holds tokens already, expected it to hold none: {_NO_CACHE}")
@@ -90,11 +91,11 @@ def check_inference(context: Any, gathers: bool | None, labels: Tensor | None) -
 
 
 def check_others(others: dict[str, Any]) -> None:
-    """Refuses arguments that the model has no use for; None says that the caller means nothing by them.
+    """Refuse arguments that the model does not use; None is accepted and means that the argument is not given.
 
     Raises:
-        ValueError: one of `REFUSED` is given.
-        TypeError: an argument that is not known.
+        ValueError: an argument in `REFUSED` is given.
+        TypeError: an unknown argument.
     """
     for name in others.keys() - _NOT_NEEDED:
         value = others[name]

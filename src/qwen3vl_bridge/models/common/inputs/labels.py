@@ -1,12 +1,13 @@
-"""Labels and loss masks as callers give them: for the whole batch, or for this context-parallel rank's tokens alone.
+"""Labels and loss masks from callers: for the whole batch, or only for this context-parallel rank's tokens.
 
-What lives here: which labels there can be a loss of, and where they lie. What may not: where tokens lie
+What lives here: which labels can have a loss, and their positions. What may not: the positions of tokens
 (`padding_and_packing.py`), losses (`models/common/model.py`).
 
-Megatron-Bridge's `qwen3_vl_step` and verl's fused kernels give whole rows of tokens, whose pictures need them, and
-labels that are cut over context-parallel ranks already. They are told by their shape. Nobody else's are needed, but for
-multi-token prediction, which reads those of next tokens, on other ranks where a chunk ends.
-Legend: B rows, S tokens a row, T tokens of the layout, b and s a rank's own of it.
+Megatron-Bridge's `qwen3_vl_step` and verl's fused kernels pass whole rows of tokens, which the pictures need, together
+with labels that are already split over context-parallel ranks. The two cases are distinguished by shape. Labels of
+other ranks are needed only for multi-token prediction, which reads the labels of next tokens; at the end of a chunk
+these are on another rank.
+Legend: B rows, S tokens per row, T tokens of the layout, b and s a rank's local sizes.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-# What torch's cross_entropy leaves out, and collators put where nothing is trained on.
+# The ignore_index of torch's cross_entropy, which collators set for tokens that are not trained on.
 IGNORED = -100
 
 
 def are_cut(arranged: Arrangement, labels: Tensor | None, loss_mask: Tensor | None, cp_size: int) -> bool:
-    """Whether labels and mask, those that are given, are of this context-parallel rank's tokens alone."""
+    """Whether the given labels and mask cover only this context-parallel rank's tokens."""
     given = [values.shape for values in (labels, loss_mask) if values is not None]
     return cp_size > 1 and bool(given) and all(shape == _of_a_rank(arranged, cp_size) for shape in given)
 
@@ -35,20 +36,20 @@ def are_cut(arranged: Arrangement, labels: Tensor | None, loss_mask: Tensor | No
 def with_labels(
     batch: PackedBatch, arranged: Arrangement, labels: Tensor | None, loss_mask: Tensor | None, vocab_size: int
 ) -> PackedBatch:
-    """A batch with labels and mask that were given for the whole of it.
+    """Add labels and a loss mask for the whole batch to a batch.
 
     Args:
-        batch: without them.
-        arranged: where the caller's tokens lie in it.
-        labels: [B, S] in the caller's places or, of a packed row, [1, T] in the layout's. None: zeros then.
-        loss_mask: of the shape of labels, 0 where they may be anything. None: ones.
-        vocab_size: of the tokens that labels may be.
+        batch: a batch without labels.
+        arranged: maps the caller's tokens to positions in the layout.
+        labels: [B, S] in the caller's order or, for a packed row, [1, T] in the layout's order. None: zeros.
+        loss_mask: same shape as labels, 0 where labels are arbitrary. None: ones.
+        vocab_size: labels must be token ids below this size.
 
     Returns:
-        The batch; labels are `IGNORED` where there can be no loss.
+        The batch; labels are `IGNORED` where no loss is defined.
 
     Raises:
-        ValueError: other shapes, or labels that count and are no token ids.
+        ValueError: other shapes, or unmasked labels that are not token ids.
     """
     if labels is not None and loss_mask is not None and loss_mask.shape != labels.shape:
         raise ValueError(f"loss_mask has shape {list(loss_mask.shape)}, expected {list(labels.shape)} as labels")
@@ -65,7 +66,7 @@ def with_labels(
 def with_own_labels(
     inputs: ModelInputs, labels: Tensor | None, loss_mask: Tensor | None, vocab_size: int
 ) -> ModelInputs:
-    """A rank's inputs with labels and mask of its own tokens, [b, s]; the rest as `with_labels`."""
+    """Add labels and a mask of the rank's local tokens [b, s] to its inputs; other arguments as for `with_labels`."""
     if labels is not None:
         labels = _readable(labels, loss_mask, [inputs.input_ids.shape], vocab_size)
     return replace(inputs, labels=labels, loss_mask=None if loss_mask is None else loss_mask.float())
@@ -79,15 +80,15 @@ def with_joined_labels(
     group: ProcessGroup,
     device: torch.device,
 ) -> PackedBatch:
-    """A batch with labels and mask of which each context-parallel rank gives its own tokens', [b, s].
+    """Add labels and a mask to a batch, given as local slices [b, s] by each context-parallel rank.
 
-    The host waits once, for those of all ranks.
+    The host synchronizes with the device once, to read the slices of all ranks.
 
     Args:
-        batch: without them, on the host.
+        batch: a batch without labels, on the host.
         labels, loss_mask, vocab_size: as for `with_labels`, on the host.
-        group: context-parallel ranks; all of them give the same arguments, see `agreement.check_agreement`.
-        device: which the group talks over.
+        group: context-parallel ranks; all of them pass the same kinds of arguments, see `agreement.check_agreement`.
+        device: device of the group's collectives.
     """
     given = {"labels": labels} if loss_mask is None else {"labels": labels, "loss_mask": loss_mask}
     shares = on_host({name: gather_share(sent(own, device), group) for name, own in given.items()})
@@ -99,7 +100,7 @@ def with_joined_labels(
 
 
 def without_ignored(inputs: ModelInputs) -> tuple[ModelInputs, Tensor | None]:
-    """Inputs whose labels are token ids, and [b, s] where they were `IGNORED`; None where none was."""
+    """Replace `IGNORED` labels by token ids; also returns [b, s] where they were, or None if there were none."""
     if inputs.labels is None:
         return inputs, None
     ignored = inputs.labels < 0
@@ -112,7 +113,7 @@ def _of_a_rank(arranged: Arrangement, cp_size: int) -> tuple[int, int]:
 
 
 def _readable(labels: Tensor, loss_mask: Tensor | None, shapes: list, vocab_size: int) -> Tensor:
-    """Labels that are token ids, or `IGNORED` where they need not be."""
+    """Check that unmasked labels are token ids, and replace all entries that are not token ids by `IGNORED`."""
     right = (labels >= 0) & (labels < vocab_size)
     free = labels == IGNORED if loss_mask is None else loss_mask == 0
     if labels.is_floating_point() or labels.shape not in shapes or not bool((right | free).all()):

@@ -1,7 +1,7 @@
-"""Which tokens and pictures of a batch a rank has: its places among the ranks that share them.
+"""This rank's position among the ranks that share a batch, which determines its tokens and pictures.
 
-What lives here: the one function that reads them off a provider and its process groups. What may not: the choice itself
-(`PackedBatch.local`), collectives.
+What lives here: the one function that reads it from a provider and its process groups. What may not: the selection
+itself (`PackedBatch.local`), collectives.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 
 def sequence_ranks(config: VisionLanguageProvider, groups: ProcessGroupCollection) -> dict[str, Any]:
-    """What chooses the tokens and pictures of this rank, as `PackedBatch.local` takes it."""
+    """The arguments of `PackedBatch.local` that select this rank's tokens and pictures."""
     return dict(
         vision_work=vision_work(config),
         encoders=None if config.add_encoder else replicas_of(config).encoders,

@@ -1,8 +1,8 @@
-"""What a caller's mask and packed-sequence parameters say, read and checked on the host.
+"""Reads and checks a caller's masks and packed-sequence parameters on the host.
 
-What lives here: one thing at a time, as lengths and booleans. What may not: which convention they make together
-(`padding_and_packing.py`).
-Legend: B rows, S tokens a row, n segments.
+What lives here: each argument by itself, converted to lengths and booleans. What may not: the convention that they form
+together (`padding_and_packing.py`).
+Legend: B rows, S tokens per row, n segments.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-# From here on an additive mask means that a token is not seen; Megatron's own number.
+# Entries of an additive mask at or below this value mean "masked"; the constant is Megatron's.
 _NEVER = -10000.0
 
 
 def real_tokens(attention_mask: Tensor | None, padding_mask: Tensor | None, ids: Tensor) -> Tensor | None:
-    """What a caller's masks say of padding.
+    """Derive the real (non-padding) tokens from a caller's masks.
 
     Args:
-        attention_mask: [B, S], 1 for real tokens, on the host; or what each token sees, see `_real_of_square`; or None.
-        padding_mask: [B, S], 1 for padding, as megatron-core's experts take it, on the host; or None.
+        attention_mask: [B, S], 1 for real tokens, on the host; or a square mask, see `_real_of_square`; or None.
+        padding_mask: [B, S], 1 for padding, as in megatron-core's MoE layers, on the host; or None.
         ids: [B, S] on the host.
 
     Returns:
-        [B, S] bool on the host, True for real tokens; or None where no mask says anything.
+        [B, S] bool on the host, True for real tokens; or None if no mask gives any information.
 
     Raises:
-        ValueError: masks of other shapes, with other entries, that contradict each other or mean something else.
+        ValueError: masks with other shapes or values, masks that contradict each other, or masks with another meaning.
     """
     real = None
     if attention_mask is not None:
@@ -51,14 +51,14 @@ def real_tokens(attention_mask: Tensor | None, padding_mask: Tensor | None, ids:
 def check_mask(
     mask: Tensor, ids: Tensor, name: str = "attention_mask", meaning: str = "1 for real tokens, 0 for padding"
 ) -> Tensor:
-    """[B, S] bool."""
+    """Check a mask and return it as [B, S] bool."""
     if mask.shape != ids.shape:
         raise ValueError(f"{name} has shape {list(mask.shape)}, expected {list(ids.shape)}: {meaning}")
     return _as_booleans(mask, name, meaning)
 
 
 def _as_booleans(mask: Tensor, name: str, meaning: str) -> Tensor:
-    """A mask of 0 and 1, of any type, as booleans where it is."""
+    """Convert a mask of 0 and 1 with any dtype to booleans on its device."""
     found = mask.bool()
     if not torch.equal(found.to(mask.dtype), mask):
         wrong = mask[found.to(mask.dtype) != mask][0].item()
@@ -67,19 +67,21 @@ def _as_booleans(mask: Tensor, name: str, meaning: str) -> Tensor:
 
 
 def _real_of_square(mask: Tensor, rows: int, tokens: int) -> Tensor | None:
-    """The real tokens of rows, by a mask that says what each token sees.
+    """Derive the real tokens of rows from a square mask of which token attends to which.
 
-    It has to be causal, with padding that no real token sees: attention here is so by itself, and padding comes last.
-    Which entries hide is told by the last token, which the first one cannot see; so Megatron's booleans, transformers'
-    opposite ones and numbers to be added are all read. A token that doesn't see itself is padding.
+    The mask has to be causal, with padding that no real token attends to: attention here is always causal, and padding
+    is placed last. The value that means "masked" is determined from the first token's entry for the last token, which
+    it must not attend to; so Megatron's booleans, transformers' inverted ones and additive masks are all supported. A
+    token that does not attend to itself is padding.
 
     Args:
-        mask: [B, 1, S, S] or [B, S, S], or of one row for all; on any device, which is asked what it says.
+        mask: [B, 1, S, S] or [B, S, S], or with one row for all; on any device, where it is evaluated.
         rows: B.
         tokens: S.
 
     Returns:
-        [B, S] bool on the host; or None for a causal mask that is one for all rows, which says nothing of padding.
+        [B, S] bool on the host; or None for one causal mask shared by all rows, which gives no information about
+        padding.
     """
     squares = mask.squeeze(1) if mask.dim() == 4 else mask
     if squares.dim() != 3 or len(squares) not in (1, rows) or squares.shape[1:] != (tokens, tokens):
@@ -101,7 +103,7 @@ def _real_of_square(mask: Tensor, rows: int, tokens: int) -> Tensor | None:
 
 
 def _real_of_row(square: Tensor, hides: Tensor) -> Tensor:
-    """[S] bool, where tokens of one row see themselves; a token's row of `square` [S, S] is what it sees."""
+    """[S] bool, True for tokens of one row that attend to themselves; `square` [S, S] has one line per query."""
     if square.is_floating_point() and hides < 0:
         hidden = square <= _NEVER
         if bool((~hidden & (square != 0)).any()):
@@ -124,7 +126,7 @@ def _not_causal(found: str) -> ValueError:
 
 
 def runs(keep: Tensor) -> tuple[Tensor, Tensor]:
-    """[B] first real token and [B] their number, of rows whose real tokens are one run."""
+    """First real token [B] and number of real tokens [B], for rows whose real tokens are contiguous."""
     first, lengths = keep.int().argmax(-1), keep.sum(-1)
     place = torch.arange(keep.shape[1])
     run = (place >= first[:, None]) & (place < (first + lengths)[:, None])
@@ -138,13 +140,13 @@ def runs(keep: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def without_trailing(ids: Tensor, pad_token_id: int | None) -> Tensor:
-    """[B, S] bool, False for a run of `pad_token_id` at the end of a row."""
+    """[B, S] bool, False for a trailing run of `pad_token_id` in a row."""
     real = torch.ones_like(ids, dtype=torch.bool) if pad_token_id is None else ids != pad_token_id
     return real.flip(-1).cummax(-1).values.flip(-1)
 
 
 def segment_lengths(packed: PackedSeqParams) -> tuple[Tensor, Tensor]:
-    """Logical and physical lengths [n], int64; of offsets on the host."""
+    """Logical and physical segment lengths [n], int64, from offsets on the host."""
     given = {name: getattr(packed, f"cu_seqlens_{name}") for name in ("q", "kv", "q_padded", "kv_padded")}
     offsets = {name: tensor.long() for name, tensor in given.items() if tensor is not None}
     logical = offsets.get("q")
@@ -171,9 +173,9 @@ def segment_lengths(packed: PackedSeqParams) -> tuple[Tensor, Tensor]:
 
 
 def check_counts(lengths: Tensor, logical: Tensor, physical: Tensor) -> None:
-    """Refuses a mask whose real tokens are not as many as the offsets have.
+    """Refuse a mask whose number of real tokens differs from that of the offsets.
 
-    Offsets may have counted a segment's padding in: RL frameworks round lengths up and keep only those.
+    Offsets may include a segment's padding: RL frameworks round lengths up and keep only the rounded ones.
     """
     agree = (lengths == logical) | ((logical == physical) & (lengths <= logical))
     wrong = (~agree).nonzero()
@@ -186,7 +188,7 @@ def check_counts(lengths: Tensor, logical: Tensor, physical: Tensor) -> None:
 
 
 def packed_layout(lengths: Tensor, physical: Tensor) -> SequenceLayout:
-    """One packed row. Segments without a token are left out: tables of a fixed size repeat their last offset."""
+    """Layout of one packed row. Empty segments are dropped: offset tables of a fixed size repeat their last entry."""
     if (lengths > physical).any() or not physical.any():
         raise ValueError(
             f"packed_seq_params has segments of {lengths.tolist()} tokens in lengths of {physical.tolist()}, expected "

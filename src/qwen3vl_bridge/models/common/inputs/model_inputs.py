@@ -1,9 +1,9 @@
-"""The model's input interface: a batch in a caller's convention becomes `ModelInputs`.
+"""The model's input interface: converts a batch in a caller's convention to `ModelInputs`.
 
-What lives here: what people call vision-language models with, turned into a batch of ours. What may not: where real
-tokens lie (`padding_and_packing.py`, `masks.py`), rows that context-parallel ranks have shared out already
+What lives here: the arguments that callers pass to vision-language models, converted to our batch. What may not: the
+positions of real tokens (`padding_and_packing.py`, `masks.py`), rows already split over context-parallel ranks
 (`precut_rows.py`), labels (`labels.py`), positions (`position_ids.py`), checks of single arguments (`arguments.py`),
-the model's own work. Batches of our own data path do not come through here.
+the model's own computation. Batches of our own data path do not pass through this module.
 """
 
 from __future__ import annotations
@@ -50,30 +50,31 @@ def as_model_inputs(
     encodes: bool = True,
     **arguments: Any,
 ) -> tuple[ModelInputs, Answer | None]:
-    """This rank's share of a batch as transformers or Megatron callers pass it: whole, or that share of a flat row.
+    """This rank's part of a batch given in the convention of transformers or Megatron: whole, or a slice of a flat row.
 
-    Lengths, positions and indices are worked out on the host, which waits for the device once, to read all arguments
-    but pixels: use `PackedBatch` where that matters. Shares are put together from all context-parallel ranks first, see
-    `precut_rows.with_whole_row`, and outputs are of the share.
+    Lengths, positions and indices are computed on the host, which synchronizes with the device once, to read all
+    arguments except pixels; use `PackedBatch` to avoid this. Slices are first gathered from all context-parallel ranks,
+    see `precut_rows.with_whole_row`, and outputs then cover the slice.
 
     Args:
         config: the provider.
         groups: process groups.
-        input_ids: as for `as_packed_batch`, or a share [1, T / cp] of a flat row.
-        labels: [B, S] already shifted, token ids where they count, see `labels`: the model gives a loss for each, and
-            the caller leaves out those that don't count. With `packed_seq_params` also [1, T], in the packed row's
-            order. Or of this context-parallel rank's tokens alone, [B, S / cp] or [1, T / cp]. Or None for logits.
-        loss_mask: as labels, 0 where a label may be anything, and the caller's to multiply losses by. Under context
-            parallelism a whole one comes back with the outputs, as this rank's share. Without labels it has no effect.
-        encodes: whether this pipeline stage encodes pictures; others need their grids alone.
-        arguments: the rest as for `as_packed_batch`.
+        input_ids: as for `as_packed_batch`, or a slice [1, T / cp] of a flat row.
+        labels: [B, S], already shifted, token ids where they are trained on, see `labels`: the model returns a loss for
+            each, and the caller masks them. With `packed_seq_params` also [1, T], in the order of the packed row. Or
+            only this context-parallel rank's tokens, [B, S / cp] or [1, T / cp]. Or None for logits.
+        loss_mask: same shape as labels, 0 where a label is arbitrary; the caller multiplies losses by it. Under context
+            parallelism, this rank's slice of a whole mask is returned together with the outputs. Without labels it has
+            no effect.
+        encodes: whether this pipeline stage encodes pictures; other stages need only their grids.
+        arguments: all others as for `as_packed_batch`.
 
     Returns:
-        The inputs, where the caller's input_ids are, and what becomes of outputs; None where they are what the caller
-        expects.
+        The inputs, the positions of the caller's input_ids, and the conversion of outputs; None if outputs already have
+        the form that the caller expects.
 
     Raises:
-        ValueError: shapes that don't belong together, masks with holes, pictures that don't fit the tokens.
+        ValueError: inconsistent shapes, masks with holes, pictures that do not match the tokens.
         TypeError: an unknown argument.
     """
     given = dict(arguments, input_ids=input_ids, labels=labels, loss_mask=loss_mask)
@@ -86,7 +87,7 @@ def as_model_inputs(
         ranks |= dict(vision_work=None, encoders=None)
     ranks["predicts"] = predicts = _predicts(config, groups, labels, mask, device)
     cut = are_cut(arranged, labels, mask, ranks["cp_size"])
-    # Labels that were cut from a packed row lie in the layout's order. Others of rows that were rolled do not.
+    # Labels split from a packed row are in the layout's order. Those of rows that were rolled are not.
     order = None if cut and arranged.packed else _caller_order(arranged, labels, ranks["cp_size"])
     if cut and not predicts:
         return _answered(with_own_labels(batch.local(**ranks), labels, mask, vocabulary), None, None, device)
@@ -107,9 +108,9 @@ def _predicts(
     loss_mask: Tensor | None,
     device: torch.device,
 ) -> bool:
-    """Whether multi-token prediction learns from a call.
+    """Whether multi-token prediction is trained by this call.
 
-    It may need labels of other context-parallel ranks: all of them have to give the same kind.
+    It may need labels of other context-parallel ranks, so all ranks have to pass the same kind of labels.
     """
     if not (config.trains_mtp and torch.is_grad_enabled()):
         return False
@@ -134,30 +135,31 @@ def as_packed_batch(
     loss_mask: Tensor | None = None,
     **arguments: Any,
 ) -> tuple[PackedBatch, Arrangement]:
-    """A whole batch in a caller's convention as one of ours.
+    """Convert a whole batch in a caller's convention to a `PackedBatch`.
 
     Args:
         config: the provider.
         input_ids: [B, S] rows, or one flat row [1, T] with `packed_seq_params`.
-        labels: [B, S] already shifted; with `packed_seq_params` also [1, T]. Or None: all zero then.
-        loss_mask: as labels, 0 where a label may be anything. None: every label counts but those of -100.
-        position_ids: [3, B, S] temporal, height and width position of each token; [4, B, S], where transformers has
-            text positions first; [B, S] of text, see `position_ids.given_positions`; or None to derive them.
-        attention_mask: [B, S], 1 for real tokens, on the left, on the right or in the middle of each row; or what each
-            token sees, see `masks.real_tokens`. None: see `padding_and_packing.arrange`, as for all that rows and
-            packing mean together.
-        padding_mask: [B, S], 1 for padding: the same the other way round, as megatron-core names it.
+        labels: [B, S], already shifted; with `packed_seq_params` also [1, T]. None: all zero.
+        loss_mask: same shape as labels, 0 where a label is arbitrary. None: every label except -100 is trained on.
+        position_ids: [3, B, S] temporal, height and width position of each token; [4, B, S], where transformers puts
+            text positions first; [B, S] text positions, see `position_ids.given_positions`; or None to derive them.
+        attention_mask: [B, S], 1 for real tokens, with padding on the left or the right of each row, or on both sides;
+            or a square mask, see `masks.real_tokens`. None, and combinations with packing: see
+            `padding_and_packing.arrange`.
+        padding_mask: [B, S], 1 for padding: the inverse, under megatron-core's name.
         packed_seq_params: the segments of a packed row.
-        pixel_values, image_grid_thw: patches and grids of the images, as the processor gives them.
-        pixel_values_videos, video_grid_thw: the same of videos.
-        mm_token_type_ids: what the processor says of tokens; not needed, so of any shape.
-        others: what other models take, see `arguments.REFUSED`; None alone is accepted.
+        pixel_values, image_grid_thw: patches and grids of the images, as returned by the processor.
+        pixel_values_videos, video_grid_thw: the same for videos.
+        mm_token_type_ids: the processor's token types; not used, so any shape is accepted.
+        others: arguments of other models, see `arguments.REFUSED`; only None is accepted.
 
     Returns:
-        The batch on the host, but for pixels, which are where they were; and where the caller's tokens lie in it.
+        The batch on the host, except for pixels, which stay on their device; and the positions of the caller's tokens
+        in it.
 
     Raises:
-        ValueError: shapes that don't belong together, masks with holes, pictures that don't fit the tokens.
+        ValueError: inconsistent shapes, masks with holes, pictures that do not match the tokens.
         TypeError: an unknown argument.
     """
     given = arguments_on_host(dict(arguments, input_ids=input_ids, labels=labels, loss_mask=loss_mask))
@@ -182,9 +184,9 @@ def _unlabelled(
     video_grid_thw: Tensor | None = None,
     **others: Any,
 ) -> tuple[PackedBatch, Arrangement]:
-    """As `as_packed_batch`, of a batch without labels whose arguments are on the host, see `arguments_on_host`.
+    """Like `as_packed_batch`, for a batch without labels with arguments on the host, see `arguments_on_host`.
 
-    Pictures are needed besides their grids if it `encodes`.
+    Pixels are needed in addition to grids if this stage `encodes`.
     """
     check_others(others)
     ids = checked_ids(input_ids)
@@ -193,7 +195,7 @@ def _unlabelled(
     if config.moe_layers and real is None and packed_seq_params is None and (ids[:, -1] == 0).any():
         _warn_of_zeros()
     arranged = arrange(ids, real, packed_seq_params, config.pad_token_id)
-    # The padding that a layout adds is told by its mask, so any id serves.
+    # Padding added by the layout is identified by its mask, so any token id is valid.
     ids = arranged.take(ids, fill=config.pad_token_id or 0)
     axes = None
     if position_ids is not None:
@@ -223,7 +225,7 @@ def _unlabelled(
 
 @cache
 def _warn_of_zeros() -> None:
-    """Once a process."""
+    """Warn once per process."""
     logger.warning(
         "rows end in token 0, as Megatron-Bridge's collators and steps lengthen them, and no attention_mask says that "
         "this is padding: experts are balanced over it like over any token. Give a mask "
@@ -249,8 +251,8 @@ def _positions(
     video_grid_thw: Tensor | None,
     given: Tensor | None,
 ) -> Tensor:
-    """[3, b, s] positions of arranged tokens, 0 for padding; `given` [3, B, S] if it is."""
-    derived = mrope_positions(  # in any case: it checks that tokens and pictures fit
+    """[3, b, s] positions of the arranged tokens, 0 for padding; taken from `given` [3, B, S] unless it is None."""
+    derived = mrope_positions(  # always computed: it checks that tokens and pictures match
         ids,
         arranged.layout,
         image_grid_thw,

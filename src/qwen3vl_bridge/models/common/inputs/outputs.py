@@ -1,8 +1,8 @@
-"""What a caller is given for the model's output.
+"""Conversion of the model's output to the form that the caller expects.
 
-What lives here: from outputs of our layout to what the caller expects. What may not: which tokens lie where
+What lives here: the mapping from outputs in our layout to the caller's. What may not: the positions of tokens
 (`padding_and_packing.py`, `model_inputs.py`), the model.
-Legend: B rows, S tokens a row, b and s a rank's own of the layout.
+Legend: B rows, S tokens per row, b and s a rank's local sizes in the layout.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class CallerOrder(Movable):
-    """Where the caller's tokens lie among outputs.
+    """Positions of the caller's tokens in the outputs.
 
     Attributes:
-        slots: [B, S] int64, where each of the caller's tokens lies in the flat layout; -1 where it was left out. On the
-            device of outputs.
-        complete: whether none was left out.
+        slots: [B, S] int64, index of each of the caller's tokens in the flat layout; -1 if it was dropped. On the
+            device of the outputs.
+        complete: whether no token was dropped.
     """
 
     slots: Tensor
     complete: bool
 
     def restore(self, output: Tensor) -> Tensor:
-        """[b, s, ...] outputs -> [B, S, ...]; zero at tokens that were left out, which were padding."""
+        """[b, s, ...] outputs -> [B, S, ...], with zeros for dropped tokens, which were padding."""
         flat = output.flatten(0, 1)
         if not self.complete:
-            flat = torch.cat((flat, flat.new_zeros(1, *flat.shape[1:])))  # index -1 reads it
+            flat = torch.cat((flat, flat.new_zeros(1, *flat.shape[1:])))  # the row read by index -1
         slots = self.slots % len(flat)
         return flat.index_select(0, slots.flatten()).unflatten(0, slots.shape)
 
 
 @dataclass(frozen=True)
 class Answer(Movable):
-    """What becomes of the outputs of one call.
+    """The conversion of the outputs of one call.
 
     Attributes:
-        order: of the caller's tokens; None where outputs are in it.
-        unlabelled: [b, s] bool, where a label is none and the loss is 0 for it; None where there are none such.
-        loss_mask: [b, s] this rank's share of a mask that was given whole, to go with the output, as from
-            Megatron-Bridge's own model; None where the caller has it already.
+        order: order of the caller's tokens; None if outputs are already in it.
+        unlabelled: [b, s] bool, True where a label is ignored and the loss is 0; None if there are no such labels.
+        loss_mask: [b, s] this rank's slice of a mask given for the whole batch, returned with the output as in
+            Megatron-Bridge's own model; None if the caller already has the slice.
     """
 
     order: CallerOrder | None = None
@@ -54,7 +54,7 @@ class Answer(Movable):
     loss_mask: Tensor | None = None
 
     def of(self, output: Any) -> Any:
-        """[b, s, ...] outputs as the caller expects them, with the loss mask's share if there is one."""
+        """Convert [b, s, ...] outputs to the caller's form, with the slice of the loss mask if there is one."""
         if self.unlabelled is not None:
             output = output.masked_fill(self.unlabelled, 0)
         if self.order is not None:
@@ -62,10 +62,10 @@ class Answer(Movable):
         return output if self.loss_mask is None else (output, self.loss_mask)
 
     def of_processor(self) -> Self:
-        """The same for what a caller's own `output_processor` makes of hidden states, whatever that is.
+        """Like `of`, for the result that a caller's own `output_processor` computes from hidden states, of any type.
 
         Raises:
-            ValueError: it would see tokens in another order than the caller's.
+            ValueError: the processor would see tokens in an order that differs from the caller's.
         """
         if self.order is not None:
             raise ValueError(

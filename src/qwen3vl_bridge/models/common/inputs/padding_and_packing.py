@@ -1,12 +1,12 @@
-"""Callers' conventions of rows, masks and packing: where the real tokens of a batch lie, and our layout of them.
+"""Callers' conventions for rows, masks and packing: the positions of real tokens in a batch, and our layout of them.
 
-What lives here: which convention a batch has (left padding, right padding, packed), the way from the caller's token
-order to our layout's, and which way leads back. What may not: reading masks and offsets (`masks.py`), labels
+What lives here: detection of a batch's convention (left padding, right padding, packed), and the mapping from the
+caller's token order to the layout's and back. What may not: reading masks and offsets (`masks.py`), labels
 (`labels.py`), token positions, pictures, the model.
 
-A layout wants the real tokens of a segment first and its padding after them: then causal attention needs no mask. So
-rows with padding on the left are rolled on their way in, and outputs are rolled back.
-Legend: B rows, S tokens a row, T tokens of the layout, n segments.
+In a layout, the real tokens of a segment come first and its padding follows, so that causal attention needs no mask.
+Rows with padding on the left are therefore rolled, and their outputs are rolled back.
+Legend: B rows, S tokens per row, T tokens of the layout, n segments.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-# Such rows are whole when they come here, see `precut_rows.py`.
+# Such rows have already been gathered, see `precut_rows.py`.
 _SHARE = (
     "The model's forward also takes one flat row that is a context-parallel rank's share, of offsets that count its "
     "tokens times the ranks"
@@ -43,8 +43,8 @@ class Arrangement:
     Attributes:
         layout: the segments.
         shape: B and S of the caller.
-        sources: [T] int64, the caller's token in each place of the layout, -1 for padding that the caller's rows don't
-            have; or None where the order is the same.
+        sources: [T] int64, the caller's token at each position of the layout, -1 for padding that the caller's rows do
+            not have; or None if the order is the same.
         packed: whether the caller describes a packed row.
     """
 
@@ -54,23 +54,23 @@ class Arrangement:
     packed: bool = False
 
     def take(self, values: Tensor, fill: int = 0) -> Tensor:
-        """[..., B, S] values of the caller's tokens -> [..., b, s] in the layout, `fill` in padding of its own."""
+        """[..., B, S] values of the caller's tokens -> [..., b, s] in the layout, with `fill` for added padding."""
         flat = values.flatten(-2)
         if self.sources is not None:
-            flat = F.pad(flat, (0, 1), value=fill)[..., self.sources]  # -1 is the one filled in
+            flat = F.pad(flat, (0, 1), value=fill)[..., self.sources]  # index -1 reads the appended fill value
         return flat.unflatten(-1, (self.layout.num_rows, -1))
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        """Of labels: [B, S] in the caller's places and, of a packed row, [1, T] in the layout's."""
+        """Allowed shapes of labels: [B, S] in the caller's order and, for a packed row, [1, T] in the layout's."""
         in_layout = (1, self.layout.total)
         return [self.shape, in_layout] if self.packed and self.shape != in_layout else [self.shape]
 
     def take_given(self, values: Tensor) -> Tensor:
-        """[b, s] values in the layout, of one of `shapes`.
+        """[b, s] values in the layout, from values with one of `shapes`.
 
         Raises:
-            ValueError: one shape could be either, and the orders differ.
+            ValueError: the shape is ambiguous, and the two orders differ.
         """
         in_layout = self.packed and values.shape == (1, self.layout.total)
         if in_layout and values.shape == self.shape and self.sources is not None:
@@ -82,11 +82,11 @@ class Arrangement:
         return values if in_layout else self.take(values)
 
     def caller_order(self, labels: Tensor | None) -> CallerOrder | None:
-        """How outputs are put into the caller's order; None where they are in it already.
+        """How outputs are converted to the caller's order; None if they are already in it.
 
-        Outputs of rows without packed-sequence parameters are [B, S, ...]. With them, logits are a packed row
-        [1, T, ...] as the parameters describe it, which is what Megatron-Bridge's own model gives and RL frameworks
-        unpack; losses have the shape of the labels.
+        Outputs for rows without packed-sequence parameters are [B, S, ...]. With them, logits are a packed row [1, T,
+        ...] as described by the parameters, which is what Megatron-Bridge's own model returns and RL frameworks unpack;
+        losses have the shape of the labels.
         """
         wanted = labels is not None and labels.shape == self.shape if self.packed else True
         if not wanted or (self.sources is None and self.shape[0] == self.layout.num_rows):
@@ -100,26 +100,27 @@ class Arrangement:
 def arrange(
     ids: Tensor, attention_mask: Tensor | None, packed: PackedSeqParams | None, pad_token_id: int | None
 ) -> Arrangement:
-    """Find the convention of a batch, and its layout.
+    """Detect the convention of a batch and return its layout.
 
     Without `packed`, each row is a segment. With it, the offsets decide:
 
-    - As many segments as rows: segment i is the real tokens of row i, padded or cut to the segment's length in the
-      packed row. (One row that is as long as its segment is a flat row, below, unless it begins with padding.)
-    - Otherwise the rows, one after the other, are the packed row, and each row begins a segment.
+    - As many segments as rows: segment i contains the real tokens of row i, padded or truncated to the segment's length
+      in the packed row. (One row that is as long as its segment is a flat row, see below, unless it begins with
+      padding.)
+    - Otherwise the concatenated rows are the packed row, and a segment begins at each row.
 
-    Which tokens are real: those of `attention_mask` if it is given, else those that `packed` counts, else all but a
-    run of `pad_token_id` at the end of each row. The last is a guess, and the last resort: a document may end with
-    that very token. It decides what experts see and count, and changes nothing for tokens before the run.
+    Real tokens are those of `attention_mask` if it is given, else those counted by `packed`, else all but a trailing
+    run of `pad_token_id` in each row. The last rule is a heuristic used as the last resort: a document may end with
+    that token. It affects which tokens experts process and count, but not the results of tokens before the run.
 
     Args:
         ids: [B, S] on the host.
-        attention_mask: [B, S], 1 for real tokens, of any type; they must be one run in each row. Or None.
+        attention_mask: [B, S], 1 for real tokens, of any dtype; they must be contiguous in each row. Or None.
         packed: the segments, or None.
-        pad_token_id: None if every token is real where nothing else tells.
+        pad_token_id: None if every token is real unless specified otherwise.
 
     Raises:
-        ValueError: masks and offsets that contradict each other or fit none of these.
+        ValueError: masks and offsets that contradict each other or match none of these conventions.
     """
     keep = None if attention_mask is None else check_mask(attention_mask, ids)
     if packed is None:
@@ -133,7 +134,7 @@ def arrange(
 
 
 def _rows(keep: Tensor) -> Arrangement:
-    """Each row is a segment; rows whose real tokens begin later are rolled."""
+    """Each row is a segment; rows that begin with padding are rolled."""
     rows, tokens = keep.shape
     first, lengths = runs(keep)
     layout = SequenceLayout.rows(lengths.tolist(), tokens)
@@ -162,7 +163,7 @@ def _packed_rows(shape: tuple[int, int], keep: Tensor | None, logical: Tensor, p
 
 
 def _packed_row(shape: tuple[int, int], keep: Tensor | None, logical: Tensor, physical: Tensor) -> Arrangement:
-    """The rows one after the other are the packed row."""
+    """The concatenated rows are the packed row."""
     rows, tokens = shape
     rest = rows * tokens - int(physical.sum())
     if rest > 0 and rows == 1 and keep is not None and not keep[0, -rest:].any():

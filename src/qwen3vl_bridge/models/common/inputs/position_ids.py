@@ -1,8 +1,8 @@
-"""Positions as callers give them.
+"""Position ids given by callers.
 
-What lives here: what transformers, Megatron-Bridge and RL frameworks mean by `position_ids` of each shape. What may
-not: positions worked out from tokens and pictures (`batch/positions.py`), angles (`models/common/rope.py`).
-Legend: B rows, S tokens a row.
+What lives here: the meaning of `position_ids` of each shape in transformers, Megatron-Bridge and RL frameworks. What
+may not: positions derived from tokens and pictures (`batch/positions.py`), angles (`models/common/rope.py`).
+Legend: B rows, S tokens per row.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ logger = logging.getLogger(__name__)
 def given_positions(
     config: VisionLanguageProvider, position_ids: Tensor, ids: Tensor, arranged: Arrangement, has_masks: bool
 ) -> Tensor | None:
-    """What was given as positions on three axes, [3, B, S], or None where they are to be worked out.
+    """The given positions on three axes, [3, B, S], or None if they have to be derived.
 
-    transformers takes [B, S] for all three axes and [4, B, S] with text positions first, and reads documents of a
-    packed row from text positions that don't count up, unless a mask is given. Positions [B, S] of a batch with
-    pictures are those of text, which people give out of habit: Megatron-Bridge ignores them, and so does this where
-    they say no more than the order of tokens.
+    transformers uses [B, S] for all three axes and [4, B, S] with text positions first, and detects the documents of a
+    packed row from text positions that do not increase by one, unless a mask is given. Positions [B, S] for a batch
+    with pictures are text positions, which callers often pass by default: Megatron-Bridge ignores them, and so does
+    this function if they only express the order of tokens.
 
     Args:
         config: the provider.
         position_ids: [3, B, S], [4, B, S] or [B, S].
         ids: [b, s] arranged.
-        arranged: where the caller's tokens lie in the layout.
-        has_masks: whether the caller says otherwise which tokens are real, or which belong together.
+        arranged: maps the caller's tokens to positions in the layout.
+        has_masks: whether the caller also gives masks or segments.
 
     Raises:
-        ValueError: another shape, or text positions that don't count up where they would have to.
+        ValueError: another shape, or text positions that do not increase by one where they must.
     """
     rows = list(arranged.shape)
     if position_ids.is_floating_point() or list(position_ids.shape) not in (rows, [3, *rows], [4, *rows]):
@@ -68,7 +68,7 @@ def given_positions(
 
 
 def _counts_up(text: Tensor, arranged: Arrangement) -> bool:
-    """Whether positions [B, S] count up by one over the real tokens of each segment; where they begin is all one."""
+    """Whether positions [B, S] increase by one over the real tokens of each segment, from any first value."""
     layout, flat = arranged.layout, arranged.take(text).flatten()
     segment, real = layout.per_token(torch.arange(len(layout.lengths))), ~layout.padding_mask()
     together = real[1:] & (segment[1:] == segment[:-1])
@@ -77,7 +77,7 @@ def _counts_up(text: Tensor, arranged: Arrangement) -> bool:
 
 @cache
 def _warn() -> None:
-    """Once a process."""
+    """Warn once per process."""
     logger.warning(
         "position_ids [rows, tokens] are those of text, in a batch with pictures: they are ignored, and positions on "
         "three axes are worked out from the tokens and grids"

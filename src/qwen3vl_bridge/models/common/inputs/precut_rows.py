@@ -1,12 +1,13 @@
-"""Rows that context-parallel ranks have shared out before the model: the whole row, put together again.
+"""Rows that the caller has already split over context-parallel ranks: gathering the whole row.
 
-What lives here: how a share is told from a whole row, and each argument of the whole row from those of the shares. What
-may not: which tokens a rank holds (`batch/token_layout.py`), the collective (`parallel/collectives.py`), what arguments
-mean (`model_inputs.py`), whether ranks give the same ones (`agreement.py`).
+What lives here: how a slice is distinguished from a whole row, and how each argument of the whole row is gathered from
+the slices. What may not: which tokens a rank holds (`batch/token_layout.py`), the collective
+(`parallel/collectives.py`), the meaning of arguments (`model_inputs.py`), whether ranks pass the same ones
+(`agreement.py`).
 
-RL frameworks cut a packed row before they call the model, by the same rule as `token_index`, and keep the offsets of
-the whole row. Positions and pictures need the whole row: a rank's share has pieces of pictures.
-Legend: cp context-parallel ranks, T tokens of the whole row, n = T / cp of them in a share.
+RL frameworks split a packed row before they call the model, with the same rule as `token_index`, and keep the offsets
+of the whole row. Positions and pictures need the whole row, because a rank's slice contains parts of pictures.
+Legend: cp context-parallel ranks, T tokens of the whole row, n = T / cp of them in a slice.
 """
 
 from __future__ import annotations
@@ -28,32 +29,32 @@ _PICTURES = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_gri
 
 
 def with_whole_row(arguments: dict[str, Any], group: ProcessGroup) -> dict[str, Any]:
-    """The arguments of a call on the host, see `arguments_on_host`, those of a share replaced by the whole row's.
+    """The arguments of a call on the host, see `arguments_on_host`, with slices replaced by the whole row.
 
-    A share is told by lengths: one row [1, n] with `packed_seq_params`, whose physical lengths add up to cp * n. A row
-    that every rank gives whole can have such lengths too, if padding rounds its one segment up so far; then every rank
-    has the same tokens, and the same masks and positions, if any. Where all tokens are one and the same, that
-    tells nothing: a row with a mask is whole then, and one without is a share.
+    A slice is detected by lengths: one row [1, n] with `packed_seq_params` whose physical lengths add up to cp * n. A
+    row that every rank passes whole can have such lengths too, if padding rounds its only segment up that far; then
+    every rank has the same tokens, and the same masks and positions, if any. If all tokens are identical, this is
+    ambiguous: a row with a mask is then taken as whole, and one without as a slice.
 
-    What is assumed: all ranks of the group call together, each with its share of the same row, and give the same
-    pictures and grids, those of the whole row. Which arguments there are, their shapes and the offsets are compared,
-    and nothing that only one rank sees is looked at before: so where they differ, every rank raises. A rank whose own
-    tokens are not T / cp, or whose offsets contradict themselves, is the exception: it raises alone, as it would with a
-    whole row. Pixels and the entries of grids are not compared.
+    Assumptions: all ranks of the group call together, each with its slice of the same row, and pass the same pictures
+    and grids, those of the whole row. Which arguments are given, their shapes and the offsets are compared before
+    anything that differs between ranks is read, so that every rank raises if they differ. There is one exception: a
+    rank whose number of tokens is not T / cp, or whose offsets are inconsistent, raises alone, as it would with a whole
+    row. Pixels and the values of grids are not compared.
 
     Args:
-        arguments: as for `inputs.as_model_inputs`, by name. Of a share [1, n]: input_ids and, where they are given,
-            labels, loss_mask, attention_mask and padding_mask; position_ids [3, 1, n], [4, 1, n] or [1, n].
-            input_ids has to be on the device that the group talks over, as the model is.
+        arguments: as for `inputs.as_model_inputs`, by name. Slices [1, n]: input_ids and, if given, labels, loss_mask,
+            attention_mask and padding_mask; position_ids [3, 1, n], [4, 1, n] or [1, n]. input_ids has to be on the
+            device of the group's collectives, like the model.
         group: context-parallel ranks.
 
     Returns:
-        The arguments; those of a share with T for n, integers as int64 and the rest as float32. The host waits once to
-        read them; for a share once more to compare arguments, and once for the whole row's.
+        The arguments; those of a slice with T instead of n, integers as int64 and others as float32. The host
+        synchronizes once to read them; for a slice once more to compare arguments, and once to read the whole row.
 
     Raises:
-        ValueError: segments that don't divide into 2 * cp chunks, shares of other shapes, ranks that don't give the
-            same arguments and offsets.
+        ValueError: segments that are not divisible into 2 * cp chunks, slices with other shapes, ranks that pass
+            different arguments or offsets.
     """
     read = arguments_on_host(arguments)
     layout = _layout_of_share(read["input_ids"], read.get("packed_seq_params"), group.size())
@@ -72,7 +73,7 @@ def with_whole_row(arguments: dict[str, Any], group: ProcessGroup) -> dict[str, 
 
 
 def _layout_of_share(ids: Tensor | None, packed: Any, cp_size: int) -> SequenceLayout | None:
-    """The layout of the whole row if `ids` is a share of it."""
+    """The layout of the whole row if `ids` is a slice of it."""
     if cp_size == 1 or packed is None or ids is None or ids.dim() != 2 or len(ids) != 1 or not ids.numel():
         return None
     logical, physical = segment_lengths(packed)
@@ -82,12 +83,12 @@ def _layout_of_share(ids: Tensor | None, packed: Any, cp_size: int) -> SequenceL
 
 
 def _fits(values: Tensor, given: dict[str, Tensor]) -> bool:
-    """Whether values are as many as the share's tokens."""
+    """Whether the number of values equals the number of the slice's tokens."""
     return values.shape[-2:] == given["input_ids"].shape
 
 
 def _check_shapes(given: dict[str, Tensor], layout: SequenceLayout) -> None:
-    """Refuses values that are not as many as the share's tokens."""
+    """Refuse values whose number differs from that of the slice's tokens."""
     for name, values in given.items():
         if not _fits(values, given):
             axes, tokens = "3, " if name == "position_ids" else "", given["input_ids"].shape[-1]
@@ -98,7 +99,7 @@ def _check_shapes(given: dict[str, Tensor], layout: SequenceLayout) -> None:
 
 
 def _are_whole(shares: dict[str, Tensor], given: dict[str, Tensor], layout: SequenceLayout) -> bool:
-    """Whether ranks, whose token ids are [cp, 1, n], give one and the same row and not their shares of one."""
+    """Whether the ranks' token ids [cp, 1, n] are the same whole row rather than slices of one."""
     ids, masks = shares["input_ids"], {"attention_mask", "padding_mask"} & given.keys()
     if len(layout.lengths) > 1 or (not masks and (ids == ids[0, 0, 0]).all()):
         return False

@@ -1,6 +1,6 @@
-"""What is read of a caller's arguments, brought to the host.
+"""Copies to the host the arguments of a call that are read there.
 
-What lives here: which arguments are read. What may not: what they say (`masks.py`, `position_ids.py`, `labels.py`),
+What lives here: which arguments are read. What may not: their meaning (`masks.py`, `position_ids.py`, `labels.py`),
 pixels, which are never read.
 """
 
@@ -21,13 +21,13 @@ _READ = (
 
 
 def arguments_on_host(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call, as for `model_inputs.as_model_inputs`, with what is read of them on the host.
+    """The arguments of a call, as for `model_inputs.as_model_inputs`, with those that are read copied to the host.
 
-    However many lie on a device, the host waits for it once. Masks of what each token sees stay where they are: they
-    grow with the square of the tokens, and `masks.real_tokens` asks the device what they say.
+    Regardless of how many are on a device, the host synchronizes with it once. Square attention masks stay on their
+    device, because they grow with the square of the tokens; `masks.real_tokens` evaluates them there.
 
     Args:
-        arguments: by name; packed_seq_params stay as they are, and another object has their offsets.
+        arguments: by name; the given packed_seq_params are not modified; the offsets on the host are set in a copy.
     """
     given = {name: value for name in _READ if isinstance(value := arguments.get(name), Tensor)}
     if "attention_mask" in given and given["attention_mask"].dim() > 2:
