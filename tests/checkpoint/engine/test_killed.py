@@ -76,7 +76,7 @@ def run(work: Callable[[Ranks], object], processes: int, kill: Callable[[list[in
         if child == 0:
             try:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # gloo's complaints about those that were killed
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a training run may have left its handler in this process
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a training run may have left its handler
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
                 os.environ["WORLD_SIZE"] = str(processes)
                 dist.init_process_group("gloo", store=dist.FileStore(file, processes), rank=rank, world_size=processes)
