@@ -21,10 +21,10 @@ demo: env ## convert, fine-tune, export and generate on handwritten digits
 	CUDA_VISIBLE_DEVICES= $(PY) examples/digits/demo.py $(DEMO_ARGS)
 
 # The environment runs on the CPU, also where there is a GPU; tests that need one: `.venv/bin/python -m pytest -n 1`.
-test: lint ## lint, then all tests but slow ones (ten minutes)
+test: lint ## lint, then all tests but slow ones (twenty minutes)
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder $(PYTEST_ARGS)
 
-test-full: ## lint, then all tests (forty minutes)
+test-full: ## lint, then all tests (an hour)
 	$(MAKE) test PYTEST_ARGS="--slow all $(PYTEST_ARGS)"
 
 matrix: env ## every way to split the model, with every content: errors into docs/parallelism.md, docs/qwen3_5.md (an hour)
