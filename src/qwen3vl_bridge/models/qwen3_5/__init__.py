@@ -1,1 +1,1 @@
-"""Qwen3.5-VL: gated delta net and gated attention in the text model, a vision tower without DeepStack."""
+"""Qwen3.5-VL: a text model with Gated DeltaNet and gated attention, and a vision tower without DeepStack."""

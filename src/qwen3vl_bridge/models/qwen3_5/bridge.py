@@ -1,7 +1,7 @@
-"""The bridge: a Hugging Face configuration becomes our provider; registration with Megatron-Bridge.
+"""The bridge: converts a Hugging Face configuration to our provider, and is registered with Megatron-Bridge.
 
-What lives here: fields that Qwen3.5-VL alone has. What may not: parameter names (`table.py`), defaults
-(`provider.py`), what is refused (`config_checks.py`), what all families' bridges do (`models/common/bridge.py`).
+What lives here: fields specific to Qwen3.5-VL. What may not: parameter names (`table.py`), defaults (`provider.py`),
+refusals (`config_checks.py`), what the bridges of all families share (`models/common/bridge.py`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ take_place_of(stock.Qwen35VLMoEModelProvider, Qwen35VLMoEModelProvider, anew=_DE
     model_type="qwen3_5",
 )
 class Qwen35VLBridge(FamilyBridge):
-    """Dense Qwen3.5-VL for AutoBridge."""
+    """AutoBridge support for dense Qwen3.5-VL."""
 
     family = FAMILY
 
@@ -60,11 +60,11 @@ class Qwen35VLBridge(FamilyBridge):
         )
 
     def leave_out(self, provider: Any, config: Mapping[str, Any]) -> None:
-        """Multi-token prediction, of which transformers leaves the weights away when it saves a model."""
+        """Multi-token prediction, whose weights transformers does not save."""
         provider.mtp_num_layers = config["text_config"].get(MTP_LAYERS) or None
 
     def mlp_fields(self, text: Any) -> dict[str, Any]:
-        """Widths of its MLPs."""
+        """MLP widths."""
         return dict(ffn_hidden_size=text.intermediate_size)
 
 
@@ -75,10 +75,10 @@ class Qwen35VLBridge(FamilyBridge):
     model_type="qwen3_5_moe",
 )
 class Qwen35VLMoEBridge(Qwen35VLBridge):
-    """Qwen3.5-VL with experts for AutoBridge."""
+    """AutoBridge support for Qwen3.5-VL with experts (MoE)."""
 
     def mlp_fields(self, text: Any) -> dict[str, Any]:
-        """Widths of its experts."""
+        """Expert widths."""
         return dict(
             ffn_hidden_size=text.moe_intermediate_size,
             moe_shared_expert_intermediate_size=text.shared_expert_intermediate_size,
@@ -86,5 +86,5 @@ class Qwen35VLMoEBridge(Qwen35VLBridge):
 
 
 def provider_from_hf_config(hf_config: Mapping[str, Any], **settings: Any) -> Qwen35VLModelProvider:
-    """See `provider_of`. The `run_config.yaml` of a converted checkpoint names this function and these arguments."""
+    """See `provider_of`. The `run_config.yaml` of a converted checkpoint contains its name and arguments."""
     return provider_of((Qwen35VLBridge, Qwen35VLMoEBridge), hf_config, settings)

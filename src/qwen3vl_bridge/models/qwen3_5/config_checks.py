@@ -1,8 +1,8 @@
-"""Settings of a Qwen3.5-VL configuration that would change the result: honoured, or refused here.
+"""Checks of settings in a Qwen3.5-VL configuration that change results: each is supported, or refused here.
 
-What lives here: the check, and the rotary settings in one spelling. Standard library only, so that a converter can ask
-too. What may not: fields by themselves (`config_fields.py`), sizes (`config_dimensions.py`), the translation of what is
-honoured (`bridge.py`).
+What lives here: the check, and the normalized rotary settings. Standard library only, so that a converter can use it
+too. What may not: checks of single fields (`config_fields.py`), sizes (`config_dimensions.py`), the translation of
+supported settings (`bridge.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from qwen3vl_bridge.models.qwen3_5.config_dimensions import HEAD_DIM
 from qwen3vl_bridge.models.qwen3_5.config_fields import check_fields
 
 _WITH_EXPERTS = {"qwen3_5": False, "qwen3_5_moe": True}  # by model_type
-# What transformers completes a file without them to. Source: Qwen3_5TextConfig.
+# Defaults of transformers for files without these fields. Source: Qwen3_5TextConfig.
 _ROPE: Mapping[str, Any] = {
     "rope_type": "default",
     "rope_theta": 10_000.0,
@@ -26,21 +26,20 @@ _ROPE: Mapping[str, Any] = {
 
 
 def check_settings(config: Mapping[str, Any]) -> None:
-    """Refuse what this model does not compute.
+    """Refuse settings that this model does not support.
 
     Args:
         config: a Qwen3.5-VL `config.json` as a mapping.
 
     Raises:
-        ValueError: a setting that would otherwise be ignored, or a field that is not as it must be; the message names
-            it.
+        ValueError: a setting that would otherwise be ignored, or a field with an invalid value; the message names it.
     """
     check_fields(config)
     text = config["text_config"]
     taps = list(config["vision_config"].get("deepstack_visual_indexes") or ())
     own = {
         "text_config.attn_output_gate": (text.get("attn_output_gate", True), True),
-        # Every layer has experts, or none.
+        # Either every layer has experts, or none has.
         "text_config.mlp_only_layers": (list(text.get("mlp_only_layers") or ()), []),
         "text_config.mtp_use_dedicated_embeddings": (text.get("mtp_use_dedicated_embeddings") or False, False),
         "vision_config.deepstack_visual_indexes": (taps, []),
@@ -53,13 +52,13 @@ def check_settings(config: Mapping[str, Any]) -> None:
 
 
 def rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary settings of a text configuration, in the spelling of transformers 5 and completed as it does.
+    """The rotary settings of a text configuration, in the format of transformers 5 and with its defaults.
 
     Returns:
         `rope_type`, `rope_theta`, `partial_rotary_factor`, `mrope_section`.
 
     Raises:
-        ValueError: a kind of rotary embedding that this model does not compute, or a section that does not fit.
+        ValueError: a type of rotary embedding that this model does not support, or a section of the wrong size.
     """
     given = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
     kind = given.get("rope_type") or given.get("type") or "default"

@@ -1,7 +1,7 @@
-"""The numbers of a Qwen3.5-VL, read off its Hugging Face configuration.
+"""Dimensions of a Qwen3.5-VL model, read from its Hugging Face configuration.
 
-What lives here: the reading, in every spelling that there is. Standard library only. What may not: parameter names
-(`table.py`), whether a configuration is one we honour (`config_checks.py`).
+What lives here: reading them, in every format of the configuration. Standard library only. What may not: parameter
+names (`table.py`), whether a configuration is supported (`config_checks.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ FAMILY = "qwen3_5"
 LINEAR, FULL = "linear_attention", "full_attention"
 HEAD_DIM = 256
 MTP_LAYERS = "mtp_num_hidden_layers"  # a field of text configurations
-# Sizes of linear attention, with what a file without them means. Source: transformers, Qwen3_5TextConfig.
+# Sizes of linear attention, with the defaults for files without them. Source: transformers, Qwen3_5TextConfig.
 LINEAR_SIZES: Mapping[str, int] = {
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128,
@@ -26,7 +26,7 @@ LINEAR_SIZES: Mapping[str, int] = {
 
 
 def layer_types_of(text: Mapping) -> tuple[str, ...]:
-    """Which attention each layer has; every so many layers full attention where it is not listed.
+    """The attention type of each layer; if not listed, every n-th layer has full attention.
 
     Source: transformers, Qwen3_5TextConfig.
     """
@@ -37,13 +37,13 @@ def layer_types_of(text: Mapping) -> tuple[str, ...]:
 
 
 def dimensions_of(config: Mapping) -> Dimensions:
-    """The numbers that the table's symbols stand for.
+    """Values of the weight table's symbols.
 
     Args:
         config: a Qwen3.5-VL `config.json` as a mapping (`text_config`, `vision_config`, `tie_word_embeddings`).
 
     Raises:
-        KeyError: the mapping lacks a field; the message names it.
+        KeyError: a field is missing; the message names it.
     """
     text, vision = config["text_config"], config["vision_config"]
     types, experts, layers = layer_types_of(text), experts_of(text), text["num_hidden_layers"]
@@ -77,18 +77,18 @@ def dimensions_of(config: Mapping) -> Dimensions:
 
 
 def layers_by_attention(is_linear: Sequence[bool | int]) -> dict[str, tuple[int, ...]]:
-    """`Dimensions.indices` of both kinds of layers, by what is said of each layer."""
+    """`Dimensions.indices` of both attention types, from a list with the type of each layer."""
     linear = tuple(layer for layer, one in enumerate(is_linear) if one)
     return {"linear_layers": linear, "full_layers": tuple(layer for layer, one in enumerate(is_linear) if not one)}
 
 
 def mtp_sizes(layers: int | None, hidden: int, experts: int) -> dict[str, int]:
-    """Sizes and conditions of multi-token prediction's rows.
+    """Sizes and conditions for the table rows of multi-token prediction.
 
     Args:
-        layers: 1, or 0 or None for a model without.
+        layers: 1, or 0 or None for a model without multi-token prediction.
         hidden: size of hidden states.
-        experts: of a layer; 0 for a dense model.
+        experts: experts per layer; 0 for a dense model.
     """
     there = int(bool(layers))
     return {
@@ -100,7 +100,7 @@ def mtp_sizes(layers: int | None, hidden: int, experts: int) -> dict[str, int]:
 
 
 def linear_sizes(found: Mapping[str, int]) -> dict[str, int]:
-    """Sizes of linear attention by those of `LINEAR_SIZES`, any of which may be left out."""
+    """Sizes of linear attention from the fields in `LINEAR_SIZES`, all of which are optional."""
     sizes = {name: found.get(name, default) for name, default in LINEAR_SIZES.items()}
     key_dim, value_dim = sizes["linear_key_head_dim"], sizes["linear_value_head_dim"]
     key, value = sizes["linear_num_key_heads"] * key_dim, sizes["linear_num_value_heads"] * value_dim

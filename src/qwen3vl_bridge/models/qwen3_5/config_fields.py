@@ -1,8 +1,8 @@
-"""Fields of a Qwen3.5-VL configuration: which kind of value each has, and which values go together.
+"""Fields of a Qwen3.5-VL configuration: the type of each, and constraints between them.
 
-What lives here: the check, with the names that `config.json` has. Standard library only. What may not: fields of all
-families (`models/config/fields.py`), well-formed settings that this model does not compute (`config_checks.py`), what
-follows from the values (`config_dimensions.py`).
+What lives here: the check, with the field names of `config.json`. Standard library only. What may not: fields shared by
+all families (`models/config/fields.py`), valid settings that this model does not support (`config_checks.py`), derived
+values (`config_dimensions.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TYPES = Kind(
 _MTP = Kind(lambda value: type(value) is int and value in (0, 1), "0 or 1, layers of multi-token prediction")
 _ANY = Kind(lambda value: isinstance(value, list | tuple), "a list")
 
-# Beside those of all families: fields that must be there, those that may be left out, and those that may also be null.
+# In addition to the fields of all families: required fields, optional fields, and fields that may also be null.
 _REQUIRED: Fields = {"text_config": {"num_key_value_heads": POSITIVE}}
 _OPTIONAL: Fields = {"text_config": {"full_attention_interval": POSITIVE, **dict.fromkeys(LINEAR_SIZES, POSITIVE)}}
 _NULLABLE: Mapping[str, Kind] = {
@@ -33,13 +33,13 @@ _OF_EXPERTS = ("num_experts_per_tok", "moe_intermediate_size", "shared_expert_in
 
 
 def check_fields(config: Any) -> None:
-    """Check every field that decides which tensors there are, or what they mean.
+    """Check every field that determines which tensors exist, or what they mean.
 
     Args:
         config: a Qwen3.5-VL `config.json`.
 
     Raises:
-        ValueError: a field is missing, of another kind, or does not go with another one; the message names it.
+        ValueError: a field is missing, has the wrong type, or is inconsistent with another one; the message names it.
     """
     check_shared_fields(config, _REQUIRED, _OPTIONAL, _NULLABLE)
     text = config["text_config"]

@@ -1,8 +1,8 @@
-"""Which Qwen3.5-VL a configuration describes: the fields that decide it, whichever way a file spells them.
+"""The fields of a configuration that identify a Qwen3.5-VL model, normalized over file formats.
 
-What lives here: fields that Qwen3.5-VL alone has or spells in ways of its own; of a `config.json`, and of the provider
-in a run's `run_config.yaml`. Standard library only. What may not: fields of all families
-(`models/config/identity.py`), what is refused (`config_checks.py`).
+What lives here: fields specific to Qwen3.5-VL, or with a spelling specific to it; of a `config.json`, and of the
+provider in a run's `run_config.yaml`. Standard library only. What may not: fields of all families
+(`models/config/identity.py`), refusals (`config_checks.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from qwen3vl_bridge.models.config.identity import TOKEN_IDS, renamed, shared_fie
 from qwen3vl_bridge.models.qwen3_5.config_checks import rope_parameters
 from qwen3vl_bridge.models.qwen3_5.config_dimensions import FULL, HEAD_DIM, LINEAR_SIZES, layer_types_of
 
-# Fields by section, with what transformers takes where a file has none.
+# Fields by section, with transformers' defaults.
 _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "": dict(zip(TOKEN_IDS, (248_056, 248_057, 248_053, 248_054), strict=True)),
     "text_config": {"num_key_value_heads": None, "head_dim": HEAD_DIM, **LINEAR_SIZES},
@@ -23,7 +23,7 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
 _SHARED_EXPERT = "shared_expert_intermediate_size"
 _OF_EXPERTS = ("num_experts_per_tok", "moe_intermediate_size", _SHARED_EXPERT)
 _LAYERS = "text_config.layers with full attention (layer_types, full_attention_interval)"
-# Fields of a provider -> those of a `config.json` that have the same value.
+# Maps a provider's fields to the fields of `config.json` with the same value.
 _SAME: Mapping[str, str] = {
     "rotary_base": "text_config.rope_parameters.rope_theta",
     "rotary_percent": "text_config.rope_parameters.partial_rotary_factor",
@@ -33,7 +33,7 @@ _SAME: Mapping[str, str] = {
 
 
 def fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a `config.json`, each in one spelling."""
+    """The fields of a `config.json`, normalized."""
     found, text = shared_fields(config, _FIELDS), config["text_config"]
     found["text_config.head_dim"] = found["text_config.head_dim"] or HEAD_DIM
     found["text_config.num_experts"] = experts_of(text)
@@ -46,7 +46,7 @@ def fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fields_of_run(model: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """What the `model` section of a run's file says of the model; arguments as `shared_fields_of_run`'s."""
+    """The fields in the `model` section of a run's file; arguments as for `shared_fields_of_run`."""
     found = shared_fields_of_run(model, config, dense="qwen3_5", with_experts="qwen3_5_moe") | renamed(model, _SAME)
     if model.get("num_moe_experts"):
         found |= renamed(model, {f"moe_{_SHARED_EXPERT}": f"text_config.{_SHARED_EXPERT}"})

@@ -1,12 +1,12 @@
-"""The gated delta rule and the causal convolution before it, in torch: state and taps start anew in each segment.
+"""The gated delta rule and the preceding causal convolution in torch; both restart at every segment.
 
-What lives here: the mathematics, with the arguments of flash-linear-attention's functions of these names, as
-megatron-core calls them. They run where that package cannot: without CUDA, and in float32, which its chunked kernel
-refuses. What may not: the module that calls them (`linear_attention.py`), the choice between the two
-(`compat/linear_attention_kernels.py`).
+What lives here: the mathematics, with the signatures of the flash-linear-attention functions of the same names, as
+called by megatron-core. They are used where that package cannot be: without CUDA, and in float32, which its chunked
+kernel does not support. What may not: the module that calls them (`linear_attention.py`), the selection between the two
+implementations (`compat/linear_attention_kernels.py`).
 
-Offsets of segments stay on the device. Whatever depends on them has a size that does not: T tokens in n segments fill
-at most T // 64 + n chunks, and those that are not needed are empty.
+Segment offsets stay on the device. Tensors that depend on them have sizes that do not: T tokens in n segments fill at
+most T // 64 + n chunks, and unused chunks are empty.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ def causal_conv1d(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, None]:
-    """Depthwise convolution over a token and the w - 1 tokens before it in its segment.
+    """Causal depthwise convolution of width w within each segment.
 
     Args:
         x: [b, s, d]; b is 1 for packed rows.
-        weight: [d, w], the last tap for the token itself.
+        weight: [d, w]; the last tap applies to the current token.
         bias: [d], or None.
         activation: "silu" or "swish", or None.
         initial_state, output_final_state: must be None and False.
-        cu_seqlens: [n + 1] offsets of the segments in a packed row; None where each row is one.
+        cu_seqlens: [n + 1] offsets of the segments in a packed row; None if each row is one segment.
 
     Returns:
         [b, s, d], and None for the final state.
 
     Raises:
-        ValueError: a state is given or asked for, or another activation.
+        ValueError: a state is given or requested, or an unsupported activation.
     """
     _refuse_states(initial_state, output_final_state)
     if activation not in (None, "silu", "swish"):
@@ -80,11 +80,11 @@ def chunk_gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, None]:
-    """For each head and segment S <- S exp(g_t); S <- S + k_t (beta_t (v_t - k_t S)); o_t = scale q_t S, by chunks.
+    """Chunked gated delta rule: S <- S exp(g_t); S <- S + k_t (beta_t (v_t - k_t S)); o_t = scale q_t S.
 
-    Within a chunk all tokens are treated at once: what each writes follows from a triangular system. Only the state is
-    carried from chunk to chunk. A chunk never has tokens of two segments, so a segment's first chunk drops the state.
-    In float32, whatever the inputs are.
+    It is applied to each head and segment. All tokens of a chunk are processed in parallel: their updates are the
+    solution of a triangular system. Only the state is passed from chunk to chunk. A chunk never contains tokens of two
+    segments, and a segment's first chunk resets the state. Computed in float32 for all input dtypes.
 
     Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks (2025), section 3.3; transformers,
     modeling_qwen3_5.torch_chunk_gated_delta_rule.
@@ -93,17 +93,17 @@ def chunk_gated_delta_rule(
         q, k: [b, s, h, d]; b is 1 for packed rows.
         v: [b, s, h, e].
         g: [b, s, h] logarithm of the decay, at most 0.
-        beta: [b, s, h] how much of the difference is written, 0 to 1.
-        scale: of the queries; None for 1 / sqrt(d).
+        beta: [b, s, h] writing strength, 0 to 1.
+        scale: factor applied to the queries; None for 1 / sqrt(d).
         initial_state, output_final_state: must be None and False.
-        use_qk_l2norm_in_kernel: normalise q and k here.
-        cu_seqlens: [n + 1] offsets of the segments in a packed row; None where each row is one.
+        use_qk_l2norm_in_kernel: apply the L2 norm to q and k here.
+        cu_seqlens: [n + 1] offsets of the segments in a packed row; None if each row is one segment.
 
     Returns:
-        [b, s, h, e] in the type of v, and None for the final state.
+        [b, s, h, e] in the dtype of v, and None for the final state.
 
     Raises:
-        ValueError: a state is given or asked for.
+        ValueError: a state is given or requested.
     """
     _refuse_states(initial_state, output_final_state)
     if use_qk_l2norm_in_kernel:
@@ -112,13 +112,13 @@ def chunk_gated_delta_rule(
     slots, is_first = _chunks(_offsets(cu_seqlens, tokens, v.device), tokens)
 
     def cut(x: Tensor) -> Tensor:
-        """[b, s, h, ...] -> [b, chunks, h, CHUNK, ...] float32; empty slots are zeros, which change nothing."""
+        """[b, s, h, ...] -> [b, chunks, h, CHUNK, ...] float32; empty slots are zeros, which have no effect."""
         padded = F.pad(x.float(), (0, 0) * (x.ndim - 2) + (0, 1))
         return padded[:, slots].transpose(2, 3)
 
     q, k, v, g, beta = (cut(x) for x in (q, k, v, g, beta))
     q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
-    g = g.cumsum(-1)  # since the chunk began
+    g = g.cumsum(-1)  # cumulative within the chunk
     since = (g[..., :, None] - g[..., None, :]).tril().exp().tril()  # [.., i, j] decay from token j to token i
     written = beta[..., None] * k
     system = torch.eye(CHUNK, device=g.device) + ((written @ k.mT) * since).tril(-1)
@@ -137,7 +137,7 @@ def chunk_gated_delta_rule(
         outputs.append(q_in[:, c] @ state + within[:, c] @ new)
         state = state * decay[:, c] + k_out[:, c].mT @ new
     out = torch.stack(outputs, 1).transpose(2, 3).flatten(1, 2)  # [b, chunks * CHUNK, h, e]
-    flat = slots.flatten()  # empty slots go to a row behind all tokens
+    flat = slots.flatten()  # empty slots write to an extra row at the end
     return out.new_zeros(out.shape[0], tokens + 1, *out.shape[2:]).index_copy(1, flat, out)[:, :-1].to(dtype), None
 
 
@@ -152,20 +152,20 @@ def _offsets(cu_seqlens: Tensor | None, tokens: int, device: torch.device) -> Te
 
 
 def _place_in_segment(offsets: Tensor, tokens: int) -> Tensor:
-    """[T] how many tokens of its segment come before each."""
+    """[T] each token's index within its segment."""
     index = torch.arange(tokens, device=offsets.device)
     return index - offsets[torch.searchsorted(offsets, index, right=True) - 1]
 
 
 def _chunks(offsets: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """Which tokens each chunk holds.
+    """Assign tokens to chunks.
 
     Args:
-        offsets: [n + 1] where segments begin, and the last one ends.
+        offsets: [n + 1] segment offsets.
         tokens: T of the row.
 
     Returns:
-        [c, CHUNK] the token in each slot, T where there is none; [c] whether a chunk is its segment's first.
+        [c, CHUNK] the token in each slot, T for empty slots; [c] whether a chunk is the first of its segment.
     """
     begin, stop = offsets[:-1], offsets[1:]
     chunks = (stop - begin + CHUNK - 1) // CHUNK

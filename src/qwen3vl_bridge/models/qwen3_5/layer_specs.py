@@ -1,7 +1,8 @@
-"""Layer specs of the text model: linear attention and gated attention in turn, with and without Transformer Engine.
+"""Layer specs of the text model: linear and gated attention layers, with and without Transformer Engine.
 
-What lives here: which layers are which, and what they are made of. What may not: the modules themselves
-(`linear_attention.py`, `models/common/attention.py`), what all families' layers share (`models/common/layer_specs.py`).
+What lives here: the attention type of each layer, and the modules of each type. What may not: the modules themselves
+(`linear_attention.py`, `models/common/attention.py`), what the layers of all families share
+(`models/common/layer_specs.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 
 def text_block_spec(config: TransformerConfig, vp_stage: int | None, pp_rank: int) -> TransformerBlockSubmodules:
-    """The text decoder's layers of one pipeline stage."""
+    """Layer specs of the text decoder for one pipeline stage."""
     block = _with_attention_everywhere(config, vp_stage, pp_rank)
     is_linear = get_linear_attention_pattern(config)
     numbers = _layers_of_stage(config, vp_stage, pp_rank)
@@ -36,7 +37,7 @@ def text_block_spec(config: TransformerConfig, vp_stage: int | None, pp_rank: in
 
 
 def full_attention_spec(config: TransformerConfig) -> ModuleSpec:
-    """A layer with full attention, also of a stage that has no layers of the decoder."""
+    """Spec of a layer with full attention, also for a stage without decoder layers."""
     whole = copy.copy(config)
     whole.pipeline_model_parallel_size = 1
     whole.virtual_pipeline_model_parallel_size = whole.pipeline_model_parallel_layout = None
@@ -46,14 +47,14 @@ def full_attention_spec(config: TransformerConfig) -> ModuleSpec:
 def _with_attention_everywhere(
     config: TransformerConfig, vp_stage: int | None, pp_rank: int
 ) -> TransformerBlockSubmodules:
-    """A stage's layers with full attention: megatron-core makes none of this variant without Transformer Engine."""
+    """A stage's layers, all with full attention: megatron-core has no such spec without Transformer Engine."""
     plain = copy.copy(config)
     plain.experimental_attention_variant = None
     return decoder_block_spec(plain, vp_stage, pp_rank)
 
 
 def _layers_of_stage(config: TransformerConfig, vp_stage: int | None, pp_rank: int) -> list[int]:
-    """Their numbers in the whole model, from 0."""
+    """Global indices of a stage's layers, from 0."""
     if (layout := config.pipeline_model_parallel_layout) is not None:
         return layout.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=vp_stage, pp_rank=pp_rank)
     first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pp_rank)
@@ -63,16 +64,17 @@ def _layers_of_stage(config: TransformerConfig, vp_stage: int | None, pp_rank: i
 def _with_linear_attention(spec: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
     changes: dict[str, Any] = {"self_attention": linear_attention_spec(config)}
     if isinstance(backend(config), LocalBackend):
-        # A checkpoint has the Transformer Engine spec's names; megatron-core's map is made for attention's projection.
+        # Checkpoints have the parameter names of the Transformer Engine spec; megatron-core's key map assumes the QKV
+        # projection.
         names = spec.submodules.sharded_state_dict_keys_map
         changes["sharded_state_dict_keys_map"] = names | {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
     else:
-        changes["input_layernorm"] = IdentityOp  # Transformer Engine's is a part of the projection
-    return replace(spec, submodules=replace(spec.submodules, **changes))  # layers of one kind share a spec
+        changes["input_layernorm"] = IdentityOp  # Transformer Engine fuses it into the projection
+    return replace(spec, submodules=replace(spec.submodules, **changes))  # layers of the same type share a spec
 
 
 def linear_attention_spec(config: TransformerConfig) -> ModuleSpec:
-    """Linear attention; with Transformer Engine the norm before it is a part of its first projection."""
+    """Spec of linear attention; with Transformer Engine the input norm is fused into the first projection."""
     modules = backend(config)
     local = isinstance(modules, LocalBackend)
     return ModuleSpec(

@@ -1,7 +1,8 @@
-"""Linear attention of the text model: megatron-core's GatedDeltaNet, with what it gets wrong or asks the device for.
+"""Linear attention of the text model: megatron-core's GatedDeltaNet with corrections, and without device
+synchronizations.
 
-What lives here: the subclass. What may not: the delta rule in torch (`delta_rule.py`), where megatron-core finds its
-kernels (`compat/linear_attention_kernels.py`), the layers it stands in (`layer_specs.py`).
+What lives here: the subclass. What may not: the delta rule in torch (`delta_rule.py`), how megatron-core finds its
+kernels (`compat/linear_attention_kernels.py`), the layers that contain it (`layer_specs.py`).
 """
 
 from __future__ import annotations
@@ -19,21 +20,23 @@ from torch import Tensor
 
 
 class LinearAttention(GatedDeltaNet):
-    """megatron-core's, in which packed rows cost no host waits and decays are computed in float32.
+    """GatedDeltaNet without device synchronizations for packed rows, and with decays computed in float32.
 
-    And adapters of its projection are stored as the projection is, so that other tensor-parallel ranks can load them.
+    In addition, adapters of its input projection are saved in the same sections as the projection, so that they can be
+    loaded with another tensor-parallel size.
     """
 
     def _setup_variant_attrs(self) -> None:
         super()._setup_variant_attrs()
-        # flash-linear-attention's chunked kernel refuses float32.
+        # flash-linear-attention's chunked kernel does not support float32.
         if self.config.params_dtype is torch.float32:
             self.gated_delta_rule = delta_rule.chunk_gated_delta_rule
 
     def _resolve_cu_seqlens(
         self, cu_seqlens_padded: Tensor | None, cu_seqlens_actual: Tensor, *_: Any, **__: Any
     ) -> Tensor:
-        # megatron-core asks the device whether they fit the row. A layout's do, by the way it is made.
+        # megatron-core checks on the host that the offsets match the row, which synchronizes; those of a layout always
+        # do.
         return cu_seqlens_actual if cu_seqlens_padded is None else cu_seqlens_padded
 
     def _compute_g_and_beta(
@@ -41,16 +44,17 @@ class LinearAttention(GatedDeltaNet):
     ) -> tuple[Tensor, Tensor]:
         """Logarithm of the decay, in float32, and the writing strength.
 
-        megatron-core takes the exponential of `A_log` in its own precision, which in bfloat16 puts decays off by up to
-        0.4 %. Source: transformers, Qwen3_5GatedDeltaNet.forward.
+        megatron-core computes the exponential of `A_log` in the parameter's dtype, which in bfloat16 gives errors of up
+        to 0.4 % in the decays. Source: transformers, Qwen3_5GatedDeltaNet.forward.
         """
         decay = -A_log_local_cp.float().exp() * F.softplus(alpha.float() + dt_bias_local_cp)
         return decay, beta.sigmoid()
 
     def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As megatron-core's, which keeps the projection's sections apart; those of its adapter's rows too.
+        """Like megatron-core's, which splits the projection into sections; also splits the rows of its adapters.
 
-        A rank has its part of each section, one above the other, so the rows of several are in no order as a whole.
+        Each rank holds its part of every section, concatenated, so that concatenating the ranks' rows would not restore
+        the order of the full tensor.
         """
         state = super().sharded_state_dict(prefix, *args, **kwargs)
         for name in (f"{prefix}in_proj{MARK}{kind}" for kind in (OUT, MAGNITUDE)):

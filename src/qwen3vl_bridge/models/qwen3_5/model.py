@@ -1,9 +1,9 @@
-"""The Megatron Qwen3.5-VL model: a text model of linear and full attention, and a vision tower without DeepStack.
+"""The Megatron Qwen3.5-VL model: text model with linear and full attention, and vision tower without DeepStack.
 
-What lives here: what differs from the model that all families share (`models/common/model.py`): other layers, and the
-way of embedded next tokens to multi-token prediction. What may not: layers (`layer_specs.py`,
-`multi_token_prediction.py`), anything about rows, packing, ranks or sequence parallelism: layout is data that comes
-with the batch.
+What lives here: the differences from the model that all families share (`models/common/model.py`): other layers, and
+passing embedded next tokens to multi-token prediction (MTP). What may not: layers (`layer_specs.py`,
+`multi_token_prediction.py`), anything about rows, packing, ranks or sequence parallelism: the layout is data in the
+batch.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 from torch import Tensor
 
-_NEXT = "next_tokens"  # embedded ones, among what stages hand on beside hidden states
+_NEXT = "next_tokens"  # key of the embedded next tokens in the payload between pipeline stages
 
 
 class Qwen35VLGPTModel(MRopeGPTModel):
-    """The text model: megatron-core's GPT with layers of two kinds, heads that turn in part, and MTP.
+    """The text model: megatron-core's GPT with two layer types, partial rotary embeddings, and MTP.
 
-    megatron-core's own way with MTP embeds tokens once more on the last stage, with a copy of the embedding, and knows
-    no pictures there. Here the first stage embeds both, so GPTModel is built and run as one without MTP.
+    megatron-core's MTP embeds tokens again on the last stage, with a copy of the embedding, and does not support
+    images there. Here the first stage computes both embeddings, so GPTModel is built and run without MTP.
     """
 
     block_spec = staticmethod(text_block_spec)
@@ -42,12 +42,12 @@ class Qwen35VLGPTModel(MRopeGPTModel):
         if self.post_process and config.mtp_num_layers:
             spec = mtp_block_spec(config, full_attention_spec(config))
             self.mtp = MultiTokenPredictionBlock(config, spec, vp_stage=self.vp_stage, pg_collection=pg_collection)
-            # Kept as they are, to be exported again.
+            # Frozen weights are kept, so that they can be exported.
             self.mtp.requires_grad_(config.trains_mtp)
 
     def setup_embeddings_and_output_layer(self) -> None:
-        """As LanguageModule's, of a model without MTP: no stage has a copy of the embedding for it."""
-        # megatron-core's layers have the provider, which counts MTP's among those with experts.
+        """Like LanguageModule's for a model without MTP: no stage holds a copy of the embedding for it."""
+        # The layers keep the provider itself, because megatron-core counts MTP layers among those with experts.
         self.config = copy.copy(self.config)
         self.config.mtp_num_layers = None
         super().setup_embeddings_and_output_layer()
@@ -59,11 +59,11 @@ class Qwen35VLGPTModel(MRopeGPTModel):
         output_processor_context: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """As GPTModel's.
+        """Like GPTModel's.
 
         Args:
-            args, output_processor_context, kwargs: GPTModel's.
-            prediction: embedded next tokens [s / sp, b, h] and what else is known of them, where MTP is trained.
+            args, output_processor_context, kwargs: as for GPTModel.
+            prediction: embedded next tokens [s / sp, b, h] and their `NextTokens`, if MTP is trained.
         """
         return super().forward(*args, output_processor_context=(prediction, output_processor_context), **kwargs)
 
@@ -75,12 +75,13 @@ class Qwen35VLGPTModel(MRopeGPTModel):
 
 
 def check_gates(config: VisionLanguageProvider, groups: ProcessGroupCollection) -> None:
-    """Check whose rank tells a tensor-parallel rank its heads' gates.
+    """Check that queries and their gates are selected with the same tensor-parallel rank.
 
-    Where ranks share a query group, megatron-core 0.19 picks queries by the model's groups, gates by its global ones.
+    If ranks share a query group, megatron-core 0.19 selects queries by rank in the model's group, and gates by rank in
+    the global one.
 
     Raises:
-        ValueError: these differ, and gates would be other heads'.
+        ValueError: the two groups differ, so that gates would belong to other heads.
     """
     known = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
     if groups.tp.size() > config.num_query_groups and known is not groups.tp:
@@ -92,12 +93,12 @@ def check_gates(config: VisionLanguageProvider, groups: ProcessGroupCollection) 
 
 
 class Qwen35VLModel(VisionLanguageModel):
-    """Qwen3.5-VL of one pipeline stage: the vision tower on the first stage, the text model on every one."""
+    """Qwen3.5-VL of one pipeline stage: the vision tower on the first stage, the text model on all stages."""
 
     language_model_class = Qwen35VLGPTModel
 
     def check_inputs(self, inputs: ModelInputs) -> None:
-        """Refuse rows without labels where MTP is to be trained: nothing would be."""
+        """Refuse rows without labels if MTP is to be trained, because it would not be."""
         if self.config.trains_mtp and self.training and torch.is_grad_enabled() and inputs.following is None:
             raise ValueError(
                 "mtp_loss_scaling_factor is above 0 and the batch has no labels, expected labels, on every pipeline "
@@ -105,7 +106,7 @@ class Qwen35VLModel(VisionLanguageModel):
             )
 
     def embed(self, inputs: ModelInputs, encoded: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, dict[str, Any]]:
-        """As VisionLanguageModel's; beside, the embedded next tokens for the last stage."""
+        """Like VisionLanguageModel's, with the embedded next tokens as additional payload for the last stage."""
         encoded = encoded or self.encode(inputs)
         hidden, beside = super().embed(inputs, encoded)
         if self._predicts(inputs):
@@ -114,19 +115,19 @@ class Qwen35VLModel(VisionLanguageModel):
         return hidden, beside
 
     def decode(self, inputs: ModelInputs, hidden: Tensor | None, beside: dict[str, Any], **arguments: Any) -> Any:
-        """As VisionLanguageModel's, with the embedded next tokens."""
+        """Like VisionLanguageModel's, with the embedded next tokens."""
         embedded = beside.get(_NEXT)
         prediction = None if embedded is None else (embedded, inputs.following)
         return super().decode(inputs, hidden, {}, prediction=prediction, **arguments)
 
     def load(self, hidden: Tensor, beside: dict[str, Any]) -> Tensor:
-        """Hidden states, and next tokens behind them."""
+        """Concatenate hidden states and embedded next tokens for the next stage."""
         if _NEXT not in beside:
             return super().load(hidden, beside)
         return torch.cat((hidden, beside[_NEXT].to(hidden.dtype)))
 
     def unload(self, arrived: Tensor, length: int, inputs: ModelInputs) -> tuple[Tensor, dict[str, Any]]:
-        """What the previous stage loaded."""
+        """Split the tensor received from the previous stage, the inverse of `load`."""
         if not self._predicts(inputs):
             return super().unload(arrived, length, inputs)
         rows = len(inputs.input_ids)
@@ -135,5 +136,5 @@ class Qwen35VLModel(VisionLanguageModel):
         return hidden, {_NEXT: embedded}
 
     def _predicts(self, inputs: ModelInputs) -> bool:
-        """Whether there is an MTP loss of this batch; none in evaluation, which would not show it."""
+        """Whether this batch has an MTP loss; not in evaluation, which does not report it."""
         return inputs.following is not None and self.training and torch.is_grad_enabled()

@@ -1,12 +1,12 @@
-"""Multi-token prediction (MTP): one more layer that predicts the token after the next, and its loss.
+"""Multi-token prediction (MTP): an additional layer that predicts the token after the next, and its loss.
 
-What lives here: the layer's spec, what it overrides of megatron-core's, and its loss. What may not: where the next
-tokens lie (`batch/`), the model around it (`model.py`).
+What lives here: the layer's spec, its overrides of megatron-core's layer, and its loss. What may not: the positions of
+next tokens (`batch/`), the model that contains it (`model.py`).
 
-The layer's input at a token joins the next token's embedding, where that is a piece of a picture its vision token, and
-the token's own hidden state after the final norm; positions are the token's own. Embedding and output layer are the
-model's. Source: DeepSeek-V3 (arXiv 2412.19437), section 2.2; vLLM's qwen3_5_mtp for vision tokens, which is how the
-weights are used.
+For each token, the layer's input combines the next token's embedding (its vision token, if it is part of an image)
+with the token's own hidden state after the final norm; position ids are the token's own. Embedding and output layer are
+shared with the model. Source: DeepSeek-V3 (arXiv 2412.19437), section 2.2; for vision tokens vLLM's qwen3_5_mtp, the
+implementation that serves these weights.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch import Tensor
 
 
 class NextTokenLayer(MultiTokenPredictionLayer):
-    """megatron-core's, of next tokens that are embedded already: its own rolls ids, and knows no pictures."""
+    """megatron-core's MTP layer with precomputed embeddings: the original rolls ids and does not support images."""
 
     def _get_embeddings(
         self,
@@ -45,12 +45,12 @@ class NextTokenLayer(MultiTokenPredictionLayer):
         packed_seq_params: Any = None,
         padding_mask: Tensor | None = None,
     ) -> tuple[Tensor | None, ...]:
-        """What the layer computes with; `embedding` is the embedded next tokens, [s / sp, b, h]."""
+        """Inputs of the layer; `embedding` is the embedded next tokens, [s / sp, b, h]."""
         return input_ids, position_ids, padding_mask, embedding, hidden_states
 
 
 def mtp_block_spec(config: TransformerConfig, layer: ModuleSpec) -> ModuleSpec:
-    """The block of one layer.
+    """Spec of the MTP block with its single layer.
 
     Args:
         config: the provider.
@@ -74,20 +74,20 @@ def mtp_block_spec(config: TransformerConfig, layer: ModuleSpec) -> ModuleSpec:
 def with_mtp_loss(
     model: MRopeGPTModel, hidden: Tensor, embedded: Tensor, following: NextTokens, arguments: dict[str, Any]
 ) -> Tensor:
-    """Hidden states whose backward pass brings the gradient of the MTP loss along.
+    """Attach the MTP loss to hidden states: their backward pass also computes its gradient.
 
-    A token's MTP loss weighs `mtp_loss_scaling_factor` times what its own loss does, however tokens are split and
-    packed. megatron-core weighs a microbatch's by the ratio of trained to predicted tokens besides, which is 1 where
-    every answer has two tokens before it.
+    A token's MTP loss is weighted by `mtp_loss_scaling_factor` relative to its own loss, regardless of how tokens are
+    split and packed. megatron-core additionally weights a microbatch by the ratio of trained to predicted tokens, which
+    is 1 if every answer is preceded by at least two tokens.
 
     Args:
-        model: the text model, of a stage with an output layer.
+        model: the text model of a stage with an output layer.
         hidden: [s / sp, b, h] after the final norm.
         embedded: [s / sp, b, h] next tokens.
-        following: what else is known of them.
+        following: labels, masks and counts for the next tokens.
         arguments: those of `GPTModel._postprocess`.
     """
-    config, groups = model.mtp.config, model.pg_collection  # the provider, not the copy that GPTModel has
+    config, groups = model.mtp.config, model.pg_collection  # the provider, not GPTModel's modified copy
     names = ("input_ids", "position_ids", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "packed_seq_params")
     predicted, *_ = model.mtp.layers[0](
         hidden_states=hidden,
@@ -107,7 +107,7 @@ def with_mtp_loss(
             avg_group=groups.dp_cp,
         )
     scale = config.mtp_loss_scaling_factor
-    if not config.calculate_per_token_loss:  # the mean of a microbatch; data-parallel ranks' gradients are averaged
+    if not config.calculate_per_token_loss:  # mean over the microbatch; gradients are averaged over DP
         scale = scale * groups.cp.size() / following.trained.clamp(min=1)
     return MTPLossAutoScaler.apply(hidden, scale * losses)
 
@@ -115,7 +115,7 @@ def with_mtp_loss(
 def _losses(
     model: MRopeGPTModel, hidden: Tensor, following: NextTokens, gather: bool | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses [b, s] of next tokens; how many of those trained on the model finds likeliest; and how many there are."""
+    """Losses [b, s] of MTP; number of trained tokens with a correct top-1 prediction; number of trained tokens."""
     weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
     head, counts = Head(model.output_layer, weight, gather, model.compute_language_model_loss), []
 

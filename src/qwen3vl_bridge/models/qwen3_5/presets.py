@@ -1,7 +1,7 @@
-"""The released Qwen3.5-VL models: their numbers, and configurations made of them without any network.
+"""The released Qwen3.5-VL models: their dimensions, and configurations built from them offline.
 
-What lives here: the numbers, each once. Standard library only. What may not: what configurations of all families have
-alike (`models/config/size_description.py`), parameter names (`table.py`), how a model is trained (recipes).
+What lives here: the dimensions, each defined once. Standard library only. What may not: what the configurations of all
+families share (`models/config/size_description.py`), parameter names (`table.py`), training settings (recipes).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from qwen3vl_bridge.models.qwen3_5.config_dimensions import FULL, LINEAR, LINEAR
 
 @dataclass(frozen=True, kw_only=True)
 class Preset(size_description.Preset):
-    """What sets one size apart from the others; `ffn` is 0 with experts, whose width a shared one has too."""
+    """The dimensions in which sizes differ; `ffn` is 0 for MoE models, whose shared expert has the experts' width."""
 
     linear_value_heads: int
 
@@ -38,7 +38,7 @@ PRESETS: Mapping[str, Preset] = {
 }
 
 
-# The largest in small, to try its splits on a machine: four layers, sixteen experts. Never released.
+# A scaled-down proxy of the largest model, for testing its parallelism: four layers, sixteen experts. Never released.
 PROXY = Preset(
     4096, 0, 4, 32, 2, linear_value_heads=64, vision=replace(_LARGE, depth=2), experts=Experts(16, chosen=2, ffn=1024)
 )
@@ -46,21 +46,21 @@ _KNOWN: Mapping[str, Preset] = {**PRESETS, "proxy": PROXY}
 
 
 def hub_ids(size: str) -> tuple[str]:
-    """Name on the Hugging Face hub; of the proxy, that of the model whose processor it has."""
+    """Name on the Hugging Face hub; for the proxy, the name of the model whose processor it uses."""
     return (f"Qwen/Qwen3.5-{'397B-A17B' if size == 'proxy' else size}",)
 
 
 def size_of(name: str) -> str:
-    """The size, a key of `PRESETS` or "proxy", that a size's own name or a hub id means.
+    """The size, a key of `PRESETS` or "proxy", for a size name or a hub id.
 
     Raises:
-        ValueError: there is no such model; the message lists the sizes.
+        ValueError: an unknown model; the message lists the sizes.
     """
     return name if name == "proxy" else size_description.size_of(name, PRESETS, hub_ids)
 
 
 def config_dict(size: str) -> dict[str, Any]:
-    """A `config.json` as transformers 5 spells it. The caller may change it: nothing of it is shared.
+    """A `config.json` in the format of transformers 5. The result is a new object that the caller may modify.
 
     Args:
         size: a key of `PRESETS`, or a hub id.
@@ -92,10 +92,10 @@ def config_dict(size: str) -> dict[str, Any]:
 
 
 def hf_config(size: str) -> Any:
-    """A size's Qwen3_5Config or Qwen3_5MoeConfig of transformers, in bfloat16; `AutoBridge.from_hf_config` takes it.
+    """A size's Qwen3_5Config or Qwen3_5MoeConfig of transformers, in bfloat16, for `AutoBridge.from_hf_config`.
 
     Args:
-        size: a key of `PRESETS`, or a hub id. Nothing is fetched.
+        size: a key of `PRESETS`, or a hub id. Nothing is downloaded.
 
     Raises:
         ValueError: an unknown size.

@@ -1,4 +1,4 @@
-"""The provider: everything that defines a Qwen3.5-VL model and how it is trained, as one dataclass.
+"""The provider: the complete configuration of a Qwen3.5-VL model and its training, as one dataclass.
 
 What lives here: Qwen3.5-VL's fields and defaults, with Megatron-Bridge's names, and its own checks. What may not: what
 all families share (`models/common/provider.py`, `models/common/settings/fields.py`), reading Hugging Face
@@ -34,19 +34,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Qwen35VLModelProvider(VisionLanguageProvider):
-    """A dense Qwen3.5-VL model, and what models with experts share with it.
+    """Provider of the dense Qwen3.5-VL model, and base class of the MoE provider.
 
-    All token ids and defaults are the released models'. `VisionLanguageFields` says what the other fields are.
+    All token ids and defaults are those of the released models. `VisionLanguageFields` documents the other fields.
 
     Attributes:
-        linear_attention_freq: every so many layers one has full attention; or 1 for each layer with linear attention
-            and 0 for each other one.
-        linear_conv_kernel_dim: taps of the convolution before linear attention.
-        linear_key_head_dim, linear_value_head_dim, linear_num_key_heads, linear_num_value_heads: its heads.
-        rotary_percent: part of each head that turns.
+        linear_attention_freq: n, if every n-th layer has full attention and the others linear attention; or a list with
+            1 for each layer with linear attention and 0 for each layer with full attention.
+        linear_conv_kernel_dim: kernel size of the convolution in linear attention.
+        linear_key_head_dim, linear_value_head_dim, linear_num_key_heads, linear_num_value_heads: head dimensions and
+            numbers of heads of linear attention.
+        rotary_percent: fraction of each head's dimensions with rotary embeddings.
         mtp_num_layers: 1 for a model with multi-token prediction, else None.
-        mtp_loss_scaling_factor: what a token's loss of multi-token prediction weighs against its own; 0.1 is usual. 0
-            keeps these weights as they are, so that an export has them.
+        mtp_loss_scaling_factor: weight of a token's multi-token prediction loss relative to its own loss; 0.1 is usual.
+            With 0 these weights are frozen but kept, so that they can be exported.
     """
 
     vision_config: Qwen3_5VisionConfig = field(default_factory=Qwen3_5VisionConfig)
@@ -84,7 +85,7 @@ class Qwen35VLModelProvider(VisionLanguageProvider):
     rules: ClassVar[tuple[Rule, ...]] = RULES
 
     def finalize(self) -> None:
-        """Check the fields and complete them.
+        """Validate the fields and set derived ones.
 
         Raises:
             ValueError: fields that contradict each other, or that this model would ignore.
@@ -99,7 +100,7 @@ class Qwen35VLModelProvider(VisionLanguageProvider):
             )
 
     def dimensions(self) -> Dimensions:
-        """What the weight table's symbols stand for; the vocabulary without padding."""
+        """Values of the weight table's symbols; the vocabulary without padding."""
         shared = super().dimensions()
         sizes = {
             "gated_q": 2 * shared["q"],
@@ -113,11 +114,11 @@ class Qwen35VLModelProvider(VisionLanguageProvider):
 
 @dataclass
 class Qwen35VLMoEModelProvider(ExpertsMixin, Qwen35VLModelProvider):
-    """A Qwen3.5-VL model with experts, and only what differs from the dense one.
+    """Provider of Qwen3.5-VL with experts (MoE): the differences from the dense model.
 
     Attributes:
-        moe_shared_expert_intermediate_size: width of the expert that every token visits.
-        moe_shared_expert_gate: its output is gated.
+        moe_shared_expert_intermediate_size: width of the shared expert, which processes every token.
+        moe_shared_expert_gate: whether the shared expert's output is gated.
     """
 
     num_moe_experts: int | None = 256
@@ -131,5 +132,5 @@ class Qwen35VLMoEModelProvider(ExpertsMixin, Qwen35VLModelProvider):
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
-        """Layers with experts: all."""
+        """Layers with experts: all of them."""
         return tuple(range(self.num_layers))

@@ -1,8 +1,8 @@
-"""Settings of Megatron's configuration that Qwen3.5-VL does not follow, each with the only value it may have, and what
-its linear attention and multi-token prediction ask of the others.
+"""Megatron settings that Qwen3.5-VL does not support, and constraints of its linear attention and MTP on other
+settings.
 
-What lives here: these tables. What may not: settings with a choice, those of every family
-(`models/common/settings/fixed.py`).
+What lives here: these tables; each unsupported setting has the only value that is accepted. What may not: settings with
+several supported values, settings of all families (`models/common/settings/fixed.py`).
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""The weight table of Qwen3.5-VL: every parameter, Hugging Face on one side, Megatron on the other.
+"""The weight table of Qwen3.5-VL: maps every parameter between Hugging Face and Megatron.
 
-What lives here: names, shapes (as symbols) and how the two sides relate. Data only, standard library only, as in
-Qwen3-VL's table. What may not: tensors, files, process groups.
+What lives here: names, shapes (as symbols) and the relation between the two sides. Data only, standard library only, as
+in Qwen3-VL's table. What may not: tensors, files, process groups.
 
-Layers are of two kinds, with linear or with full attention, and each has a dense MLP or experts. Multi-token prediction
-(MTP) is one more layer with full attention. Source of Megatron's names and values: Megatron-Bridge 0.6,
-qwen35_vl_bridge.py.
+Layers have linear or full attention, and a dense MLP or experts. Multi-token prediction (MTP) is one additional layer
+with full attention. Source of Megatron's names and values: Megatron-Bridge 0.6, qwen35_vl_bridge.py.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _MTP_LAYER, _HF_MTP_LAYER = f"{_MTP}mtp_model_layer.", "mtp.layers.0."
 
 
 def _full_attention_rows(megatron: str, hf: str, *indices: str) -> tuple[Row, ...]:
-    """Rows of attention whose output each head gates, and the norm before it."""
+    """Rows of attention with a gated output per head, and of the input norm."""
 
     def copy(name: str, other: str, shape: Shape) -> Row:
         return Copy(f"{megatron}self_attention.{name}", (f"{hf}{other}",), (shape,), indices)
@@ -89,7 +88,7 @@ TEXT_ROWS: tuple[Row, ...] = (
 
 
 def _shared_expert_rows(megatron: str, hf: str, *indices: str) -> tuple[Row, ...]:
-    """Rows of the expert that every token visits, and of the gate of its output."""
+    """Rows of the shared expert and its output gate."""
     megatron, hf = f"{megatron}mlp.shared_experts.", f"{hf}mlp.shared_expert"
     half = ("shared_ffn", "hidden")
     return (
@@ -104,13 +103,13 @@ def _shared_expert_rows(megatron: str, hf: str, *indices: str) -> tuple[Row, ...
     )
 
 
-# Where experts of multi-token prediction are held otherwise than those of layers, as in released Qwen3.5, not Qwen3.6.
+# Format of MTP's experts if it differs from that of the layers' experts, as in released Qwen3.5 but not Qwen3.6.
 _LAYOUT_OF_LAYERS = {ExpertLayout.OUTPUT_MAJOR_MTP_PER_EXPERT: ExpertLayout.OUTPUT_MAJOR}
 _LAYOUT_OF_MTP = {ExpertLayout.OUTPUT_MAJOR_MTP_PER_EXPERT: ExpertLayout.PER_EXPERT}
 
 
 def _mtp_rows(experts: ExpertLayout) -> tuple[Row, ...]:
-    """Rows of multi-token prediction: two norms and a projection that join two inputs, a layer, and a norm after it."""
+    """Rows of multi-token prediction: two input norms, a projection of both inputs, a layer, and a final norm."""
     joining = (
         ("eh_proj.weight", "mtp.fc.weight", ("hidden", "hidden_twice")),
         ("enorm.weight", "mtp.pre_fc_norm_embedding.weight", ("hidden",)),
@@ -133,7 +132,7 @@ def _mtp_rows(experts: ExpertLayout) -> tuple[Row, ...]:
 
 
 def table(experts: ExpertLayout = ExpertLayout.OUTPUT_MAJOR_MTP_PER_EXPERT) -> tuple[Row, ...]:
-    """The whole table, for a checkpoint that holds its experts so."""
+    """The whole table, for a checkpoint with the given format of experts."""
     return (
         *VISION_ROWS,
         *TEXT_ROWS,
