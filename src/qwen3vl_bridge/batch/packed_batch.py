@@ -1,7 +1,7 @@
-"""The batch as data: what collate makes, what travels to the device, what one rank's model reads.
+"""The batch dataclasses: the result of collation, the tensors copied to the device, and the inputs of one rank's model.
 
-What lives here: the dataclasses and the selection of one rank's share. What may not: reading or tokenising data
-(`data/`), computing positions or indices (`positions.py`, `vision_indices.py`, `token_layout.py`), pictures
+What lives here: the dataclasses and the selection of one rank's part. What may not: reading or tokenising data
+(`data/`), computing positions or indices (`positions.py`, `vision_indices.py`, `token_layout.py`), images and videos
 (`vision_inputs.py`, `vision_sharding.py`), process groups, Megatron.
 
 Legend: B rows, S tokens a row, T = B * S, K vision tokens of a rank.
@@ -24,11 +24,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class VisionRows(Movable):
-    """Which vision tokens go where in one rank's hidden states.
+    """Indices that insert vision tokens into one rank's hidden states.
 
     Attributes:
-        rows: [K] int64, which of the vision tokens that this rank has encoded or is sent.
-        positions: [K] int64, for each of them the token's place in the rank's hidden states flattened from [s, b].
+        rows: [K] int64, indices into the vision tokens that this rank encodes or receives.
+        positions: [K] int64, index of the corresponding token in the rank's hidden states flattened from [s, b].
     """
 
     rows: Tensor
@@ -36,29 +36,30 @@ class VisionRows(Movable):
 
     @classmethod
     def none(cls, device: torch.device) -> Self:
-        """No vision tokens at all."""
+        """No vision tokens."""
         empty = torch.empty(0, dtype=torch.long, device=device)
         return cls(empty, empty)
 
 
 @dataclass(frozen=True)
 class NextTokens(Movable):
-    """What multi-token prediction reads: at each token the one after it, and the one to be predicted from both.
+    """Inputs of multi-token prediction: for each token the next token, and the label, which is the token after the
+    next.
 
     megatron-core rolls token ids, labels and masks in every step instead, segment by segment and over context-parallel
-    ranks, and waits for the device at each segment. Here it is one more gather. One rank's share, as in `ModelInputs`.
+    ranks, and waits for the device at each segment. Here they are gathered once. One rank's part, as in `ModelInputs`.
 
-    A segment's last real token has no next one, and padding has none: its entries are those of the token itself, and
-    its mask is 0.
+    A segment's last real token has no next token, nor has padding: their entries are those of the token itself, and
+    their mask is 0.
 
     Attributes:
         input_ids: [b, s] int64, the next token.
         labels: [b, s] int64, the token after the next.
-        loss_mask: [b, s] float32, 1 where that one is trained on.
+        loss_mask: [b, s] float32, 1 where this label is trained on.
         padding_mask: [b, s / sp] bool, True where this context- and sequence-parallel rank has no next token.
         trained: [] float32, tokens of the whole batch whose own label is trained on.
         predicted: [] float32, tokens of the whole batch whose `loss_mask` is 1.
-        fuse: vision tokens of this context-parallel rank's next tokens; None where there are none.
+        fuse: vision tokens among this context-parallel rank's next tokens; None if the batch has no vision tokens.
     """
 
     input_ids: Tensor
@@ -72,7 +73,7 @@ class NextTokens(Movable):
 
 @dataclass(frozen=True)
 class ModelInputs(Movable):
-    """One rank's share of a batch, ready for the model. s and b are local.
+    """One rank's part of a batch, the input of the model. s and b are local sizes.
 
     Attributes:
         input_ids: [b, s] int64.
@@ -80,13 +81,14 @@ class ModelInputs(Movable):
         labels: [b, s] int64, already shifted, or None.
         loss_mask: [b, s] float32, or None.
         padding_mask: [b, s / sp] bool, True where this context- and sequence-parallel rank has no real token.
-        layout: the layout of the whole batch, every rank's share; packed rows attend by it.
-        vision: the pictures this rank encodes, or None where it has none.
-        vision_exchange: vision tokens that it sends and is sent; None where it encodes all that it needs.
-        encoder_shards: what ranks of the vision tower alone send for this microbatch; None where there are none such.
+        layout: the layout of the whole batch, all ranks' parts; used by attention in packed rows.
+        vision: the images and videos that this rank encodes, or None if it has none.
+        vision_exchange: vision tokens to send and receive; None if the rank encodes all that it needs.
+        encoder_shards: the shards that separate vision ranks send for this microbatch; None without separate vision
+            ranks.
         fuse: vision tokens of this context-parallel rank.
         deepstack: vision tokens of this context- and sequence-parallel rank.
-        following: the next tokens, for multi-token prediction; None where nothing is to be predicted from them.
+        following: the next tokens, for multi-token prediction; None if it is not trained.
     """
 
     input_ids: Tensor
@@ -107,26 +109,27 @@ class ModelInputs(Movable):
         return replace(self, labels=None, loss_mask=None, following=None)
 
     def without_pictures(self) -> Self:
-        """The same inputs for a pipeline stage that encodes nothing; where its vision tokens lie is still known."""
+        """The same inputs for a pipeline stage that encodes nothing; the positions of vision tokens are kept."""
         return replace(self, vision=None, vision_exchange=None, encoder_shards=None)
 
 
 @dataclass(frozen=True)
 class PackedBatch(Movable):
-    """A batch as collate makes it, whole, the same on every rank that shares it.
+    """A whole batch as made by collation, equal on every rank that shares it.
 
     Attributes:
         input_ids: [B, S] int64.
-        labels: [B, S] int64, labels[t] is the token after t in the same segment; anything where loss_mask is 0.
+        labels: [B, S] int64, labels[t] is the token after t in the same segment; undefined where loss_mask is 0.
         loss_mask: [B, S] float32, 1 where the label is trained on.
         position_ids: [3, B, S] int64.
         vision_slot: [T] int64, row of each token in the vision output, or -1.
-        layout: where the segments lie.
-        vision: pictures, or None where there are none, or for a pipeline stage that encodes none.
-        sample_ids: which samples of the data set the segments are, in order, for messages to people.
-        dropped: of each set of the data, how many samples were left out of rows by the time of these, in all epochs.
-        newly_dropped: likewise, but since the rows before, where each process knows of its own rows alone.
-        unreadable: of each set, how many samples of these rows could not be read, and are a blank token each.
+        layout: the segments.
+        vision: images and videos; None if there are none, or for a pipeline stage that encodes none.
+        sample_ids: ids of the segments' samples, in order, for messages.
+        dropped: per data set, the number of samples dropped up to these rows, over all epochs.
+        newly_dropped: the same since the previous rows, for streams, where each process knows only its own rows.
+        unreadable: per data set, the number of samples in these rows that could not be read and were replaced by a
+            blank token.
     """
 
     input_ids: Tensor
@@ -152,13 +155,13 @@ class PackedBatch(Movable):
         *,
         predicts: bool = False,
     ) -> ModelInputs:
-        """The share of one rank, of a batch on the host: gathers by `token_index`, vision tokens by their slots.
+        """One rank's part of a batch on the host: tokens are gathered by `token_index`, vision tokens by `vision_slot`.
 
         Args:
             cp_size, cp_rank, sp_size, sp_rank: as for `token_index`.
-            vision_work: what pictures cost, for context-parallel ranks to share them; None: each encodes all.
-            encoders: how many ranks of the vision tower alone share the pictures, of which this rank encodes none then.
-                None: there are none such.
+            vision_work: cost of frames, by which context-parallel ranks divide them; None: each rank encodes all.
+            encoders: number of separate vision ranks that divide the images and videos (this rank then encodes none);
+                None without separate vision ranks.
             predicts: whether multi-token prediction is trained, which needs the next tokens.
         """
         context_index = token_index(self.layout, cp_size, cp_rank)  # [s, b]
@@ -196,21 +199,22 @@ class PackedBatch(Movable):
         )
 
     def _slots_of(self, cp_size: int, cp_rank: int, *, predicts: bool) -> Tensor:
-        """Slots of the tokens that a context-parallel rank reads: its own and, if it predicts, those after them."""
+        """Vision slots of the tokens that a context-parallel rank reads: its own and, with `predicts`, the next tokens.
+        """
         index = token_index(self.layout, cp_size, cp_rank).flatten()
         return self.vision_slot[torch.cat((index, next_index(self.layout)[0][index])) if predicts else index]
 
     def _next_tokens(self, context_index: Tensor, index: Tensor, rows: Tensor | None) -> NextTokens:
-        """What multi-token prediction reads of the tokens after those at [s, b] `context_index`.
+        """Inputs of multi-token prediction for the tokens at [s, b] `context_index`.
 
         Args:
-            context_index: of the rank's tokens.
-            index: [s / sp, b] of those that it has under sequence parallelism.
+            context_index: indices of the context-parallel rank's tokens.
+            index: [s / sp, b] indices of the tokens that the rank has under sequence parallelism.
             rows: as for `_vision_rows`.
         """
         places, there = next_index(self.layout)
         labels, next_places = self.labels.flatten(), places[context_index]
-        # Callers may say by a negative label what is not trained on, and nothing of padding.
+        # Callers may mark untrained tokens by negative labels, and may leave padding unmarked.
         mask = self.loss_mask.flatten() * (labels >= 0) * ~self.layout.padding_mask()
         next_mask = mask[places] * there
         return NextTokens(
@@ -224,11 +228,11 @@ class PackedBatch(Movable):
         )
 
     def _vision_rows(self, index: Tensor, rows: Tensor | None) -> VisionRows | None:
-        """The vision tokens that tokens at `index` take; None for a batch without any.
+        """The vision tokens of the tokens at `index`; None for a batch without any.
 
         Args:
-            index: of tokens.
-            rows: [M] where each vision token of the batch lies among those that the rank has; None: in its own place.
+            index: indices into the flat batch.
+            rows: [M] index of each vision token of the batch among those that the rank has; None: its own index.
         """
         if not (self.vision_slot >= 0).any():
             return None

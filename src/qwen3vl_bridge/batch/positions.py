@@ -1,11 +1,11 @@
 """Multimodal rotary positions: a temporal, a height and a width position for each token.
 
-What lives here: the rule that gives them, and the check that pictures and placeholder tokens agree, which the rule
-rests on. What may not: rotary angles (the model's), layout questions (`token_layout.py`), Megatron.
+What lives here: the rule that computes them, and the check that images and placeholder tokens agree, which the rule
+requires. What may not: rotary angles (the model's), layout (`token_layout.py`), Megatron.
 
-The rule: text counts up by one on all three axes. A run of vision tokens (an image, or one frame of a video) keeps
-the count it began with and adds each token's frame, row and column; the count goes on after it from the longer of
-its sides. The count restarts in each segment. Padding is at position 0.
+The rule: text tokens increase all three positions by one. Within a run of vision tokens (an image, or one frame of a
+video) each position is the run's start plus the token's frame, row or column; the next token continues after the longer
+side. Positions restart in each segment. Padding is at position 0.
 Legend: B rows, S tokens a row, T = B * S, K runs of vision tokens with R rows, M vision tokens.
 """
 
@@ -28,23 +28,23 @@ def mrope_positions(
     video_token_id: int,
     spatial_merge_size: int,
 ) -> Tensor:
-    """Positions of every token, as transformers' `get_rope_index` gives them to each segment alone.
+    """Positions of every token, equal to those of transformers' `get_rope_index` for each segment separately.
 
     Args:
         input_ids: [B, S] integers.
-        layout: where the segments lie.
+        layout: the segments.
         image_grid_thw: [images, 3] integers, grids in patches in the order of their tokens, or None.
-        video_grid_thw: [videos, 3] integers, likewise. Each frame has a run of tokens of its own.
-        image_token_id: id of the token that stands for a piece of an image.
-        video_token_id: id of the token that stands for a piece of a video.
+        video_grid_thw: [videos, 3] integers, the same for videos. Each frame has its own run of tokens.
+        image_token_id: id of the placeholder token of images.
+        video_token_id: id of the placeholder token of videos.
         spatial_merge_size: patches that become one token, along each side.
 
     Returns:
         [3, B, S] int64.
 
     Raises:
-        ValueError: if the tokens are not as many as the layout has, or vision tokens and grids disagree: in number,
-            or because a picture's tokens are not one run inside one segment, or lie in padding.
+        ValueError: the number of tokens differs from the layout's, or vision tokens and grids disagree: in number, or
+            because an image's tokens are not one run inside one segment, or are in padding.
     """
     if input_ids.ndim != 2 or input_ids.shape[0] != layout.num_rows or input_ids.numel() != layout.total:
         raise ValueError(
@@ -60,36 +60,37 @@ def mrope_positions(
     text = ~(padding | image | video)
     step = torch.stack((text, text, ~padding)).long()
     _step_through_runs(step, torch.cat((image_starts, video_starts)), torch.cat((images, videos)), layout)
-    return step.cumsum_(-1).view(3, *input_ids.shape)  # in place: to get new memory takes as long as to sum
+    return step.cumsum_(-1).view(3, *input_ids.shape)  # in place: allocating new memory takes as long as the sum
 
 
 def _step_through_runs(step: Tensor, starts: Tensor, sides: Tensor, layout: SequenceLayout) -> None:
-    """Makes `step` [3, T] what each token's position is beyond that of the token before it.
+    """Fill `step` [3, T] with the difference between each token's position and its predecessor's.
 
-    Positions are sums of these steps. Few tokens take another step than the next one on: those at which a row, a run
-    or a segment begins or ends. So work and memory are a pass over the batch, not one for each question about it.
+    Positions are the cumulative sums of these steps. Only tokens at the start or end of a row, run or segment have a
+    step other than the default, so one pass over the batch suffices.
 
     Args:
-        step: 1 for text on all axes, for vision tokens on the last alone, and 0 for padding. Changed in place.
+        step: default steps: 1 for text on all axes, for vision tokens only on the last axis, and 0 for padding. Changed
+            in place.
         starts: [K] the first token of each run.
         sides: [K, 3] sides of the runs in tokens.
-        layout: where the segments lie.
+        layout: the segments.
     """
     lengths, longer = sides.prod(-1), sides[:, 1:].amax(-1)
     row, run = _rows(sides)
     _, height, width = sides[run].unbind(-1)
     token = starts[run] + row * width
-    # The first row of a run is where text would be; later ones go back to the column, and at a new frame to the row,
-    # that the run began with.
+    # The first row of a run starts where text would continue; later rows return to the run's first column, and new
+    # frames to its first row.
     later, frame = (row > 0).long(), (row % height == 0).long()
     step[:, token] = torch.stack((frame, 1 - frame * later * height, 1 - later * width))
-    # What follows a run goes on from the longer of its sides. The last run of a batch may have nothing after it.
+    # The token after a run continues after the longer of its sides. The last run of a batch may have no token after it.
     ends = starts + lengths
     after = ends < layout.total
     step[:, ends[after]] = (longer - (sides - 1).T)[:, after]
     begins = layout.cu_seqlens_padded[:-1].long()
     step[:, begins] = 0
-    # Where a segment's real tokens end, its last position is taken away again.
+    # Where a segment's real tokens end, its last position is subtracted again.
     real = layout.cu_seqlens.diff()
     stops = begins + real
     segment = _segment(layout, starts)
@@ -102,20 +103,21 @@ def _step_through_runs(step: Tensor, starts: Tensor, sides: Tensor, layout: Sequ
 
 
 def _rows(sides: Tensor) -> tuple[Tensor, Tensor]:
-    """[R] number of each row within its run, over all frames, and [R] its run, for runs with `sides` [K, 3]."""
+    """[R] index of each row within its run, over all frames, and [R] its run, for runs with `sides` [K, 3]."""
     rows = sides[:, 0] * sides[:, 1]
     run = torch.arange(len(sides)).repeat_interleave(rows)
     return torch.arange(len(run)) - (rows.cumsum(0) - rows)[run], run
 
 
 def _runs(kind: str, ids: Tensor, token_id: int, sides: Tensor, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
-    """[T] bool, where the kind's tokens are, and [K] the first token of each run; refuses what is not one run each.
+    """[T] bool, True for the kind's tokens, and [K] the first token of each run.
 
-    A stretch of tokens of one kind may be several runs: pictures need no token between them.
+    A contiguous sequence of vision tokens may consist of several runs, because images need no token between them.
+    Raises ValueError if the tokens do not form one run per image or frame.
     """
     fenced = torch.zeros(len(ids) + 2, dtype=torch.bool)
     inside = torch.eq(ids, token_id, out=fenced[1:-1])
-    begins, ends = (fenced[1:] != fenced[:-1]).nonzero().view(-1, 2).unbind(-1)  # of stretches
+    begins, ends = (fenced[1:] != fenced[:-1]).nonzero().view(-1, 2).unbind(-1)  # of contiguous sequences
     before = (ends - begins).cumsum(0) - (ends - begins)
     lengths = sides.prod(-1)
     rank = lengths.cumsum(0) - lengths
@@ -130,12 +132,12 @@ def _runs(kind: str, ids: Tensor, token_id: int, sides: Tensor, layout: Sequence
 
 
 def _segment(layout: SequenceLayout, tokens: Tensor) -> Tensor:
-    """Which segment each token lies in, for `tokens` [any] of the flat batch."""
+    """Index of the segment that contains each token, for `tokens` [any] of the flat batch."""
     return torch.searchsorted(layout.cu_seqlens_padded.long(), tokens, right=True) - 1
 
 
 def _mismatch(kind: str, tokens: Tensor, sides: Tensor, layout: SequenceLayout) -> ValueError:
-    """Says which of the vision tokens, ascending at `tokens` [M], are not one run for each picture."""
+    """Error for vision tokens (ascending indices `tokens` [M]) that do not form one run per image or frame."""
     lengths, padding = sides.prod(-1), layout.padding_mask()
     ends, segment = lengths.cumsum(0), _segment(layout, tokens)
     if padding[tokens].any():
@@ -146,7 +148,7 @@ def _mismatch(kind: str, tokens: Tensor, sides: Tensor, layout: SequenceLayout) 
     whole = (tokens[last] - tokens[first] == last - first) & (segment[last] == segment[first])
     good = int(whole.long().cumprod(0).sum())
     used = int(lengths[:good].sum())
-    # Runs up to here are right. What comes next is a picture without enough tokens, or tokens without a picture.
+    # Runs up to here are right. The next item is an image or frame with too few tokens, or tokens without an image.
     where = f"segment {int(segment[used])}" if used < len(tokens) else "the batch"
     if good == len(sides):
         return ValueError(

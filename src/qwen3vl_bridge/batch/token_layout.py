@@ -1,8 +1,7 @@
-"""Where the segments of a batch lie, and which of its tokens one rank holds.
+"""Where the segments of a batch are, and which of its tokens one rank holds.
 
-What lives here: `SequenceLayout` and `token_index`, the only answer to layout questions, with its inverse, and what a
-rank's tokens attend to. Ranks are plain integers.
-What may not: token ids, pictures, process groups, Megatron.
+What lives here: `SequenceLayout` and `token_index`, the only source of layout information, with its inverse, and what a
+rank's tokens attend to. Ranks are plain integers. What may not: token ids, images, process groups, Megatron.
 
 A padded row is a segment, and so is a packed document. A segment's real tokens come first, its padding after them.
 Legend: B rows, S tokens a row, T = B * S, n segments, cp and sp the sizes of context and sequence parallelism.
@@ -24,20 +23,20 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SequenceLayout(Movable):
-    """The segments of a batch. Make one with `rows` or `packed_row`.
+    """The segments of a batch. Create one with `rows` or `packed_row`.
 
-    The lengths are stored on the host as well, so that reading them waits for no device. Two layouts are
-    equal when their lengths and rows are.
+    The lengths are also stored on the host, so that reading them never waits for the device. Two layouts are equal if
+    their lengths and rows are.
 
     Attributes:
         cu_seqlens: [n + 1] int32, logical offsets: real tokens only.
         cu_seqlens_padded: [n + 1] int32, physical offsets: where each segment starts in the flat batch.
         num_rows: B for padded rows, 1 for a packed row.
-        lengths: the n logical lengths; 0 for a segment that is padding throughout.
+        lengths: the n logical lengths; 0 for a segment that consists only of padding.
         padded_lengths: the n physical lengths.
 
     Raises:
-        ValueError: on lengths that contradict each other or the offsets.
+        ValueError: lengths that contradict each other or the offsets.
     """
 
     cu_seqlens: Tensor = field(compare=False)
@@ -70,17 +69,17 @@ class SequenceLayout(Movable):
 
     @classmethod
     def packed_row(cls, lengths: Sequence[int], *, multiple: int = 1, total: int | None = None) -> Self:
-        """One row of segments one after the other.
+        """One row of consecutive segments.
 
         Args:
             lengths: real tokens of each segment.
             multiple: each segment is padded to a multiple of this, see `segment_multiple`.
-            total: length of the whole row. What it has beyond the segments becomes one more segment, of logical
-                length 0: padding that stretched the last document instead would unbalance it over context-parallel
-                ranks. No real token attends to it, it attends to itself.
+            total: length of the whole row. The remainder becomes one more segment, of logical length 0 (extending the
+                last document with this padding would unbalance its context-parallel chunks). Real tokens do not attend
+                to it.
 
         Raises:
-            ValueError: if the segments are longer than `total`, or the rest is no multiple of `multiple`.
+            ValueError: the segments are longer than `total`, or the remainder is not a multiple of `multiple`.
         """
         if multiple < 1:
             raise ValueError(f"segments are padded to a multiple of at least 1: found {multiple}")
@@ -116,7 +115,7 @@ class SequenceLayout(Movable):
 
     @property
     def packed(self) -> bool:
-        """Whether the batch is one row. A single padded row is one too: a packed row of one document."""
+        """Whether the batch is a single row. A single padded row counts as a packed row with one document."""
         return self.num_rows == 1
 
     def padding_mask(self) -> Tensor:
@@ -137,25 +136,25 @@ def token_index(
     sp_size: int = 1,
     sp_rank: int = 0,
 ) -> Tensor:
-    """Which token of the flat batch lies in each slot of a rank's hidden states.
+    """Index into the flat batch for each position of a rank's hidden states.
 
     Each segment is cut into 2 * cp_size chunks and context-parallel rank r holds chunks r and 2 * cp_size - 1 - r of
-    every segment, which balances causal attention. What it holds is laid out as [s, b], and sequence-parallel rank q
-    holds the q-th of sp_size equal parts of s.
+    every segment, which balances causal attention. The rank's tokens are laid out as [s, b], and sequence-parallel rank
+    q holds the q-th of sp_size equal parts of s.
 
     Args:
         layout: the segments.
         cp_size: context-parallel ranks that share the batch.
-        cp_rank: this one's number.
+        cp_rank: index of this context-parallel rank.
         sp_size: sequence-parallel ranks that share the context-parallel rank's part; 1 for all of it.
-        sp_rank: this one's number.
+        sp_rank: index of this sequence-parallel rank.
 
     Returns:
         [T / B / cp_size / sp_size, B] int64, on the layout's device.
 
     Raises:
-        ValueError: on a rank outside its group, a segment that does not divide into 2 * cp_size chunks, or rows that
-            do not divide by sp_size.
+        ValueError: a rank outside its group, a segment that does not divide into 2 * cp_size chunks, or rows that do
+            not divide by sp_size.
     """
     _check_rank("context", cp_size, cp_rank)
     _check_rank("sequence", sp_size, sp_rank)
@@ -172,10 +171,11 @@ def next_index(layout: SequenceLayout) -> tuple[Tensor, Tensor]:
     """The next token of each token of the flat batch.
 
     Args:
-        layout: where segments lie.
+        layout: the segments.
 
     Returns:
-        [T] int64, its place, or the token's own where there is none; and [T] bool, whether there is one.
+        [T] int64, index of the next token of the segment (the token's own index if there is none); and [T] bool, True
+        where there is a next token.
     """
     own = torch.arange(layout.total, device=layout.cu_seqlens.device)
     ends = layout.per_token(layout.cu_seqlens_padded[:-1] + layout.cu_seqlens.diff())  # of real tokens
@@ -184,36 +184,37 @@ def next_index(layout: SequenceLayout) -> tuple[Tensor, Tensor]:
 
 
 def segment_multiple(cp_size: int) -> int:
-    """What each segment's padded length has to be a multiple of: the chunks that `token_index` cuts it into.
+    """The multiple required of each segment's padded length: the number of chunks that `token_index` cuts it into.
 
-    Sequence parallelism asks nothing of a segment. It cuts what a context-parallel rank holds of a whole row, wherever
-    segments end there, and attention sees the row put together again.
+    Sequence parallelism adds no requirement: it splits a context-parallel rank's part of a row regardless of segment
+    boundaries, and attention gets the gathered row.
     """
     return 2 * cp_size if cp_size > 1 else 1
 
 
 def row_multiple(cp_size: int, sp_size: int) -> int:
-    """What a whole row has to be a multiple of.
+    """The multiple required of a row's length.
 
-    Its segments divide into their chunks, and each rank's part of it over the sequence-parallel ranks. One length can
-    serve both, so this is their least common multiple and not their product.
+    It is the least common multiple of what context-parallel chunks and sequence-parallel parts require.
     """
     return math.lcm(segment_multiple(cp_size), cp_size * sp_size)
 
 
 def gathered_index(layout: SequenceLayout, cp_size: int) -> Tensor:
-    """Where each token of the flat batch lies among the shares of all context-parallel ranks: undoes `token_index`.
+    """For each token of the flat batch, its index in the concatenated parts of all context-parallel ranks.
+
+    It is the inverse of `token_index` over all ranks.
 
     Args:
         layout: the segments.
         cp_size: context-parallel ranks that share the batch.
 
     Returns:
-        [T] int64, on the layout's device: places in the shares, each flattened from [b, s], one rank's after the
-        other's.
+        [T] int64, on the layout's device: indices into the parts of all ranks, each flattened from [s, b] and
+        concatenated by rank.
 
     Raises:
-        ValueError: on a segment that does not divide into 2 * cp_size chunks.
+        ValueError: a segment that does not divide into 2 * cp_size chunks.
     """
     held = torch.cat([token_index(layout, cp_size, rank).T.flatten() for rank in range(cp_size)])
     return torch.empty_like(held).scatter_(0, held, torch.arange(len(held), device=held.device))
@@ -221,15 +222,15 @@ def gathered_index(layout: SequenceLayout, cp_size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class CausalChunks:
-    """The chunks of a packed row that a context-parallel rank holds, as queries with the keys that they see.
+    """Queries and keys for a context-parallel rank's chunks of a packed row.
 
-    Each segment has two, one after the other in the rank's slots. The keys of one are all tokens of its segment up to
-    the chunk's end, so queries are the last tokens of their keys.
+    Each segment has two chunks, which are consecutive in the rank's hidden states. The keys of a chunk are all tokens
+    of its segment up to the chunk's end, so its queries are the last of its keys.
 
     Attributes:
-        keys: [T (2 cp + 1) / (2 cp)] int64, where the keys lie among the shares of all ranks, see `gathered_index`.
-        offsets: [2 n + 1] int32 each, where chunks begin and the last one ends, among the rank's slots and among keys.
-        longest: the longest chunk, and the most keys of one.
+        keys: [T (2 cp + 1) / (2 cp)] int64, indices of the keys in the parts of all ranks, see `gathered_index`.
+        offsets: [2 n + 1] int32 each, offsets of the chunks' queries, and of their keys.
+        longest: the maximum number of queries, and of keys, of a chunk.
     """
 
     keys: Tensor
@@ -238,19 +239,19 @@ class CausalChunks:
 
 
 def causal_chunks(layout: SequenceLayout, cp_size: int, cp_rank: int) -> CausalChunks:
-    """What a rank's tokens of a packed row attend to; on the layout's device, without waiting for it.
+    """What a rank's tokens of a packed row attend to; computed on the layout's device, without waiting for it.
 
     Args:
         layout: a packed row.
         cp_size: context-parallel ranks that share it.
-        cp_rank: this one's number.
+        cp_rank: index of this rank.
 
     Raises:
-        ValueError: on a rank outside its group, or a segment that does not divide into 2 * cp_size chunks.
+        ValueError: a rank outside its group, or a segment that does not divide into 2 * cp_size chunks.
     """
     _check_rank("context", cp_size, cp_rank)
     places = gathered_index(layout, cp_size)
-    seen = cp_rank + 1, 2 * cp_size - cp_rank  # chunks of a segment up to the end of the rank's first, of its second
+    seen = cp_rank + 1, 2 * cp_size - cp_rank  # a segment's chunks up to the end of the rank's two
     chunk = layout.cu_seqlens_padded.diff() // (2 * cp_size)
     lengths = torch.stack([chunk * chunks for chunks in seen], 1).flatten()
     queries, keys = (_from_zero(each) for each in (chunk.repeat_interleave(2), lengths))

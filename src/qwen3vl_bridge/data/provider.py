@@ -1,7 +1,7 @@
-"""Conversations as a Megatron-Bridge dataset: one configuration for Megatron-Bridge's loop and for ours.
+"""Conversations as a Megatron-Bridge dataset: one configuration for Megatron-Bridge's loop and for loops of ours.
 
-What lives here: the configuration, and what each loop asks of it. What may not: settings of rows (`row_settings.py`),
-reading, encoding, packing.
+What lives here: the configuration, and the methods that each loop calls. What may not: settings of rows
+(`row_settings.py`), reading, encoding, packing.
 """
 
 from __future__ import annotations
@@ -38,45 +38,42 @@ from megatron.bridge.data.base import DatasetBuildContext
 
 @dataclass(kw_only=True)
 class Qwen3VLConversationProvider(ConversationRows):
-    """Rows of conversations with pictures. Settings beside these: `ConversationRows`.
+    """Dataset of packed or padded conversations with images and videos. `ConversationRows` has the other settings.
 
     Only the training split is shuffled. A "sample" of Megatron-Bridge's counters is a row.
 
     Attributes:
-        path: a folder with `train.jsonl`, and `valid.jsonl` or `test.jsonl` if there is validation data, or with splits
-            in other kinds of files (see `data/sources/splits.py`), or training data alone; in place of the three
-            paths below.
-        train_path: conversations: a file of JSON or Parquet, a folder, or
-            "hf://owner/name:configuration#split" (see `data/sources/opening.py`).
-        mixture: several data sets in one run, in place of `path` and `train_path`: a list of {path, weight} or
-            {path, epochs}, with name, media_root, schema_adapter and columns where they need them, or a YAML file with
-            such a list (see `MixedSet` in `data/sources/mixture.py`). Their validation and test splits are read one
-            after the other.
-        valid_path: likewise, for validation, or None.
-        test_path: likewise, or None.
-        media_root: folder of the pictures, or several: a path is looked up in each, in their order, and links may lead
-            from one into another; by default that of each file.
-        allowed_urls: no setting any more. What addresses hold is downloaded before training: `qwen3vl data download`.
-        url_cache: folder of what was downloaded; the user's own if None.
-        schema_adapter: the records' format, by Megatron-Bridge's name for it, such as "cord_v2"; None for
+        path: a folder with `train.jsonl` and optionally `valid.jsonl` or `test.jsonl`, or with splits in other file
+            formats (see `data/sources/splits.py`), or with training data only. Replaces the three paths below.
+        train_path: training conversations: a JSON or Parquet file, a folder, or "hf://owner/name:configuration#split"
+            (see `data/sources/opening.py`).
+        mixture: several data sets in one run, instead of `path` and `train_path`: a list of {path, weight} or {path,
+            epochs}, optionally with name, media_root, schema_adapter and columns, or a YAML file with such a list (see
+            `MixedSet` in `data/sources/mixture.py`). Their validation and test splits are read one after the other.
+        valid_path: the same for validation, or None.
+        test_path: the same for testing, or None.
+        media_root: folder of images and videos, or a list of folders that are searched in order; symbolic links may
+            point from one into another. Default: the folder of each data file.
+        allowed_urls: no longer supported; download URLs before training with `qwen3vl data download`.
+        url_cache: folder with downloaded files; None for the user's cache folder.
+        schema_adapter: format of the records, by Megatron-Bridge's name for it, such as "cord_v2"; None for
             conversations (see `data/schemas/named_schemas.py`).
-        columns: the records' own names for what is read, such as `columns.image=img`, and questions and answers made
-            of several columns (see `data/schemas/columns.py`).
-        streaming: read data sets of the hub as they are downloaded, instead of all of them first. Each data-loading
-            process of each data-parallel rank reads a part of its own, some of the files, and packs its own rows; a
-            resumed run reads once more what it had read of them.
-        stream_parts: into how many parts a stream is divided, a multiple of the data-parallel ranks x data-loading
-            processes (at least 1) x rows of a microbatch; their product if None. Rows are the same at all numbers of
-            which it is a multiple.
-        train_packing: folder with rows of the training split that `qwen3vl data pack` made, by these settings. Without
-            it every machine measures every conversation while training begins and goes on, which is too much for
-            millions of them.
-        balance_over: rows of a global batch, so that they are assigned to data-parallel ranks by what they cost both
-            towers; None to read them as they come. A multiple of the ranks.
-        seed: of the order of the training split.
-        window_size: conversations that are packed together, where they are packed as they are read.
-        dataloader_type: rows are numbered without end, in order, so "single" resumes exactly.
-        rows_of_microbatch: no setting of people's; a `Qwen3VLConfigContainer` sets it from `train`.
+        columns: column names of the data set, such as `columns.image=img`, and questions and answers composed of
+            several columns (see `data/schemas/columns.py`).
+        streaming: read data sets of the hub while they are downloaded. Each data-loading process of each data-parallel
+            rank reads its own part (some of the files) and packs its own rows; a resumed run rereads the current epoch
+            of its parts from the start.
+        stream_parts: number of parts of a stream, a multiple of data-parallel ranks x data-loading processes (at least
+            1) x rows per microbatch; None for that product. Rows are the same for all numbers of ranks, processes and
+            rows whose product divides it.
+        train_packing: folder with training rows packed by `qwen3vl data pack` with the same settings. None: every
+            machine measures every conversation during training, which is too slow for millions of them.
+        balance_over: the global batch size, to assign its rows to data-parallel ranks by their cost in both towers;
+            None to assign them in order. A multiple of the number of data-parallel ranks.
+        seed: seed of the order of training samples.
+        window_size: number of conversations packed together when packing during training.
+        dataloader_type: "single"; rows are numbered consecutively without end, so a run resumes exactly.
+        rows_of_microbatch: set by `Qwen3VLConfigContainer` from `train`; do not set it yourself.
     """
 
     path: str | None = None
@@ -102,7 +99,7 @@ class Qwen3VLConversationProvider(ConversationRows):
         """Check what can be checked without reading data.
 
         Raises:
-            ValueError: a setting with a value it cannot have.
+            ValueError: a setting has an invalid value.
         """
         super().finalize()
         self._check_paths()
@@ -138,19 +135,19 @@ class Qwen3VLConversationProvider(ConversationRows):
         one_schema(named_schema(self.schema_adapter), self.columns)
 
     def downloaded(self) -> UrlCache:
-        """What was downloaded before training."""
+        """Access to the files that were downloaded before training."""
         return UrlCache(None if self.url_cache is None else Path(self.url_cache))
 
     def path_of(self, split: str) -> str | None:
-        """Where a split's conversations are, or None if it has none."""
+        """Path of a split's conversations, or None if it has none."""
         own = getattr(self, f"{split}_path", None)
         return own if self.path is None else splits_in(self.path).get(split, own)
 
     def mixed(self, split: str) -> tuple[MixedSet, ...]:
-        """The sets of the mixture that have a split.
+        """The data sets of the mixture that have the given split.
 
         Raises:
-            ValueError: a mixture that is none.
+            ValueError: an invalid mixture.
         """
         if self.mixture is None:
             return ()
@@ -188,13 +185,13 @@ class Qwen3VLConversationProvider(ConversationRows):
     def build_datasets(
         self, context: DatasetBuildContext
     ) -> tuple[RowDataset | StreamedRows | None, RowDataset | StreamedRows | None, RowDataset | StreamedRows | None]:
-        """Rows of each split for Megatron-Bridge's loop, with as many as it asks for.
+        """Rows of each split for Megatron-Bridge's loop, of the requested lengths.
 
         Raises:
-            DataError: files that are not there or cannot be read, or a stream of fewer files than parts.
-            ValueError: rows that the context-parallel ranks could not share, that were packed by other settings, or
-                that are others than the run has trained on or other processes have; parts of a stream that the
-                processes could not share.
+            DataError: files are missing or unreadable, or a stream has fewer files than parts.
+            ValueError: rows that cannot be divided over context-parallel ranks, that were packed with other settings,
+                or that differ from those that the run has trained on or that other processes have; stream parts that
+                cannot be divided over the processes.
         """
         groups = context.pg_collection
         rows, ranks = (self, 1) if groups is None else (self.shared_by(groups.cp.size()), groups.dp.size())
@@ -213,12 +210,12 @@ class Qwen3VLConversationProvider(ConversationRows):
         return train, valid, test
 
     def stream(self, split: str, *, dp_rank: int = 0, dp_size: int = 1, micro_batch_size: int = 1) -> BatchStream:
-        """Microbatches without end, for a loop of ours. Its `state_dict` goes into the checkpoint.
+        """Endless microbatches, for a custom training loop. Its `state_dict` belongs in the checkpoint.
 
         Args:
             split: "train", "valid" or "test".
             dp_rank: this data-parallel rank.
-            dp_size: how many there are.
+            dp_size: number of data-parallel ranks.
             micro_batch_size: rows of a microbatch.
         """
         return BatchStream(
@@ -235,7 +232,8 @@ class Qwen3VLConversationProvider(ConversationRows):
     ) -> Iterator[PackedBatch]:
         """Every row of a split once, in the file's order; arguments as for `stream`.
 
-        Of a stream every rank reads all: they take equally many microbatches, and how many is known at its end.
+        For a stream, every rank reads all parts: ranks need the same number of microbatches, which is known only at the
+        end.
         """
         rows = self.rows(split, shuffle=False)
         return one_pass(rows, dp_rank=dp_rank, dp_size=dp_size, micro_batch_size=micro_batch_size)
@@ -252,14 +250,14 @@ class Qwen3VLConversationProvider(ConversationRows):
 
         Args:
             split: "train", "valid" or "test".
-            length: what their `len` answers.
-            shuffle: whether in random order; by default only the training split is. What is not, is not assigned
-                either.
+            length: the result of their `len`.
+            shuffle: whether in random order; by default only the training split is shuffled. Unshuffled rows are not
+                assigned to ranks by cost.
             ranks: data-parallel ranks.
 
         Raises:
-            ValueError: a split that has no path, or rows that were packed by other settings.
-            DataError: a file that is not there or cannot be read.
+            ValueError: a split without a path, or rows that were packed with other settings.
+            DataError: a file is missing or unreadable.
         """
         path, sets = self.path_of(split), self.mixed(split)
         if path is None and not sets:
@@ -287,7 +285,7 @@ class Qwen3VLConversationProvider(ConversationRows):
         return RowDataset(Samples(source, sample_filter, sizes), settings, length=length, ranks=ranks, repeat=repeat)
 
     def _in_parts(self, rows: RowDataset, ranks: int, micro_batch_size: int = 1) -> RowDataset | StreamedRows:
-        """Of a stream, those of its parts."""
+        """The source divided into stream parts, if it is a stream."""
         if not self.streaming:
             return rows
         workers, micro = max(1, self.num_workers), self.rows_of_microbatch or micro_batch_size
@@ -310,7 +308,7 @@ class Qwen3VLConversationProvider(ConversationRows):
                 columns=self.columns,
             )
         media = MediaAccess.of(self.media_root, self.downloaded())
-        # A row's samples are nearly always of its window and the one before, and the plan is a window ahead.
+        # A row's samples are nearly always in its window or the previous one, and the plan is one window ahead.
         schema = one_schema(named_schema(self.schema_adapter), self.columns)
         how = {"seed": seed, "keep": 4 * self.window_size, "schema": schema}
         return StreamedDataset.named(path, media_root=media, **how)

@@ -1,7 +1,7 @@
-"""What our data sets have in common as Megatron-Bridge configurations: how conversations become rows.
+"""Settings shared by our data set configurations: encoding of conversations and layout of rows.
 
-What lives here: these settings, their checks, and what a checkpoint says about reading and laying out. What may not:
-where conversations come from (`provider.py`, `data/energon/provider.py`).
+What lives here: these settings, their checks, and the settings that come from the checkpoint. What may not: the source
+of conversations (`provider.py`, `data/energon/provider.py`).
 """
 
 from __future__ import annotations
@@ -30,33 +30,35 @@ SPLITS = ("train", "valid", "test")
 
 @dataclass(kw_only=True)
 class ConversationRows(DatasetProvider):
-    """How conversations become rows.
+    """Settings for encoding conversations and laying them out in rows.
 
     Attributes:
         hf_processor_path: the Hugging Face checkpoint, local or on the hub: its processor, chat template and config.
         seq_length: tokens of a row.
-        max_patches: patches of pictures and videos in a row, so that the vision tower has its bound too; None for no
-            bound. A picture's tokens are a quarter of its patches.
-        pack: several conversations in a row, best-fit, with micro_batch_size 1; otherwise one in each, padded.
-        pad_to_multiple_of: each conversation of a packed row is padded to a multiple of this; None for what the run's
-            context parallelism needs, see `shared_by`.
-        on_long: what to do with a conversation longer than a row: "error"; or "drop" it, or "truncate" it without
-            cutting a picture, counted and reported.
-        on_bad: what to do with one that cannot be read or encoded: "error", or "drop", counted and reported.
+        max_patches: maximum number of patches in a row, which bounds the vision tower's memory; None for no limit. An
+            image has a quarter as many tokens as patches.
+        pack: pack several conversations per row by best fit (requires micro_batch_size 1); False: one conversation per
+            row, padded.
+        pad_to_multiple_of: each conversation of a packed row is padded to a multiple of this; None for the multiple
+            that the run's context parallelism requires (see `shared_by`).
+        on_long: what to do with a conversation longer than a row: "error", "drop" or "truncate" (never within an
+            image). Dropped and truncated conversations are counted and logged.
+        on_bad: what to do with a conversation that cannot be read or encoded: "error", or "drop", counted and logged.
         answers: which of an assistant's answers to train on, "all" or the "last".
-        empty_thinking: whether a block of thinking that the chat template writes empty, before an answer without
-            reasoning, belongs to the "prompt", or is to "train" on; for templates that read "reasoning_content".
-        vision: how much is seen of pictures and videos, where not as the checkpoint says.
-        pixel_dtype: what pixels leave as.
-        ignored_signal: number of a signal that processes which read ahead leave to the one they read for; a
-            `Qwen3VLConfigContainer` sets it from `train.exit_signal_handler_for_dataloader`.
-        rows_of_evaluation: so many rows an evaluation reads, the first ones each time, those behind the split's end
-            without loss; a `Qwen3VLConfigContainer` sets it from `validation`. None to go on where the last one ended.
+        empty_thinking: for chat templates that render "reasoning_content": whether the empty thinking block before an
+            answer without reasoning is part of the "prompt" or is trained on ("train").
+        vision: resolution and frame limits for images and videos, where they differ from the checkpoint's processor.
+        pixel_dtype: dtype of the pixel values in a batch.
+        ignored_signal: number of a signal that data-loading processes ignore; set by `Qwen3VLConfigContainer` from
+            `train.exit_signal_handler_for_dataloader`.
+        rows_of_evaluation: number of rows per evaluation, always the first ones of the split; rows beyond its end have
+            no loss. Set by `Qwen3VLConfigContainer` from `validation`. None: each evaluation continues after the
+            previous one.
     """
 
-    # Settings of Megatron-Bridge that mean nothing here, with the value that says nothing.
+    # Settings of Megatron-Bridge that have no effect here, with the value that means "not set".
     unheard: ClassVar[dict[str, Any]] = {"data_sharding": True, "drop_last": True, "trust_remote_code": None}
-    # No settings: a run's checkpoints keep it, and expect it of a run that goes on.
+    # Not settings: a run's checkpoints store it, and a resumed run is checked against it.
     position: ClassVar[Mapping[str, Any] | None] = None
     _expected: ClassVar[tuple[Mapping[str, Any], int] | None] = None
 
@@ -78,7 +80,7 @@ class ConversationRows(DatasetProvider):
         """Check what can be checked without reading data.
 
         Raises:
-            ValueError: a setting with a value it cannot have.
+            ValueError: a setting has an invalid value.
         """
         super().finalize()
         for name, kind in (
@@ -98,13 +100,13 @@ class ConversationRows(DatasetProvider):
             )
 
     def check_least(self, **least: int) -> None:
-        """Refuse settings that are less than they may be; None is no number.
+        """Refuse values below their minimum; None is skipped.
 
         Args:
-            least: by name.
+            least: minimum by name of the setting.
 
         Raises:
-            ValueError: one is less.
+            ValueError: a value is below its minimum.
         """
         for name, fewest in least.items():
             found = getattr(self, name)
@@ -113,17 +115,17 @@ class ConversationRows(DatasetProvider):
 
     @property
     def multiple(self) -> int:
-        """What each conversation is padded to a multiple of."""
+        """The multiple to which each conversation is padded."""
         return self.pad_to_multiple_of or 1
 
     def shared_by(self, cp_size: int) -> Self:
-        """These settings for rows that context-parallel ranks share, as Megatron-Bridge asks for them.
+        """These settings for rows that are divided over context-parallel ranks; called by Megatron-Bridge.
 
         Args:
-            cp_size: how many ranks share a row.
+            cp_size: number of ranks that share a row.
 
         Raises:
-            ValueError: rows, or the conversations in them, that could not be shared out.
+            ValueError: rows or conversations that cannot be divided over the ranks.
         """
         need = segment_multiple(cp_size)
         if self.seq_length % need:
@@ -141,24 +143,24 @@ class ConversationRows(DatasetProvider):
         return replace(self, pad_to_multiple_of=self.pad_to_multiple_of or need)
 
     def expect_position(self, position: Mapping[str, Any], row: int) -> None:
-        """Refuse, when they are built, other rows than those that a run has trained on.
+        """When training rows are built, refuse rows other than those that a run has trained on.
 
         Args:
-            position: of that run.
-            row: how many rows it has taken.
+            position: the position stored by that run.
+            row: number of rows that it has consumed.
         """
         vars(self)["_expected"] = (position, row)
 
     def note_position(self, data: Mapping[str, Any], assignment: tuple[int, int] = (1, 1)) -> None:
-        """Say what the rows are that are built for training.
+        """Record which rows are built for training.
 
         Args:
-            data: what must be the same for a row's number to mean the same row.
+            data: what must be equal for a row's number to mean the same row.
             assignment: how many rows are assigned together, and to how many ranks.
 
         Raises:
-            ValueError: they are others than is expected, or were assigned to another number of ranks and the run
-                stands in the middle of such rows.
+            ValueError: they differ from the expected rows, or were assigned to another number of ranks while the run's
+                position is within such rows.
         """
         vars(self)["position"] = {"data": dict(data), "dealt": list(assignment)}
         if self._expected is None:
@@ -169,15 +171,15 @@ class ConversationRows(DatasetProvider):
         check_assignment(row, tuple(expected["dealt"]), assignment)
 
     def checkpoint(self) -> CheckpointSettings:
-        """What the checkpoint says.
+        """Processor and settings read from the checkpoint.
 
         Raises:
-            DataError: no processor, no config, or some that don't fit.
+            DataError: processor or config are missing or unsuitable.
         """
         return _of_checkpoint(self.hf_processor_path, self.answers, self.empty_thinking, self.vision)
 
     def sample_filter(self) -> SampleFilter:
-        """Which conversations become samples; raises as `checkpoint`."""
+        """Decides which conversations become samples; raises like `checkpoint`."""
         return SampleFilter(
             self.checkpoint().encoder,
             limit=self.seq_length,
@@ -187,14 +189,14 @@ class ConversationRows(DatasetProvider):
         )
 
     def collator(self) -> Collator:
-        """How they are laid out; raises as `checkpoint`."""
+        """Lays out samples in rows; raises like `checkpoint`."""
         checkpoint = self.checkpoint()
         return Collator(checkpoint.vision, checkpoint.pad_id, self.seq_length, self.multiple, self.pixel_dtype)
 
 
 @dataclass(frozen=True)
 class CheckpointSettings:
-    """What a checkpoint says about encoding, laying out and assigning."""
+    """What a checkpoint determines about encoding, layout and assignment to ranks."""
 
     encoder: Encoder
     vision: VisionSettings
@@ -206,7 +208,7 @@ class CheckpointSettings:
 def _of_checkpoint(
     path: str, answers: Answers, empty_thinking: EmptyThinking, limits: VisionLimits
 ) -> CheckpointSettings:
-    """Read once a process."""
+    """Cached: read once per process."""
     processor: Any = load_processor(path, limits)
     return CheckpointSettings(
         Encoder(processor, answers, empty_thinking),

@@ -1,8 +1,8 @@
 """The plan of a run, from its Megatron-Bridge `ConfigContainer`: memory, and whether a separate vision tower keeps up.
 
-What lives here: reading it, only through attributes, and refusing settings that change memory and are not modelled.
-Standard library
-only: the objects bring their own modules. What may not: formulas.
+What lives here: reading the configuration, only through attributes, and refusing settings that change memory and are
+not modelled. Standard library only, because the configuration's own classes bring their modules. What may not:
+formulas.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from qwen3vl_bridge.planning.split import Split
 from qwen3vl_bridge.weights.dimensions import Dimensions
 from qwen3vl_bridge.weights.model_parts import Part
 
-# What nothing here counts, by section, each with the values that cost nothing.
+# Settings that the planner does not model, by section, each with the values that cost no memory.
 _UNCOUNTED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "model": {
         "fp16": (False,),
@@ -56,14 +56,14 @@ _BF16_MIXED = "bf16_mixed"
 
 
 def plan_of(cfg: Any, world_size: int) -> Estimate:
-    """What each rank of a run will hold.
+    """The memory of each rank of a run.
 
     Args:
         cfg: the configuration of one of our models, finalised or not. It is only read.
-        world_size: ranks.
+        world_size: number of ranks.
 
     Raises:
-        ValueError: a setting that changes memory and is not counted, or one that cannot be.
+        ValueError: a setting that changes memory and is not modelled, or an invalid one.
     """
     for section, settings in _UNCOUNTED.items():
         for name, harmless in settings.items():
@@ -83,35 +83,35 @@ def plan_of(cfg: Any, world_size: int) -> Estimate:
 
 
 def sized_of(cfg: Any, world_size: int, gpu: Gpu) -> Sized:
-    """How long both towers of a run take that has vision on ranks of its own, with rows as in docs/packing.md.
+    """Estimated step times of both towers of a run with separate vision ranks, for the mix of docs/packing.md.
 
     Args:
-        cfg: as for `plan_of`, which says what it cannot be.
-        world_size: ranks.
-        gpu: of which kind.
+        cfg: as for `plan_of`, with the same restrictions.
+        world_size: number of ranks.
+        gpu: the kind of GPU.
 
     Raises:
-        ValueError: sizes that don't divide or add up.
+        ValueError: sizes that do not divide or add up.
     """
     model, training = cfg.model, training_of(cfg)
     return measure(_costs(model), _dimensions(model), dist_split_of(model, world_size), training, gpu)
 
 
 def proposals_beside(cfg: Any, world_size: int, gpu: Gpu) -> tuple[Proposal, list[Proposal]]:
-    """A run as it is split, and what the planner would propose for its rows and GPUs, best first.
+    """The run's own split, and the planner's proposals for its rows and GPUs, best first.
 
     Args:
         cfg: as for `plan_of`, with vision on the language model's ranks.
-        world_size: ranks.
-        gpu: of which kind.
+        world_size: number of ranks.
+        gpu: the kind of GPU.
 
     Raises:
-        ValueError: as `plan_of`.
+        ValueError: as for `plan_of`.
     """
     own = plan_of(cfg, world_size)
     model, training = cfg.model, own.training
     n, costs = _dimensions(model), _costs(model)
-    # Megatron-FSDP is proposed as recipes have it, with gradients as exact as those that the run has.
+    # Megatron-FSDP is proposed with the recipes' settings, and with gradients as precise as those of the run.
     precision = replace(
         training.precision, fsdp_gradient=training.precision.fsdp_gradient or training.precision.gradient
     )
@@ -129,15 +129,15 @@ def _dimensions(model: Any) -> Dimensions:
 
 
 def _chosen(model: Any) -> int:
-    """Experts that a token visits."""
+    """Number of experts per token."""
     return model.moe_router_topk if model.moe_layers else 0
 
 
 def dist_split_of(model: Any, world_size: int) -> DistSplit:
-    """How a provider's model is split that has its vision tower on ranks of its own.
+    """Parallel sizes of a provider whose vision tower is on separate ranks.
 
     Raises:
-        ValueError: sizes that don't divide or add up.
+        ValueError: sizes that do not divide or add up.
     """
     dist = model.dist_train
     sizes = (dist.vision_world_size, dist.language_world_size)
@@ -151,10 +151,10 @@ def dist_split_of(model: Any, world_size: int) -> DistSplit:
 
 
 def split_of(model: Any, world_size: int) -> Split:
-    """How a provider's model is split.
+    """Parallel sizes of a provider.
 
     Raises:
-        ValueError: sizes that don't divide, or a pipeline layout that is not read yet.
+        ValueError: sizes that do not divide, or a pipeline layout that has not been parsed yet.
     """
     return Split(
         world=world_size,
@@ -186,10 +186,10 @@ def _layout(found: Any) -> tuple[tuple[int, ...], ...] | None:
 
 
 def training_of(cfg: Any) -> Training:
-    """How a run trains.
+    """Data, precision, sharding and recomputation of a run.
 
     Raises:
-        ValueError: adapters or precisions that are not counted, or settings that contradict each other.
+        ValueError: adapters or precisions that are not modelled, or settings that contradict each other.
     """
     model = cfg.model
     parts = {part: getattr(model, f"freeze_{part.value}") for part in Part}
@@ -236,7 +236,7 @@ def _precision(cfg: Any) -> Precision:
         moments = _bytes(optimizer.exp_avg_dtype) + _bytes(optimizer.exp_avg_sq_dtype)
         main = _bytes(optimizer.main_params_dtype) * (weight != 4)
         if main == 4 and getattr(optimizer, "store_param_remainders", False):
-            main = 2  # the half of a float32 that bfloat16 lacks
+            main = 2  # the half of a float32 number that bfloat16 lacks
     fsdp_gradient = _bytes(cfg.ddp.megatron_fsdp_main_grads_dtype) or None
     fsdp_main = _bytes(cfg.ddp.megatron_fsdp_main_params_dtype)
     if cfg.ddp.use_megatron_fsdp and _sharding(cfg) in (Sharding.NONE, Sharding.OPTIMIZER):
@@ -245,7 +245,7 @@ def _precision(cfg: Any) -> Precision:
 
 
 def _bytes(dtype: Any) -> int:
-    """Of a number of a torch dtype; 0 for None."""
+    """Bytes of a number of a torch dtype; 0 for None."""
     return 0 if dtype is None else dtype.itemsize
 
 

@@ -1,6 +1,6 @@
-"""How a model is trained, as far as memory goes.
+"""How a model is trained, as far as memory is concerned.
 
-What lives here: the dataclasses and what they refuse. What may not: how it is split (`split.py`), bytes.
+What lives here: the dataclasses and their checks. What may not: parallel sizes (`split.py`), bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LINEAR_LAYERS = ("linear_qkv", "linear_proj", "in_proj", "out_proj", "linear_fc1
 
 
 class Sharding(Enum):
-    """What data-parallel ranks keep a part of: everything to the left of it is whole on each."""
+    """What is sharded over data-parallel ranks (the ZeRO stage): each value includes those before it."""
 
     NONE = "no_shard"
     OPTIMIZER = "optim"  # the distributed optimizer
@@ -29,14 +29,14 @@ class Sharding(Enum):
 class Precision:
     """Bytes of one number of each kind.
 
-    Megatron-FSDP has settings of its own: `grad_reduce_in_fp32` does not reach its gradients, and it keeps main weights
-    beside float32 ones too. Source: megatron-core 0.19, `megatron_fsdp/param_and_grad_buffer.py`.
+    Megatron-FSDP has separate settings: `grad_reduce_in_fp32` does not affect its gradients, and it keeps main weights
+    in addition to float32 parameters too. Source: megatron-core 0.19, `megatron_fsdp/param_and_grad_buffer.py`.
 
     Attributes:
         weight: parameters in the model, and activations.
-        gradient: gradients as they are kept and reduced.
-        main: the optimizer's own copy of a parameter; 0 where it has none.
-        moments: Adam's two together.
+        gradient: gradients as stored and reduced.
+        main: the optimizer's main copy of a parameter; 0 if it has none.
+        moments: Adam's two moments together.
         fsdp_gradient: `megatron_fsdp_main_grads_dtype`; None for the parameters'.
         fsdp_main: `megatron_fsdp_main_params_dtype`; 0 for None.
     """
@@ -49,14 +49,14 @@ class Precision:
     fsdp_main: int = 4
 
     def under(self, sharding: Sharding) -> tuple[int, int]:
-        """Bytes of a gradient and of the optimizer's own copy."""
+        """Bytes of a gradient and of the optimizer's main copy."""
         if sharding in (Sharding.NONE, Sharding.OPTIMIZER):
             return self.gradient, self.main
         return self.fsdp_gradient or self.weight, self.fsdp_main
 
 
-# Megatron-Bridge's "bf16_mixed", which sets grad_reduce_in_fp32; and under Megatron-FSDP the same gradients, as our
-# recipes have them.
+# Megatron-Bridge's "bf16_mixed", which sets grad_reduce_in_fp32; and gradients of the same precision under
+# Megatron-FSDP, as in our recipes.
 BF16 = Precision(weight=2, gradient=4, main=4, fsdp_gradient=4)
 FP32 = Precision(weight=4, gradient=4, main=0)
 PRECISIONS = {"bf16": BF16, "fp32": FP32}
@@ -64,12 +64,12 @@ PRECISIONS = {"bf16": BF16, "fp32": FP32}
 
 @dataclass(frozen=True)
 class Recompute:
-    """Activation recomputation of one tower, as megatron-core's settings of the same names say it.
+    """Activation recomputation of one tower, with megatron-core's settings of the same names.
 
     Attributes:
         granularity: None, "selective" or "full".
         modules: with "selective".
-        method, num_layers: with "full": "uniform" or "block", and how many layers.
+        method, num_layers: with "full": "uniform" or "block", and the number of layers.
     """
 
     granularity: str | None = None
@@ -81,7 +81,7 @@ class Recompute:
         """Check the fields.
 
         Raises:
-            ValueError: they contradict each other, or name what there is not.
+            ValueError: they contradict each other, or have unknown values.
         """
         if self.granularity not in (None, "selective", "full"):
             raise ValueError(
@@ -109,11 +109,14 @@ FULL = Recompute("full", method="uniform", num_layers=1)
 
 @dataclass(frozen=True)
 class Lora:
-    """Adapters of the language model's layers, of those without experts; all else is frozen.
+    """Adapters of the language model's layers without experts; all else is frozen.
 
     Attributes:
-        rank: their inner width, `dim`.
-        targets: linear layers that have one.
+        rank: rank of the adapters, `dim`.
+        targets: linear layers with adapters.
+
+    Raises:
+        ValueError: a rank below 1, or unknown linear layers.
     """
 
     rank: int
@@ -128,29 +131,29 @@ class Lora:
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained on, and how.
+    """Data, precision, sharding and recomputation of a run.
 
     Attributes:
         seq_length: tokens of a row.
         micro_batch_size: rows of a microbatch.
-        global_batch_size: rows of a step; None for a microbatch on each rank.
-        max_patches: of a row; None for as many as a row of pictures alone has.
+        global_batch_size: rows of a step; None for one microbatch per data-parallel rank.
+        max_patches: maximum patches per row; None for those of a row that contains only image tokens.
         precision: bytes of numbers.
         sharding: over data-parallel ranks.
         recompute, vision_recompute: of the language model and of the tower.
         frozen: parts that are not trained.
         lora: adapters, or None.
         transformer_engine: False for megatron-core's local layers with our attention.
-        fused_activation: `bias_activation_fusion`; without it the language model's MLPs keep more.
-        fused_loss: Transformer Engine's cross entropy, which puts the gradient where logits were.
-        loss_chunk_tokens: as the provider's: tokens whose logits are there at a time; 0 for a whole microbatch's.
+        fused_activation: `bias_activation_fusion`; without it the language model's MLPs store more activations.
+        fused_loss: Transformer Engine's cross entropy, which overwrites the logits with their gradient.
+        loss_chunk_tokens: as the provider's: tokens whose logits are in memory at a time; 0 for a whole microbatch.
         packed: rows are packed, not padded.
-        expert_load: tokens that the fullest rank's experts get, over the mean of all ranks.
+        expert_load: tokens of the rank with the most expert load, divided by the mean of all ranks.
         balancing_loss: whether routers have one.
-        trains_mtp: whether multi-token prediction is trained; else its weights are kept.
+        trains_mtp: whether multi-token prediction is trained; otherwise its weights are only kept.
         made_on_host: `init_model_with_meta_device`, for Megatron-FSDP.
         saved_by_parameters: `dist_ckpt_optim_fully_reshardable`, of a distributed optimizer's state in checkpoints.
-        overlap_grad_reduce, overlap_param_gather: whether replicas exchange gradients and weights while they work.
+        overlap_grad_reduce, overlap_param_gather: whether communication of gradients and weights overlaps computation.
     """
 
     seq_length: int = 4096
@@ -201,7 +204,7 @@ class Training:
             raise ValueError(f"recompute_modules has {sorted(local)}, which need Transformer Engine; remove them")
 
     def loss_in_chunks(self, tokens: float) -> bool:
-        """Whether a microbatch with so many tokens on a context-parallel rank has its loss computed in chunks."""
+        """Whether the loss of a microbatch with this many tokens on a context-parallel rank is computed in chunks."""
         return 0 < self.loss_chunk_tokens < tokens
 
     @property

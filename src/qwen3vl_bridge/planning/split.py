@@ -1,7 +1,7 @@
-"""How a model is split over ranks, on plain numbers.
+"""How a model is split over ranks, in plain numbers.
 
-What lives here: the sizes, which text layers lie where, and what cannot be split so. What may not: bytes. The real
-model refuses the same (`models/common/settings/parallelism.py`, megatron-core), when its configuration is finalised.
+What lives here: the sizes, the text layers of each pipeline stage, and checks. What may not: bytes. The real model has
+the same checks (`models/common/settings/parallelism.py`, megatron-core), when its configuration is finalised.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from qwen3vl_bridge.weights.dimensions import Dimensions
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of the pipeline: text layers that follow one another.
+    """A part of the pipeline: consecutive text layers.
 
     Attributes:
-        stage: pipeline rank that has it.
-        number: which of its virtual stages.
-        layers: text layers.
+        stage: its pipeline rank.
+        number: index of its virtual stage.
+        layers: indices of its text layers.
         first: it embeds tokens.
         last: it has the output layer.
         tower: it has the vision tower.
@@ -39,16 +39,21 @@ class Split:
     """Parallel sizes, with Megatron's meaning.
 
     Attributes:
-        world: ranks.
+        world: number of ranks.
         tp, cp, pp, ep: tensor, context, pipeline and expert parallelism.
         vpp: chunks of each pipeline rank, or None.
         vpp_group: `microbatch_group_size_per_vp_stage`; None for pp.
-        etp: tensor parallelism of experts; None for 1 with expert parallelism and tp without, as in Megatron-Bridge.
-        sequence_parallel: hidden states are cut over tensor-parallel ranks too.
+        etp: tensor parallelism of experts; None for 1 with expert parallelism and for tp without, as in
+            Megatron-Bridge.
+        sequence_parallel: hidden states are divided over tensor-parallel ranks too.
         first_layers, last_layers: `num_layers_in_first_pipeline_stage` and `..._last_...`.
         embedding_as_layer, loss_as_layer: `account_for_embedding_in_pipeline_split` and `account_for_loss_...`.
         layout: text layers of each [pipeline rank][virtual stage], of a `pipeline_model_parallel_layout`, or None.
-        tower: the first stage has the vision tower; False where it has ranks of its own (`encoder_ranks.py`).
+        tower: the first stage has the vision tower; False if it is on separate ranks (`encoder_ranks.py`).
+
+    Raises:
+        ValueError: a size below 1; a number of ranks that is not a multiple of tp * pp * cp or etp * ep * pp; sequence
+            parallelism with tp 1, or virtual stages with pp 1.
     """
 
     world: int
@@ -90,17 +95,18 @@ class Split:
 
     @property
     def _expert_ranks(self) -> int:
-        # A dense model has no experts, and its ranks need not be a multiple of theirs.
+        # A dense model has no experts, and its ranks need not be a multiple of their sizes.
         return self.pp * (self.ep * self.expert_tp if self.ep > 1 or self.etp is not None else 1)
 
     @property
     def dp(self) -> int:
-        """Data-parallel ranks, which see different rows."""
+        """Number of data-parallel ranks, which train on different rows."""
         return self.world // (self.tp * self.pp * self.cp)
 
     @property
     def replicas(self) -> int:
-        """Ranks with the same weights, which share gradients and optimizer: data- and context-parallel ones."""
+        """Ranks with the same weights, which share gradients and optimizer: data-parallel times context-parallel ranks.
+        """
         return self.dp * self.cp
 
     @property
@@ -110,14 +116,14 @@ class Split:
 
     @property
     def sequence_ranks(self) -> int:
-        """Ranks that hidden states between the linear layers are cut over."""
+        """Ranks over which hidden states between the linear layers are divided."""
         return self.tp if self.sequence_parallel else 1
 
     def microbatches(self, global_batch_size: int | None, micro_batch_size: int) -> int:
-        """Microbatches of a step on each data-parallel rank; as many as stages are busy with where nobody says.
+        """Microbatches of a step on each data-parallel rank; pp * vpp if no global batch size is given.
 
         Raises:
-            ValueError: rows that don't divide.
+            ValueError: rows that do not divide.
         """
         if global_batch_size is None:
             return self.pp * (self.vpp or 1)
@@ -130,10 +136,10 @@ class Split:
         return global_batch_size // share
 
     def chunks(self, layers: int) -> tuple[tuple[Chunk, ...], ...]:
-        """The chunks of each pipeline rank, of a model with so many text layers.
+        """The chunks of each pipeline rank, of a model with this number of text layers.
 
         Raises:
-            ValueError: layers that cannot be assigned so.
+            ValueError: layers that cannot be assigned this way.
         """
         counts = self._layers_of(layers)
         found: list[list[Chunk]] = [[] for _ in range(self.pp)]
@@ -183,13 +189,13 @@ class Split:
         return [list(row) for row in self.layout]
 
     def check(self, n: Dimensions) -> None:
-        """Check that a model can be split so.
+        """Check that a model can be split this way.
 
         Args:
-            n: the model's numbers; "vocab" counts padding too.
+            n: the model's dimensions; "vocab" includes padding.
 
         Raises:
-            ValueError: sizes that don't divide.
+            ValueError: sizes that do not divide.
         """
         self._check_widths(n, ["heads", "vocab"] + ["ffn"] * bool(n.indices["dense_layers"]))
         if self.tower:
@@ -223,10 +229,10 @@ class Split:
                                  f"{self.tp * self.cp}: linear attention divides its heads over both")  # fmt: skip
 
     def check_tower(self, n: Dimensions) -> None:
-        """Check that the vision tower can be split so.
+        """Check that the vision tower can be split this way.
 
         Raises:
-            ValueError: widths that don't divide.
+            ValueError: widths that do not divide.
         """
         self._check_widths(n, ["v_heads", "v_ffn", "v_merged"])
 
@@ -236,12 +242,12 @@ class Split:
                 raise ValueError(f"{_SPOKEN[name]} is {n[name]}, expected a multiple of tp, {self.tp}")
 
     def check_rows(self, seq_length: int) -> None:
-        """Check that rows can be cut.
+        """Check that rows can be divided over context- and sequence-parallel ranks.
 
         Raises:
             ValueError: they cannot.
         """
-        # As `sequence.layout.row_multiple`, which needs torch.
+        # As in `batch/token_layout.py`, `row_multiple`, which needs torch.
         multiple = math.lcm(2 * self.cp if self.cp > 1 else 1, self.cp * self.sequence_ranks)
         if seq_length % multiple:
             raise ValueError(

@@ -52,7 +52,7 @@ class GuardConfig:
         """Check the fields.
 
         Raises:
-            ValueError: one has a value that it cannot have.
+            ValueError: a field has an invalid value.
         """
         for name, also in (("on_nan", ()), ("on_spike", (None,))):
             allowed = (*get_args(Action), *also)
@@ -88,7 +88,7 @@ class AccuracyConfig:
         """Check the fields.
 
         Raises:
-            ValueError: one has a value that it cannot have.
+            ValueError: a field has an invalid value.
         """
         if self.metric not in ("exact", "contains"):
             raise ValueError(f"accuracy.metric is {self.metric!r}, expected 'exact' or 'contains'")
@@ -101,7 +101,7 @@ def check_lengths(cfg: ConfigContainer) -> None:
     """Refuse rows of another length than the model is built for.
 
     Raises:
-        ValueError: they are.
+        ValueError: the lengths differ.
     """
     if cfg.dataset.seq_length != cfg.model.seq_length:
         raise ValueError(
@@ -117,7 +117,7 @@ _SAVED_APART = When(
 _GROUPS = "each module has its own process groups, all of one kind"
 _SHARDS = "it shards the parameters of a single module"
 
-# Vision and language on ranks of their own: what the run beside the model has to be like.
+# Requirements of separate vision ranks on settings outside the model's section.
 _WITH_MODULES_APART: tuple[Rule, ...] = (
     *under(
         _APART,
@@ -169,19 +169,19 @@ class Qwen3VLConfigContainer(ConfigContainer):
     accuracy: AccuracyConfig = field(default_factory=AccuracyConfig)
 
     def get_data_parallel_size(self, world_size: int) -> int:
-        """As Megatron-Bridge's, which asks for it before sizes are checked, and divides by them.
+        """Like Megatron-Bridge's, which is called before sizes are checked, and divides by them.
 
         Args:
-            world_size: how many processes there are.
+            world_size: number of processes.
 
         Raises:
-            ValueError: they are not those of vision and language on ranks of their own.
+            ValueError: with separate vision ranks, a number of processes other than the sum of both modules' ranks.
         """
         check_world(self.model, world_size)
         return super().get_data_parallel_size(world_size)
 
     def validate(self) -> None:
-        """As Megatron-Bridge's, and the sections of ours.
+        """Like Megatron-Bridge's, with checks of our sections.
 
         Raises:
             ValueError: settings that contradict each other.
@@ -211,7 +211,7 @@ class Qwen3VLConfigContainer(ConfigContainer):
         self._check_meta_device()
 
     def _tell_dataset(self) -> None:
-        """Each evaluation reads the same rows; and streams are divided by the microbatch."""
+        """Set the data set's fields that follow from other sections: rows per evaluation, and rows per microbatch."""
         if isinstance(self.dataset, ConversationRows):
             settings = self.validation
             self.dataset.rows_of_evaluation = settings.eval_iters * (settings.eval_global_batch_size or 0) or None
@@ -219,7 +219,7 @@ class Qwen3VLConfigContainer(ConfigContainer):
             self.dataset.rows_of_microbatch = self.train.micro_batch_size
 
     def _check_checkpoints(self) -> None:
-        """What Megatron-Bridge would ignore, or would leave nothing to resume from."""
+        """Refuse settings that Megatron-Bridge would ignore, or that would leave no checkpoint to resume from."""
         settings = self.checkpoint
         expect_checkpoint(settings)
         if settings.most_recent_k == 0:
@@ -246,7 +246,9 @@ class Qwen3VLConfigContainer(ConfigContainer):
             raise ValueError(f"model.init_model_with_meta_device is True, expected False, or: {'; '.join(wrong)}")
 
     def _check_shards_are_saved(self) -> None:
-        """megatron-core looks for what it saves of Megatron-FSDP one wrapper deeper than a float32 model lies."""
+        """Refuse a float32 model under Megatron-FSDP: megatron-core expects one more wrapper around the model when it
+        saves.
+        """
         saves = self.checkpoint.save is not None and self.checkpoint.ckpt_format == "fsdp_dtensor"
         if not (saves and self.ddp.use_megatron_fsdp):
             return

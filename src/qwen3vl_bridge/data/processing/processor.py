@@ -1,7 +1,7 @@
 """The checkpoint's own processor: tokenizer, chat template and image processor.
 
-What lives here: loading it, with other limits where someone wants them, and refusing one that `encoding.py` could not
-work with. What may not: using it.
+What lives here: loading it, with other limits if they are set, and refusing one that `encoding.py` cannot use. What may
+not: using it.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from qwen3vl_bridge.data.errors import DataError
 from transformers import AutoProcessor
 
 
-@dataclass(unsafe_hash=True)  # and not frozen: Megatron-Bridge's launcher sets the fields that it overrides
+@dataclass(unsafe_hash=True)  # not frozen, because Megatron-Bridge's launcher sets overridden fields
 class VisionLimits:
-    """How much a model sees of pictures and videos. None leaves what the checkpoint says.
+    """Resolution and frame limits. None keeps the value of the checkpoint's processor.
 
     Attributes:
-        image_min_pixels: a smaller picture is enlarged to as many.
-        image_max_pixels: a larger picture is reduced to as many.
-        video_min_pixels: likewise of a video, all of its frames together.
-        video_max_pixels: likewise.
-        video_fps: frames that are sampled of a second.
-        video_min_frames: frames that are sampled of a short video, if it has them.
-        video_max_frames: frames that are sampled of a long video.
+        image_min_pixels: smaller images are enlarged to this number of pixels.
+        image_max_pixels: larger images are reduced to this number of pixels.
+        video_min_pixels: the same for a video, summed over its frames.
+        video_max_pixels: the same.
+        video_fps: sampled frames per second.
+        video_min_frames: minimum number of sampled frames (fewer if the video has fewer).
+        video_max_frames: maximum number of sampled frames.
     """
 
     image_min_pixels: int | None = None
@@ -39,10 +39,10 @@ class VisionLimits:
     video_max_frames: int | None = None
 
     def put_on(self, processor: Any) -> None:
-        """Give a processor these limits.
+        """Apply these limits to a processor.
 
         Raises:
-            ValueError: a limit that is none, or a least beyond a most.
+            ValueError: an invalid limit, or a minimum above its maximum.
         """
         for field in fields(self):
             value = getattr(self, field.name)
@@ -72,10 +72,10 @@ def load_processor(path: str | Path, limits: VisionLimits | None = None) -> Any:
 
     Args:
         path: the checkpoint.
-        limits: what pictures and videos are to be seen of, where not as the checkpoint says.
+        limits: resolution and frame limits, where they differ from the checkpoint's.
 
     Raises:
-        DataError: there is none, or it is none of Qwen3-VL's kind.
+        DataError: there is no processor, or it is not one of the supported families.
         ValueError: limits that contradict each other.
     """
     try:
@@ -89,7 +89,7 @@ def load_processor(path: str | Path, limits: VisionLimits | None = None) -> Any:
 
 
 def check_processor(processor: Any, place: str) -> None:
-    """Refuses a processor that lacks what an `Encoder` asks of it."""
+    """Refuse a processor that lacks something that `Encoder` needs."""
     tokenizer: Any = getattr(processor, "tokenizer", None)
     images = getattr(processor, "image_processor", None)
     if not getattr(tokenizer, "is_fast", False) or not hasattr(images, "get_number_of_image_patches"):

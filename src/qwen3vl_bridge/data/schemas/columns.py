@@ -1,12 +1,12 @@
-"""A data set's own names for what our spellings call otherwise, and texts made of several of its columns.
+"""Maps a data set's column names to ours, and composes texts from several of its columns.
 
-What lives here: the setting `columns`, what it refuses, a record read by it, and which way a record is read. What may
-not: filling templates (`templates.py`), spellings that need no setting (`spellings.py`), formats with a name
+What lives here: the setting `columns`, its checks, converting a record with it, and the choice of how a record is read.
+What may not: filling templates (`templates.py`), spellings that need no setting (`spellings.py`), formats with a name
 (`named_schemas.py`).
 
-Each field but the last two is a key of ours, and its value the column that holds it. Of media it may be several
-columns: "image_*" is image_1, image_2 and so on, in the order of their numbers, as many as a record has. `system`,
-`question` and `answer` may be templates, too (`templates.py`).
+Each field but the last two is one of our keys, and its value the column that holds it. Media may be in several columns:
+"image_*" is image_1, image_2 and so on, in numerical order, as many as a record has. `system`, `question` and `answer`
+may also be templates (`templates.py`).
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from qwen3vl_bridge.data.schemas.spellings import EXPECTED, KEYS, QUESTIONS, TUR
 from qwen3vl_bridge.data.schemas.templates import columns_of, filled, is_template
 
 _TEXTS = ("system", "question", "answer")
-_OPTIONAL = (*MEDIA_KEYS, "system", "tools")  # a record may have none
+_OPTIONAL = (*MEDIA_KEYS, "system", "tools")  # optional in a record
 _PAIRED = {*QUESTIONS, *QUESTIONS.values(), "input"}
 _ANY = "*"  # in a column's name, any number
 
 
 @dataclass(kw_only=True)
 class Columns:
-    """Which columns of a data set hold what, where they are not called so.
+    """Names of a data set's columns, where they differ from ours.
 
     Attributes:
         messages: turns, with role and content.
         conversations: turns, with from and value.
-        image: a picture, or a list of them; "image_*" for those of image_1, image_2 and so on.
-        images: likewise.
-        video: a video, or a list of them; "video_*" likewise.
-        videos: likewise.
+        image: an image or a list of images; "image_*" for the columns image_1, image_2 and so on.
+        images: the same.
+        video: a video or a list of videos; "video_*" for several columns.
+        videos: the same.
         system: the system prompt, or a template.
-        tools: what the model may call.
-        question: what is asked, or a template.
-        answer: what is to be answered, or a template.
-        ignore: columns that are not read, though they seem to hold media.
-        placeholders: "media" where each "<image>" and "<video>" in a text stands for one, "text" where they are text.
+        tools: tools that the model may call.
+        question: the question, or a template.
+        answer: the answer, or a template.
+        ignore: columns to ignore although they look like media.
+        placeholders: "media": each "<image>" or "<video>" in a text is a placeholder; "text": they are literal text.
     """
 
     messages: str | None = None
@@ -64,10 +64,10 @@ class Columns:
 
     @classmethod
     def of(cls, words: Sequence[str]) -> Columns:
-        """From a command line: "image=img", "ignore=thumbnail,preview".
+        """Parse a command-line value: "image=img", "ignore=thumbnail,preview".
 
         Raises:
-            ValueError: what is none, as `check` does too.
+            ValueError: the value cannot be parsed, or fails `check`.
         """
         given: dict[str, Any] = {}
         names = [field.name for field in fields(cls)]
@@ -81,10 +81,10 @@ class Columns:
 
     @classmethod
     def set_to(cls, given: Any, where: str) -> Columns:
-        """From an object with fields of these, as YAML has it.
+        """Create from a mapping of these fields, as in YAML.
 
         Raises:
-            ValueError: it is none, or as `check`; `where` is what the message calls it.
+            ValueError: not such a mapping, or it fails `check`; `where` names it in the message.
         """
         names = [field.name for field in fields(cls)]
         if not isinstance(given, Mapping) or not set(given) <= set(names):
@@ -94,10 +94,10 @@ class Columns:
         return columns
 
     def check(self) -> None:
-        """Refuse values that could name no column.
+        """Refuse values that cannot be column names.
 
         Raises:
-            ValueError: they are empty, no text, or a template that is none.
+            ValueError: an empty value, a value that is not text, or an invalid template.
         """
         check_choice("columns.placeholders", self.placeholders, Placeholders)
         if isinstance(self.ignore, str) or not all(isinstance(name, str) and name for name in self.ignore):
@@ -121,23 +121,23 @@ class Columns:
 
     @property
     def name(self) -> str:
-        """What is set of it, as a fingerprint and messages say it."""
+        """The fields that are set, as text for fingerprints and messages."""
         return f"of columns {', '.join(f'{key}={value!r}' for key, value in self.settings().items())}"
 
     def settings(self) -> dict[str, Any]:
-        """What is set of it."""
+        """The fields that are set."""
         ignored = {"ignore": list(self.ignore)} if self.ignore else {}
         return {**self._given(), **ignored, **({} if self.placeholders == "media" else {"placeholders": "text"})}
 
     def key_of(self, column: str) -> str:
-        """What a column is called in our spellings."""
+        """Our key for a column."""
         return next((key for key, value in self._given().items() if value == column), column)
 
     def messages_of(self, record: Any, place: str) -> Any:
-        """A record in our own spelling.
+        """Convert a record to our own spelling.
 
         Raises:
-            DataError: a record that lacks a column, or as `spellings.messages_of` does.
+            DataError: a record lacks a column, or as for `spellings.messages_of`.
         """
         if not isinstance(record, dict):
             return record
@@ -151,7 +151,7 @@ class Columns:
             if several := _numbered(value, record):
                 own[key] = _up_to_the_last([record[column] for column in several])
                 continue
-            # Where turns have placeholders, a picture that is missing is missed.
+            # If turns have placeholders, a missing image is detected by their number.
             may_lack = key in MEDIA_KEYS and self._has_turns(record)
             if (value not in record and not may_lack) or (record.get(value) is None and key not in _OPTIONAL):
                 raise DataError(place, f"found the keys {_listed(record)}, expected {value!r} (columns.{key})")
@@ -159,10 +159,10 @@ class Columns:
         return messages_of(own, place, placeholders=self.placeholders)
 
     def columns_in(self, names: Sequence[str], place: str) -> list[str]:
-        """Those of a table's columns that are read.
+        """The columns of a table that are read.
 
         Raises:
-            DataError: none of them says anything, or one that is named is not there.
+            DataError: no column can be used, or a named column does not exist.
         """
         columns = self._columns(names)
         asked = {**columns, **dict.fromkeys(self.ignore, "ignore")}
@@ -175,12 +175,12 @@ class Columns:
         spelling = spelling_of({*known, *given}, place)
         if spelling is None:
             raise DataError(place, f"found the columns {_listed(names)}, expected {EXPECTED}")
-        if spelling in TURNS:  # what is beside them as a question is not read
-            known = [name for name in known if name not in _PAIRED or name == "input"]  # which a row may leave empty
+        if spelling in TURNS:  # a question next to turns is not read
+            known = [name for name in known if name not in _PAIRED or name == "input"]  # may be empty
         return [name for name in names if name in known or name in columns]
 
     def _check_one(self, keys: Iterable[str], place: str) -> None:
-        """Refuses turns beside a question that is named."""
+        """Refuse turns in addition to a named question."""
         asked = next((key for key in ("question", "answer") if getattr(self, key) is not None), None)
         turns = [key for key in keys if key in TURNS and key not in self.ignore]
         if asked and turns:
@@ -191,7 +191,7 @@ class Columns:
             )
 
     def _replaced(self, names: Collection[str]) -> set[str]:
-        """Keys of a record that are not read as what they are called."""
+        """Keys of a record that are not read under their own names."""
         given, columns = self._given(), self._columns(names)
         templates = {key for key, value in given.items() if key in _TEXTS and is_template(value)}
         moved = {column for column, key in columns.items() if key not in templates}
@@ -200,15 +200,15 @@ class Columns:
         return {*given, *moved, *filled_in, *other, *self.ignore}
 
     def _given(self) -> dict[str, Any]:
-        """Keys of ours, and what holds them."""
+        """Our keys that are set, with their columns."""
         keys = (field.name for field in fields(self) if field.name not in ("ignore", "placeholders"))
         return {key: value for key in keys if (value := getattr(self, key)) is not None}
 
     def _columns(self, names: Collection[str]) -> dict[str, str]:
-        """Every column that is named, and the key of ours that it is for.
+        """Every named column, with our key for it.
 
         Args:
-            names: of the columns that there are, for those that are named by a "*".
+            names: the existing columns, to resolve names with a "*".
         """
         found: dict[str, str] = {}
         for key, value in self._given().items():
@@ -225,20 +225,20 @@ Schema = NamedSchema | Columns
 
 
 def read_by(schema: Schema | None, record: Any, place: str) -> Any:
-    """A record in our own spelling, by a schema or by what its keys are; raises `DataError` as either does."""
+    """Convert a record to our own spelling, by a schema or by its keys; raises `DataError` as either does."""
     return messages_of(record, place) if schema is None else schema.messages_of(record, place)
 
 
 def marked(fingerprint: str, schema: Schema | None) -> str:
-    """A source's fingerprint with the schema, because it decides what a record's tokens are."""
+    """A source's fingerprint with the schema, because the schema determines a record's tokens."""
     return fingerprint if schema is None else f"{fingerprint}, schema {schema.name}"
 
 
 def one_schema(named: NamedSchema | None, columns: Columns | None) -> Schema | None:
-    """The schema that two settings ask for; None for neither.
+    """The schema that two settings specify; None if neither is set.
 
     Raises:
-        ValueError: both do, or `columns` has a value that it cannot have.
+        ValueError: both are set, or `columns` has an invalid value.
     """
     if columns is None or not columns.settings():
         return named
@@ -256,7 +256,7 @@ def _listed(names: Any) -> str:
 
 
 def _numbered(pattern: str, names: Collection[str]) -> list[str]:
-    """The columns that a name with a "*" means, in the order of their numbers; none for another name."""
+    """The columns that a name with a "*" matches, in numerical order; none for another name."""
     before, star, behind = pattern.partition(_ANY)
     if not star:
         return []
@@ -265,6 +265,6 @@ def _numbered(pattern: str, names: Collection[str]) -> list[str]:
 
 
 def _up_to_the_last(media: list[Any]) -> list[Any]:
-    """Media without the empty ones behind the last. One before it is left for others to refuse."""
+    """Media without the trailing empty ones. Empty ones before others are kept, and refused elsewhere."""
     last = max((place for place, medium in enumerate(media) if not is_none(medium)), default=-1)
     return media[: last + 1]

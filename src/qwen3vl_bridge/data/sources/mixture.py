@@ -1,10 +1,10 @@
 """Several data sets as one source, each with its share.
 
-What lives here: what a setting of a mixture means, and reading the sets as one. What may not: the order that mixes them
-(`data/packing/sample_order.py`), which reader a path is for (`opening.py`).
+What lives here: the settings of a mixture, and reading the data sets as one. What may not: the order in which they are
+mixed (`data/packing/sample_order.py`), the choice of the reader for a path (`opening.py`).
 
-To all that comes after it a mixture is one source: its samples are numbered one set after the other, and each is
-measured once, however often it is read.
+For later steps a mixture is one source: samples are numbered data set by data set, and each is measured once, however
+often it is read.
 """
 
 from __future__ import annotations
@@ -33,24 +33,25 @@ from qwen3vl_bridge.files.parsing import read_yaml
 
 logger = logging.getLogger(__name__)
 
-# What a mixture's setting is called, in a configuration and in a YAML file of its own.
+# Names of a mixture's setting, in a configuration and in a separate YAML file.
 _SETTING = "dataset.mixture"
-# Names of files and folders that say nothing of whose they are.
+# Names of files and folders that do not identify a data set.
 _UNNAMING = ("train", "data", "valid", "validation", "test")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MixedSet:
-    """One set of a mixture, as it is set.
+    """One data set of a mixture.
 
     Attributes:
-        path: as `dataset.path`: a folder with its splits, a file, a folder of Parquet files, or one of the hub.
-        name: what samples, messages and figures call it; by default after the path.
-        weight: its share of the samples, beside the other sets' weights.
-        epochs: how often each of its samples is seen in an epoch of the mixture; 0.3 is another part of it each epoch.
-        media_root: folder of its pictures, or several (see `MediaAccess`); by default that of each file.
-        schema_adapter: its records' format (see `data/schemas/named_schemas.py`); None for conversations.
-        columns: its records' own names for what is read (see `data/schemas/columns.py`), as {KEY: COLUMN}.
+        path: as in `dataset.path`: a folder with splits, a file, a folder of Parquet files, or a data set of the hub.
+        name: name used in sample ids, messages and metrics; derived from the path by default.
+        weight: its fraction of the samples, relative to the other weights.
+        epochs: how often each of its samples is seen per epoch of the mixture; with 0.3, each epoch uses a different
+            part.
+        media_root: folder of its images and videos, or several (see `MediaAccess`); by default that of each file.
+        schema_adapter: format of its records (see `data/schemas/named_schemas.py`); None for conversations.
+        columns: its column names (see `data/schemas/columns.py`), as {KEY: COLUMN}.
     """
 
     path: str
@@ -62,7 +63,7 @@ class MixedSet:
     columns: Columns = field(default_factory=Columns)
 
     def path_of(self, split: str) -> str | None:
-        """Where the set's conversations of a split are, or None if it has none."""
+        """Path of the data set's conversations of a split, or None if it has none."""
         return splits_in(self.path).get(split)
 
 
@@ -72,17 +73,17 @@ def mixed_sets(
     schema_adapter: str | None = None,
     columns: Columns | None = None,
 ) -> tuple[MixedSet, ...]:
-    """The sets that a setting names, checked as far as that goes without reading data.
+    """The data sets that a setting names, checked as far as possible without reading data.
 
     Args:
-        setting: a list with the fields of `MixedSet` for each set; or the path of a YAML file with such a list.
-        media_root: of sets that say none.
-        schema_adapter: likewise, of sets that say neither this nor columns.
-        columns: likewise.
+        setting: a list with the fields of `MixedSet` for each data set; or the path of a YAML file with such a list.
+        media_root: default for data sets without it.
+        schema_adapter: default for data sets with neither this nor columns.
+        columns: the same.
 
     Raises:
-        ValueError: no list of sets, a field that there is not or with a value it cannot have, sets that are called
-            alike, weights for some of the sets alone, or beside epochs.
+        ValueError: not a list of data sets; unknown fields or invalid values; duplicate names; weights for only some
+            data sets or together with epochs.
     """
     where, found = _SETTING, setting
     if isinstance(setting, (str, os.PathLike)):
@@ -125,7 +126,7 @@ def _set_of(where: str, given: Any, default: Mapping[str, Any]) -> MixedSet:
         )
     MediaAccess.of(given.get("media_root"))
     own = {**given, "columns": Columns.set_to(given["columns"], f"{where}.columns")} if "columns" in given else given
-    # A set's own format takes the place of the others', by whichever of both it is said.
+    # A data set's own format replaces the default, whichever of the two settings states it.
     format_of = own if {"schema_adapter", "columns"} & own.keys() else default
     settings = {"media_root": default["media_root"], **own}
     settings |= {key: format_of[key] for key in ("schema_adapter", "columns") if key in format_of}
@@ -149,15 +150,15 @@ def _name_of(path: str) -> str:
 
 
 def open_mixture(sets: Sequence[MixedSet], split: str, addresses: Callable[[str, str], Path] | None = None) -> Mixture:
-    """The sets' conversations of a split. Weights and epochs are of training; other splits are read as they are.
+    """The data sets' conversations of a split. Weights and epochs apply to training; other splits are read as they are.
 
     Args:
-        sets: of them, those that have the split.
+        sets: the data sets that have the split.
         split: "train", "valid" or "test".
-        addresses: gives the files of addresses, as `open_source` takes it.
+        addresses: gives the downloaded files of URLs, as for `open_source`.
 
     Raises:
-        DataError: a path that is not there or cannot be read, or has no conversations.
+        DataError: a path is missing or unreadable, or has no conversations.
         ValueError: shares so small that an epoch would have no sample.
     """
     places = [(one, path) for one in sets if (path := one.path_of(split)) is not None]
@@ -172,7 +173,7 @@ def open_mixture(sets: Sequence[MixedSet], split: str, addresses: Callable[[str,
 
 
 def _taken(sets: Sequence[MixedSet], sources: Sequence[ConversationSource]) -> list[Fraction]:
-    """How many samples of each set an epoch takes. Under weights, an epoch is as long as all sets together."""
+    """Number of samples of each data set per epoch. Under weights, an epoch is as long as all data sets together."""
     weights = [Fraction(str(one.weight)) for one in sets if one.weight is not None]
     if weights:
         return [weight / sum(weights) * sum(map(len, sources)) for weight in weights]
@@ -181,7 +182,7 @@ def _taken(sets: Sequence[MixedSet], sources: Sequence[ConversationSource]) -> l
 
 
 class Mixture:
-    """A `ConversationSource` of several, one after the other, that knows the order which mixes them."""
+    """A `ConversationSource` of several sources, one after the other, with the order that mixes them."""
 
     def __init__(
         self, names: Sequence[str], sources: Sequence[ConversationSource], taken: Sequence[Fraction] | None = None
@@ -189,13 +190,13 @@ class Mixture:
         """Mix sources.
 
         Args:
-            names: of the sets.
+            names: names of the data sets.
             sources: their conversations.
-            taken: how many samples of each an epoch takes; None for each sample once.
+            taken: number of samples of each per epoch; None for each sample once.
 
         Raises:
-            DataError: a set without conversations.
-            ValueError: as `MixedOrder`.
+            DataError: a data set without conversations.
+            ValueError: as for `MixedOrder`.
         """
         self.names, self.sources = tuple(names), tuple(sources)
         lengths = tuple(map(len, sources))
@@ -210,20 +211,20 @@ class Mixture:
         return self._firsts[-1]
 
     def order(self, seed: int | None) -> MixedOrder:
-        """In which epochs read the samples, by a seed; None for each set's own order."""
+        """Order of the samples over epochs, for a seed; None for each data set's own order."""
         return MixedOrder(self._lengths, self._taken, seed)
 
     def set_of(self, index: int) -> int:
-        """Which set, counted from 0, a sample is of."""
+        """Index of the data set that a sample belongs to."""
         return bisect_right(self._firsts, range(len(self))[index]) - 1
 
     def sample_id(self, index: int) -> str:
-        """The set, and what the set's source says."""
+        """Name of the data set, and the sample id of its source."""
         number = self.set_of(index)
         return f"{self.names[number]}/{self.sources[number].sample_id(range(len(self))[index] - self._firsts[number])}"
 
     def fingerprint(self) -> str:
-        """Of each set what its source says, and how many samples an epoch takes; its name and place may change."""
+        """The sources' fingerprints and samples per epoch; names and paths are not part of it."""
         sets = zip(self.sources, self._taken, strict=True)
         return " + ".join(f"{source.fingerprint()} ({taken} an epoch)" for source, taken in sets)
 
@@ -231,7 +232,7 @@ class Mixture:
         """Read one conversation.
 
         Raises:
-            DataError: as the set's source; the message names the set.
+            DataError: as for the data set's source; the message names the data set.
         """
         number = self.set_of(index)
         try:
@@ -241,7 +242,7 @@ class Mixture:
         return replace(found, sample_id=f"{self.names[number]}/{found.sample_id}")
 
     def words(self) -> str:
-        """What an epoch has of each set."""
+        """Summary of an epoch's samples per data set."""
         total = sum(self._taken)
         return "; ".join(
             f"{name}: {length:,} samples, {float(taken / length):.4g} times an epoch ({float(taken / total):.1%})"

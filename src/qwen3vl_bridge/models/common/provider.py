@@ -1,8 +1,8 @@
-"""The provider: what all families' providers do with their fields.
+"""The provider: methods shared by the providers of all families.
 
-What lives here: completing and checking the fields, building the model of a pipeline stage, and what a model with
-experts has beside. What may not: fields (`settings/fields.py`), a family's own (`models/*/provider.py`), reading
-Hugging Face configurations (`bridge.py`), modules.
+What lives here: completing and checking the fields, building the model of a pipeline stage, and additions for models
+with experts. What may not: fields (`settings/fields.py`), a family's own (`models/*/provider.py`), reading Hugging Face
+configurations (`bridge.py`), modules.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ class VisionLanguageProvider(fields.VisionLanguageFields):
 
     Class attributes, which a family sets:
         family: its name in the registry.
-        fixed: settings that the model does not follow, each with the only value it may have.
-        rules: what else the family asks of its settings.
-        model_class, language_model_class: dotted names of what `provide` and `provide_language_model` build.
-        encoder_class, decoder_class: of the two modules that are on ranks of their own under `dist_train`; None for a
-            family that has none.
+        fixed: settings that the model does not support, each with the only value it may have.
+        rules: further constraints of the family on its settings.
+        model_class, language_model_class: dotted names of the classes that `provide` and `provide_language_model`
+            build.
+        encoder_class, decoder_class: dotted names of the two modules on separate ranks under `dist_train`; None for a
+            family that does not support it.
     """
 
     family: ClassVar[str]
@@ -52,7 +53,7 @@ class VisionLanguageProvider(fields.VisionLanguageFields):
     decoder_class: ClassVar[str | None] = None
     fixed: ClassVar[Mapping[str, Row]]
     rules: ClassVar[tuple[Rule, ...]] = ()
-    # Megatron-Bridge looks for it where it logs TFLOP/s.
+    # Megatron-Bridge reads it when it logs TFLOP/s.
     _get_num_floating_point_operations_with_runtime_stats = operations_of_a_step
 
     def finalize(self) -> None:
@@ -70,19 +71,19 @@ class VisionLanguageProvider(fields.VisionLanguageFields):
         complete_dist_train(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy, such as layers of experts make; what talks to other ranks is the same in it."""
+        """A copy, as made by layers with experts; the P2P communicator is shared with the original."""
         if (talks := getattr(self, "_p2p_communicator", None)) is not None:
             memo[id(talks)] = talks
         return super().__deepcopy__(memo)
 
     def __copy__(self) -> Self:
-        """A copy with all that the provider has, which `__getstate__` is not for."""
+        """A copy with all attributes, including those that `__getstate__` omits."""
         copied = object.__new__(type(self))
         vars(copied).update(vars(self))
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        """Its settings, as Megatron-Bridge sends them to other stages. Groups and hooks of a run stay on the rank."""
+        """The settings, as Megatron-Bridge sends them to other stages. Groups and hooks of a run stay on the rank."""
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     @property
@@ -95,7 +96,7 @@ class VisionLanguageProvider(fields.VisionLanguageFields):
         )
 
     def dimensions(self) -> Dimensions:
-        """What the weight table's symbols stand for; the vocabulary without padding."""
+        """Values of the weight table's symbols; the vocabulary without padding."""
         indices = indices_of(
             layers=self.num_layers,
             moe_layers=self.moe_layers,
@@ -106,11 +107,11 @@ class VisionLanguageProvider(fields.VisionLanguageFields):
         return Dimensions(provider_sizes(self), indices, self.family)
 
     def provide(self, pre_process: bool | None = None, post_process: bool | None = None, vp_stage: int | None = None):
-        """Build the model of one pipeline stage, or the one of its two modules that this rank has.
+        """Build the model of one pipeline stage, or under `dist_train` the module that this rank has.
 
         Args:
-            pre_process: whether it embeds; None to tell from the rank.
-            post_process: whether it puts out logits or losses; None to tell from the rank.
+            pre_process: whether the stage embeds; None to determine it from the rank.
+            post_process: whether the stage computes logits or losses; None to determine it from the rank.
             vp_stage: virtual pipeline stage, or None.
         """
         groups = self._groups()
@@ -131,7 +132,7 @@ class VisionLanguageProvider(fields.VisionLanguageFields):
     def provide_language_model(
         self, pre_process: bool | None = None, post_process: bool | None = None, vp_stage: int | None = None
     ) -> GPTModel:
-        """Build the text model of one pipeline stage alone; arguments as `provide`'s."""
+        """Build only the text model of one pipeline stage; arguments as for `provide`."""
         pre_process, post_process = self._ends(pre_process, post_process, vp_stage)
         with self._device():
             return registry.load(self.language_model_class)(
@@ -139,13 +140,13 @@ class VisionLanguageProvider(fields.VisionLanguageFields):
             )
 
     def _groups(self) -> ProcessGroupCollection:
-        """Those that were set, or megatron-core's own: a caller of `provide` alone has set none."""
+        """The groups that were set, or megatron-core's global ones: direct callers of `provide` have not set any."""
         if self._pg_collection is None:
             self._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
         return self._pg_collection
 
     def _ends(self, pre_process: bool | None, post_process: bool | None, vp_stage: int | None) -> tuple[bool, bool]:
-        """Whether a stage embeds, and whether it puts out; of the rank where that is not given."""
+        """Whether a stage embeds, and whether it has the output layer; determined from the rank if not given."""
         groups, vp_size = self._groups(), self.virtual_pipeline_model_parallel_size
         if pre_process is None:
             pre_process = is_vp_first_stage(vp_stage=vp_stage, vp_size=vp_size) and is_pp_first_stage(groups.pp)
@@ -157,10 +158,10 @@ class VisionLanguageProvider(fields.VisionLanguageFields):
         return torch.device("meta") if self.init_model_with_meta_device else contextlib.nullcontext()
 
     def provide_distributed_model(self, *args: Any, **kwargs: Any) -> list[torch.nn.Module]:
-        """As ModelProviderMixin's; says how many parameters of each part are trained, adapters counted in.
+        """Like ModelProviderMixin's; logs the number of trained parameters of each part, including adapters.
 
         Raises:
-            ValueError: it is to be wrapped for training, and could not be trained as it is split.
+            ValueError: the model is to be wrapped for training, and could not be trained with its parallel sizes.
         """
         from qwen3vl_bridge.models.common.freezing import log_trained_parameters
 
@@ -178,13 +179,13 @@ class VisionLanguageProvider(fields.VisionLanguageFields):
 
 @dataclass
 class ExpertsMixin:
-    """What the provider of a model with experts has beside; to be named before the family's dense provider as a base.
+    """Additions for the provider of a model with experts; to be listed before the family's dense provider as a base.
 
     Attributes:
-        moe_layer_freq: 1 for each layer with experts, 0 for each dense one (or megatron-core's other spellings).
-        moe_grouped_gemm: experts of a rank as one grouped product; Transformer Engine's.
-        allow_random_routing: accept `moe_router_force_load_balancing`, with which tokens go to experts at random. That
-            is for measuring speed; what is trained so is lost.
+        moe_layer_freq: 1 for each layer with experts, 0 for each dense one (or megatron-core's other formats).
+        moe_grouped_gemm: compute a rank's experts as one grouped matrix product; requires Transformer Engine.
+        allow_random_routing: accept `moe_router_force_load_balancing`, which assigns tokens to experts at random. Only
+            for measuring speed; weights trained this way are useless.
     """
 
     moe_router_dtype: str | None = "fp32"

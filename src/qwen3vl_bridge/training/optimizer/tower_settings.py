@@ -46,12 +46,12 @@ class Qwen3VLTowers(OptimizerConfigOverrideProvider):
     freeze_vision_projection_steps: int = 0
 
     def rates(self) -> dict[Part, float]:
-        """The parts that have a learning rate of their own."""
+        """The parts with their own learning rate."""
         rates = {part: getattr(self, f"{part.value}_lr") for part in Part}
         return {part: rate for part, rate in rates.items() if rate is not None}
 
     def frozen_updates(self) -> dict[Part, int]:
-        """The parts that are frozen for the first updates, and for how many."""
+        """The parts that are frozen for the first updates, with the number of updates."""
         steps = {part: getattr(self, f"freeze_{part.value}_steps") for part in Part}
         return {part: number for part, number in steps.items() if number}
 
@@ -62,7 +62,7 @@ class Qwen3VLTowers(OptimizerConfigOverrideProvider):
         overrides = dict(super().build_config_overrides(context) or {})
         config = context.optimizer_config
         for part, rate in self.rates().items():
-            if rate != config.lr:  # those at optimizer.lr stay in the groups whose rate is logged
+            if rate != config.lr:  # parameters at optimizer.lr stay in the groups whose rate is logged
                 key = ParamKey(
                     with_name_predicate=ParamWithNamePredicate(name=part.value, fn=functools.partial(_is_of, part))
                 )
@@ -76,13 +76,13 @@ def _is_of(part: Part, _: Tensor, name: str) -> bool:
 
 
 def check_towers(cfg: ConfigContainer) -> None:
-    """Refuses rates and schedules that contradict the rest of a configuration, or would not be followed.
+    """Refuse rates and schedules that contradict the rest of a configuration, or would have no effect.
 
     Args:
         cfg: a recipe's configuration.
 
     Raises:
-        ValueError: naming the setting.
+        ValueError: an invalid setting; the message names it.
     """
     towers = cfg.optimizer_config_override_provider
     if not isinstance(towers, Qwen3VLTowers):

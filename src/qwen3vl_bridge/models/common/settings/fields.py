@@ -1,8 +1,8 @@
-"""The fields of a provider: everything that defines a model and how it is computed and split.
+"""The fields of a provider: everything that defines a model, how it is computed and how it is split.
 
-What lives here: the fields that all families share, with Megatron-Bridge's names, and defaults that follow what is
-installed. What may not: checks (the modules beside), what is done with the fields (`models/common/provider.py`), a
-family's own fields and defaults (`models/*/provider.py`).
+What lives here: the fields that all families share, with Megatron-Bridge's names, and defaults that depend on what is
+installed. What may not: checks (the other modules of this folder), the use of the fields (`models/common/provider.py`),
+a family's own fields and defaults (`models/*/provider.py`).
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class VisionLanguageFields(GPTModelProvider):
     transformer_impl: str = field(default_factory=default_transformer_impl)
     gradient_accumulation_fusion: bool = field(default_factory=can_fuse_weight_gradients)
     bias_activation_fusion: bool = True
-    cross_entropy_loss_fusion: bool = True  # but where it would round: finalize() says so
+    cross_entropy_loss_fusion: bool = True  # except where it would round: finalize() reports that
     apply_rotary_pos_emb_in_fp32: bool = False
     # megatron-core refuses rows of several lengths between pipeline stages with its own default, experts or not.
     moe_token_dispatcher_type: str = "alltoall"
