@@ -1,6 +1,6 @@
-"""What recipes of all sizes share: full fine-tuning, adapters, pretraining.
+"""Settings shared by the recipes of all sizes: full fine-tuning, adapters, pretraining.
 
-What lives here: the settings, each once, with the reasons. What may not: sizes and how they are split (a file for each
+What lives here: the settings, each once, with the reasons. What may not: sizes and parallel sizes (a file for each
 size), paths (`paths.py`). Megatron is imported when a recipe is called, so that listing recipes takes no time.
 """
 
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
     from qwen3vl_bridge.training.config import Qwen3VLConfigContainer
 
 K = 1024
-# Of a row of 8K tokens where vision has ranks of its own, whose number follows from it (docs/dist_train.md): 1.15 times
-# the mean of the mix in docs/packing.md.
+# Patches of a row of 8K tokens with separate vision ranks, whose number is computed from it (docs/dist_train.md): 1.15
+# times the mean of the mix in docs/packing.md.
 DIST_TRAIN_PATCHES = 27_107
 
 
 def sft(
     size: str, *, family: str = "qwen3_vl", seq_length: int = 8 * K, global_batch_size: int = 32
 ) -> Qwen3VLConfigContainer:
-    """Full fine-tuning on conversations, packed into rows; all of the model is trained.
+    """Full fine-tuning on conversations, packed into rows; the whole model is trained.
 
     Args:
-        size: of the model, as its family's presets name it.
+        size: of the model, a key of its family's presets.
         family: a name that `registry.family` knows.
         seq_length: tokens of a row.
         global_batch_size: rows of a step.
@@ -41,7 +41,7 @@ def sft(
     hf_model = presets.hub_ids(size)[0]
     model = AutoBridge.from_hf_config(presets.hf_config(size)).to_megatron_provider(load_weights=False)
     model.hf_model_id, model.seq_length = hf_model, seq_length
-    # Losses are divided once, by the tokens of the global batch, however these are packed.
+    # Losses are divided once, by the tokens of the global batch, independent of packing.
     model.calculate_per_token_loss = True
     cfg = Qwen3VLConfigContainer(
         model=model,
@@ -49,8 +49,8 @@ def sft(
             hf_processor_path=hf_model,
             seq_length=seq_length,
             on_long="drop",
-            on_bad="drop",  # one damaged picture of millions is no reason to stop a thousand GPUs; it is counted
-            pixel_dtype=torch.bfloat16,  # the tower's: half of what travels to the device
+            on_bad="drop",  # a damaged image among millions need not stop a run; it is counted
+            pixel_dtype=torch.bfloat16,  # dtype of the tower; half the bytes to copy to the device
             num_workers=4,
             seed=1234,
         ),
@@ -81,7 +81,7 @@ def sft(
         ),
         ddp=config.DistributedDataParallelConfig(
             use_distributed_optimizer=True,
-            overlap_grad_reduce=True,  # a batch without pictures has gradients for the tower too, so nobody waits
+            overlap_grad_reduce=True,  # batches without images have gradients for the tower too, so no rank waits
             overlap_param_gather=True,
             grad_reduce_in_fp32=True,
             average_in_collective=False,  # losses are sums over tokens
@@ -90,13 +90,13 @@ def sft(
             save_interval=200,
             most_recent_k=2,
             ckpt_format="torch_dist",
-            dist_ckpt_optim_fully_reshardable=True,  # so that it loads at any split
+            dist_ckpt_optim_fully_reshardable=True,  # so that it loads at any parallel sizes
         ),
         tokenizer=config.TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=hf_model),
-        # Megatron-Bridge would filter all warnings out, also those of samples dropped and of steps held back.
+        # Megatron-Bridge would filter all warnings out, also those of dropped samples and skipped steps.
         logger=config.LoggerConfig(log_interval=10, filter_warnings=False),
         rng=config.RNGConfig(seed=1234),
-        # `guard` looks at losses and gradients before weights change, and names samples.
+        # `guard` checks losses and gradients before weights change, and names samples.
         rerun_state_machine=config.RerunStateMachineConfig(check_for_nan_in_loss=False),
         mixed_precision="bf16_mixed",
         env_vars=_allocator(),
@@ -105,52 +105,53 @@ def sft(
 
 
 def _allocator() -> dict[str, Any]:
-    """Torch's allocator for runs that fill their GPUs: memory that fits no block elsewhere would be lost.
+    """Environment variables for torch's allocator (expandable segments), which reduce fragmentation on nearly full
+    GPUs.
 
-    Megatron-Bridge's recipes have the same two, the second because of the first. It puts them into the environment
-    before CUDA is used, where the user has not set them. torch has another name for the first, which comes second.
+    Megatron-Bridge's recipes set the same two, the second because of the first. It sets them before CUDA is used,
+    unless the user has set them. The first has another name in torch, which comes second.
     """
     chosen = "PYTORCH_ALLOC_CONF" in os.environ
     return {} if chosen else {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "NCCL_GRAPH_REGISTER": "0"}
 
 
 def peft(size: str, *, dora: bool = False, **settings: Any) -> Qwen3VLConfigContainer:
-    """Adapters on the language model's linear layers, experts aside; a checkpoint holds the adapters alone.
+    """LoRA on the language model's linear layers except experts; checkpoints contain only the adapters.
 
     Args:
         size: as for `sft`.
-        dora: DoRA in place of LoRA, for a model that is split neither by tensors nor into pipeline stages.
-        settings: others of `sft`.
+        dora: DoRA instead of LoRA, for a model without tensor and pipeline parallelism.
+        settings: other arguments of `sft`.
     """
     from qwen3vl_bridge import Qwen3VLDoRA, Qwen3VLLoRA
 
     cfg = sft(size, **settings)
     cfg.peft = (Qwen3VLDoRA if dora else Qwen3VLLoRA)(dim=32, alpha=32)
-    if getattr(cfg.model, "linear_attention_freq", None):  # whose layers Megatron-Bridge's default leaves out
+    if getattr(cfg.model, "linear_attention_freq", None):  # Megatron-Bridge's default omits its layers
         cfg.peft.target_modules = [*cfg.peft.target_modules, "in_proj", "out_proj"]
-    keep_tower(cfg)  # without adapters there is nothing to keep
+    keep_tower(cfg)  # without adapters no activations need to be stored
     cfg.optimizer.lr, cfg.optimizer.min_lr, cfg.optimizer.weight_decay = 1e-4, 1e-5, 0.0
     cfg.scheduler.start_weight_decay = cfg.scheduler.end_weight_decay = 0.0
     return cfg
 
 
 def pretrain(size: str, *, global_batch_size: int = 512, **settings: Any) -> Qwen3VLConfigContainer:
-    """Training from the weights that are given, or from random ones, on much data: what is packed before is read.
+    """Pretraining from given or random weights on large data; uses rows packed before training.
 
     Args:
         size, global_batch_size: as for `sft`.
-        settings: others of `sft`.
+        settings: other arguments of `sft`.
     """
     cfg = sft(size, global_batch_size=global_batch_size, **settings)
     cfg.train.train_iters, cfg.scheduler.lr_warmup_iters = 100_000, 1000
     cfg.optimizer.lr, cfg.optimizer.min_lr = 1e-4, 1e-5
     cfg.validation.eval_interval, cfg.checkpoint.save_interval = 1000, 500
-    cfg.dataset.balance_over = global_batch_size  # rows of like cost in the same turn on every rank
+    cfg.dataset.balance_over = global_batch_size  # every rank processes rows of similar cost at the same time
     return cfg
 
 
 def fsdp(cfg: Qwen3VLConfigContainer) -> Qwen3VLConfigContainer:
-    """The same run with weights, gradients and optimizer sharded by Megatron-FSDP, and its checkpoints.
+    """Shard weights, gradients and optimizer with Megatron-FSDP, and use its checkpoint format.
 
     Args:
         cfg: changed in place.
@@ -161,15 +162,15 @@ def fsdp(cfg: Qwen3VLConfigContainer) -> Qwen3VLConfigContainer:
     cfg.ddp.data_parallel_sharding_strategy = "optim_grads_params"
     cfg.ddp.overlap_param_gather = cfg.ddp.overlap_grad_reduce = True
     cfg.ddp.megatron_fsdp_main_grads_dtype = torch.float32  # it does not follow grad_reduce_in_fp32
-    cfg.model.gradient_accumulation_fusion = False  # gradients have no buffer to be added into
+    cfg.model.gradient_accumulation_fusion = False  # gradients have no buffer to accumulate into
     cfg.checkpoint.ckpt_format, cfg.checkpoint.strict_fsdp_dtensor_load = "fsdp_dtensor", True
     return cfg
 
 
 def recompute_tower(cfg: Qwen3VLConfigContainer) -> Qwen3VLConfigContainer:
-    """The same run with the vision tower's layers computed again in the backward pass.
+    """Recompute the vision tower's layers in the backward pass.
 
-    What it would keep is as much as the language model's where rows are full of pictures; what it costs is little.
+    For rows full of images their activations take as much memory as the language model's; the cost in time is small.
 
     Args:
         cfg: changed in place.
@@ -178,7 +179,7 @@ def recompute_tower(cfg: Qwen3VLConfigContainer) -> Qwen3VLConfigContainer:
 
 
 def keep_tower(cfg: Qwen3VLConfigContainer) -> Qwen3VLConfigContainer:
-    """The same run with nothing of the vision tower computed again.
+    """Turn off recomputation of the vision tower.
 
     Args:
         cfg: changed in place.
@@ -187,7 +188,7 @@ def keep_tower(cfg: Qwen3VLConfigContainer) -> Qwen3VLConfigContainer:
 
 
 def recompute_all(cfg: Qwen3VLConfigContainer) -> Qwen3VLConfigContainer:
-    """The same run with every layer of both towers computed again in the backward pass: a third more operations.
+    """Recompute every layer of both towers in the backward pass: a third more FLOPs.
 
     Args:
         cfg: changed in place.
@@ -196,7 +197,7 @@ def recompute_all(cfg: Qwen3VLConfigContainer) -> Qwen3VLConfigContainer:
 
 
 def recompute_layers(cfg: Qwen3VLConfigContainer, layers: int) -> Qwen3VLConfigContainer:
-    """The same run with so many of the language model's layers computed again, beside the tower's.
+    """Recompute this many language-model layers in addition to the vision tower's.
 
     Args:
         cfg: changed in place.
@@ -206,7 +207,7 @@ def recompute_layers(cfg: Qwen3VLConfigContainer, layers: int) -> Qwen3VLConfigC
 
 
 def recompute_modules(cfg: Qwen3VLConfigContainer, *modules: str) -> Qwen3VLConfigContainer:
-    """The same run with these modules of the language model's layers computed again, beside the tower's layers.
+    """Recompute these modules of the language model's layers in addition to the vision tower's layers.
 
     Args:
         cfg: changed in place.
@@ -214,7 +215,7 @@ def recompute_modules(cfg: Qwen3VLConfigContainer, *modules: str) -> Qwen3VLConf
     """
     model = recompute_tower(cfg).model
     model.recompute_granularity, model.recompute_modules = "selective", list(modules)
-    # What a GPU has anyway where Transformer Engine is installed; where it is not, the run says what it lacks.
+    # Available on GPUs if Transformer Engine is installed; if it is not, the run reports what is missing.
     model.transformer_impl, model.moe_grouped_gemm = "transformer_engine", bool(model.num_moe_experts)
     return cfg
 
@@ -233,11 +234,11 @@ def _recompute(
 
 
 def split(cfg: Qwen3VLConfigContainer, *, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1) -> Qwen3VLConfigContainer:
-    """The same run with the model split over ranks. What is left of them is data parallel.
+    """Set the parallel sizes; the remaining ranks are data-parallel.
 
     Args:
         cfg: changed in place.
-        tp: tensor-parallel size, with sequence parallelism; experts are whole on a rank.
+        tp: tensor-parallel size, with sequence parallelism; experts are not split.
         pp: pipeline-parallel size.
         cp: context-parallel size.
         ep: expert-parallel size.
@@ -254,20 +255,20 @@ def split(cfg: Qwen3VLConfigContainer, *, tp: int = 1, pp: int = 1, cp: int = 1,
 def dist_train(
     cfg: Qwen3VLConfigContainer, *, vision: int, language: int, vision_tp: int = 1
 ) -> Qwen3VLConfigContainer:
-    """The same run with the vision tower on ranks of its own, the first ones; `split` is the other ranks'.
+    """Put the vision tower on separate ranks, the first ones; `split` then applies to the remaining ranks.
 
     Args:
         cfg: changed in place.
-        vision: the tower's ranks.
-        language: all others.
-        vision_tp: ranks that share a layer of the tower.
+        vision: number of vision ranks.
+        language: number of language ranks.
+        vision_tp: tensor-parallel size of the vision tower.
     """
     ranks = cfg.model.dist_train
     ranks.use_dist_train, ranks.vision_tensor_model_parallel_size = True, vision_tp
     ranks.vision_world_size, ranks.language_world_size = vision, language
-    cfg.model.variable_seq_lengths = True  # what the modules send each other grows with the pictures of a row
-    cfg.dist.use_decentralized_pg = True  # each module has groups of its own,
-    cfg.dist.use_gloo_process_groups = False  # and Megatron-Bridge makes none of gloo beside them
+    cfg.model.variable_seq_lengths = True  # sizes between the modules depend on a row's images
+    cfg.dist.use_decentralized_pg = True  # each module has separate groups,
+    cfg.dist.use_gloo_process_groups = False  # and Megatron-Bridge creates none of gloo for them
     if cfg.dataset.max_patches is None:
         cfg.dataset.max_patches = DIST_TRAIN_PATCHES * cfg.dataset.seq_length // (8 * K)
     return cfg

@@ -31,11 +31,11 @@ def train(arguments: Sequence[str] | None = None, *, prog: str = "qwen3vl train"
     """Train from given weights, or with `--from-scratch` from random ones.
 
     Args:
-        arguments: as typed; None for those of the process.
+        arguments: as on the command line; None for those of the process.
         prog: the program's name, for messages.
 
     Returns:
-        Exit status: 0. What is wrong ends the process with 2.
+        Exit status: 0. Errors end the process with 2.
     """
     parser = _parser("Train Qwen3-VL or Qwen3.5-VL with a recipe, from given weights or from scratch.", prog)
     parser.add_argument("--from-scratch", action="store_true", help="start from random weights")
@@ -58,7 +58,7 @@ def pretrain(arguments: Sequence[str] | None = None) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Either, as `python -m qwen3vl_recipes.cli finetune ...`: for `torchrun -m`, without a clone."""
+    """Either command, as `python -m qwen3vl_recipes.cli finetune ...`: for `torchrun -m`, without a clone."""
     commands = {"finetune": finetune, "pretrain": pretrain}
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(prog=f"python -m {__package__}.cli", description="Train with a recipe.")
@@ -93,7 +93,7 @@ def _parser(description: str, prog: str | None = None) -> argparse.ArgumentParse
 
 
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    args = parser.parse_intermixed_args(arguments)  # settings may stand anywhere
+    args = parser.parse_intermixed_args(arguments)  # settings may be at any position
     if args.json and not (args.list or args.dry_run):
         parser.error("--json works only with --list and --dry-run")
     if args.list:
@@ -127,7 +127,7 @@ def _command(args: argparse.Namespace, *, needs_weights: bool) -> None:
             return
         cfg = _configuration(args, chosen, needs_weights=needs_weights)
         _run(cfg, needs_weights=needs_weights)
-    except (ValueError, AssertionError, OSError) as error:  # Megatron-Bridge asserts what it expects of a configuration
+    except (ValueError, AssertionError, OSError) as error:  # Megatron-Bridge checks a configuration with assertions
         if args.verbose:
             raise
         from qwen3vl_bridge.data.errors import DataError
@@ -162,7 +162,7 @@ def _show_recipes(*, as_json: bool) -> None:
 
 
 def _configuration(args: argparse.Namespace, chosen: Recipe, *, needs_weights: bool) -> ConfigContainer:
-    """The recipe's, with what the command line says."""
+    """The recipe's configuration, with the command line's changes."""
     from qwen3vl_bridge.checkpoint.formats.safetensors.model_folder import find_model
 
     from qwen3vl_recipes import overrides
@@ -171,7 +171,7 @@ def _configuration(args: argparse.Namespace, chosen: Recipe, *, needs_weights: b
     if args.hf_model is not None and Path(args.hf_model).is_dir():
         from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
 
-        ModelConfig(args.hf_model)  # refuses another model's folder before Megatron is imported, which takes a while
+        ModelConfig(args.hf_model)  # refuses another model's folder before the slow import of Megatron
     elif args.hf_model is not None and not args.dry_run:
         args.hf_model = str(find_model(args.hf_model))
     cfg = chosen.function()

@@ -1,6 +1,7 @@
-"""Fine-tune a small model to read handwritten digits: the main job's recipes, for one machine without CUDA.
+"""Fine-tune a small model to read handwritten digits: the recipes of the demo, for one machine without CUDA.
 
-What lives here: what sets these runs apart. What may not: making their data and checkpoint (`examples/digits`).
+What lives here: the settings specific to these runs. What may not: making their data and checkpoint
+(`examples/digits`).
 """
 
 from qwen3vl_recipes.base import fsdp, keep_tower, sft
@@ -9,18 +10,18 @@ from qwen3vl_recipes.registry import recipe
 
 @recipe(gpus=0)
 def qwen3_vl_digits_sft_config():
-    """Full fine-tuning on short conversations about one picture each; with --hf-path, of any dense model."""
+    """Full fine-tuning on short conversations about one image each; with --hf-path, of any dense model."""
     return _digits("2B", "qwen3_vl")
 
 
 @recipe(gpus=0)
 def qwen35_vl_digits_sft_config():
-    """As qwen3_vl_digits_sft_config, of a Qwen3.5-VL."""
+    """The same as qwen3_vl_digits_sft_config, for a Qwen3.5-VL."""
     return _digits("0.8B", "qwen3_5")
 
 
 def _digits(size, family):
-    # A tiny model's activations are no matter.
+    # A tiny model's activations need little memory.
     cfg = keep_tower(fsdp(sft(size, family=family, seq_length=512, global_batch_size=2)))
     cfg.train.train_iters, cfg.scheduler.lr_warmup_iters = 400, 40
     cfg.optimizer.lr, cfg.optimizer.min_lr = 3e-3, 0.0

@@ -1,6 +1,6 @@
-"""What a run would be: all its settings, and the memory they need.
+"""The dry run: all settings of a run, and the memory that it needs.
 
-What lives here: completing a configuration as if it ran on so many GPUs, and showing it. What may not: formulas of
+What lives here: completing a configuration as if it ran on a number of GPUs, and printing it. What may not: formulas of
 memory (`qwen3vl_bridge.planning`).
 """
 
@@ -23,13 +23,13 @@ _DATA = "(dataset.path is not set)"
 
 
 def finalised(cfg: ConfigContainer, world_size: int) -> ConfigContainer:
-    """A copy of a configuration as Megatron-Bridge completes and checks it for so many ranks; nothing is started.
+    """A copy of a configuration as Megatron-Bridge completes and checks it for a number of ranks; nothing is started.
 
-    Data, and weights to start from, need not be there.
+    Data and initial weights need not exist.
 
     Args:
-        cfg: a recipe's; it stays as it is.
-        world_size: ranks.
+        cfg: a recipe's; it is not changed.
+        world_size: number of ranks.
 
     Raises:
         ValueError, AssertionError: settings that contradict each other, or this number of ranks.
@@ -45,7 +45,7 @@ def finalised(cfg: ConfigContainer, world_size: int) -> ConfigContainer:
     weights = cfg.checkpoint.pretrained_checkpoint
     with _world_of(world_size), tempfile.TemporaryDirectory() as folder:
         if weights is None or not os.path.isdir(weights):
-            cfg.checkpoint.pretrained_checkpoint = folder  # Megatron-Bridge looks whether it is there
+            cfg.checkpoint.pretrained_checkpoint = folder  # Megatron-Bridge checks that it exists
         runtime_config_update(cfg)
     cfg.checkpoint.pretrained_checkpoint = weights
     return cfg
@@ -53,7 +53,7 @@ def finalised(cfg: ConfigContainer, world_size: int) -> ConfigContainer:
 
 @contextmanager
 def _world_of(size: int) -> Iterator[None]:
-    """As torchrun would tell the first of so many processes. What a configuration adds to the environment goes too."""
+    """Set the environment of the first of `size` processes, as torchrun does; it is restored at the end."""
     before = dict(os.environ)
     os.environ |= {"WORLD_SIZE": str(size), "RANK": "0"}
     try:
@@ -64,14 +64,14 @@ def _world_of(size: int) -> Iterator[None]:
 
 
 def memory_plan(cfg: ConfigContainer, world_size: int) -> Estimate:
-    """What each rank would hold on GPUs, where Transformer Engine is installed.
+    """The memory of each rank on GPUs with Transformer Engine.
 
     Args:
-        cfg: a recipe's; it stays as it is.
-        world_size: ranks.
+        cfg: a recipe's; it is not changed.
+        world_size: number of ranks.
 
     Raises:
-        ValueError: a setting that changes memory and is not counted.
+        ValueError: a setting that changes memory and is not modelled.
     """
     from qwen3vl_bridge.planning.from_config import plan_of
 
@@ -79,11 +79,11 @@ def memory_plan(cfg: ConfigContainer, world_size: int) -> Estimate:
 
 
 def beside_proposals(cfg: ConfigContainer, world_size: int, gpu: str) -> tuple[Proposal, list[Proposal]]:
-    """A recipe as it is split, and what the planner would propose for its rows and GPUs, best first.
+    """The recipe's own split, and the planner's proposals for its rows and GPUs, best first.
 
     Args:
-        cfg: a recipe's, with vision on the language model's ranks; it stays as it is.
-        world_size: ranks.
+        cfg: a recipe's, with vision on the language model's ranks; it is not changed.
+        world_size: number of ranks.
         gpu: a key of `GPUS`.
     """
     from qwen3vl_bridge.planning.from_config import proposals_beside
@@ -99,11 +99,11 @@ def _for_gpus(complete: ConfigContainer) -> ConfigContainer:
 
 
 def dump(cfg: ConfigContainer, *, gpus: int, gpu: str) -> dict[str, Any]:
-    """For programs: settings, and the plan of memory in bytes, or why there is none.
+    """For programs: settings, and the memory plan in bytes, or why there is none.
 
     Args:
-        cfg: as the run would get it.
-        gpus: how many.
+        cfg: the run's configuration.
+        gpus: number of GPUs.
         gpu: their kind.
     """
     from qwen3vl_bridge.planning.from_config import plan_of
@@ -123,13 +123,13 @@ def dump(cfg: ConfigContainer, *, gpus: int, gpu: str) -> dict[str, Any]:
 
 
 def show(cfg: ConfigContainer, *, gpus: int, gpu: str) -> None:
-    """Print the settings as YAML, then the plan: of memory, and what else the planner would do.
+    """Print the settings as YAML, then the plan: memory, and the planner's alternatives.
 
-    Where vision has ranks of its own, that is whether they are enough; else how it would split the model.
+    With separate vision ranks, the plan says whether they are enough; otherwise how the planner would split the model.
 
     Args:
-        cfg: as the run would get it.
-        gpus: how many.
+        cfg: the run's configuration.
+        gpus: number of GPUs.
         gpu: their kind.
     """
     from qwen3vl_bridge.planning.from_config import plan_of, proposals_beside, sized_of

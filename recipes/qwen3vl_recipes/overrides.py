@@ -1,7 +1,7 @@
-"""Settings that differ from the recipe's: YAML files and words such as `optimizer.lr=1e-5`.
+"""Settings that differ from the recipe's: YAML files and command-line words such as `optimizer.lr=1e-5`.
 
 What lives here: merging and checking them. Megatron-Bridge's conversion to OmegaConf and back is used; what it would
-skip with a warning is refused. What may not: where words come from (`cli.py`).
+skip with a warning is refused. What may not: parsing of the command line (`cli.py`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def apply(cfg: ConfigContainer, words: Sequence[str] = (), files: Sequence[str |
         files: YAML, with any part of the configuration.
 
     Raises:
-        ValueError: a setting that does not exist, or a value of another kind than the recipe's.
+        ValueError: a setting that does not exist, or a value of another type than the recipe's.
         OSError: a file that cannot be read.
     """
     import qwen3vl_bridge  # noqa: F401  before Megatron
@@ -41,7 +41,7 @@ def apply(cfg: ConfigContainer, words: Sequence[str] = (), files: Sequence[str |
 
     settings, callables = _settings(cfg)
     before = _plain(settings)
-    OmegaConf.set_struct(settings, True)  # a name that is not there is an error
+    OmegaConf.set_struct(settings, True)  # unknown names are errors
     after = _plain(_merged(settings, words, files))
     changed = dict(_changes("", before, after))
     for name, (old, new) in changed.items():
@@ -62,7 +62,7 @@ def _settings(cfg: ConfigContainer) -> tuple[DictConfig, dict[str, Any]]:
 
     settings, callables = create_omegaconf_dict_config(cfg)
     if cfg.peft is not None:
-        # It can be called, as functions can, and these are left out.
+        # Megatron-Bridge omits callable values, and this one is callable.
         fields = {field.name: getattr(cfg.peft, field.name) for field in dataclasses.fields(cfg.peft) if field.init}
         settings.peft = {name: value for name, value in fields.items() if value is None or isinstance(value, _PLAIN)}
     return settings, callables
@@ -104,7 +104,7 @@ def _merged(settings: DictConfig, words: Sequence[str], files: Sequence[str | Pa
 
 
 def _names(settings: Any, prefix: str = "") -> list[str]:
-    """Of all settings, whole."""
+    """Full names of all settings."""
     if not isinstance(settings, dict):
         return [prefix]
     return [
@@ -131,7 +131,7 @@ def _changes(name: str, old: Any, new: Any) -> Iterator[tuple[str, tuple[Any, An
 
 
 def _only(after: dict, changed: dict[str, Any]) -> dict:
-    """The settings that differ, nested as they were: the rest is not touched, as some of it does not come back."""
+    """The changed settings, nested; the others are not assigned, because some do not survive the conversion."""
     tree: dict = {}
     for name in changed:
         *path, last = name.split(".")
@@ -143,7 +143,7 @@ def _only(after: dict, changed: dict[str, Any]) -> dict:
 
 
 def _put_into_frozen(cfg: ConfigContainer, name: str, value: Any) -> None:
-    """Where a section is frozen, it is made anew, which Megatron-Bridge does not do."""
+    """Recreate a frozen section with the changes, which Megatron-Bridge does not do."""
     *path, last = name.split(".")
     owners: list[Any] = [cfg]
     for key in path:
@@ -160,19 +160,19 @@ def _at(settings: dict, name: str) -> Any:
 
 
 def _hint(cfg: ConfigContainer, name: str) -> Any:
-    """What a setting's field is declared as; None where that cannot be told."""
+    """Declared type of a setting's field; None if unknown."""
     *path, last = name.split(".")
     section: Any = cfg
     for key in path:
         section = section.get(key) if isinstance(section, dict) else getattr(section, key, None)
     try:
         return typing.get_type_hints(type(section)).get(last)
-    except (NameError, TypeError):  # a name that is imported for type checkers alone
+    except (NameError, TypeError):  # a name imported only for type checkers
         return None
 
 
 def _fits(hint: Any, value: Any) -> bool:
-    """Whether a value is of a declared kind, as far as kinds are plain."""
+    """Whether a value has the declared type, as far as simple types go."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return any(_fits(one, value) for one in typing.get_args(hint))
     if typing.get_origin(hint) is typing.Literal:
@@ -184,13 +184,13 @@ def _fits(hint: Any, value: Any) -> bool:
 
 
 def _is_declared(hint: Any, value: Any) -> bool:
-    """Whether a field may be of several kinds, as text or a list, of which a value's is one."""
+    """Whether a field is declared with several types, such as text or a list, and a value has one of them."""
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     return is_union and any((typing.get_origin(one) or one) is type(value) for one in typing.get_args(hint))
 
 
 def _check_kind(name: str, old: Any, new: Any, hint: Any) -> None:
-    """Refuses text for a number and the like, which would fail much later."""
+    """Refuse text for a number and similar mistakes, which would otherwise fail much later."""
     if new is None:
         return
     if old is None:

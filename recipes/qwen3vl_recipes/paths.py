@@ -1,7 +1,7 @@
-"""Where a run's model, data and results are: what a recipe leaves open.
+"""Paths of a run's model, data and results, which recipes do not set.
 
-What lives here: putting paths into a configuration, and making its model that of a checkpoint. What may not: the
-command line (`cli.py`), settings of a run.
+What lives here: putting paths into a configuration, and setting its model to a checkpoint's. What may not: the command
+line (`cli.py`), settings of a run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# What a Hugging Face configuration says too, and the run decides.
+# Fields that a Hugging Face configuration has too, and the run determines.
 _OF_THE_RUN = {"seq_length"}
 _PRECISION = {"pipeline_dtype", "autocast_dtype"}
 
@@ -29,17 +29,17 @@ def set_paths(
     pretrained_checkpoint: str | Path | None = None,
     save: str | Path | None = None,
 ) -> ConfigContainer:
-    """Put a run's paths into its configuration; None leaves what the recipe has.
+    """Put a run's paths into its configuration; None keeps the recipe's value.
 
     Args:
         cfg: a recipe's. It is changed in place.
         hf_path: Hugging Face checkpoint, a folder or a hub id: the model's configuration, its processor and tokenizer.
         data_path: as `dataset.path`.
-        pretrained_checkpoint: weights to start from: fsdp_dtensor, torch_dist or a Hugging Face folder.
-        save: folder of the run's checkpoints, from which it is continued too; what it logs goes there as well.
+        pretrained_checkpoint: initial weights: fsdp_dtensor, torch_dist or a Hugging Face folder.
+        save: folder of the run's checkpoints, from which it also resumes; logs go there as well.
 
     Raises:
-        ValueError: the recipe has settings that the checkpoint's model knows nothing of.
+        ValueError: the recipe has settings that the checkpoint's model does not have.
     """
     if hf_path is not None:
         _use_model(cfg, str(hf_path))
@@ -54,10 +54,10 @@ def set_paths(
 
 
 def check_data(cfg: ConfigContainer) -> None:
-    """Look whether there are data before anything is built, which takes a while.
+    """Check that the data exist before anything is built, which takes a while.
 
     Raises:
-        ValueError: nothing is where they are said to be.
+        ValueError: a path that does not exist.
     """
     from qwen3vl_bridge import Qwen3VLConversationProvider
     from qwen3vl_bridge.data.row_settings import SPLITS
@@ -78,7 +78,7 @@ def check_data(cfg: ConfigContainer) -> None:
 
 
 def _use_model(cfg: ConfigContainer, hf_path: str) -> None:
-    """The recipe's settings for another checkpoint's model: its sizes, precision, processor and tokenizer."""
+    """Apply the recipe's settings to another checkpoint's model: its sizes, precision, processor and tokenizer."""
     import qwen3vl_bridge  # noqa: F401  before Megatron
 
     from megatron.bridge import AutoBridge
@@ -108,7 +108,7 @@ def _use_model(cfg: ConfigContainer, hf_path: str) -> None:
 
 
 def _chosen(provider: Any) -> dict[str, Any]:
-    """The fields of a provider that are not as its class has them."""
+    """The fields of a provider that differ from its class's defaults."""
     chosen = {}
     for field in dataclasses.fields(provider):
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()

@@ -1,4 +1,4 @@
-"""Which recipes there are, and the machines that each is meant for.
+"""The registry of recipes, and the machines that each is meant for.
 
 What lives here: the registry and finding a recipe by name. No Megatron, so that listing recipes takes no time. What may
 not: settings.
@@ -42,11 +42,11 @@ _MODULES = (
 
 @dataclass(frozen=True)
 class Recipe:
-    """A function that returns a configuration, and what it is meant to run on.
+    """A function that returns a configuration, and the machine that it is meant for.
 
     Attributes:
         function: without parameters.
-        gpus: how many; 0 for a machine without any.
+        gpus: number of GPUs; 0 for a machine without any.
         gpu: their kind, a key of `qwen3vl_bridge.planning.hardware.GPUS`.
     """
 
@@ -67,7 +67,7 @@ def recipe(*, gpus: int, gpu: str = "H100") -> Callable[[RecipeFunction], Recipe
     """Register the function below as a recipe.
 
     Args:
-        gpus: how many it is meant for.
+        gpus: number of GPUs that it is meant for.
         gpu: their kind.
     """
 
@@ -79,17 +79,17 @@ def recipe(*, gpus: int, gpu: str = "H100") -> Callable[[RecipeFunction], Recipe
 
 
 def recipes() -> Mapping[str, Recipe]:
-    """All of this package by name, small models first."""
+    """All recipes of this package by name, small models first."""
     for module in _MODULES:
         importlib.import_module(f"{__package__}.{module}")
     return dict(_registered)
 
 
 def find(name: str) -> Recipe:
-    """A recipe by its name, or a function of yours as `path/to/file.py:function` or `package.module:function`.
+    """A recipe by its name, or a user's function as `path/to/file.py:function` or `package.module:function`.
 
     Raises:
-        ValueError: there is none; the message lists those that are close.
+        ValueError: it does not exist; the message lists similar names.
     """
     where, colon, function = name.rpartition(":")
     if colon:

@@ -3,13 +3,13 @@ r"""Megatron-Bridge's own launcher, `scripts/training/run_recipe.py`, with our r
     torchrun --nproc_per_node 8 -m qwen3vl_recipes.run_recipe Megatron-Bridge/scripts/training/run_recipe.py \
         --recipe qwen3_vl_8b_sft_config --pretrained_checkpoint /HF_FOLDER --save_dir /RUN dataset.path=/DATA
 
-What lives here: how that script is told of them. What may not: settings, options of our own command line (`cli.py`),
-which asks for more before it starts.
+What lives here: making our recipes known to that script. What may not: settings, options of our own command line
+(`cli.py`), which checks more before it starts.
 
-The script looks a recipe up among the names of `megatron.bridge.recipes`, and knows the forward step and the training
-function by tables of its own. In a process that is started so, the names of Qwen3-VL and Qwen3.5-VL in all three are
-ours: a recipe, the step that takes its batches, and a training function with the callbacks that its configuration asks
-for. Megatron-Bridge's recipes of the same names mean other settings; they are not to be had here.
+The script looks a recipe up among the names of `megatron.bridge.recipes`, and has its own tables of forward steps and
+training functions. In a process started this way, the names of Qwen3-VL and Qwen3.5-VL in all three are ours: a recipe,
+the step for its batches, and a training function with the callbacks of its configuration. Megatron-Bridge's recipes of
+the same names have other settings; they are not available here.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from qwen3vl_recipes.registry import recipes
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# By which Megatron-Bridge's scripts choose a step for recipes whose names begin with `qwen3_vl_` or `qwen35_vl_`.
+# By these names Megatron-Bridge's scripts choose a step for recipes whose names begin with `qwen3_vl_` or `qwen35_vl_`.
 _STEP = "qwen3_vl_step"
 
 
 def main() -> None:
-    """Run the script that the first argument names, with the others."""
+    """Run the script in the first argument, with the other arguments."""
     if len(sys.argv) < 2 or not Path(sys.argv[1]).is_file():
         sys.exit("usage: python -m qwen3vl_recipes.run_recipe .../scripts/training/run_recipe.py [ARGUMENT ...]")
     script = Path(sys.argv[1]).resolve()
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def offer_recipes(runner: ModuleType) -> None:
-    """Enter our recipes, step and training functions where the script looks for its own.
+    """Replace the recipes, step and training functions that the script looks up by ours.
 
     Args:
         runner: the script's `recipe_runner`.
@@ -58,7 +58,9 @@ def offer_recipes(runner: ModuleType) -> None:
 
 
 def _of_dora(function: Callable[[], Any]) -> Callable[..., Any]:
-    """A recipe as the script calls those with "dora" in their names: with the method, which ours have no other of."""
+    """A recipe with "dora" in its name, with the parameter for the method that the script passes; ours has only one
+    method.
+    """
 
     @functools.wraps(function)
     def recipe(*, peft_scheme: str = "dora") -> Any:
@@ -66,7 +68,7 @@ def _of_dora(function: Callable[[], Any]) -> Callable[..., Any]:
             raise ValueError(f"--mode is {peft_scheme}, expected dora, or {function.__name__.replace('_dora', '')}")
         return function()
 
-    del recipe.__wrapped__  # the script looks at the parameters
+    del recipe.__wrapped__  # the script inspects the parameters
     return recipe
 
 

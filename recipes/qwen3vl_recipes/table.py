@@ -1,8 +1,9 @@
-"""The tables of recipes in docs/recipes.md: on which GPUs each fits, and how else the planner would split it.
+"""The tables of recipes in docs/recipes.md: on which GPUs each fits, and how the planner would split it instead.
 
     python -m qwen3vl_recipes.table --write docs/recipes.md
 
-What lives here: which numbers of GPUs are tried, and the tables. What may not: estimates (`qwen3vl_bridge.planning`).
+What lives here: the numbers of GPUs that are tried, and the tables. What may not: estimates
+(`qwen3vl_bridge.planning`).
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ if TYPE_CHECKING:
 KINDS = ("H100", "H200", "B200")
 BEGIN, END = "<!-- recipes: begin -->\n", "<!-- recipes: end -->\n"
 BEGIN_PROPOSALS, END_PROPOSALS = "<!-- proposals: begin -->\n", "<!-- proposals: end -->\n"
-# What is left free of a GPU: an estimate is none of a measurement's precision.
+# Part of a GPU's memory that is kept free, because estimates are not as precise as measurements.
 FREE = 0.05
 _MOST_NODES = 128
 
 
 def smallest(recipe: Recipe, gpu: str) -> tuple[int, Estimate] | None:
-    """The fewest GPUs of a kind on which a recipe fits as it is split, and what each holds then.
+    """The fewest GPUs of a kind on which a recipe fits with its parallel sizes, and the memory of each.
 
     Args:
-        recipe: it.
+        recipe: the recipe.
         gpu: a key of `GPUS`.
 
     Returns:
-        None where it fits on no number that was tried: the recipe's own, 1, a node, and doubled from there. Vision and
-        language on ranks of their own fit on the recipe's own or on none.
+        None if it fits on none of the numbers that were tried: the recipe's own, 1, a node, and doubled from there.
+        With separate vision ranks only the recipe's own number is tried.
     """
     from qwen3vl_bridge.planning.hardware import GPUS
 
@@ -43,7 +44,7 @@ def smallest(recipe: Recipe, gpu: str) -> tuple[int, Estimate] | None:
     for gpus in sorted({1, recipe.gpus, *(kind.gpus_per_node * 2**power for power in range(_MOST_NODES.bit_length()))}):
         try:
             found = memory_plan(cfg, gpus)
-        except (ValueError, AssertionError):  # it cannot be split over so few, or its batch not over so many
+        except (ValueError, AssertionError):  # the sizes need more GPUs, or the batch fewer
             continue
         if found.worst.total <= (1 - FREE) * kind.memory_bytes:
             return gpus, found
@@ -51,13 +52,13 @@ def smallest(recipe: Recipe, gpu: str) -> tuple[int, Estimate] | None:
 
 
 def table() -> str:
-    """In Markdown."""
+    """The table in Markdown."""
     from qwen3vl_bridge.planning.hardware import GIB
     from qwen3vl_bridge.planning.reports import words_of_ranks
 
     lines = [f"| recipe | split | on | {' | '.join(f'{kind}, fewest' for kind in KINDS)} |\n", "|---" * 6 + "|\n"]
     for name, recipe in recipes().items():
-        if not recipe.gpus or "_dora_" in name:  # whose norms of weights the planner does not count
+        if not recipe.gpus or "_dora_" in name:  # norms of weights in DoRA, which the planner does not model
             continue
         meant = memory_plan(recipe.function(), recipe.gpus)
         cells = [f"`{name}`", words_of_ranks(meant), f"{recipe.gpus} {recipe.gpu}: {meant.worst.total / GIB:.0f} GiB"]
@@ -69,7 +70,7 @@ def table() -> str:
 
 
 def proposal_line(name: str, recipe: Recipe) -> str:
-    """How else the planner would split a recipe, and how its time compares, as a line of Markdown."""
+    """The planner's alternative to a recipe's split, and its relative time, as a line of Markdown."""
     from qwen3vl_bridge.planning.hardware import GIB
     from qwen3vl_bridge.planning.proposals import AS_FAST
     from qwen3vl_bridge.planning.reports import words_of, words_of_training
@@ -87,7 +88,7 @@ def proposal_line(name: str, recipe: Recipe) -> str:
 
 
 def proposals() -> str:
-    """In Markdown: recipes whose time and first proposal the planner can tell."""
+    """The table in Markdown, of recipes for which the planner has a time and a proposal."""
     lines = ["| recipe | its split | the planner's first | holds | times as long |\n", "|---" * 5 + "|\n"]
     for name, recipe in recipes().items():
         if recipe.gpus and not any(kind in name for kind in ("_dora_", "_dist_train_")):
@@ -96,7 +97,7 @@ def proposals() -> str:
 
 
 def main() -> None:
-    """Print the tables, or put them into a file between their marks."""
+    """Print the tables, or write them into a file between their marks."""
     parser = argparse.ArgumentParser(
         description="The tables of recipes: where each fits, and how else it could be split."
     )
