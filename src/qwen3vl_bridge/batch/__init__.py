@@ -1,4 +1,6 @@
-"""Tokens, pictures and where they lie, as plain tensors: torch only, no process groups, ranks are integers."""
+"""Batches as plain tensors: tokens, images and videos, and their layout. Only torch; ranks are integers, no process
+groups.
+"""
 
 from qwen3vl_bridge.batch.encoder_shards import EncoderInputs, EncoderShard
 from qwen3vl_bridge.batch.grids import frame_lengths

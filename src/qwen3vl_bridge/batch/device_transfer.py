@@ -1,7 +1,7 @@
 """Moving tensors between host and device.
 
-What lives here: a mixin that moves a dataclass of tensors, copies to a GPU on a stream of their own, and copies to the
-host with as few waits as possible. What may not: anything that knows what the tensors mean.
+What lives here: a mixin that moves a dataclass of tensors, copies to a GPU on a separate stream, and copies to the host
+with as few waits as possible. What may not: anything that depends on the tensors' meaning.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from torch import Tensor
 
 
 class Movable:
-    """Moves every tensor of a dataclass, those of nested `Movable`s too."""
+    """Moves every tensor of a dataclass, including those of nested `Movable`s."""
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
         """A copy with every tensor on `device`.
 
         Args:
-            device: where to.
-            non_blocking: let copies from pinned memory run behind the host's back, as `Tensor.to` does.
+            device: the target.
+            non_blocking: copy asynchronously from pinned memory, as in `Tensor.to`.
         """
         return self._each(lambda value: value.to(device, non_blocking=non_blocking))
 
     def sent_to(self, device: torch.device | str) -> Self:
-        """A copy with every tensor on `device`, each as by `sent`."""
+        """A copy with every tensor on `device`, each moved by `sent`."""
         return self._each(lambda value: sent(value, device))
 
     def pin_memory(self) -> Self:
-        """A copy with every tensor in page-locked memory, from which copies to a GPU run behind the host's back."""
+        """A copy with every tensor in page-locked memory, from which copies to a GPU are asynchronous."""
         return self._each(lambda value: value.pin_memory())
 
     def record_stream(self, stream: torch.cuda.Stream) -> Self:
@@ -51,16 +51,16 @@ class Movable:
 
 
 def sent[Value: (Tensor, Movable)](value: Value, device: torch.device | str) -> Value:
-    """A tensor, or a dataclass of some, on a device; the host does not wait for copies to a GPU."""
+    """A tensor, or a dataclass of tensors, on a device; the host does not wait for copies to a GPU."""
     if isinstance(value, Movable):
         return value.sent_to(device)
     if torch.device(device).type == "cuda" and value.device.type == "cpu":
-        value = value.pin_memory()  # the copy would make the host wait otherwise
+        value = value.pin_memory()  # otherwise the host would wait for the copy
     return value.to(device, non_blocking=True)
 
 
 def on_host(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors by name, on the host: all copies are asked for, and then the host waits once for all of them."""
+    """Tensors by name, on the host: all copies are started, then the host waits once for all of them."""
     copies = {name: value.detach().to("cpu", non_blocking=True) for name, value in values.items()}
     for device in {value.device for value in values.values() if value.device.type == "cuda"}:
         torch.cuda.current_stream(device).synchronize()
@@ -68,7 +68,7 @@ def on_host(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def copy_to_gpu[Inputs: Movable](inputs: Inputs, device: torch.device) -> Inputs:
-    """A copy on a GPU, made on a stream of its own.
+    """A copy on a GPU, made on a separate stream.
 
     The copy does not wait for computation on the GPU, and computation queued after this call waits for the copy. If the
     host is ahead of the GPU, a batch therefore arrives while the previous one is still being computed.
@@ -91,10 +91,9 @@ def _copying_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class HostCopy:
-    """Values on their way from a device to the host.
+    """An asynchronous copy from a device to the host.
 
-    The copy begins at once, and the host goes on. Who reads it waits until it is there, which takes no time once
-    anything has waited for what was begun later.
+    Reading the values waits for the copy, which costs nothing if the host has already waited for later work.
 
     Args:
         values: on any device; they may change afterwards.
@@ -107,7 +106,7 @@ class HostCopy:
             self._arrived.record()
 
     def is_there(self) -> bool:
-        """Whether reading would not wait."""
+        """Whether the copy has finished, so that reading does not wait."""
         return self._arrived is None or self._arrived.query()
 
     def tolist(self) -> list:

@@ -1,10 +1,11 @@
-"""What ranks of the vision tower encode for language ranks, where both have ranks of their own.
+"""What separate vision ranks encode for language ranks (dist-train).
 
-What lives here: which pictures a rank encodes, and how both sides name what is sent. What may not: who serves whom
-(`parallel/encoder_replicas.py`), the tensor that is sent (`encoder_parallel/payload.py`), process groups.
+What lives here: which images and videos a rank encodes, and how both sides identify a payload. What may not: which
+vision replica serves which language replica (`parallel/encoder_replicas.py`), the tensor that is sent
+(`encoder_parallel/payload.py`), process groups.
 
-Both sides read the same batches and work out the same shards, so nothing needs to be agreed on; what is sent says what
-it is all the same, and the receiver compares.
+Both sides read the same batches and compute the same shards, so no negotiation is needed; nevertheless each payload has
+a header that the receiver checks.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EncoderShard:
-    """What one rank of the tower sends to one language replica for a microbatch.
+    """What one vision rank sends to one language replica for a microbatch.
 
     Attributes:
-        tokens: vision tokens; 0 where the microbatch has no pictures for this rank.
-        mark: 32 bits of a checksum of the samples, their tokens and the frames that were encoded.
+        tokens: number of vision tokens; 0 if the microbatch has no frames for this rank.
+        mark: 32-bit checksum of the samples, their tokens and the encoded frames.
     """
 
     tokens: int
@@ -39,14 +40,14 @@ class EncoderShard:
 
 
 def encoder_shards_of(batch: PackedBatch, assignment: VisionAssignment) -> tuple[EncoderShard, ...]:
-    """What each of the tower's ranks sends for a microbatch.
+    """The shard of each vision rank for a microbatch.
 
     Args:
         batch: the microbatch.
-        assignment: of its pictures to them.
+        assignment: of its frames to the vision ranks.
     """
     samples = zlib.crc32(repr((batch.sample_ids, batch.layout.lengths)).encode())
-    samples = zlib.crc32(batch.input_ids.numpy(), samples)  # they may have no names
+    samples = zlib.crc32(batch.input_ids.numpy(), samples)  # samples may have no ids
     lengths = () if batch.vision is None else batch.vision.lengths
     return tuple(
         EncoderShard(tokens, zlib.crc32(repr([lengths[frame] for frame in frames]).encode(), samples))
@@ -56,12 +57,12 @@ def encoder_shards_of(batch: PackedBatch, assignment: VisionAssignment) -> tuple
 
 @dataclass(frozen=True)
 class EncoderInputs(Movable):
-    """What one rank of the tower encodes, and for whom.
+    """What one vision rank encodes, and for which receivers.
 
     Attributes:
-        vision: its pictures, those of one receiver after the other's; None where there are none.
-        shards: what each receiver is sent.
-        rows: the most vision tokens in a shard of any rank that sends to the same receivers; shards are made as long.
+        vision: its images and videos, ordered by receiver; None if it has none.
+        shards: the shard of each receiver.
+        rows: largest number of vision tokens in a shard for the same receivers; shards are padded to it.
     """
 
     vision: VisionInputs | None
@@ -70,13 +71,13 @@ class EncoderInputs(Movable):
 
     @classmethod
     def of(cls, batches: Sequence[PackedBatch], work: VisionWork, encoders: int, share: int) -> EncoderInputs:
-        """A rank's part of the microbatches that it serves at a time.
+        """A rank's part of the microbatches that it encodes at a time.
 
         Args:
-            batches: of one language replica, whose pictures several ranks may share, or of several replicas.
-            work: what frames cost.
-            encoders: how many ranks share the pictures of each.
-            share: which of the shares is this rank's.
+            batches: of one language replica, whose images several ranks may divide, or of several replicas.
+            work: cost of frames.
+            encoders: number of ranks that divide the images of each batch.
+            share: index of this rank's part.
         """
         assignments = [assign_vision(batch.vision, work, encoders) for batch in batches]
         sent = [encoder_shards_of(batch, assignment) for batch, assignment in zip(batches, assignments, strict=True)]

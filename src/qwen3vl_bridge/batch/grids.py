@@ -1,4 +1,4 @@
-"""What a picture's grid says. A grid is (frames, height, width) in patches; an image has one frame.
+"""Grids of images and videos: (frames, height, width) in patches; an image has one frame.
 
 What lives here: checking grids and cutting them into frames. What may not: tokens, pixels, positions.
 Legend: K grids, F frames of all of them.
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def check_grids(kind: str, grids: Tensor | None, merge: int) -> Tensor:
-    """Grids that the vision tower can read.
+    """Check that the vision tower can read the grids.
 
     Args:
         kind: "image" or "video", for messages.
@@ -22,7 +22,7 @@ def check_grids(kind: str, grids: Tensor | None, merge: int) -> Tensor:
         [K, 3] int64.
 
     Raises:
-        ValueError: on another shape, a side that is not positive or not divisible by `merge`.
+        ValueError: another shape, or a side that is not positive or not divisible by `merge`.
     """
     if grids is None:
         return torch.zeros(0, 3, dtype=torch.int64)
@@ -51,5 +51,5 @@ def frame_lengths(grids: Tensor) -> Tensor:
 
 
 def describe(grid: Tensor) -> str:
-    """A grid as people write it."""
+    """A grid as text, such as "1 x 16 x 24"."""
     return " x ".join(str(side) for side in grid.tolist())

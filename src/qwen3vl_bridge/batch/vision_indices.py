@@ -1,9 +1,10 @@
-"""What the vision tower needs to know about the pictures of a batch, made on the host from their grids.
+"""Indices and weights that the vision tower needs for the images and videos of a batch, computed on the host from
+grids.
 
-What lives here: slots of vision tokens, places of patches, position-embedding interpolation, `make_vision_inputs`.
-What may not: reading or resizing pictures (`data/`), the tower itself (`models/`), Megatron.
+What lives here: slots of vision tokens, positions of patches, position-embedding interpolation, `make_vision_inputs`.
+What may not: reading or resizing images (`data/`), the tower itself (`models/`), Megatron.
 
-Patches come in merge order: the merge x merge patches that become one token lie together.
+Patches are in merge order: the merge x merge patches that become one token are consecutive.
 Legend: K grids, F frames, N patches, M = N / merge^2 vision tokens, T tokens.
 """
 
@@ -22,26 +23,26 @@ from torch import Tensor
 
 
 def vision_slots(input_ids: Tensor, image_token_id: int, video_token_id: int, num_image_tokens: int) -> Tensor:
-    """Which row of the vision output each token takes.
+    """Row of the vision output for each token.
 
     Args:
         input_ids: integers of any shape, T in all.
-        image_token_id: id of the token that stands for a piece of an image.
-        video_token_id: id of the token that stands for a piece of a video.
-        num_image_tokens: rows that images take in the vision output; those of videos follow.
+        image_token_id: id of the placeholder token of images.
+        video_token_id: id of the placeholder token of videos.
+        num_image_tokens: rows of images in the vision output; those of videos follow.
 
     Returns:
-        [T] int64, -1 for tokens that are not vision.
+        [T] int64, -1 for tokens that are not vision tokens.
 
     Raises:
-        ValueError: if the image tokens are not `num_image_tokens`.
+        ValueError: the number of image tokens is not `num_image_tokens`.
     """
     ids = input_ids.reshape(-1)
     image, video = ids == image_token_id, ids == video_token_id
     rank = image.cumsum(0)
     if int(rank[-1]) != num_image_tokens:
         raise ValueError(f"found {int(rank[-1])} image tokens, expected {num_image_tokens} for the images")
-    slots = rank.mul_(image).sub_(1)  # in place: new memory would cost more than the sums
+    slots = rank.mul_(image).sub_(1)  # in place: allocating new memory would cost more than the sums
     if not video.any():
         return slots
     return torch.where(video, video.cumsum(0).add_(num_image_tokens - 1), slots)
@@ -54,7 +55,7 @@ def patch_positions(grids: Tensor, merge: int) -> Tensor:
 
 
 def interpolation(grids: Tensor, side: int, merge: int) -> tuple[Tensor, Tensor]:
-    """Bilinear interpolation of a square of position embeddings to pictures of other sizes.
+    """Bilinear interpolation of a square of position embeddings to the sizes of images and frames.
 
     Args:
         grids: [K, 3] int64.
@@ -63,7 +64,7 @@ def interpolation(grids: Tensor, side: int, merge: int) -> tuple[Tensor, Tensor]
 
     Returns:
         [4, N] int64 rows of the embedding table around each patch (upper left, upper right, lower left, lower right)
-        and [4, N] float32 their weights. Both as transformers has them, to the bit.
+        and [4, N] float32 their weights. Both are bit-identical to those of transformers.
     """
     frames = _frames(_frame_interpolation, grids, side, merge)
     if not frames:
@@ -73,10 +74,10 @@ def interpolation(grids: Tensor, side: int, merge: int) -> tuple[Tensor, Tensor]
 
 
 def _frames[T](of_frame: Callable[..., T], grids: Tensor, *settings: int) -> list[T]:
-    """[F] what `of_frame` gives for the height and width of each frame. It may be shared: copy it, don't change it.
+    """[F] result of `of_frame` for the height and width of each frame. It may be shared: copy it, do not change it.
 
-    Pictures come in few sizes, and their frames in one, so the result for one is cached; for the largest it is not,
-    which bounds the memory: 512 frames of 4,096 patches take 128 MiB.
+    Images have few different sizes, and a video's frames have one, so the result per size is cached, except for the
+    largest, which bounds the memory: 512 frames of 4,096 patches take 128 MiB.
     """
     frames = []
     for count, height, width in grids.tolist():
@@ -94,7 +95,7 @@ def _frame_positions(height: int, width: int, merge: int) -> Tensor:
 
 @lru_cache(maxsize=512)
 def _frame_interpolation(height: int, width: int, side: int, merge: int) -> tuple[Tensor, Tensor]:
-    """[4, N] int64 and [4, N] float32 of one frame, as `interpolation` has them."""
+    """[4, N] int64 and [4, N] float32 of one frame, as in `interpolation`."""
     (rows, up_down), (columns, left_right) = _axis(height, side), _axis(width, side)
     shapes = (2, 1, height, 1), (2, 1, width)
     index = (rows * side).view(shapes[0]) + columns.view(shapes[1])
@@ -103,7 +104,7 @@ def _frame_interpolation(height: int, width: int, side: int, merge: int) -> tupl
 
 
 def _merged(raster: Tensor, merge: int) -> Tensor:
-    """[C, height * width] in merge order, of a frame [C, height, width]."""
+    """A frame [C, height, width] as [C, height * width] in merge order."""
     channels, height, width = raster.shape
     tiles = raster.view(channels, height // merge, merge, width // merge, merge)
     return tiles.transpose(2, 3).reshape(channels, -1)
@@ -113,7 +114,8 @@ def _merged(raster: Tensor, merge: int) -> Tensor:
 def _axis(size: int, side: int) -> tuple[Tensor, Tensor]:
     """[2, size] int64 the embeddings before and after each patch of an axis, [2, size] float32 their weights.
 
-    Only `linspace` itself rounds as transformers does. What is cached must not depend on torch's current defaults.
+    Only `linspace` itself rounds as transformers does. Cached results must not depend on torch's current default dtype
+    and device.
     """
     place = torch.linspace(0, side - 1, size, dtype=torch.float32, device="cpu")
     low = place.long()
@@ -130,7 +132,7 @@ def make_vision_inputs(
     num_position_embeddings: int,
     spatial_merge_size: int,
 ) -> VisionInputs | None:
-    """All that the vision tower reads, images first, then videos.
+    """The vision tower's inputs, images first, then videos.
 
     Args:
         pixel_values: [patches of the images, features] floating point, or None without images.
@@ -141,11 +143,11 @@ def make_vision_inputs(
         spatial_merge_size: patches that become one token, along each side.
 
     Returns:
-        The inputs, or None where there are no pictures.
+        The inputs, or None if there are no images or videos.
 
     Raises:
-        ValueError: on grids that don't divide, pixels that are not as many as the grids say, or a table that is no
-            square.
+        ValueError: grids that do not divide, a number of patches that differs from the grids', or a table size that is
+            not a square.
     """
     side = isqrt(num_position_embeddings)
     if side * side != num_position_embeddings:
@@ -173,7 +175,7 @@ def make_vision_inputs(
 
 
 def _check_pixels(kind: str, pixels: Tensor | None, grids: Tensor) -> Tensor | None:
-    """The pixels if they are as many as the grids say; None where there are neither."""
+    """The pixels, if their number of patches is that of the grids; None if there are neither."""
     found, expected = 0 if pixels is None else len(pixels), int(grids.prod(-1).sum())
     if found != expected:
         raise ValueError(f"{kind} pixels: found {found} patches, expected {expected} for {len(grids)} {kind} grids")

@@ -1,7 +1,7 @@
-"""The pictures of a batch as data.
+"""Vision inputs of a batch.
 
-What lives here: what the vision tower reads. What may not: making it from grids (`vision_indices.py`), assigning it to
-ranks (`vision_sharding.py`), the tower.
+What lives here: what the vision tower reads. What may not: computing it from grids (`vision_indices.py`), assigning it
+to ranks (`vision_sharding.py`), the tower.
 
 Legend: N patches, F frames.
 """
@@ -21,7 +21,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class VisionInputs(Movable):
-    """All pictures of a batch as the vision tower reads them: images first, then videos, patches in merge order.
+    """All images and videos of a batch as the vision tower reads them: images first, then videos, patches in merge
+    order.
 
     Attributes:
         pixel_values: [N, channels * temporal_patch * patch * patch] floating point.
@@ -40,12 +41,14 @@ class VisionInputs(Movable):
     lengths: tuple[int, ...]
 
     def select(self, frames: Sequence[int]) -> Self:
-        """Some of the frames, one or more, in the order given; pixels may be on a device, all else is on the host."""
+        """Some of the frames (at least one), in the given order; pixels may be on a device, everything else is on the
+        host.
+        """
         starts = list(accumulate(self.lengths, initial=0))
         places = [slice(starts[frame], starts[frame + 1]) for frame in frames]
         lengths = tuple(self.lengths[frame] for frame in frames)
         offsets = torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32)
-        return type(self)(  # pieces are copied some ten times as fast as rows by index
+        return type(self)(  # copying slices is about ten times as fast as indexing rows
             pixel_values=torch.cat([self.pixel_values[place] for place in places]),
             position_ids=torch.cat([self.position_ids[place] for place in places]),
             interpolation_index=torch.cat([self.interpolation_index[:, place] for place in places], 1),
@@ -56,6 +59,6 @@ class VisionInputs(Movable):
 
 
 def frame_rows(lengths: Sequence[int], frames: Sequence[int]) -> Tensor:
-    """The rows of some of the frames, where frames of these lengths lie one after the other."""
+    """The rows of some of the frames, for consecutive frames of these lengths."""
     starts = list(accumulate(lengths, initial=0))
     return torch.cat([torch.arange(starts[frame], starts[frame + 1]) for frame in frames])

@@ -1,11 +1,11 @@
-"""Which context-parallel rank encodes which frames of a batch, and which ranks are sent what it has encoded.
+"""Assignment of frames to context-parallel ranks, and which vision tokens each rank sends to which.
 
-What lives here: assigning frames to ranks by what they cost the vision tower, where their tokens then lie, and which of
-them each rank uses. Ranks are plain integers. What may not: which tokens a rank holds (`token_layout.py`), what a model
-costs (`models/common/flops.py`), collectives (`parallel/collectives.py`).
+What lives here: assigning frames to ranks by their cost in the vision tower, the resulting order of vision tokens, and
+which of them each rank uses. Ranks are plain integers. What may not: which tokens a rank holds (`token_layout.py`),
+what a model costs (`models/common/flops.py`), collectives (`parallel/collectives.py`).
 
-Context-parallel ranks see the same pictures. Each encodes some of the frames, since attention does not cross one, and
-sends the others what their tokens use of it.
+Context-parallel ranks have the same images and videos. Each encodes some of the frames (attention does not cross
+frames) and sends the other ranks the vision tokens that they need.
 Legend: F frames, N patches, M = N / merge^2 vision tokens.
 """
 
@@ -24,30 +24,30 @@ from qwen3vl_bridge.batch.vision_inputs import VisionInputs, frame_rows
 import torch
 from torch import Tensor
 
-_EVEN = 1.005  # a rank's cost over the mean, below which the search ends
+_EVEN = 1.005  # the search ends if the highest cost is below this many times the mean
 
 
 @dataclass(frozen=True)
 class VisionWork:
-    """What a frame of n patches costs, patch * n + patch_pair * n^2, in any unit; and how many tokens it becomes."""
+    """Cost of a frame of n patches, patch * n + patch_pair * n^2, in any unit; and the patches per vision token."""
 
     patch: float
     patch_pair: float
     patches_per_token: int
 
     def cost(self, patches: int) -> float:
-        """Of one frame."""
+        """Cost of one frame."""
         return self.patch * patches + self.patch_pair * patches**2
 
 
 @dataclass(frozen=True)
 class VisionAssignment:
-    """Which rank encodes which pictures.
+    """Which rank encodes which frames.
 
     Attributes:
-        frames: those of each rank, in their order.
-        counts: vision tokens of every rank's frames.
-        places: [M] int64, where each vision token of the batch lies among those of all ranks, one after the other.
+        frames: indices of each rank's frames, ascending.
+        counts: vision tokens of each rank's frames.
+        places: [M] int64, index of each vision token of the batch in the concatenated tokens of all ranks.
     """
 
     frames: tuple[tuple[int, ...], ...]
@@ -55,7 +55,7 @@ class VisionAssignment:
     places: Tensor
 
     def part(self, vision: VisionInputs | None, rank: int) -> VisionInputs | None:
-        """The pictures of a rank, as they were assigned; None if it has none."""
+        """The frames that were assigned to a rank; None if it has none."""
         if vision is None or len(self.frames) == 1:
             return vision
         return vision.select(self.frames[rank]) if self.frames[rank] else None
@@ -63,12 +63,12 @@ class VisionAssignment:
 
 @dataclass(frozen=True)
 class VisionExchange(Movable):
-    """What one of several ranks sends of the vision tokens that it encodes, and what it is sent; itself is one of them.
+    """Which vision tokens a rank sends to each rank, and receives from each rank, including itself.
 
     Attributes:
-        rows: int64, of its own vision tokens those that it sends: the first rank's, in their order, then the second's.
-        sent: how many of them go to each rank.
-        received: how many come from each rank, which are one rank's after the other's, in their order there.
+        rows: int64, indices into its own vision tokens: those sent to the first rank, in order, then to the second.
+        sent: number of tokens sent to each rank.
+        received: number of tokens received from each rank; they are concatenated by rank, each in the sender's order.
     """
 
     rows: Tensor
@@ -77,19 +77,19 @@ class VisionExchange(Movable):
 
     @classmethod
     def of(cls, assignment: VisionAssignment, slots: Sequence[Tensor], rank: int) -> tuple[Self, Tensor]:
-        """What a rank sends and is sent, so that each has every vision token that it uses once.
+        """Sends and receives of a rank, such that each rank gets every vision token that it uses once.
 
         Args:
-            assignment: of the pictures to ranks.
-            slots: for each rank which vision tokens of the batch it uses, int64, in any order and any number of times;
-                negative ones are none.
-            rank: the one.
+            assignment: of the frames to ranks.
+            slots: for each rank the vision tokens of the batch that it uses, int64, in any order and any number of
+                times; negative values are ignored.
+            rank: the rank.
 
         Returns:
-            The exchange, and [M] int64 where each vision token of the batch lies among those that the rank is sent,
-            anywhere for one that it does not use.
+            The exchange, and [M] int64 the index of each vision token of the batch among those that the rank receives;
+            undefined for tokens that it does not use.
         """
-        used = torch.zeros(len(slots), len(assignment.places), dtype=torch.bool)  # in the order they are encoded in
+        used = torch.zeros(len(slots), len(assignment.places), dtype=torch.bool)  # in the order of encoding
         for row, own in zip(used, slots, strict=True):
             row[assignment.places[own[own >= 0]]] = True
         sent = used.split(assignment.counts, 1)[rank]
@@ -99,11 +99,11 @@ class VisionExchange(Movable):
 
 
 def assign_frames(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """The frames of each rank, in their order.
+    """The frames of each rank, ascending.
 
-    The costliest first, each to the rank that has the least so far; then the rank that has the most gives a frame away
-    or exchanges one, for as long as that helps. The first half alone is at most 4/3 - 1/(3 ranks) of the best there is.
-    Source: Graham, Bounds on multiprocessing timing anomalies (1969).
+    Longest-processing-time first: frames in descending order of cost, each to the rank with the lowest cost so far;
+    then frames are moved or swapped away from the rank with the highest cost while this helps. The first step by itself
+    is within 4/3 - 1/(3 ranks) of the optimum. Source: Graham, Bounds on multiprocessing timing anomalies (1969).
     """
     shares: list[list[int]] = [[] for _ in range(ranks)]
     totals = [(0.0, rank) for rank in range(ranks)]
@@ -117,12 +117,12 @@ def assign_frames(costs: Sequence[float], ranks: int) -> list[list[int]]:
 
 
 def _exchange(shares: list[list[int]], costs: Sequence[float]) -> bool:
-    """Move a frame off the rank that has the most, for a cheaper one or for nothing; False where that is of no use."""
+    """Move a frame away from the rank with the highest cost, or swap it for a cheaper one; False if neither helps."""
     totals = [sum(costs[frame] for frame in share) for share in shares]
     most = max(range(len(shares)), key=totals.__getitem__)
     if totals[most] * len(shares) <= _EVEN * sum(totals):
         return False
-    best, swap = totals[most] * (1 - 1e-4), None  # less is not worth the search, and rounding alone would never end
+    best, swap = totals[most] * (1 - 1e-4), None  # ignores gains that are only rounding
     for rank, share in enumerate(shares):
         if rank == most:
             continue
@@ -143,10 +143,10 @@ def _exchange(shares: list[list[int]], costs: Sequence[float]) -> bool:
 def _candidates(
     share: Sequence[int], other: Sequence[int], wanted: float, costs: Sequence[float]
 ) -> Iterator[tuple[int, int | None, float]]:
-    """For each frame of a share the two exchanges that move most nearly what makes both shares alike.
+    """For each frame of a rank, the two swaps that come closest to moving the wanted cost to the other rank.
 
     Yields:
-        The frame's place, the frame that comes back for it or None, and the cost that is moved.
+        The frame's index, the frame returned for it or None, and the cost that is moved.
     """
     cheapest_first = sorted(other, key=costs.__getitem__)
     theirs = [0.0, *(costs[frame] for frame in cheapest_first)]
@@ -157,15 +157,15 @@ def _candidates(
 
 
 def assign_vision(vision: VisionInputs | None, work: VisionWork, ranks: int) -> VisionAssignment:
-    """Assign the pictures of a batch to ranks.
+    """Assign the frames of a batch to ranks.
 
     Args:
-        vision: all pictures, or None for none.
-        work: what they cost.
-        ranks: how many share them.
+        vision: all images and videos, or None for none.
+        work: cost of frames.
+        ranks: number of ranks that divide them.
 
     Raises:
-        ValueError: a frame that is no whole number of vision tokens.
+        ValueError: a frame whose number of patches is not a multiple of those per vision token.
     """
     if vision is None:
         return VisionAssignment(((),) * ranks, (0,) * ranks, torch.empty(0, dtype=torch.int64))

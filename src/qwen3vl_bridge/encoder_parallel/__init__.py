@@ -1,1 +1,1 @@
-"""Vision and language on ranks of their own: both modules, their payload, step, checkpoint, evaluation."""
+"""Separate vision and language ranks (dist-train): both modules, their payload, step, checkpoint, evaluation."""

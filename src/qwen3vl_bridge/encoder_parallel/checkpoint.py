@@ -1,12 +1,12 @@
 """Checkpoints of runs with separate vision ranks, in Megatron-Bridge's loop: they equal those of one model.
 
-What lives here: what its own saving and loading are told, so that nothing of both modules has the same name and a run
-continues with another number of ranks, or without modules. What may not: where a
-run's checkpoints are saved and found (`training/checkpoint_manager.py`).
+What lives here: the arguments of Megatron-Bridge's saving and loading, such that names are unique over both modules and
+a run can continue with another number of ranks, or without modules. What may not: where a run's checkpoints are saved
+and found (`training/checkpoint_manager.py`).
 
-Tensors of both modules have names of their own, and the rest is what the first rank has. Two things are not so. Random
-states are stored by a rank's place in its module; the tower's get a name of their own. And an optimizer that has no
-parameters, as that of experts on ranks of the tower, cannot describe itself; the other module does that for it.
+Tensors of the two modules have different names, and other state is taken from the first rank. There are two exceptions.
+Random states are stored by a rank's index in its module; the tower's get a separate name. And an optimizer without
+parameters, such as that of experts on vision ranks, has no state dict; that of the other module is used.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _VISION = "vision_model"
 
 @contextlib.contextmanager
 def as_one_model[Context: (CheckpointSaveContext, CheckpointLoadContext)](ctx: Context) -> Iterator[Context]:
-    """Let what a rank saves or loads be its part of a complete model's; as it is where there are no modules.
+    """Make what a rank saves or loads its part of a complete model's checkpoint; unchanged without modules.
 
     Args:
         ctx: Megatron-Bridge's, of this rank's module.
 
     Yields:
-        What Megatron-Bridge's own manager is to be given.
+        The context for Megatron-Bridge's own manager.
     """
     provider = ctx.state.cfg.model
     if not provider.dist_train.use_dist_train:
@@ -47,7 +47,7 @@ def as_one_model[Context: (CheckpointSaveContext, CheckpointLoadContext)](ctx: C
 
 @contextlib.contextmanager
 def _described_as_one(optimizer: MegatronOptimizer | None, provider: VisionLanguageProvider) -> Iterator[None]:
-    """An optimizer that describes itself as the whole model's does, as far as that is of this rank."""
+    """An optimizer whose sharded state dict is this rank's part of the whole model's."""
     if optimizer is None:
         yield
         return
@@ -55,7 +55,7 @@ def _described_as_one(optimizer: MegatronOptimizer | None, provider: VisionLangu
     instead = {
         "sharded_state_dict": described.sharded_state_dict,
         "load_state_dict": described.load_state_dict,
-        "is_stub_optimizer": False,  # Megatron-Bridge passes by one that has no parameters at all
+        "is_stub_optimizer": False,  # Megatron-Bridge skips an optimizer without any parameters
     }
     before = dict(vars(optimizer))
     vars(optimizer).update(instead)
@@ -69,13 +69,13 @@ def _described_as_one(optimizer: MegatronOptimizer | None, provider: VisionLangu
 
 
 class _Described:
-    """The optimizer of one module's ranks: those of its chain that have parameters describe themselves.
+    """The optimizer of one module's ranks: state dicts of the optimizers in its chain that have parameters.
 
-    What there is beside tensors, such as steps, is put together from both modules, so that it is the same on every rank
-    and says as much as a complete model's.
+    State other than tensors, such as steps, is merged from both modules, so that it is equal on every rank and as
+    complete as a whole model's.
 
     Args:
-        optimizer: megatron-core's; every rank makes this at the same time.
+        optimizer: megatron-core's; every rank creates this at the same time.
         provider: the run's.
     """
 
@@ -83,12 +83,12 @@ class _Described:
         self._chain = getattr(optimizer, "chained_optimizers", [optimizer])
         self._first_language = provider.dist_train.vision_world_size
         here = {i for i, one in enumerate(self._chain) if any(group["params"] for group in one.param_groups)}
-        # A distributed optimizer's share of them may have none of what its module has.
+        # A rank's part of a distributed optimizer may lack parameters that its module has.
         heard = gather_objects((provider.add_decoder, here))
         self._own = sorted(set().union(*(there for module, there in heard if module == provider.add_decoder)))
 
     def sharded_state_dict(self, model: ShardedStateDict, is_loading: bool = False, **kwargs: Any) -> ShardedStateDict:
-        """By number in the chain, unless it is one; every rank calls this."""
+        """By index in the chain, unless it has only one optimizer; a collective call."""
         own = {i: self._chain[i].sharded_state_dict(model, is_loading, **kwargs) for i in self._own}
         if is_loading:
             return self._unless_one(own)
@@ -98,10 +98,10 @@ class _Described:
         return self._unless_one(_over(common, sharded))
 
     def load_state_dict(self, state: dict) -> None:
-        """Its own part of the whole model's.
+        """Load this rank's part of the whole model's state.
 
         Args:
-            state: as it was described.
+            state: with the structure of `sharded_state_dict`.
         """
         for i in self._own:
             self._chain[i].load_state_dict(state[i] if len(self._chain) > 1 else state)
@@ -111,7 +111,7 @@ class _Described:
 
 
 def _over(below: Any, above: Any) -> Any:
-    """Two nested structures of one form as one; what is in both is of the one above."""
+    """Merge two nested structures; for entries in both, the value of `above` is used."""
     if isinstance(below, list) and isinstance(above, list) and len(below) == len(above):
         return [_over(*both) for both in zip(below, above, strict=True)]
     if not (isinstance(below, dict) and isinstance(above, dict)):

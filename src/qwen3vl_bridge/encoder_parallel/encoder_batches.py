@@ -1,6 +1,6 @@
-"""The batches of ranks of the vision tower: those of the language replicas that they encode for.
+"""The batches of vision ranks: those of the language replicas that they encode for.
 
-What lives here: one stream out of several. What may not: which replica encodes for which
+What lives here: combining several streams into one. What may not: which replica encodes for which
 (`parallel/encoder_replicas.py`), batches themselves.
 """
 
@@ -20,11 +20,11 @@ _STREAMS, _SPLIT = "qwen3vl_encoder_batches", "qwen3vl_split"
 
 
 def replicas_read(provider: VisionLanguageProvider, groups: ProcessGroupCollection) -> tuple[Sequence[int], int]:
-    """The data-parallel replicas whose batches this rank reads, and how many replicas there are.
+    """The data-parallel replicas whose batches this rank reads, and the number of replicas.
 
     Args:
         provider: the run's.
-        groups: of this rank's module.
+        groups: process groups of this rank's module.
     """
     if provider.add_encoder and provider.add_decoder:
         return (groups.dp.rank(),), groups.dp.size()
@@ -33,26 +33,26 @@ def replicas_read(provider: VisionLanguageProvider, groups: ProcessGroupCollecti
 
 
 def read_split(state: GlobalState, split: str) -> None:
-    """Say which data Megatron-Bridge's loop takes its rows from, from here on.
+    """Set the split from which Megatron-Bridge's loop reads from now on.
 
     Args:
-        state: the run.
+        state: the run's global state.
         split: "train", "valid" or "test".
     """
     setattr(state, _SPLIT, split)
 
 
 def next_encoder_batch(state: GlobalState, given: Iterator[Any], groups: ProcessGroupCollection) -> tuple:
-    """The next microbatch of each replica that a rank of the tower encodes for.
+    """The next microbatch of each replica that a vision rank encodes for.
 
-    Megatron-Bridge's loop assigns rows by the tower's own replicas; where those are as many as the language model's,
-    they read the same. Else its iterator is left alone, and rows are read from where the run stands. A script with an
-    iterator of its own gives tuples, of a microbatch for each replica.
+    Megatron-Bridge's loop assigns rows by the tower's own replicas; if those are as many as the language model's, they
+    read the same rows. Otherwise its iterator is not used, and rows are read from the run's position. A script with its
+    own iterator yields tuples, with a microbatch of each replica.
 
     Args:
-        state: the run.
+        state: the run's global state.
         given: the loop's iterator.
-        groups: of the tower.
+        groups: process groups of the tower.
     """
     replicas = replicas_of(state.cfg.model)
     if not isinstance(given, RerunDataIterator) or replicas.vision == replicas.language:
@@ -67,7 +67,7 @@ def next_encoder_batch(state: GlobalState, given: Iterator[Any], groups: Process
 
 
 def _resumed_stream(state: GlobalState, split: str, groups: ProcessGroupCollection) -> EncoderBatchStream:
-    """Of a split, as Megatron-Bridge's loader of it begins."""
+    """Stream of a split, starting where Megatron-Bridge's loader of it does."""
     cfg, done = state.cfg, state.train_state
     read, size = replicas_read(cfg.model, groups)
     rows = cfg.dataset.shared_by(1)
@@ -83,7 +83,7 @@ class EncoderBatchStream(Iterator[tuple[Any, ...]]):
     """Microbatches of several replicas at a time.
 
     Args:
-        streams: one of each replica.
+        streams: one per replica.
     """
 
     def __init__(self, streams: Sequence[Any]) -> None:
@@ -94,14 +94,14 @@ class EncoderBatchStream(Iterator[tuple[Any, ...]]):
         return tuple(next(stream) for stream in self._streams)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the streams stand, which is the same on every rank."""
+        """Position of the streams, which is equal on every rank."""
         return self._streams[0].state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there.
+        """Continue from a position.
 
         Args:
-            state: any rank's.
+            state: of any rank.
         """
         for stream in self._streams:
             stream.load_state_dict(state)

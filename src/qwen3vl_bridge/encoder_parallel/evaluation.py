@@ -1,10 +1,10 @@
-"""Evaluation of vision and language on ranks of their own, in Megatron-Bridge's loop.
+"""Evaluation with separate vision ranks, in Megatron-Bridge's loop.
 
-What lives here: what its `evaluate` has to be given. What may not: how it comes to be given that (`compat/patches.py`),
-the data of an evaluation (`encoder_batches.py`).
+What lives here: the arguments of its `evaluate`. What may not: how they are passed (`compat/patches.py`), the data of
+an evaluation (`encoder_batches.py`).
 
-`evaluate` takes a communicator between modules. Megatron-Bridge's loop gives it none, and it would evaluate the module
-of each rank alone.
+`evaluate` takes a communicator between modules. Megatron-Bridge's loop passes none, and would evaluate the module of
+each rank by itself.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 
 def evaluate_modules_together(evaluate: Callable[..., Any], state: GlobalState, *args: Any, **kwargs: Any) -> Any:
-    """Megatron-Bridge's `evaluate`, which evaluates the two modules as one model; of other runs as usual.
+    """Call Megatron-Bridge's `evaluate` such that it evaluates the two modules as one model; unchanged for other runs.
 
     Args:
-        evaluate: Megatron-Bridge's.
-        state: the run's.
+        evaluate: Megatron-Bridge's function.
+        state: the run's global state.
         args, kwargs: other arguments of `evaluate`.
     """
     provider = state.cfg.model
@@ -35,7 +35,7 @@ def evaluate_modules_together(evaluate: Callable[..., Any], state: GlobalState, 
 
 
 def _groups_of_language(groups: ProcessGroupCollection) -> ProcessGroupCollection:
-    """The same groups. Megatron-Bridge asks them for those of the language model, on ranks of the language model."""
+    """The same groups. On language ranks Megatron-Bridge asks them for the language model's groups."""
     own = copy.copy(groups)
     own.get_language_model_collection = lambda: groups
     return own

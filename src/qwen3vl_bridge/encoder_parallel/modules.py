@@ -1,7 +1,7 @@
-"""Qwen3-VL in two modules that train on ranks of their own: the vision tower, and the model without it.
+"""Qwen3-VL in two modules that train on separate ranks: the vision tower, and the model without it.
 
-What lives here: what each of them is given and gives, by megatron-core's schedule for several modules. What may not:
-what they send each other (`payload.py`), the tower, the model, groups and communicators.
+What lives here: inputs and outputs of each module in megatron-core's schedule for several modules. What may not: the
+payload (`payload.py`), the tower, the model, groups and communicators.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 
 
 class Qwen3VLEncoder(MegatronModule):
-    """The vision tower by itself.
+    """The vision tower as a module.
 
     Args:
         config: the provider.
@@ -41,7 +41,7 @@ class Qwen3VLEncoder(MegatronModule):
         self.vision_model = Qwen3VLVisionModel(vision_transformer_config(config), config.vision_config, pg_collection)
 
     def forward(self, inputs: EncoderInputs) -> dict[str, Tensor]:
-        """Encode this rank's pictures, or a blank one, for all that it serves.
+        """Encode this rank's images and videos, or a blank image, for all language replicas that it serves.
 
         Returns:
             The payload, under the module's name.
@@ -51,16 +51,16 @@ class Qwen3VLEncoder(MegatronModule):
         return {VISION: pack(tokens, features, inputs.shards, inputs.rows)}
 
     def set_input_tensor(self, input_tensor: list[dict[str, Tensor]]) -> None:
-        """Nothing comes before the tower."""
+        """Does nothing: the tower has no previous stage."""
 
     def shared_embedding_or_output_weight(self) -> None:
-        """It has none."""
+        """Returns None: the tower has no such weight."""
 
     freeze = VisionLanguageModel.freeze
 
 
 class Qwen3VLDecoder(Qwen3VLModel):
-    """The model without its vision tower; arguments as `Qwen3VLModel`'s."""
+    """The model without its vision tower; arguments as for `Qwen3VLModel`."""
 
     def __init__(self, config: VisionLanguageProvider, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -68,13 +68,13 @@ class Qwen3VLDecoder(Qwen3VLModel):
         self.headers = Headers()
 
     def add_tower(self) -> None:
-        """It has ranks of its own."""
+        """Does nothing: the tower is on separate ranks."""
 
     def encode(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
-        """Vision tokens [M, h] and DeepStack features [t, M, h], as the tower's ranks have sent them.
+        """Vision tokens [M, h] and DeepStack features [t, M, h], as received from the vision ranks.
 
         Raises:
-            ValueError: nothing has arrived, or what has is not what this microbatch needs, or an earlier one needed.
+            ValueError: nothing was received, or the payload is not that of this microbatch, or of an earlier one.
         """
         if self.payload is None or inputs.encoder_shards is None:
             raise ValueError(
@@ -92,12 +92,12 @@ class Qwen3VLDecoder(Qwen3VLModel):
         return tokens, features
 
     def set_input_tensor(self, input_tensor: list[dict[str, Any]]) -> None:
-        """Take what vision ranks or the previous pipeline stage sent, for the next `forward`."""
+        """Store what vision ranks or the previous pipeline stage sent, for the next `forward`."""
         arrived = input_tensor[0] or {}
         self.payload = arrived.get(VISION)
         super().set_input_tensor(arrived.get(LANGUAGE))
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor | dict[str, Tensor]:
-        """As `Qwen3VLModel.forward`; what goes to the next pipeline stage is under the module's name."""
+        """Like `Qwen3VLModel.forward`; the output for the next pipeline stage is under the module's name."""
         output = super().forward(*args, **kwargs)
         return output if self.post_process else {LANGUAGE: output}

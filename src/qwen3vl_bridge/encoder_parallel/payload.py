@@ -1,12 +1,12 @@
-"""What ranks of the vision tower send to language ranks: one tensor, packed and unpacked here and nowhere else.
+"""What vision ranks send to language ranks: one tensor, packed and unpacked only here.
 
-What lives here: the order of things in the tensor. What may not: sending and receiving, which are megatron-core's;
-which pictures are in it (`batch/encoder_shards.py`).
+What lives here: the layout of the tensor. What may not: sending and receiving, which are megatron-core's; which images
+and videos are in it (`batch/encoder_shards.py`).
 
-A payload is [P, 1 + R, (t + 1) * h]: for each of P shards a header row, then a row for each vision
-token, then rows of zeros up to the longest shard. A token's row has its DeepStack features first, in the order of
-their layers, and its final embedding last. megatron-core joins shards of several senders, and parts those of several
-receivers, along the first dimension, so pictures may have any size.
+A payload is [P, 1 + R, (t + 1) * h]: for each of P shards a header row, then a row for each vision token, then rows of
+zeros up to the longest shard. A token's row has its DeepStack features first, in the order of their layers, and its
+final embedding last. megatron-core concatenates shards of several senders, and splits those of several receivers, along
+the first dimension, so images may have any size.
 
 Legend: t DeepStack features of a token, h the text model's hidden size, M vision tokens.
 """
@@ -24,21 +24,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# A number's digits in this base are whole in every floating-point type that models train in.
+# Digits in this base are exact in every floating-point dtype that models train in.
 _BASE, _DIGITS = 256, 4
 
 
 def pack(tokens: Tensor, features: Tensor, shards: Sequence[EncoderShard], rows: int) -> Tensor:
-    """What the tower has encoded, as it is sent.
+    """Pack encoded vision tokens into a payload.
 
     Args:
-        tokens: [M, h] vision tokens, one shard's after the other's; more may follow, as of a blank picture.
-        features: [t, M, h] the same of DeepStack.
-        shards: what each receiver is sent.
+        tokens: [M, h] vision tokens, ordered by shard; more may follow, as of a blank image.
+        features: [t, M, h] DeepStack features of the same tokens.
+        shards: the shard of each receiver.
         rows: R, no less than any shard's tokens.
 
     Returns:
-        [P, 1 + R, (t + 1) * h]; no view, or the schedules could not free it once it is sent.
+        [P, 1 + R, (t + 1) * h]; not a view, because the schedules could not free a view after sending it.
     """
     each = torch.cat((*features, tokens), -1)
     counts = [shard.tokens for shard in shards]
@@ -50,10 +50,10 @@ def pack(tokens: Tensor, features: Tensor, shards: Sequence[EncoderShard], rows:
 
 
 class Header(NamedTuple):
-    """What a sender says of its shard, and what its receiver expects.
+    """The received header, and the expected one.
 
     Attributes:
-        found: [P, 4 * digits], on its way to the host.
+        found: [P, 4 * digits], an asynchronous copy to the host.
         expected: (tokens, mark, taps, width) of each of the P shards.
     """
 
@@ -61,10 +61,10 @@ class Header(NamedTuple):
     expected: list[tuple[int, ...]]
 
     def check(self) -> None:
-        """Wait for what was sent, and compare.
+        """Wait for the received header, and compare it.
 
         Raises:
-            ValueError: it is of other pictures.
+            ValueError: the payload is of other images or videos.
         """
         found = [_numbers(digits) for digits in self.found.tolist()]
         if found != self.expected:
@@ -75,37 +75,37 @@ class Header(NamedTuple):
 
 
 class Headers:
-    """The headers of a step's payloads, compared without waiting for them: as they arrive, and all when it is over.
+    """The headers of a step's payloads, compared without waiting for them: as they arrive, and all at the step's end.
 
-    By then the weights have changed, and nothing has been saved.
+    By then the weights have changed, but nothing has been saved.
     """
 
     def __init__(self) -> None:
         self._waiting: deque[Header] = deque()
 
     def add(self, header: Header) -> None:
-        """Compare it later, and now those that have arrived. Raises as `Header.check`."""
+        """Add a header, and compare those that have arrived. Raises as `Header.check`."""
         while self._waiting and self._waiting[0].found.is_there():
             self._waiting.popleft().check()
         self._waiting.append(header)
 
     def check_all(self) -> None:
-        """Compare all that are left. Raises as `Header.check`."""
+        """Compare all remaining headers. Raises as `Header.check`."""
         while self._waiting:
             self._waiting.popleft().check()
 
 
 def unpack(payload: Tensor, shards: Sequence[EncoderShard], taps: int, hidden: int) -> tuple[Tensor, Tensor, Header]:
-    """What was packed for this receiver.
+    """Unpack the payload for this receiver.
 
     Args:
         payload: [P, 1 + R, (t + 1) * h], a shard of each of the senders.
-        shards: what they should have sent.
+        shards: the expected shards.
         taps: t.
         hidden: h.
 
     Returns:
-        Vision tokens [M, h] and DeepStack features [t, M, h]; and the header, which is to be compared.
+        Vision tokens [M, h] and DeepStack features [t, M, h]; and the header, to be compared.
 
     Raises:
         ValueError: a payload of another shape.

@@ -1,11 +1,11 @@
-"""Vision and language on ranks of their own: what they do together in a step, in Megatron-Bridge's loop.
+"""Joint training steps of separate vision and language ranks, in Megatron-Bridge's loop.
 
-What lives here: gradients sent back or not, one division by the tokens, one norm for clipping. What may not:
+What lives here: whether gradients are sent back, one division by the tokens, one norm for clipping. What may not:
 groups (`training/process_groups.py`), the two modules (`modules.py`), data (`encoder_batches.py`), checkpoints and
 evaluation in Megatron-Bridge's loop (`checkpoint.py`, `evaluation.py`).
 
-Megatron-Bridge's set-up gives each module an optimizer by itself. As it is, the tower's gradients would not be divided
-by the tokens of the batch, which language ranks count, and each module would be clipped by its own norm.
+Megatron-Bridge's set-up gives each module a separate optimizer. Without this module, the tower's gradients would not be
+divided by the tokens of the batch, which language ranks count, and each module would be clipped by its own norm.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Modules(Callback):
     """Joins the two modules in Megatron-Bridge's loop."""
 
     def on_train_start(self, context: CallbackContext) -> None:
-        """Before the first step, when the loop has set its own functions.
+        """Before the first step, after the loop has set its own functions.
 
         Raises:
-            ValueError: the run is to do what Megatron-Bridge's loop cannot, of modules.
+            ValueError: a setting that Megatron-Bridge's loop does not support for modules.
         """
         check(_RULES, context.state.cfg)
         sharded = context.state.cfg.optimizer.use_distributed_optimizer
@@ -52,26 +52,26 @@ class Modules(Callback):
         """Count the batch's samples; right after this Megatron-Bridge adds those of its module's replicas.
 
         Raises:
-            ValueError: in this step the tower's ranks sent other pictures than were expected.
+            ValueError: in this step the vision ranks sent other images or videos than expected.
         """
         for chunk in context.model:
             module = get_attr_wrapped_model(chunk, "pg_collection", return_model_obj=True)
-            if hasattr(module, "headers"):  # of a language rank
+            if hasattr(module, "headers"):  # on a language rank
                 module.headers.check_all()
         groups, train = get_attr_wrapped_model(context.model[0], "pg_collection"), context.state.cfg.train
         added = groups.dp.size() * train.micro_batch_size * get_num_microbatches()
         context.state.train_state.consumed_train_samples += get_current_running_global_batch_size() - added
 
     def on_eval_start(self, context: CallbackContext) -> None:
-        """Rows are of the validation data from here on."""
+        """Read rows of the validation data from now on."""
         read_split(context.state, "valid")
 
     def on_test_start(self, context: CallbackContext) -> None:
-        """Rows are of the test data from here on."""
+        """Read rows of the test data from now on."""
         read_split(context.state, "test")
 
     def on_eval_end(self, context: CallbackContext) -> None:
-        """Rows are of the training data again."""
+        """Read rows of the training data again."""
         read_split(context.state, "train")
 
     on_test_end = on_eval_end
@@ -87,7 +87,7 @@ _TOWER_READS_BY_ITSELF = When(
 )
 _BY_NUMBERS = "other forms name what they save by group number, and both modules have the same numbers"
 
-# What Megatron-Bridge's loop cannot do with modules on ranks of their own.
+# What Megatron-Bridge's loop does not support for modules on separate ranks.
 _RULES: tuple[Rule, ...] = (
     Row("checkpoint.dist_ckpt_optim_fully_reshardable", True, _BY_NUMBERS, _SHARDS_ARE_SAVED),
     *under(
@@ -104,8 +104,8 @@ def join_modules(provider: VisionLanguageProvider, optimizer: MegatronOptimizer,
     Args:
         provider: whose communicator and functions the schedule uses.
         optimizer: of this rank's module.
-        sharded: whether the optimizers are distributed ones. Megatron-Bridge's groups of a module have none that their
-            norms could be added up in, which to megatron-core means all ranks: those are of both modules already.
+        sharded: whether the optimizers are distributed ones. Megatron-Bridge's groups of a module have none over which
+            their norms could be summed, which to megatron-core means all ranks: those are of both modules already.
     """
     if not trains_vision(provider):
         _send_no_gradients(provider._p2p_communicator)
@@ -116,7 +116,7 @@ def join_modules(provider: VisionLanguageProvider, optimizer: MegatronOptimizer,
 
 
 def is_split_unjoined(provider: Any) -> bool:
-    """Whether a model's modules are on ranks of their own, and nobody would divide the tower's gradients by the tokens.
+    """Whether a model has separate vision ranks, and no function that divides the tower's gradients by the tokens.
 
     Args:
         provider: of any model.
@@ -132,13 +132,13 @@ def finalize_gradients(
     force_all_reduce: bool | None = False,
     **_: Any,
 ) -> None:
-    """As megatron-core's `finalize_model_grads`; the tower's ranks divide by the tokens that language ranks count.
+    """Like megatron-core's `finalize_model_grads`; vision ranks divide by the tokens that language ranks count.
 
-    A function of the module, without arguments of its own, as its name is saved with the run's configuration.
+    A function of the module, without additional arguments, because its name is saved with the run's configuration.
 
     Args:
         model: this rank's chunks.
-        num_tokens: of this rank; becomes those of the whole batch.
+        num_tokens: tokens of this rank; changed to those of the whole batch.
         force_all_reduce: megatron-core's.
     """
     provider, groups = get_model_config(model[0]), get_attr_wrapped_model(model[0], "pg_collection")
@@ -153,10 +153,10 @@ def finalize_gradients(
 
 
 def _joint_norm(own: Any, *, contributes: bool) -> Tensor | float:
-    """The norm of both modules' gradients; each module's ranks have its own already, and one of them contributes it.
+    """The norm of both modules' gradients; each module's ranks have its norm already, and one of them contributes it.
 
-    As megatron-core's, a tensor on the device where Transformer Engine clips by one, and else a number that the host
-    waits for.
+    As in megatron-core, it is a tensor on the device if Transformer Engine clips by it, and otherwise a number that the
+    host waits for.
     """
     norm = own()
     joint = sum_numbers(0.0 if norm is None or not contributes else norm**2).sqrt()
@@ -175,7 +175,7 @@ def _one_way(bridges: Sequence[BridgeCommunicator]) -> list[OneWayBridge]:
 
 
 class OneWayBridge:
-    """A bridge between modules on which nothing goes back.
+    """A bridge between modules that sends nothing back.
 
     Args:
         bridge: megatron-core's.
@@ -186,11 +186,11 @@ class OneWayBridge:
         self.src_module_name, self.dest_module_name = bridge.src_module_name, bridge.dest_module_name
 
     def send_forward(self, tensor: Tensor) -> None:
-        """Send what the tower has encoded."""
+        """Send the encoded vision tokens."""
         self._bridge.send_forward(tensor)
 
     def recv_forward(self) -> Tensor:
-        """Receive it."""
+        """Receive them."""
         return self._bridge.recv_forward()
 
     def send_backward(self, _: Tensor | None) -> None:
@@ -200,9 +200,9 @@ class OneWayBridge:
         """Receive no gradient."""
 
     def send_forward_recv_backward(self, tensor: Tensor) -> None:
-        """Send what the tower has encoded, and receive nothing."""
+        """Send the encoded vision tokens, and receive nothing."""
         self._bridge.send_forward(tensor)
 
     def send_backward_recv_forward(self, _: Tensor | None) -> Tensor:
-        """Send nothing, and receive what the tower has encoded."""
+        """Send nothing, and receive the encoded vision tokens."""
         return self._bridge.recv_forward()

@@ -1,4 +1,4 @@
-"""Ranks: our collectives, and who encodes for whom where vision has ranks of its own."""
+"""Collectives, and the assignment of vision replicas to language replicas."""
 
 from qwen3vl_bridge import moved
 

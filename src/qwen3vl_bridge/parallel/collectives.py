@@ -1,7 +1,7 @@
-"""The only module with collectives of ours. A group of one rank is sent nothing: what it would give is there already.
+"""The only module that calls collectives. Groups of one rank do not communicate.
 
-What lives here: how hidden states are scattered and gathered, how figures of all ranks are added up. What may not:
-which tokens a rank holds (`batch/token_layout.py`), modules.
+What lives here: how hidden states are scattered and gathered, how values are summed over ranks. What may not: which
+tokens a rank holds (`batch/token_layout.py`), modules.
 """
 
 from __future__ import annotations
@@ -17,47 +17,47 @@ from torch import Tensor
 
 
 def scatter_sequence(hidden: Tensor, config: TransformerConfig, groups: ProcessGroupCollection) -> Tensor:
-    """[s, b, h] -> this rank's [s / tp, b, h] under sequence parallelism, the whole of it otherwise."""
+    """[s, b, h] -> this rank's [s / tp, b, h] under sequence parallelism, unchanged otherwise."""
     if not config.sequence_parallel:
         return hidden
     return tensor_parallel.scatter_to_sequence_parallel_region(hidden, group=groups.tp)
 
 
 def sum_counts(counts: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
-    """`counts` of all ranks of a group added up, in a tensor of its own."""
+    """Sum of `counts` over a group, in a new tensor."""
     counts = counts.clone()
     _all_reduce(counts, group)
     return counts
 
 
 def sum_amounts(amounts: Sequence[int], groups: ProcessGroupCollection) -> list[int]:
-    """Whole numbers that the host knows, of all ranks that read different batches added up."""
+    """Sum of host integers over the ranks that read different batches (data-parallel ranks)."""
     first = groups.tp.rank() == groups.cp.rank() == groups.pp.rank() == 0
     values = torch.tensor(amounts, device=_device_of_collectives())
     return sum_over_ranks(values if first else torch.zeros_like(values)).tolist()
 
 
 def largest(value: float) -> float:
-    """The largest of all ranks."""
+    """Maximum over all ranks."""
     return largest_of_each([value])[0]
 
 
 def largest_of_each(values: Sequence[float]) -> list[float]:
-    """Of each of several values the largest of all ranks."""
+    """Elementwise maximum over all ranks."""
     together = torch.tensor(values, dtype=torch.float64, device=_device_of_collectives())
     _all_reduce(together, op=torch.distributed.ReduceOp.MAX)
     return together.tolist()
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """`values` of all ranks added up, the same to the last bit on each, on the device of the collectives."""
+    """Sum of `values` over all ranks, bit-identical on each, on the device of the collectives."""
     values = values.to(_device_of_collectives(), copy=True)
     _all_reduce(values)
     return values
 
 
 def sum_numbers(value: Tensor | float) -> Tensor:
-    """[] float64, a number of each rank, of a tensor or the host's, added up; on the device of the collectives."""
+    """[] float64, sum over all ranks of a number from a tensor or the host; on the device of the collectives."""
     if not isinstance(value, Tensor):
         value = torch.full((), value, dtype=torch.float64, device=_device_of_collectives())
     return sum_over_ranks(value.double())
@@ -78,7 +78,7 @@ def _broadcast(values: Tensor, rank: int, group: torch.distributed.ProcessGroup 
 
 
 def _alone(group: torch.distributed.ProcessGroup | None = None) -> bool:
-    """Whether a group, by default all processes, is one rank."""
+    """Whether a group (default: all processes) has only one rank."""
     return torch.distributed.get_world_size(group) == 1
 
 
@@ -88,27 +88,27 @@ def _device_of_collectives() -> torch.device:
 
 
 def broadcast_number(value: Tensor, rank: int) -> Tensor:
-    """A number that one rank has in a tensor, broadcast to all, on the device of the collectives."""
+    """A scalar tensor of one rank, broadcast to all, on the device of the collectives."""
     value = value.to(_device_of_collectives(), copy=True)
     _broadcast(value, rank)
     return value
 
 
 def tell_group(values: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
-    """`values` of a group's first rank, broadcast to the group, in a tensor of its own."""
+    """`values` of a group's first rank, broadcast to the group, in a new tensor."""
     values = values.clone()
     _broadcast(values, torch.distributed.get_global_rank(group, 0), group)
     return values
 
 
 def wait_for_all() -> None:
-    """Return when every process is here."""
+    """Barrier over all processes."""
     if not _alone():
         torch.distributed.barrier()
 
 
 def broadcast_object[Value](value: Value, rank: int = 0) -> Value:
-    """An object of one process, by default the first, broadcast to all; it has to be picklable."""
+    """A picklable object of one process (default: the first), broadcast to all."""
     if _alone():
         return value
     told = [value]
@@ -117,7 +117,7 @@ def broadcast_object[Value](value: Value, rank: int = 0) -> Value:
 
 
 def gather_objects[Value](value: Value, group: torch.distributed.ProcessGroup | None = None) -> list[Value]:
-    """Every process' object, of a group or of all, gathered on all, by rank; it has to be picklable."""
+    """Picklable objects of all processes (of a group, or of all), gathered on each, ordered by rank."""
     if _alone(group):
         return [value]
     heard: list[Any] = [None] * torch.distributed.get_world_size(group)
@@ -126,9 +126,9 @@ def gather_objects[Value](value: Value, group: torch.distributed.ProcessGroup | 
 
 
 def sum_gradients_over_sequence(features: Tensor, config: TransformerConfig, groups: ProcessGroupCollection) -> Tensor:
-    """`features` as they are; their gradient is the sum over the ranks that share a sequence.
+    """Identity; in the backward pass the gradient is summed over the ranks that share a sequence.
 
-    Under sequence parallelism each rank uses the rows of its own tokens, so its gradient is a part of the whole.
+    Under sequence parallelism each rank uses the rows of its own tokens, so its gradient is only a part of the sum.
     """
     if not config.sequence_parallel:
         return features
@@ -136,19 +136,21 @@ def sum_gradients_over_sequence(features: Tensor, config: TransformerConfig, gro
 
 
 def gather_over_context(local: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
-    """[s, ...] of each context-parallel rank -> [cp, s, ...] of all; backward, each gets the sum of its gradients."""
+    """[s, ...] of each context-parallel rank -> [cp, s, ...] of all; in the backward pass each gets the sum of its
+    gradients.
+    """
     return tensor_parallel.gather_from_sequence_parallel_region(local, group=group).view(group.size(), *local.shape)
 
 
 @torch.no_grad()
 def gather_shares(local: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
-    """[s, ...] numbers of each context-parallel rank -> [cp, s, ...] of all, in the order of ranks; without gradients.
+    """[s, ...] numbers of each context-parallel rank -> [cp, s, ...] of all, ordered by rank; without gradients.
 
-    Every rank of the group has to give a tensor of the same shape and type, on the device that the group talks over.
+    Every rank of the group has to pass a tensor of the same shape and dtype, on the device of the group's backend.
     """
     if _alone(group):
         return local[None]
-    shares = local.new_empty(group.size() * len(local), *local.shape[1:])  # gloo takes no other shape
+    shares = local.new_empty(group.size() * len(local), *local.shape[1:])  # gloo accepts no other shape
     torch.distributed.all_gather_into_tensor(shares, local.contiguous(), group=group)
     return shares.view(group.size(), *local.shape)
 
@@ -161,20 +163,22 @@ def exchange_encoded(
     received: Sequence[int],
     groups: ProcessGroupCollection,
 ) -> tuple[Tensor, Tensor]:
-    """What context-parallel ranks have encoded, each rank with the rows that its tokens use.
+    """Exchange encoded vision tokens between context-parallel ranks, so that each rank has the rows that its tokens
+    use.
 
-    How many go where is known on the host. Of a row that goes to several ranks the gradient is the sum of theirs.
+    The sizes are known on the host. The gradient of a row that is sent to several ranks is the sum of theirs.
 
     Args:
-        tokens: [m, h] vision tokens of this rank's pictures; of a blank one, which nobody is sent, where it has none.
-        features: [t, m, h] the same of DeepStack.
-        rows: [sum(sent)] int64, which of the m go to the first rank, then to the second.
-        sent: how many go to each rank, itself among them.
-        received: how many come from each.
+        tokens: [m, h] vision tokens of the frames that this rank encodes; of a blank image, which is sent to no rank,
+            if it encodes none.
+        features: [t, m, h] DeepStack features of the same tokens.
+        rows: [sum(sent)] int64, which of the m tokens go to the first rank, then to the second.
+        sent: number of rows sent to each rank, including itself.
+        received: number of rows received from each rank.
         groups: process groups.
 
     Returns:
-        [K, h] and [t, K, h], those of the first rank first.
+        [K, h] and [t, K, h], concatenated by rank.
     """
     own = torch.cat((tokens[:, None], features.transpose(0, 1)), 1)[rows]
     found = tensor_parallel.all_to_all(groups.cp, own, list(received), list(sent))
@@ -182,5 +186,5 @@ def exchange_encoded(
 
 
 def gather_vocabulary(logits: Tensor, groups: ProcessGroupCollection) -> Tensor:
-    """[..., padded vocabulary / tp] logits of this rank -> those of all tensor-parallel ranks, side by side."""
+    """[..., padded vocabulary / tp] logits of this rank -> those of all tensor-parallel ranks, concatenated."""
     return tensor_parallel.gather_from_tensor_model_parallel_region(logits, group=groups.tp)

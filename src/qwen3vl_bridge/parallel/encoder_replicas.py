@@ -1,7 +1,7 @@
-"""Data-parallel replicas of two modules on ranks of their own, and who encodes pictures for whom.
+"""Data-parallel replicas of the two dist-train modules, and which vision replica encodes for which language replica.
 
-What lives here: the split as plain numbers, for training and the planner. Standard library only. What may
-not: settings (`models/common/settings/encoder_parallel.py`), ranks within a replica.
+What lives here: the assignment as plain numbers, for training and the planner. Standard library only. What may not:
+settings (`models/common/settings/encoder_parallel.py`), ranks within a replica.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Replicas:
-    """Those of both modules, one number a multiple of the other; paired as megatron-core's bridge pairs them.
+    """Numbers of replicas of both modules, one a multiple of the other; paired as in megatron-core's bridge.
 
     Attributes:
-        vision: of the tower.
-        language: of the language model.
+        vision: replicas of the vision tower.
+        language: replicas of the language model.
     """
 
     vision: int
@@ -25,7 +25,7 @@ class Replicas:
         """Refuse numbers that cannot be paired.
 
         Args:
-            where: they come from, for the message.
+            where: source of the numbers, appended to the message.
 
         Raises:
             ValueError: neither is a multiple of the other.
@@ -39,24 +39,24 @@ class Replicas:
 
     @property
     def encoders(self) -> int:
-        """Replicas of the tower that share the pictures of one microbatch."""
+        """Number of vision replicas that divide the images of one microbatch."""
         return max(self.vision // self.language, 1)
 
     @property
     def language_per_encoder(self) -> int:
-        """Language replicas that one of the tower's encodes for."""
+        """Number of language replicas that one vision replica serves."""
         return max(self.language // self.vision, 1)
 
     @property
     def ratio(self) -> int | None:
-        """The tower's for each of the language model's, as Megatron-Bridge has it; None below 1."""
+        """Vision replicas per language replica, as in Megatron-Bridge's setting; None below 1."""
         return self.encoders if self.vision >= self.language else None
 
     def language_replicas_of(self, vision: int) -> range:
-        """The language replicas that a replica of the tower encodes for."""
+        """The language replicas that a vision replica encodes for."""
         first = vision // self.encoders * self.language_per_encoder
         return range(first, first + self.language_per_encoder)
 
     def share_of(self, vision: int) -> int:
-        """Which of the shares of a microbatch's pictures a replica of the tower encodes."""
+        """Index of the part of a microbatch's images that a vision replica encodes."""
         return vision % self.encoders
