@@ -199,8 +199,7 @@ class PackedBatch(Movable):
         )
 
     def _slots_of(self, cp_size: int, cp_rank: int, *, predicts: bool) -> Tensor:
-        """Vision slots of the tokens that a context-parallel rank reads: its own and, with `predicts`, the next tokens.
-        """
+        """Vision slots of the tokens that a context-parallel rank reads: its own and with `predicts` the next."""
         index = token_index(self.layout, cp_size, cp_rank).flatten()
         return self.vision_slot[torch.cat((index, next_index(self.layout)[0][index])) if predicts else index]
 

@@ -105,8 +105,7 @@ class Split:
 
     @property
     def replicas(self) -> int:
-        """Ranks with the same weights, which share gradients and optimizer: data-parallel times context-parallel ranks.
-        """
+        """Ranks with the same weights, which share gradients and optimizer: data- times context-parallel ranks."""
         return self.dp * self.cp
 
     @property

@@ -1,8 +1,8 @@
 """The bridge: the common part of all families' bridges.
 
-What lives here: the table as Megatron-Bridge's mappings, and a provider made of a `config.json`. What may not:
-parameter names (`models/*/table.py`), fields of one family (`models/*/bridge.py`), what is refused
-(`models/*/config_checks.py`), defaults (`models/*/provider.py`), how a kind of row moves numbers
+What lives here: the table as Megatron-Bridge's mappings, and creating a provider from a `config.json`. What may not:
+parameter names (`models/*/table.py`), fields of one family (`models/*/bridge.py`), refusals
+(`models/*/config_checks.py`), defaults (`models/*/provider.py`), the conversion of each kind of row
 (`weights/bridge_mappings.py`).
 """
 
@@ -34,16 +34,16 @@ from megatron.core.utils import unwrap_model
 from safetensors import safe_open
 from transformers import CONFIG_MAPPING
 
-# A saved run_config.yaml names our classes; Megatron-Bridge builds only what is allowed.
+# A saved run_config.yaml names our classes; Megatron-Bridge builds only allowed ones.
 register_allowed_target_prefix("qwen3vl_bridge.")
 
 
 class FamilyBridge(AdapterConversion, MegatronModelBridge):
-    """A family's model for AutoBridge: a subclass sets `family`, completes `provider_fields`, and is registered.
+    """AutoBridge support for a family: a subclass sets `family`, completes `provider_fields`, and is registered.
 
     Class attributes:
         family: its name in the registry.
-        PROVIDER_CLASS: of its provider, which registration sets.
+        PROVIDER_CLASS: its provider, set by registration.
     """
 
     family: ClassVar[str]
@@ -53,10 +53,10 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
         """The provider of a Hugging Face model.
 
         Args:
-            hf_pretrained: anything with a `config` of the family, transformers' own class.
+            hf_pretrained: an object whose `config` is the family's configuration class of transformers.
 
         Raises:
-            ValueError: a setting this model does not honour.
+            ValueError: a setting that this model does not support.
         """
         config = hf_pretrained.config
         family(self.family).check_settings(config.to_dict())
@@ -65,12 +65,14 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
         return provider
 
     def leave_out(self, provider: VisionLanguageProvider, config: Mapping[str, Any]) -> None:
-        """Leave out of a provider what the checkpoint lacks, by its `config.json` with optional parts counted."""
+        """Remove from a provider what the checkpoint lacks, according to its `config.json` with optional parts
+        included.
+        """
 
     def load_weights_hf_to_megatron(
         self, hf_pretrained: Any, megatron_model: list[MegatronModule], *args: Any, **kwargs: Any
     ) -> Any:
-        """As in Megatron-Bridge, which silently keeps the initialisation of a weight that the checkpoint lacks.
+        """Like Megatron-Bridge's, which silently keeps the initial values of a weight that the checkpoint lacks.
 
         Raises:
             ValueError: tensors are missing; the message names them.
@@ -88,10 +90,10 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
         return super().load_weights_hf_to_megatron(hf_pretrained, megatron_model, *args, **kwargs)
 
     def provider_fields(self, config: Any) -> dict[str, Any]:
-        """The provider's fields that a Hugging Face configuration decides; those that it decides alike in all families.
+        """The provider's fields that a Hugging Face configuration determines, as far as all families share them.
 
         Args:
-            config: one whose settings the model honours.
+            config: one whose settings the model supports.
         """
         text = config.text_config
         dtype = self.dtype_from_hf(text, default=self.dtype_from_hf(config, default=torch.float32))
@@ -108,7 +110,7 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
             init_method_std=text.initializer_range,
             activation_func=text_activation(text.hidden_act),
             attention_dropout=text.attention_dropout,
-            # transformers keeps the setting on the whole model's configuration; the text part's is a default.
+            # transformers keeps the setting in the whole model's configuration; the text part has only a default.
             share_embeddings_and_output_weights=config.tie_word_embeddings,
             make_vocab_size_divisible_by=self.make_vocab_size_divisible_by(text.vocab_size),
             params_dtype=dtype,
@@ -128,10 +130,10 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
         return MegatronMappingRegistry(*param_mappings(family(self.family).rows(self.expert_layout())))
 
     def expert_layout(self) -> ExpertLayout:
-        """How the checkpoint at hand holds its experts; without one, or without experts, as the released ones do.
+        """The expert format of the checkpoint; without a checkpoint or experts, that of the released ones.
 
         Raises:
-            ValueError: they are held in none of the known ways.
+            ValueError: an unknown format.
         """
         own = family(self.family)
         pretrained = getattr(self, "hf_pretrained", None)
@@ -146,17 +148,17 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
 
 
 def _files_of(hf_pretrained: Any) -> SafeTensorsStateSource | None:
-    """The files of a Hugging Face model's weights; None where there are none."""
+    """The weight files of a Hugging Face model; None if there are none."""
     source = getattr(getattr(hf_pretrained, "state", None), "source", None)
     return source if isinstance(source, SafeTensorsStateSource) else None
 
 
 def _stored_config(name: str, hf_pretrained: Any) -> Mapping[str, Any]:
-    """The configuration of a Hugging Face model; one on disk may lack parts of its weights.
+    """The configuration of a Hugging Face model; a local checkpoint may lack parts of its weights.
 
     Args:
         name: of its family.
-        hf_pretrained: the model. Of one on the hub, nothing is fetched here.
+        hf_pretrained: the model. For one on the hub, nothing is downloaded here.
     """
     config, source = hf_pretrained.config.to_dict(), _files_of(hf_pretrained)
     if source is None or not Path(source.model_name_or_path).is_dir() or not source.key_to_filename_map:
@@ -176,7 +178,7 @@ def _expert_fields(text: Any) -> dict[str, Any]:
 def provider_of(
     bridges: Iterable[type[FamilyBridge]], hf_config: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> Any:
-    """The provider of a `config.json`, by the bridge of its `model_type`.
+    """The provider of a `config.json`, created by the bridge of its `model_type`.
 
     Args:
         bridges: registered ones.
@@ -187,14 +189,14 @@ def provider_of(
         The provider, not finalized.
 
     Raises:
-        ValueError: a setting the model does not honour, or another model's configuration.
-        TypeError: a setting that is no field of the provider.
+        ValueError: a setting that the model does not support, or another model's configuration.
+        TypeError: a setting that is not a field of the provider.
     """
     by_type = {bridge.MODEL_TYPE: bridge for bridge in bridges}
     kind = hf_config.get("model_type")
     if kind not in by_type:
         raise ValueError(f"model_type is {kind!r}, expected one of {', '.join(by_type)}")
-    # Some of transformers' configuration classes complete the mapping they are given.
+    # Some of transformers' configuration classes modify the mapping that they are given.
     config = CONFIG_MAPPING[kind].from_dict(copy.deepcopy(dict(hf_config)))
     provider = by_type[kind]().provider_bridge(types.SimpleNamespace(config=config))
     if unknown := settings.keys() - {field.name for field in dataclasses.fields(provider)}:
@@ -205,7 +207,7 @@ def provider_of(
 
 
 def _expert_shapes(source: SafeTensorsStateSource, layer: int) -> dict[str, list[int]]:
-    """Shapes of a layer's expert tensors, from the files' headers: the tensors are not read."""
+    """Shapes of a layer's expert tensors, from the files' headers without reading the tensors."""
     by_file = defaultdict(list)
     for name, file in source.key_to_filename_map.items():
         if f".layers.{layer}.mlp.experts." in name:

@@ -1,18 +1,19 @@
-"""The loss of long rows, without all of their logits at once.
+"""The loss of long rows, without all of their logits in memory at once.
 
-What lives here: losses of a row's tokens computed a chunk of them at a time, and their backward pass, which computes
-each chunk's logits again. What may not: the loss of logits (`text_model.py`, which is megatron-core's), the number of
-tokens of a chunk (`settings/fields.py`).
+What lives here: computing losses of a row's tokens chunk by chunk, and their backward pass, which recomputes each
+chunk's logits. What may not: the loss of logits (`text_model.py`, which is megatron-core's), the number of tokens of a
+chunk (`settings/fields.py`).
 
 A row of s tokens has s * vocabulary logits, and megatron-core keeps their softmax in float32 until the backward pass:
-74 GiB for 131,072 tokens of Qwen3-VL. Here the forward pass keeps the hidden states alone, and the backward pass makes
-one chunk's logits after the other, for one more product of hidden states and output weights. (Computing gradients in
-the forward pass, as Liger Kernel does, would spare that, but takes the gradient of every token's loss to be known
-there. The loss scale, the number of tokens of the global batch and the callers' own weights of tokens come after it.)
+74 GiB for 131,072 tokens of Qwen3-VL. Here the forward pass keeps only the hidden states, and the backward pass
+recomputes one chunk's logits after the other, for one more product of hidden states and output weights. (Computing
+gradients in the forward pass, as Liger Kernel does, would avoid that, but requires that the gradient of every token's
+loss is known there. The loss scale, the number of tokens of the global batch and the callers' own weights of tokens are
+applied after it.)
 
 The output layer and the loss are the model's own, so tensor and sequence parallelism, adapters, the padding of the
-vocabulary and fused kernels are what they are for a whole row. The parameters' gradients are added up in float32 and
-rounded once, to the parameter's precision; where megatron-core's layer adds them to `main_grad` by itself
+vocabulary and fused kernels work as for a whole row. The parameters' gradients are summed in float32 and rounded once,
+to the parameter's precision; if megatron-core's layer adds them to `main_grad` by itself
 (`gradient_accumulation_fusion`), it does so chunk by chunk.
 """
 
@@ -29,7 +30,7 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(frozen=True)
 class Head:
-    """What makes losses of hidden states.
+    """Computes losses from hidden states.
 
     Attributes:
         output_layer: (hidden states [s / sp, b, h], weight, runtime_gather_output) -> logits [s, b, v / tp] and a bias.
@@ -53,7 +54,7 @@ class Head:
         return [weight for weight in dict.fromkeys(weights) if weight.requires_grad]
 
 
-# Is given each chunk's logits [n, b, v / tp] and its parts of tensors [b, s].
+# Called with each chunk's logits [n, b, v / tp] and its parts of tensors [b, s].
 Seen = Callable[..., None]
 
 
@@ -68,7 +69,7 @@ def loss_processor(
     config: Any,
     **_: Any,
 ) -> Tensor:
-    """Losses [b, s], as GPTModel's; the arguments are those of its `output_processor`."""
+    """Losses [b, s], like GPTModel's; the arguments are those of its `output_processor`."""
     head = Head(output_layer, output_weight, runtime_gather_output, compute_language_model_loss)
     return token_losses(head, hidden_states, labels, config.loss_chunk_tokens)
 
@@ -76,17 +77,17 @@ def loss_processor(
 def token_losses(
     head: Head, hidden: Tensor, labels: Tensor, tokens: int, seen: Seen | None = None, beside: tuple[Tensor, ...] = ()
 ) -> Tensor:
-    """Losses [b, s] in float32, where there are more than `tokens` tokens from the logits of a chunk of them at a time.
+    """Losses [b, s] in float32; with more than `tokens` tokens, computed from the logits of one chunk at a time.
 
-    Chunks differ by a token of each row and rank at the most. Under sequence parallelism a chunk has the tokens of the
-    same places in every rank's share.
+    Chunks differ by at most one token of each row and rank. Under sequence parallelism a chunk has the tokens of the
+    same positions in every rank's part.
 
     Args:
-        head: what computes them.
+        head: computes logits and losses.
         hidden: [s / sp, b, h].
         labels: [b, s].
-        tokens: of a chunk at the most, of all rows and ranks together; or one of each. 0: all of them are one.
-        seen: is given each chunk's logits and its parts of `beside`, in order, in the forward pass.
+        tokens: maximum number per chunk, over all rows and ranks (at least one of each). 0: one chunk.
+        seen: called with each chunk's logits and its parts of `beside`, in order, in the forward pass.
         beside: tensors [b, s].
 
     Raises:
@@ -107,15 +108,15 @@ def token_losses(
 def _losses(head: Head, seen: Seen | None, hidden: Tensor, labels: Tensor, *beside: Tensor) -> Tensor:
     logits = head.logits(hidden)
     if seen is not None:
-        seen(logits.detach(), *beside)  # before the loss, which may write over logits
+        seen(logits.detach(), *beside)  # before the loss, which may overwrite logits
     return head.loss(labels, logits)
 
 
 class _ChunkedLosses(torch.autograd.Function):
-    """Losses of hidden states. Weights are given beside, so that autograd asks for their gradients."""
+    """Losses of hidden states. Weights are passed as arguments, so that autograd computes their gradients."""
 
     @staticmethod
-    @torch.amp.custom_fwd(device_type="cuda")  # logits are made with the same autocast again
+    @torch.amp.custom_fwd(device_type="cuda")  # logits are recomputed with the same autocast
     def forward(
         ctx: Any,
         head: Head,
@@ -155,10 +156,10 @@ class _ChunkedLosses(torch.autograd.Function):
 
 
 def _added(total: Tensor | None, gradient: Tensor, weight: Tensor) -> Tensor:
-    """A weight's gradient added to those of chunks before, in float32.
+    """A weight's gradient added to that of previous chunks, in float32.
 
-    Where a layer has added it to `main_grad`, what it returns only stands for it, and DistributedDataParallel takes the
-    sum from there.
+    If a layer has added it to `main_grad`, its return value is a placeholder, and DistributedDataParallel reads the sum
+    from `main_grad`.
     """
     if getattr(weight, "grad_added_to_main_grad", False):
         return gradient
@@ -166,10 +167,10 @@ def _added(total: Tensor | None, gradient: Tensor, weight: Tensor) -> Tensor:
 
 
 def _cut(x: Tensor, length: int, chunks: int) -> list[Tensor]:
-    """[b, sp * length] -> a chunk's [b, sp * n] each, of every rank's share the same places."""
+    """[b, sp * length] -> a chunk's [b, sp * n] each, with the same positions of every rank's part."""
     return [part.flatten(1) for part in x.unflatten(1, (-1, length)).tensor_split(chunks, dim=2)]
 
 
 def _joined(parts: list[Tensor], ranks: int) -> Tensor:
-    """What `_cut` has cut."""
+    """The inverse of `_cut`."""
     return torch.cat([part.unflatten(1, (ranks, -1)) for part in parts], dim=2).flatten(1)

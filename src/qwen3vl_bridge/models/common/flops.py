@@ -1,8 +1,8 @@
-"""What a sample costs each of the two towers, in floating-point operations: of a forward pass, or of a training step.
+"""FLOPs of a sample in each of the two towers: of a forward pass, or of a training step.
 
-What lives here: the formula, from a model's dimensions, a Hugging Face configuration or a provider, of which attributes
-are read; and the figure that Megatron-Bridge asks a provider for. Standard library only. What may not: measured times,
-who does the work (`data/loading/balance.py`), what adapters train (`training/monitoring/throughput.py`).
+What lives here: the formula, from a model's dimensions, a Hugging Face configuration or a provider's attributes; and
+the number that Megatron-Bridge asks a provider for. Standard library only. What may not: measured times, assignment of
+work to ranks (`data/loading/balance.py`), what adapters train (`training/monitoring/throughput.py`).
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from qwen3vl_bridge.registry import dimensions_of, family
 from qwen3vl_bridge.weights.dimensions import Dimensions, text_sizes, vision_sizes
 from qwen3vl_bridge.weights.names import is_of_mtp
 
-CHUNK = 64  # tokens that kernels of the gated delta rule treat at once
+CHUNK = 64  # chunk size of gated delta rule kernels, in tokens
 
 
 @dataclass(frozen=True)
 class TowerCosts:
-    """Multiplications and additions. Of a forward pass, unless it is reported of which step.
+    """Multiplications and additions. Of a forward pass, unless stated otherwise.
 
-    Matrix products alone are counted, as in PaLM (arXiv 2204.02311, appendix B), and half of the causal attention,
-    which is all that its kernels compute. What is computed again in a backward pass to save memory is not counted:
-    these are the model's operations, whatever way they are done.
+    Only matrix products are counted, as in PaLM (arXiv 2204.02311, appendix B), and half of the causal attention, which
+    is all that its kernels compute. Recomputation in a backward pass to save memory is not counted: these are the
+    model's FLOPs, independent of the implementation.
 
     Attributes:
         token: of the language model, for each token.
@@ -42,20 +42,20 @@ class TowerCosts:
         """The cost of one sample.
 
         Args:
-            tokens: of the language model.
-            patches: of all its pictures.
-            patch_pairs: the squares of the patches of each frame, added up.
+            tokens: tokens of the language model.
+            patches: patches of all its images and videos.
+            patch_pairs: sum over frames of the squared number of patches.
         """
         return self.of_many(tokens=tokens, token_pairs=tokens**2, patches=patches, patch_pairs=patch_pairs)
 
     def of_many(self, *, tokens: int, token_pairs: int, patches: int, patch_pairs: int) -> float:
-        """The cost of many samples.
+        """The cost of several samples.
 
         Args:
             tokens: of all of them.
-            token_pairs: the squares of the tokens of each, added up.
-            patches: of all their pictures.
-            patch_pairs: the squares of the patches of each frame, added up.
+            token_pairs: sum over samples of the squared number of tokens.
+            patches: of all their images and videos.
+            patch_pairs: sum over frames of the squared number of patches.
         """
         language = self.token * tokens + self.token_pair * token_pairs
         return language + self.patch * patches + self.patch_pair * patch_pairs
@@ -67,12 +67,12 @@ def _none(layer: str) -> int:
 
 @dataclass(frozen=True)
 class Trained:
-    """What of a model is trained, which decides what a backward pass has to compute.
+    """What is trained, which determines what a backward pass has to compute.
 
     Attributes:
-        language_model, vision_model, vision_projection: whether that part's own weights are. The vision projection is
-            the mergers.
-        rank: of the adapter that a linear layer has, by the layer's name in the Megatron model, which is one for all
+        language_model, vision_model, vision_projection: whether that part's own weights are trained. The vision
+            projection is the mergers.
+        rank: rank of a linear layer's adapter, by the layer's name in the Megatron model, which is the same for all
             experts of a layer; 0 for none. Adapters are trained.
         mtp: whether there is a loss of multi-token prediction. Its layer is a part of the language model, and gets no
             adapters.
@@ -91,23 +91,24 @@ class Trained:
 
 
 class _Chain:
-    """Layers one after the other, and how far down a gradient has to go.
+    """Consecutive layers, and how far back a gradient has to be computed.
 
-    A linear layer's forward pass, the gradient of its input and the gradient of its weight are as many operations
-    each. The first is always done, the second where something before it is trained, the third where it is trained.
+    A linear layer's forward pass, the gradient of its input and the gradient of its weight have the same number of
+    FLOPs. The first is always computed, the second if something before the layer is trained, the third if the layer is
+    trained.
     """
 
     def __init__(self, trained: Trained | None, reached: bool = False) -> None:
         self.trained, self.reached, self.linear, self.pair = trained, reached, 0.0, 0.0
 
     def add(self, name: str, inputs: int, outputs: int, trained: bool, times: float = 1) -> None:
-        """A linear layer.
+        """Add a linear layer.
 
         Args:
-            name: in the Megatron model; "" where it can have no adapter.
+            name: in the Megatron model; "" if it cannot have an adapter.
             inputs, outputs: its sizes.
-            trained: whether its own weight is.
-            times: how often it is applied to a token (or patch).
+            trained: whether its own weight is trained.
+            times: number of applications per token (or patch).
         """
         if self.trained is None:
             self.linear += times * inputs * outputs
@@ -119,7 +120,7 @@ class _Chain:
         self.reached = self.reached or trained or rank > 0
 
     def attend(self, width: int) -> None:
-        """Attention with heads of this width together, both of its products, for each pair of tokens."""
+        """Add attention with heads of this total width: both of its products, for each pair of tokens."""
         self.pair += 2 * width * (1 + 2 * self.reached)
 
 
@@ -128,20 +129,20 @@ def tower_costs(config: Mapping, trained: Trained | None = None) -> TowerCosts:
 
     Args:
         config: a `config.json` as a mapping.
-        trained: what a training step trains; None for a forward pass alone.
+        trained: what a training step trains; None for only a forward pass.
 
     Raises:
-        KeyError: the mapping lacks a field; the message names it.
+        KeyError: a field is missing; the message names it.
     """
     dimensions = dimensions_of(config)
     return family(dimensions.family).costs(dimensions, trained)
 
 
 def model_costs(n: Dimensions, trained: Trained | None = None) -> TowerCosts:
-    """As `tower_costs`, of a model with these dimensions.
+    """Like `tower_costs`, for a model with these dimensions.
 
     Args:
-        n: its numbers.
+        n: the model's dimensions.
         trained: as for `tower_costs`.
     """
     tapped = n.indices["tapped_layers"]
@@ -155,7 +156,7 @@ def model_costs(n: Dimensions, trained: Trained | None = None) -> TowerCosts:
         else:
             _attend(text, f"{name}.self_attention", n, of_language)
         _add_mlp(text, f"{name}.mlp", n, of_language, moe=layer in n.indices["moe_layers"])
-        text.reached = text.reached or any(deepstack[layer : layer + 1])  # which is added behind the first layers
+        text.reached = text.reached or any(deepstack[layer : layer + 1])  # DeepStack features
     text.add("", n["hidden"], n["vocab"], of_language)
     if trained is not None and trained.mtp:
         name = "language_model.mtp.layers.0.mtp_model_layer"
@@ -168,14 +169,14 @@ def model_costs(n: Dimensions, trained: Trained | None = None) -> TowerCosts:
 
 
 def _attend(text: _Chain, name: str, n: Dimensions, trained: bool) -> None:
-    """Full attention, with a gate for each query where the family has gates."""
+    """Add full attention, with a gate for each query if the family has gates."""
     text.add(f"{name}.linear_qkv", n["hidden"], n.sizes.get("gated_q", n["q"]) + 2 * n["kv"], trained)
     text.attend(n["q"])
     text.add(f"{name}.linear_proj", n["q"], n["hidden"], trained)
 
 
 def _add_mlp(text: _Chain, name: str, n: Dimensions, trained: bool, *, moe: bool) -> None:
-    """A layer's MLP; or its router, the experts that a token visits, and the expert that all visit with its gate."""
+    """Add a layer's MLP; or its router, the experts of one token, and the shared expert with its gate."""
     if not moe:
         text.add(f"{name}.linear_fc1", n["hidden"], 2 * n["ffn"], trained)
         text.add(f"{name}.linear_fc2", n["ffn"], n["hidden"], trained)
@@ -190,13 +191,13 @@ def _add_mlp(text: _Chain, name: str, n: Dimensions, trained: bool, *, moe: bool
 
 
 def _attend_linearly(text: _Chain, name: str, n: Dimensions, trained: bool) -> None:
-    """A layer of linear attention: its work grows with the tokens alone.
+    """Add a layer of linear attention, whose FLOPs are proportional to the tokens.
 
-    The gated delta rule by chunks, as kernels do it. For each token and value head three products with the state of key
-    size times value size (what is remembered under the key, what is written, what is read), and within a chunk as many
-    as there are tokens in it: of keys with keys, queries and what solves the chunk's triangular system; of values with
-    the latter and with the queries' scores. Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks (2025), section
-    3.3; transformers, torch_chunk_gated_delta_rule, whose matrix products these are.
+    The gated delta rule by chunks, as in kernels. For each token and value head three products with the state of key
+    size times value size (the value stored under the key, the update, the output), and within a chunk as many as it has
+    tokens: of keys with keys, queries and the solution of the chunk's triangular system; of values with this solution
+    and with the queries' scores. Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks (2025), section 3.3;
+    transformers, torch_chunk_gated_delta_rule, for the matrix products.
     """
     keys, values = n["l_value_heads"] * n["l_key_dim"], n["l_value"]
     text.add(f"{name}.in_proj", n["hidden"], n["l_qkv"] + n["l_value"] + 2 * n["l_value_heads"], trained)
@@ -225,13 +226,13 @@ def provider_sizes(provider: Any) -> dict[str, int]:
 
 
 def provider_costs(provider: Any, trained: Trained | None) -> TowerCosts:
-    """As `tower_costs`, of a provider's model."""
+    """Like `tower_costs`, for a provider's model."""
     dimensions = provider.dimensions()
     return family(dimensions.family).costs(dimensions, trained)
 
 
 def trained_parts(provider: Any) -> Trained:
-    """What is trained without adapters."""
+    """The trained parts, without adapters."""
     return Trained(
         language_model=not provider.freeze_language_model,
         vision_model=not provider.freeze_vision_model,
@@ -249,16 +250,16 @@ def operations_of_a_step(
     cross_seqlen_sum: int | None = None,
     cross_seqlen_product_sum: int | None = None,
 ) -> float:
-    """Operations of a global batch, which Megatron-Bridge asks for to log TFLOP/s.
+    """FLOPs of a global batch, which Megatron-Bridge asks for to log TFLOP/s.
 
-    It passes no patches. It does pass what it takes for the keys of another attention, and their products with the
-    queries: where our step has filled them (`batch_meter.Meter`) these are the patches, and the squares of frames'
-    patches, which the vision tower's attention is. So nothing is estimated. Under LoRA it does not ask, and takes a
-    formula of its own.
+    It passes no patches, but has arguments for the keys of cross attention, and their products with the queries. Our
+    step fills these (`batch_meter.Meter`) with the patches, and the squares of frames' patches, on which the vision
+    tower's attention depends, so nothing is estimated. Under LoRA Megatron-Bridge does not call this, and uses its own
+    formula.
 
     Args:
         provider: the model.
-        batch_size: rows, which count as full where nothing else is known.
+        batch_size: rows, which count as full if nothing else is known.
         seqlen_sum: real tokens.
         seqlen_squared_sum: squares of segments' real tokens.
         cross_seqlen_sum: patches.
@@ -279,8 +280,8 @@ def vision_costs(n: Mapping[str, int], layers: int, taps: int) -> tuple[float, f
 
     Args:
         n: `dimensions.vision_sizes`, and `hidden`, the text model's width.
-        layers: of the tower.
-        taps: DeepStack mergers.
+        layers: number of layers of the tower.
+        taps: number of DeepStack mergers.
     """
     tower, _ = _vision(n, layers, range(taps), None)
     return 2 * tower.linear, 2 * tower.pair
@@ -289,10 +290,10 @@ def vision_costs(n: Mapping[str, int], layers: int, taps: int) -> tuple[float, f
 def _vision(
     n: Mapping[str, int], layers: int, taps: Sequence[int], trained: Trained | None
 ) -> tuple[_Chain, list[bool]]:
-    """The tower with its mergers, for each patch; and which of them need a gradient, those of DeepStack first."""
+    """The tower with its mergers, per patch; and whether mergers need a gradient, DeepStack's first."""
     of_tower = trained is not None and trained.vision_model
     of_mergers = trained is not None and trained.vision_projection
-    share = n["v_hidden"] / n["v_merged"]  # of a token, that one patch is
+    share = n["v_hidden"] / n["v_merged"]  # fraction of a token that one patch is
     tower, mergers = _Chain(trained), list[_Chain]()
 
     def merge(name: str) -> None:

@@ -24,7 +24,7 @@ def freeze_parts(
     freeze_vision_model: bool = False,
     freeze_vision_projection: bool = False,
 ) -> None:
-    """Stop training of whole parts. The vision projection is the mergers; the vision model is all the rest."""
+    """Stop training of whole parts. The vision projection is the mergers; the vision model is the rest of the tower."""
     frozen = {
         Part.LANGUAGE_MODEL: freeze_language_model,
         Part.VISION_MODEL: freeze_vision_model,
@@ -40,7 +40,7 @@ def log_trained_parameters(model: list[nn.Module]) -> None:
     trained, total = Counter(), Counter()
     for chunk in unwrap_model(model):
         for name, parameter in chunk.named_parameters():
-            part = part_of_wrapped(name)  # Megatron-FSDP is still around it
+            part = part_of_wrapped(name)  # still wrapped by Megatron-FSDP
             total[part] += parameter.numel()
             trained[part] += parameter.numel() * parameter.requires_grad
     parts = ", ".join(f"{part.value} {trained[part]:,} of {total[part]:,}" for part in Part if total[part])

@@ -1,7 +1,7 @@
-"""Layer specs: which modules the two towers' transformer layers are made of, with and without Transformer Engine.
+"""Layer specs: the modules of the two towers' transformer layers, with and without Transformer Engine.
 
-What lives here: the choice of modules, and the block of a decoder with attention everywhere. What may not: attention
-(`attention/`), norms (`norms.py`), the towers (`vision_tower.py`, `model.py`), layers of one family
+What lives here: the choice of modules, and the block of a decoder with full attention in every layer. What may not:
+attention (`attention/`), norms (`norms.py`), the towers (`vision_tower.py`, `model.py`), layers of one family
 (`models/*/layer_specs.py`).
 """
 
@@ -33,10 +33,10 @@ from torch import nn
 
 
 class LocalBackend(LocalSpecProvider):
-    """Modules without Transformer Engine: torch norms and our core attention, whatever else is installed."""
+    """Modules without Transformer Engine: torch norms and our core attention, even if it is installed."""
 
     def __init__(self, config: TransformerConfig) -> None:
-        """Choose for a model."""
+        """Choose the modules for a model."""
         self.config = config
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type[nn.Module]:
@@ -49,11 +49,11 @@ class LocalBackend(LocalSpecProvider):
 
 
 def backend(config: TransformerConfig) -> BackendSpecProvider:
-    """The modules `config.transformer_impl` names.
+    """The modules that `config.transformer_impl` names.
 
     Raises:
-        ModuleNotFoundError: Transformer Engine is asked for and not installed.
-        ValueError: an implementation this model does not have.
+        ModuleNotFoundError: Transformer Engine is requested and not installed.
+        ValueError: an implementation that this model does not have.
     """
     if config.transformer_impl == "local":
         return LocalBackend(config)
@@ -74,8 +74,8 @@ def _use_local_modules(spec: ModuleSpec, config: TransformerConfig) -> None:
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = norm
     if _has_experts(layer.mlp):
-        # A checkpoint has the Transformer Engine spec's names, whose norm before experts is a module of its own too.
-        # megatron-core's map is made for dense layers, where it is a part of `linear_fc1`.
+        # Checkpoints use the names of the Transformer Engine spec, in which the norm before experts is also a separate
+        # module. megatron-core's map is for dense layers, in which it is a part of `linear_fc1`.
         layer.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
 
 
@@ -95,7 +95,7 @@ def _adapt(spec: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
 
 
 def decoder_block_spec(config: TransformerConfig, vp_stage: int | None, pp_rank: int) -> TransformerBlockSubmodules:
-    """The layers of one pipeline stage of a decoder with attention everywhere."""
+    """Layer specs for one pipeline stage of a decoder with full attention in every layer."""
     modules = backend(config)
     block = get_gpt_decoder_block_spec(
         config,

@@ -1,8 +1,8 @@
 """The Megatron model of a vision tower and a text model: embed, fuse, decode.
 
-What lives here: the model of both towers, as all families have it. What may not: the text model by itself
-(`text_model.py`), what one family has beside (`models/*/model.py`), callers' conventions (`inputs/model_inputs.py`),
-anything about rows, packing, ranks or sequence parallelism: layout is data that comes with the batch.
+What lives here: the model of both towers, shared by all families. What may not: the text model (`text_model.py`), a
+family's additions (`models/*/model.py`), callers' conventions (`inputs/model_inputs.py`), anything about rows, packing,
+ranks or sequence parallelism: layout is data that comes with the batch.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from torch.distributed import ProcessGroup
 class VisionLanguageModel(MegatronModule):
     """The part of the model on one pipeline stage: the vision tower on the first stage, text layers on every stage.
 
-    A family whose layers are given more than hidden states overrides `layer_arguments`, `unload` and `load`.
+    A family whose layers have inputs other than hidden states overrides `layer_arguments`, `unload` and `load`.
 
     Args:
         config: the provider, which is the text model's transformer configuration too.
         pg_collection: process groups.
-        pre_process: this stage embeds tokens and pictures.
+        pre_process: this stage embeds tokens and images.
         post_process: this stage computes logits or the loss.
         vp_stage: virtual pipeline stage, or None.
 
     Class attributes:
-        language_model_class: of the text model.
+        language_model_class: class of the text model.
     """
 
     language_model_class: ClassVar[type[GPTModel]] = MRopeGPTModel
-    # NeMo-RL asks for it: rows that come with packed-sequence parameters are packed, and cut over ranks, in here.
+    # Read by NeMo-RL: rows with packed-sequence parameters are packed, and divided over ranks, inside this model.
     model_owns_packing = True
 
     def __init__(
@@ -76,7 +76,7 @@ class VisionLanguageModel(MegatronModule):
         self.arrived: Tensor | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As nn.Module's. Hooks made for text models set the head of a value or reward model here; it belongs to the
+        """Like nn.Module's. Hooks made for text models set the head of a value or reward model here; it belongs to the
         text model.
         """
         if name == "output_layer":
@@ -84,21 +84,22 @@ class VisionLanguageModel(MegatronModule):
         else:
             super().__setattr__(name, value)
 
-    # What callers of Megatron-Bridge's own model read of it. None of these is a module by another name.
+    # Attributes that callers read from Megatron-Bridge's own model. None of these registers a module under a second
+    # name.
 
     @property
     def image_token_id(self) -> int:
-        """The token that stands for a piece of an image."""
+        """Id of the placeholder token of images."""
         return self.config.image_token_id
 
     @property
     def video_token_id(self) -> int:
-        """The token that stands for a piece of a video."""
+        """Id of the placeholder token of videos."""
         return self.config.video_token_id
 
     @property
     def vision_start_token_id(self) -> int:
-        """The token before a picture."""
+        """Id of the token before an image or video."""
         return self.config.vision_start_token_id
 
     @property
@@ -108,12 +109,12 @@ class VisionLanguageModel(MegatronModule):
 
     @property
     def cp_group(self) -> ProcessGroup:
-        """Context-parallel ranks."""
+        """Group of context-parallel ranks."""
         return self.pg_collection.cp
 
     @property
     def pp_group(self) -> ProcessGroup:
-        """Pipeline stages."""
+        """Group of pipeline stages."""
         return self.pg_collection.pp
 
     @property
@@ -148,16 +149,19 @@ class VisionLanguageModel(MegatronModule):
             input_ids, position_ids, attention_mask, labels, loss_mask, pictures_and_packing: a batch in a caller's own
                 convention, see `inputs.as_model_inputs`.
             inputs: or the batch from `PackedBatch.local`, which is used as it is.
-            output_processor, output_processor_context: what makes the output of hidden states [s, b, h] and labels in
-                place of logits or losses, and what it is given beside; as GPTModel's.
+            output_processor, output_processor_context: computes the output from hidden states [s, b, h] and labels
+                instead of logits or losses, and its context; as for GPTModel.
             inference_context: accepted while it holds no tokens, because nothing is stored in it.
-            runtime_gather_output: whether logits are of the whole vocabulary; None: as the provider says.
+            runtime_gather_output: whether logits are of the whole vocabulary; None: as set in the provider.
 
         Returns:
-            [b, s] float32 loss of each token where there are labels, else logits [b, s, padded vocabulary / tp]. A
-            caller's own batch comes back in the caller's token order, see `padding_and_packing.Arrangement`; under
-            context parallelism as this rank's share and, where a whole loss_mask was given, in a tuple with that mask's
-            share. Of a pipeline stage that is not the last, what the next one is to be given, see `load`.
+            [b, s] float32 loss of each token if there are labels, else logits [b, s, padded vocabulary / tp]. A
+            caller's own batch is returned in the caller's token order, see `padding_and_packing.Arrangement`; under
+            context parallelism as this rank's part and, if a whole loss_mask was given, in a tuple with that mask's
+            part. From a pipeline stage that is not the last, the input of the next one, see `load`.
+
+        Raises:
+            ValueError: a batch that is given in both ways, or that the family cannot take.
         """
         check_settings(self.config, self.training)
         check_inference(inference_context, runtime_gather_output, labels)
@@ -178,7 +182,7 @@ class VisionLanguageModel(MegatronModule):
     def _inputs_of(
         self, inputs: ModelInputs | None, input_ids: Tensor | None, **given: Any
     ) -> tuple[ModelInputs, Answer | None]:
-        """The batch of a call, and what becomes of outputs; ValueError for one that is given in both ways."""
+        """The batch of a call, and how outputs are rearranged; ValueError for a batch that is given in both ways."""
         if inputs is None:
             return as_model_inputs(self.config, self.pg_collection, input_ids, encodes=self.pre_process, **given)
         if any(argument is not None for argument in (input_ids, *given.values())):
@@ -186,7 +190,7 @@ class VisionLanguageModel(MegatronModule):
         return inputs, None
 
     def decode(self, inputs: ModelInputs, hidden: Tensor | None, beside: dict[str, Any], **arguments: Any) -> Any:
-        """What the text model makes of hidden states; arguments of `embed`'s results, and others of GPTModel's."""
+        """Outputs of the text model; arguments are the results of `embed`, and others of GPTModel's."""
         return self.language_model(
             inputs.input_ids,
             inputs.position_ids,
@@ -200,12 +204,13 @@ class VisionLanguageModel(MegatronModule):
         )
 
     def check_inputs(self, inputs: ModelInputs) -> None:
-        """Check a family's own conditions on a batch; ValueError for one that this stage cannot take."""
+        """Check a family's own conditions on a batch; raises ValueError for one that this stage cannot take."""
 
     def encode(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
-        """Vision tokens [K, h] and DeepStack features [t, K, h] that this rank's tokens use, whoever encodes them.
+        """Vision tokens [K, h] and DeepStack features [t, K, h] that this rank's tokens use, whichever rank encodes
+        them.
 
-        A rank without pictures encodes a blank one, whose rows are ignored.
+        A rank without images encodes a blank one, whose rows are ignored.
         """
         encoded = self.vision_model(inputs.vision or self.vision_model.blank_picture(inputs.input_ids.device))
         if (exchange := inputs.vision_exchange) is None:
@@ -213,39 +218,39 @@ class VisionLanguageModel(MegatronModule):
         return exchange_encoded(*encoded, exchange.rows, exchange.sent, exchange.received, self.pg_collection)
 
     def embed(self, inputs: ModelInputs, encoded: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, dict[str, Any]]:
-        """Tokens and pictures as hidden states [s, b, h], and what the decoder's layers are given beside them.
+        """Tokens and images as hidden states [s, b, h], and the additional inputs of the decoder's layers.
 
         Args:
             inputs: the batch.
-            encoded: what `encode` gave for its pictures, where they are seen more than once.
+            encoded: the result of `encode`, if its images are used more than once.
         """
         tokens, features = encoded or self.encode(inputs)
         hidden = self.embed_tokens(inputs.input_ids, tokens, inputs.fuse)
         return hidden, self.layer_arguments(features, inputs)
 
     def embed_tokens(self, input_ids: Tensor, vision_tokens: Tensor, where: VisionRows | None) -> Tensor:
-        """Token ids [b, s] as hidden states [s / sp, b, h], with vision tokens [K, h] in the place of placeholders."""
+        """Token ids [b, s] as hidden states [s / sp, b, h], with placeholders replaced by vision tokens [K, h]."""
         embedded = self.language_model.embedding(input_ids, position_ids=None)
         hidden = fuse(embedded, vision_tokens, where or VisionRows.none(embedded.device))
         return scatter_sequence(hidden, self.config, self.pg_collection)
 
     def layer_arguments(self, features: Tensor, inputs: ModelInputs) -> dict[str, Any]:
-        """What the first stage's layers are given beside hidden states; nothing here.
+        """Additional inputs of the first stage's layers; none here.
 
         Args:
-            features: [t, K, h] as `encode` gives them.
+            features: [t, K, h] from `encode`.
             inputs: the batch.
         """
         return {}
 
     @property
     def vision_projection(self) -> nn.ModuleList | None:
-        """The mergers, main and DeepStack; None on a stage without the tower. Megatron-Bridge's VLMLoRA asks for it."""
+        """The mergers, main and DeepStack; None on a stage without the tower. Read by Megatron-Bridge's VLMLoRA."""
         tower = self.vision_model
         return None if tower is None else nn.ModuleList([tower.merger, tower.decoder.deepstack_merger_list])
 
     def map(self, func: Callable[..., Any], leaf_only: bool = False, **where: Any) -> nn.Module:
-        """Megatron-Bridge's walk over modules, as `adapters.map_modules`, whose names don't depend on wrappers."""
+        """Megatron-Bridge's walk over modules, by `adapters.map_modules`, whose names do not depend on wrappers."""
         return map_modules(self, func, leaf_only=leaf_only)
 
     def freeze(
@@ -254,7 +259,7 @@ class VisionLanguageModel(MegatronModule):
         freeze_vision_model: bool = False,
         freeze_vision_projection: bool = False,
     ) -> None:
-        """Stop training of whole parts; arguments as `freeze_parts`', by place or name."""
+        """Stop training of whole parts; arguments as for `freeze_parts`, by position or name."""
         freeze_parts(
             self,
             freeze_language_model=freeze_language_model,
@@ -263,11 +268,11 @@ class VisionLanguageModel(MegatronModule):
         )
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor | None] | None) -> None:
-        """Take what the previous pipeline stage sent, for the next `forward`."""
+        """Store what the previous pipeline stage sent, for the next `forward`."""
         self.arrived = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
     def receive(self, inputs: ModelInputs) -> tuple[None, dict[str, Any]]:
-        """As `embed`, on a later pipeline stage; megatron-core's decoder takes the hidden states beforehand there."""
+        """Like `embed`, on a later pipeline stage; the hidden states are set in megatron-core's decoder beforehand."""
         if self.arrived is None:
             raise ValueError("this is not the first pipeline stage: call set_input_tensor before forward")
         arrived, self.arrived = self.arrived, None
@@ -277,7 +282,7 @@ class VisionLanguageModel(MegatronModule):
         return None, beside
 
     def unload(self, arrived: Tensor, length: int, inputs: ModelInputs) -> tuple[Tensor, dict[str, Any]]:
-        """What the previous stage's `load` gave, as hidden states [s, b, h] and what layers are given beside them.
+        """The inverse of the previous stage's `load`: hidden states [s, b, h] and additional inputs of layers.
 
         Args:
             arrived: the tensor.
@@ -285,50 +290,50 @@ class VisionLanguageModel(MegatronModule):
             inputs: the batch.
 
         Raises:
-            ValueError: it is of another size.
+            ValueError: a tensor of another size.
         """
         rows = len(inputs.input_ids)
         check_arrived(arrived, length * rows, f"{length} tokens of {rows} rows")
         return arrived, {}
 
     def load(self, hidden: Tensor, beside: dict[str, Any]) -> Tensor:
-        """What the next stage is to be given; no view, or the schedules could not free it once it is sent.
+        """The tensor for the next stage; not a view, because the schedules could not free a view after sending it.
 
         Args:
             hidden: [s, b, h] this stage's hidden states.
-            beside: what its layers were given beside them.
+            beside: the additional inputs of its layers.
         """
         return make_viewless_tensor(hidden, requires_grad=hidden.requires_grad, keep_graph=True)
 
     def shared_embedding_or_output_weight(self) -> Tensor | None:
-        """The weight that the first and the last stage share when embeddings are tied; None when they are not."""
+        """The weight that the first and the last stage share if embeddings are tied; None if they are not."""
         if not self.share_embeddings_and_output_weights:
             return None
         return self.language_model.shared_embedding_or_output_weight()
 
 
 def fuse(hidden: Tensor, tokens: Tensor, where: VisionRows) -> Tensor:
-    """Put vision tokens in the place of their placeholders.
+    """Replace placeholders by vision tokens.
 
     Args:
         hidden: [s, b, h] embedded tokens.
         tokens: [K, h] vision tokens.
-        where: which of them go where.
+        where: indices of both.
     """
     chosen = tokens[where.rows].to(hidden.dtype)
     return hidden.flatten(0, 1).index_copy(0, where.positions, chosen).view_as(hidden)
 
 
 def check_arrived(arrived: Tensor, expected: int, described: str) -> None:
-    """Check how many states [..., h] the previous pipeline stage sent.
+    """Check the number of states [..., h] that the previous pipeline stage sent.
 
     Args:
         arrived: what it sent.
-        expected: so many.
+        expected: the expected number.
         described: of what, for the message.
 
     Raises:
-        ValueError: there are more or fewer.
+        ValueError: another number.
     """
     found = arrived.numel() // arrived.size(-1)
     if found != expected:

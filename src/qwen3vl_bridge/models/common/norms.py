@@ -1,6 +1,6 @@
 """Norms without Transformer Engine: torch's, with megatron-core's constructor.
 
-What lives here: their classes, and which of them a configuration asks for. What may not: where they stand
+What lives here: their classes, and the choice of one by a configuration. What may not: where they are used
 (`layer_specs.py`).
 """
 
@@ -34,7 +34,7 @@ class ZeroCenteredRMSNorm(RMSNorm):
     """RMSNorm times 1 + weight, in float32. Source: transformers, Qwen3_5RMSNorm."""
 
     def reset_parameters(self) -> None:
-        """Begin with a factor of one."""
+        """Initialise for a factor of one."""
         nn.init.zeros_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -43,5 +43,5 @@ class ZeroCenteredRMSNorm(RMSNorm):
 
 
 def rms_norm_of(config: TransformerConfig) -> type[nn.Module]:
-    """The class that a configuration asks for."""
+    """The norm class for a configuration."""
     return ZeroCenteredRMSNorm if config.layernorm_zero_centered_gamma else RMSNorm

@@ -1,15 +1,15 @@
-"""The router of experts: auxiliary losses that weigh every real token alike, however tokens are split.
+"""The router of experts: auxiliary losses that weight all real tokens equally, however tokens are split.
 
 What lives here: how tokens are counted for the balancing loss and the z-loss. What may not: routing itself, which is
 megatron-core's.
 
 The balancing loss is E / (N^2 k) * sum_e f_e P_e over N real tokens that choose k of E experts each, f_e of them expert
-e, with the sum P_e of their scores. A rank has the scores of its own tokens alone, so the ranks' losses add up to the
-whole one. It is the mean over microbatches: of their tokens where losses are divided by the tokens of the global batch
-(`calculate_per_token_loss`), and of the microbatches where megatron-core divides by how many there are. megatron-core
-0.19 weighs the first by the rank's own tokens times the ranks; and with a padding mask by N times the ranks, since it
-adds up over ranks in the very tensor that it then takes for the rank's own. Source of the loss: Fedus et al., Switch
-Transformers, equation 4; over all ranks, Qiu et al. (arXiv 2501.11873).
+e, with the sum P_e of their scores. A rank has only the scores of its own tokens, so the sum of the ranks' losses is
+the whole loss. It is averaged over microbatches: weighted by their tokens if losses are divided by the tokens of the
+global batch (`calculate_per_token_loss`), and equally if megatron-core divides by the number of microbatches.
+megatron-core 0.19 weights the first by the rank's own tokens times the ranks; and with a padding mask by N times the
+ranks, because it sums over ranks in place in the tensor that it then uses as the rank's own. Source of the loss: Fedus
+et al., Switch Transformers, equation 4; over all ranks, Qiu et al. (arXiv 2501.11873).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from torch.distributed import ProcessGroup
 
 
 class BalancedRouter(TopKRouter):
-    """megatron-core's, with the tokens of its auxiliary losses counted over all ranks that share them."""
+    """megatron-core's router, with the tokens of its auxiliary losses counted over all ranks that share them."""
 
     def _apply_aux_loss(
         self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
     ) -> Tensor:
-        """As TopKRouter's: balance within a microbatch, over the ranks that share it."""
+        """Like TopKRouter's: balance within a microbatch, over the ranks that share it."""
         if not self.get_aux_loss_coeff("aux_loss"):
             return probs
         chosen = sum_counts(routing_map.sum(0), self.tp_cp_group)
@@ -41,7 +41,7 @@ class BalancedRouter(TopKRouter):
     def _apply_global_aux_loss(
         self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
     ) -> Tensor:
-        """As TopKRouter's: balance over all ranks, and over the microbatches of a step so far."""
+        """Like TopKRouter's: balance over all ranks, and over the microbatches of a step so far."""
         if not self.get_aux_loss_coeff("global_aux_loss"):
             return probs
         chosen = sum_counts(routing_map.sum(0), self.tp_dp_cp_group)
@@ -61,11 +61,11 @@ class BalancedRouter(TopKRouter):
     def _balance(
         self, kind: str, name: str, probs: Tensor, scores: Tensor, chosen: Tensor, wanted: Tensor, group: ProcessGroup
     ) -> Tensor:
-        """`probs` with a loss attached; of a microbatch without a real token it is 0, and so is its gradient.
+        """Attach a loss to `probs`; for a microbatch without real tokens it is 0, and so is its gradient.
 
         Args:
-            kind: of the loss, whose coefficient is taken.
-            name: under which it is logged.
+            kind: name of the loss, which selects its coefficient.
+            name: name in the logs.
             probs: [tokens, E] of this rank.
             scores: [tokens, E] of this rank, zero for padding.
             chosen: [E] how often each expert is chosen by real tokens of all ranks of `group`.
@@ -80,15 +80,15 @@ class BalancedRouter(TopKRouter):
             topk=self.topk,
             num_experts=self.config.num_moe_experts,
             moe_aux_loss_coeff=coefficient,
-            # Transformer Engine's kernel wants the number of tokens on the host (before 2.18), and more than none.
+            # Transformer Engine's kernel needs the number of tokens on the host (before 2.18), and at least one.
             fused=False,
         )
-        # Where losses are divided by microbatches, gradients are by data-parallel ranks as well; over all of them, the
-        # ranks' losses add up to one whole loss, and not to one each.
+        # If losses are divided by microbatches, gradients are also divided by data-parallel ranks; over all of them,
+        # the sum of the ranks' losses is one whole loss, and not one per rank.
         whole = 1 if self.calculate_per_token_loss else group.size() / self.tp_cp_group.size()
         return self.attach_and_log_load_balancing_loss(
             probs,
-            coefficient * whole,  # by which what is logged is divided
+            coefficient * whole,  # divisor of the logged value
             loss * whole,
             name,
             group,
@@ -98,13 +98,13 @@ class BalancedRouter(TopKRouter):
         )
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """As TopKRouter's, but where losses are divided by microbatches the mean over all tokens of one.
+        """Like TopKRouter's, except that if losses are divided by microbatches it is the mean over all tokens of one.
 
-        megatron-core takes the mean of ranks' means then, which depends on where padding lies.
+        megatron-core would take the mean of ranks' means, which depends on where padding is.
 
         Args:
             logits: [tokens, E] of this rank.
-            padding_mask: [tokens] True for padding, or None where there is none.
+            padding_mask: [tokens] True for padding, or None without padding.
         """
         coefficient, ranks = self.config.moe_z_loss_coeff, self.tp_cp_group.size()
         learns = coefficient is not None and self.training and torch.is_grad_enabled()

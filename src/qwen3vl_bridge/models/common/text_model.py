@@ -1,8 +1,8 @@
-"""The Megatron text model that all families have: megatron-core's GPT with interleaved multimodal rotary embedding.
+"""The Megatron text model of all families: megatron-core's GPT with interleaved multimodal rotary embedding.
 
 What lives here: its rotary embedding, its layers, the loss's vocabulary, tied embeddings in checkpoints. What may not:
-the vision tower and what joins both (`model.py`), what one family's layers have beside (`models/*/model.py`), losses in
-chunks (`chunked_loss.py`).
+the vision tower and the combination of both (`model.py`), a family's additions to layers (`models/*/model.py`), losses
+in chunks (`chunked_loss.py`).
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class MRopeGPTModel(GPTModel):
             position_embedding_type="mrope",
             rotary_base=config.rotary_base,
             rotary_percent=config.rotary_percent,
-            scatter_embedding_sequence_parallel=False,  # pictures are fused in before
+            scatter_embedding_sequence_parallel=False,  # images are fused in before
             pg_collection=pg_collection,
             vp_stage=vp_stage,
         )
-        turning = int(config.kv_channels * config.rotary_percent)  # dimensions of a head
+        turning = int(config.kv_channels * config.rotary_percent)  # rotated dimensions of a head
         scaled = config.rope_parameters and functools.partial(scaled_frequencies, config.rope_parameters, turning)
         precision = torch.float32 if config.apply_rotary_pos_emb_in_fp32 else config.params_dtype
         self.rotary_pos_emb = InterleavedMRoPE(turning, config.rotary_base, config.mrope_section, precision, scaled)
@@ -86,10 +86,11 @@ class MRopeGPTModel(GPTModel):
 
     @torch.no_grad()
     def without_padding(self, logits: Tensor) -> Tensor:
-        """These logits [s, b, padded vocabulary / tp], with minus infinity written to the rows that pad the vocabulary.
+        """Write minus infinity to the logits [s, b, padded vocabulary / tp] of rows that pad the vocabulary, in place.
 
-        They are no tokens: as they lie, each would take a share of the probability. It is exactly 0 then, and so is the
-        gradient of these logits; recorded, autograd would copy the gradient of all to write this 0 once more.
+        These rows are not tokens: otherwise each would get a share of the probability. Now it is exactly 0, and so is
+        the gradient of these logits; the write is not recorded, because autograd would copy the whole gradient to write
+        this 0 again.
         """
         tokens, here = self.config.vocab_size, logits.size(-1)
         first = self.pg_collection.tp.rank() * here
@@ -104,7 +105,9 @@ class MRopeGPTModel(GPTModel):
         first_stage_word_emb_key: str,
         metadata: dict,
     ) -> None:
-        """As GPTModel's. It asks for the data-parallel rank among all processes, which a module of several has not."""
+        """Like GPTModel's, which uses the data-parallel rank among all processes, which a module of several does not
+        have.
+        """
         if self.pre_process or not self.post_process:
             super().tie_embeddings_and_output_weights_state_dict(
                 sharded_state_dict, output_layer_weight_key, first_stage_word_emb_key, metadata

@@ -1,4 +1,4 @@
-"""The vision tower's transformer configuration and what its work costs, derived from the provider.
+"""The vision tower's transformer configuration and its FLOPs, derived from the provider.
 
 What lives here: the derivation. What may not: fields (`settings/fields.py`), modules (`vision_tower.py`).
 """
@@ -14,7 +14,7 @@ from qwen3vl_bridge.weights.dimensions import vision_sizes
 
 from megatron.bridge.models.transformer_config import TransformerConfig
 
-# transformers, Qwen3VLVisionModel: every norm of the tower has this epsilon; no configuration field holds it.
+# transformers, Qwen3VLVisionModel: every norm of the tower has this epsilon; there is no configuration field for it.
 _NORM_EPSILON = 1e-6
 
 _SHARED = (
@@ -31,7 +31,7 @@ _SHARED = (
 
 
 def vision_transformer_config(provider: VisionLanguageFields) -> TransformerConfig:
-    """Configuration of the vision tower's transformer block. On ranks of its own it is split by itself."""
+    """Configuration of the vision tower's transformer block. On separate ranks it has its own parallel sizes."""
     vision = provider.vision_config
     config = TransformerConfig(
         num_layers=vision.depth,
@@ -62,7 +62,7 @@ def vision_transformer_config(provider: VisionLanguageFields) -> TransformerConf
 
 
 def vision_work(provider: VisionLanguageFields) -> VisionWork:
-    """What a frame costs the tower, for ranks to share frames by."""
+    """The tower's cost of a frame, by which ranks divide frames."""
     vision = provider.vision_config
     sizes = {**vision_sizes(vision.to_dict()), "hidden": provider.hidden_size}
     patch, patch_pair = vision_costs(sizes, vision.depth, len(provider.tapped_layers))

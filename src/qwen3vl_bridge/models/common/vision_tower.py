@@ -1,7 +1,7 @@
 """The vision tower: patches in, vision tokens and DeepStack features out.
 
 What lives here: patch embedding, position embedding, the block with its taps, the patch mergers. What may not: indices
-and offsets computed from grids (`batch/vision_indices.py`), where tokens go in the text (`model.py`).
+and offsets computed from grids (`batch/vision_indices.py`), inserting vision tokens in the text (`model.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transformers import PretrainedConfig
 
 
 class PatchConv(nn.Conv3d):
-    """A convolution whose kernel is the whole patch: a product of matrices, and called as a module.
+    """A convolution whose kernel is the whole patch: computed as a matrix product, and called as a module.
 
     Sharded training gathers a module's parameters when the module itself is called.
     """
@@ -87,7 +87,7 @@ class PatchMerger(MegatronModule):
 
 
 def tapped_layers(vision: PretrainedConfig) -> list[int]:
-    """Layers of a tower that have a DeepStack merger; none where its family knows none."""
+    """Layers of a tower that have a DeepStack merger; none if its family has no DeepStack."""
     return list(getattr(vision, "deepstack_visual_indexes", None) or ())
 
 
@@ -112,14 +112,14 @@ class VisionBlock(TransformerBlock):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> ShardedStateDict:
-        """As TransformerBlock's, which takes whatever a list of modules holds to be whole on every rank.
+        """Like TransformerBlock's, which assumes that modules in a list are whole on every rank.
 
-        Mergers are stacked like layers, [taps, ...] under one name, or named one by one where layers are.
+        Mergers are stacked like layers, [taps, ...] under one name, or named one by one like layers.
         """
         mergers, taps = f"{prefix}deepstack_merger_list.", len(self.deepstack_merger_list)
         everything = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         state = {name: part for name, part in everything.items() if not name.startswith(mergers)}
-        # megatron-core decides by many settings whether layers are stacked; what it has named the first one tells.
+        # megatron-core decides by many settings whether layers are stacked; the name of the first one shows it.
         stacked = not any(part.key.startswith(f"{prefix}layers.0.") for part in state.values())
         for i, merger in enumerate(self.deepstack_merger_list):
             here = f"{mergers}{i}."
@@ -159,7 +159,7 @@ class Qwen3VLVisionModel(MegatronModule):
         return sum(others, start=first)
 
     def forward(self, vision: VisionInputs) -> tuple[Tensor, Tensor]:
-        """Encode all pictures of a batch.
+        """Encode all images and videos of a batch.
 
         Returns:
             Vision tokens [M, text h], and DeepStack features [t, M, text h].
@@ -178,9 +178,9 @@ class Qwen3VLVisionModel(MegatronModule):
         return tokens, torch.stack(features) if features else tokens.new_empty(0, *tokens.shape)
 
     def blank_picture(self, device: torch.device) -> VisionInputs:
-        """The smallest picture, for a batch that has none.
+        """The smallest possible image, for a batch without images.
 
-        Every rank then runs the same modules, and every parameter gets a gradient, zero here: sharded training and
+        Every rank then runs the same modules, and every parameter gets a gradient, here zero: sharded training and
         overlapped reductions wait for both.
         """
         n = self.patches_per_token

@@ -1,6 +1,6 @@
-"""What a model is wrapped in while it is trained: data parallelism, Megatron-FSDP, half precision.
+"""Wrappers of a model in training: data parallelism, Megatron-FSDP, half precision.
 
-What lives here: the model in them, and calling its parts by themselves. What may not: the model, how it is wrapped.
+What lives here: the model inside them, and calling its parts by themselves. What may not: the model, wrapping it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def megatron_fsdp(model: nn.Module) -> MegatronFSDP | None:
-    """Megatron-FSDP around a model, if it is there: its ranks gather each other's parameters in every forward pass."""
+    """The Megatron-FSDP wrapper of a model, if any: its ranks gather each other's parameters in every forward pass."""
     return next((layer for layer in _layers(model) if isinstance(layer, MegatronFSDP)), None)
 
 
@@ -28,8 +28,8 @@ def megatron_fsdp(model: nn.Module) -> MegatronFSDP | None:
 def callable_in_parts(model: nn.Module) -> Iterator[None]:
     """Let the innermost model's modules be called one by one, in forward passes.
 
-    Hooks gather a module's parameters wherever it is called. But between steps those that the optimizer knows are in
-    their place, until the whole model is called.
+    Hooks gather a module's parameters when it is called. Between steps, however, the optimizer's own parameters are in
+    place until the whole model is called.
     """
     sharded = megatron_fsdp(model)
     if sharded is None or not sharded.is_param_fsdp_distributed:
@@ -43,7 +43,7 @@ def callable_in_parts(model: nn.Module) -> Iterator[None]:
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:
-    """A model, what is in it, and so on."""
+    """A model, the module inside it, and so on."""
     yield model
     while isinstance(model := getattr(model, "module", None), nn.Module):  # pyright: ignore[reportAssignmentType]
         yield model

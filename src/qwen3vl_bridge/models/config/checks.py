@@ -1,7 +1,7 @@
-"""Settings of a configuration that no family's model computes otherwise.
+"""Settings of a configuration for which all families' models support a single value.
 
-What lives here: their values, and the check. What may not: fields by themselves (`fields.py`), settings that one family
-alone has (`models/*/config_checks.py`).
+What lives here: these values, and the check. What may not: checks of single fields (`fields.py`), settings specific to
+one family (`models/*/config_checks.py`).
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 
 
 def check_shared_settings(config: Mapping[str, Any], own: Mapping[str, tuple[Any, Any]]) -> None:
-    """Refuse what no family's model computes, or this family's not.
+    """Refuse values that no family's model supports, or that this family's does not.
 
     Args:
-        config: a `config.json` with fields that are each as they should be.
-        own: by name, what a further field of the family is and the only value that it may have.
+        config: a `config.json` whose fields have been checked one by one.
+        own: by name, the value of a further field of the family and the only one that is supported.
 
     Raises:
         ValueError: a setting that would otherwise be ignored; the message names it.
@@ -26,7 +26,7 @@ def check_shared_settings(config: Mapping[str, Any], own: Mapping[str, tuple[Any
         "text_config.attention_bias": (text.get("attention_bias") or False, False),
         "text_config.use_sliding_window": (text.get("use_sliding_window") or False, False),
         "quantization_config": (config.get("quantization_config"), None),
-        # transformers divides the chosen experts' weights by their sum whatever this says.
+        # transformers divides the chosen experts' weights by their sum whatever this setting is.
         "text_config.norm_topk_prob": (text.get("norm_topk_prob", True), True),
         **own,
     }

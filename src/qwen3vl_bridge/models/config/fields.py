@@ -1,7 +1,7 @@
-"""Fields that every family's configuration has: which kind of value each has, and which values go together.
+"""Fields that every family's configuration has: the type of each, and constraints between them.
 
-What lives here: the check, with the names that `config.json` has. What may not: kinds of value (`values.py`), fields
-that one family alone has (`models/*/config_fields.py`), well-formed settings that a model does not compute
+What lives here: the check, with the field names of `config.json`. What may not: types of values (`values.py`), fields
+specific to one family (`models/*/config_fields.py`), valid settings that a model does not support
 (`models/*/config_checks.py`).
 """
 
@@ -30,7 +30,7 @@ from qwen3vl_bridge.models.config.values import (
 
 Fields = Mapping[str, Mapping[str, Kind]]
 
-# Fields that must be there, those that may be left out, and those of the text model that may also be null.
+# Required fields, optional fields, and fields of the text model that may also be null.
 _REQUIRED: Fields = {
     "": {"text_config": OBJECT, "vision_config": OBJECT},
     "text_config": {
@@ -75,21 +75,21 @@ _ROPE: Mapping[str, Kind] = {
     **dict.fromkeys(("partial_rotary_factor", "mscale", "mscale_all_dim"), NOT_NEGATIVE),
     "truncate": TRUTH,
 }
-# transformers' own, where a file leaves it out.
+# Defaults of transformers.
 _OUT_HIDDEN_SIZE = 3584
 
 
 def check_shared_fields(config: Any, required: Fields, optional: Fields, nullable: Mapping[str, Kind]) -> None:
-    """Check the fields of a configuration, each by itself, and those together that all families have.
+    """Check the fields of a configuration, each by itself, and the constraints that all families have in common.
 
     Args:
         config: a `config.json`.
-        required: a family's own fields that must be there, by section; the section "" is the file.
-        optional: those that may be left out.
-        nullable: those of the text configuration that may also be null.
+        required: a family's own required fields, by section; the section "" is the file.
+        optional: its optional fields.
+        nullable: fields of the text configuration that may also be null.
 
     Raises:
-        ValueError: a field is missing, of another kind, or does not go with another one; the message names it.
+        ValueError: a field is missing, has the wrong type, or is inconsistent with another one; the message names it.
     """
     if not isinstance(config, Mapping):
         raise ValueError(f"the configuration is {shown(config)}, expected an object")
@@ -112,15 +112,15 @@ def check_shared_fields(config: Any, required: Fields, optional: Fields, nullabl
 
 
 def experts_of(text: Mapping[str, Any]) -> int:
-    """Experts of a MoE layer, in the spelling of the released files or of transformers 5; 0 in a dense model."""
+    """Experts of a MoE layer, in the format of the released files or of transformers 5; 0 in a dense model."""
     return text.get("num_experts", text.get("num_local_experts")) or 0
 
 
 def check_rope_fields(text: Mapping[str, Any]) -> None:
-    """Check the rotary settings of a text configuration, in either spelling.
+    """Check the rotary settings of a text configuration, in either format.
 
     Raises:
-        ValueError: one is of another kind than it should be; the message names it.
+        ValueError: a field has the wrong type; the message names it.
     """
     for section in ("rope_parameters", "rope_scaling"):
         for name, value in (text.get(section) or {}).items():
@@ -129,10 +129,10 @@ def check_rope_fields(text: Mapping[str, Any]) -> None:
 
 
 def check_tower_size(vision: Mapping[str, Any], text_width: int) -> None:
-    """Check that a vision tower is one whose tokens a text model can take; ValueError where it is not.
+    """Check that a vision tower's output suits the text model; raises ValueError otherwise.
 
     Args:
-        vision: its configuration, each field by itself as it should be.
+        vision: its configuration, whose fields have been checked one by one.
         text_width: hidden size of the text model.
     """
     found = vision.get("out_hidden_size", _OUT_HIDDEN_SIZE)
@@ -144,7 +144,7 @@ def check_tower_size(vision: Mapping[str, Any], text_width: int) -> None:
 
 
 def _check_heads(text: Mapping[str, Any], vision: Mapping[str, Any]) -> None:
-    """Check that heads share widths and groups evenly; ValueError where they do not."""
+    """Check that heads divide widths and query groups evenly; raises ValueError otherwise."""
     heads = text["num_attention_heads"]
     for name, whole, part, divisor in (
         ("text_config.num_attention_heads", heads, "num_key_value_heads", text.get("num_key_value_heads") or heads),

@@ -1,11 +1,11 @@
-"""Which model a configuration describes: fields that decide it in every family, whichever way a file spells them.
+"""The fields of a configuration that identify a model, in all families, normalized over file formats.
 
-What lives here: fields that decide which tensors there are or what they mean, by the names that `config.json` has; of
-a `config.json`, and of the provider in a run's `run_config.yaml`. What may not: fields that one family alone has
-(`models/*/config_identity.py`), comparing two (`checkpoint/stored_models/config_comparison.py`), what is refused
-(`models/*/config_checks.py`).
+What lives here: fields that determine which tensors exist or what they mean, with the names of `config.json`; of a
+`config.json`, and of the provider in a run's `run_config.yaml`. What may not: fields specific to one family
+(`models/*/config_identity.py`), comparing two configurations (`checkpoint/stored_models/config_comparison.py`),
+refusals (`models/*/config_checks.py`).
 
-A `run_config.yaml` of another release may lack any of the fields, and is not asked about those.
+A `run_config.yaml` of another release may lack any of the fields; these are not compared.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 TOKEN_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-# Fields by section, with what transformers takes where a file has none; a field without that is in every file.
+# Fields by section, with transformers' defaults; a field without a default is in every file.
 _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "": {"model_type": None, "tie_word_embeddings": False},
     "text_config": {
@@ -31,7 +31,7 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 _VISION = "vision_config."
-# Fields of a provider -> those of a `config.json` that have the same value.
+# Maps a provider's fields to the fields of `config.json` with the same value.
 _SAME: Mapping[str, str] = {
     "share_embeddings_and_output_weights": "tie_word_embeddings",
     **{name: name for name in TOKEN_IDS},
@@ -48,16 +48,16 @@ _SAME_WITH_EXPERTS: Mapping[str, str] = {
     "moe_ffn_hidden_size": "text_config.moe_intermediate_size",
 }
 WIDTH: Mapping[str, str] = {"ffn_hidden_size": "text_config.intermediate_size"}
-# Functions by the last part of the name that a file gives them. Of others nothing is known.
+# Functions by the last part of their name in a file. Other functions are unknown.
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "relu": "relu", "gelu_tanh": "gelu_pytorch_tanh"}
 
 
 def shared_fields(config: Mapping[str, Any], own: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Fields of a `config.json` that every family has, each in one spelling.
+    """Fields of a `config.json` that every family has, normalized.
 
     Args:
         config: the file.
-        own: a family's further fields that a file spells in one way, by section as `_FIELDS` has them.
+        own: further fields of the family with a single spelling, by section as in `_FIELDS`.
     """
     found: dict[str, Any] = {}
     for section, fields in _FIELDS.items():
@@ -65,7 +65,7 @@ def shared_fields(config: Mapping[str, Any], own: Mapping[str, Mapping[str, Any]
         prefix = f"{section}." if section else ""
         wanted = {**fields, **own.get(section, {})}
         found |= {prefix + name: values.get(name, default) for name, default in wanted.items()}
-    if found["text_config.hidden_act"] == "swish":  # another name of it
+    if found["text_config.hidden_act"] == "swish":  # another name for it
         found["text_config.hidden_act"] = "silu"
     return found
 
@@ -73,14 +73,14 @@ def shared_fields(config: Mapping[str, Any], own: Mapping[str, Mapping[str, Any]
 def shared_fields_of_run(
     model: Mapping[str, Any], config: Mapping[str, Any], *, dense: str, with_experts: str
 ) -> dict[str, Any]:
-    """What the `model` section of a run's file says of the fields that every family has, as far as it says something.
+    """The fields in the `model` section of a run's file that every family has, as far as they are given.
 
-    How many tokens there are is told by the tensors themselves, and which of them are padding by their rows: so of a
-    vocabulary larger than the configuration's nothing is said.
+    The vocabulary's size is known from the tensors themselves, and its padding from their rows: so a vocabulary larger
+    than the configuration's is left out.
 
     Args:
         model: fields of a provider.
-        config: all fields of a configuration; no other field of the tower is told.
+        config: all fields of a configuration; no other field of the tower is used.
         dense, with_experts: `model_type` of models without experts, and of those with.
     """
     found = renamed(model, _SAME)
@@ -102,5 +102,5 @@ def shared_fields_of_run(
 
 
 def renamed(fields: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Fields that are there, under other names; null is as if it were not."""
+    """The fields that exist, under other names; null counts as missing."""
     return {other: fields[name] for name, other in names.items() if fields.get(name) is not None}

@@ -1,8 +1,8 @@
-"""Released models: what sets one size apart from the others, and a `config.json` made of it without any network.
+"""Released models: the dimensions in which sizes differ, and a `config.json` built from them offline.
 
-What lives here: what all families' released models are described by, and what is alike in their configurations.
-transformers is imported by the one function that returns one of its classes. What may not: numbers of a family
-(`models/*/presets.py`), how a model is trained (recipes).
+What lives here: the dimensions that describe released models of all families, and what their configurations share.
+transformers is imported only in the function that returns one of its classes. What may not: values of a family
+(`models/*/presets.py`), training settings (recipes).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class VisionTower:
 
 @dataclass(frozen=True)
 class Experts:
-    """Experts of each text layer: how many there are, how many a token visits, and the width of one."""
+    """Experts of each text layer: number of experts, experts per token, and the width of one."""
 
     number: int
     chosen: int
@@ -38,7 +38,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class Preset:
-    """What sets one size apart from the others."""
+    """The dimensions in which sizes differ."""
 
     hidden: int
     ffn: int
@@ -51,7 +51,7 @@ class Preset:
 
 
 def size_of(name: str, sizes: Iterable[str], hub_ids: Callable[[str], tuple[str, ...]]) -> str:
-    """The size that a size's own name or a hub id means.
+    """The size for a size name or a hub id.
 
     Args:
         name: either.
@@ -59,7 +59,7 @@ def size_of(name: str, sizes: Iterable[str], hub_ids: Callable[[str], tuple[str,
         hub_ids: names on the Hugging Face hub of the models of a size.
 
     Raises:
-        ValueError: there is no such model; the message lists the sizes.
+        ValueError: an unknown model; the message lists the sizes.
     """
     sizes = list(sizes)
     for size in sizes:
@@ -71,13 +71,13 @@ def size_of(name: str, sizes: Iterable[str], hub_ids: Callable[[str], tuple[str,
 def config_of(
     preset: Preset, *, model_type: str, architecture: str, text: Mapping[str, Any], token_ids: Iterable[int]
 ) -> dict[str, Any]:
-    """A `config.json` as transformers 5 spells it. The caller may change it: nothing of the preset is in it.
+    """A `config.json` in the format of transformers 5. The result is a new object that the caller may modify.
 
     Args:
         preset: the size.
         model_type: of the family's dense models.
-        architecture: what names of transformers' classes for the family begin with.
-        text: the family's own fields of the text model, made for this call.
+        architecture: the prefix of the family's class names in transformers.
+        text: the family's own fields of the text model, created for this call.
         token_ids: in the order of `TOKEN_IDS`.
     """
     if preset.experts is not None:
@@ -107,7 +107,7 @@ def _text(preset: Preset) -> dict[str, Any]:
         "use_cache": True,
         "attention_bias": False,
         "attention_dropout": 0.0,
-        # The MoE text configuration's own default is True, whatever the whole model's configuration says.
+        # The default of the MoE text configuration is True, whatever the whole model's configuration has.
         "tie_word_embeddings": preset.tied,
     }
 

@@ -1,6 +1,6 @@
-"""Kinds of value that a field of a Hugging Face configuration may have, and the check of one.
+"""Types of values that a field of a Hugging Face configuration may have, and their check.
 
-What lives here: the kinds. What may not: names of fields (`fields.py`, `models/*/config_fields.py`).
+What lives here: the types. What may not: names of fields (`fields.py`, `models/*/config_fields.py`).
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-# What is counted out one by one.
+# Longer lists are described by a count.
 _MOST = 10_000
 _LARGEST = sys.float_info.max
 
 
 class Kind(NamedTuple):
-    """Values that a field may have, and the same in words."""
+    """Allowed values of a field, with their description for messages."""
 
     fits: Callable[[Any], bool]
     expected: str
@@ -46,17 +46,17 @@ SECTION = Kind(
 
 
 def check_value(section: str, name: str, value: Any, kind: Kind) -> None:
-    """Check one field; ValueError where it is of another kind."""
+    """Check one field; raises ValueError if it has the wrong type."""
     if not kind.fits(value):
         raise ValueError(f"{named(section, name)} is {shown(value)}, expected {kind.expected}")
 
 
 def named(section: str, name: str) -> str:
-    """A field as messages name it."""
+    """Name of a field for messages."""
     return f"{section}.{name}" if section else name
 
 
 def shown(value: Any) -> str:
-    """A value as messages show it."""
+    """A value as text for messages."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,7 +1,7 @@
-"""The bridge: creates our provider from a Hugging Face configuration; registration with Megatron-Bridge.
+"""The bridge: creates our provider from a Hugging Face configuration, and is registered with Megatron-Bridge.
 
-What lives here: fields that Qwen3-VL alone has. What may not: parameter names (`table.py`), defaults (`provider.py`),
-what is refused (`config_checks.py`), what all families' bridges do (`models/common/bridge.py`).
+What lives here: fields specific to Qwen3-VL. What may not: parameter names (`table.py`), defaults (`provider.py`),
+refusals (`config_checks.py`), what the bridges of all families share (`models/common/bridge.py`).
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ from transformers import (
 
 
 def _scaled_rope(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Which Megatron-Bridge's provider has in the text configuration that it saves beside its fields."""
+    """Scaled rotary embedding, which Megatron-Bridge's provider saves in the text configuration in addition to its
+    fields.
+    """
     if (text := saved.get("hf_text_config")) is None:
         return {}
     return {"rope_parameters": _unless_default(rope_parameters(text.to_dict()))}
 
 
 def _dist_train_of_theirs(**saved: Any) -> DistTrainConfig:
-    """Fields that Megatron-Bridge leaves to be worked out are None there; here they have a default."""
+    """Megatron-Bridge saves None for fields that it computes; here they have a default."""
     return DistTrainConfig(**{name: value for name, value in saved.items() if value is not None})
 
 
@@ -54,7 +56,7 @@ build_instead(stock.DistTrainConfig, _dist_train_of_theirs)
     model_type="qwen3_vl",
 )
 class Qwen3VLBridge(FamilyBridge):
-    """Dense Qwen3-VL for AutoBridge."""
+    """AutoBridge support for dense Qwen3-VL."""
 
     family = FAMILY
 
@@ -72,10 +74,10 @@ class Qwen3VLBridge(FamilyBridge):
 
     @classmethod
     def megatron_to_hf_config(cls, provider: Qwen3VLModelProvider) -> dict[str, Any]:
-        """A provider's model as transformers describes it, for `AutoBridge.from_auto_config`.
+        """A provider's model as a transformers configuration, for `AutoBridge.from_auto_config`.
 
-        Megatron-Bridge's own finds no place for a text model's sizes, and would leave them as its reference has them.
-        What is left out here is the reference's: the longest row, of which a provider knows a run's.
+        Megatron-Bridge's own function does not map a text model's sizes, and would keep those of its reference
+        configuration. Taken from the reference here: the maximum row length, because a provider has only that of a run.
         """
         text, vision = provider.hf_text_config.to_dict(), provider.vision_config.to_dict()
         del text["max_position_embeddings"]
@@ -97,7 +99,7 @@ class Qwen3VLBridge(FamilyBridge):
     model_type="qwen3_vl_moe",
 )
 class Qwen3VLMoEBridge(Qwen3VLBridge):
-    """Qwen3-VL with experts for AutoBridge."""
+    """AutoBridge support for Qwen3-VL with experts (MoE)."""
 
     def provider_fields(self, config: Any) -> dict[str, Any]:
         """See FamilyBridge."""
@@ -105,12 +107,12 @@ class Qwen3VLMoEBridge(Qwen3VLBridge):
 
 
 def provider_from_hf_config(hf_config: Mapping[str, Any], **settings: Any) -> Qwen3VLModelProvider:
-    """See `provider_of`. The `run_config.yaml` of a converted checkpoint names this function and these arguments."""
+    """See `provider_of`. The `run_config.yaml` of a converted checkpoint contains this name and these arguments."""
     return provider_of((Qwen3VLBridge, Qwen3VLMoEBridge), hf_config, settings)
 
 
 def _moe_layer_freq(text: PretrainedConfig) -> int | list[int]:
-    """megatron-core takes layers for different ones wherever this is a list, and a checkpoint then names each."""
+    """If this is a list, megatron-core takes layers for different ones, and a checkpoint then names each."""
     moe_layers = moe_layers_of(text.to_dict())
     if len(moe_layers) == text.num_hidden_layers:
         return 1

@@ -1,8 +1,8 @@
-"""Settings of a Hugging Face configuration that would change the result: honoured, or refused here.
+"""Checks of settings in a Qwen3-VL configuration that change results: each is supported, or refused here.
 
-What lives here: the check, and the rotary settings in one spelling. Standard library only, so that a converter can ask
-too. What may not: fields by themselves (`config_fields.py`), sizes (`config_dimensions.py`), the translation of what is
-honoured (`bridge.py`).
+What lives here: the check, and the normalized rotary settings. Standard library only, so that a converter can use it
+too. What may not: checks of single fields (`config_fields.py`), sizes (`config_dimensions.py`), the translation of
+supported settings (`bridge.py`).
 """
 
 from __future__ import annotations
@@ -15,20 +15,19 @@ from qwen3vl_bridge.models.config.fields import check_rope_fields, experts_of
 from qwen3vl_bridge.models.qwen3_vl.config_dimensions import head_dim_of, moe_layers_of
 from qwen3vl_bridge.models.qwen3_vl.config_fields import check_fields
 
-# Rotary embeddings whose frequencies don't depend on a batch's length.
+# Rotary embeddings whose frequencies do not depend on a batch's length.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _WITH_EXPERTS = {"qwen3_vl": False, "qwen3_vl_moe": True}  # by model_type
 
 
 def check_settings(config: Mapping[str, Any]) -> None:
-    """Refuse what this model does not compute.
+    """Refuse settings that this model does not support.
 
     Args:
         config: a Qwen3-VL `config.json` as a mapping.
 
     Raises:
-        ValueError: a setting that would otherwise be ignored, or a field that is not as it must be; the message names
-            it.
+        ValueError: a setting that would otherwise be ignored, or a field with an invalid value; the message names it.
     """
     check_fields(config)
     check_shared_settings(config, {})
@@ -70,14 +69,14 @@ def _check_experts(text: Mapping[str, Any]) -> None:
 
 
 def rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary settings of a text configuration, in the spelling of transformers 5 whichever it has.
+    """The rotary settings of a text configuration, in the format of transformers 5.
 
     Returns:
         `rope_type`, `rope_theta`, `mrope_section`, and the parameters of a scaled type.
 
     Raises:
-        ValueError: a kind of rotary embedding that this model does not compute, or a parameter that is missing or of
-            another kind.
+        ValueError: a type of rotary embedding that this model does not support, or a parameter that is missing or has
+            the wrong type.
     """
     check_rope_fields(text)
     rope = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
@@ -91,7 +90,7 @@ def rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(f"partial_rotary_factor is {rope['partial_rotary_factor']}, expected 1.0")
     rope.setdefault("rope_theta", text.get("rope_theta"))
-    if rope["rope_type"] in ("yarn", "llama3"):  # transformers completes it so
+    if rope["rope_type"] in ("yarn", "llama3"):  # as transformers does
         rope.setdefault("original_max_position_embeddings", text.get("max_position_embeddings"))
     needed = ("rope_theta", "mrope_section", *(() if rope["rope_type"] == "default" else ("factor",)))
     for name in needed:

@@ -1,7 +1,7 @@
-"""The dimensions of a Qwen3-VL, read from its Hugging Face configuration.
+"""Dimensions of a Qwen3-VL model, read from its Hugging Face configuration.
 
-What lives here: the reading, in every spelling that there is. Standard library only. What may not: parameter names
-(`table.py`), whether a configuration is one we honour (`config_checks.py`).
+What lives here: reading them, in every format of the configuration. Standard library only. What may not: parameter
+names (`table.py`), whether a configuration is supported (`config_checks.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ FAMILY = "qwen3_vl"
 
 
 def moe_layers_of(text: Mapping) -> tuple[int, ...]:
-    """Which layers of a text configuration have experts. Source: transformers, Qwen3VLMoeTextDecoderLayer."""
+    """Indices of the layers with experts of a text configuration. Source: transformers, Qwen3VLMoeTextDecoderLayer."""
     if not experts_of(text):
         return ()
     step, dense = text.get("decoder_sparse_step", 1), text.get("mlp_only_layers") or ()
@@ -23,20 +23,20 @@ def moe_layers_of(text: Mapping) -> tuple[int, ...]:
 
 
 def head_dim_of(text: Mapping) -> int:
-    """Dimensions of a head of a text configuration."""
-    # What a file without the field means: in transformers the dense model has a default, the other has not.
+    """Head dimension of a text configuration."""
+    # Default for files without the field: in transformers only the dense model has one.
     head_dim = text.get("head_dim", None if experts_of(text) else 128)
     return head_dim or text["hidden_size"] // text["num_attention_heads"]
 
 
 def dimensions_of(config: Mapping) -> Dimensions:
-    """The numbers that the table's symbols stand for.
+    """Values of the weight table's symbols.
 
     Args:
         config: a Qwen3-VL `config.json` as a mapping (`text_config`, `vision_config`, `tie_word_embeddings`).
 
     Raises:
-        KeyError: the mapping lacks a field; the message names it.
+        KeyError: a field is missing; the message names it.
     """
     text, vision = config["text_config"], config["vision_config"]
     moe_layers = moe_layers_of(text)

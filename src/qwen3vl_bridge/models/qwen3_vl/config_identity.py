@@ -1,8 +1,8 @@
-"""Which Qwen3-VL a configuration describes: the fields that decide it, whichever way a file spells them.
+"""The fields of a configuration that identify a Qwen3-VL model, normalized over file formats.
 
-What lives here: fields that Qwen3-VL alone has or spells in ways of its own; of a `config.json`, and of the provider in
-a run's `run_config.yaml`, Megatron-Bridge's or ours. Standard library only. What may not: fields of all families
-(`models/config/identity.py`), what is refused (`config_checks.py`).
+What lives here: fields specific to Qwen3-VL, or with a spelling specific to it; of a `config.json`, and of the provider
+in a run's `run_config.yaml`, Megatron-Bridge's or ours. Standard library only. What may not: fields of all families
+(`models/config/identity.py`), refusals (`config_checks.py`).
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from qwen3vl_bridge.models.config.identity import TOKEN_IDS, WIDTH, renamed, sha
 from qwen3vl_bridge.models.qwen3_vl.config_checks import rope_parameters
 from qwen3vl_bridge.models.qwen3_vl.config_dimensions import head_dim_of, moe_layers_of
 
-# Where a file has none. Source: transformers, Qwen3VLConfig.
+# Defaults. Source: transformers, Qwen3VLConfig.
 _TOKENS: Mapping[str, int] = dict(zip(TOKEN_IDS, (151_655, 151_656, 151_652, 151_653), strict=True))
 _CHOSEN = ("num_experts_per_tok", "moe_intermediate_size")
 _PLAIN_ROPE = ("rope_type", "rope_theta", "mrope_section")
 _WITH_EXPERTS = "text_config.layers with experts (decoder_sparse_step, mlp_only_layers)"
 _ROPE = "text_config.rope_parameters"
-# What has one value in every model, or is `rope_type` once more.
+# Fields with the same value in every model, and duplicates of `rope_type`.
 _ONE_WAY = ("type", "mrope_interleaved", "partial_rotary_factor")
 
 
 def fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a `config.json`, each in one spelling."""
+    """The fields of a `config.json`, normalized."""
     found = shared_fields(config, {"": _TOKENS})
     found["vision_config.deepstack_visual_indexes"] = list(config["vision_config"]["deepstack_visual_indexes"])
     return found | {f"text_config.{name}": value for name, value in _text_fields(config["text_config"]).items()}
@@ -39,7 +39,7 @@ def _text_fields(text: Mapping[str, Any]) -> dict[str, Any]:
         "head_dim": head_dim_of(text),
         "num_experts": experts_of(text),
     }
-    if len(moe_layers) < text["num_hidden_layers"]:  # else no layer has that width
+    if len(moe_layers) < text["num_hidden_layers"]:  # otherwise no layer has this width
         found["intermediate_size"] = text["intermediate_size"]
     if moe_layers:
         found |= {name: text.get(name) for name in _CHOSEN}
@@ -52,7 +52,7 @@ def _text_fields(text: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fields_of_run(model: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """What the `model` section of a run's file says of the model; arguments as `shared_fields_of_run`'s."""
+    """The fields in the `model` section of a run's file; arguments as for `shared_fields_of_run`."""
     found = shared_fields_of_run(model, config, dense="qwen3_vl", with_experts="qwen3_vl_moe")
     if model.get("num_moe_experts"):
         found |= _layers_with_experts(model)
@@ -60,7 +60,7 @@ def fields_of_run(model: Mapping[str, Any], config: Mapping[str, Any]) -> dict[s
 
 
 def _layers_with_experts(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Which they are, and the width of the others where there are any."""
+    """Indices of the layers with experts, and the width of the others if there are any."""
     layers, frequency = model.get("num_layers"), model.get("moe_layer_freq", 1)
     if type(frequency) is int and type(layers) is int and frequency > 0:
         found = list(range(0, layers, frequency))
@@ -72,7 +72,7 @@ def _layers_with_experts(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Megatron-Bridge has a scaled rotary embedding in the text configuration beside its fields, ours among them."""
+    """Megatron-Bridge stores a scaled rotary embedding in the text configuration, we in a field."""
     text = model.get("hf_text_config")
     scaled = text.get("rope_parameters") or text.get("rope_scaling") if isinstance(text, Mapping) else None
     scaled = scaled or model.get("rope_parameters")

@@ -1,7 +1,7 @@
 """Layer specs of Qwen3-VL's text model, whose first layers add DeepStack features.
 
-What lives here: the layer that adds them, and the spec of its block. What may not: what all families' layers are made
-of (`models/common/layer_specs.py`).
+What lives here: the layer that adds them, and the spec of its block. What may not: what the layers of all families
+share (`models/common/layer_specs.py`).
 """
 
 from __future__ import annotations
@@ -18,34 +18,35 @@ from torch import Tensor
 
 
 class DeepStackLayer(TransformerLayer):
-    """A text layer that adds its DeepStack features to the vision tokens it has put out.
+    """A text layer that adds its DeepStack features to the output of the vision tokens.
 
-    Features arrive as `context`, which megatron-core hands to every layer, through recompute too; a decoder without
+    Features arrive as `context`, which megatron-core passes to every layer, also with recomputation; a decoder without
     cross attention has no other use for it.
     """
 
     def forward(
         self, *args: Any, context: Tensor | None = None, context_mask: Tensor | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """As TransformerLayer.forward.
+        """Like TransformerLayer.forward.
 
         Args:
             context: [t, K, h] features of this rank's vision tokens, one slice for each of the first text layers. On a
                 later pipeline stage, the last t of them.
-            context_mask: [K] place of each vision token in the hidden states flattened from [s, b].
+            context_mask: [K] index of each vision token in the hidden states flattened from [s, b].
         """
         hidden, _ = super().forward(*args, context=None, context_mask=None, **kwargs)
         layer, taps = self.layer_number - 1, len(self.config.tapped_layers)
         if context is not None and layer < taps:
-            features = context[layer - taps].to(hidden.dtype)  # counted from the end, where stages' slices agree
+            features = context[layer - taps].to(hidden.dtype)  # stages have the last slices
             added = hidden.flatten(0, 1).index_add(0, context_mask, features).view_as(hidden)
-            # Recompute keeps a part of it on each rank if asked to, which it can't of a view.
+            # With `distribute_saved_activations` recomputation keeps a part of it on each rank, which is impossible for
+            # a view.
             hidden = make_viewless_tensor(added, requires_grad=added.requires_grad, keep_graph=True)
         return hidden, context
 
 
 def text_block_spec(config: TransformerConfig, vp_stage: int | None, pp_rank: int) -> TransformerBlockSubmodules:
-    """The text decoder's layers of one pipeline stage, which add DeepStack features."""
+    """Layer specs of the text decoder for one pipeline stage, whose layers add DeepStack features."""
     block = decoder_block_spec(config, vp_stage, pp_rank)
     for spec in block.layer_specs:
         spec.module = DeepStackLayer

@@ -1,7 +1,7 @@
-"""The Megatron Qwen3-VL model: what DeepStack adds to the model that all families share.
+"""The Megatron Qwen3-VL model: DeepStack as an addition to the model that all families share.
 
-What lives here: the features' way from the tower to the text model's first layers. What may not: the layers that add
-them (`layer_specs.py`), how stages hand them on (`pipeline_payload.py`), what other families have too
+What lives here: passing the features from the tower to the text model's first layers. What may not: the layers that add
+them (`layer_specs.py`), how stages pass them on (`pipeline_payload.py`), what other families have too
 (`models/common/model.py`).
 """
 
@@ -29,7 +29,7 @@ class Qwen3VLGPTModel(MRopeGPTModel):
 
 
 class Qwen3VLModel(VisionLanguageModel):
-    """Qwen3-VL of one pipeline stage; arguments as `VisionLanguageModel`'s."""
+    """Qwen3-VL of one pipeline stage; arguments as for `VisionLanguageModel`."""
 
     language_model_class = Qwen3VLGPTModel
 
@@ -46,22 +46,24 @@ class Qwen3VLModel(VisionLanguageModel):
         check_features(self.stage, inputs, self.config)
 
     def layer_arguments(self, features: Tensor, inputs: ModelInputs) -> dict[str, Tensor]:
-        """DeepStack features [t, K, h] of this rank's vision tokens, and the tokens' places [K]."""
+        """DeepStack features [t, K, h] of this rank's vision tokens, and the tokens' indices [K] in hidden states."""
         where = _places(inputs)
         features = sum_gradients_over_sequence(features, self.config, self.pg_collection)
         return dict(context=features[:, where.rows], context_mask=where.positions)
 
     def unload(self, arrived: Tensor, length: int, inputs: ModelInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """Hidden states, and features for the layers from this stage on."""
+        """Split the tensor received from the previous stage into hidden states, and features for the layers from this
+        stage on.
+        """
         places = _places(inputs).positions
         hidden, features = self.stage.unload(arrived, length, len(inputs.input_ids), len(places))
         return hidden, dict(context=features, context_mask=places)
 
     def load(self, hidden: Tensor, beside: dict[str, Tensor]) -> Tensor:
-        """Hidden states, and features for the layers behind this stage."""
+        """Concatenate hidden states, and features for the layers after this stage."""
         return self.stage.load(hidden, beside["context"])
 
 
 def _places(inputs: ModelInputs) -> VisionRows:
-    """Which vision tokens are this rank's, and where."""
+    """Indices of this rank's vision tokens, in the vision output and in its hidden states."""
     return inputs.deepstack or VisionRows.none(inputs.input_ids.device)

@@ -1,11 +1,11 @@
 """What one pipeline stage sends to the next: hidden states, and the DeepStack features that later layers need.
 
-What lives here: how both travel as one tensor, and how many features go where. What may not: sending and receiving,
-which are megatron-core's schedules'; which rank holds which stage, which is megatron-core's too.
+What lives here: how both are sent as one tensor, and the number of features per stage. What may not: sending and
+receiving, which are megatron-core's schedules'; which rank holds which stage, which is megatron-core's too.
 
-Pipeline stages exchange one tensor of three dimensions. Features of later stages' layers are appended to it, for this
-rank's vision tokens alone, so they cost what they hold and their gradients come back the same way. The other way, a
-vision tower on every stage that needs features, costs its parameters and its work again.
+Pipeline stages exchange one tensor of three dimensions. Features of later stages' layers are appended to it, only for
+this rank's vision tokens, so the cost is their own size, and their gradients return the same way. The alternative, a
+vision tower on every stage that needs features, costs its parameters and its computation again.
 Legend: s, b local tokens and rows, h hidden size, t features, K vision tokens of a rank, n chunks of the pipeline.
 """
 
@@ -24,15 +24,18 @@ from torch import Tensor
 
 
 def check_features(stage: Stage, inputs: ModelInputs, config: TransformerConfig) -> None:
-    """Refuses DeepStack features between stages whose tensors have one size, who would wait for the rest of them.
+    """Refuse DeepStack features between stages with tensors of a fixed size, which would wait for the missing part.
 
-    Rows may have any length that a caller's schedule is told of (its `seq_length`): NeMo-RL pads rows to one of its
-    own, and generation lets them grow. A schedule is told no size of the features, which differs with the pictures.
+    Rows may have any length that a caller's schedule knows (its `seq_length`): NeMo-RL pads rows to a length of its
+    own, and generation lets them grow. A schedule is not told the size of the features, which depends on the images.
 
     Args:
-        stage: that sends them.
+        stage: the sending stage.
         inputs: its batch.
         config: the provider.
+
+    Raises:
+        ValueError: there are features to send, and `variable_seq_lengths` is off.
     """
     features = 0 if inputs.deepstack is None else stage.sent * len(inputs.deepstack.positions)
     if features and not config.variable_seq_lengths:
@@ -44,11 +47,11 @@ def check_features(stage: Stage, inputs: ModelInputs, config: TransformerConfig)
 
 @dataclass(frozen=True)
 class Stage:
-    """How many DeepStack features a part of the model receives and passes on, the last ones of all.
+    """Number of DeepStack features that a part of the model receives and passes on, always the last ones.
 
     Attributes:
-        received: t features of this part's layers and those behind it; all of them on the first part.
-        sent: t features of the layers behind it.
+        received: t features of this part's layers and those after it; all features on the first part.
+        sent: t features of the layers after it.
     """
 
     received: int
@@ -56,14 +59,14 @@ class Stage:
 
     @classmethod
     def of(cls, taps: int, first_layer: int, layers: int) -> Self:
-        """The part that has `layers` text layers from `first_layer` on, of a model with so many DeepStack taps."""
+        """The part with `layers` text layers from `first_layer` on, of a model with this number of DeepStack taps."""
         return cls(received=max(taps - first_layer, 0), sent=max(taps - first_layer - layers, 0))
 
     def unload(self, arrived: Tensor, length: int, rows: int, tokens: int) -> tuple[Tensor, Tensor]:
-        """What the previous stage loaded.
+        """Split what the previous stage sent, the inverse of `load`.
 
         Args:
-            arrived: [s, b, h], or [s * b + t * K, 1, h] where features came along.
+            arrived: [s, b, h], or [s * b + t * K, 1, h] with features.
             length: s.
             rows: b.
             tokens: K.
@@ -72,7 +75,7 @@ class Stage:
             Hidden states [s, b, h] and features [t, K, h].
 
         Raises:
-            ValueError: it is of another size.
+            ValueError: a tensor of another size.
         """
         features = self.received * tokens
         check_arrived(
@@ -85,9 +88,9 @@ class Stage:
         return hidden.view(-1, rows, width), behind.view(self.received, tokens, width)
 
     def load(self, hidden: Tensor, features: Tensor) -> Tensor:
-        """[s, b, h] and this stage's own features [t, K, h] -> what the next stage unloads.
+        """[s, b, h] and this stage's own features [t, K, h] -> the tensor that the next stage unloads.
 
-        It is no view, or the schedules could not free it once it is sent.
+        Not a view, because the schedules could not free a view after sending it.
         """
         if not self.sent:
             return make_viewless_tensor(hidden, requires_grad=hidden.requires_grad, keep_graph=True)

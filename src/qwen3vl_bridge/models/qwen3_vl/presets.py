@@ -1,7 +1,7 @@
-"""The released Qwen3-VL models: their numbers, and configurations made of them without any network.
+"""The released Qwen3-VL models: their dimensions, and configurations built from them offline.
 
-What lives here: the numbers, each once. Standard library only. What may not: what configurations of all families have
-alike (`models/config/size_description.py`), parameter names (`table.py`), how a model is trained (recipes).
+What lives here: the dimensions, each defined once. Standard library only. What may not: what the configurations of all
+families share (`models/config/size_description.py`), parameter names (`table.py`), training settings (recipes).
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ def hub_ids(size: str) -> tuple[str, str]:
 
 
 def size_of(name: str) -> str:
-    """The size, a key of `PRESETS`, that a size's own name or a hub id means.
+    """The size, a key of `PRESETS`, for a size name or a hub id.
 
     Raises:
-        ValueError: there is no such model; the message lists the sizes.
+        ValueError: an unknown model; the message lists the sizes.
     """
     return size_description.size_of(name, PRESETS, hub_ids)
 
 
 def config_dict(size: str) -> dict[str, Any]:
-    """A `config.json` as transformers 5 spells it. The caller may change it: nothing of it is shared.
+    """A `config.json` in the format of transformers 5. The result is a new object that the caller may modify.
 
     Args:
         size: a key of `PRESETS`, or a hub id.
@@ -79,10 +79,10 @@ def config_dict(size: str) -> dict[str, Any]:
 
 
 def hf_config(size: str) -> Any:
-    """A size's Qwen3VLConfig or Qwen3VLMoeConfig of transformers, in bfloat16; `AutoBridge.from_hf_config` takes it.
+    """A size's Qwen3VLConfig or Qwen3VLMoeConfig of transformers, in bfloat16, for `AutoBridge.from_hf_config`.
 
     Args:
-        size: a key of `PRESETS`, or a hub id. Nothing is fetched.
+        size: a key of `PRESETS`, or a hub id. Nothing is downloaded.
 
     Raises:
         ValueError: an unknown size.
@@ -91,7 +91,7 @@ def hf_config(size: str) -> Any:
 
 
 def parameter_count(size: str) -> int:
-    """Parameters of a size, all experts and the vision tower among them; a tied output layer counts once.
+    """Number of parameters of a size, including all experts and the vision tower; a tied output layer counts once.
 
     Args:
         size: a key of `PRESETS`, or a hub id.
@@ -103,7 +103,7 @@ def parameter_count(size: str) -> int:
 
 
 def active_parameter_count(size: str) -> int:
-    """As `parameter_count`, but with the experts that one token visits alone. The same number for a dense model."""
+    """Like `parameter_count`, but counting only the experts of one token. The same number for a dense model."""
     config = config_dict(size)
     dimensions, chosen = dimensions_of(config), config["text_config"].get("num_experts_per_tok", 0)
     return count_parameters(TABLE, replace(dimensions, indices={**dimensions.indices, "experts": range(chosen)}))

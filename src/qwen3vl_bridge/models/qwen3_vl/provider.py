@@ -1,8 +1,8 @@
-"""The provider: everything that defines a Qwen3-VL model and how it is trained, as one dataclass.
+"""The provider: the complete configuration of a Qwen3-VL model and its training, as one dataclass.
 
-What lives here: Qwen3-VL's fields and defaults, with Megatron-Bridge's names. What may not: what is refused
-(`refusals.py`), what all families share (`models/common/provider.py`, `models/common/settings/fields.py`), reading
-Hugging Face configurations (`bridge.py`), modules.
+What lives here: Qwen3-VL's fields and defaults, with Megatron-Bridge's names. What may not: refusals (`refusals.py`),
+what all families share (`models/common/provider.py`, `models/common/settings/fields.py`), reading Hugging Face
+configurations (`bridge.py`), modules.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Qwen3VLModelProvider(UpstreamNames, VisionLanguageProvider):
 
 @dataclass
 class Qwen3VLMoEModelProvider(UpstreamExpertNames, ExpertsMixin, Qwen3VLModelProvider):
-    """A Qwen3-VL model with experts, and only what differs from the dense one."""
+    """Provider of Qwen3-VL with experts (MoE): the differences from the dense model."""
 
     num_moe_experts: int | None = 128
     moe_router_topk: int = 8

@@ -1,7 +1,7 @@
-"""Settings of Megatron's configuration that Qwen3-VL does not follow, each with the only value it may have.
+"""Megatron settings that Qwen3-VL does not support, each with the only value that is accepted.
 
-What lives here: these values, and the family's own checks of several settings. What may not: settings with a choice,
-those of every family (`models/common/settings/`).
+What lives here: these values, and the family's own checks of several settings. What may not: settings with several
+supported values, settings of all families (`models/common/settings/`).
 """
 
 from __future__ import annotations

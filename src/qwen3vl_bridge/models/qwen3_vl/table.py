@@ -1,12 +1,13 @@
-"""THE weight table: every parameter of Qwen3-VL, Hugging Face on one side, Megatron on the other.
+"""The weight table of Qwen3-VL: maps every parameter between Hugging Face and Megatron.
 
-What lives here: names, shapes (as symbols) and how the two sides relate. Data only, standard library only, so that a
-converter can read it without importing torch or Megatron. What may not: tensors, files, process groups. `bridge.py`
-turns the rows into Megatron-Bridge mappings, `checkpoint/planning/plan.py` into byte ranges; neither adds a name.
+What lives here: names, shapes (as symbols) and the relation between the two sides. Data only, standard library only, so
+that a converter can read it without importing torch or Megatron. What may not: tensors, files, process groups.
+`bridge.py` turns the rows into Megatron-Bridge mappings, `checkpoint/planning/plan.py` into byte ranges; neither adds a
+name.
 
-Megatron names are those of the Transformer Engine layer spec, which checkpoints on disk use. A `*` stands for an
-index (layer, merger, expert); it is the same index on both sides. Dense and MoE models share the table: a model has
-the rows of its dense layers and those of its MoE layers, whichever it has.
+Megatron names are those of the Transformer Engine layer spec, which checkpoints on disk use. A `*` stands for an index
+(layer, merger, expert); it is the same index on both sides. Dense and MoE models share the table: a model has the rows
+of its dense layers and those of its MoE layers.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ TEXT_ROWS: tuple[Row, ...] = (
 
 
 def table(experts: ExpertLayout = ExpertLayout.INPUT_MAJOR) -> tuple[Row, ...]:
-    """The whole table, for a checkpoint that holds its experts so."""
+    """The whole table, for a checkpoint with the given format of experts."""
     mlp = dense_mlp_rows(_TEXT, _HF_TEXT, "dense_layers") + moe_rows(_TEXT, _HF_TEXT, "moe_layers", experts=experts)
     return VISION_ROWS + DEEPSTACK_ROWS + TEXT_ROWS + mlp
 

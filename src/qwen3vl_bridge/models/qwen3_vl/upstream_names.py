@@ -1,7 +1,7 @@
-"""Names under which Megatron-Bridge's own Qwen3-VL provider has what ours has elsewhere.
+"""Names of Megatron-Bridge's own Qwen3-VL provider for values that ours has under other names.
 
-What lives here: views of those facts, of which each stays in its one place, and the check of names that are no setting
-at all. What may not: fields (`provider.py`), names of the model.
+What lives here: properties for these values, each of which is stored once, and the check of names that are not
+settings. What may not: fields (`provider.py`), names of the model.
 """
 
 from __future__ import annotations
@@ -19,19 +19,21 @@ from transformers import Qwen3VLMoeTextConfig, Qwen3VLTextConfig
 
 logger = logging.getLogger(__name__)
 
-# Names beside those of fields that others keep on a provider for themselves.
+# Attributes other than fields that callers store on a provider.
 _NOTES = frozenset({"pretrained_model_name", "swiglu", "bridge", "grid", "world_size", "rank_offset"})
-# What a configuration says that no layer of the model depends on.
+# Settings of a configuration on which no layer of the model depends.
 _NOT_THE_MODELS = frozenset(
     {"dtype", "max_position_embeddings", "use_cache", "_name_or_path", "router_aux_loss_coef", "tie_word_embeddings"}
 )
-# From here on a name counts as a field's, misspelt; Megatron-Bridge's recipes set some that are none at all.
+# From this similarity on a name counts as a misspelt field; Megatron-Bridge's recipes set some names that are not
+# fields.
 _LIKE = 0.85
 
 
 class _OfVision:
-    """A setting of `vision_config` under its own name. Whoever sets it changes a copy: the configuration may be shared
-    with the bridge that has read it.
+    """A setting of `vision_config` under its own name.
+
+    Setting it replaces the configuration by a changed copy, because it may be shared with the bridge that has read it.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -46,7 +48,7 @@ class _OfVision:
 
 
 class UpstreamNames:
-    """Views of what every model has."""
+    """Properties of every model."""
 
     patch_size = _OfVision()
     temporal_patch_size = _OfVision()
@@ -67,7 +69,7 @@ class UpstreamNames:
 
     @property
     def language_max_sequence_length(self: Any) -> int:
-        """`seq_length`, where nobody has set a limit: rotary positions have none."""
+        """`seq_length`, unless a limit was set: rotary positions have none."""
         return self.seq_length if self._longest_row is None else self._longest_row
 
     @language_max_sequence_length.setter
@@ -78,7 +80,7 @@ class UpstreamNames:
 
     @property
     def hf_text_config(self: Any) -> Qwen3VLTextConfig | Qwen3VLMoeTextConfig:
-        """The text model as transformers describes it, made from the fields; changing it changes nothing here."""
+        """The text model as a transformers configuration, created from the fields; changing it has no effect here."""
         return hf_text_config(self)
 
     @hf_text_config.setter
@@ -95,7 +97,7 @@ class UpstreamNames:
 
 
 class UpstreamExpertNames:
-    """Views of what models with experts have beside. Which layers have experts is `moe_layer_freq`'s to say."""
+    """Properties of models with experts. `moe_layer_freq` determines which layers have experts."""
 
     @property
     def mlp_only_layers(self: Any) -> list[int]:
@@ -108,7 +110,7 @@ class UpstreamExpertNames:
 
     @property
     def decoder_sparse_step(self: Any) -> int:
-        """1: of the layers that `mlp_only_layers` does not name, each has experts."""
+        """1: every layer that `mlp_only_layers` does not name has experts."""
         return 1
 
     @decoder_sparse_step.setter
@@ -121,7 +123,7 @@ class UpstreamExpertNames:
 
 
 def hf_text_config(provider: VisionLanguageFields) -> Qwen3VLTextConfig | Qwen3VLMoeTextConfig:
-    """The text part of a provider's model as transformers describes it.
+    """The text part of a provider's model as a transformers configuration.
 
     Args:
         provider: finalised or not.
@@ -159,12 +161,12 @@ def hf_text_config(provider: VisionLanguageFields) -> Qwen3VLTextConfig | Qwen3V
 
 
 def check_names(provider: VisionLanguageFields) -> None:
-    """Check what is set on a provider beside its fields, which nothing would follow.
+    """Check attributes of a provider that are not fields, and would have no effect.
 
-    Others may keep notes there; so a name that is like no field's gets a line in the log.
+    Callers may store their own attributes there; so a name that is not similar to a field's is only logged.
 
     Raises:
-        ValueError: a field's name, misspelt; or a limit of rows below their length.
+        ValueError: a misspelt field name; or a limit of rows below their length.
     """
     if provider.language_max_sequence_length < provider.seq_length:
         raise ValueError(

@@ -1,1 +1,1 @@
-"""Low-rank adapters: into a model, and out to Hugging Face."""
+"""Low-rank adapters: inserted into a model, and exported to Hugging Face."""

@@ -1,7 +1,7 @@
 """Adapters between Megatron and Hugging Face: rows in Hugging Face's order, experts, DoRA's magnitudes.
 
 What lives here: what Megatron-Bridge's conversion of adapters lacks, as a base class of families' bridges. What may
-not: parameter names (a family's table), adapters on the model (`peft/lora.py`), files (`peft/hf_export.py`).
+not: parameter names (a family's table), adapters of the model (`peft/lora.py`), files (`peft/hf_export.py`).
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ if TYPE_CHECKING:
 Weights = dict[str, Tensor]
 Tasks = dict[str, list[AdapterWeightConversionTask]]
 
-# The number of an expert that is a module of its own.
+# Index of an expert that is a separate module.
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 
 
 class AdapterConversion(MegatronPeftBridge):
-    """Megatron-Bridge's conversion of adapters, completed. To be named before MegatronModelBridge as a base class.
+    """Megatron-Bridge's conversion of adapters, completed. To be listed before MegatronModelBridge as a base class.
 
-    Megatron-Bridge leaves a vision layer's q, k, v rows as Megatron interleaves them, knows one adapter for them where
-    CanonicalLoRA has three, and nothing of DoRA's magnitudes, neither in adapters nor in merged weights. Adapters of
-    experts it counts on each rank from 0 where they are modules of their own, merges into input-major tensors the wrong
-    way round and into other ranks' experts its own, and packs in another order than `peft` reads.
+    Megatron-Bridge leaves a vision layer's q, k, v rows in Megatron's interleaved order, supports one adapter for them
+    where CanonicalLoRA has three, and does not support DoRA's magnitudes, neither in adapters nor in merged weights. It
+    counts adapters of experts from 0 on each rank if they are separate modules, merges them transposed into input-major
+    tensors and its own into other ranks' experts, and packs them in another order than `peft` reads.
 
     Class attributes:
         family: name of the family in the registry.
@@ -70,7 +70,7 @@ class AdapterConversion(MegatronPeftBridge):
     def materialize_adapter_weights(self, adapter_tasks: list[AdapterWeightConversionTask]) -> list[AdapterWeight]:
         """Whole adapters of a layer, the rows of `linear_out` in Hugging Face's order.
 
-        One, where Hugging Face has one tensor for what CanonicalLoRA has several adapters for.
+        A single one, if Hugging Face has one tensor for what CanonicalLoRA has several adapters for.
         """
         adapters = super().materialize_adapter_weights(adapter_tasks)
         first, *others = adapters
@@ -88,11 +88,11 @@ class AdapterConversion(MegatronPeftBridge):
         show_progress: bool = True,
         exclude_adapter_base_prefixes: Iterable[str] | None = None,
     ) -> Iterator[HFWeightTuple]:
-        """As Megatron-Bridge's; those of experts as `peft` and vLLM read them: two matrices for all experts of a layer,
-        of gate and up as `experts.base_layer`, of the projection down as `experts`.
+        """Like Megatron-Bridge's; adapters of experts as `peft` and vLLM read them: two matrices for all experts of a
+        layer, of gate and up as `experts.base_layer`, of the down projection as `experts`.
 
         Raises:
-            ValueError: the adapters are DoRA's, which are more than the two matrices that callers expect.
+            ValueError: the adapters are DoRA's, which have more than the two matrices that callers expect.
         """
         chunks = megatron_model if isinstance(megatron_model, list) else [megatron_model]
         if layers := list(_dora_layers(chunks)):
@@ -104,11 +104,11 @@ class AdapterConversion(MegatronPeftBridge):
         return (HFWeightTuple(name, weight.cpu() if cpu else weight) for name, weight in weights.items())
 
     def adapter_weights(self, megatron_model: list[MegatronModule], exclude: Iterable[str] = ()) -> Weights:
-        """All adapters on the CPU, as `peft` names them: M.lora_A.weight, M.lora_B.weight, M.lora_magnitude_vector.
+        """All adapters on the CPU, with the names of `peft`: M.lora_A.weight, M.lora_B.weight, M.lora_magnitude_vector.
 
         Args:
             megatron_model: a rank's virtual stages.
-            exclude: how the names of layers begin, in Megatron, whose adapters are left out.
+            exclude: prefixes of Megatron names of layers whose adapters are left out.
         """
         weights, registry = self._adapters(megatron_model, exclude), self.mapping_registry()
         for prefix, layer in _dora_layers(megatron_model):
@@ -117,23 +117,23 @@ class AdapterConversion(MegatronPeftBridge):
             names = self._get_base_hf_param_names_for_adapter(registry, prefix, None, ".weight")
             for name, magnitude in self._magnitudes(megatron_model, prefix, layer, names).items():
                 weights[f"{name.removesuffix('.weight')}.lora_magnitude_vector"] = magnitude
-        # A file may hold no tensor that shares memory with another, as the A of q, k and v does.
+        # Tensors of a file must not share memory, as the A of q, k and v do.
         return {name: weight.detach().cpu().clone().contiguous() for name, weight in weights.items()}
 
     def adapted_tensors(self, megatron_model: list[MegatronModule], exclude: Iterable[str] = ()) -> dict[str, Scaled]:
-        """The Hugging Face tensors that have adapters, with their rank and alpha; arguments as `adapter_weights`'."""
+        """The Hugging Face tensors with adapters, with their rank and alpha; arguments as for `adapter_weights`."""
         tasks, rows = self.build_adapter_conversion_tasks(megatron_model, exclude), self._rows(megatron_model)
         layers = {shared_name(prefix): _scaled(self.family, prefix, each, tasks) for prefix, each in tasks.items()}
         weights = ((shared_name(layer_of(row)), row) for row in rows)
         return {name: layers[layer] for layer, row in weights if layer in layers for name in row.hf}
 
     def hf_targets(self, megatron_model: list[MegatronModule], exclude: Iterable[str] = ()) -> dict[str, list[str]]:
-        """What of `peft`'s configuration says which weights have adapters; arguments as `adapter_weights`'."""
+        """The fields of `peft`'s configuration that select adapted weights; arguments as for `adapter_weights`."""
         tensors = {name for row in self._rows(megatron_model) for name in row.hf}
         return hf_targets(self.adapted_tensors(megatron_model, exclude), tensors)
 
     def _rows(self, megatron_model: list[MegatronModule]) -> list[Row]:
-        """The model's rows of the weight table, experts as transformers' models have them."""
+        """The model's rows of the weight table, with the expert format of transformers' models."""
         return list(expand(family(self.family).rows(), unwrap_model(megatron_model)[0].config.dimensions()))
 
     def _dimensions(self) -> Dimensions:
@@ -142,7 +142,7 @@ class AdapterConversion(MegatronPeftBridge):
     def _megatron_global_adapters_info_all_pp_ranks(
         self, megatron_model: MegatronModule | list[MegatronModule]
     ) -> list[tuple]:
-        """As Megatron-Bridge's, this rank's experts counted among all, as those of their weights are."""
+        """Like Megatron-Bridge's, with this rank's experts numbered among all, as in the names of their weights."""
         first = self._experts_of_a_rank() * parallel_state.get_expert_model_parallel_rank()
         return [
             (_EXPERT.sub(lambda number: f"{int(number[0]) + first}", name), *others)
@@ -155,7 +155,7 @@ class AdapterConversion(MegatronPeftBridge):
     def _adapters(
         self, megatron_model: list[MegatronModule], exclude: Iterable[str], *, show_progress: bool = False
     ) -> Weights:
-        """All adapters' two matrices, as `peft` names them."""
+        """All adapters' two matrices, with the names of `peft`."""
         tasks = self.build_adapter_conversion_tasks(megatron_model, exclude)
         experts = {prefix: each for prefix, each in tasks.items() if is_of_experts(prefix)}
         joined = [prefix for prefix, each in tasks.items() if len(each) > 1 and _is_one_tensor(self.family, prefix)]
@@ -175,7 +175,7 @@ class AdapterConversion(MegatronPeftBridge):
         return weights
 
     def _adapters_of_experts(self, megatron_model: list[MegatronModule], tasks: Tasks, scale: float | None) -> Weights:
-        """Those of all experts of a layer together, scaled as the others' are."""
+        """Adapters of all experts of a layer together, scaled like the others."""
         layers = defaultdict(dict)
         for prefix, each in tasks.items():
             (adapter,) = self.materialize_adapter_weights(each)
@@ -193,7 +193,7 @@ class AdapterConversion(MegatronPeftBridge):
         return weights
 
     def _of_each_expert(self, adapter: AdapterWeight) -> dict[int, tuple[Tensor, Tensor]]:
-        """[dim, in] and [out, dim] of the experts that an adapter is of, on all expert-parallel ranks."""
+        """[dim, in] and [out, dim] of the experts of an adapter, on all expert-parallel ranks."""
         sides = [side.weight for side in (adapter.linear_in_weight, adapter.linear_out_weight)]
         ranks = zip(*(self._gather_expert_adapter_weight(side.contiguous()) or [side] for side in sides), strict=True)
         own, number = self._experts_of_a_rank(), _EXPERT.search(adapter.global_base_prefix)
@@ -252,7 +252,7 @@ class AdapterConversion(MegatronPeftBridge):
         adapter_weights: list[AdapterWeight],
         num_moe_experts: int,
     ) -> Weights:
-        """Merge into an expert of each expert-parallel rank, [ranks, ...] where there are several."""
+        """Merge into an expert of each expert-parallel rank, [ranks, ...] if there are several."""
         if not converted_weights_dict:
             return converted_weights_dict
         (adapter,), own = adapter_weights, self._experts_of_a_rank()
@@ -273,7 +273,7 @@ class AdapterConversion(MegatronPeftBridge):
     def _magnitudes(
         self, megatron_model: list[MegatronModule], prefix: str, layer: DoRALinear, names: list[str]
     ) -> Weights:
-        """The [out] magnitudes of a layer, for each of the Hugging Face tensors it is made of."""
+        """The [out] magnitudes of a layer, for each of its Hugging Face tensors."""
         rows = self._in_hf_order(prefix, layer.adapter.get_weight_magnitude().detach()[:, None])
         parts = self._get_fused_adapter_linear_out_slices(megatron_model, names, rows) or {names[0]: rows}
         return {name: part[:, 0] for name, part in parts.items()}
@@ -281,7 +281,7 @@ class AdapterConversion(MegatronPeftBridge):
     def _in_hf_order(self, prefix: str, rows: Tensor) -> Tensor:
         """[out, r] rows, from q, k, v of head 0, of head 1, ... to q of all heads, k of all, v of all.
 
-        Of an output layer, those of tokens: the others pad the vocabulary.
+        For an output layer, only the rows of tokens: the others pad the vocabulary.
         """
         if prefix == OUTPUT_LAYER:
             return rows[: self._dimensions()["vocab"]]
@@ -302,7 +302,7 @@ def _is_concatenated(name: str, prefix: str) -> bool:
 
 
 def _is_one_tensor(name: str, prefix: str) -> bool:
-    """Whether a layer whose parts have adapters of their own is written as one tensor."""
+    """Whether a layer whose parts have separate adapters is written as one tensor."""
     return is_of_experts(prefix) or _is_concatenated(name, prefix)
 
 
@@ -311,20 +311,20 @@ def _shared_layer(row: Row) -> str:
 
 
 def _common_scale(tasks: Tasks) -> float | None:
-    """What layers' adapters are scaled by: all alike, but those of experts (`normalize_moe_lora`)."""
+    """The common scale of layers' adapters, except those of experts (`normalize_moe_lora`)."""
     scales = {each[0].alpha / each[0].dim for prefix, each in tasks.items() if not is_of_experts(prefix)}
     return scales.pop() if len(scales) == 1 else None
 
 
 def _scaled(name: str, prefix: str, tasks: list[AdapterWeightConversionTask], others: Tasks) -> Scaled:
-    """A layer's rank and alpha as they are written, of parts together where these are one tensor."""
+    """A layer's rank and alpha as written; for parts that are one tensor, the combined ones."""
     rank = sum(task.dim for task in tasks) if _is_one_tensor(name, prefix) else tasks[0].dim
     scale = (_common_scale(others) if is_of_experts(prefix) else None) or tasks[0].alpha / tasks[0].dim
     return Scaled(rank, scale * rank)
 
 
 def _dora_layers(megatron_model: MegatronModule | list[MegatronModule]) -> Iterator[tuple[str, DoRALinear]]:
-    """Name and module of each. DoRA has one pipeline stage, so that its own names are those of the whole model."""
+    """Name and module of each layer. DoRA requires one pipeline stage, so these are names of the whole model."""
     for chunk in unwrap_model(megatron_model if isinstance(megatron_model, list) else [megatron_model]):
         for name, module in chunk.named_modules():
             if isinstance(module, DoRALinear):

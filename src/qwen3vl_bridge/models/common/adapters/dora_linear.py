@@ -1,6 +1,6 @@
 """A linear layer under DoRA.
 
-What lives here: what Megatron-Bridge's own gets wrong for this model, put right. What may not: which layers it is on
+What lives here: corrections of Megatron-Bridge's own for this model. What may not: which layers it is applied to
 (`peft/lora.py`).
 """
 
@@ -12,9 +12,9 @@ from torch import Tensor
 
 
 class MagnitudeLinear(DoRALinear):
-    """A linear layer under DoRA: rows of W + BA brought to learned lengths, the bias left alone.
+    """A linear layer under DoRA: rows of W + BA are scaled to learned norms, the bias is unchanged.
 
-    Megatron-Bridge's own scales the bias too where the layer has added it, and expects inputs of three dimensions.
+    Megatron-Bridge's own also scales the bias if the layer has added it, and expects inputs of three dimensions.
     """
 
     def _get_weight_norm(self) -> Tensor:
@@ -22,7 +22,7 @@ class MagnitudeLinear(DoRALinear):
             return super()._get_weight_norm()
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """[..., in] -> [..., out], and the bias where the layer leaves adding it to the caller."""
+        """[..., in] -> [..., out], and the bias if the layer leaves adding it to the caller."""
         output, bias_to_add, normed = self.base_linear_forward(x)
         if not self._adapter_enabled:
             return output, bias_to_add

@@ -1,12 +1,12 @@
-"""Adapters put into a chunk, by our classes or by Megatron-Bridge's own: LoRA, VLMLoRA, DoRA, CanonicalLoRA.
+"""Inserting adapters into a chunk, by our classes or by Megatron-Bridge's own: LoRA, VLMLoRA, DoRA, CanonicalLoRA.
 
-What lives here: what every way of putting them in needs of this model (names of the whole model, gradients through
-recomputation), and what of Megatron-Bridge's classes is put right or refused. What may not: our own configurations
-(`peft/lora.py`), Hugging Face forms (`peft/hf_export.py`).
+What lives here: what every way of inserting them needs for this model (names of the whole model, gradients through
+recomputation), and corrections and refusals of Megatron-Bridge's classes. What may not: our own configurations
+(`peft/lora.py`), Hugging Face formats (`peft/hf_export.py`).
 
-Megatron-Bridge puts adapters in by walking over modules, and hands the walk over to a module that has a method `map`
-(`megatron.bridge.peft.walk_utils.map`). `VisionLanguageModel.map` is that method, so all callers come by here, before
-they wrap the model and before a step is taken.
+Megatron-Bridge inserts adapters by walking over modules, and delegates the walk to a module that has a method `map`
+(`megatron.bridge.peft.walk_utils.map`). `VisionLanguageModel.map` is that method, so all callers use it, before they
+wrap the model and before the first step.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _FLAGS = tuple(f"freeze_{part.value}" for part in Part)
 
 
 def map_modules(chunk: MegatronModule, func: Callable[..., Any], *, leaf_only: bool) -> nn.Module:
-    """Megatron-Bridge's walk over a chunk's modules, by their names in it, whatever wraps it.
+    """Megatron-Bridge's walk over a chunk's modules, by their names in the chunk without wrappers.
 
     Args:
-        chunk: is changed in place.
-        func: called with each module. Where it is the `transform` of one of Megatron-Bridge's own classes, adapters
-            are made those that this model needs.
+        chunk: changed in place.
+        func: called with each module. If it is the `transform` of one of Megatron-Bridge's own classes, its adapters
+            are corrected for this model.
         leaf_only: whether modules without parameters of their own are left out.
 
     Raises:
@@ -63,7 +63,7 @@ def map_modules(chunk: MegatronModule, func: Callable[..., Any], *, leaf_only: b
 
 
 def transform_in(chunk: MegatronModule, transform: Transform) -> Transform:
-    """A configuration's `transform`, told names of the whole model: patterns choose among its layers, wherever."""
+    """A configuration's `transform`, called with names of the whole model, so that patterns match on every stage."""
 
     def transform_whole(m: nn.Module, name: str | None = None, prefix: str | None = None) -> nn.Module:
         if is_of_mtp(prefix or ""):
@@ -75,17 +75,16 @@ def transform_in(chunk: MegatronModule, transform: Transform) -> Transform:
 
 
 def whole_name(name: str, chunk: MegatronModule) -> str:
-    """A module's name in the whole model. A chunk counts its text layers from 0."""
+    """A module's name in the whole model. A chunk numbers its text layers from 0."""
     layers = chunk.language_model.decoder.layers
     return _TEXT_LAYER.sub(lambda number: str(layers[int(number[0])].layer_number - 1), name)
 
 
 def let_recompute_see_gradients(chunk: MegatronModule) -> None:
-    """Have blocks that recompute, and train something, take inputs that require a gradient.
+    """Let the inputs of blocks that recompute and have trained parameters require a gradient.
 
-    A recomputed function gets no gradient, and so its parameters neither, when none of its inputs requires one.
-    Megatron-Bridge sees to it only where the text model recomputes and no base weight is trained, and then for both
-    towers.
+    A recomputed function, and so its parameters, gets no gradient if none of its inputs requires one. Megatron-Bridge
+    handles this only if the text model recomputes and no base weight is trained, and then for both towers.
     """
     for block in chunk.modules():
         if isinstance(block, TransformerBlock) and block.config.recompute_granularity is not None:
@@ -105,36 +104,36 @@ def _require_gradient(
 
 
 def refuse_dora(peft: DoRA, config: VisionLanguageFields) -> None:
-    """Refuse DoRA where it would be trained or saved wrongly.
+    """Refuse DoRA if it would be trained or saved wrongly.
 
     Raises:
-        ValueError: it has dropout, or weights are spread over ranks.
+        ValueError: it has dropout, or weights are split over ranks.
     """
     if peft.dropout:
-        # Megatron-Bridge would send the difference that dropout makes through a fused norm, and drop twice.
+        # Megatron-Bridge would pass the difference due to dropout through a fused norm, and apply dropout twice.
         raise ValueError(f"dropout is {peft.dropout}, expected 0: DoRA does not support dropout here")
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
-        # A rank's norm of its columns is not the norm of the row, and magnitudes are read from one rank.
+        # The norm of a rank's columns is not the norm of the row, and magnitudes are read from one rank.
         if (size := getattr(config, name)) > 1:
             raise ValueError(f"{name} is {size}, expected 1 for DoRA")
 
 
 def refuse_cut_experts(config: VisionLanguageFields) -> None:
-    """Refuse adapters of experts whose weights are cut: what ranks have of the inner product is not added up.
+    """Refuse adapters of experts whose weights are split: the ranks' parts of the inner product are not summed.
 
     Raises:
-        ValueError: they are.
+        ValueError: the experts' weights are split over tensor-parallel ranks.
     """
     if (size := config.expert_tensor_parallel_size or 1) > 1:
         raise ValueError(f"expert_tensor_parallel_size is {size}, expected 1 where experts have adapters")
 
 
 def _prepare(chunk: MegatronModule, peft: PEFT) -> None:
-    """What a configuration of Megatron-Bridge's asks for, before its adapters are put in."""
+    """Apply what a configuration of Megatron-Bridge's requires before its adapters are inserted."""
     if isinstance(peft, DoRA):
         refuse_dora(peft, chunk.config)
     if isinstance(peft, VLMLoRA):
-        # It freezes a rank's first chunk alone, and the mergers with the vision model, which they hang under.
+        # It freezes only a rank's first chunk, and freezes the mergers with the vision model, which contains them.
         freeze_parts(chunk, **{flag: getattr(peft, flag) for flag in _FLAGS})
         if not peft.freeze_vision_projection and not chunk.config.freeze_vision_projection:
             for parameter in () if chunk.vision_projection is None else chunk.vision_projection.parameters():

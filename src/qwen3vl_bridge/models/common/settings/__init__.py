@@ -1,1 +1,1 @@
-"""A provider's fields, the tables of what it refuses, by subject, and which fields of a saved one travel."""
+"""A provider's fields, the tables of refused values by subject, and which fields of a saved provider are used."""

@@ -1,7 +1,7 @@
-"""Activation functions by the names that Hugging Face configurations give them.
+"""Activation functions by their names in Hugging Face configurations.
 
-What lives here: the functions of the text model's and the vision tower's MLPs. What may not: which configuration field
-names one (`models/*/bridge.py`, `models/common/vision_config.py`), modules.
+What lives here: the functions of the text model's and the vision tower's MLPs. What may not: the configuration field
+that names one (`models/*/bridge.py`, `models/common/vision_config.py`), modules.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-# Functions that a saved `run_config.yaml` can name, as the text model's is a field of the provider.
+# Functions with a name, for `run_config.yaml`, because the text model's is a field of the provider.
 _TEXT: dict[str, Activation] = {
     "silu": F.silu,
     "swish": F.silu,
@@ -31,10 +31,10 @@ _TEXT: dict[str, Activation] = {
 
 
 def text_activation(name: str) -> Activation:
-    """Of the text model's gated MLPs, experts too.
+    """Activation of the text model's gated MLPs, including experts.
 
     Raises:
-        ValueError: a name that is not known here.
+        ValueError: an unsupported name.
     """
     if name not in _TEXT:
         raise ValueError(f"the text model's activation is {name!r}, expected one of {', '.join(_TEXT)}")
@@ -45,7 +45,7 @@ def name_of(function: Activation) -> str:
     """The name of a text model's activation.
 
     Raises:
-        ValueError: a function that no configuration can name.
+        ValueError: a function that has no name in configurations.
     """
     for name, known in _TEXT.items():
         if function is known:
@@ -54,11 +54,11 @@ def name_of(function: Activation) -> str:
 
 
 def vision_activation(name: str) -> Activation:
-    """Of the vision tower's MLPs: any of transformers' that has no weights. Mergers have the exact GELU.
+    """Activation of the vision tower's MLPs: any of transformers' without weights. Mergers use the exact GELU.
 
     Raises:
-        ValueError: a name that transformers does not have, or an activation with weights of its own, which no row of
-            the weight table is for.
+        ValueError: a name that transformers does not have, or an activation with weights, which are not in the weight
+            table.
     """
     if name not in ACT2FN:
         raise ValueError(f"vision_config.hidden_act is {name!r}, expected one of {', '.join(ACT2FN)}")
@@ -67,4 +67,4 @@ def vision_activation(name: str) -> Activation:
         return made
     if any(True for _ in made.parameters()):
         raise ValueError(f"vision_config.hidden_act is {name!r}, which has parameters: expected one without")
-    return made.forward  # no module, or an MLP would list it among its own
+    return made.forward  # not a module, which an MLP would register

@@ -1,12 +1,12 @@
-"""Vision and language on ranks of their own: the settings.
+"""Settings of separate vision and language ranks (dist-train).
 
 What lives here: rules of the fields of `provider.dist_train`, and of others with it. What may not: the fields
-(`fields.py`), who encodes for whom (`parallel/encoder_replicas.py`), process groups (Megatron-Bridge's set-up makes
-them from these fields), tensors, modules.
+(`fields.py`), which vision replica serves which language replica (`parallel/encoder_replicas.py`), process groups
+(Megatron-Bridge's set-up creates them from these fields), tensors, modules.
 
-The first ranks are the vision tower's, the others the language model's. Both have data-parallel replicas of their own;
-one number is a multiple of the other. With more of the tower's, those of a language replica share its pictures; with
-fewer, each encodes the pictures of several.
+The first ranks are the vision tower's, the others the language model's. Both have their own data-parallel replicas; one
+number is a multiple of the other. With more vision replicas, those of a language replica divide its images; with fewer,
+each encodes the images of several.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from qwen3vl_bridge.parallel.encoder_replicas import Replicas
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-# The modules' names in Megatron-Bridge's set-up: of grids, and of what they send each other.
+# The modules' names in Megatron-Bridge's set-up: of grids, and of payloads.
 VISION, LANGUAGE = "vision_module", "language_module"
 
 
 def replicas_of(provider: VisionLanguageFields) -> Replicas:
-    """Those of a provider that trains this way."""
+    """Replicas of a provider with separate vision ranks."""
     split = provider.dist_train
     return Replicas(
         vision=split.vision_world_size // split.vision_tensor_model_parallel_size,
@@ -55,10 +55,10 @@ def check_world(provider: VisionLanguageFields, world: int) -> None:
 
     Args:
         provider: finalised or not.
-        world: how many processes there are.
+        world: number of processes.
 
     Raises:
-        ValueError: there are more or fewer, or sizes are missing or don't divide.
+        ValueError: another number of processes, or sizes that are missing or do not divide.
     """
     split = provider.dist_train
     if not split.use_dist_train:
@@ -96,7 +96,7 @@ def _check_sent_type(provider: VisionLanguageFields) -> None:
         )
 
 
-# The modules are on ranks of their own, or not.
+# Separate vision ranks, or not.
 APART = When("dist_train.use_dist_train", lambda provider: provider.dist_train.use_dist_train)
 _TOGETHER = When("dist_train.use_dist_train", lambda provider: not provider.dist_train.use_dist_train)
 _EXPERTS_APART = When("", lambda provider: provider.dist_train.use_dist_train and provider.moe_layers)
@@ -104,7 +104,7 @@ _VISION, _RANKS = "dist_train.vision_tensor_model_parallel_size", "dist_train.la
 _TENSOR, _STAGES, _CONTEXT = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
 _EXPERTS = "expert_tensor_parallel_size * expert_model_parallel_size"
 
-# How many ranks each module has, of a provider that is finalised or not.
+# Number of ranks of each module, for a provider that is finalised or not.
 SIZES: tuple[Rule, ...] = (
     *under(
         APART,
@@ -119,12 +119,12 @@ SIZES: tuple[Rule, ...] = (
     Row(_RANKS, multiple_of(f"{_EXPERTS} * {_STAGES}"), when=_EXPERTS_APART),
 )
 
-# Of a provider whose fields megatron-core has completed, before any process group is made.
+# For a provider whose fields megatron-core has completed, before any process group is created.
 RULES: tuple[Rule, ...] = (
     *under(
         _TOGETHER,
         *(
-            Row(f"dist_train.{name}", default, "it would be ignored", also=(None,))  # as Megatron-Bridge's class has it
+            Row(f"dist_train.{name}", default, "it would be ignored", also=(None,))  # Megatron-Bridge's default
             for name, default in vars(DistTrainConfig()).items()
             if name != "use_dist_train"
         ),
@@ -151,22 +151,23 @@ RULES: tuple[Rule, ...] = (
 
 
 def complete_dist_train(provider: VisionLanguageFields) -> None:
-    """Say what the modules send each other in; megatron-core asks for it under pipeline parallelism alone."""
+    """Set the dtype of payloads between modules; megatron-core sets it only under pipeline parallelism."""
     if provider.dist_train.use_dist_train and provider.pipeline_dtype is None:
         provider.pipeline_dtype = provider.params_dtype
 
 
-# A group of megatron-core's, and the one it is the same as where no weights are gathered again for the backward pass.
+# A group of megatron-core, and the group that it equals if weights are not gathered again for the backward pass.
 _SAME = {"tp_ep_pp_with_egtp_remat": "tp_ep_pp", "dp_cp_gtp_remat": "dp_cp", "expt_dp_gtp_remat": "expt_dp"}
 
 
 def complete_groups(provider: VisionLanguageFields, groups: ProcessGroupCollection | None, *, training: bool) -> None:
-    """Give a module the groups that Megatron-Bridge's collection of them has None for.
+    """Set the groups that are None in Megatron-Bridge's collection for a module.
 
-    megatron-core takes None for all ranks, of experts' gradient norms: language ranks would wait for a sum that vision
-    ranks take for another one. Of experts' figures it takes None for groups of its own, which are not made here.
+    megatron-core interprets None as all ranks for experts' gradient norms: language ranks would wait for a sum that
+    vision ranks take for another one. For experts' metrics it interprets None as its global groups, which are not
+    created here.
 
-    A checkpoint of modules that is opened to look into it, without groups, is one of a complete model.
+    A checkpoint of modules that is opened for inspection, without groups, is treated as one of a complete model.
 
     Args:
         provider: changed in place in that case.
@@ -174,7 +175,7 @@ def complete_groups(provider: VisionLanguageFields, groups: ProcessGroupCollecti
         training: whether the model is to be trained.
 
     Raises:
-        ValueError: modules on ranks of their own, and no groups.
+        ValueError: separate vision ranks, and no groups.
     """
     if groups is None and not training:
         provider.dist_train, provider.add_encoder, provider.add_decoder = DistTrainConfig(), True, True

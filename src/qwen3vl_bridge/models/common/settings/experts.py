@@ -1,7 +1,8 @@
-"""Settings of experts: which layers have some, and what would contradict itself or change real tokens' training.
+"""Settings of experts: which layers have experts, and settings that contradict each other or change real tokens'
+training.
 
-What lives here: reading them, and their rules. What may not: fields (`fields.py`), what has one value (`fixed.py`),
-how experts are split (`parallelism.py`), the router (`models/common/router.py`).
+What lives here: reading them, and their rules. What may not: fields (`fields.py`), settings with one value
+(`fixed.py`), how experts are split (`parallelism.py`), the router (`models/common/router.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ def layers_with_experts(provider: VisionLanguageFields) -> tuple[int, ...]:
     """Layers with experts, as megatron-core reads `moe_layer_freq`.
 
     Raises:
-        ValueError: a spelling that megatron-core does not read, or a list of another length than the layers.
+        ValueError: a format that megatron-core does not read, or a list of another length than the layers.
     """
     frequency, layers = provider.moe_layer_freq, provider.num_layers
     if isinstance(frequency, int):
@@ -37,7 +38,7 @@ def _check_experts(provider: VisionLanguageFields) -> None:
         raise ValueError(f"moe_router_topk is {provider.moe_router_topk}, expected 1 to {provider.num_moe_experts}")
 
 
-# Of a provider with experts, before megatron-core completes it.
+# For a provider with experts, before megatron-core completes it.
 RULES: tuple[Rule, ...] = (
     _check_experts,
     Row("num_moe_experts", multiple_of("expert_model_parallel_size")),

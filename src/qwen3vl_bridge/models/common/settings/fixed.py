@@ -1,6 +1,6 @@
-"""Settings of Megatron's configuration that no family's model follows, each with the only value it may have.
+"""Megatron settings that no family's model supports, each with the only value that is accepted.
 
-What lives here: these values. What may not: settings with a choice, those of one family
+What lives here: these values. What may not: settings with several supported values, those of one family
 (`models/*/refusals.py`).
 """
 

@@ -1,10 +1,11 @@
-"""How a model is split: settings that would fail in the middle of a run's first step, or train something else.
+"""Parallel sizes: settings that would fail in the middle of a run's first step, or train something else.
 
-What lives here: their rules, on plain numbers. What may not: fields (`fields.py`), what one family alone refuses
+What lives here: their rules, in plain numbers. What may not: fields (`fields.py`), refusals of one family
 (`models/*/refusals.py`), groups, modules.
-What megatron-core and Megatron-Bridge refuse clearly by themselves, when a configuration is finalised, is left to them:
-text heads and query groups that don't fit tensor parallelism, expert parallelism without experts, uneven pipeline
-stages and layouts that don't add up. Query groups may be fewer than tensor-parallel ranks, if they divide them.
+
+What megatron-core and Megatron-Bridge refuse clearly when a configuration is finalised is not repeated here: text heads
+and query groups that are not divisible by tensor parallelism, expert parallelism without experts, uneven pipeline
+stages and inconsistent layouts. Query groups may be fewer than tensor-parallel ranks, if they divide them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ LOGITS = "a loss on gathered logits gives wrong gradients"
 
 
 def complete_parallel(provider: VisionLanguageFields) -> None:
-    """Turn on what experts and split rows need, as Megatron-Bridge does, and say so; warn of what depends on it."""
+    """Turn on what experts and split rows need, as Megatron-Bridge does, and log it; warn about settings that depend on
+    it.
+    """
     tensor, context = provider.tensor_model_parallel_size, provider.context_parallel_size
     if provider.moe_layers and tensor > 1 and not provider.sequence_parallel:
         logger.info(
@@ -58,7 +61,7 @@ def complete_parallel(provider: VisionLanguageFields) -> None:
 
 
 def complete_ddp(provider: VisionLanguageFields, ddp: DistributedDataParallelConfig | None) -> None:
-    """Have gradients added up where losses are divided by tokens; Megatron-Bridge's recipes have them averaged."""
+    """Sum gradients if losses are divided by tokens; Megatron-Bridge's recipes average them."""
     if ddp is not None and ddp.average_in_collective and provider.calculate_per_token_loss:
         logger.info(
             "ddp.average_in_collective is set to False: with calculate_per_token_loss, gradients are summed over "
@@ -68,10 +71,10 @@ def complete_ddp(provider: VisionLanguageFields, ddp: DistributedDataParallelCon
 
 
 def complete_sharded(provider: VisionLanguageFields) -> None:
-    """Turn off fused gradients of weights that are used more than once, under Megatron-FSDP, and say so.
+    """Under Megatron-FSDP, turn off fused gradients of weights that are used more than once, and log it.
 
-    There megatron-core's layers write a weight's gradient over what its `main_grad` had, and drop what autograd brings
-    beside: the output layer would learn from the last chunk alone, and tied embeddings from their one end.
+    There megatron-core's layers overwrite a weight's `main_grad`, and drop the gradient from autograd: the output layer
+    would learn only from the last chunk, and tied embeddings from only one of their two uses.
     """
     uses = {
         "loss_chunk_tokens": provider.loss_chunk_tokens,
@@ -88,7 +91,7 @@ def complete_sharded(provider: VisionLanguageFields) -> None:
 
 
 def check_microbatches(provider: VisionLanguageFields, microbatches: int, what: str) -> None:
-    """Check how many microbatches a step of interleaved stages has.
+    """Check the number of microbatches in a step of interleaved stages.
 
     Args:
         provider: a finalised one.
@@ -96,7 +99,7 @@ def check_microbatches(provider: VisionLanguageFields, microbatches: int, what: 
         what: has them, for the message.
 
     Raises:
-        ValueError: megatron-core's schedule does not take so many.
+        ValueError: a number that megatron-core's schedule does not support.
     """
     group = schedule_group(provider)
     stages, rest = provider.pipeline_model_parallel_size, microbatches % group
@@ -109,7 +112,7 @@ def check_microbatches(provider: VisionLanguageFields, microbatches: int, what: 
 
 
 def schedule_group(provider: VisionLanguageFields) -> int:
-    """Microbatches that interleaved stages take together; 1 where stages are not interleaved."""
+    """Microbatches that interleaved stages process together; 1 if stages are not interleaved."""
     if provider.virtual_pipeline_model_parallel_size is None:
         return 1
     return provider.microbatch_group_size_per_vp_stage or provider.pipeline_model_parallel_size
@@ -133,7 +136,7 @@ def _check_rows(provider: VisionLanguageFields) -> None:
 
 
 def _check_context_kernels(provider: VisionLanguageFields) -> None:
-    """Which kinds of context parallelism take packed rows, as a padded row is one here too."""
+    """Check that the context-parallel kernels support packed rows; a single padded row counts as packed here."""
     ranks, tensor, kinds = provider.context_parallel_size, provider.tensor_model_parallel_size, provider.cp_comm_type
     if ranks == 1 or provider.transformer_impl == "local":
         return
@@ -181,12 +184,12 @@ def _check_taps(provider: VisionLanguageFields) -> None:
 def _layers_of_first_stage(provider: VisionLanguageFields) -> int:
     """Text layers of the stage that embeds, or of its first chunk."""
     layout = provider.pipeline_model_parallel_layout
-    if layout is not None:  # of which megatron-core asks the rank, and there may be no ranks yet
+    if layout is not None:  # megatron-core would need the rank, and there may be no ranks yet
         return layout.layout[0][0].count(LayerType.decoder)
     return get_num_layers_to_build(provider, 0 if provider.virtual_pipeline_model_parallel_size else None, 0)
 
 
-# Of the vision tower, what its tensor-parallel ranks divide among them.
+# Dimensions of the vision tower that its tensor-parallel ranks divide.
 VISION_WIDTHS = (
     "vision_config.num_heads",
     "vision_config.intermediate_size",
@@ -195,7 +198,7 @@ VISION_WIDTHS = (
 _TENSOR, _STAGES, _CHUNKS = (f"{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "virtual_pipeline"))
 _OTHERS = ("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
 
-# What everything is divided by, before megatron-core divides.
+# Divisors, checked before megatron-core divides by them.
 SIZES: tuple[Rule, ...] = tuple(Row(name, at_least(1), also=(None,)) for name in (_TENSOR, _STAGES, _CHUNKS, *_OTHERS))
 
 _ONE_STAGE = When(_STAGES, lambda provider: provider.pipeline_model_parallel_size == 1)
@@ -214,7 +217,7 @@ _DENSE_LAYERS = When("", lambda provider: len(provider.moe_layers) < provider.nu
 _EXPERTS = When("", lambda provider: provider.moe_layers)
 _CONTEXT = "context_parallel_size transformer_impl"
 
-# Of a provider whose fields megatron-core has completed.
+# For a provider whose fields megatron-core has completed.
 RULES: tuple[Rule, ...] = (
     Row("padded_vocab_size", multiple_of(_TENSOR), "should_pad_vocab pads it"),
     *under(_ONE_MODULE, *(Row(width, multiple_of(_TENSOR)) for width in VISION_WIDTHS)),
@@ -248,15 +251,15 @@ RULES: tuple[Rule, ...] = (
 
 
 def _stages(provider: VisionLanguageFields) -> tuple[int, int]:
-    """Pipeline stages, and chunks of each; 0 where they are not interleaved."""
+    """Pipeline stages, and chunks of each; 0 if they are not interleaved."""
     return provider.pipeline_model_parallel_size, provider.virtual_pipeline_model_parallel_size or 0
 
 
 _BETWEEN = f"{_STAGES} {_CHUNKS}"
 
-# Of a model that is built to be trained, and of no other: one that is loaded to be exported or asked may carry settings
-# of schedules from the run that saved it. Megatron-Bridge's `comm_overlap` writes `overlap_p2p_comm` and
-# `batch_p2p_comm` before it finalises the model. How many microbatches interleaved stages take: `check_microbatches`.
+# Only for a model that is built to be trained: one that is loaded for export or inference may carry settings of
+# schedules from the run that saved it. Megatron-Bridge's `comm_overlap` writes `overlap_p2p_comm` and `batch_p2p_comm`
+# before it finalises the model. Numbers of microbatches of interleaved stages: `check_microbatches`.
 TRAINING: tuple[Rule, ...] = (
     _check_sent_type,
     Row(
@@ -265,8 +268,9 @@ TRAINING: tuple[Rule, ...] = (
         "the schedule has nothing to overlap",
         When(_BETWEEN, lambda provider: _stages(provider)[0] > 1 and not _stages(provider)[1]),
     ),
-    # Of two stages each is before and behind the other. A batch takes what comes from before for what comes from
-    # behind, and nothing fails: the gradients are wrong. One by one, they wait for each other for ever.
+    # Each of two stages is both the previous and the next of the other. In a batch, a stage would confuse what it
+    # receives from the previous with what it receives from the next, and nothing fails: the gradients are wrong. One by
+    # one, they would deadlock.
     Row(
         "overlap_p2p_comm",
         True,

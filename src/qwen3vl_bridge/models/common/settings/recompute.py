@@ -1,6 +1,6 @@
 """Settings of activation recomputation that would lose something or fail in the middle of a step.
 
-What lives here: their rules. What may not: fields (`fields.py`); megatron-core does the recomputing.
+What lives here: their rules. What may not: fields (`fields.py`); recomputation itself, which is megatron-core's.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from qwen3vl_bridge.models.common.settings.fields import VisionLanguageFields
 from qwen3vl_bridge.models.common.settings.rules import Row, Rule, When, any_of, at_least
 
-_BY_FINALIZE = ["core_attn"]  # what megatron-core writes into recompute_modules where nobody has
-# What each granularity has no use for.
+_BY_FINALIZE = ["core_attn"]  # megatron-core's default for recompute_modules
+# Fields that each granularity does not use.
 _UNUSED = {None: ("method", "num_layers", "modules"), "full": ("modules",), "selective": ("method", "num_layers")}
 
 
@@ -35,7 +35,7 @@ def _of_tower(prefix: str) -> tuple[Rule, ...]:
             for of, names in _UNUSED.items()
             for name in names
         ),
-        # megatron-core's recomputation of a norm takes its default for 8-bit training, and asks Transformer Engine.
+        # megatron-core's recomputation of a norm uses its default for 8-bit training, and calls Transformer Engine.
         *(
             Row(
                 "transformer_impl",
@@ -49,7 +49,9 @@ def _of_tower(prefix: str) -> tuple[Rule, ...]:
 
 
 def _check_taps(provider: VisionLanguageFields) -> None:
-    """megatron-core keeps a tapped layer's output only at the end of a recomputed chunk, and is silent otherwise."""
+    """Refuse taps inside a recomputed chunk: megatron-core keeps a tapped layer's output only at the chunk's end,
+    silently.
+    """
     if (provider.vision_recompute_granularity, provider.vision_recompute_method) != ("full", "uniform"):
         return
     chunk = provider.vision_recompute_num_layers
@@ -63,8 +65,8 @@ def _check_taps(provider: VisionLanguageFields) -> None:
 RULES: tuple[Rule, ...] = (
     *_of_tower(""),
     *_of_tower("vision_"),
-    # Not "mlp": megatron-core 0.19 hands a recomputed MLP's bias, which the tower's have, out of its autograd function,
-    # and the backward pass then calls itself without end. The rest is for experts or another kind of attention.
+    # Not "mlp": megatron-core 0.19 returns a recomputed MLP's bias, which the tower's MLPs have, from its autograd
+    # function, and the backward pass then recurses without end. The rest is for experts or another kind of attention.
     Row("vision_recompute_modules", any_of(None, "core_attn", "layernorm")),
     _check_taps,
 )

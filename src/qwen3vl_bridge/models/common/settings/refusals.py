@@ -1,7 +1,7 @@
-"""What a provider refuses, all of it: the list of its rules by the time at which they are checked.
+"""All refusals of a provider: the list of its rules by the time at which they are checked.
 
-What lives here: this list, and checks of the model itself. What may not: rules of a subject (the modules beside), of a
-family (`models/*/refusals.py`; its provider's `fixed` and `rules`).
+What lives here: this list, and checks of the model itself. What may not: rules of a subject (the other modules of this
+folder), of a family (`models/*/refusals.py`; its provider's `fixed` and `rules`).
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def _check_rotary(provider: Any) -> None:
 
 _WITHOUT_MODULES = When("", lambda provider: provider.encoder_class is None)
 
-# What others divide by: before all else.
+# Divisors: before everything else.
 SIZES: tuple[Rule, ...] = parallelism.SIZES
 
-# Before megatron-core completes the fields, after `experts.RULES`, of a model with experts, and the family's.
+# Before megatron-core completes the fields, after `experts.RULES` (for a model with experts) and the family's.
 GIVEN: tuple[Rule, ...] = (
     Row(
         "dist_train.use_dist_train",
@@ -54,8 +54,8 @@ GIVEN: tuple[Rule, ...] = (
 # After that.
 COMPLETED: tuple[Rule, ...] = (*parallelism.RULES, *encoder_parallel.RULES, _check_rotary)
 
-# Of a model that is called: what its attention has a kernel for.
+# For a model that is called: whether its attention has a kernel.
 CALLED: tuple[Rule, ...] = (kernels.check_float32,)
 
-# Of a model that is trained.
+# For a model that is trained.
 TRAINED: tuple[Rule, ...] = (*CALLED, *parallelism.TRAINING)

@@ -1,7 +1,8 @@
-"""Rules of settings as rows of a table, and the checker that walks a table.
+"""Rules of settings as rows of a table, and the checker that evaluates a table.
 
-What lives here: what a row can ask of a setting, and what a refusal says. What may not: settings; the tables are in the
-modules beside, one for each subject, `refusals.py` has their list, and `models/*/refusals.py` the families' own.
+What lives here: the conditions that a row can state for a setting, and the message of a refusal. What may not:
+settings; the tables are in the other modules of this folder, one per subject, `refusals.py` has their list, and
+`models/*/refusals.py` the families' own.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from enum import Enum
 from functools import reduce
 from typing import Any
 
-# A row; or a function that raises ValueError, for what follows from several settings together.
+# A row; or a function that raises ValueError, for constraints between several settings.
 Rule = Callable[[Any], None]
 
 
@@ -29,18 +30,18 @@ def check(rules: Iterable[Rule], settings: Any) -> None:
 
 @dataclass(frozen=True)
 class When:
-    """Circumstances under which rows hold.
+    """Conditions under which rows apply.
 
     Attributes:
-        names: the settings that make them, with spaces between, for the message.
-        holds: whether they are there.
+        names: the settings on which the conditions depend, separated by spaces, for the message.
+        holds: whether the conditions are met.
     """
 
     names: str
     holds: Callable[[Any], Any]
 
     def said(self, settings: Any) -> str:
-        """These settings with their values, as " with a 1 and b 'c'"; nothing where none is named."""
+        """These settings with their values, as " with a 1 and b 'c'"; "" if none is named."""
         found = {name: _value(settings, name) for name in self.names.split()}
         words = [name if value is True else f"{name} {_shown(value)}" for name, value in found.items()]
         return f" with {' and '.join(words)}" if words else ""
@@ -48,14 +49,14 @@ class When:
 
 @dataclass(frozen=True)
 class Row:
-    """What one setting may be.
+    """The allowed value of a setting.
 
     Attributes:
-        name: the path to it, as "dist_train.vision_world_size"; or a product of some, as "a * b".
-        expected: its only value, or a `Range` of them.
-        why: nothing else will do, or what to do instead.
-        when: the row holds; None: always.
-        also: values that are left alone too, as meaning the same.
+        name: the path to it, as "dist_train.vision_world_size"; or a product of settings, as "a * b".
+        expected: its only value, or a `Range` of values.
+        why: the reason, or what to do instead.
+        when: condition under which the row applies; None: always.
+        also: further accepted values with the same meaning.
     """
 
     name: str
@@ -65,7 +66,7 @@ class Row:
     also: tuple[Any, ...] = ()
 
     def __call__(self, settings: Any) -> None:
-        """Raises ValueError where the setting has another value."""
+        """Raise ValueError if the setting has another value."""
         if self.when is not None and not self.when.holds(settings):
             return
         found, wanted = _value(settings, self.name), self.expected
@@ -78,11 +79,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Range:
-    """Values that a setting may have.
+    """Allowed values of a setting.
 
     Attributes:
-        has: whether (a value, all settings) is one.
-        said: what they are, in words, by all settings.
+        has: (value, all settings) -> whether it is allowed.
+        said: description of the values, from all settings.
     """
 
     has: Callable[[Any, Any], bool]
@@ -90,7 +91,7 @@ class Range:
 
 
 def any_of(*values: Any) -> Range:
-    """These values, or a list of some."""
+    """These values, or lists of some of them."""
     *words, last = map(_shown, values)
     expected = f"{', '.join(words)} or {last}"
 
@@ -106,7 +107,7 @@ def at_least(least: int) -> Range:
 
 
 def multiple_of(divisor: str) -> Range:
-    """Multiples of a setting, or of a product, as "a * b"; what is None counts as 1."""
+    """Multiples of a setting, or of a product, as "a * b"; None counts as 1."""
 
     def sizes(settings: Any) -> dict[str, int]:
         found = {name: _value(settings, name) for name in divisor.split(" * ")}
@@ -119,7 +120,7 @@ def multiple_of(divisor: str) -> Range:
 
 
 def under(when: When, *rows: Row) -> tuple[Row, ...]:
-    """Rows that hold under the same circumstances."""
+    """Rows that apply under the same conditions."""
     return tuple(replace(row, when=when) for row in rows)
 
 

@@ -1,11 +1,11 @@
 """Providers of saved configurations: a `run_config.yaml` that names Megatron-Bridge's class of a family, or ours.
 
-What lives here: which classes ours take the place of, as families register them, and which saved fields don't travel.
-What may not: a family (`models/*/bridge.py` registers it), where Megatron-Bridge asks (`compat/patches.py`), what a
-converted checkpoint's file holds (`checkpoint/formats/megatron/run_config.py`).
+What lives here: which classes are replaced by ours, as families register them, and which saved fields are not used.
+What may not: a family (`models/*/bridge.py` registers it), the calls from Megatron-Bridge (`compat/patches.py`), the
+contents of a converted checkpoint's file (`checkpoint/formats/megatron/run_config.py`).
 
 Megatron-Bridge rebuilds a checkpoint's model from the class that the file names. Its own models and ours have the same
-parameters under the same names, so a checkpoint of either is a checkpoint of both.
+parameters under the same names, so a checkpoint of one can be loaded by the other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from qwen3vl_bridge.models.common.settings.fields import VisionLanguageFields, d
 
 logger = logging.getLogger(__name__)
 
-# Which kernels compute: the choice of the machine that saved. It changes no result but by rounding.
+# Kernels: the choice of the machine that saved. They change results only by rounding.
 _KERNELS = frozenset(
     [
         "transformer_impl",
@@ -34,8 +34,8 @@ _KERNELS = frozenset(
         "cp_comm_type",
     ]
 )
-# What Megatron-Bridge's provider decides otherwise, and no weight depends on: how a loss is computed, what
-# a graph replays. Its layers are Transformer Engine's whatever `transformer_impl` says.
+# Fields with another default in Megatron-Bridge's provider on which no weight depends: the loss, CUDA graphs. Its
+# layers are Transformer Engine's whatever `transformer_impl` is.
 _DECIDED_ANEW = frozenset(
     [
         "transformer_impl",
@@ -52,7 +52,7 @@ _DECIDED_ANEW = frozenset(
     ]
 )
 _WITHOUT_EXPERTS = frozenset({"moe_token_dispatcher_type"})
-# The only value under which Megatron-Bridge's model has the parameters that ours has.
+# The only value for which Megatron-Bridge's model has the same parameters as ours.
 _SAME_PARAMETERS = {"use_hf_vision_model": False}
 
 _INSTEAD: dict[type, Callable[..., Any]] = {}
@@ -65,13 +65,13 @@ def take_place_of(
     anew: Collection[str] = (),
     elsewhere: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda saved: {},
 ) -> None:
-    """Give our provider where a saved configuration names Megatron-Bridge's, and let it pass for one.
+    """Build our provider if a saved configuration names Megatron-Bridge's, and register it as a virtual subclass.
 
     Args:
-        theirs: Megatron-Bridge's provider. Who asks with `isinstance` whether a provider is one, asks whether it may be
-            treated as one; so ours is registered with it (`abc`). None of its fields or defaults come along.
+        theirs: Megatron-Bridge's provider. Ours is registered with it (`abc`), because callers that use `isinstance`
+            want to know whether a provider may be treated as one. None of its fields or defaults are inherited.
         ours: our provider of the same parameters.
-        anew: fields of this family that don't travel, for no weight depends on them.
+        anew: fields of this family that are not taken from the file, because no weight depends on them.
         elsewhere: (saved fields) -> fields of ours which Megatron-Bridge's provider has under other names.
     """
     theirs.register(ours)  # type: ignore[attr-defined]  # its metaclass is ABCMeta
@@ -83,7 +83,7 @@ def take_place_of(
 
 
 def build_instead(theirs: type, build: Callable[..., Any]) -> None:
-    """Call `build` with the saved fields where a configuration names `theirs`.
+    """Call `build` with the saved fields if a configuration names `theirs`.
 
     Args:
         theirs: a class of Megatron-Bridge.
@@ -93,7 +93,7 @@ def build_instead(theirs: type, build: Callable[..., Any]) -> None:
 
 
 def ours_for(target: Any) -> Any:
-    """What builds our object where a configuration names `target`; `target` itself where that is something else."""
+    """The builder of our object if a configuration names `target`; otherwise `target` itself."""
     if not isinstance(target, type):
         return target
     if issubclass(target, VisionLanguageFields):
@@ -112,10 +112,10 @@ def _of_theirs(
     anew: Collection[str],
     elsewhere: Mapping[str, Any],
 ) -> VisionLanguageFields:
-    """Our provider of the fields of Megatron-Bridge's.
+    """Our provider from the fields of Megatron-Bridge's.
 
     Raises:
-        ValueError: fields that make other parameters than ours.
+        ValueError: fields that lead to other parameters than ours.
     """
     for name, only in _SAME_PARAMETERS.items():
         if saved.get(name, only) != only:
@@ -134,12 +134,12 @@ def _of_theirs(
 def _on_this_machine(
     kind: type[VisionLanguageFields], saved: Mapping[str, Any], of_theirs: Collection[str]
 ) -> VisionLanguageFields:
-    """A provider of saved fields; without Transformer Engine here, its kernels are not asked for.
+    """A provider from saved fields; without Transformer Engine on this machine, its kernels are turned off.
 
     Args:
         kind: our provider.
         saved: fields by name.
-        of_theirs: fields of Megatron-Bridge's, of which those that ours lacks are left out without a word.
+        of_theirs: whether they are Megatron-Bridge's, of which those that ours lacks are dropped silently.
     """
     fields = dict(saved)
     if saved.get("transformer_impl") == "transformer_engine" != default_transformer_impl():
