@@ -1,6 +1,6 @@
-"""Settings that are one of a few words.
+"""Settings with a fixed set of values.
 
-What lives here: the check of such a word. What may not: the words (each beside what they decide).
+What lives here: their check. What may not: the values (each next to its use).
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from typing import Any, get_args
 
 
 def check_choice(name: str, found: object, kind: Any) -> None:
-    """Refuses a word that means nothing.
+    """Refuse a value that is not in the set.
 
     Args:
-        name: what the setting is called.
+        name: name of the setting.
         found: its value.
-        kind: the `Literal` of what it may be.
+        kind: a `Literal` of the allowed values.
 
     Raises:
-        ValueError: it is none of them.
+        ValueError: the value is not allowed.
     """
     allowed = get_args(kind)
     if found not in allowed:

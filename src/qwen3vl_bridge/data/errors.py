@@ -1,4 +1,4 @@
-"""What is wrong with someone's data, said so that they can find it.
+"""Exceptions for invalid data, with the place of the error.
 
 What lives here: exceptions for data. What may not: anything else.
 """
@@ -10,29 +10,29 @@ class DataError(ValueError):
     """Data that cannot be trained on. The message names file, line and part, what was found and what was expected."""
 
     def __init__(self, place: str, problem: str | None = None) -> None:
-        """Say where and what.
+        """Create the message from place and problem.
 
         Args:
             place: a file, a sample ("train.jsonl:12") or a part of one ("train.jsonl:12: message 3").
-            problem: what was found and what was expected. Without it, `place` is the whole message: so torch makes
-                the exception anew when it comes from a data-loading worker.
+            problem: what was found and what was expected. Without it, `place` is the complete message, because torch
+                recreates exceptions of data-loading workers this way.
         """
         super().__init__(place if problem is None else f"{place}: {problem}")
 
     def without_traceback(self) -> DataError:
-        """The error as it was raised: torch puts a data-loading worker's whole traceback before the message."""
+        """The original error: torch puts a data-loading worker's whole traceback before the message."""
         return type(self)(str(self).rpartition(f"{type(self).__name__}: ")[2].strip())
 
 
 class Changed(DataError):
-    """A sample that is not what its row was planned for: the plan is of other data, or these are being changed.
+    """A sample whose size differs from the plan: the plan is of other data, or the data are being changed.
 
-    It is no reason to leave the sample out: what the plan says of the others is as wrong.
+    The sample is not dropped, because the plan is wrong for the other samples too.
     """
 
 
 class Unreachable(DataError):
-    """Data that may be good, but cannot be had now: it was not downloaded, the network is down, a stream broke off.
+    """Data that are temporarily unavailable: not downloaded, network down, stream interrupted.
 
-    It is no reason to leave a sample out: the next one would fail as well, and a later run would have it.
+    The sample is not dropped, because the next one would fail as well, and a later run could read it.
     """

@@ -1,10 +1,10 @@
-"""Packing before training: every sample measured once, by as many processes as are wanted, and the rows written down.
+"""Packing before training: several processes measure every sample once and write the rows to disk.
 
 What lives here: the work. What may not: the files' format (`data/packing/packed_rows.py`), the command line
 (`cli/data.py`).
 
-While training packs as it reads, each machine measures every sample, and every process packs all of them. That is
-nothing for thousands of samples, and too much for millions.
+When packing during training, each machine measures every sample, and every process packs all of them. This is fast for
+thousands of samples and too slow for millions.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
 _CHUNK = 64  # samples that a process measures at a time
-# Rows are packed from so many samples at a time: more would not fill them better, and best-fit slows down.
+# Number of samples packed together: more would not fill rows better, and best-fit slows down.
 _WINDOW = 2**16
 
 
 @dataclass(frozen=True)
 class PackingReport:
-    """What was packed.
+    """Result of packing.
 
     Attributes:
-        samples: in the source.
-        dropped: of them in no row, being bad or too long.
-        truncated: of them cut.
-        rows: that the others are in.
-        fill: share of real tokens in the rows.
-        patch_fill: share of the patches that rows may hold; None where they may hold any number.
+        samples: number of samples in the source.
+        dropped: number of dropped samples (bad or too long).
+        truncated: number of truncated samples.
+        rows: number of rows.
+        fill: fraction of real tokens in the rows.
+        patch_fill: patches divided by `max_patches` of all rows; None without a limit.
         tokens: of all rows.
         patches: of all rows.
     """
@@ -73,22 +73,22 @@ def pack(
     """Measure all samples, pack them into rows, and write the rows.
 
     Args:
-        rows: the samples and the rules of rows, without a packing.
-        folder: where to; it comes into being complete.
-        workers: processes that measure; 0 for this one.
+        rows: the samples and the settings of rows, without a packing.
+        folder: destination; it appears only when complete.
+        workers: processes that measure; 0 for this process.
         overwrite: whether to replace an earlier packing.
-        progress: passes on how many samples each step measured, and may show it.
+        progress: wraps the numbers of samples measured in each step, to show progress.
         say: called with a line of text when the leftovers of a killed process were removed.
 
     Raises:
-        ValueError: rows that are not to be packed.
-        DataError: a sample that cannot be trained on, where that is an error; none that can.
-        CheckpointError: a place that cannot be written to.
+        ValueError: rows that cannot be packed.
+        DataError: a sample that cannot be trained on, if that is an error; no valid samples.
+        CheckpointError: the destination cannot be written to.
     """
     if not rows.settings.pack or rows.settings.packed is not None:
         raise ValueError("found rows that are packed already, or with packing off; expected rows to pack")
     check_target(folder, overwrite=overwrite, replaceable=_check_packing)
-    rules = rows.rules()  # first: data that are not whole yet have none
+    rules = rows.rules()  # first: fails if the data are incomplete
     samples = _counting_together(rows.samples) if workers else rows.samples
     sizes, dropped, truncated = _measured(samples, workers, progress)
     packed, starts = _packed(rows, sizes)
@@ -113,7 +113,7 @@ def pack(
 
 
 class _OwnSizes(AllSizes):
-    """Sizes of the samples that one of several processes measures, with notes of all of them."""
+    """Sizes of the samples that one of several processes measures, with the log counts of all of them."""
 
     def __init__(self, num_samples: int) -> None:
         super().__init__(num_samples)
@@ -124,21 +124,21 @@ class _OwnSizes(AllSizes):
 
 
 def _counting_together(samples: Samples) -> Samples:
-    """The same for several processes, which name the first that are left out together, not each its own."""
+    """The same for several processes, which count and log dropped samples together."""
     if samples.total is None:
         return samples
     return Samples(samples.file, samples.sample_filter, _OwnSizes(samples.total))
 
 
 def _check_packing(folder: Path) -> None:
-    """Refuse to replace what is not an earlier packing, and nothing besides."""
+    """Refuse to replace anything other than an earlier packing."""
     if not (folder / MANIFEST).is_file():
         raise CheckpointError(f"{folder} does not hold packed rows, so it is not replaced; remove it yourself")
     refuse_others(folder, FILES, "packing")
 
 
 class _Chunks(Dataset[tuple[np.ndarray, int, int]]):
-    """Sizes of neighbouring samples, and how many of them were dropped and cut."""
+    """Sizes of consecutive samples, and how many of them were dropped and truncated."""
 
     def __init__(self, samples: Samples, total: int) -> None:
         self._samples, self._total = samples, total
@@ -160,7 +160,7 @@ class _Chunks(Dataset[tuple[np.ndarray, int, int]]):
 def _measured(
     samples: Samples, workers: int, progress: Callable[[Iterable[int]], Iterable[int]]
 ) -> tuple[np.ndarray, int, int]:
-    """[samples, 3] sizes, how many samples are dropped, and how many cut."""
+    """[samples, 3] sizes, number of dropped samples, and number of truncated ones."""
     if samples.total is None:
         raise ValueError("found a stream, expected samples by number: a stream is packed as it is read")
     chunks = _Chunks(samples, samples.total)
@@ -185,9 +185,10 @@ def _measured(
 
 
 def _packed(rows: RowDataset, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The samples of each row, row after row, and where each row begins among them."""
+    """The samples of all rows, concatenated, and each row's offset."""
     settings, multiple = rows.settings, rows.settings.collator.multiple
-    # In random order, because neighbours are often alike, and then none of them fills what others leave.
+    # In random order, because neighbouring samples are often similar, and similar samples do not fill each other's
+    # gaps.
     order = rows.order(settings.seed or 0)
     try:
         plan = RowPlan(
@@ -210,7 +211,7 @@ def _packed(rows: RowDataset, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 
 def _prove(rows: RowDataset, sizes: np.ndarray, samples: np.ndarray, starts: np.ndarray) -> None:
-    """That every sample with a size is in a row as often as an epoch reads it, and that none holds too much."""
+    """Check that every sample is in rows as often as an epoch reads it, and that no row exceeds its limits."""
     epoch = np.sort(np.array(rows.order(rows.settings.seed or 0).numbers(0, 0, sys.maxsize), dtype=np.int64))
     kept = epoch[sizes[epoch, 0] > 0]
     collator, most = rows.settings.collator, rows.samples.sample_filter.most_patches

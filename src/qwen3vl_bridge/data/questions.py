@@ -1,10 +1,10 @@
-"""Conversations as questions: all up to the last answer as a prompt, and that answer to compare with.
+"""Conversations as prompts: everything before the last answer, with that answer as the reference.
 
-What lives here: cutting a conversation there, and an answer behind its reasoning. What may not: generating and judging
-answers (`training/monitoring/accuracy.py`).
+What lives here: splitting a conversation there, and separating an answer from its reasoning. What may not: generating
+and judging answers (`training/monitoring/accuracy.py`).
 
-Reasoning is no part of an answer: neither what a conversation has of it, beside the answer or inside its content, nor
-what a model writes before it.
+Reasoning is not part of an answer: neither the conversation's, next to the answer or inside its content, nor the
+model's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from qwen3vl_bridge.data.sources.opening import ConversationSource
 from torch import Tensor
 
 _OPEN, _CLOSE = re.compile(r"<think>\s*\Z"), "</think>"
-_TAIL = 8  # tokens, of which a prompt that opens a block of thinking ends with two
+_TAIL = 8  # tokens; a prompt that opens a thinking block has it in its last two
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class Question:
     """A prompt and its expected answer.
 
     Attributes:
-        prompt: pictures and the [n] tokens up to the answer.
+        prompt: images, videos and the [n] tokens up to the answer.
         answer: text, without reasoning.
-        sample_id: which conversation it is.
-        thinks: whether the prompt opens a block of thinking, which the model has to close before it answers.
+        sample_id: id of the conversation.
+        thinks: whether the prompt opens a thinking block that the model must close before its answer.
     """
 
     prompt: EncodedSample
@@ -40,24 +40,24 @@ class Question:
     thinks: bool = False
 
     def answer_in(self, said: str) -> str:
-        """What a model answers in all that it says; nothing while it still thinks."""
+        """The answer in a model's output, without its reasoning; empty if the reasoning is not finished."""
         return "" if self.thinks and _CLOSE not in said else _behind_thinking(said)
 
     @property
     def pictures(self) -> dict[str, Tensor]:
-        """Pixels and grids, as a model takes them."""
+        """Pixels and grids, as arguments of a model."""
         names = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
         found = ((name, getattr(self.prompt, name)) for name in names)
         return {name: value for name, value in found if value is not None}
 
 
 def questions(source: ConversationSource, rows: ConversationRows, first: int) -> list[Question]:
-    """The first questions of a source.
+    """The first prompts of a source.
 
     Args:
         source: conversations.
-        rows: settings that say how they are encoded.
-        first: how many.
+        rows: settings of their encoding.
+        first: number of conversations.
 
     Raises:
         DataError: a conversation that cannot be encoded, or does not end with an assistant's text.
@@ -66,12 +66,12 @@ def questions(source: ConversationSource, rows: ConversationRows, first: int) ->
     decode = encoder.processor.tokenizer.decode
     found = []
     for number in range(min(first, len(source))):
-        conversation = replace(source[number], losses={})  # which of them a run trains on is no matter here
+        conversation = replace(source[number], losses={})  # it does not matter here which messages a run trains on
         last = conversation.messages[-1]
         if last["role"] != "assistant":
             raise DataError(conversation.sample_id, f"the last message is the {last['role']}'s, expected an answer")
         sample = encoder(conversation)
-        # A label counts where the token after it is the answer's.
+        # A label counts if the token after it belongs to the answer.
         length = int(sample.loss_mask.argmax()) + 1
         prompt = replace(sample, input_ids=sample.input_ids[:length])
         thinks = _OPEN.search(decode(prompt.input_ids[-_TAIL:])) is not None

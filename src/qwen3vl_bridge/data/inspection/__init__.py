@@ -1,4 +1,4 @@
-"""What data are to the model: summary, text and HTML reports."""
+"""Inspection of data as the model receives them: summary, text and HTML reports."""
 
 from qwen3vl_bridge import moved
 

@@ -1,9 +1,9 @@
 """An inspection as one HTML file that needs no network.
 
-What lives here: markup, inlined pictures, histograms drawn as SVG. What may not: finding things (`summary.py`).
+What lives here: markup, inlined images, histograms drawn as SVG. What may not: the inspection (`summary.py`).
 
-Text of samples is not to be trusted: all of it is escaped, and the page's own policy allows neither scripts nor
-anything from elsewhere.
+Text of samples is not trusted: all of it is escaped, and the page's own policy allows neither scripts nor anything from
+elsewhere.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from torch import Tensor
 
 MOST_ERRORS = 100
 _MOST_FRAMES = 16
-_MOST_PNG_PIXELS = 2**16  # a larger picture takes far less room as JPEG
+_MOST_PNG_PIXELS = 2**16  # larger images take far less space as JPEG
 _MOST_OPEN = 1500  # pieces of a sample that is not folded
 _BINS = 24
-# Of a histogram: as wide as a phone's page, so that its letters are as large as they say there; and what axes take.
+# Of a histogram: as wide as a phone's page, so that its text has the stated size there; and margins of the axes.
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 340, 200, 44, 36, 40
 _TURN = "<|im_start|>"
 _ROLES = ("system", "user", "assistant", "tool")
@@ -79,13 +79,13 @@ turn has the colour of its role: {legend}.</p>
 
 
 def write_html(inspection: Inspection, path: Path, title: str, model: str | None = None) -> None:
-    """Write the report beside its place, then move it there, so that no half of one is ever found.
+    """Write the report to a temporary file and rename it, so that the file is always complete.
 
     Args:
-        inspection: what was found, with pictures.
+        inspection: the results, with images.
         path: the file.
-        title: of the page: what the data are called.
-        model: whose processor and template made them tokens.
+        title: of the page: name of the data.
+        model: the checkpoint whose processor and template were used.
 
     Raises:
         OSError: it cannot be written.
@@ -100,7 +100,7 @@ def write_html(inspection: Inspection, path: Path, title: str, model: str | None
 
 
 def html_parts(inspection: Inspection, title: str, model: str | None = None) -> Iterator[str]:
-    """The page, part by part; arguments as for `write_html`."""
+    """The page's HTML in parts; arguments as for `write_html`."""
     of_model = f" for {model}" if model else ""
     yield _HEAD.format(
         title=_escaped(f"{title}{of_model}, rows of {inspection.seq_length:,} tokens"),
@@ -141,7 +141,7 @@ def _sample(view: SampleView, seq_length: int) -> Iterator[str]:
 
 
 def _turns(pieces: Sequence[Piece]) -> Iterator[tuple[str, Sequence[Piece]]]:
-    """Each turn, as the template begins them, with its role; "" for one that is none of them."""
+    """Each turn, as delimited by the template, with its role; "" for text outside of turns."""
     starts = [place for place, piece in enumerate(pieces) if piece.text == _TURN]
     for start, end in zip(
         dict.fromkeys((0, *starts)), (*(start for start in starts if start), len(pieces)), strict=True
@@ -156,13 +156,13 @@ def _piece(piece: Piece) -> str:
     ids = f"{piece.ids[0]}, {len(piece.ids)} times" if piece.vision else " ".join(map(str, piece.ids))
     title = f"{ids}: {'trained on' if piece.trained else 'not trained on'}"
     text = _escaped(shortened(piece))
-    # A line break alone would leave nothing to point at.
+    # A line break by itself would have nothing to hover over.
     text = text.replace("\n", "↵\n") if piece.text.isspace() else text
     return f'<span class="{" ".join(kinds)}" title="{title}">{text}</span>'
 
 
 def _picture(picture: Picture, number: int) -> Iterator[str]:
-    """A figure: of a video, with its frames, or some of them, side by side."""
+    """A figure of an image; for a video, of some or all of its frames in a row."""
     if picture.frames is None:
         return
     caption, total = f"{picture.kind} {number}: {describe(picture)}", len(picture.frames)
@@ -188,18 +188,18 @@ def _inlined(frame: Tensor) -> str:
 
 
 def _histogram(of: str, title: str, values: Sequence[float], limit: float | None = None) -> str:
-    """How many values lie in each of some equal ranges.
+    """Number of values in each of several equal ranges.
 
     Args:
         of: what is counted.
         title: of the values' axis.
-        values: what they are.
-        limit: a value to mark, if it is among them.
+        values: the values.
+        limit: a value to mark, if it is in their range.
     """
     if not values:
         return ""
     low, high = min(values), max(values)
-    if low == high:  # one bar in the middle: beside it there is nothing, least of all rows that are 110 % full
+    if low == high:  # one bar in the middle
         low, high = low - 0.5, high + 0.5
     step = (high - low) / _BINS
     counts = [0] * _BINS
@@ -238,7 +238,7 @@ def _histogram(of: str, title: str, values: Sequence[float], limit: float | None
 
 
 def _ticks(low: float, high: float, wanted: int) -> list[float]:
-    """Round numbers from one to another, 1, 2 or 5 by a power of ten apart, and about as many as wanted."""
+    """Round numbers in a range, with a step of 1, 2 or 5 times a power of ten, about as many as wanted."""
     rough = max((high - low) / wanted, 1)
     power = 10 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)

@@ -1,9 +1,9 @@
-"""What a file of conversations is to the model: samples as tokens and pictures, lengths, how full rows get, errors.
+"""Inspection of a file of conversations: samples as tokens and images, lengths, how full rows are, errors.
 
-What lives here: finding it. What may not: showing it (`text_report.py`, `html_report.py`).
+What lives here: collecting the results. What may not: printing them (`text_report.py`, `html_report.py`).
 
-Samples come by way of `Samples` and rows by way of `RowPlan`, as in training, so that what is shown is what is trained
-on. A sample with an error is counted and named, and the inspection goes on.
+Samples are created by `Samples` and rows by `RowPlan`, as in training, so that the inspection shows what is trained on.
+A sample with an error is counted and named, and the inspection continues.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from qwen3vl_bridge.data.processing.samples import Samples
 
 from torch import Tensor
 
-# Beyond so many tokens without the end of a character, a run is decoded as a whole: decoding it again with each token
-# would take time by the square of its length.
+# A run of more tokens without the end of a character is decoded as a whole: decoding it again with each token would
+# take quadratic time.
 _MOST_HELD = 64
 
 
 @dataclass(frozen=True)
 class InspectionSettings:
-    """What to look at.
+    """What to inspect.
 
     Attributes:
         seq_length: tokens of a row.
-        samples: how many samples to show.
-        start: the first of them.
-        seed: show a random choice instead, by this seed.
-        lengths: how many samples to measure, spread over the whole file; 0 for those shown alone.
-        pack: several samples in a row; otherwise one.
-        pictures: keep pictures to show.
+        samples: number of samples to show.
+        start: index of the first of them.
+        seed: show a random choice instead, with this seed.
+        lengths: number of samples to measure, spread over the whole file; 0 for only those shown.
+        pack: several samples per row; otherwise one.
+        pictures: keep images to show.
     """
 
     seq_length: int = 4096
@@ -54,13 +54,13 @@ class InspectionSettings:
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens that make whole characters together, mostly one; or a run of one vision token.
+    """Tokens that form whole characters together, mostly one token; or a run of one vision token.
 
     Attributes:
         ids: the tokens.
-        text: what they stand for; of a run, what one of them does.
-        trained: whether the model is trained to say them.
-        vision: whether they stand for pieces of a picture.
+        text: their text; for a run, that of one token.
+        trained: whether they are trained on.
+        vision: whether they are vision tokens.
     """
 
     ids: tuple[int, ...]
@@ -71,15 +71,15 @@ class Piece:
 
 @dataclass(frozen=True)
 class Picture:
-    """An image or a video as the processor gave it.
+    """An image or a video as the processor returned it.
 
     Attributes:
         kind: "image" or "video".
         grid: patches in time, height and width.
         height: pixels, after resizing.
         width: pixels, after resizing.
-        num_tokens: how many tokens of the text stand for it.
-        frames: [frames, height, width, channels] uint8, where pictures were asked for.
+        num_tokens: number of its tokens.
+        frames: [frames, height, width, channels] uint8, if images were requested.
     """
 
     kind: str
@@ -105,13 +105,13 @@ class SampleView:
 
     @property
     def num_trained(self) -> int:
-        """Those that the model is trained to say."""
+        """Number of trained tokens."""
         return sum(len(piece.ids) for piece in self.pieces if piece.trained)
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """All that was found.
+    """Results of an inspection.
 
     Attributes:
         num_samples: samples in the file.
@@ -119,7 +119,7 @@ class Inspection:
         pack: whether rows hold several samples.
         samples: those shown.
         lengths: tokens of each sample that was measured.
-        row_fills: share of real tokens in each row that the measured samples make; too long ones are left out.
+        row_fills: fraction of real tokens in each row of the measured samples; too long ones are left out.
         errors: sample and message, in the file's order.
     """
 
@@ -133,17 +133,17 @@ class Inspection:
 
     @property
     def too_long(self) -> int:
-        """Measured samples that no row holds."""
+        """Measured samples that are longer than a row."""
         return sum(length > self.seq_length for length in self.lengths)
 
     @property
     def trained_share(self) -> float:
-        """Of the tokens of the samples shown."""
+        """Fraction of trained tokens in the samples shown."""
         return sum(view.num_trained for view in self.samples) / max(sum(view.num_tokens for view in self.samples), 1)
 
     @property
     def fill(self) -> float:
-        """Share of real tokens in all rows."""
+        """Fraction of real tokens in all rows."""
         return sum(self.row_fills) / max(len(self.row_fills), 1)
 
 
@@ -153,18 +153,18 @@ def inspect_samples(
     settings: InspectionSettings,
     progress: Callable[[Sequence[int]], Iterable[int]] = iter,
 ) -> Inspection:
-    """Look at some samples closely, and at the lengths of more.
+    """Inspect some samples closely, and the lengths of more.
 
     Args:
-        samples: those of the file. Their limit is to be one that none exceeds, since long ones are counted here.
-        processor: what they are encoded with.
-        settings: what to look at.
-        progress: passes on the numbers of samples that are due, and may say how far it is.
+        samples: those of the file. Their limit must not be exceeded by any, because long ones are counted here.
+        processor: the processor that encodes them.
+        settings: what to inspect.
+        progress: wraps the numbers of the remaining samples, to show progress.
 
     Raises:
-        DataError: a start behind the last sample.
+        DataError: a start after the last sample.
     """
-    assert samples.total is not None  # nobody inspects a stream
+    assert samples.total is not None  # streams are not inspected
     total = samples.total
     shown, errors = _shown(total, settings), dict[int, str]()
 
@@ -194,21 +194,21 @@ def _shown(total: int, settings: InspectionSettings) -> list[int]:
 
 
 def _spread(total: int, wanted: int) -> list[int]:
-    """Samples from all over the file: many files are in order of length or of kind."""
+    """Samples spread over the whole file: many files are sorted by length or kind."""
     count = min(wanted, total)
     return [place * total // count for place in range(count)]
 
 
 def _sound[T](indices: Iterable[int], work: Callable[[int], T], errors: dict[int, str]) -> Iterator[T]:
-    """What work makes of each sample; errors are kept aside."""
+    """The result of `work` for each sample; errors are collected."""
     for index in indices:
         try:
             result = work(index)
         except Unreachable:
-            raise  # the next sample would wait as long, for nothing
+            raise  # the next sample would wait for the same time, in vain
         except DataError as error:
             errors.setdefault(index, str(error))
-        except Exception as error:  # a fault of ours, which nobody could find without the sample
+        except Exception as error:  # a bug of ours, which could not be found without the sample
             error.add_note(f"while looking at sample {index}, counted from 0")
             raise
         else:
@@ -230,12 +230,12 @@ def view_sample(sample: EncodedSample, processor: Any, *, pictures: bool = False
     """A sample to show.
 
     Args:
-        sample: what the encoder made.
-        processor: what it was made with.
-        pictures: whether to keep its pictures.
+        sample: the encoded sample.
+        processor: the processor that encoded it.
+        pictures: whether to keep its images.
     """
     vision = (processor.image_token_id, processor.video_token_id)
-    # A place's mask is that of its label, the next token. Nothing comes before the first one to say it after.
+    # A position's mask is that of its label, the next token. The first token has no position before it.
     trained = [False, *sample.loss_mask[:-1].bool().tolist()]
     return SampleView(
         sample_id=sample.sample_id,
@@ -260,7 +260,7 @@ def _pieces(ids: list[int], trained: list[bool], tokenizer: Any, vision: tuple[i
 
 
 def _characters(ids: list[int], tokenizer: Any) -> Iterator[tuple[list[int], str]]:
-    """As few tokens at a time as make whole characters: a byte-level token may end inside of one."""
+    """The fewest consecutive tokens that form whole characters: a byte-level token may end inside of one."""
     held: list[int] = []
     for number in ids:
         held.append(number)

@@ -1,9 +1,9 @@
 """An inspection, a packing or a download as text for a terminal, and as JSON.
 
-What lives here: words and marks. What may not: finding things (`summary.py`), HTML (`html_report.py`).
+What lives here: wording and markers. What may not: the inspection (`summary.py`), HTML (`html_report.py`).
 
-Text of samples is not to be trusted: a control character could move a terminal's cursor or colour what is not trained
-on, so it is shown by its number.
+Text of samples is not trusted: control characters, which could move a terminal's cursor or colour untrained text, are
+escaped.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TRAINED, _VISION, _HEAD, _ERROR = "bold green", "dim cyan", "bold", "red"
 
 
 def print_text(inspection: Inspection) -> None:
-    """Print for people: trained tokens in colour on a terminal, in [[ ]] elsewhere."""
+    """Print an inspection: trained tokens in colour on a terminal, in [[ ]] elsewhere."""
     console = Console()
     if console.is_terminal and not console.no_color:
         console.print(as_text(inspection), soft_wrap=True, highlight=False)
@@ -44,12 +44,12 @@ def packing_as_json(report: PackingReport) -> str:
 
 
 def downloads_as_json(report: DownloadReport) -> str:
-    """All of a download's report."""
+    """All fields of a download's report."""
     return json.dumps(asdict(report), indent=2)
 
 
 def downloads_as_text(report: DownloadReport, manifest: Path) -> str:
-    """How many files there are, and the first of those that failed."""
+    """The number of files, and the first failed downloads."""
     lines = [f"downloaded: {report.downloaded:,}; there before: {report.present:,}"]
     final = sum(failure.final for failure in report.failures)
     if report.failures:
@@ -64,7 +64,7 @@ def downloads_as_text(report: DownloadReport, manifest: Path) -> str:
 
 
 def packing_as_text(report: PackingReport) -> str:
-    """What was packed, for people."""
+    """Summary of a packing."""
     lines = {
         "samples": f"{report.samples:,}, of them {report.dropped:,} dropped and {report.truncated:,} cut",
         "rows": f"{report.rows:,}, {100 * report.fill:.1f} % full of tokens",
@@ -77,7 +77,7 @@ def packing_as_text(report: PackingReport) -> str:
 
 
 def as_text(inspection: Inspection, *, brackets: bool = False) -> Text:
-    """All that was found, trained tokens in colour, and where asked for in brackets too."""
+    """The whole inspection, trained tokens in colour, and if requested in brackets too."""
     text = Text()
     for view in inspection.samples:
         text.append(f"{visible(view.sample_id)}\n", _HEAD)
@@ -102,13 +102,13 @@ def _append_tokens(text: Text, view: SampleView, brackets: bool) -> None:
 
 
 def shortened(piece: Piece) -> str:
-    """A piece's text with nothing hidden; of a run of vision tokens, one and how many."""
+    """A piece's text with escapes; for a run of vision tokens, one token and their number."""
     text = visible(piece.text)
     return f"{text} x {len(piece.ids)}" if piece.vision and len(piece.ids) > 1 else text
 
 
 def headlines(view: SampleView) -> Iterator[str]:
-    """What there is to say of a sample before its text."""
+    """Lines before a sample's text."""
     share = view.num_trained / max(view.num_tokens, 1)
     nothing = "" if view.num_trained else ": nothing to train on"
     yield f"{view.num_tokens:,} tokens, {view.num_trained:,} trained on ({share:.1%}){nothing}"
@@ -117,7 +117,7 @@ def headlines(view: SampleView) -> Iterator[str]:
 
 
 def describe(picture: Picture) -> str:
-    """Size and grid of a picture."""
+    """Size and grid of an image or video."""
     grid = " x ".join(map(str, picture.grid))
     size = f"{picture.width} x {picture.height} pixels (width x height)"
     return f"{size}, {picture.num_tokens:,} tokens, grid {grid} (time x height x width)"
@@ -147,7 +147,7 @@ def _spread(lengths: Sequence[int]) -> dict[str, float] | None:
 
 
 def as_json(inspection: Inspection) -> str:
-    """Everything but pictures' pixels, as one object."""
+    """Everything except pixels, as one object."""
     lengths = inspection.lengths
     found = {
         "num_samples": inspection.num_samples,

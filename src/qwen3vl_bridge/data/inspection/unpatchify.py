@@ -1,6 +1,6 @@
-"""From a processor's patches back to the picture that they were cut from.
+"""Reconstructs an image from a processor's patches.
 
-What lives here: the way back from `pixel_values`, for people to look at. What may not: the way there (the processor's).
+What lives here: the inverse of computing `pixel_values`, for display. What may not: computing them (the processor's).
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from torch import Tensor
 
 
 def unpatched(patches: Tensor, grid: tuple[int, int, int], processor: Any) -> Tensor:
-    """The frames that a picture's patches were cut from, as a processor resized them.
+    """The frames from which patches were cut, as resized by a processor.
 
     Args:
-        patches: [N, channels * temporal_patch * patch * patch], those that merge into one token side by side.
+        patches: [N, channels * temporal_patch * patch * patch], in merge order.
         grid: patches in time, height and width; N in all.
         processor: the image or video processor that made them.
 
     Returns:
-        [frames, height, width, channels] uint8. An image has as many equal frames as a patch is long in time.
+        [frames, height, width, channels] uint8. An image has as many equal frames as the temporal patch size.
     """
     time, height, width = grid
     merge, patch, temporal = processor.merge_size, processor.patch_size, processor.temporal_patch_size

@@ -1,10 +1,10 @@
-"""Which data-parallel rank reads which row, so that all have as much to do.
+"""Assignment of rows to data-parallel ranks, so that all ranks have equal work.
 
-What lives here: assigning rows by their cost. Plain numbers. What may not: what a row costs
+What lives here: assigning rows by their cost. Plain numbers. What may not: the cost of a row
 (`models/common/flops.py`), reading.
 
-Rows are assigned within a global batch only. So the gradient of a step is the sum over the same rows whoever reads
-which, at any number of ranks.
+Rows are assigned only within a global batch. So the gradient of a step is the sum over the same rows for every
+assignment and number of ranks.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ from collections.abc import Sequence
 
 
 def assign_rows(costs: Sequence[float], ranks: int) -> list[int]:
-    """In which order the rows of a global batch are read, where ranks take turns.
+    """The order in which the rows of a global batch are read; ranks read in turn.
 
-    Ranks wait for each other at the end of a step, and where parameters or experts are sharded, in every microbatch.
-    So the rows of a turn are neighbours by cost, and within a turn the rank that has had the least gets the most.
+    Ranks wait for each other at the end of a step, and with sharded parameters or experts in every microbatch. So the
+    rows of a turn have similar costs, and within a turn the rank with the lowest total so far gets the most expensive
+    row.
 
     Args:
         costs: of the batch's rows.
-        ranks: how many ranks there are; rank r reads places r, r + ranks, r + 2 * ranks, ...
+        ranks: number of ranks; rank r reads positions r, r + ranks, r + 2 * ranks, ...
 
     Returns:
-        For each place, the row that is read there.
+        For each position, the index of the row that is read.
 
     Raises:
-        ValueError: the rows don't go round.
+        ValueError: the number of rows is not a multiple of the number of ranks.
     """
     if ranks < 1 or len(costs) % ranks:
         raise ValueError(f"found {len(costs)} rows to assign to {ranks} ranks, expected a multiple of the ranks")

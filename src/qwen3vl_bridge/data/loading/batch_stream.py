@@ -1,11 +1,11 @@
-"""Microbatches for a training loop of ours: an endless stream that can be left and resumed, and one pass.
+"""Microbatches for a custom training loop: an endless stream that can be resumed, and a single pass.
 
-What lives here: which rows a data-parallel rank takes, and where a run stands. What may not: how a row is made
+What lives here: which rows a data-parallel rank reads, and the position of a run. What may not: how a row is made
 (`row_dataset.py`, `data/packing/row_plan.py`).
 
 All ranks count the same rows: of each group of dp_size * micro_batch_size rows, a rank takes micro_batch_size. So a
-position is one number for all, and a run may go on with other numbers of ranks; of a stream, with others that read it
-in as many parts (`streamed_rows.py`).
+position is one number for all ranks, and a run may resume with another number of ranks; for a stream, with any that
+reads it in as many parts (`streamed_rows.py`).
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class BatchStream(Iterator[PackedBatch]):
         Args:
             rows: the split's, planned from the beginning.
             dp_rank: this data-parallel rank.
-            dp_size: how many there are.
+            dp_size: number of data-parallel ranks.
             micro_batch_size: rows of a microbatch.
             num_workers: processes that read and encode ahead; 0 for none.
-            ignored_signal: that these leave to this process.
+            ignored_signal: number of a signal that these processes ignore.
         """
         _check_share(dp_rank, dp_size, micro_batch_size)
         self._rows, self._num_workers, self._ignored_signal = rows, num_workers, ignored_signal
@@ -68,7 +68,7 @@ class BatchStream(Iterator[PackedBatch]):
         try:
             batch, self._window = next(self._batches)
         except DataError as error:
-            self._batches = None  # it has gone on by itself; whoever asks again asks for the same row
+            self._batches = None  # already advanced; the next call returns the same row
             raise error.without_traceback() from None
         self._next_row += self._group
         return batch
@@ -78,19 +78,20 @@ class BatchStream(Iterator[PackedBatch]):
         return iter(
             DataLoader(
                 self._rows,
-                # Without `self`: in a circle with it, workers would wait for Python's collector, and torch's way to
-                # end them, of which the collector takes parts away first, for ten seconds each.
+                # Without `self`: a reference cycle would keep workers until Python's garbage collection, which first
+                # destroys the parts that torch needs to end them, so that each waits for ten seconds.
                 batch_sampler=([first + place for place in range(rows)] for first in start),
                 collate_fn=_Collate(self._rows),
                 num_workers=self._num_workers,
                 worker_init_fn=ignoring(self._ignored_signal),
-                # Otherwise it draws from the global generator here, and a resumed run differs from an unbroken one.
+                # Otherwise it draws from the global generator here, and a resumed run differs from an uninterrupted
+                # one.
                 generator=torch.Generator(),
             )
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands: plain numbers, the same on every rank up to the window they are reached from."""
+        """Position of the stream: plain numbers, equal on every rank except for the window."""
         return {
             "row": self._next_row,
             "window": asdict(self._window),
@@ -99,18 +100,17 @@ class BatchStream(Iterator[PackedBatch]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from where another stream stood.
+        """Continue from another stream's position.
 
         Args:
             state: its `state_dict`.
 
         Raises:
-            ValueError: it was of other data or other rows, or stands in the middle of rows that were assigned to
-                another number of ranks.
+            ValueError: it is of other data or other rows, or within rows that were assigned to another number of ranks.
         """
         check_position(self._rows.fingerprint(), state["data"])
         check_assignment(state["row"], tuple(state["dealt"]), self._rows.assignment())
-        # Lists, where it went through JSON.
+        # Lists, if it went through JSON.
         known: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in state["window"].items()
         }
@@ -120,7 +120,7 @@ class BatchStream(Iterator[PackedBatch]):
 
 
 class _Collate:
-    """Collates, and keeps the window for the stream's position. A class, because it travels to workers."""
+    """Collates, and keeps the window for the stream's position. A class, because it is sent to workers."""
 
     def __init__(self, rows: RowDataset | StreamedRows) -> None:
         self._rows = rows
@@ -134,12 +134,12 @@ def one_pass(
 ) -> Iterator[PackedBatch]:
     """Every row of the first epoch once, the same number of microbatches on every rank.
 
-    Where the rows don't go round, the last one is repeated without anything to train on.
+    If the number of rows is not a multiple of what ranks read in turn, the last row is repeated without loss.
 
     Args:
         rows: the split's rows.
         dp_rank: this data-parallel rank.
-        dp_size: how many there are.
+        dp_size: number of data-parallel ranks.
         micro_batch_size: rows of a microbatch.
 
     Yields:

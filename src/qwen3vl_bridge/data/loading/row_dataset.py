@@ -1,7 +1,7 @@
-"""Rows of a split: what the plan says, read and encoded.
+"""Rows of a split: planned, read and encoded.
 
-What lives here: the dataset that the loop reads rows from. What may not: what a sample is
-(`data/processing/samples.py`), positions in a run (`batch_stream.py`), Megatron (`data/provider.py`).
+What lives here: the dataset from which the loop reads rows. What may not: samples (`data/processing/samples.py`),
+positions in a run (`batch_stream.py`), Megatron (`data/provider.py`).
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from torch.utils.data import Dataset
 
 
 class Row(NamedTuple):
-    """One row's samples, a window of the plan from which it is reached, and what of the data is left out.
+    """One row's samples, the window of the plan from which it is reached, and numbers of dropped samples.
 
     Attributes:
         samples: in their order.
         window: from which the row is reached.
-        dropped: of each set, samples in no row of this row's window or before; in all epochs, each time.
-        newly_dropped: in place of it, where others read other parts of the data: samples dropped since the row before.
-        unreadable: of each set, samples of this row whose place is left empty.
+        dropped: per data set, samples dropped in this row's window or earlier, over all epochs.
+        newly_dropped: used instead if other processes read other parts of the data: samples dropped since the previous
+            row.
+        unreadable: per data set, samples of this row that were replaced by a blank token.
     """
 
     samples: tuple[EncodedSample, ...]
@@ -51,7 +52,7 @@ class Balance:
     """How rows are assigned to data-parallel ranks.
 
     Attributes:
-        over: rows among which they are, the global batch.
+        over: number of rows that are assigned together, the global batch size.
         costs: of the two towers.
     """
 
@@ -61,15 +62,15 @@ class Balance:
 
 @dataclass(frozen=True)
 class RowSettings:
-    """What a row is.
+    """Settings of rows.
 
     Attributes:
         collator: lays samples out.
-        pack: several samples in a row; otherwise one, padded.
-        seed: of the samples' order, or of the rows' where they were packed before; None for the file's own.
-        window_size: samples that are packed together.
-        packed: rows that were packed before; None to pack as they are read.
-        balance: how rows are assigned; None for as they come.
+        pack: several samples per row; otherwise one, padded.
+        seed: of the samples' order, or of the rows' if they were packed before training; None for the file's own order.
+        window_size: number of samples packed together.
+        packed: rows that were packed before training; None to pack during training.
+        balance: how rows are assigned; None for in order.
     """
 
     collator: Collator
@@ -88,11 +89,11 @@ class Plan(Protocol):
         ...
 
     def window(self, number: int) -> Window:
-        """Where to go on from to reach a row."""
+        """The window from which a row is reached, for resuming."""
         ...
 
     def dropped(self, number: int) -> SetCounts:
-        """Of each set, how many samples are left out of the rows up to this one."""
+        """Per data set, the number of samples dropped up to this row."""
         ...
 
     def end_of_epoch(self) -> int:
@@ -101,7 +102,7 @@ class Plan(Protocol):
 
 
 class RowDataset(Dataset[Row]):
-    """Rows by number, without end; `len` is only how many a loop says it wants."""
+    """Endless rows by number; `len` only returns the number that a loop asked for."""
 
     def __init__(
         self,
@@ -117,15 +118,15 @@ class RowDataset(Dataset[Row]):
 
         Args:
             samples: what to read.
-            settings: what a row is.
-            length: what `len` answers.
-            begin: window of the plan to go on from.
-            ranks: data-parallel ranks, which take turns; where rows are assigned to them.
-            repeat: rows that are the same ones over and over, each time the first of the plan; those after its epoch
-                have nothing to train on. None for other ones always.
+            settings: settings of rows.
+            length: the result of `len`.
+            begin: window of the plan to continue from.
+            ranks: data-parallel ranks, which read in turn; used if rows are assigned to them.
+            repeat: number of rows that are repeated without end, always the first of the plan; those after its epoch
+                have no loss. None to continue without repetition.
 
         Raises:
-            ValueError: rows that were packed by other rules than these, or that cannot be assigned.
+            ValueError: rows that were packed with other settings, or that cannot be assigned.
         """
         self.samples, self.settings, self._len, self.ranks, self.repeat = samples, settings, length, ranks, repeat
         self.plan = self._plan(begin)
@@ -136,7 +137,7 @@ class RowDataset(Dataset[Row]):
             )
 
     def begun_at(self, begin: Window) -> RowDataset:
-        """The same rows, planned from a window on. What was read and measured serves again."""
+        """The same rows, planned from a window on. Samples that were read and measured are reused."""
         return RowDataset(
             self.samples, self.settings, length=self._len, begin=begin, ranks=self.ranks, repeat=self.repeat
         )
@@ -160,13 +161,13 @@ class RowDataset(Dataset[Row]):
         )
 
     def order(self, seed: int | None) -> Order:
-        """In which epochs read the samples. A stream has an order of its own, a mixture one that mixes its sets."""
+        """Order of the samples over epochs. A stream has its own order, a mixture one that mixes its data sets."""
         file, total = self.samples.file, self.samples.total
         if isinstance(file, Order):
             return file
         if isinstance(file, Mixture):
             return file.order(seed)
-        assert total is not None  # all others know how many they have
+        assert total is not None  # all others have a known length
         return NumberedOrder(total, seed)
 
     def _size_in_row(self, index: int) -> Size:
@@ -188,7 +189,7 @@ class RowDataset(Dataset[Row]):
         return Row(encoded, self.plan.window(number - number % over), self.plan.dropped(assigned), unreadable)
 
     def _assigned_row(self, number: int) -> int:
-        """The plan's number of a row."""
+        """The plan's number for a row."""
         over, _ = self.assignment()
         if over == 1:
             return number
@@ -199,7 +200,7 @@ class RowDataset(Dataset[Row]):
         return first + self._assigned[1][place]
 
     def cost(self, number: int) -> float:
-        """What one of the plan's rows costs both towers.
+        """Cost of one of the plan's rows in both towers.
 
         Raises:
             ValueError: rows are not assigned by cost.
@@ -210,7 +211,7 @@ class RowDataset(Dataset[Row]):
         return sum(self.settings.balance.costs.of(**size._asdict()) for size in sizes)
 
     def collate_fn(self, rows: Sequence[Row]) -> PackedBatch:
-        """A microbatch of rows. Megatron-Bridge's loop looks for a function of this name.
+        """A microbatch of rows. The name is required by Megatron-Bridge's loop.
 
         Raises:
             ValueError: several packed rows.
@@ -235,7 +236,7 @@ class RowDataset(Dataset[Row]):
         return (1, 1) if self.settings.balance is None or self.ranks == 1 else (self.settings.balance.over, self.ranks)
 
     def rules(self) -> dict[str, int | str | None]:
-        """What must be the same for samples to be packed into the same rows, but for their order."""
+        """Whatever must be equal for samples to be packed into the same rows, except for their order."""
         samples, collator = self.samples, self.settings.collator
         return {
             "samples": samples.total,
@@ -245,7 +246,7 @@ class RowDataset(Dataset[Row]):
         }
 
     def fingerprint(self) -> dict[str, int | str | None]:
-        """What must be the same for a row's number to mean the same row."""
+        """Whatever must be equal for a row's number to mean the same row."""
         settings = self.settings
         return {
             **self.rules(),
@@ -257,5 +258,5 @@ class RowDataset(Dataset[Row]):
 
 
 def without_loss(batch: PackedBatch, rows: Sequence[bool]) -> torch.Tensor:
-    """[B, S] the batch's loss mask with nothing to train on in the rows marked."""
+    """[B, S] the batch's loss mask, zero in the marked rows."""
     return batch.loss_mask.masked_fill(torch.tensor(list(rows)).unsqueeze(-1), 0)

@@ -1,12 +1,12 @@
-"""Rows of a stream that is read in parts, each sample in one data-loading process alone.
+"""Rows of a stream that is read in parts, each sample in only one data-loading process.
 
-What lives here: which part a row is of, and the rows of each part. What may not: how a part is read
-(`data/sources/hub_streaming.py`), what a row is (`row_dataset.py`), how many parts there are (`data/provider.py`).
+What lives here: the part of a row, and the rows of each part. What may not: reading a part
+(`data/sources/hub_streaming.py`), the contents of a row (`row_dataset.py`), the number of parts (`data/provider.py`).
 
-Row n is row n // parts of part n % parts. A data-parallel rank takes every so-manyth microbatch and assigns its own
-to its workers in turn; so where `parts` is a multiple of ranks x workers x rows of a microbatch, all rows of a part are
-asked for in one process. Each part has windows and epochs of its own, and begins its next epoch when it is at its end:
-no rank waits for another's.
+Row n is row n // parts of part n % parts. A data-parallel rank takes every dp_size-th microbatch and assigns its own to
+its workers in turn; so if `parts` is a multiple of ranks x workers x rows of a microbatch, all rows of a part are read
+in one process. Each part has its own windows and epochs, and begins its next epoch at its own end: no rank waits for
+another's.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from torch.utils.data import Dataset
 
 
 class StreamedRows(Dataset[Row]):
-    """Rows by number, without end, as `RowDataset` has them."""
+    """Endless rows by number, like `RowDataset`."""
 
     def __init__(self, whole: RowDataset, parts: int) -> None:
         """Divide a stream.
 
         Args:
-            whole: rows of all of it, of which none is read.
-            parts: into how many.
+            whole: rows of all of it, none of which has been read.
+            parts: number of parts.
 
         Raises:
-            DataError: a stream of fewer files than parts, which cannot be divided further.
-            ValueError: samples that are none of a stream.
+            DataError: a stream with fewer files than parts, which cannot be divided further.
+            ValueError: samples that are not from a stream.
         """
         file = whole.samples.file
         if not isinstance(file, StreamedDataset):
@@ -62,11 +62,13 @@ class StreamedRows(Dataset[Row]):
         return self._rows[part]
 
     def begun_at(self, begin: Window) -> StreamedRows:
-        """The same rows. A position has the window of one part, and others have begun elsewhere: all are read anew."""
+        """The same rows. A position has the window of one part, and others are elsewhere: all are read again from the
+        start.
+        """
         return StreamedRows(self._whole, self._parts)
 
     def collate_fn(self, rows: Sequence[Row]) -> PackedBatch:
-        """A microbatch of rows. Megatron-Bridge's loop looks for a function of this name.
+        """A microbatch of rows. The name is required by Megatron-Bridge's loop.
 
         Raises:
             ValueError: several packed rows.
@@ -74,9 +76,9 @@ class StreamedRows(Dataset[Row]):
         return self._whole.collate_fn(rows)
 
     def assignment(self) -> tuple[int, int]:
-        """As RowDataset's: rows of a stream are not assigned by cost."""
+        """Like RowDataset's: rows of a stream are not assigned by cost."""
         return self._whole.assignment()
 
     def fingerprint(self) -> dict[str, int | str | None]:
-        """What must be the same for a row's number to mean the same row."""
+        """Whatever must be equal for a row's number to mean the same row."""
         return {**self._whole.fingerprint(), "data": self._file.fingerprint(), "parts": self._parts}

@@ -1,13 +1,12 @@
-"""Processes that read ahead for a training loop, and the signal that asks a run to save and leave.
+"""Data-loading processes of a training loop, and the signal that asks a run to save and exit.
 
-What lives here: how such a process begins, and how it ends. What may not: loaders, what the run does about the signal.
+What lives here: how such a process starts, and how it ends. What may not: loaders, the run's reaction to the signal.
 
-torchrun and Slurm send the signal to all processes of a rank. A worker that ends by it ends the run too, which is then
-in no state to save. So workers ignore it, and leave when the process that they read for does.
+torchrun and Slurm send the signal to all processes of a rank. A worker that is killed by it ends the run too, before it
+can save. So workers ignore it, and exit with the process that they read for.
 
-A worker is a fork: it has the objects of the process that it reads for, and none of that one's threads. An object that
-owns threads, such as a video decoder that waits to be collected there, must not be collected here, which would wait for
-them for ever.
+A worker is a fork: it has the objects of its parent process, but none of its threads. An object that owns threads, such
+as an uncollected video decoder, must not be collected in the worker, which would wait for them forever.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ _GRACE = 1.0  # seconds
 
 
 def ignoring(number: int | None, begin: Callable[[int], None] | None = None) -> Callable[[int], None]:
-    """What a loader is to be given as `worker_init_fn`.
+    """The `worker_init_fn` of a loader.
 
     Args:
         number: of the signal that its workers ignore; None for none.
-        begin: what workers begin with anyway.
+        begin: another initialisation of the workers, called first.
     """
     if number is not None:
         end_workers_at_exit()
@@ -37,26 +36,26 @@ def ignoring(number: int | None, begin: Callable[[int], None] | None = None) -> 
 
 
 def _begin(number: int | None, begin: Callable[[int], None] | None, worker: int) -> None:
-    gc.freeze()  # what was there before the fork is not this process's to collect
+    gc.freeze()  # objects from before the fork must not be collected in this process
     if begin is not None:
         begin(worker)
     if number is not None:
-        signal.signal(number, signal.SIG_IGN)  # in place of torch's handler, which ends the worker
+        signal.signal(number, signal.SIG_IGN)  # replaces torch's handler, which ends the worker
 
 
 def end_workers_at_exit() -> None:
-    """Let no worker that ignores SIGTERM keep this process from ending.
+    """Make sure that workers that ignore SIGTERM do not keep this process from exiting.
 
-    Python sends it to those whose loader is still there when a process exits, as after an error, and then waits for
-    them without end.
+    If a loader still exists when a process exits, as after an error, Python sends SIGTERM to its workers, and then
+    waits for them without a timeout.
     """
     Finalize(None, _end_workers, exitpriority=0)
 
 
 def _end_workers() -> None:
-    """End this process's daemons as Python does, and those that don't mind by force."""
+    """Terminate this process's daemons as Python does, and kill those that ignore it."""
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would take it for an accident
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would report an error
     daemons = [process for process in multiprocessing.active_children() if process.daemon]
     for process in daemons:
         process.terminate()

@@ -1,11 +1,11 @@
-"""Servers that are down, so that one is not waited for once for each of its addresses.
+"""Keeps track of unavailable servers, so that not every URL of one waits for a timeout.
 
-What lives here: sending a request, and which servers are still asked. What may not: what an answer is worth, attempts
+What lives here: sending a request, and which servers are still used. What may not: judging responses, repeated attempts
 (`downloads.py`).
 
-A server is down if it does not answer, or answers that it is broken (5xx). If a few of its addresses in a row were out
-of reach for that in all attempts, no other is asked for by the same `Hosts`, which is until the download is run again.
-Any other answer says that it is up.
+A server is down if it does not respond, or responds with an error of its own (5xx). If all attempts failed in this way
+for a few of its URLs in a row, this `Hosts` sends it no more requests, until the download is run again. Any other
+response means that it is up.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from qwen3vl_bridge.data.errors import Unreachable
 
 import httpx
 
-MOST_DOWN = 3  # addresses in a row
+MOST_DOWN = 3  # URLs in a row
 _BROKEN = 500
-# Not of one that answers what is no HTTP.
+# Not for a server that responds with something other than HTTP.
 _NO_ANSWER = (httpx.TimeoutException, httpx.NetworkError, httpx.ProxyError)
 
 
@@ -26,34 +26,34 @@ class Down(Exception):
     """A server is down.
 
     Attributes:
-        server: which.
+        server: its name.
     """
 
     def __init__(self, server: str, problem: str) -> None:
-        """Say which, and how it is known."""
+        """Create the message from the server and the evidence."""
         super().__init__(problem)
         self.server = server
 
 
 class Hosts:
-    """Sends requests, and knows which servers are down; any number of threads may use one."""
+    """Sends requests, and keeps track of servers that are down; thread-safe."""
 
     def __init__(self, client: httpx.Client) -> None:
-        """Send by a client."""
+        """Send with an HTTP client."""
         self._client, self._lock = client, threading.Lock()
-        self._missed = dict[str, int]()  # addresses in a row, by server
+        self._missed = dict[str, int]()  # URLs in a row, by server
 
     def send(self, request: httpx.Request, place: str) -> httpx.Response:
-        """An answer, whose body is still to be read.
+        """A response, whose body is still to be read.
 
         Args:
-            request: what is asked.
-            place: where its address stands, for messages.
+            request: the request.
+            place: position of its URL in the data, for messages.
 
         Raises:
-            Down: the server is.
-            Unreachable: it has been too often, and is not asked.
-            httpx.TransportError: it answers, but not as HTTP has it.
+            Down: the server is down.
+            Unreachable: it was down too often, and gets no more requests.
+            httpx.TransportError: it responds with something other than HTTP.
         """
         server = request.url.netloc.decode("ascii")
         if self._missed.get(server, 0) >= MOST_DOWN:
@@ -74,6 +74,6 @@ class Hosts:
         return response
 
     def missed(self, server: str) -> None:
-        """Note an address for which a server was down in all attempts."""
+        """Count a URL whose server was down in all attempts."""
         with self._lock:
             self._missed[server] = self._missed.get(server, 0) + 1

@@ -1,7 +1,7 @@
-"""Pictures: which file or bytes a conversation means, how large it is, its pixels.
+"""Images: the file or bytes that a conversation refers to, their size and pixels.
 
-What lives here: where media may come from, and everything that opens a picture. What may not: videos (`videos.py`),
-files by address (`url_cache.py`), resizing and patches (the processor's).
+What lives here: where media may come from, and everything that opens an image. What may not: videos (`videos.py`),
+downloaded files (`url_cache.py`), resizing and patches (the processor's).
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from PIL.PngImagePlugin import PngImageFile
 MOST_PIXELS = Image.MAX_IMAGE_PIXELS or 2**30
 _SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that swap width and height
 _PNG_START = 8  # bytes before the first chunk
-_PNG_TEXTS = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")  # chunks that may say how a picture is held
-_MOST_CHUNKS = 2**16  # a picture of 64 megapixels has some thousands
+_PNG_TEXTS = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")  # chunks that may have the orientation
+_MOST_CHUNKS = 2**16  # an image of 64 megapixels has some thousands
 
 Media = Path | bytes
 
 
 @dataclass(frozen=True)
 class FrameList:
-    """A video that comes as pictures, sampled already.
+    """A video given as a list of sampled frames.
 
     Attributes:
-        frames: the pictures, all of one size.
-        fps: how many of them are a second.
+        frames: the images, all of one size.
+        fps: frames per second.
     """
 
     frames: tuple[Media, ...]
@@ -48,13 +48,13 @@ Video = Media | FrameList
 
 @dataclass(frozen=True)
 class MediaAccess:
-    """Where pictures and videos may come from, whatever records say.
+    """Folders and downloads that records may refer to.
 
     Attributes:
-        roots: folders that paths are relative to and may not leave: a path is looked up in each, in their order, and a
-            link in one may lead into another. None where there may be no paths.
-        addresses: gives the file of an address and the place where that stands, as `UrlCache` does; None for the
-            user's own folder of what was downloaded.
+        roots: folders that paths are relative to and must not leave: a path is looked up in each, in order, and
+            symbolic links may point from one into another. None if paths are not allowed.
+        addresses: returns the downloaded file of a URL at a place in the data, like `UrlCache`; None for the user's
+            cache folder.
     """
 
     roots: tuple[Path, ...] = ()
@@ -64,15 +64,15 @@ class MediaAccess:
     def of(
         cls, root: str | Path | Sequence[str | Path] | None, addresses: Callable[[str, str], Path] | None = None
     ) -> MediaAccess:
-        """As settings have it; arguments as for the class, and one root may be by itself.
+        """Create from settings; arguments as for the class, and a single root need not be in a list.
 
         Raises:
-            ValueError: something that is no folder's name.
+            ValueError: a value that is not a folder's name.
         """
         return cls(_roots(root), addresses)
 
     def downloaded(self, address: str, place: str) -> Path:
-        """The file of an address; raises as `UrlCache`."""
+        """The downloaded file of a URL; raises as `UrlCache`."""
         if self.addresses is not None:
             return self.addresses(address, place)
         from qwen3vl_bridge.data.media.url_cache import UrlCache
@@ -92,14 +92,14 @@ def _roots(given: Any) -> tuple[Path, ...]:
 
 
 def media_access(given: MediaRoot, default: Path | None) -> MediaAccess:
-    """What a source was given, as an access.
+    """The access for the argument of a source.
 
     Args:
         given: an access, or its root, or several.
-        default: the root where none is given.
+        default: the root if none is given.
 
     Raises:
-        DataError: there is no such folder.
+        DataError: the folder does not exist.
     """
     access = given if isinstance(given, MediaAccess) else MediaAccess.of(given)
     roots = access.roots or _roots(default)
@@ -110,18 +110,18 @@ def media_access(given: MediaRoot, default: Path | None) -> MediaAccess:
 
 
 def find(name: str, root: Path | MediaAccess, place: str) -> Media:
-    """What a conversation calls `name`. What an address holds was downloaded before; nothing is now.
+    """The file or bytes that a conversation calls `name`. URLs were downloaded before; nothing is downloaded here.
 
     Args:
-        name: path relative to a root, or absolute and inside one; an address; or the contents
-            themselves, "data:...;base64,...".
-        root: folder that no path may leave, by `..` or by a link; or an access, which may have several.
-        place: where the name stands, for messages.
+        name: path relative to a root, or absolute and inside one; a URL; or the contents themselves,
+            "data:...;base64,...".
+        root: folder that no path may leave, by `..` or by a symbolic link; or an access, which may have several.
+        place: position of the name in the data, for messages.
 
     Raises:
-        DataError: an address whose download was given up, a path that leaves the roots, no such file, or damaged
+        DataError: a URL whose download was given up, a path that leaves the roots or does not exist, or damaged
             contents.
-        Unreachable: an address of which nothing was downloaded.
+        Unreachable: a URL that was not downloaded.
     """
     access = root if isinstance(root, MediaAccess) else MediaAccess((root,))
     if name.startswith("data:"):
@@ -156,7 +156,7 @@ def _file(name: str, roots: tuple[Path, ...], place: str) -> Path:
             if not allowed and (found or outside is None):
                 outside = root, path
             if found:
-                break  # the first that is there is meant, and not another of the same name
+                break  # the first that exists is used, and no other of the same name
         if outside is not None:
             root, path = outside
             raise DataError(
@@ -167,12 +167,12 @@ def _file(name: str, roots: tuple[Path, ...], place: str) -> Path:
         raise DataError(place, f"{name!r} is {_listed(root / name for root in inside)}, and there is no such file")
     except DataError:
         raise
-    except (OSError, ValueError, RuntimeError) as error:  # too long, a null character, a loop of links
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a null character, a loop of symbolic links
         raise DataError(place, f"found {name[:80]!r}, expected the path of a file ({error})") from error
 
 
 def _left_to(name: str, root: Path, roots: list[Path]) -> Path:
-    """Which folder a path is in that leaves the roots: the one that a link leads to, if it is by a link."""
+    """The folder of a path outside the roots: the target of a symbolic link, if there is one."""
     path = root / name
     if ".." not in Path(name).parts and not Path(name).is_absolute():
         steps = [*reversed(path.parents), path][len(root.parts) :]
@@ -186,7 +186,7 @@ def _listed(paths: Iterable[Path]) -> str:
 
 
 def describe(media: Media) -> str:
-    """A file's path, and the address that it was downloaded from, if it was; or how many bytes came in its stead."""
+    """Description for messages: the path, with the URL of a downloaded file, or the number of bytes."""
     if not isinstance(media, Path):
         return f"a picture or video of {len(media):,} bytes"
     try:
@@ -196,12 +196,12 @@ def describe(media: Media) -> str:
 
 
 def address_file(downloaded: Path) -> Path:
-    """Where the address of a downloaded file is written down."""
+    """The file that stores the URL of a downloaded file."""
     return downloaded.with_name(f"{downloaded.name}.address")
 
 
 def is_picture(file: Path) -> bool:
-    """Whether a file begins as a picture does, be it too large to be opened."""
+    """Whether a file begins like an image, even if it is too large to be opened."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
@@ -214,24 +214,24 @@ def is_picture(file: Path) -> bool:
 
 
 def image_size(image: Media, place: str) -> tuple[int, int]:
-    """Height and width of a picture as `load_image` gives it, read from the file's header.
+    """Height and width of an image as returned by `load_image`, read from the file's header.
 
     Raises:
-        DataError: as `load_image`, as far as the header tells.
+        DataError: as for `load_image`, as far as the header shows.
     """
     with _opened(image, place) as opened:
         width, height = opened.size
         try:
             sideways = _exif(opened).get(ExifTags.Base.Orientation) in _SIDEWAYS
-        except Exception as error:  # of some formats it reads the whole file
+        except Exception as error:  # for some formats it reads the whole file
             raise DataError(place, f"{describe(image)} does not decode as a picture: {error}") from error
     return (width, height) if sideways else (height, width)
 
 
 def _exif(opened: Image.Image) -> Image.Exif:
-    """What a picture says of itself, without its pixels where it is known without them.
+    """Metadata (EXIF) of an image, without decoding if possible.
 
-    A PNG may say it behind its pixels, so Pillow decodes it whole unless it has said it before.
+    A PNG may store it after the pixels; then Pillow decodes the whole image, unless it was found before them.
     """
     if isinstance(opened, PngImageFile) and _says_no_more(opened):
         return Image.Image.getexif(opened)
@@ -239,7 +239,7 @@ def _exif(opened: Image.Image) -> Image.Exif:
 
 
 def _says_no_more(opened: PngImageFile) -> bool:
-    """Whether a PNG goes on to its end, and has nothing behind its pixels that says how it is held."""
+    """Whether a PNG is complete, and has no orientation after its pixels."""
     file, has_begun = opened.fp, False
     if file is None:
         return False
@@ -255,17 +255,17 @@ def _says_no_more(opened: PngImageFile) -> bool:
             has_begun = has_begun or kind == b"IDAT"
             file.seek(length + 4, io.SEEK_CUR)  # and a checksum
         return False
-    except struct.error:  # it breaks off
+    except struct.error:  # truncated
         return False
     finally:
         file.seek(before)
 
 
 def load_image(image: Media, place: str) -> Image.Image:
-    """The picture in RGB and upright, as `transformers.image_utils.load_image` gives it.
+    """The image in RGB and upright, like `transformers.image_utils.load_image`.
 
-    A processor that is given a path leaves a photograph on its side as the camera held it; people who wrote about it
-    saw it upright.
+    Rotates by the EXIF orientation, which a processor that is given a path ignores, although the conversation was
+    written about the upright image.
 
     Raises:
         DataError: a file that does not decode, or one with too many pixels.
@@ -294,7 +294,7 @@ def _opened(media: Media, place: str) -> Image.Image:
                 place, f"{describe(media)} is PostScript, a program that Ghostscript runs; expected a picture"
             )
         if image.mode in ("I", "F") or image.mode.startswith("I;"):
-            # Pillow makes everything beyond 255 of it white.
+            # Pillow would make all values above 255 white.
             raise DataError(place, f"{describe(media)} has pixels of the kind {image.mode!r}, expected 8 bits a colour")
         check_pixels(*image.size, media, place)
     except DataError:
@@ -304,13 +304,13 @@ def _opened(media: Media, place: str) -> Image.Image:
 
 
 def check_pixels(width: int, height: int, media: Media | str, place: str) -> None:
-    """Refuses a picture made to exhaust memory.
+    """Refuse an image made to exhaust memory.
 
     Args:
         width: its width in pixels.
         height: its height.
-        media: what it is from, or what messages call that.
-        place: where it stands, for messages.
+        media: its source, or that source's description.
+        place: its position in the data, for messages.
 
     Raises:
         DataError: it has too many pixels.

@@ -1,9 +1,9 @@
-"""Addresses of pictures and videos: which of them are allowed.
+"""URLs of images and videos: which of them are allowed.
 
-What lives here: reading an address, and comparing it with what a user allows. What may not: the network
-(`downloads.py`), files (`url_cache.py`).
+What lives here: parsing a URL, and comparing it with the allowed prefixes. What may not: the network (`downloads.py`),
+files (`url_cache.py`).
 
-Both sides are read by the library that sends the request, so that what is compared is what is asked for. Scheme, host
+Both sides are parsed by the library that sends the request, so that the compared URL is the requested one. Scheme, host
 and port are compared whole, paths by whole segments: "https://example.org/a" allows "https://example.org/a/1.png", but
 neither "https://example.org/ab" nor "https://example.org.evil.com/a".
 """
@@ -19,14 +19,14 @@ from qwen3vl_bridge.data.errors import DataError, Unreachable
 import httpx
 
 _PORTS = {"http": 80, "https": 443}
-_MOST_ENCODINGS = 3  # of one path inside another; nobody means more
+_MOST_ENCODINGS = 3  # nested encodings of one path
 
 
 def check_prefix(prefix: str) -> None:
-    """Refuses what could never be the beginning of an address, or would be more than it looks like.
+    """Refuse prefixes that cannot begin a URL, or would allow more than they seem to.
 
     Raises:
-        ValueError: no scheme, none of http and https, a user, a query, or a pattern.
+        ValueError: no scheme, a scheme other than http and https, a user, a query, or a pattern.
     """
     if _is_scheme(prefix):
         return
@@ -40,16 +40,16 @@ def check_prefix(prefix: str) -> None:
 
 
 def allowed_url(address: str, prefixes: Sequence[str], place: str) -> httpx.URL:
-    """An address as it will be asked for.
+    """A URL as it will be requested.
 
     Args:
-        address: what a record or a redirect calls it.
-        prefixes: what addresses may begin with.
-        place: where it stands, for messages.
+        address: the URL in a record or a redirect.
+        prefixes: allowed prefixes of URLs.
+        place: its position in the data, for messages.
 
     Raises:
-        DataError: it is none.
-        Unreachable: it is not allowed; another time it may be.
+        DataError: not a valid URL.
+        Unreachable: a URL that is not allowed (by the current prefixes).
     """
     url = read_url(address)
     if url is None or not url.host:
@@ -64,16 +64,16 @@ def allowed_url(address: str, prefixes: Sequence[str], place: str) -> httpx.URL:
 
 
 def shown(address: str) -> str:
-    """An address in a message."""
+    """A URL for a message."""
     return repr(address if len(address) <= 200 else f"{address[:197]}...")
 
 
 def read_url(address: str) -> httpx.URL | None:
-    """An address as it is asked for; None if it is none."""
+    """A URL as it is requested; None if it is not valid."""
     try:
         url = httpx.URL(address)
         url.host  # noqa: B018  (read for what it raises)
-    except (httpx.InvalidURL, ValueError):  # the latter of text that is no Unicode, and of names that only look encoded
+    except (httpx.InvalidURL, ValueError):  # the latter for text that is not Unicode, and names that only look encoded
         return None
     return url
 
@@ -97,7 +97,7 @@ def _server(url: httpx.URL) -> tuple[str, bytes, int | None]:
 
 
 def _path(url: httpx.URL) -> str:
-    """As it is sent, with its percent signs."""
+    """The path as it is sent, with its percent signs."""
     return url.raw_path.decode("ascii").partition("?")[0]
 
 

@@ -1,9 +1,9 @@
-"""Videos: how many frames a file has and when, and the frames that a processor samples of them.
+"""Videos: number and timestamps of a file's frames, and the frames that a processor samples.
 
-What lives here: everything that opens a video; PyAV is asked for here alone. What may not: how many frames to sample
-and what size they become (the processor's settings), tokens (`data/processing/encoding.py`).
+What lives here: everything that opens a video; the only import of PyAV. What may not: how many frames to sample and
+their resized size (the processor's settings), tokens (`data/processing/encoding.py`).
 
-Frames are made small one by one, as they are decoded, so that a video takes the memory of what the model sees of it.
+Each frame is resized right after decoding, so memory is needed only for the resized frames.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from transformers.image_utils import SizeDict
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 from transformers.video_utils import VideoMetadata
 
-# FFmpeg's names of files that hold a video themselves. Playlists and descriptions of streams (hls, concat, dash, sdp)
-# have it open other files, outside the media root too, or the network.
+# FFmpeg's names of formats that contain the video themselves. Playlists and stream descriptions (hls, concat, dash,
+# sdp) make it open other files, also outside the media root, or the network.
 _KINDS = "mov,matroska,avi,mpeg,mpegts,mpegvideo,flv,ogg,asf,gif,ivf,mxf,nut,m4v,h264,hevc,mjpeg,yuv4mpegpipe"
-# A file may say that it has any number of frames.
+# A file may claim any number of frames.
 _MOST_FRAMES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """What a model is to see of a video.
+    """What a model sees of a video.
 
     Attributes:
         grid: (frames, height, width) in patches.
-        size: height and width in pixels that the frames are made.
-        indices: which of the video's frames.
-        times: when each of them is shown, in seconds.
+        size: height and width in pixels of resized frames.
+        indices: indices of the sampled frames.
+        times: their timestamps in seconds.
     """
 
     grid: tuple[int, int, int]
@@ -49,7 +49,7 @@ class Sampled:
     times: tuple[float, ...]
 
     def frame_times(self) -> list[float]:
-        """When each frame of the grid is shown, in seconds: halfway between the first and the last of its own frames.
+        """Timestamp of each temporal patch in seconds: the mean of its first and last frame.
 
         Source: transformers, `Qwen3VLProcessor._calculate_timestamps`.
         """
@@ -59,17 +59,17 @@ class Sampled:
 
 
 def sample(video: Video, processor: Any, place: str) -> Sampled:
-    """Which frames of a video a processor wants, without decoding them.
+    """The frames of a video that a processor samples, without decoding them.
 
-    A video of frames that were sampled already keeps them all; of any other, the processor's own rule picks some.
+    All frames of a video given as sampled frames are kept; for other videos, the processor's rule selects some.
 
     Args:
         video: the video.
         processor: a Qwen3VLVideoProcessor.
-        place: where the video stands, for messages.
+        place: position of the video in the data, for messages.
 
     Raises:
-        DataError: a file that is no video, has no frames, or too small or too large ones.
+        DataError: a file that is not a video, has no frames, or has too small or too large ones.
     """
     if isinstance(video, FrameList):
         sizes = {image_size(frame, place) for frame in video.frames}
@@ -99,7 +99,7 @@ def sample(video: Video, processor: Any, place: str) -> Sampled:
 
 
 def load(video: Video, sampled: Sampled, processor: Any, place: str) -> Tensor:
-    """The frames, [frames, 3, height, width] uint8, of the size they are to be.
+    """The sampled frames, [frames, 3, height, width] uint8, resized.
 
     Raises:
         DataError: a frame that does not decode.
@@ -142,7 +142,7 @@ def _opened(video: Media, place: str) -> Iterator[Any]:
 
 
 def _frames_of(video: Media, place: str) -> tuple[int, int, float, Sequence[float]]:
-    """Height, width, frames a second, and when each frame is shown, in seconds from the first."""
+    """Height, width, frames per second, and timestamps in seconds since the first frame."""
     name = describe(video)
     with _opened(video, place) as container:
         stream = container.streams.video[0]
@@ -155,7 +155,7 @@ def _frames_of(video: Media, place: str) -> tuple[int, int, float, Sequence[floa
             raise DataError(place, f"{name} has no frames, expected at least one")
         height, width = _upright(np.empty((first.height, first.width)), first).shape
     shown, before = [], None
-    # The packets say when their frames are shown; what a header says of their number is often missing or wrong.
+    # Timestamps are read from packets; the number of frames in a header is often missing or wrong.
     with _opened(video, place) as container:
         stream = container.streams.video[0]
         for packet in container.demux(stream):
@@ -171,7 +171,8 @@ def _frames_of(video: Media, place: str) -> tuple[int, int, float, Sequence[floa
             raise DataError(place, f"{name} does not say when its frames are shown")
         shown.sort()
         seconds = [float((time - shown[0]) * stream.time_base) for time in shown]
-    # Of a steady video the numbers of the frames say it without rounding; of any other the header's rate says nothing.
+    # For a constant frame rate, timestamps from frame indices have no rounding; otherwise the header's rate is
+    # meaningless.
     if rate and all(abs(time - number / float(rate)) < 0.5 / float(rate) for number, time in enumerate(seconds)):
         return height, width, float(rate), [number / float(rate) for number in range(len(seconds))]
     if not seconds[-1]:
@@ -194,5 +195,5 @@ def _decoded(video: Media, indices: Sequence[int], place: str) -> Iterator[np.nd
 
 
 def _upright(picture: np.ndarray, frame: Any) -> np.ndarray:
-    """A frame as players show it: a camera held upright writes it on its side."""
+    """A frame as players show it: phones store upright recordings sideways."""
     return np.rot90(picture, round(frame.rotation / 90))

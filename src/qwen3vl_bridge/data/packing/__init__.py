@@ -1,4 +1,4 @@
-"""Which samples share a row: sizes, order, best fit, row plans, rows packed before training."""
+"""Assignment of samples to rows: sizes, order, best fit, row plans, rows packed before training."""
 
 from qwen3vl_bridge import moved
 

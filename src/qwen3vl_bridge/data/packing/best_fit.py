@@ -1,4 +1,4 @@
-"""Best-fit packing: which samples share a row, by tokens and by the patches of their pictures.
+"""Best-fit packing: assigns samples to rows by tokens and by the patches of their images.
 
 What lives here: numbers into rows. What may not: tensors, samples, order of reading (`row_plan.py`).
 """
@@ -14,23 +14,24 @@ _SHELVES, _LOOKS = 16, 32
 def best_fit(
     lengths: Sequence[int], capacity: int, patches: Sequence[int] | None = None, most_patches: int | None = None
 ) -> list[list[int]]:
-    """Pack samples into rows, the longest first, each where it leaves the least room.
+    """Best-fit decreasing: samples in descending order of size, each into the row with the least space that is
+    sufficient.
 
     Args:
         lengths: tokens of each sample.
-        capacity: tokens a row holds.
-        patches: of the pictures of each sample; not asked about if None.
-        most_patches: patches a row holds; any number if None.
+        capacity: maximum tokens per row.
+        patches: of the images of each sample; None without a limit.
+        most_patches: maximum patches per row; None without a limit.
 
     Returns:
         Rows of sample numbers. Rows, and the samples in one, are in ascending order of their first sample.
 
     Raises:
-        ValueError: a length, or a number of patches, that no row holds.
+        ValueError: a sample that exceeds the tokens or patches of a row.
     """
     if patches is None or most_patches is None:
         patches, most_patches = [0] * len(lengths), 1
-    # Of the two towers, the one that a sample fills more of decides how hard it is to place.
+    # The size of a sample is the larger of its fractions of a row's tokens and patches.
     share = [max(n / capacity, p / most_patches) for n, p in zip(lengths, patches, strict=True)]
     rows, room = list[list[int]](), _Room(most_patches)
     for sample in sorted(range(len(lengths)), key=lambda sample: (-share[sample], sample)):
@@ -48,7 +49,7 @@ def best_fit(
 
 
 class _Room:
-    """What rows have left, in shelves by the patches they have left, so that full ones are not looked through."""
+    """Free space of rows, grouped by free patches so that full rows are not searched."""
 
     def __init__(self, most_patches: int) -> None:
         self._shelves: list[list[tuple[int, int, int]]] = [[] for _ in range(min(_SHELVES, most_patches + 1))]
@@ -59,12 +60,14 @@ class _Room:
             insort(self._shelves[patches * len(self._shelves) // self._most], (tokens, row, patches))
 
     def take(self, tokens: int, patches: int) -> tuple[int, int, int] | None:
-        """Tokens left, number and patches left of the row with the least room that is enough; None if there is none."""
+        """Free tokens, number and free patches of the row with the least space that is sufficient; None if there is
+        none.
+        """
         lowest, found = patches * len(self._shelves) // self._most, []
         for number in range(lowest, len(self._shelves)):
             shelf = self._shelves[number]
             first = bisect_left(shelf, (tokens, 0, 0))
-            # Rows of the lowest shelf may have fewer patches left; most of them are not worth a look.
+            # Rows of the lowest group may have too few patches; most of them need not be searched.
             fitting = range(first, min(len(shelf), first + _LOOKS))
             place = next((place for place in fitting if shelf[place][2] >= patches), None)
             if place is not None:
@@ -77,5 +80,5 @@ class _Room:
 
 
 def fill(rows: Sequence[Sequence[int]], lengths: Sequence[int], capacity: int) -> float:
-    """The share of real tokens in rows of `capacity`."""
+    """The fraction of real tokens in rows of `capacity`."""
     return sum(lengths[sample] for row in rows for sample in row) / (capacity * len(rows)) if rows else 0.0

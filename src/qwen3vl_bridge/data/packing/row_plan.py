@@ -1,11 +1,11 @@
-"""The endless sequence of rows of a run, window by window: the same on every rank and in every process.
+"""The endless sequence of rows of a run, window by window: equal on every rank and in every process.
 
-What lives here: epochs, and packing over a window of samples. Plain numbers: a sample is its number, and all that is
-asked about it is its size. What may not: the order of an epoch (`sample_order.py`), reading samples, tensors.
+What lives here: epochs, and packing over a window of samples. Plain numbers: a sample is its number, and only its size
+is used. What may not: the order of an epoch (`sample_order.py`), reading samples, tensors.
 
 Each epoch is an order of the samples, cut into windows. A window's samples are packed into rows together, and the
-emptiest row's samples join the next window, so that none is left half empty; the last window of an epoch keeps all of
-its rows. So every sample is in exactly one row of every epoch. A `Window` is all that a plan needs to go on from.
+samples of the emptiest row are carried over to the next window; the last window of an epoch keeps all of its rows. So
+every sample is in exactly one row of every epoch. A `Window` is all that a plan needs to resume.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ Row = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Window:
-    """Where a window begins.
+    """The start of a window.
 
     Attributes:
-        epoch: which pass over the samples.
-        start: place in the epoch's order of its first new sample.
-        carried: samples from the window before.
-        first_row: how many rows there are before it, in all epochs.
-        dropped: of each set, how many samples before it are in no row, being bad or too long; in all epochs, each time.
+        epoch: the pass over the samples.
+        start: position in the epoch's order of its first new sample.
+        carried: samples from the previous window.
+        first_row: number of rows before it, over all epochs.
+        dropped: per data set, the number of samples before it that were dropped (bad or too long), over all epochs.
     """
 
     epoch: int = 0
@@ -49,7 +49,9 @@ class Window:
 
 
 class _PackedWindow(NamedTuple):
-    """A window's rows, the samples it leaves to the next one, whether the epoch ends with it, what is dropped by it."""
+    """A window's rows, the samples carried over to the next one, whether the epoch ends with it, and its dropped
+    samples.
+    """
 
     window: Window
     rows: list[Row]
@@ -59,7 +61,7 @@ class _PackedWindow(NamedTuple):
 
 
 class RowPlan:
-    """Rows by their number. Rows far ahead are reached by packing what lies between; going on in order is cheap."""
+    """Rows by their number. Random access packs all rows up to the requested one; sequential access is cheap."""
 
     def __init__(
         self,
@@ -78,16 +80,16 @@ class RowPlan:
         """Plan rows of samples.
 
         Args:
-            size: what a sample takes of a row, with what it is padded by; no tokens to leave it out.
+            size: space of a sample in a row, with its padding; no tokens to drop it.
             order: of the samples of each epoch.
-            capacity: tokens a row holds.
+            capacity: maximum tokens per row.
             pack: pack samples into rows; otherwise each is a row.
-            window_size: samples that are packed together.
-            begin: the window to go on from; the first one if None.
-            most_patches: patches a row holds; any number if None.
-            report: say how full the first epoch's rows were.
-            measure: told of which samples the sizes are asked for next.
-            set_of: which set a sample is of, for counts of what is dropped; None where there is one.
+            window_size: number of samples packed together.
+            begin: the window to resume from; the first one if None.
+            most_patches: maximum patches per row; None without a limit.
+            report: log how full the first epoch's rows were.
+            measure: called with the samples whose sizes are needed next.
+            set_of: index of a sample's data set, for counts of dropped samples; None if there is only one.
         """
         if window_size < 1:
             raise ValueError(f"found windows of {window_size} samples, expected at least 1")
@@ -102,14 +104,14 @@ class RowPlan:
         """Samples of one row.
 
         Raises:
-            IndexError: a row from before the window that the plan went on from.
+            IndexError: a row before the window from which the plan was resumed.
             DataError: an epoch without a row.
         """
         window = self.window(number)
         return self._pack_window(window).rows[number - window.first_row]
 
     def window(self, number: int) -> Window:
-        """The window that a row is of."""
+        """The window that contains a row."""
         if number < self._windows[0].first_row:
             raise IndexError(f"row {number} lies before row {self._windows[0].first_row}, where this plan begins")
         while self._windows[-1].first_row <= number:
@@ -117,7 +119,7 @@ class RowPlan:
         return self._windows[bisect_right(self._windows, number, key=lambda window: window.first_row) - 1]
 
     def dropped(self, number: int) -> SetCounts:
-        """Of each set, how many samples are in no row that were to be in this row's window or before."""
+        """Per data set, the number of samples dropped in this row's window or before."""
         return self._pack_window(self.window(number)).dropped
 
     def end_of_epoch(self) -> int:
@@ -148,7 +150,7 @@ class RowPlan:
         self._report(window.epoch, first_row - epochs[0] if epochs else 0)
 
     def _report(self, epoch: int, rows: int) -> None:
-        """Say how full an epoch's rows are, where the plan has seen all of it. One of several workers says it."""
+        """Log how full an epoch's rows are, if the plan has seen all of it. Only one of several workers logs it."""
         worker = get_worker_info()
         if rows and (worker is None or worker.id == 0):
             share = self._tokens / (rows * self._capacity)

@@ -1,7 +1,7 @@
-"""In which order an epoch reads its samples.
+"""The order in which an epoch reads its samples.
 
-What lives here: what a plan asks of an order, that of samples that are read by number, and that of several sets that
-are mixed. What may not: rows (`row_plan.py`), orders of streams (`data/sources/hub_streaming.py`), what is in the sets
+What lives here: the protocol of an order, that of samples with random access, and that of a mixture of data sets. What
+may not: rows (`row_plan.py`), orders of streams (`data/sources/hub_streaming.py`), the contents of data sets
 (`data/sources/mixture.py`).
 """
 
@@ -16,37 +16,37 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-_KEPT = 2  # epochs: what is read together may lie on both sides of an epoch's end
-_SEEDS = 1_000_003  # apart, so that epochs of one seed are not those of the next
+_KEPT = 2  # epochs: a window may extend over an epoch's end
+_SEEDS = 1_000_003  # distance of seeds, so that epochs of one seed are not those of the next
 
 
 @runtime_checkable
 class Order(Protocol):
-    """Samples by their place in an epoch; the same in every process."""
+    """Samples by their position in an epoch; equal in every process."""
 
     def numbers(self, epoch: int, start: int, count: int) -> Sequence[int]:
-        """Which samples stand at places `start` to `start + count - 1`; fewer, or none, where the epoch ends.
+        """Numbers of the samples at positions `start` to `start + count - 1`; fewer, or none, if the epoch ends.
 
         Args:
-            epoch: which pass over the samples.
-            start: the first place.
-            count: how many places.
+            epoch: the pass over the samples.
+            start: the first position.
+            count: number of positions.
         """
         ...
 
 
 class NumberedOrder(Order):
-    """Samples 0 to n - 1, as they are numbered or at random, anew each epoch."""
+    """Samples 0 to n - 1, in numerical or in random order, different in each epoch."""
 
     def __init__(self, num_samples: int, seed: int | None = None) -> None:
         """Order samples.
 
         Args:
             num_samples: n.
-            seed: of the order; None for that of the numbers.
+            seed: of the order; None for numerical order.
 
         Raises:
-            ValueError: there are none.
+            ValueError: no samples.
         """
         if num_samples < 1:
             raise ValueError(f"found {num_samples} samples, expected at least 1")
@@ -54,12 +54,12 @@ class NumberedOrder(Order):
         self._shuffled = dict[int, torch.Tensor]()  # by epoch
 
     def numbers(self, epoch: int, start: int, count: int) -> Sequence[int]:
-        """As `Order` has it."""
+        """See `Order`."""
         end = min(start + count, self._num_samples)
         if self._seed is None:
             return range(start, end)
         if epoch not in self._shuffled:
-            # One generator an epoch, so that any epoch can be gone on from without those before it.
+            # One generator per epoch, so that any epoch can be resumed without the previous ones.
             generator = torch.Generator().manual_seed((self._seed * _SEEDS + epoch) % 2**63)
             self._shuffled[epoch] = _narrow(torch.randperm(self._num_samples, generator=generator))
             if len(self._shuffled) > _KEPT:
@@ -68,26 +68,27 @@ class NumberedOrder(Order):
 
 
 class MixedOrder(Order):
-    """Samples of several sets, numbered one set after the other, each set as often as it is said.
+    """Samples of several data sets, numbered one data set after the other, with a given number per epoch from each.
 
-    A set is read pass after pass, each sample once a pass and each pass in an order of its own; an epoch takes the next
-    part of that. So after any number of epochs all samples of a set have been taken equally often, or once more than
-    others, also where an epoch takes 0.3 or 2.5 times the set.
+    A data set is read pass after pass, each sample once per pass and each pass in a different order; an epoch takes the
+    next part of that. So after any number of epochs all samples of a data set have been read equally often, or once
+    more than others, also if an epoch takes 0.3 or 2.5 times the data set.
 
-    Within an epoch, each set's k-th of n samples has a time drawn from [k / n, (k + 1) / n), or the middle of it where
-    nothing is random, and samples stand by their times. So the sets' shares hold in every stretch of the epoch.
+    Within an epoch, the k-th of n samples of a data set has a time drawn from [k / n, (k + 1) / n), or the middle of it
+    without a seed, and samples are sorted by time. So the shares of data sets hold in every part of the epoch.
     """
 
     def __init__(self, lengths: Sequence[int], taken: Sequence[Fraction], seed: int | None = None) -> None:
         """Order samples.
 
         Args:
-            lengths: how many samples each set has.
-            taken: how many samples of each set an epoch takes, on average where that is no whole number.
-            seed: of the order; None for that of the numbers in each set.
+            lengths: number of samples of each data set.
+            taken: number of samples of each data set per epoch, on average if it is not an integer.
+            seed: of the order; None for numerical order within each data set.
 
         Raises:
-            ValueError: no samples in a set, none of one taken, or so few of all that an epoch may have none.
+            ValueError: a data set without samples or with a share of none, or so small shares that an epoch may be
+                empty.
         """
         if any(number <= 0 for number in taken) or sum(map(floor, taken)) < 1:
             found = ", ".join(f"{float(number):g} of {length}" for number, length in zip(taken, lengths, strict=True))
@@ -101,22 +102,23 @@ class MixedOrder(Order):
         self._merged = dict[int, torch.Tensor]()  # by epoch
 
     def numbers(self, epoch: int, start: int, count: int) -> Sequence[int]:
-        """As `Order` has it."""
+        """See `Order`."""
         begun, ended = self._passed(epoch), self._passed(epoch + 1)
         before = [0, *accumulate(end - begin for begin, end in zip(begun, ended, strict=True))]
         found = []
         for drawn in self._merged_of(epoch, before)[start : start + count].tolist():
-            number = bisect_right(before, drawn) - 1  # of the set; sets that take none are passed over
+            number = bisect_right(before, drawn) - 1  # of the data set; data sets with no samples in the epoch are skipped
             passed, place = divmod(begun[number] + drawn - before[number], self._lengths[number])
             found.append(self._firsts[number] + self._sets[number].numbers(passed, place, 1)[0])
         return found
 
     def _passed(self, epoch: int) -> list[int]:
-        """How many samples of each set have been taken before an epoch."""
+        """Number of samples of each data set that were read before an epoch."""
         return [floor(epoch * number) for number in self._taken]
 
     def _merged_of(self, epoch: int, before: Sequence[int]) -> torch.Tensor:
-        """[samples] int32, or int64 of 2**31 and more: the epoch's samples by their times, numbered set after set."""
+        """[samples] int32, or int64 from 2**31 on: the epoch's samples by their times, numbered data set by data set.
+        """
         if epoch not in self._merged:
             counts = [end - begin for begin, end in pairwise(before)]
             within = torch.full((before[-1],), 0.5, dtype=torch.float64)
@@ -132,5 +134,5 @@ class MixedOrder(Order):
 
 
 def _narrow(order: torch.Tensor) -> torch.Tensor:
-    """[samples] int32, or int64 of 2**31 and more: every process keeps the order of all of an epoch."""
+    """[samples] int32, or int64 from 2**31 on: every process keeps the order of a whole epoch."""
     return order.int() if len(order) < 2**31 else order

@@ -1,6 +1,6 @@
-"""How large samples are, as far as it is known.
+"""Sizes of samples, as far as they are known.
 
-What lives here: what a size is, and keeping sizes that were measured. What may not: measuring
+What lives here: the definition of a size, and keeping measured sizes. What may not: measuring
 (`data/processing/encoding.py`), sizes on disk (`packed_rows.py`), and those of other processes (`shared_sizes.py`).
 """
 
@@ -13,17 +13,17 @@ from typing import Literal, NamedTuple, Protocol
 
 _UNKNOWN = -1
 
-# What may become of a sample: left out, cut, or found bad when its row was due.
+# What may happen to a sample: dropped, truncated, or found to be unreadable when its row was due.
 Left = Literal["dropped", "cut", "unreadable"]
 
 
 class Size(NamedTuple):
-    """How much of a row a sample takes. No tokens: it is in no row.
+    """Space that a sample takes in a row. Without tokens it is in no row.
 
     Attributes:
         tokens: of the language model.
         patches: of the vision tower.
-        patch_pairs: the squares of the patches of each frame, added up: what attention in the vision tower costs.
+        patch_pairs: sum over frames of the squared number of patches, the cost of the vision tower's attention.
     """
 
     tokens: int
@@ -31,7 +31,7 @@ class Size(NamedTuple):
     patch_pairs: int
 
     def padded(self, multiple: int) -> Size:
-        """With what fills it up to a multiple of so many tokens."""
+        """The size with tokens padded to a multiple."""
         return self._replace(tokens=-(-self.tokens // multiple) * multiple)
 
 
@@ -42,78 +42,78 @@ class Sizes(Protocol):
     """Sizes of samples by their numbers."""
 
     def get(self, sample: int) -> Size | None:
-        """A sample's size, None if nobody measured it."""
+        """A sample's size, None if it has not been measured."""
         ...
 
     def keep(self, sample: int, size: Size) -> None:
-        """Remember a measured size."""
+        """Store a measured size."""
         ...
 
     def claim(self, sample: int, *, wait: bool) -> AbstractContextManager[bool]:
-        """Hold a sample while it is measured, so that no other process measures it too.
+        """Lock a sample while it is measured, so that no other process measures it too.
 
         Args:
-            sample: it.
-            wait: for another process that holds it, which then has measured it, or has died.
+            sample: its number.
+            wait: for another process that holds the lock, which then has measured it, or has died.
 
         Returns:
-            A context: whether this process holds it.
+            A context: whether this process holds the lock.
         """
         return nullcontext(True)
 
     def note(self, kind: Left) -> int:
-        """Count a sample that is left out or cut.
+        """Count a sample that is dropped or truncated.
 
         Returns:
-            How many of its kind there are with it, among the processes that measure for each other.
+            The number of such samples including it, over the processes that share sizes.
         """
         ...
 
 
 class OwnNotes:
-    """Notes of one process alone."""
+    """Counts of only one process."""
 
     def __init__(self) -> None:
         self._noted = dict[Left, int]()
 
     def note(self, kind: Left) -> int:
-        """As `Sizes` has it."""
+        """See `Sizes`."""
         self._noted[kind] = self._noted.get(kind, 0) + 1
         return self._noted[kind]
 
 
 class AllSizes(OwnNotes, Sizes):
-    """Of samples 0 to n - 1."""
+    """Sizes of samples 0 to n - 1."""
 
     def __init__(self, num_samples: int) -> None:
-        """Know none yet."""
+        """Start without any size."""
         super().__init__()
         self._columns = tuple(array("q", [_UNKNOWN]) * num_samples for _ in Size._fields)
 
     def get(self, sample: int) -> Size | None:
-        """As `Sizes` has it."""
+        """See `Sizes`."""
         return None if self._columns[0][sample] == _UNKNOWN else Size(*(column[sample] for column in self._columns))
 
     def keep(self, sample: int, size: Size) -> None:
-        """As `Sizes` has it."""
+        """See `Sizes`."""
         for column, value in zip(self._columns, size, strict=True):
             column[sample] = value
 
 
 class LatestSizes(OwnNotes, Sizes):
-    """Of the samples that were measured last, whatever their numbers: those of a stream, which has no end."""
+    """Sizes of the most recently measured samples, whatever their numbers: those of a stream, which has no end."""
 
     def __init__(self, most: int = 2**16) -> None:
-        """Know none yet, and never more than `most`."""
+        """Start without any size, and keep at most `most`."""
         super().__init__()
         self._most, self._kept = most, OrderedDict[int, Size]()
 
     def get(self, sample: int) -> Size | None:
-        """As `Sizes` has it."""
+        """See `Sizes`."""
         return self._kept.get(sample)
 
     def keep(self, sample: int, size: Size) -> None:
-        """As `Sizes` has it."""
+        """See `Sizes`."""
         self._kept[sample] = size
         if len(self._kept) > self._most:
             self._kept.popitem(last=False)

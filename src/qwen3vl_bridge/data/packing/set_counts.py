@@ -1,6 +1,6 @@
-"""How many samples of each set, where several are mixed; one number where there is one.
+"""Numbers of samples per data set of a mixture; one number for a single data set.
 
-What lives here: counting and adding. What may not: which set a sample is of (`data/sources/mixture.py`).
+What lives here: counting and adding. What may not: the data set of a sample (`data/sources/mixture.py`).
 """
 
 from __future__ import annotations
@@ -9,26 +9,26 @@ from collections import Counter
 from collections.abc import Iterable
 from itertools import zip_longest
 
-# By the sets' numbers; sets after the last that has any may be missing.
+# By index of the data set; trailing zeros may be missing.
 SetCounts = tuple[int, ...]
 
 
 def count_sets(sets: Iterable[int]) -> SetCounts:
-    """How often each set occurs among these."""
+    """How often each data set occurs among these."""
     counts = Counter(sets)
     return tuple(counts[number] for number in range(max(counts, default=-1) + 1))
 
 
 def add_counts(first: SetCounts, second: SetCounts) -> SetCounts:
-    """Both together."""
+    """Elementwise sum."""
     return tuple(a + b for a, b in zip_longest(first, second, fillvalue=0))
 
 
 def most_of(first: SetCounts, second: SetCounts) -> SetCounts:
-    """Of each set the larger number."""
+    """Elementwise maximum."""
     return tuple(max(a, b) for a, b in zip_longest(first, second, fillvalue=0))
 
 
 def counts_since(before: SetCounts, now: SetCounts) -> SetCounts:
-    """Of each set how many more there are now."""
+    """Elementwise difference of the new and the old counts."""
     return tuple(b - a for a, b in zip_longest(before, now, fillvalue=0))

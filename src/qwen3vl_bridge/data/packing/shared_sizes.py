@@ -1,14 +1,14 @@
-"""Sizes that the processes of a machine measure for each other: each sample's once.
+"""Sizes shared by the processes of a machine: each sample is measured once.
 
-What lives here: the file that they share, and who of them measures what. What may not: measuring
-(`data/processing/filtering.py`), rows that were packed before (`packed_rows.py`).
+What lives here: the file that they share, and which process measures what. What may not: measuring
+(`data/processing/filtering.py`), rows that were packed before training (`packed_rows.py`).
 
-While packing goes along with reading, every process that plans rows wants the size of every sample: that of each rank,
-of those too that share rows, and the data-loading processes of each. So they leave what they have measured in a file of
-their job in the folder for temporary files, a record for each sample, behind one of how many were left out or cut. Who
-measures a sample holds a lock meanwhile, which the kernel lifts if that process dies; the others measure other samples
-of the window that they need, and wait at last for those that are being measured. Nothing here outlives the job, so that
-each job says what it drops.
+When packing during training, every process that plans rows needs the size of every sample: each rank, including those
+that share rows, and the data-loading processes of each. So they write their measurements to a file of their job in the
+folder for temporary files, with a record for each sample, after a record of the numbers of dropped and truncated ones.
+A process that measures a sample holds a lock, which the kernel releases if the process dies; the others measure other
+samples of the window that they need, and finally wait for those that are being measured. Nothing is kept after the job,
+so each job logs what it drops.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-# The fields of a size, and a checksum: records are read while others write them. What nobody wrote is all zeros, whose
-# checksum is another.
+# The fields of a size, and a checksum: records are read while others write them. A record that was not written is all
+# zeros, whose checksum differs.
 _RECORD, _FIELDS = struct.Struct("<4q"), struct.Struct("<3q")
 _PREFIX = "qwen3vl_sizes_"
-# A byte behind all samples, locked by every process that has opened the file; and how old one is that is left over.
+# A byte after all samples, locked by every process that has opened the file; and the age of files that are left over.
 _IN_USE, _OLD = 1 << 62, 3600
-_NOTES = _IN_USE + 1  # locked while the first record, of what was noted, is changed
-_files: dict[Path, int] = {}  # opened by this process, and never closed: that would lift all its locks on a file
+_NOTES = _IN_USE + 1  # locked while the first record, of the counts, is changed
+_files: dict[Path, int] = {}  # opened by this process, and never closed: that would release all its locks on a file
 
 
 def sizes_of_job(total: int, rules: Mapping[str, Any]) -> Sizes:
-    """Sizes for all processes of this job on this machine; for this process alone where no file can be shared.
+    """Sizes for all processes of this job on this machine; only for this process if no file can be shared.
 
     Args:
-        total: samples.
-        rules: what must be the same for a number to have the same size.
+        total: number of samples.
+        rules: whatever must be equal for a number to have the same size.
     """
     digest = hashlib.sha256(repr(sorted(rules.items())).encode()).hexdigest()[:16]
     path = Path(tempfile.gettempdir(), f"{_PREFIX}{os.getuid()}_{_job()}_{digest}")
@@ -64,23 +64,23 @@ def sizes_of_job(total: int, rules: Mapping[str, Any]) -> Sizes:
 
 
 class SharedSizes(Sizes):
-    """Of samples 0 to n - 1, in a file. Picklable, for workers."""
+    """Sizes of samples 0 to n - 1, in a file. Picklable, for workers."""
 
     def __init__(self, path: Path) -> None:
-        """Share a file with whoever opens the same one."""
+        """Share a file with all processes that open the same one."""
         self._path = path
-        self._own: dict[int, Size] = {}  # what could not be written
-        self._notes = OwnNotes()  # likewise
+        self._own: dict[int, Size] = {}  # sizes that could not be written
+        self._notes = OwnNotes()  # counts that could not be written
 
     def get(self, sample: int) -> Size | None:
-        """As `Sizes` has it."""
+        """See `Sizes`."""
         if sample in self._own:
             return self._own[sample]
         fields = self._read(1 + sample)
         return None if fields is None else Size(*fields)
 
     def _read(self, place: int) -> tuple[int, ...] | None:
-        """The fields of a record; None for one that nobody wrote."""
+        """The fields of a record; None for one that was not written."""
         record = os.pread(_opened(self._path), _RECORD.size, place * _RECORD.size)
         if len(record) < _RECORD.size:
             return None
@@ -92,7 +92,7 @@ class SharedSizes(Sizes):
         os.pwrite(_opened(self._path), record, place * _RECORD.size)
 
     def keep(self, sample: int, size: Size) -> None:
-        """As `Sizes` has it."""
+        """See `Sizes`."""
         try:
             self._write(1 + sample, size)
         except OSError as error:  # such as a full disk
@@ -102,12 +102,12 @@ class SharedSizes(Sizes):
 
     @contextlib.contextmanager
     def claim(self, sample: int, *, wait: bool) -> Iterator[bool]:
-        """As `Sizes` has it. A lock is of a process: threads of one would share it."""
+        """See `Sizes`. A lock belongs to a process: threads of one would share it."""
         file = _opened(self._path)
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), 1, sample)
         except OSError as error:
-            # Another process has it; or the file system knows no locks, and everyone measures.
+            # Another process has the lock; or the file system has no locks, and every process measures.
             yield error.errno not in (errno.EACCES, errno.EAGAIN)
             return
         try:
@@ -116,7 +116,7 @@ class SharedSizes(Sizes):
             fcntl.lockf(file, fcntl.LOCK_UN, 1, sample)
 
     def note(self, kind: Left) -> int:
-        """As `Sizes` has it: those of this machine."""
+        """See `Sizes`: counts of this machine."""
         file = _opened(self._path)
         try:
             fcntl.lockf(file, fcntl.LOCK_EX, 1, _NOTES)
@@ -133,7 +133,7 @@ class SharedSizes(Sizes):
 
 @functools.cache
 def _job() -> str:
-    """What no other job is called, the same in all processes that torch.distributed has joined and in their workers."""
+    """A name that is unique to the job, and equal in all processes joined by torch.distributed and in their workers."""
     name = secrets.token_hex(8)
     if torch.distributed.is_initialized():
         store = torch.distributed.distributed_c10d._get_default_store()
@@ -149,7 +149,7 @@ def _opened(path: Path) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             _files[path] = os.open(path, flags | os.O_EXCL, 0o600)
-            # At the end of this process alone, also where it is no main process.
+            # Only at the end of this process, also if it is not a main process.
             Finalize(None, path.unlink, kwargs={"missing_ok": True}, exitpriority=0)
         except FileExistsError:
             _files[path] = os.open(path, flags, 0o600)
@@ -158,7 +158,7 @@ def _opened(path: Path) -> int:
 
 
 def _remove_left_over(folder: Path) -> None:
-    """Remove what jobs of this user have left that were killed."""
+    """Remove files of this user's jobs that were killed."""
     for path in folder.glob(f"{_PREFIX}{os.getuid()}_*"):
         with contextlib.suppress(OSError):  # another process was faster, or is using it
             if path in _files or time.time() - path.stat().st_mtime < _OLD:

@@ -1,7 +1,8 @@
-"""Encoded samples into a `PackedBatch` with all that a training step asks, so that the device never waits.
+"""Collates encoded samples into a `PackedBatch` with everything that a training step needs, so that the device never
+waits.
 
-What lives here: laying samples out and joining their pictures. What may not: encoding (`encoding.py`), choosing which
-samples go together (`data/packing/row_plan.py`), positions and indices themselves (`batch/`).
+What lives here: laying samples out and joining their images and videos. What may not: encoding (`encoding.py`),
+choosing which samples go together (`data/packing/row_plan.py`), positions and indices themselves (`batch/`).
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from transformers import AutoConfig
 
 @dataclass(frozen=True)
 class VisionSettings:
-    """What the model's config says about pictures in a row.
+    """Settings of the model's config for images and videos in a row.
 
     Attributes:
-        image_token_id: id of the token that stands for a piece of an image.
-        video_token_id: id of the token that stands for a piece of a video.
+        image_token_id: id of the placeholder token of images.
+        video_token_id: id of the placeholder token of videos.
         spatial_merge_size: patches that become one token, along each side.
         num_position_embeddings: size of the vision tower's embedding table.
     """
@@ -38,10 +39,10 @@ class VisionSettings:
 
     @classmethod
     def of_checkpoint(cls, path: str | Path, processor: Any) -> Self:
-        """Read them from a checkpoint's config, and see that its processor agrees.
+        """Read them from a checkpoint's config, and check that its processor agrees.
 
         Raises:
-            DataError: no config, one without pictures, or one that differs from the processor.
+            DataError: no config, one without vision, or one that differs from the processor.
         """
         try:
             config: Any = AutoConfig.from_pretrained(path, trust_remote_code=False)
@@ -65,7 +66,7 @@ class VisionSettings:
 
 
 def pad_token_id(tokenizer: Any) -> int:
-    """The token to pad with: the tokenizer's own, else its end of sequence.
+    """The token for padding: the tokenizer's own, else its end-of-sequence token.
 
     Raises:
         DataError: it has neither. Zero would be a real token.
@@ -81,12 +82,12 @@ class Collator:
     """Lays samples out in rows.
 
     Attributes:
-        vision: what the model's config says about pictures.
-        pad_id: token to pad with.
+        vision: settings of the model's config for images and videos.
+        pad_id: token for padding.
         seq_length: length of a row.
-        multiple: each sample of a packed row is padded to a multiple of this, as context and sequence parallelism
-            need it.
-        pixel_dtype: what pixels leave as: the model's own.
+        multiple: each sample of a packed row is padded to a multiple of this, as required by context and sequence
+            parallelism.
+        pixel_dtype: dtype of pixel values: the model's own.
     """
 
     vision: VisionSettings
@@ -103,10 +104,10 @@ class Collator:
             )
 
     def packed(self, samples: Sequence[EncodedSample]) -> PackedBatch:
-        """One row of `seq_length` tokens with the samples one after the other.
+        """One row of `seq_length` tokens with consecutive samples.
 
         Raises:
-            ValueError: they don't fit.
+            ValueError: they are too long.
         """
         lengths = [len(sample) for sample in samples]
         layout = SequenceLayout.packed_row(lengths, multiple=self.multiple, total=self.seq_length)
@@ -116,7 +117,7 @@ class Collator:
         """One row of `seq_length` tokens for each sample.
 
         Raises:
-            ValueError: one doesn't fit.
+            ValueError: a sample is too long.
         """
         return self._batch(samples, SequenceLayout.rows([len(sample) for sample in samples], self.seq_length))
 
@@ -153,7 +154,7 @@ class Collator:
         )
 
     def _pictures(self, samples: Sequence[EncodedSample], grids: str, pixels: str) -> tuple[Tensor | None, ...]:
-        """Grids and pixels of all samples, or None where no sample has any."""
+        """Grids and pixels of all samples, or None if no sample has any."""
         some = [sample for sample in samples if getattr(sample, grids) is not None]
         if not some:
             return None, None
@@ -161,12 +162,12 @@ class Collator:
         lengths = [len(part) for part in parts]
         whole = torch.empty(sum(lengths), parts[0].shape[1], dtype=self.pixel_dtype)
         for place, part in zip(whole.split(lengths), parts, strict=True):
-            place.copy_(part)  # cast on the way: the pixels are most of a batch
+            place.copy_(part)  # cast while copying: the pixels are most of a batch
         return torch.cat([getattr(sample, grids) for sample in some]), whole
 
     @staticmethod
     def _laid_out(parts: Sequence[Tensor], layout: SequenceLayout, padding: int) -> Tensor:
-        """[B, S], the parts at the places of their segments."""
+        """[B, S], with the parts at their segments."""
         whole = parts[0].new_full((layout.total,), padding)
         whole[~layout.padding_mask()] = torch.cat(list(parts))
         return whole.view(layout.num_rows, -1)

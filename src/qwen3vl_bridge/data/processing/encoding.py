@@ -1,14 +1,14 @@
-"""A conversation as tokens, labels and pixels, by the checkpoint's own processor and chat template.
+"""Encodes a conversation as tokens, labels and pixels, with the checkpoint's own processor and chat template.
 
-What lives here: rendering, and the loss mask. What may not: tokens of pictures (`tokenization.py`), reading files
+What lives here: rendering, and the loss mask. What may not: placeholder tokens (`tokenization.py`), reading files
 (`data/sources/opening.py`), rows and batches (`data/packing/best_fit.py`, `collation.py`).
 
-Which tokens are trained on is asked of the template, not of the tokens: what the template renders for the messages
-before an answer, with the prompt to generate, is what a model will be given; the rest of the turn, up to the token
-that closes it, is the answer. A user's text may hold anything, the template's own control tokens too, and none of it
-is ever trained on. Templates that write thinking are asked otherwise (`thinking.py`).
+Trained tokens are determined by rendering, not by searching tokens: the messages before an answer are rendered with the
+generation prompt, which is the model's input; the rest of the turn up to its end token is the answer. User text is
+never trained on, even if it contains control tokens. Templates with thinking are handled differently (`thinking.py`).
 
-Which answers are trained on is up to each of them where it says so (`Conversation.losses`), and to `answers` elsewhere.
+A message's own setting decides whether it is trained on (`Conversation.losses`), and `answers` for messages without
+one.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from torch import Tensor
 
 Answers = Literal["all", "last"]
 
-# What to do about a template that leaves no place to hold on to, by what it fails on: all of a conversation, how an
-# answer is asked for, or an answer that others follow.
+# What to do about a template in which answers cannot be located, by the text that fails: the whole conversation, the
+# prompt of an answer, or an answer that is followed by others.
 _ANOTHER = "give the checkpoint another chat template, which reads 'reasoning_content' if it writes thinking"
 _WHOLE = f"mend the sample, leave it out with on_bad='drop', or {_ANOTHER}"
 _ITS_PROMPT = f"{_ANOTHER}, as released ones do"
@@ -49,14 +49,14 @@ _EARLIER = f"train on the last answer alone with answers='last', leave this one 
 
 @dataclass(frozen=True)
 class EncodedSample:
-    """One sample ready to be laid in a row. L tokens, N patches.
+    """One encoded sample. L tokens, N patches.
 
     Attributes:
         input_ids: [L] int64.
-        labels: [L] int64, the next token; the last one is its own, and never trained on.
+        labels: [L] int64, the next token; the last label is the token itself, and never trained on.
         loss_mask: [L] float32, 1 where the label is trained on.
-        pixel_values: [N, channels * temporal_patch * patch * patch] float32, or None without pictures.
-        image_grid_thw: [images, 3] int64, or None without pictures.
+        pixel_values: [N, channels * temporal_patch * patch * patch] float32, or None without images.
+        image_grid_thw: [images, 3] int64, or None without images.
         sample_id: file and line.
         pixel_values_videos: as `pixel_values`, of the videos.
         video_grid_thw: [videos, 3] int64, or None without videos.
@@ -76,24 +76,25 @@ class EncodedSample:
 
     @property
     def is_blank(self) -> bool:
-        """Whether this stands in the place of a sample that could not be read (`SampleFilter.blank`)."""
-        return len(self) == 1  # no template makes so little of a conversation
+        """Whether this replaces a sample that could not be read (`SampleFilter.blank`)."""
+        return len(self) == 1  # no template renders a conversation as one token
 
 
 class Encoder:
-    """Turns conversations into `EncodedSample`s. Picklable, so that data-loading workers can have one each."""
+    """Encodes conversations as `EncodedSample`s. Picklable, so that data-loading workers can have one each."""
 
     def __init__(self, processor: Any, answers: Answers = "all", empty_thinking: EmptyThinking = "prompt") -> None:
-        """Keep a processor, as `load_processor` gives it.
+        """Keep a processor from `load_processor`.
 
         Args:
-            processor: it.
-            answers: train on all of an assistant's answers, or on the last alone, where they don't say it themselves.
-            empty_thinking: whether a block of thinking that the template writes empty, before an answer without
-                reasoning, belongs to the "prompt", or is to "train" on.
+            processor: the processor.
+            answers: train on "all" answers of an assistant, or only on the "last", unless messages have their own
+                setting.
+            empty_thinking: whether the empty thinking block that the template renders before an answer without
+                reasoning is part of the "prompt", or is trained on ("train").
 
         Raises:
-            ValueError: a choice that there is not, or `empty_thinking` for a template that knows no thinking.
+            ValueError: an invalid value, or `empty_thinking` for a template without thinking.
         """
         check_choice("answers", answers, Answers)
         check_choice("empty_thinking", empty_thinking, EmptyThinking)
@@ -109,15 +110,15 @@ class Encoder:
 
     @cached_property
     def fingerprint(self) -> str:
-        """What must be the same for a sample to have the same tokens.
+        """Whatever must be equal for a sample to have the same tokens.
 
-        The template, the tokenizer, how much is seen of pictures, and what is trained on.
+        The template, the tokenizer, resolution limits, and what is trained on.
         """
         images, clips = self.processor.image_processor, self.processor.video_processor
         sizes = [reader.size[edge] for reader in (images, clips) for edge in ("shortest_edge", "longest_edge")]
         sizes += [getattr(images, name) for name in ("patch_size", "merge_size", "temporal_patch_size")]
         tokenizer = json.loads(self.processor.tokenizer.backend_tokenizer.to_str())
-        for passing in ("padding", "truncation"):  # of the last text that was encoded
+        for passing in ("padding", "truncation"):  # set by the last text that was encoded
             tokenizer.pop(passing, None)
         words = json.dumps([self.processor.chat_template, tokenizer], sort_keys=True)
         digest = hashlib.sha256(words.encode()).hexdigest()[:16]
@@ -125,20 +126,20 @@ class Encoder:
         return repr((*sizes, clips.fps, clips.min_frames, clips.max_frames, self._only, *asked, digest))
 
     def size(self, conversation: Conversation, limit: int | None = None) -> Size:
-        """How much of a row the sample takes; of its pictures no more than their headers is read.
+        """Space that the sample takes in a row; only headers of images are read.
 
         Args:
-            conversation: it.
-            limit: most tokens, to which it is cut; no picture is cut.
+            conversation: the conversation.
+            limit: maximum number of tokens, to which it is truncated; never within an image.
 
         Raises:
-            DataError: a picture or a conversation that cannot be encoded, or that has no answer to train on, or none
-                before the cut.
+            DataError: an image or a conversation that cannot be encoded, or that has no answer to train on, or none
+                before the limit.
         """
         seen = self._see(conversation)
         self._check_text(conversation)
         self._trained(conversation)
-        # Where nothing is cut, nobody needs to know where the answers are.
+        # Without truncation the positions of answers are not needed.
         text = self._render(conversation, conversation.messages)
         tokens = tokenise(self.processor, text, (), seen, conversation.sample_id)
         if limit is not None and len(tokens) > limit:
@@ -152,8 +153,8 @@ class Encoder:
         """Encode one conversation; arguments as for `size`.
 
         Raises:
-            DataError: pictures that do not decode or don't match their places in the text, or a template that gives
-                no place to hold on to for an answer.
+            DataError: images that do not decode or do not match their placeholders in the text, or a template in which
+                an answer cannot be located.
         """
         seen = self._see(conversation)
         tokens = self._tokens(conversation, seen, limit)
@@ -184,7 +185,7 @@ class Encoder:
         return cut
 
     def _see(self, conversation: Conversation) -> Seen:
-        """What a conversation's pictures and videos become, by their headers."""
+        """Sizes of a conversation's images and videos, from their headers."""
         place, images = conversation.sample_id, self.processor.image_processor
         sizes = [image_size(image, place) for image in conversation.images]
         limits = [limit._asdict() for limit in self._limits(conversation)]
@@ -198,14 +199,14 @@ class Encoder:
         return Seen(tuple(number // images.merge_size**2 for number in patches), tuple(videos))
 
     def _pixels(self, conversation: Conversation, seen: Seen) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """What the image and the video processor make of a conversation's pictures and videos."""
+        """Results of the image and the video processor for a conversation's images and videos."""
         place, reader = conversation.sample_id, self.processor.video_processor
         pictures = [load_image(image, place) for image in conversation.images[: len(seen.image_tokens)]]
-        pairs = zip(conversation.videos, seen.videos, strict=False)  # a sample cut short shows fewer
+        pairs = zip(conversation.videos, seen.videos, strict=False)  # a truncated sample has fewer
         clips = [video.load(clip, sampled, reader, place) for clip, sampled in pairs]
         try:
             images = self._images(pictures, self._limits(conversation))
-            # They have their frames and their size already.
+            # They are already sampled and resized.
             as_they_are = {"do_sample_frames": False, "do_resize": False, "return_tensors": "pt"}
             made = [reader(videos=[clip], **as_they_are) for clip in clips]
         except (ValueError, RuntimeError) as error:
@@ -220,9 +221,9 @@ class Encoder:
         return images, {name: torch.cat([one[name] for one in made]) for name in names}
 
     def _images(self, pictures: Sequence[Any], limits: Sequence[PixelLimits]) -> Mapping[str, Any]:
-        """What the image processor makes of pictures, those of the same limits at once; {} without any."""
+        """Results of the image processor, with one call for all images of the same limits; {} without any."""
         made = []
-        pairs = zip(limits, pictures, strict=False)  # a sample cut short shows fewer
+        pairs = zip(limits, pictures, strict=False)  # a truncated sample has fewer
         for limit, run in itertools.groupby(pairs, key=itemgetter(0)):
             images = [picture for _, picture in run]
             made.append(self.processor.image_processor(images=images, **limit._asdict(), return_tensors="pt"))
@@ -231,7 +232,7 @@ class Encoder:
         return {name: torch.cat([one[name] for one in made]) for name in made[0]}
 
     def _limits(self, conversation: Conversation) -> list[PixelLimits]:
-        """Least and most pixels of each picture: its own, or the processor's."""
+        """Minimum and maximum pixels of each image: its own limits, or the processor's."""
         reader = self.processor.image_processor
         usual: tuple[int, int] = (reader.size["shortest_edge"], reader.size["longest_edge"])
         found, token = [], (reader.patch_size * reader.merge_size) ** 2
@@ -254,7 +255,7 @@ class Encoder:
         return found
 
     def _answers(self, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
-        """The whole text, and where in it the answers lie, each with the token that closes it."""
+        """The whole text, and the spans of its answers, each with its end token."""
         messages, place = conversation.messages, conversation.sample_id
         text = self._render(conversation, messages)
         spans = []
@@ -271,7 +272,7 @@ class Encoder:
                 raise DataError(where, _parting("the prompt to generate it", prompt, "it", turn, _ITS_PROMPT))
             if not text.startswith(turn):
                 raise DataError(where, _parting("it alone", turn, "it with what follows", text, _EARLIER))
-            # Templates put white space between turns, which a model is not asked for.
+            # Templates render white space between turns, which the model does not have to generate.
             end = len(turn.rstrip())
             if not turn[len(prompt) : end].endswith(closing):
                 raise DataError(where, f"the answer ends in {turn[-20:]!r}, expected a token that closes the turn")
@@ -279,7 +280,7 @@ class Encoder:
         return text, spans
 
     def _trained(self, conversation: Conversation) -> list[int]:
-        """The numbers of the messages that are trained on, at least one."""
+        """Indices of the messages that are trained on, at least one."""
         answers = [number for number, message in enumerate(conversation.messages) if message["role"] == "assistant"]
         chosen = answers if self._only == "all" else answers[-1:]
         trained = [number for number in answers if conversation.losses.get(number, number in chosen)]
@@ -291,21 +292,22 @@ class Encoder:
     def _render(
         self, conversation: Conversation, messages: Sequence[dict[str, Any]], prompt: bool = False, **reads: Any
     ) -> str:
-        """What the template makes of messages; `reads` is what it may read beside them, such as `enable_thinking`."""
+        """Render messages with the template; `reads` are its further variables, such as `enable_thinking`."""
         try:
-            # transformers rewrites messages in place.
+            # transformers changes messages in place.
             copies, tools = copy.deepcopy((list(messages), conversation.tools))
-            # transformers warns, each time, of what a template does not read; Qwen3-VL's always asks to think.
+            # transformers warns each time about variables that a template does not read; Qwen3-VL's always has thinking
+            # on.
             known = {name: value for name, value in reads.items() if name in str(self.processor.chat_template)}
             asked = {"tokenize": False, "add_generation_prompt": prompt, **known}
             return self.processor.apply_chat_template(copies, tools=tools, **asked)
-        except Exception as error:  # a template is a program, and this one runs on whatever a record holds
+        except Exception as error:  # a template is a program, and runs on arbitrary records
             whole = len(messages) == len(conversation.messages)
             part, remedy = ("it", _WHOLE) if whole else (f"its first {len(messages)} messages alone", _EARLIER)
             raise DataError(conversation.sample_id, f"the chat template refuses {part}: {error}; {remedy}") from error
 
     def _check_text(self, conversation: Conversation) -> None:
-        """Refuses text that would be taken for a picture, and what the template would leave out."""
+        """Refuse text that would be read as a placeholder, and fields that the template would ignore."""
         self._unwritten.check(conversation)
         for number, message in enumerate(conversation.messages, start=1):
             content = message["content"]
@@ -322,7 +324,7 @@ def _refused(conversation: Conversation, error: Exception) -> DataError:
 
 
 def _parting(first_name: str, first: str, second_name: str, second: str, remedy: str) -> str:
-    """Where two texts part that should begin alike, and what to do."""
+    """Error message for two renderings that should have a common prefix but differ."""
     at = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
     return (
         f"the chat template renders {first_name} as '...{first[max(at - 20, 0) : at + 20]}', but {second_name} as "

@@ -1,7 +1,7 @@
-"""Which conversations become samples: measured first, encoded when their row is due.
+"""Decides which conversations become samples: measured first, encoded when their row is due.
 
-What lives here: what happens to conversations that are bad, or longer than a row, wherever they come from. What may
-not: where they are read from, rows.
+What lives here: the treatment of conversations that are bad, or longer than a row, for all sources. What may not: where
+they are read from, rows.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ OnLong = Literal["error", "drop", "truncate"]
 OnBad = Literal["error", "drop"]
 
 _NAMED = 4
-# Ranks that share a row read it each, so their number is not that of the samples.
+# Ranks that share a row each read it, so their count is not the number of samples.
 _SAID = {"dropped": "%s: dropped, %d so far", "cut": "%s: cut, %d so far", "unreadable": "%s: left blank (%d)"}
 
 
 class MeasuredConversation(NamedTuple):
-    """A conversation that becomes a sample, and what the sample takes of a row."""
+    """A conversation that becomes a sample, and the sample's size."""
 
     conversation: Conversation
     size: Size
 
 
 class SampleFilter:
-    """Measures and encodes conversations, and counts those that are left out or cut. Picklable, for workers.
+    """Measures and encodes conversations, and counts dropped and truncated ones. Picklable, for workers.
 
-    What it counts itself is its own; what the log says is counted together with others (`noting`).
+    Its own counts are per process; logged counts are shared with other processes (`noting`).
     """
 
     def __init__(
@@ -52,15 +52,15 @@ class SampleFilter:
         on_long: OnLong = "error",
         on_bad: OnBad = "error",
     ) -> None:
-        """Say which conversations become samples.
+        """Set which conversations become samples.
 
         Args:
-            encoder: turns conversations into tokens.
-            limit: most tokens a sample may have.
-            most_patches: most patches its pictures may have; any number if None.
-            on_long: refuse a longer one; or drop it; or cut it short, without cutting a picture. The latter two are
-                counted and reported. One of too many patches is refused or dropped.
-            on_bad: refuse one that cannot be read or encoded, or drop, count and report it.
+            encoder: encodes conversations.
+            limit: maximum tokens of a sample.
+            most_patches: maximum patches of its images and videos; None without a limit.
+            on_long: "error", "drop", or "truncate" (never within an image) for a longer one. Dropped and truncated ones
+                are counted and logged. A sample with too many patches is an error or dropped.
+            on_bad: "error" for a conversation that cannot be read or encoded, or "drop", counted and logged.
         """
         check_choice("on_long", on_long, OnLong)
         check_choice("on_bad", on_bad, OnBad)
@@ -70,17 +70,17 @@ class SampleFilter:
         self._note = OwnNotes().note
 
     def noting(self, note: Callable[[Left], int]) -> SampleFilter:
-        """The same, which counts together with others.
+        """The same, with counts shared with others.
 
         Args:
-            note: as `Sizes` has it.
+            note: as `Sizes.note`.
         """
         together = copy.copy(self)
         together._note = note
         return together
 
     def fingerprint(self) -> dict[str, int | str | None]:
-        """What must be the same for the same conversations to become the same samples."""
+        """Whatever must be equal for the same conversations to become the same samples."""
         return {
             "seq_length": self.limit,
             "encoding": self.encoder.fingerprint,
@@ -90,14 +90,14 @@ class SampleFilter:
         }
 
     def measure(self, read: Callable[[], Conversation], place: str) -> MeasuredConversation | None:
-        """A conversation with its size, of its pictures reading no more than headers; None if it is dropped.
+        """A conversation with its size, reading only headers of its images; None if it is dropped.
 
         Args:
             read: gives the conversation.
-            place: what messages call it.
+            place: the conversation, for messages.
 
         Raises:
-            DataError: it cannot be read or is too long, where that is an error.
+            DataError: it cannot be read or is too long, if that is an error.
         """
         measured = self._unless_bad(lambda: self._sized(read(), None))
         if measured is not None and measured.size.tokens > self.limit:
@@ -124,19 +124,20 @@ class SampleFilter:
         return measured
 
     def encode(self, read: Callable[[], MeasuredConversation], kind: Left = "dropped") -> EncodedSample | None:
-        """Tokens and pixels; None for one that proves bad only now, as a picture that breaks off, and is dropped.
+        """Tokens and pixels; None for a sample that turns out to be bad only now, such as a truncated image, and is
+        dropped.
 
         Args:
             read: gives the conversation, and the size that it was measured with.
-            kind: "unreadable" if its place in a row is kept, and left blank.
+            kind: "unreadable" if its place in a row is kept, with a blank token.
 
         Raises:
-            DataError: it cannot be encoded, where that is an error, or not to that size.
+            DataError: it cannot be encoded, if that is an error, or has another size.
         """
         return self._unless_bad(lambda: self._encode(read()), kind)
 
     def blank(self, place: str) -> EncodedSample:
-        """A single token that nothing is trained on, to stand in a place that must not be empty."""
+        """A single token without loss, to fill a place that must not be empty."""
         token = torch.tensor([pad_token_id(self.encoder.processor.tokenizer)])
         return EncodedSample(token, token, torch.zeros(1), None, None, place)
 
@@ -153,7 +154,7 @@ class SampleFilter:
         return sample
 
     def _unless_bad[Result](self, work: Callable[[], Result], kind: Left = "dropped") -> Result | None:
-        """What work gives; None for a bad sample that is dropped."""
+        """The result of `work`; None for a bad sample that is dropped."""
         try:
             return work()
         except DataError as error:
@@ -161,14 +162,14 @@ class SampleFilter:
             return None
 
     def refuse(self, error: DataError, kind: Left = "dropped") -> None:
-        """Raise what is wrong with a sample, or count it as dropped.
+        """Raise a sample's error, or count the sample as dropped.
 
         Args:
-            error: what is wrong.
-            kind: "unreadable" if its place in a row is kept, and left blank.
+            error: the error.
+            kind: "unreadable" if its place in a row is kept, with a blank token.
 
         Raises:
-            DataError: it, where that is an error.
+            DataError: the error, if bad samples are errors.
         """
         if self.on_bad == "error" or isinstance(error, (Changed, Unreachable)):
             raise error
@@ -179,7 +180,7 @@ class SampleFilter:
         self._say(kind, problem)
 
     def _say(self, kind: Left, problem: str) -> None:
-        """Name the first samples, then one whenever their number has doubled. At level DEBUG the log has all."""
+        """Log the first samples by name, then one whenever their number has doubled. At level DEBUG all are logged."""
         so_far = self._note(kind)
         is_named = 0 < so_far <= _NAMED or so_far.bit_count() == 1
         logger.log(logging.WARNING if is_named else logging.DEBUG, _SAID[kind], problem, so_far)

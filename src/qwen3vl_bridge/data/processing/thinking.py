@@ -1,12 +1,11 @@
-"""Where the answers lie under a chat template that writes thinking.
+"""Positions of answers under a chat template with thinking.
 
-What lives here: the span of an assistant's turn in the one rendering of the whole conversation. What may not: the
-loss mask of other templates, tokens (`encoding.py`, `tokenization.py`).
+What lives here: the span of an assistant's turn in the rendering of the whole conversation. What may not: the loss mask
+of other templates, tokens (`encoding.py`, `tokenization.py`).
 
-Such templates write reasoning in the turns behind the last question alone, so that a conversation's beginning is
-rendered otherwise alone than with what follows. A turn is therefore found by what stands around it: the whole
-conversation is rendered again with a marker for the answer, and with one for its reasoning. Whether the model would be
-asked to think is up to the sample: it is where its reasoning is written.
+These templates render reasoning only after the last question, so a prefix of a conversation renders differently by
+itself. A turn is located by rendering the whole conversation with a marker in place of the answer, and another in place
+of its reasoning. Whether the prompt asks for thinking follows from the sample: it does if the sample has reasoning.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from qwen3vl_bridge.data.processing.tokenization import Span
 
 EmptyThinking = Literal["prompt", "train"]
 
-# A block of thinking at the end of a prompt, open or empty.
+# A thinking block at the end of a prompt, open or empty.
 _BLOCK = re.compile(r"<think>\s*(</think>\s*)?\Z")
 
 
 class Turns:
-    """The assistant's turns of one conversation, in the text that a template makes of it."""
+    """The assistant's turns of one conversation, in its rendered text."""
 
     def __init__(
         self,
@@ -40,26 +39,26 @@ class Turns:
         """Keep a conversation.
 
         Args:
-            place: where it stands, for messages.
+            place: its position in the data, for messages.
             messages: its messages.
-            text: what the template makes of them.
+            text: the rendered conversation.
             render: the template: takes messages, `prompt` and `enable_thinking`.
-            closing: tokens that may close a turn.
-            empty: whether an empty block of thinking is trained on.
+            closing: possible end tokens of a turn.
+            empty: whether an empty thinking block is trained on.
         """
         self._place, self._messages, self._text, self._render = place, messages, text, render
         self._closing, self._empty = closing, empty
         self._answer, self._reasoning = (_absent(text, name) for name in ("answer", "reasoning"))
 
     def span(self, number: int) -> Span:
-        """The characters of a turn that are trained on, with the token that closes it.
+        """The characters of a turn that are trained on, with its end token.
 
         Args:
-            number: of the message.
+            number: index of the message.
 
         Raises:
-            DataError: the template writes the turn otherwise than with its reasoning before its answer, or what is
-                around the turn depends on what is in it.
+            DataError: the template does not render the turn as its reasoning before its answer, or the text around the
+                turn depends on its contents.
         """
         where = f"{self._place}: message {number + 1}"
         head, tail = self._around(number, where)
@@ -83,7 +82,7 @@ class Turns:
         return start, end
 
     def _around(self, number: int, where: str) -> tuple[str, str]:
-        """What the template writes before and behind an answer without reasoning."""
+        """The text before and after an answer without reasoning."""
         found = self._with(number, content=self._answer).split(self._answer)
         if len(found) != 2:
             problem = f"the chat template writes the answer {len(found) - 1} times, expected once"
@@ -92,7 +91,7 @@ class Turns:
         return found[0], found[1]
 
     def _opened(self, number: int) -> str | None:
-        """What the template writes before the reasoning of an answer; None where it leaves reasoning out."""
+        """The text before the reasoning of an answer; None if the template omits reasoning."""
         before, reasoning, _ = self._with(number, content=self._answer, reasoning_content=self._reasoning).partition(
             self._reasoning
         )
@@ -106,7 +105,7 @@ class Turns:
         return self._render([*self._messages[:number], other, *self._messages[number + 1 :]])
 
     def _start(self, before: str, thinking: bool, where: str) -> int:
-        """Where the prompt to generate ends, in a text that ends where the turn begins to differ."""
+        """End of the generation prompt, in a text that ends where the turn begins to differ."""
         prompt = self._prompts[thinking]
         header = _BLOCK.sub("", before)
         if not header.endswith(_BLOCK.sub("", prompt)):
@@ -115,7 +114,7 @@ class Turns:
 
     @cached_property
     def _prompts(self) -> dict[bool, str]:
-        """What asks for an answer, by whether it is to think."""
+        """The generation prompts, with and without thinking."""
         last = max(number for number, message in enumerate(self._messages) if message["role"] == "assistant")
         asked = self._messages[:last]
         written = self._render(asked)

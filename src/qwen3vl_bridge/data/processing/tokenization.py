@@ -1,7 +1,7 @@
-"""A rendered conversation as tokens, with each picture as one until the end.
+"""Tokenizes a rendered conversation, with one token for each image until the end.
 
-What lives here: the places of pictures and of a video's frames among the tokens, and cutting a sample short without
-cutting a picture. What may not: templates (`encoding.py`), pixels (`data/media/images.py`, `data/media/videos.py`).
+What lives here: the positions of images and of a video's frames among the tokens, and truncating a sample outside
+images. What may not: templates (`encoding.py`), pixels (`data/media/images.py`, `data/media/videos.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 Span = tuple[int, int]
 
-# What a call of a fast tokenizer runs.
+# The backend functions that a fast tokenizer's call runs.
 _OF_FAST = {
     name: getattr(PreTrainedTokenizerFast, name, None)
     for name in ("__call__", "_encode_plus", "_switch_to_input_mode", "set_truncation_and_padding")
@@ -29,11 +29,11 @@ _OF_FAST = {
 
 
 class Seen(NamedTuple):
-    """What a conversation's pictures and videos become, by their headers.
+    """Sizes of a conversation's images and videos, from their headers.
 
     Attributes:
-        image_tokens: tokens of each picture.
-        videos: what is sampled of each video.
+        image_tokens: number of tokens of each image.
+        videos: sampled frames of each video.
     """
 
     image_tokens: tuple[int, ...]
@@ -42,14 +42,14 @@ class Seen(NamedTuple):
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of a sample; that of a picture, or of one frame, stands for `counts` of them.
+    """Tokens of a sample; an image or a frame has one token, which stands for `counts` tokens.
 
     Attributes:
         ids: [n] int64.
-        trained: [n] bool, whether each is to be predicted.
+        trained: [n] bool, whether each is trained on.
         counts: [n] int64.
-        images: first and last place of each picture, its start and end of vision with it.
-        videos: likewise of each video, from the first frame's time on.
+        images: first and last index of each image, including its vision start and end tokens.
+        videos: the same for each video, from the first frame's timestamp on.
     """
 
     ids: Tensor
@@ -62,7 +62,7 @@ class Tokens:
         return int(self.counts.sum())
 
     def cut(self, limit: int) -> Tokens:
-        """At most `limit` tokens from the beginning, with no part of a picture or video that does not fit whole."""
+        """At most `limit` tokens from the beginning, without images and videos that are not complete."""
         keep = int((self.counts.cumsum(0) <= limit).sum())
         keep = min([keep, *(first for first, last in (*self.images, *self.videos) if first < keep <= last)])
         return Tokens(
@@ -74,26 +74,26 @@ class Tokens:
         )
 
     def whole(self) -> tuple[Tensor, Tensor]:
-        """`ids` and `trained` with every token of every picture: [L] int64, [L] bool."""
+        """`ids` and `trained` with every token of every image: [L] int64, [L] bool."""
         return self.ids.repeat_interleave(self.counts), self.trained.repeat_interleave(self.counts)
 
 
 def tokenise(processor: Any, text: str, answers: Sequence[Span], seen: Seen, place: str) -> Tokens:
-    """The tokens of a text, in which each picture and each video has one token as its place.
+    """The tokens of a text, in which each image and each video has one placeholder token.
 
     Args:
         processor: of the checkpoint.
-        text: what the chat template made.
-        answers: which characters of it are trained on.
-        seen: what the pictures and videos become.
-        place: where the conversation stands, for messages.
+        text: the rendered conversation.
+        answers: spans of characters that are trained on.
+        seen: sizes of the images and videos.
+        place: the conversation, for messages.
 
     Raises:
-        DataError: the text has not as many places as there are pictures or videos, or is no text at all.
+        DataError: the number of placeholders differs from that of images or videos, or the text is not valid Unicode.
     """
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # half a surrogate pair, which JSON can spell
+    except UnicodeEncodeError as error:  # half a surrogate pair, which JSON can contain
         raise DataError(place, f"found text that is no Unicode ({error})") from error
     for kind, token, expected in (
         ("pictures", processor.image_token, len(seen.image_tokens)),
@@ -113,13 +113,13 @@ def tokenise(processor: Any, text: str, answers: Sequence[Span], seen: Seen, pla
     trained = torch.zeros(len(ids), dtype=torch.bool)
     for start, end in answers:
         trained |= (starts >= start) & (starts < end)
-    # Pictures are not answers, even where a template lets an assistant's turn show one.
+    # Images are not trained on, even if a template allows them in an assistant's turn.
     vision = [processor.image_token_id, processor.video_token_id]
     around = [processor.vision_start_token_id, processor.vision_end_token_id]
     never = torch.isin(ids, torch.tensor([number for number in vision + around if number is not None]))
 
     def spread(first: int, last: int) -> Span:
-        """A stretch of tokens, with the start and end of vision around it."""
+        """A range of tokens, including the vision start and end tokens around it."""
         before = first > 0 and ids[first - 1] == around[0]
         after = last + 1 < len(ids) and ids[last + 1] == around[1]
         return first - int(before), last + int(after)
@@ -129,13 +129,13 @@ def tokenise(processor: Any, text: str, answers: Sequence[Span], seen: Seen, pla
         for first, end in videos
     )
     for first, last in clips:
-        trained[first : last + 1] = False  # the times of its frames too
+        trained[first : last + 1] = False  # also the timestamps of its frames
     pictures = tuple(spread(at, at) for at in image.nonzero().squeeze(-1).tolist())
     return Tokens(ids, trained & ~never, counts, pictures, clips)
 
 
 def ids_of(tokenizer: Any, text: str) -> Tensor:
-    """[n] int64 ids of a text's tokens. Without their places in it, a fast tokenizer takes a third of the time."""
+    """[n] int64 ids of a text's tokens. Without their offsets, a fast tokenizer takes a third of the time."""
     backend = _backend_of(tokenizer)
     if backend is None:
         return ids_and_starts(tokenizer, text)[0]
@@ -144,7 +144,7 @@ def ids_of(tokenizer: Any, text: str) -> Tensor:
 
 
 def ids_and_starts(tokenizer: Any, text: str) -> tuple[Tensor, Tensor]:
-    """[n] int64 ids of a text's tokens, and [n] int64 the first character of each."""
+    """[n] int64 ids of a text's tokens, and [n] int64 the index of each one's first character."""
     backend = _backend_of(tokenizer)
     if backend is None:
         encoded = tokenizer(text, return_offsets_mapping=True, return_tensors="pt")
@@ -155,8 +155,8 @@ def ids_and_starts(tokenizer: Any, text: str) -> tuple[Tensor, Tensor]:
 
 
 def _backend_of(tokenizer: Any) -> Any:
-    """The backend of a fast tokenizer, set as transformers sets it for one text; what it wraps around the backend takes
-    longer than encoding does. None for a tokenizer that is encoded by code of its own.
+    """The backend of a fast tokenizer, set as transformers sets it for one text; the wrapper around the backend takes
+    longer than encoding. None for a tokenizer with its own code for encoding.
     """
     if any(getattr(type(tokenizer), name, None) is not found for name, found in _OF_FAST.items()):
         return None
@@ -173,10 +173,10 @@ def _backend_of(tokenizer: Any) -> Any:
 def _with_frames(
     processor: Any, text: str, spans: Sequence[Span], videos: Sequence[Sampled]
 ) -> tuple[str, list[Span], list[Span]]:
-    """A text in which each frame of a video has a place of its own; the spans there, and those of the videos.
+    """A text in which each frame of a video has its own placeholder; the answers' spans there, and those of the videos.
 
-    As Qwen3-VL was trained, the frames stand in place of the template's start of vision, video and end of vision.
-    transformers 5.12 leaves that start and end around them; 4.57 did not.
+    As Qwen3-VL was trained, the frames replace the template's vision start, video and vision end tokens. transformers
+    5.12 leaves the start and end tokens around them; 4.57 did not.
     """
     bare = processor.video_token
     one = f"{processor.vision_start_token}{bare}{processor.vision_end_token}"

@@ -1,10 +1,10 @@
-"""What a conversation has and its chat template leaves out, found by rendering.
+"""Detects fields of a conversation that a chat template ignores, by rendering them.
 
-What lives here: for each thing that some templates do not write, a small conversation that has it, rendered once with
-a marker in its place; refusing samples that have what is left out. What may not: pictures, which are counted among the
-tokens (`tokenization.py`); where answers lie (`encoding.py`, `thinking.py`).
+What lives here: for each field that some templates ignore, a small conversation with it, rendered once with a marker as
+its value; refusing samples with ignored fields. What may not: images, which are counted among the tokens
+(`tokenization.py`); positions of answers (`encoding.py`, `thinking.py`).
 
-A template says nothing of what it does not read: reasoning, tools, a system prompt behind the first message. A sample
+A template does not report what it does not read: reasoning, tools, a system prompt after the first message. A sample
 would be trained on without it.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.schemas.conversations import Conversation
 
-_MARKER = "unwritten0marker"  # of letters that no filter of a template makes others of
+_MARKER = "unwritten0marker"  # letters that no template filter changes
 _ASK, _ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 
 
@@ -34,7 +34,7 @@ def _call(name: str) -> dict[str, Any]:
 _SYSTEM = {"role": "system", "content": _MARKER}
 _OTHER = "give the checkpoint a chat template that writes it"
 _TAKEN_OUT = f"take it out of the record, or {_OTHER}"
-# By what messages call it: a conversation that has it, its tools, and what to do where it is left out.
+# By name in messages: a conversation with the field, its tools, and what to do if it is ignored.
 _SMALL: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]] | None, str]] = {
     "tools": ([_ASK, _ANSWER], [_tool(_MARKER)], f"leave them out (columns.ignore=[tools]), or {_OTHER}"),
     "a system prompt": ([_SYSTEM, _ASK, _ANSWER], None, _TAKEN_OUT),
@@ -54,18 +54,18 @@ _SMALL: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]] | None, str]]
 
 
 class Unwritten:
-    """What one processor's template leaves out. Picklable, for data-loading workers."""
+    """Fields that one processor's template ignores. Picklable, for data-loading workers."""
 
     def __init__(self, processor: Any) -> None:
-        """Keep a processor; nothing is rendered before a conversation asks for it."""
+        """Keep a processor; nothing is rendered before the first check."""
         self._processor = processor
         self._left_out: dict[str, bool] = {}
 
     def check(self, conversation: Conversation) -> None:
-        """Refuse a conversation of which the template writes a part alone.
+        """Refuse a conversation of which the template renders only a part.
 
         Raises:
-            DataError: it has what the template does not write.
+            DataError: it has fields that the template ignores.
         """
         for what, where in _parts(conversation):
             if what not in self._left_out:
@@ -79,16 +79,16 @@ class Unwritten:
 
     def _leaves_out(self, what: str) -> bool:
         messages, tools, _ = _SMALL[what]
-        copies, tools = copy.deepcopy((messages, tools))  # transformers rewrites messages in place
+        copies, tools = copy.deepcopy((messages, tools))  # transformers changes messages in place
         try:
             text = self._processor.apply_chat_template(copies, tools=tools, tokenize=False)
-        except Exception:  # a template is a program; what it refuses it does not leave out, and refuses in the sample
+        except Exception:  # a template is a program; what it refuses, it also refuses in the sample
             return False
         return _MARKER not in text
 
 
 def _parts(conversation: Conversation) -> Iterator[tuple[str, str]]:
-    """What a conversation has that a template may leave out, and where."""
+    """Fields of a conversation that a template may ignore, with their position."""
     if conversation.tools:
         yield "tools", conversation.sample_id
     for number, message in enumerate(conversation.messages):
@@ -104,6 +104,6 @@ def _parts(conversation: Conversation) -> Iterator[tuple[str, str]]:
 
 
 def _says(content: str | list[dict[str, Any]]) -> bool:
-    """Whether there is a word in a content. Its pictures are counted elsewhere."""
+    """Whether a content has text. Its images are counted elsewhere."""
     texts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
     return any(map(str.strip, texts))

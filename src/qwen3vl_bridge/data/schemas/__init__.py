@@ -1,1 +1,1 @@
-"""Conversations: our schema, and other people's turned into it."""
+"""Conversations: our schema, and conversion of other schemas to it."""

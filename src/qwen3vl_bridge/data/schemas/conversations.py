@@ -1,25 +1,25 @@
-"""Conversations as they are written down, checked.
+"""Validation of conversations.
 
-What lives here: what a record of ours may hold, and refusing what is none. What may not: finding and reading records
-(`data/sources/opening.py`), other people's spellings (`spellings.py`), pixels (`data/media/images.py`,
-`data/media/videos.py`), tokens (`data/processing/encoding.py`).
+What lives here: the contents of a record in our format, and refusing others. What may not: finding and reading records
+(`data/sources/opening.py`), other spellings (`spellings.py`), pixels (`data/media/images.py`, `data/media/videos.py`),
+tokens (`data/processing/encoding.py`).
 
 A record is {"messages": [{"role": "user", "content": "..."}, ...]}. Roles are system, user, assistant and tool. Content
-is a string, or a list of {"type": "text", "text": "..."}, {"type": "image", "image": "path"} and
-{"type": "video", "video": "path"}. Beside a role there may be what a chat template reads: "reasoning_content",
-"tool_calls", "name"; beside the messages, "tools".
+is a string, or a list of {"type": "text", "text": "..."}, {"type": "image", "image": "path"} and {"type": "video",
+"video": "path"}. A message may also have keys that a chat template reads: "reasoning_content", "tool_calls", "name"; a
+record may also have "tools".
 
-A picture may have pixel limits of its own, as Qwen's message format has them: "min_pixels" and "max_pixels". They stand
-in place of the checkpoint's and of `dataset.vision`'s; one that is not given stays theirs. A video has none of its own.
+An image may have its own pixel limits, as in Qwen's message format: "min_pixels" and "max_pixels". They replace those
+of the checkpoint and of `dataset.vision`; a limit that is not given is kept. A video has no limits of its own.
 
-An assistant's message may say whether it is trained on: "loss": true or false, or "weight": 1 or 0. What it says goes
-before `answers`, which decides for those that say nothing: with `answers="last"`, an earlier one of "loss": true is
-trained on too, and a last one of "loss": false is not. Messages of other roles are never trained on, and may say no
-more than that.
+An assistant's message may say whether it is trained on: "loss": true or false, or "weight": 1 or 0. This has precedence
+over `answers`, which decides for messages without it: with `answers="last"`, an earlier one with "loss": true is
+trained on too, and a last one with "loss": false is not. Messages of other roles are never trained on, and other values
+on them are refused.
 
-A picture or a video is a path, an address ("https://...", where that is allowed), "data:...;base64,...", bytes, or
-{"bytes": ..., "path": ...} as Hugging Face datasets have it. A video may also be a list of pictures, with how many of
-them are a second: "sample_fps".
+An image or a video is a path, a URL ("https://...", if that is allowed), "data:...;base64,...", bytes, or {"bytes":
+..., "path": ...} as in Hugging Face datasets. A video may also be a list of images, with their frames per second:
+"sample_fps".
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from qwen3vl_bridge.data.schemas.spellings import LOSS
 ROLES = ("system", "user", "assistant", "tool")
 PARTS = ("text", "image", "video")
 _BESIDE = {"reasoning_content", "tool_calls", "tool_call_id", "name"}
-# What Qwen's message format has besides, and where it is to be said here.
+# Further keys of Qwen's message format, and the setting to use here instead.
 _ELSEWHERE = {
     "image": dict.fromkeys(
         ("resized_height", "resized_width"), "'min_pixels' and 'max_pixels', which keep proportions"
@@ -59,7 +59,7 @@ _ELSEWHERE = {
 
 
 class PixelLimits(NamedTuple):
-    """Limits of one picture's size in pixels, each None where it has no own."""
+    """Limits of one image's size in pixels; None for no limit of its own."""
 
     min_pixels: int | None = None
     max_pixels: int | None = None
@@ -72,11 +72,11 @@ class Conversation:
     Attributes:
         sample_id: file and line, "train.jsonl:12".
         messages: with role and content, as a chat template takes them.
-        images: the pictures, in the order of their parts.
-        videos: likewise.
-        tools: what the model may call, as a chat template takes them, or None.
-        limits: pixel limits of pictures, by their numbers from 0, of those that have their own.
-        losses: whether an assistant's message is trained on, by its number from 0, of those that say so themselves.
+        images: the images, in the order of their parts.
+        videos: the videos, in the order of their parts.
+        tools: tools that the model may call, as a chat template takes them, or None.
+        limits: pixel limits by the image's index, for images that have their own.
+        losses: whether an assistant's message is trained on, by its index, for messages that say so themselves.
     """
 
     sample_id: str
@@ -89,15 +89,15 @@ class Conversation:
 
 
 def conversation_of(record: Any, place: str, root: Path | MediaAccess) -> Conversation:
-    """A record as a conversation.
+    """Validate a record and convert it to a conversation.
 
     Args:
-        record: what the module describes.
-        place: where it stands, for messages.
-        root: folder that paths are relative to and may not leave, or where else media may come from, too.
+        record: as described in the module's docstring.
+        place: its position in the data, for messages.
+        root: folder that paths are relative to and must not leave, or a `MediaAccess`.
 
     Raises:
-        DataError: anything about it that is not as the module says.
+        DataError: anything that differs from the module's description.
     """
     messages = record.get("messages") if isinstance(record, dict) else None
     if not isinstance(messages, list) or not messages:
@@ -116,7 +116,7 @@ def conversation_of(record: Any, place: str, root: Path | MediaAccess) -> Conver
 
 
 def _losses(messages: list[Any], place: str) -> dict[int, bool]:
-    """Whether messages are trained on, by their numbers; those of the assistant that say so."""
+    """Whether messages are trained on, by their index; only messages of the assistant with their own setting."""
     losses = {}
     for number, message in enumerate(messages):
         given = {key: message[key] for key in LOSS if message.get(key) is not None} if isinstance(message, dict) else {}
@@ -124,7 +124,7 @@ def _losses(messages: list[Any], place: str) -> dict[int, bool]:
         if len(given) > 1:
             raise DataError(where, "found both 'loss' and 'weight', expected one of them")
         for key, value in given.items():
-            # Tables of numbers may hold 1.0 for 1; in Python true is 1, too.
+            # Tables of numbers may have 1.0 for 1; in Python true is 1, too.
             fits = isinstance(value, bool) if key == "loss" else not isinstance(value, bool) and value in (0, 1)
             if not fits:
                 expected = "true or false" if key == "loss" else "0 or 1"
@@ -138,7 +138,7 @@ def _losses(messages: list[Any], place: str) -> dict[int, bool]:
 
 
 class _Media:
-    """Checks messages, and collects their pictures and videos."""
+    """Checks messages, and collects their images and videos."""
 
     def __init__(self, root: Path | MediaAccess) -> None:
         self._root = root
@@ -192,7 +192,7 @@ class _Media:
             self.videos.append(self._frames(value, part.get("sample_fps"), place))
         else:
             (self.images if kind == "image" else self.videos).append(self._media(value, kind, place))
-        # A template asks what kind a part is. Contents would only make the messages heavy.
+        # A template reads only a part's type. Contents would only make the messages larger.
         return {"type": kind, kind: value if isinstance(value, str) and not value.startswith("data:") else ""}
 
     def _media(self, value: Any, kind: str, place: str) -> Media:
@@ -216,7 +216,7 @@ class _Media:
 
 
 def _check_beside(message: dict[str, Any], place: str) -> None:
-    """Refuses what templates would pass over: reasoning and calls of another type, or that are not the assistant's."""
+    """Refuse keys that templates would ignore: reasoning and calls of another type, or on other roles' messages."""
     reasoning, calls = message.get("reasoning_content"), message.get("tool_calls")
     if not isinstance(reasoning, (str, type(None))):
         raise DataError(place, f"found {_kind(reasoning)} under 'reasoning_content', expected a string")
@@ -229,7 +229,7 @@ def _check_beside(message: dict[str, Any], place: str) -> None:
 
 
 def _limits(part: dict[str, Any], place: str) -> PixelLimits:
-    """A picture's own pixel limits."""
+    """An image's own pixel limits."""
     limits = PixelLimits(*(part.get(name) for name in LIMITS))
     for name, value in limits._asdict().items():
         if value is not None and (
@@ -244,7 +244,7 @@ def _limits(part: dict[str, Any], place: str) -> PixelLimits:
 
 
 def _kind(value: Any) -> str:
-    """What a JSON value is, in JSON's words."""
+    """Type of a JSON value, in JSON's terms."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     names = {dict: "an object", list: "a list", str: "a string", int: "a number", float: "a number"}

@@ -1,11 +1,11 @@
-"""Keys of a record: which hold media, and which nobody reads and seem to.
+"""Keys of a record: those that hold media, and unread ones that seem to.
 
-What lives here: media beside a conversation, taken out of its record; refusing those under other keys. What may not:
-their places in the conversation (`placeholders.py`), opening media (`data/media/images.py`), anything but the standard
-library.
+What lives here: media next to a conversation, taken out of its record; refusing media under other keys. What may not:
+their positions in the conversation (`placeholders.py`), opening media (`data/media/images.py`), anything but the
+standard library.
 
-Media stand under "image" or "images", "video" or "videos", each one or a list of them, also as base64 alone. What is
-empty is none: null, "", [], {}, and lists of these.
+Media are under "image" or "images", "video" or "videos", each one or a list, also as only base64. These count as no
+media: null, "", [], {}, and lists of these.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _NAMED_AS_MEDIA = re.compile(
     r"([_ -]?(path|file|file_?name|url|uri|bytes|base64|b64|data))?s?([_ -]?\d+)?",
     re.IGNORECASE,
 )
-# Names of files, which are metadata where media are read; where to look for media that are missed; ids of videos.
+# Names of keys: with file names, which are metadata if media are read; where missing media could be; with ids of
+# videos.
 _NAMED_AS_FILES = re.compile(
     r"(image|img|picture|photo|pic|video|clip)s?[_ -]?(name|list|array)s?"
     r"|(screenshot|frame)s?([_ -]?(path|file|url))?s?",
@@ -48,10 +49,10 @@ _ENCODED = re.compile(
 
 
 def media_beside(record: dict[str, Any], place: str) -> dict[str, list[Any]]:
-    """The media of each kind that stand beside the messages, taken out of the record; {} without any.
+    """The media of each kind that are next to the messages, taken out of the record; {} without any.
 
     Raises:
-        DataError: both names of a kind, or what is no medium.
+        DataError: both names of a kind are set, or a value is not a medium.
     """
     media: dict[str, list[Any]] = {}
     for kind, keys in BESIDE.items():
@@ -65,15 +66,15 @@ def media_beside(record: dict[str, Any], place: str) -> dict[str, list[Any]]:
 
 
 def check_unread(record: Mapping[str, Any], known: Collection[str], messages: list[Any], place: str) -> None:
-    """Refuse a key that nobody reads and that seems to hold media, by its name or by its value.
+    """Refuse a key that is not read and seems to hold media, by its name or by its value.
 
-    What only names a sample, or again a file that is read, is none; nor is an address beside media that are read.
+    Ids of samples and names of files that are read are not refused; nor is a URL next to media that are read.
 
     Args:
         record: as it was read.
-        known: keys that are read, or that are said to be left out.
+        known: keys that are read or ignored on purpose.
         messages: in our own spelling, with their media.
-        place: where the record stands, for messages.
+        place: position of the record, for messages.
 
     Raises:
         DataError: such a key.
@@ -100,7 +101,7 @@ def check_unread(record: Mapping[str, Any], known: Collection[str], messages: li
 
 
 def _is_named_as_media(key: str, value: Any, shown: Collection[str]) -> bool:
-    """Whether a key's name says that it holds media; `shown` are the kinds that are read."""
+    """Whether a key's name suggests media; `shown` are the kinds that are read."""
     if not isinstance(value, (str, bytes, list, dict)):
         return False
     if not _NAMED_AS_MEDIA.fullmatch(key):
@@ -111,7 +112,7 @@ def _is_named_as_media(key: str, value: Any, shown: Collection[str]) -> bool:
 
 
 def may_hold_media(record: Mapping[str, Any], known: Collection[str]) -> str | None:
-    """The key under which somebody who misses media should look first; None if none seems to hold any.
+    """The key that most likely holds missing media; None if none seems to.
 
     Args:
         record: as it was read.
@@ -125,7 +126,7 @@ def may_hold_media(record: Mapping[str, Any], known: Collection[str]) -> str | N
 
 
 def _has_media_within(value: Any) -> bool:
-    """Whether an object or a list has something within that seems to be a picture or a video."""
+    """Whether an object or a list contains something that seems to be an image or a video."""
     if isinstance(value, list):
         return any(map(_has_media_within, value[:4]))
     if not isinstance(value, dict):
@@ -144,9 +145,9 @@ def _kind_named(key: str) -> str:
 
 
 def unread_media(key: str, keys: Collection[str]) -> str:
-    """What is wrong with a key that seems to hold media and is none of ours."""
+    """Error message for an unknown key that seems to hold media."""
     kind = _kind_named(key)
-    column = re.sub(r"\d+$", "*", key)  # one of several that are numbered
+    column = re.sub(r"\d+$", "*", key)  # one of several numbered columns
     return (
         f"found {key!r}, which looks like pictures or videos and is not read, expected media under "
         f"{', '.join(map(repr, MEDIA_KEYS))}; the keys are {', '.join(map(str, keys))}. Name the column "
@@ -155,17 +156,17 @@ def unread_media(key: str, keys: Collection[str]) -> str:
 
 
 def stored(item: Any) -> Any:
-    """The bytes or the path of a picture as Hugging Face datasets store it; with bytes, the path is but a name."""
+    """The bytes or the path of an image as stored in Hugging Face datasets; with bytes, the path is only a name."""
     if not isinstance(item, dict) or not item or not set(item) <= {"bytes", "path"}:
         return item
     return item["bytes"] if item.get("bytes") is not None else item.get("path")
 
 
 def local_path(name: Any, place: str) -> Any:
-    """The path that a "file://" address means, percent signs decoded; anything else as it is.
+    """The path of a "file://" URL, with percent signs decoded; anything else unchanged.
 
     Raises:
-        DataError: a file of another host, or an address that is no path.
+        DataError: a file of another host, or a URL without a path.
     """
     if not isinstance(name, str) or name[:6].lower() != "file:/":
         return name
@@ -194,7 +195,7 @@ def _medium(item: Any, kind: str, place: str) -> Any:
 
 
 def is_none(value: Any) -> bool:
-    """Whether a key says that there is no medium: null, an empty text, list or object, or a list of these."""
+    """Whether a value means that there is no medium: null, an empty text, list or object, or a list of these."""
     if isinstance(value, dict):
         return set(value) <= {"bytes", "path"} and not any(value.values())
     if isinstance(value, list):
@@ -203,7 +204,7 @@ def is_none(value: Any) -> bool:
 
 
 def parts_of(message: Any) -> list[Any]:
-    """The parts of a message's content; none of one that is a text."""
+    """The parts of a message's content; none for a text."""
     content = message.get("content") if isinstance(message, dict) else None
     return content if isinstance(content, list) else []
 
@@ -213,7 +214,7 @@ def _is_medium_part(part: Any) -> bool:
 
 
 def _names(record: Mapping[str, Any], messages: list[Any]) -> Iterator[str]:
-    """What media that are read are called."""
+    """The file names of media that are read."""
     media = [part.get(part["type"]) for message in messages for part in parts_of(message) if _is_medium_part(part)]
     for value in [*media, *(record.get(key) for key in MEDIA_KEYS)]:
         for item in value if isinstance(value, list) else [value]:
@@ -223,7 +224,7 @@ def _names(record: Mapping[str, Any], messages: list[Any]) -> Iterator[str]:
 
 
 def _is_end(first: tuple[str, ...], second: tuple[str, ...]) -> bool:
-    """Whether one path is the end of the other, so that both may be of one file; A/1.png and B/1.png are two."""
+    """Whether one path is the end of the other, so that both may refer to one file; A/1.png and B/1.png do not."""
     shared = min(len(first), len(second))
     return shared > 0 and first[-shared:] == second[-shared:]
 
@@ -244,7 +245,7 @@ def _looks_like_media(value: Any, *, addresses: bool) -> bool:
 
 
 def _is_address(value: Any) -> bool:
-    """Whether a value is an address, or a list of them."""
+    """Whether a value is a URL, or a list of URLs."""
     if isinstance(value, list):
         return bool(value) and all(map(_is_address, value))
     url = value.get("url") if isinstance(value, dict) and set(value) == {"url"} else value
@@ -252,6 +253,6 @@ def _is_address(value: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    """A value for a message, cut short."""
+    """A value for a message, shortened."""
     words = ascii(value) if isinstance(value, bytes) else repr(value)
     return words if len(words) <= 60 else f"{words[:57]}..."

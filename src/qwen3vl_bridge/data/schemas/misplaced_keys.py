@@ -1,10 +1,10 @@
-"""Keys of a record that nobody reads, and that somebody means: in another spelling, or in another place.
+"""Keys of a record that are not read but probably meant to be: misspelt, or in the wrong place.
 
-What lives here: system prompts, tools, words and settings under such keys, refused. What may not: media under unknown
+What lives here: refusing system prompts, tools, texts and settings under such keys. What may not: media under unknown
 keys (`media_keys.py`), anything but the standard library.
 
 Most keys that are not read are metadata. These are not: "System" or "system_prompt" for "system", "functions" for
-"tools", "inputs" for Alpaca's "input", "min_pixels" beside the messages in place of in a picture's part.
+"tools", "inputs" for Alpaca's "input", "min_pixels" next to the messages instead of in an image's part.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ _OTHER_NAMES = {
     "functions": "tools",
     "chathistory": "history",
 }
-_ALIKE = 0.85  # of the letters of two words: "sytem" and "system" are, "story" and "history" are not
+_ALIKE = 0.85  # similarity of two words: "sytem" and "system" are similar, "story" and "history" are not
 _IN_A_MESSAGE = ("reasoning_content", "tool_calls")
 _IN_A_PART = ("min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width", "sample_fps", "nframes")
-# What ms-swift writes the words and boxes of "objects" into.
+# Keys of ms-swift's "objects", whose words and boxes it inserts into the text.
 _OBJECT = re.compile(r"<ref-object>|<bbox>")
 
 
 def check_misplaced(
     record: Mapping[str, Any], known: Collection[str], spelling: str, messages: list[Any], place: str
 ) -> None:
-    """Refuse a key that is not read as it stands, and would change what is trained on.
+    """Refuse a key that is not read in its place, and would change what is trained on.
 
     Args:
         record: as it was read.
         known: keys that are read.
         spelling: the key of its turns, or of its question.
         messages: in our own spelling.
-        place: where the record stands, for messages.
+        place: position of the record, for messages.
 
     Raises:
         DataError: such a key.
@@ -68,7 +68,7 @@ def check_misplaced(
 
 @lru_cache(4096)
 def _meant(key: str, spelling: str) -> str | None:
-    """The key of ours that another is likely to be, of those that are read in a record of that spelling."""
+    """The key of ours that an unread key probably means, among those read in a record of that spelling."""
     if NAMES_A_SAMPLE.fullmatch(key):
         return None
     word = re.sub(r"[\s_-]", "", key).lower()
@@ -79,21 +79,21 @@ def _meant(key: str, spelling: str) -> str | None:
 
 
 def _is_such(meant: str, value: Any) -> bool:
-    """Whether a value is of the kind that a key of ours has."""
+    """Whether a value has the type of a key of ours."""
     if meant == "tools":
         return isinstance(value, list) or (isinstance(value, str) and value.lstrip().startswith("["))
     return isinstance(value, list if meant == "history" else str)
 
 
 def _is_said(meant: str, value: Any, record: Mapping[str, Any], messages: list[Any]) -> bool:
-    """Whether a record has the same under the key of ours, or among its messages, too."""
+    """Whether a record has the same value under our key, or in its messages, too."""
     if record.get(meant):
         return True
     return meant == "system" and any(value in _texts(one) for one in messages if _role(one) == "system")
 
 
 def _place_of(key: str, value: Any) -> str | None:
-    """Where a key is read that stands beside the messages; None for one that is not read anywhere."""
+    """Where a key that is next to the messages would be read; None for one that is not read anywhere."""
     if key in _IN_A_MESSAGE and isinstance(value, (str, list)):
         return "on an assistant's message"
     number = isinstance(value, (int, float)) and not isinstance(value, bool)

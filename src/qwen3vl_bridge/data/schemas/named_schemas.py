@@ -34,13 +34,13 @@ from typing import Any
 from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.files.parsing import parse_record
 
-# Names of Megatron-Bridge's whose records are sounds, or videos asked about by their sound.
+# Names of Megatron-Bridge's schemas with audio, or with videos asked about by their sound.
 _SOUND = ("cv17", "default_audio", "valor32k_avqa")
 _SPEAKERS = ("human", "gpt")
 
 
 def _nothing(record: dict[str, Any], place: str) -> None:
-    """Where keys and strings are all there is to check."""
+    """For schemas that need no check other than that of keys and strings."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ class NamedSchema:
 
     Attributes:
         name: Megatron-Bridge's.
-        keys: that a record must have; others are not read.
-        texts: those of them whose values are strings, of at least one letter.
-        check: refuses other values that the adapter could not translate, or would leave out; called with the record and
-            its place.
+        keys: required keys; others are not read.
+        texts: keys whose values are non-empty strings.
+        check: refuses other values that the adapter could not translate, or would omit; called with the record and its
+            position.
     """
 
     name: str
@@ -61,12 +61,12 @@ class NamedSchema:
     check: Callable[[dict[str, Any], str], None] = _nothing
 
     def messages_of(self, record: Any, place: str) -> dict[str, Any]:
-        """A record in our own spelling.
+        """Convert a record to our own spelling.
 
         Raises:
             DataError: a record that is not of this format.
         """
-        from megatron.bridge.data.sources.hf_adapters import adapt_hf_dataset  # imports much, for who needs it alone
+        from megatron.bridge.data.sources.hf_adapters import adapt_hf_dataset  # imported here because it is slow
 
         given = record if isinstance(record, dict) else {}
         missing = [key for key in self.keys if given.get(key) is None]
@@ -76,7 +76,7 @@ class NamedSchema:
         for key in self.texts:
             _check_text(given[key], repr(key), place)
         self.check(given, place)
-        # A video may be contents, and a path is under our own rules: both come back in place of what stands for them.
+        # A video may be contents, and a path follows our own rules: both are inserted in place of a stand-in.
         read = {key: "video" if key == "video" else given[key] for key in self.keys}
         settings = {"video_root_path": "."} if "video" in read else {}
         (adapted,) = adapt_hf_dataset([read], adapter_name=self.name, adapter_kwargs=settings)
@@ -84,11 +84,11 @@ class NamedSchema:
 
 
 def _own_messages(adapted: dict[str, Any], video: Any) -> list[dict[str, Any]]:
-    """What an adapter made of a record, as our messages.
+    """Convert an adapter's result to our messages.
 
     Args:
         adapted: a prompt and its completion, or a conversation.
-        video: what the record has under that name, for a part that shows it.
+        video: the record's value of that name, for a part with a video.
     """
     if "completion" in adapted:
         pair = (("user", adapted["prompt"]), ("assistant", adapted["completion"]))
@@ -182,7 +182,7 @@ def named_schema(name: str | None) -> NamedSchema | None:
     """The schema of a name; None for records that need none.
 
     Raises:
-        ValueError: no such schema, or one of records that the model cannot take in.
+        ValueError: an unknown schema, or one whose records the model does not support.
     """
     if name is None:
         return None

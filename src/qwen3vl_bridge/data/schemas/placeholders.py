@@ -1,21 +1,20 @@
-"""Places in a conversation for the pictures and videos that stand beside it.
+"""Placeholders in a conversation for the images and videos that are next to it in the record.
 
-What lives here: "<image>" and "<video>" in texts, how others spell them, how many there must be. What may not: which
-keys hold media (`media_keys.py`), how turns are spelt (`spellings.py`), anything but the standard library.
+What lives here: "<image>" and "<video>" in texts, other spellings of them, and their number. What may not: keys that
+hold media (`media_keys.py`), spellings of turns (`spellings.py`), anything but the standard library.
 
-Each "<image>" or "<video>" in a text stands for the next of the media beside the messages, and so does a part
-{"type": "image"} without a picture of its own. In a content that is a list of parts, a text is text. There are as many
-places as media, or a record is refused: also one without media, whose "<image>" would be trained on as the letters it
-is spelt with.
+Each "<image>" or "<video>" in a text stands for the next of the record's media, and so does a part {"type": "image"}
+without an image of its own. In a content that is a list of parts, a text is literal. The number of placeholders must be
+that of media, or a record is refused: also one without media, whose "<image>" would be trained on as text.
 
-Others spell places otherwise, one way in a record:
+Other spellings, of which a record may use only one:
 
-* "<img>", "<ImageHere>", "<Image>", "<image_placeholder>", "<|image|>" are "<image>", and likewise of videos;
-* "<image 1>", "<image_1>", "<image1>", "<|image_1|>" are the picture of that number, counted from 1, as often as they
-  name it; every picture is named at least once;
-* "<img>PATH</img>", as Qwen-VL has it, is the picture of that path, and none stands beside.
+* "<img>", "<ImageHere>", "<Image>", "<image_placeholder>", "<|image|>" mean "<image>", and the same for videos;
+* "<image 1>", "<image_1>", "<image1>", "<|image_1|>" mean the image of that number, counted from 1, any number of
+  times; every image is named at least once;
+* "<img>PATH</img>", as in Qwen-VL, means the image of that path, without media next to the messages.
 
-They stand in what is asked. In an answer they may as well be text, which nobody can tell, and are refused.
+They are read in questions. In an answer they could as well be text, which cannot be decided, and are refused.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from qwen3vl_bridge.data.schemas.media_keys import BESIDE, may_hold_media, parts
 
 Placeholders = Literal["media", "text"]
 
-LIMITS = ("min_pixels", "max_pixels")  # of a picture's own, beside it
+LIMITS = ("min_pixels", "max_pixels")  # limits of an image, next to it
 _OURS = ("<image>", "<video>")
 _PLACE = re.compile(
     r"<img>(?P<path>[^<>\n]{0,4096})</img>"
     r"|<(?P<bar>\|)?(?P<kind>image|img|video)([ _-]?(?P<number>\d{1,4})|here|[ _-]?placeholder)?(?(bar)\|)>",
     re.IGNORECASE,
 )
-# What somebody may have meant as a place, in a spelling that is not read.
+# Possible placeholders in a spelling that is not read.
 _LIKE_A_PLACE = re.compile(
     r"<\s*/?\|?\s*(image|img|picture|pic|photo|video|clip|frame)s?([\s_-]*(token|pad|placeholder|context|\d+))?\s*\|?/?\s*>"
     r"|[\[{]{1,2}\s*(image|img|picture|photo|video)s?([\s_-]*\d+)?\s*[\]}]{1,2}",
@@ -46,13 +45,13 @@ _AS_TEXT = "where text is meant, write the content as a list of parts, or set co
 
 
 class _Place(NamedTuple):
-    """A place for a picture or a video in a text.
+    """A placeholder for an image or a video in a text.
 
     Attributes:
         kind: "image" or "video".
         spelling: as it is written.
         number: of the medium, counted from 1; None for the next.
-        path: of the medium, where the text says it.
+        path: of the medium, if the text has it.
     """
 
     kind: str
@@ -71,19 +70,19 @@ def with_media(
     placeholders: Placeholders = "media",
     in_front: bool = False,
 ) -> list[Any]:
-    """The messages with each place made the medium that it stands for.
+    """The messages with each placeholder replaced by its medium.
 
     Args:
-        messages: they.
-        media: of each kind, in their order.
-        place: where the record stands, for messages.
+        messages: the messages.
+        media: of each kind, in order.
+        place: position of the record, for messages.
         record: as it was read, for messages.
         known: keys of it that are read.
-        placeholders: whether "<image>" and "<video>" in a text are places, or text.
-        in_front: media of a kind for which there is no place at all stand before the first question.
+        placeholders: whether "<image>" and "<video>" in a text are placeholders, or literal text.
+        in_front: insert media of a kind without any placeholder before the first question.
 
     Raises:
-        DataError: not as many places of a kind as media, or places of which it is not known what they stand for.
+        DataError: another number of placeholders of a kind than media, or ambiguous placeholders.
     """
     front, rest = [], dict[str, _Rest]()
     for kind in BESIDE:
@@ -106,7 +105,7 @@ def with_media(
 
 
 def _check_spellings(found: list[_Place | None], messages: list[Any], place: str) -> None:
-    """Refuses places of which it is not known what they stand for."""
+    """Refuse ambiguous placeholders."""
     other = [one for one in found if one is not None and one.spelling not in _OURS]
     if not other:
         return
@@ -128,7 +127,7 @@ def _check_spellings(found: list[_Place | None], messages: list[Any], place: str
 
 
 def _check_likeness(kind: str, given: int, messages: list[Any], place: str) -> None:
-    """Refuses media that would stand in front of a question which seems to say itself where."""
+    """Refuse media that would be inserted before a question that seems to have its own kind of placeholders."""
     for message in messages:
         content = message.get("content") if message.get("role") == "user" else None
         matches = _LIKE_A_PLACE.finditer(content) if isinstance(content, str) else ()
@@ -141,7 +140,7 @@ def _check_likeness(kind: str, given: int, messages: list[Any], place: str) -> N
 
 
 def _check_named(kind: str, found: list[_Place | None], given: int, place: str) -> None:
-    """Refuses numbers of media that are not there, media that no number names, and paths beside media."""
+    """Refuse numbers of media that do not exist, media that no number names, and paths in addition to media."""
     if given and (path := next((one for one in found if one is not None and one.path), None)):
         raise DataError(
             place, f"found {shown(path.spelling)} in a text, and {given} {kind}s beside it, expected one of them"
@@ -157,7 +156,7 @@ def _check_named(kind: str, found: list[_Place | None], given: int, place: str) 
 
 
 def _numbers(found: list[_Place | None]) -> set[int]:
-    """Which media are named by their numbers."""
+    """The media that are named by their numbers."""
     return {one.number for one in found if one is not None and one.number is not None}
 
 
@@ -180,7 +179,7 @@ def _mismatch(
 
 
 def _places(messages: list[Any], kind: str, placeholders: Placeholders) -> Iterator[_Place | None]:
-    """Places of a kind, in their order; None for a part without a medium of its own."""
+    """Placeholders of a kind, in order; None for a part without a medium of its own."""
     for message in messages:
         if placeholders == "media":
             yield from (one for one in _texts_places(message) if one.kind == kind)
@@ -188,7 +187,7 @@ def _places(messages: list[Any], kind: str, placeholders: Placeholders) -> Itera
 
 
 def _texts_places(message: Any) -> Iterator[_Place]:
-    """Places in a content that is a text."""
+    """Placeholders in a content that is a text."""
     content = message.get("content") if isinstance(message, dict) else None
     yield from map(_place_of, _PLACE.finditer(content)) if isinstance(content, str) else ()
 
@@ -200,7 +199,7 @@ def _place_of(match: re.Match[str]) -> _Place:
 
 
 def _bare(part: Any) -> str | None:
-    """The kind of a part that is a picture or a video, and does not say which."""
+    """The kind of a part that is an image or a video without a value."""
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str) or kind not in BESIDE:
         return None
@@ -210,7 +209,7 @@ def _bare(part: Any) -> str | None:
 
 
 class _Rest:
-    """The media of a kind: the next that no place has taken, or that of a number."""
+    """The media of a kind: the next that is not used yet, or that of a number."""
 
     def __init__(self, media: list[Any]) -> None:
         self._media, self._taken = media, 0
@@ -226,7 +225,7 @@ def _filled(message: Any, rest: Mapping[str, _Rest], placeholders: Placeholders)
     if isinstance(content, str) and placeholders == "media" and _PLACE.search(content):
         parts, last = [], 0
         for match in _PLACE.finditer(content):
-            # White space beside a placeholder is text: LLaVA's own "<image>\n" was trained on with its line break.
+            # White space next to a placeholder is text: LLaVA's own "<image>\n" was trained on with its line break.
             parts += [_text(content[last : match.start()]), _medium_part(_place_of(match), rest)]
             last = match.end()
         return {**message, "content": [part for part in (*parts, _text(content[last:])) if part.get("text") != ""]}

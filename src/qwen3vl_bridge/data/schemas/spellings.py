@@ -1,23 +1,23 @@
-"""How other people spell conversations, told in our own spelling.
+"""Other spellings of conversations, converted to our own.
 
 What lives here: ShareGPT's and LLaVA's turns, questions with their answers, parts as OpenAI names them. What may not:
-media beside them (`media_keys.py`) and their places (`placeholders.py`), data sets' own names for columns
-(`columns.py`), reading files (`data/sources/opening.py`, `data/sources/parquet.py`, `data/sources/hub.py`), checking
-what is a conversation (`conversations.py`), anything but the standard library.
+media next to them (`media_keys.py`) and their placeholders (`placeholders.py`), data sets' column names (`columns.py`),
+reading files (`data/sources/opening.py`, `data/sources/parquet.py`, `data/sources/hub.py`), validating a conversation
+(`conversations.py`), anything but the standard library.
 
-Our own spelling is {"messages": [{"role": ..., "content": ...}]}, with pictures and videos as parts of a content.
-Others are
+Our own spelling is {"messages": [{"role": ..., "content": ...}]}, with images and videos as parts of a content. Others
+are
 
 * {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}, with the system prompt as a
-  turn or beside it, as "system"; or the turns of one under the name of the other;
-* {"texts": [{"user": "...", "assistant": "..."}]}, as the_cauldron has them;
-* a question and its answer: "question" and "answer"; "query" and "response", as ms-swift has them; "prompt" and
-  "completion", as TRL has them; "instruction", "input" on a line of its own, and "output", as Alpaca has them. What was
-  said before may stand under "history", a list of [question, answer];
-* parts {"type": "image_url", "image_url": {"url": "..."}} or with the address itself, "video_url" likewise,
-  {"type": "input_image", "image_url": "..."}, {"type": "image", "url": "..."} or "path";
-* media beside all that (`media_keys.py`). Beside questions and `texts` that have no placeholder they stand before the
-  first question, where ms-swift puts them;
+  turn or next to it, as "system"; or the turns of one under the name of the other;
+* {"texts": [{"user": "...", "assistant": "..."}]}, as in the_cauldron;
+* a question and its answer: "question" and "answer"; "query" and "response", as in ms-swift; "prompt" and "completion",
+  as in TRL; "instruction", "input" on a separate line, and "output", as in Alpaca. Earlier turns may be under
+  "history", a list of [question, answer];
+* parts {"type": "image_url", "image_url": {"url": "..."}} or with the URL itself, the same for "video_url", {"type":
+  "input_image", "image_url": "..."}, {"type": "image", "url": "..."} or "path";
+* media next to all that (`media_keys.py`). With questions and `texts` that have no placeholder they are inserted before
+  the first question, as in ms-swift;
 * "file:///..." for a path.
 """
 
@@ -32,7 +32,7 @@ from qwen3vl_bridge.data.schemas.misplaced_keys import check_misplaced
 from qwen3vl_bridge.data.schemas.placeholders import Placeholders, with_media
 from qwen3vl_bridge.files.parsing import parse_record
 
-LOSS = ("loss", "weight")  # beside an assistant's message: whether it is trained on
+LOSS = ("loss", "weight")  # next to an assistant's message: whether it is trained on
 SPEAKERS = {
     "system": "system",
     "human": "user",
@@ -51,24 +51,25 @@ EXPECTED = (
     + "), or the setting columns with the names that they have here"
 )
 _ADDRESSES = {"image_url": "image", "input_image": "image", "video_url": "video"}
-_DETAILS = (None, "auto", "high")  # OpenAI's "low" would be another picture
+_DETAILS = (None, "auto", "high")  # OpenAI's "low" would be another image
 
 
 def messages_of(record: Any, place: str, *, placeholders: Placeholders = "media") -> Any:
-    """A record in our own spelling. What is no object, or has no messages, is given back for others to refuse.
+    """Convert a record to our own spelling. A value that is not an object, or has no messages, is returned for later
+    checks.
 
     Args:
         record: as it was read; it is never changed.
-        place: where it was read, for messages.
-        placeholders: whether "<image>" and "<video>" in texts are places of media, or text.
+        place: its position in the data, for messages.
+        placeholders: whether "<image>" and "<video>" in texts are placeholders, or literal text.
 
     Raises:
-        DataError: turns that are none, keys of several spellings or of none, places that don't match the media beside
-            them, or a key that seems to hold media and is not known.
+        DataError: invalid turns, keys of several spellings or of none, placeholders that do not match the media next to
+            them, or an unknown key that seems to hold media.
     """
     if not isinstance(record, dict):
         return record
-    # Tables and their exports give every row all keys, with null for those it has not.
+    # Tables and their exports give every row all keys, with null for missing ones.
     keys = [key for key, value in record.items() if value is not None]
     own, spelling = dict(record), spelling_of(keys, place)
     if spelling is None:
@@ -101,11 +102,11 @@ def messages_of(record: Any, place: str, *, placeholders: Placeholders = "media"
 
 
 def spelling_of(keys: Collection[str], place: str) -> str | None:
-    """The key of a record's turns, or of its questions; None where it has neither.
+    """The key of a record's turns, or of its questions; None if it has neither.
 
     Args:
         keys: of the record, or the columns of a table.
-        place: where it was read, for messages.
+        place: its position in the data, for messages.
 
     Raises:
         DataError: several of them.
@@ -124,7 +125,7 @@ def spelling_of(keys: Collection[str], place: str) -> str | None:
 
 
 def _check_read(record: dict[str, Any], spelling: str, place: str) -> None:
-    """Refuses words beside turns that are read without them."""
+    """Refuse texts next to turns that are read without them."""
     for key, by in (("history", tuple(QUESTIONS)), ("input", ("instruction",))):
         if spelling not in by and record.get(key) not in (None, "", []):
             joined = f"write both into the question (columns.question='{{{key}}}\\n{{{spelling}}}'), or "
@@ -137,7 +138,7 @@ def _check_read(record: dict[str, Any], spelling: str, place: str) -> None:
 
 
 def _messages(own: dict[str, Any], spelling: str, place: str) -> Any:
-    """What was said as messages; its keys are taken out of the record."""
+    """The turns as messages; their keys are removed from the record."""
     said = own.pop(spelling)
     sharegpt = isinstance(said, list) and said and isinstance(said[0], dict) and "from" in said[0]
     if spelling == "messages" and not sharegpt:
@@ -169,7 +170,7 @@ def _text(value: Any, place: str) -> str:
 
 
 def _from_history(history: Any, place: str) -> list[dict[str, Any]]:
-    """ms-swift's and LLaMA-Factory's list of what was asked and answered before."""
+    """ms-swift's and LLaMA-Factory's list of earlier questions and answers."""
     history = [] if history is None else history
     if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
         raise DataError(place, f"found {shown(history)} under 'history', expected a list of [question, answer]")
@@ -212,7 +213,7 @@ def _from_turns(turns: Any, place: str) -> list[dict[str, Any]]:
 
 
 def _with_system(messages: list[Any], system: Any, place: str) -> list[Any]:
-    """The messages after what stands beside them as a system prompt."""
+    """The messages, with the system prompt that is next to them in front."""
     if system is None or system == "":
         return messages
     if not isinstance(system, str):
@@ -239,7 +240,7 @@ def _from_turn(turn: Any, place: str) -> dict[str, Any]:
 
 
 def _with_parts(message: Any, place: str) -> Any:
-    """A message whose parts are ours; what is no part is left for others to refuse."""
+    """A message with parts in our spelling; invalid parts are left for later checks."""
     content = message.get("content") if isinstance(message, dict) else None
     if not isinstance(content, list):
         return message
@@ -259,7 +260,7 @@ def _own_part(part: Any, place: str) -> Any:
         return {"type": _ADDRESSES[kind], _ADDRESSES[kind]: local_path(_address(given, name, place), place)}
     if kind not in ("image", "video"):
         return part
-    for name in ("url", "path"):  # as transformers' templates have them
+    for name in ("url", "path"):  # as in transformers' templates
         if set(given) == {"type", name}:
             return {"type": kind, kind: local_path(given[name], place)}
     medium = given.get(kind)
@@ -275,7 +276,7 @@ def _located(medium: Any, place: str) -> Any:
 
 
 def _address(part: dict[str, Any], name: str, place: str) -> str:
-    """The address in a part of OpenAI's."""
+    """The URL in a part of OpenAI's."""
     given = part.get(name)
     inner = {key: value for key, value in given.items() if value is not None} if isinstance(given, dict) else {}
     url = inner.get("url") if isinstance(given, dict) else given
@@ -290,7 +291,7 @@ def _address(part: dict[str, Any], name: str, place: str) -> str:
 
 
 def _decoded(text: str, place: str) -> Any:
-    """What a text says that holds JSON; None for an empty one."""
+    """The value of a text that contains JSON; None for an empty one."""
     try:
         return parse_record(text) if text.strip() else None
     except ValueError as error:

@@ -1,19 +1,19 @@
-r"""Texts made of several columns of a record.
+r"""Texts composed of several columns of a record.
 
-What lives here: what a template is, which columns it names, and filling it. What may not: whose templates they are
+What lives here: the syntax of a template, its columns, and filling it. What may not: where templates are set
 (`columns.py`), the chat template of a checkpoint (`data/processing/encoding.py`).
 
-A template holds a brace, or begins with "text:". In it
+A template contains a brace, or begins with "text:". In it
 
     {question}           is a column's text, or its number
-    {answers[0]}         is the first of a list; {answers[0][answer]} what an object there holds
-    {choices:letters}    is a list, one a line, as "A. ...", "B. ..."; also one written as a text, "['six', 'seven']"
+    {answers[0]}         is the first of a list; {answers[0][answer]} a value of an object there
+    {choices:letters}    is a list, one item per line, as "A. ...", "B. ..."; also a list in a text, "['six', 'seven']"
     {answer:letter}      is the letter of a number that counts from 0
     {{ and }}            are braces
     \n                   is the end of a line
 
-A line of which all columns are empty is left out: of "{hint}\n{question}" where there is no hint, and
-"{options:letters}" of a list of none.
+A line whose columns are all empty is left out: in "{hint}\n{question}" without a hint, and "{options:letters}" of an
+empty list.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _MOST_WRITTEN = 1 << 16  # letters of a list that is written as a text
 
 
 def is_template(value: Any) -> bool:
-    """Whether a value of a setting is a template, and no column's name."""
+    """Whether a value of a setting is a template, and not a column's name."""
     return isinstance(value, str) and (value.startswith(_CONSTANT) or "{" in value or "}" in value)
 
 
 def columns_of(template: str) -> Iterator[str]:
-    """The columns that a template is filled from.
+    """The columns that a template uses.
 
     Raises:
-        ValueError: it is no template.
+        ValueError: an invalid template.
     """
     for _, field, spec, conversion in string.Formatter().parse(template.removeprefix(_CONSTANT)):
         if field is None:
@@ -53,10 +53,10 @@ def columns_of(template: str) -> Iterator[str]:
 
 
 def filled(template: str, record: Mapping[str, Any], place: str) -> str:
-    """A template with what a record holds.
+    """Fill a template with a record's values.
 
     Raises:
-        DataError: a column that the record has not, or that holds what cannot be written there.
+        DataError: a column that the record does not have, or whose value cannot be inserted.
     """
     if missing := [column for column in columns_of(template) if record.get(column) is None]:
         found = ", ".join(map(str, record)) or "none"
@@ -69,7 +69,7 @@ def filled(template: str, record: Mapping[str, Any], place: str) -> str:
 
 
 def _line(line: str, record: Mapping[str, Any]) -> str | None:
-    """One line of a template; None for one of columns alone that are all empty."""
+    """One line of a template; None for one that consists only of empty columns."""
     text = _Filling().vformat(line, (), record)
     return None if line and not text else text
 
@@ -102,7 +102,7 @@ def _listed(value: Any) -> list[Any] | None:
     """A list, or one that is written as a text, by Python or as JSON; None for anything else."""
     if isinstance(value, str) and value.strip().startswith("[") and len(value) <= _MOST_WRITTEN:
         try:
-            with warnings.catch_warnings(action="ignore"):  # of a backslash that begins no escape
+            with warnings.catch_warnings(action="ignore"):  # about a backslash that begins no escape
                 value = ast.literal_eval(value.strip())
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             return None

@@ -1,4 +1,4 @@
-"""Where conversations are read from: JSON, Parquet, tables, the hub; splits and fingerprints."""
+"""Sources of conversations: JSON, Parquet, tables, the hub; splits and fingerprints."""
 
 from qwen3vl_bridge import moved
 

@@ -1,6 +1,6 @@
-"""Whether data are still what a position, or a packing, was made of.
+"""Compares the data with those that a checkpoint's position or a packing refers to.
 
-What lives here: comparing what must be the same. What may not: what that is, which each source and stream knows.
+What lives here: the comparison. What may not: the fingerprints, which each source and stream computes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def differences(found: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
-    """What differs, in words; nothing if all is the same."""
+    """The differences, as text; empty if there are none."""
     names = dict.fromkeys((*expected, *found))
     return "; ".join(
         f"{name} {found.get(name)}, expected {expected.get(name)}"
@@ -20,11 +20,11 @@ def differences(found: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
 
 
 def check_position(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Refuses a position in other data.
+    """Refuse a position in other data.
 
     Args:
-        found: what these data are.
-        expected: what those were that the position is in.
+        found: fingerprint of the present data.
+        expected: fingerprint stored with the position.
 
     Raises:
         ValueError: they differ.
@@ -41,10 +41,10 @@ def check_position(found: Mapping[str, Any], expected: Mapping[str, Any]) -> Non
 
 
 def check_alike(found: Sequence[Any], what: str) -> None:
-    """Refuses data that are not the same in every process.
+    """Refuse data that are not the same in every process.
 
     Args:
-        found: what they are, by rank.
+        found: fingerprints by rank.
         what: the data, for messages.
 
     Raises:
@@ -59,15 +59,15 @@ def check_alike(found: Sequence[Any], what: str) -> None:
 
 
 def check_assignment(row: int, before: tuple[int, int], now: tuple[int, int]) -> None:
-    """Refuses a position in the middle of rows that were assigned otherwise.
+    """Refuse a position within rows that were assigned to ranks differently.
 
     Args:
         row: the position.
         before: how many rows were assigned together, and to how many ranks.
-        now: the same, as it is now.
+        now: the same for the present run.
 
     Raises:
-        ValueError: it is.
+        ValueError: the position is within such rows.
     """
     if before != now and any(row % over for over, _ in (before, now)):
         raise ValueError(

@@ -1,7 +1,7 @@
 """Conversations in data sets of Hugging Face's `datasets`: on disk, or on the hub.
 
-What lives here: names on the hub, loading a data set and finding a row. What may not: what a row means (`tables.py`),
-streaming (`hub_streaming.py`).
+What lives here: names on the hub, loading a data set and finding a row. What may not: the contents of a row
+(`tables.py`), streaming (`hub_streaming.py`).
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ _NAME = re.compile(
     r"(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>[^@:/#]+))?(:(?P<configuration>[^#]+)|/(?P<files>[^#]+))?"
     r"(#(?P<split>.+))?"
 )
-_FILES = re.compile(r"[*?\[]|\.(parquet|jsonl?|arrow)(\.\w+)?$")  # what is none of these is a folder
+_FILES = re.compile(r"[*?\[]|\.(parquet|jsonl?|arrow)(\.\w+)?$")  # anything else is a folder
 
 
 @dataclass(frozen=True)
 class HubName:
-    """What a data set of the hub is called.
+    """Name of a data set of the hub.
 
     Attributes:
         repository: "owner/name".
-        configuration: which, of a data set that has several, as The Cauldron's "ai2d".
-        split: which; needless where there is but one.
+        configuration: the configuration, if the data set has several, such as The Cauldron's "ai2d".
+        split: the split; optional if there is only one.
         revision: branch, tag or commit; the main branch if None.
-        files: a folder of the repository, a file or a pattern, in place of a configuration; these are of one split,
-            which `datasets` calls "train", but for a folder whose files are named by splits.
+        files: a folder of the repository, a file or a pattern, instead of a configuration; `datasets` treats these as
+            one split, "train", unless a folder's files are named by splits.
     """
 
     repository: str
@@ -50,9 +50,9 @@ class HubName:
 
     @classmethod
     def of(cls, path: str) -> Self:
-        """Read "hf://owner/name@revision:configuration#split", of which all but owner and name may be left out.
+        """Read "hf://owner/name@revision:configuration#split"; all parts except owner and name are optional.
 
-        Hugging Face's own "hf://datasets/owner/name@revision/files" says the same, and "/" in a revision is "%2F".
+        Hugging Face's own "hf://datasets/owner/name@revision/files" means the same, and "/" in a revision is "%2F".
 
         Raises:
             DataError: a path of another form.
@@ -65,13 +65,13 @@ class HubName:
         return cls(**found | {"revision": found["revision"] and unquote(found["revision"])})
 
     def __str__(self) -> str:
-        """As messages and samples have it, without "hf://"."""
+        """The name for messages and sample ids, without "hf://"."""
         parts = (("@", self.revision), (":", self.configuration), ("/", self.files), ("#", self.split))
         name = "".join(f"{mark}{part}" for mark, part in parts if part is not None)
         return f"{'datasets/' if self.files else ''}{self.repository}{name}"
 
     def arguments(self) -> tuple[tuple[str, ...], dict[str, str]]:
-        """What functions of `datasets` are told, but for the split."""
+        """Arguments for functions of `datasets`, except the split."""
         named = (self.repository,) if self.configuration is None else (self.repository, self.configuration)
         of_files = "data_files" if self.files and _FILES.search(self.files) else "data_dir"
         others = {"revision": self.revision, of_files: self.files and self.files.strip("/")}
@@ -79,7 +79,7 @@ class HubName:
 
 
 class HubDataset:
-    """A map-style data set of Hugging Face's `datasets`, read as it is stored: pictures are not decoded here."""
+    """A map-style data set of Hugging Face's `datasets`, read as it is stored: images are not decoded here."""
 
     def __init__(
         self,
@@ -89,15 +89,15 @@ class HubDataset:
         schema: Schema | None = None,
         recorded_as: str | None = None,
     ) -> None:
-        """Take a data set's rows as conversations.
+        """Read a data set's rows as conversations.
 
         Args:
             dataset: a `datasets.Dataset`.
-            name: what messages call it.
-            media_root: folder that paths are relative to and may not leave, without which there may be none; or a
+            name: its name in messages.
+            media_root: folder that paths are relative to and must not leave; None if paths are not allowed; or a
                 `MediaAccess`.
-            schema: of the records, where they have a named one.
-            recorded_as: what a record of its downloads is called; the library's fingerprint if None.
+            schema: schema of the records, or None.
+            recorded_as: name of the data in the download record; the library's fingerprint if None.
 
         Raises:
             DataError: a streaming data set, several splits, no column of messages, or no rows.
@@ -121,7 +121,7 @@ class HubDataset:
 
     @classmethod
     def saved(cls, folder: str | Path, media_root: MediaRoot = None, schema: Schema | None = None) -> HubDataset:
-        """What `save_to_disk` left in a folder. Paths are relative to that folder by default.
+        """A folder written by `save_to_disk`. Paths are relative to that folder by default.
 
         Raises:
             DataError: as for the class, or a folder that cannot be loaded; `datasets` is not installed.
@@ -149,17 +149,17 @@ class HubDataset:
         """A data set of the hub, downloaded or from the cache.
 
         Args:
-            name: "owner/name", or as `HubName.of` reads it.
-            split: which, where the name does not say it; needless where there is but one.
+            name: "owner/name", or any form that `HubName.of` reads.
+            split: the split, if the name has none; optional if there is only one.
             media_root: as for the class.
-            schema: likewise.
+            schema: as for the class.
 
         Raises:
-            DataError: as for the class, no such data set, configuration or split, or several and none chosen.
+            DataError: as for the class; an unknown data set, configuration or split, or several and none chosen.
         """
         dataset, called = load_named(name, split)
         source = cls(dataset, called, media_root, schema, recorded_as=called)
-        # The library's own holds times of files in the cache, which differ from machine to machine.
+        # The library's own fingerprint contains times of cached files, which differ between machines.
         source._fingerprint = f"{called}, {len(source)} rows, {dataset.info.dataset_size} bytes"
         return source
 
@@ -171,10 +171,11 @@ class HubDataset:
         return f"{self.name}[{range(len(self))[index]}]"
 
     def fingerprint(self) -> str:
-        """The library's own of a saved data set; name, rows and bytes of one of the hub; and what was not downloaded.
+        """The library's own for a saved data set; name, rows and bytes for one of the hub; and the files that were not
+        downloaded.
 
         Raises:
-            Unreachable: these have not come to their end.
+            Unreachable: the download is not complete.
         """
         return with_downloads(marked(self._fingerprint, self._schema), self.media, self.name)
 
@@ -182,7 +183,7 @@ class HubDataset:
         """Read one conversation.
 
         Raises:
-            DataError: a row that cannot be read, or is no conversation.
+            DataError: a row that cannot be read, or is not a conversation.
         """
         place = self.sample_id(index)
         try:
@@ -193,15 +194,15 @@ class HubDataset:
 
 
 def load_named(name: str, split: str | None = None, **how: Any) -> tuple[Any, str]:
-    """A data set of the hub, and what it is called, with its split.
+    """A data set of the hub, and its name with the split.
 
     Args:
-        name: as `HubName.of` reads it.
-        split: which, where the name does not say it; needless where there is but one.
-        how: what else `datasets.load_dataset` is told.
+        name: any form that `HubName.of` reads.
+        split: the split, if the name has none; optional if there is only one.
+        how: further arguments of `datasets.load_dataset`.
 
     Raises:
-        DataError: no such data set, configuration or split, or several and none chosen; `datasets` is not installed.
+        DataError: an unknown data set, configuration or split, or several and none chosen; `datasets` is not installed.
     """
     found = HubName.of(name)
     if split and found.split not in (None, split):
@@ -213,7 +214,7 @@ def load_named(name: str, split: str | None = None, **how: Any) -> tuple[Any, st
     try:
         splits = [found.split] if found.split else datasets.get_dataset_split_names(*named, **others)
         dataset = datasets.load_dataset(*named, split=splits[0], **others, **how) if len(splits) == 1 else None
-    except Exception as error:  # the network's, the hub's, and those of whatever reads its files
+    except Exception as error:  # errors of the network, the hub, and file formats
         _check_configuration(datasets, found, error)
         raise DataError(place, f"found a data set that does not load ({error})") from error
     if dataset is None:
@@ -222,9 +223,9 @@ def load_named(name: str, split: str | None = None, **how: Any) -> tuple[Any, st
 
 
 def _check_configuration(datasets: Any, name: HubName, error: Exception) -> None:
-    """Says which configurations there are, if an error is that there are others."""
+    """Add the available configurations to the library's error message."""
     names: list[str] = []
-    if isinstance(error, ValueError) and name.files is None:  # and not the network's or the hub's
+    if isinstance(error, ValueError) and name.files is None:  # not an error of the network or the hub
         with suppress(Exception):
             names = datasets.get_dataset_config_names(name.repository, revision=name.revision)
     if names and name.configuration not in (names if len(names) > 1 else (None, *names)):

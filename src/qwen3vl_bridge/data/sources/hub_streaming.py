@@ -1,17 +1,16 @@
-"""Conversations in streaming data sets of Hugging Face's `datasets`, which know neither their length nor their rows.
+"""Conversations in streaming data sets of Hugging Face's `datasets`, of unknown length and without random access.
 
-What lives here: reading forward, what is kept of it, and numbers for what was read. What may not: names on the hub
-(`hub.py`), what a row means (`tables.py`), which samples are read together (`data/packing/row_plan.py`).
+What lives here: reading forward, the rows that are kept, and numbering of samples. What may not: names on the hub
+(`hub.py`), the contents of a row (`tables.py`), which samples are read together (`data/packing/row_plan.py`).
 
-A part of a stream is some of its files, or of the row groups of Parquet files, by `IterableDataset.shard`: neither part
-nor process downloads those of others. It is read by `IterableDataset.iter`, which, unlike iterating over it, does not
-split itself once more among the workers of a torch DataLoader: which process reads which part is not the library's to
-say (`data/loading/streamed_rows.py`).
+A part of a stream is a subset of its files, or of the row groups of Parquet files (`IterableDataset.shard`), so each
+process downloads only its own. Parts are read with `IterableDataset.iter`, which, unlike iteration, does not split once
+more over the workers of a torch DataLoader: `data/loading/streamed_rows.py` assigns parts to processes.
 
-An epoch's order is a shuffle of its own, with the seed and the epoch as its seed, and not `set_epoch`: that one writes
-to memory that the workers of a loader share while they read different epochs, and mixes the shards of data sets that
-nobody asked to shuffle. Nor is it `skip`, after which some orders are others: what lies before is read and left. The
-library's `state_dict` does not help either: it loses the samples that wait in the buffer of a shuffle.
+Each epoch is shuffled with a seed derived from the run's seed and the epoch. `set_epoch` is not used, because it writes
+to memory shared by workers that read different epochs, and shuffles the shards of data sets that should not be
+shuffled; nor `skip`, because it changes some orders (earlier rows are read and discarded instead); nor `state_dict`,
+because it loses the samples in the shuffle buffer.
 """
 
 from __future__ import annotations
@@ -36,21 +35,21 @@ import numpy as np
 
 logger = logging.getLogger(__name__)
 
-EPOCH = 2**40  # a sample's number is its place in the epoch, and this for each epoch before
-_BATCH = 64  # rows that are taken from the library at once
-_MANY = 10  # files of a part, from which on it makes no difference that some parts have one more
+EPOCH = 2**40  # a sample's number is its index in the epoch plus this for each previous epoch
+_BATCH = 64  # rows that are read from the library at once
+_MANY = 10  # files of a part, from which on an uneven division makes no difference
 _of_parents: list[_Reading] = []  # never freed: closing them would wait for threads that only the parent has
 
 
 @dataclass
 class _Reading:
-    """Where the stream is read.
+    """State of reading the stream.
 
     Attributes:
-        epoch: which.
-        tables: the rest of it.
-        place: of the next row in the epoch.
-        process: whose it is; one that was forked has its parent's open files, and must not read from them.
+        epoch: the epoch.
+        tables: the remaining tables.
+        place: index of the next row in the epoch.
+        process: id of the owning process; a forked one shares its parent's open files, and must not read from them.
     """
 
     epoch: int
@@ -60,11 +59,11 @@ class _Reading:
 
 
 class StreamedDataset:
-    """A streaming data set, read forward, epoch after epoch: pictures are not decoded here.
+    """A streaming data set, read forward, epoch after epoch: images are not decoded here.
 
-    The latest rows are kept, with what pictures they hold. A row from before them is found by reading its epoch anew
-    from the beginning, as is the first row of a run that goes on: correct, and as slow as that is. Of Parquet files
-    Arrow holds more, decoded ahead, up to a whole file of each that is read.
+    The latest rows are kept, with their images. Earlier rows, and the first row of a resumed run, are found by
+    rereading the epoch from the start, which is slow. For Parquet files Arrow keeps more in memory, decoded ahead, up
+    to one whole file for each that is being read.
     """
 
     def __init__(
@@ -78,28 +77,28 @@ class StreamedDataset:
         keep: int = 2048,
         schema: Schema | None = None,
     ) -> None:
-        """Take a data set's rows as conversations.
+        """Read a data set's rows as conversations.
 
         Args:
             dataset: a `datasets.IterableDataset`, whose order is the same in every process.
-            name: what messages call it.
-            media_root: folder that paths are relative to and may not leave, without which there may be none; or a
+            name: its name in messages.
+            media_root: folder that paths are relative to and must not leave; None if paths are not allowed; or a
                 `MediaAccess`.
-            seed: of the order, anew each epoch; None for the data set's own, each epoch the same.
-            buffer_size: rows that are shuffled together, with the files they are from; each process holds so many.
-            keep: how many of the latest rows are kept.
-            schema: of the records, where they have a named one.
+            seed: seed of the order, different in each epoch; None for the data set's own order, equal in each epoch.
+            buffer_size: size of the shuffle buffer in rows, with their files in memory in each process.
+            keep: number of latest rows that are kept.
+            schema: schema of the records, or None.
 
         Raises:
             DataError: a data set that does not stream, several splits, a node's part, or no column of messages.
-            ValueError: a number below what it may be.
+            ValueError: a number below its minimum.
         """
         _check_dataset(dataset, name)
         for what, found, least in (("seed", seed or 0, 0), ("buffer_size", buffer_size, 1), ("keep", keep, 1)):
             if found < least:
                 raise ValueError(f"{what} is {found}, expected at least {least}")
         if dataset.features is not None:
-            # Undoes what the library does for data sets of the hub: decoding ahead, in threads.
+            # Undo what the library does for data sets of the hub: decoding ahead, in threads.
             dataset = dataset.decode(False).select_columns(columns_of(dataset.features.arrow_schema, name, schema))
         # Of one of the hub as `HubDataset` has it: downloads go through it by number.
         self.name, self.media = name, recorded(media_access(media_root, None), marked(name, schema))
@@ -126,10 +125,10 @@ class StreamedDataset:
         return cls(dataset, called, media_root, **how)
 
     def divided(self, parts: int) -> Self:
-        """The same, of at least as many files as parts, and as many for each if that can be.
+        """The same data set with at least as many files as parts, and if possible an equal number for each.
 
         Args:
-            parts: that it is to be read in.
+            parts: number of parts.
 
         Raises:
             DataError: it has fewer files, or row groups of Parquet files.
@@ -154,11 +153,11 @@ class StreamedDataset:
         return divided
 
     def part(self, part: int, parts: int) -> Self:
-        """One part of what is `divided`, with numbers, epochs and an order of its own.
+        """One part of a `divided` data set, with its own numbers, epochs and order.
 
         Args:
-            part: which, counted from 0.
-            parts: how many there are.
+            part: index of the part.
+            parts: number of parts.
         """
         if parts == 1:
             return self
@@ -169,25 +168,25 @@ class StreamedDataset:
 
     def _forget(self) -> None:
         self._reading: _Reading | None = None
-        self._kept: dict[int, tuple[Any, int]] = {}  # a table and a row of it, by number, the latest last
-        self._seen: dict[int, int] = {}  # how many rows each epoch has, or has at least
+        self._kept: dict[int, tuple[Any, int]] = {}  # by number, a table and a row of it, the latest last
+        self._seen: dict[int, int] = {}  # by epoch, the number of rows seen
         self._ended: set[int] = set()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_reading": None, "_kept": {}}
 
     def numbers(self, epoch: int, start: int, count: int) -> Sequence[int]:
-        """Which samples stand at places `start` to `start + count - 1`; fewer, or none, where the epoch ends.
+        """Numbers of the samples at positions `start` to `start + count - 1`; fewer, or none, if the epoch ends.
 
-        Reads as far as it takes to know.
+        Reads the stream as far as necessary.
 
         Args:
-            epoch: which pass over the samples.
-            start: the first place.
-            count: how many places.
+            epoch: the pass over the samples.
+            start: the first position.
+            count: number of positions.
 
         Raises:
-            Unreachable: the stream broke off.
+            Unreachable: the stream was interrupted.
         """
         end = start + count
         if self._seen.get(epoch, 0) < end and epoch not in self._ended:
@@ -196,17 +195,17 @@ class StreamedDataset:
         return range(epoch * EPOCH + start, epoch * EPOCH + max(start, end))
 
     def sample_id(self, number: int) -> str:
-        """The data set's name and the place, counted from 0; of a shuffled one the epoch, of a part which it is."""
+        """The data set's name and the index; for a shuffled one the epoch, for a part its index."""
         epoch, place = _epoch_and_place(number)
         where = [] if self._seed is None else [f"epoch {epoch}"]
         where += [] if self._part is None else ["part {} of {}".format(*self._part)]
         return f"{self.name}[{place} of {', '.join(where)}]" if where else f"{self.name}[{place}]"
 
     def fingerprint(self) -> str:
-        """What is known without reading, what an order depends on, and what is not there of downloads.
+        """What is known without reading, what the order depends on, and the files that were not downloaded.
 
         Raises:
-            Unreachable: these have not come to their end.
+            Unreachable: the download is not complete.
         """
         found = self._dataset
         parts = [self.name, f"{found.num_shards} shards", f"{found.info.dataset_size} bytes"]
@@ -219,9 +218,9 @@ class StreamedDataset:
         """Read one conversation.
 
         Raises:
-            DataError: a row that is no conversation.
-            IndexError: a number behind the epoch's end.
-            Unreachable: the stream broke off.
+            DataError: a row that is not a conversation.
+            IndexError: a number after the epoch's end.
+            Unreachable: the stream was interrupted.
         """
         if number not in self._kept:
             self._read_to(*_epoch_and_place(number))
@@ -233,7 +232,7 @@ class StreamedDataset:
         return conversation_in(table.select(columns), row, place, self.media, self._schema)
 
     def _read_to(self, epoch: int, place: int) -> None:
-        """Reads until a place is kept, or the epoch ends."""
+        """Read until a row is kept, or the epoch ends."""
         reading = self._reading
         if reading is None or (reading.epoch, reading.process) != (epoch, os.getpid()) or reading.place > place:
             reading = self._open(epoch, place)
@@ -243,7 +242,7 @@ class StreamedDataset:
                 self._ended.add(epoch)
                 return
             first, reading.place = reading.place, reading.place + len(table)
-            if reading.place > place - self._keep:  # otherwise it is only read past
+            if reading.place > place - self._keep:  # earlier rows are discarded
                 for row in range(len(table)):
                     self._kept.pop(epoch * EPOCH + first + row, None)
                     self._kept[epoch * EPOCH + first + row] = (table, row)
@@ -261,10 +260,10 @@ class StreamedDataset:
         if self._seed is not None:
             order = np.random.default_rng([self._seed, epoch, *(self._part or ())])
             dataset = dataset.shuffle(generator=order, buffer_size=self._buffer_size)
-        # Rows of a type that is not known may be of several, which fit no common table.
+        # Rows of an unknown type may differ in type, and do not fit into one table.
         tables = dataset.with_format("arrow").iter(batch_size=_BATCH if dataset.features is not None else 1)
         self._reading = _Reading(epoch, tables, 0, os.getpid())
-        # At the interpreter's end, too, while the library's modules are there to close their files.
+        # Also at the interpreter's exit, while the library's modules can still close their files.
         weakref.finalize(self._reading, _close, tables, os.getpid())
         return self._reading
 
@@ -272,8 +271,8 @@ class StreamedDataset:
         """The next rows, or None at the epoch's end."""
         try:
             return next(reading.tables, None)
-        except Exception as error:  # the network's, the hub's, those of whatever reads its files, and Arrow's
-            self._reading = None  # it cannot go on
+        except Exception as error:  # errors of the network, the hub, file formats, and Arrow
+            self._reading = None  # it cannot continue
             raise Unreachable(
                 self.sample_id(reading.epoch * EPOCH + reading.place),
                 f"found the stream broken off there or soon after ({type(error).__name__}: {error}), expected rows, "

@@ -1,7 +1,8 @@
-"""Where conversations are read from: files of JSON here, tables in their own modules, and the choice among them.
+"""Sources of conversations: JSON files here, tables in their own modules, and the choice among them.
 
-What lives here: what a source is, finding a record in a file of JSON, which reader a path is for. What may not: tables
-(`parquet.py`, `hub.py`), what a record means (`data/schemas/spellings.py`, `data/schemas/conversations.py`).
+What lives here: the protocol of a source, finding a record in a JSON file, the choice of the reader for a path. What
+may not: tables (`parquet.py`, `hub.py`), the contents of a record (`data/schemas/spellings.py`,
+`data/schemas/conversations.py`).
 """
 
 from __future__ import annotations
@@ -26,35 +27,35 @@ from qwen3vl_bridge.data.sources.parquet import Parquet
 from qwen3vl_bridge.data.sources.recorded_media import recorded, with_downloads
 from qwen3vl_bridge.files.parsing import parse_record
 
-# White space, words and whole strings up to the next bracket, or to a quotation mark that none closes, or to the end.
+# White space, words and whole strings up to the next bracket, an unclosed quotation mark, or the end.
 _TO_BRACKET = re.compile(rb'(?:[^"\[\]{}]++|"(?:[^"\\]++|\\.)*+")*+([\[\]{}"]|\Z)', re.DOTALL)
 
 
 class Conversations(Protocol):
-    """Conversations by number. Picklable, for data-loading workers; reading one never changes what another reads."""
+    """Random access to conversations. Picklable for data-loading workers; reads are independent of each other."""
 
     def __getitem__(self, index: int, /) -> Conversation:
         """Read one conversation.
 
         Raises:
-            DataError: a record that cannot be read, or is no conversation.
+            DataError: a record that cannot be read, or is not a conversation.
         """
         ...
 
     def sample_id(self, index: int, /) -> str:
-        """Where a conversation is from, for messages."""
+        """Origin of a conversation, for messages."""
         ...
 
     def fingerprint(self) -> str:
-        """What must stay the same for a number to mean the same conversation."""
+        """Whatever must be equal for an index to mean the same conversation."""
         ...
 
 
 class ConversationSource(Conversations, Protocol):
-    """As many conversations as it says, numbered from 0. Streams don't know how many they have (`hub_streaming.py`).
+    """A source of known length, indexed from 0. Streams have no known length (`hub_streaming.py`).
 
     Attributes:
-        recorded_as: what a record of its downloads is called (see `data/media/download_record.py`).
+        recorded_as: name of the data in the download record (see `data/media/download_record.py`).
     """
 
     recorded_as: str
@@ -63,7 +64,7 @@ class ConversationSource(Conversations, Protocol):
 
 
 class _JsonFile(ABC):
-    """Records of a file of JSON, read when they are asked for."""
+    """Records of a JSON file, read on access."""
 
     path: Path
     media: MediaAccess
@@ -72,17 +73,17 @@ class _JsonFile(ABC):
 
     @abstractmethod
     def sample_id(self, index: int) -> str:
-        """Where a conversation is from, for messages."""
+        """Origin of a conversation, for messages."""
 
     @abstractmethod
     def _read(self, file: BinaryIO, index: int) -> bytes:
         """A record's text."""
 
     def fingerprint(self) -> str:
-        """A digest of the file, and what is not there of its downloads.
+        """A digest of the file, and the files that were not downloaded.
 
         Raises:
-            Unreachable: these have not come to their end.
+            Unreachable: the download is not complete.
         """
         return with_downloads(self.recorded_as, self.media, str(self.path))
 
@@ -94,7 +95,7 @@ class _JsonFile(ABC):
         """Read one conversation.
 
         Raises:
-            DataError: a record that is no JSON in UTF-8, or no conversation.
+            DataError: a record that is not JSON in UTF-8, or not a conversation.
         """
         place = self.sample_id(index)
         with self.path.open("rb") as file:
@@ -103,25 +104,25 @@ class _JsonFile(ABC):
             record = parse_record(text.decode("utf-8-sig"))
         except UnicodeDecodeError as error:
             raise DataError(place, f"found bytes that are no UTF-8 ({error})") from error
-        except ValueError as error:  # also a number of too many digits
+        except ValueError as error:  # also for a number with too many digits
             raise DataError(place, f"found no valid JSON ({error}), expected one conversation") from error
         return conversation_of(read_by(self._schema, record, place), place, self.media)
 
 
 class JsonLines(_JsonFile):
-    """A file of conversations, one a line. Holds where lines begin, not the lines."""
+    """A file with one conversation per line. Stores the offsets of lines, not the lines."""
 
     def __init__(self, path: str | Path, media_root: MediaRoot = None, schema: Schema | None = None) -> None:
-        """Find the lines. Blank ones are none, but count as lines.
+        """Find the lines. Blank lines are skipped, but count in line numbers.
 
         Args:
             path: the JSONL file.
-            media_root: folder that paths are relative to and may not leave, the file's own by default; or a
+            media_root: folder that paths are relative to and must not leave, the file's own by default; or a
                 `MediaAccess`.
-            schema: of the records, where they have a named one.
+            schema: schema of the records, or None.
 
         Raises:
-            DataError: no such file or folder, or a file without lines.
+            DataError: the file or folder does not exist, or the file has no lines.
         """
         self.path, self._schema = Path(path), schema
         if not self.path.is_file():
@@ -153,19 +154,19 @@ class JsonLines(_JsonFile):
 
 
 class JsonList(_JsonFile):
-    """A file with one list of records, as LLaVA's are. Holds where records begin and end, not the records."""
+    """A JSON file with one list of records, as in LLaVA. Stores the offsets of records, not the records."""
 
     def __init__(self, path: str | Path, media_root: MediaRoot = None, schema: Schema | None = None) -> None:
         """Find the records.
 
         Args:
             path: the JSON file.
-            media_root: folder that paths are relative to and may not leave, the file's own by default; or a
+            media_root: folder that paths are relative to and must not leave, the file's own by default; or a
                 `MediaAccess`.
-            schema: of the records, where they have a named one.
+            schema: schema of the records, or None.
 
         Raises:
-            DataError: no such file or folder, a file that is no list of objects, or is cut off.
+            DataError: the file or folder does not exist, or the file is not a list of objects, or is truncated.
         """
         self.path, self._schema = Path(path), schema
         if not self.path.is_file() or not self.path.stat().st_size:
@@ -183,8 +184,8 @@ class JsonList(_JsonFile):
         self._digested(digest)
 
     def _find(self, text: mmap.mmap, begin: int) -> None:
-        """Notes where each object in the list is. What is in the objects is checked when one is read."""
-        depth, end = 0, 0  # of brackets open; of the list's beginning or the last record
+        """Record the offsets of the list's objects; their contents are checked when they are read."""
+        depth, end = 0, 0  # depth of open brackets; end of the list's opening bracket or the last record
         for match in _TO_BRACKET.finditer(text, begin):
             at, bracket = match.start(1), match[1]
             if depth == 0 and end and (bracket or text[end:].strip()):
@@ -204,7 +205,7 @@ class JsonList(_JsonFile):
             raise self._refused(b"the end of the file" if depth else text[:40], "inside the list, expected it whole")
 
     def _between(self, gap: bytes, bracket: bytes, depth: int) -> None:
-        """Refuses anything but one list, and in it anything but objects with commas between."""
+        """Refuse anything other than one list of objects separated by commas."""
         opening = b"[" if depth == 0 else b"{" if bracket != b"]" else b"]"
         comma = b"," if depth and self._starts and bracket != b"]" else b""
         if bracket != opening or gap.strip() != comma:
@@ -218,7 +219,7 @@ class JsonList(_JsonFile):
         return len(self._starts)
 
     def sample_id(self, index: int) -> str:
-        """File and place in the list, counted from 0."""
+        """File and index in the list."""
         return f"{self.path.name}[{range(len(self))[index]}]"
 
     def _read(self, file: BinaryIO, index: int) -> bytes:
@@ -234,21 +235,21 @@ def open_source(
     schema_adapter: str | None = None,
     columns: Columns | None = None,
 ) -> ConversationSource:
-    """The reader for what a path is.
+    """The reader for a path.
 
     Args:
         path: a .jsonl file; a .json file, of lines or with one list; a .parquet file, a folder of them, or a pattern
             such as "data/train-*.parquet"; a folder made by `save_to_disk` of Hugging Face's `datasets`; or
             "hf://owner/name:configuration#split" for a data set of the hub (see `HubName.of`).
-        media_root: folder that paths of pictures and videos are relative to and may not leave, or several (see
+        media_root: folder that paths of images and videos are relative to and must not leave, or several (see
             `MediaAccess`); by default that of the file, and none for the hub.
-        addresses: gives the files of addresses (see `MediaAccess`).
-        schema_adapter: name of the records' schema (`named_schemas.py`), where they have one.
-        columns: the records' own names for what our spellings call otherwise (`columns.py`).
+        addresses: gives the downloaded files of URLs (see `MediaAccess`).
+        schema_adapter: name of the records' schema (`named_schemas.py`), or None.
+        columns: column names of the data set (`columns.py`).
 
     Raises:
-        DataError: a path of none of these, or one that the reader refuses.
-        ValueError: no such schema, or columns that are none.
+        DataError: an unsupported path, or one that the reader refuses.
+        ValueError: an unknown schema, or invalid columns.
     """
     schema = one_schema(named_schema(schema_adapter), columns)
     media = MediaAccess.of(media_root, addresses)
@@ -277,7 +278,7 @@ def open_source(
 
 def _begins_a_list(path: Path) -> bool:
     with path.open("rb") as file:
-        while chunk := file.read(2**16):  # a list often stands on one line, of any length
+        while chunk := file.read(2**16):  # a list is often on a single line, of any length
             if chunk.strip():
                 return chunk.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
     return False

@@ -1,7 +1,7 @@
 """Conversations in Parquet files.
 
-What lives here: finding a row, and what is kept of the row groups that were read. What may not: what a row means
-(`tables.py`), what files are told by (`parquet_digest.py`).
+What lives here: finding a row, and the cache of row groups. What may not: the contents of a row (`tables.py`), the
+digest of files (`parquet_digest.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from qwen3vl_bridge.data.sources.tables import columns_of, conversation_in, libr
 
 logger = logging.getLogger(__name__)
 
-# What one process keeps of a source's row groups. There is a process for each data-loading worker.
+# Row groups of a source that one process keeps. Each data-loading worker is a process.
 CACHE_BYTES, CACHE_GROUPS = 256 * 2**20, 16
 _SPLIT = re.compile(r"(train|valid|val|validation|dev|test|eval)(?=[-_.])")
 
@@ -33,22 +33,21 @@ _SPLIT = re.compile(r"(train|valid|val|validation|dev|test|eval)(?=[-_.])")
 class Parquet:
     """Rows of Parquet files.
 
-    Random access reads a whole row group, so files with small ones are quicker to shuffle; what `save_to_disk` of
-    Hugging Face's `datasets` writes has none, and is quicker still.
+    Random access reads a whole row group, so files with small ones are faster to shuffle; folders written by
+    `save_to_disk` of Hugging Face's `datasets` have no row groups, and are faster still.
     """
 
     def __init__(self, path: str | Path, media_root: MediaRoot = None, schema: Schema | None = None) -> None:
-        """Read where the rows are.
+        """Read the offsets of rows.
 
         Args:
-            path: a file, a folder of them, or a pattern such as "data/train-*.parquet"; files are taken in the order
-                of their names.
-            media_root: folder that paths are relative to and may not leave, the files' own by default; or a
+            path: a file, a folder of them, or a pattern such as "data/train-*.parquet"; files are ordered by name.
+            media_root: folder that paths are relative to and must not leave, the files' own by default; or a
                 `MediaAccess`.
-            schema: of the records, where they have a named one.
+            schema: schema of the records, or None.
 
         Raises:
-            DataError: no file, one that is no Parquet or is cut off, one without messages, or no rows; files of
+            DataError: no file, one that is not Parquet or is truncated, one without messages, or no rows; files of
                 several splits; pyarrow is not installed.
         """
         self.path, self._schema = Path(path), schema
@@ -83,16 +82,17 @@ class Parquet:
         return self._len
 
     def sample_id(self, index: int) -> str:
-        """File and row in it, counted from 0."""
+        """File and index of the row in it."""
         row = range(len(self))[index]
         file = bisect_right(self._first_rows, row) - 1
         return f"{self._files[file].name}[{row - self._first_rows[file]}]"
 
     def fingerprint(self) -> str:
-        """Rows, a digest of the files, in their order (see `parquet_digest.py`), and what is not there of downloads.
+        """Number of rows, a digest of the files, in order (see `parquet_digest.py`), and the files that were not
+        downloaded.
 
         Raises:
-            Unreachable: these have not come to their end.
+            Unreachable: the download is not complete.
         """
         return with_downloads(self.recorded_as, self.media, str(self.path))
 
@@ -100,7 +100,7 @@ class Parquet:
         """Read one conversation.
 
         Raises:
-            DataError: a row that cannot be read, or is no conversation.
+            DataError: a row that cannot be read, or is not a conversation.
         """
         place, row = self.sample_id(index), range(len(self))[index]
         group = bisect_right(self._starts, row) - 1  # the last of those that start here: the others are empty
@@ -110,7 +110,7 @@ class Parquet:
         table = self._cache.pop(number, None)
         if table is None:
             table = self._read(number, place)
-        self._cache[number] = table  # the one used last stands last
+        self._cache[number] = table  # the most recently used is last
         while len(self._cache) > 1 and (
             len(self._cache) > CACHE_GROUPS or sum(kept.nbytes for kept in self._cache.values()) > CACHE_BYTES
         ):
@@ -120,7 +120,7 @@ class Parquet:
     def _read(self, number: int, place: str) -> Any:
         parquet, (file, group) = library("pyarrow.parquet", place), self._groups[number]
         try:
-            # Opened anew each time: an open file would be shared by forked workers, its position too.
+            # Opened again for each read: forked workers would share an open file and its position.
             with parquet.ParquetFile(self._files[file]) as opened:
                 return opened.read_row_group(group, columns=self._columns[file], use_threads=False)
         except (OSError, library("pyarrow", place).ArrowException) as error:

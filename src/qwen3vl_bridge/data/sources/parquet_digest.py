@@ -1,23 +1,24 @@
-"""Whether Parquet files are still what they were, told from a part of their bytes.
+"""Detects changes of Parquet files from a part of their bytes.
 
-What lives here: which bytes stand for files, and their digest. What may not: rows (`parquet.py`).
+What lives here: the choice of bytes, and their digest. What may not: rows (`parquet.py`).
 
-Texts decide what a sample is, and are a small part of files that hold pictures. So they are read first:
-- every footer, which has the place and size of each column of each row group, and its least and greatest value;
-- the texts of the columns that are read, in blocks of 64 KiB; 4096 blocks spread evenly over them where they are more;
-- in the same way 1024 blocks of the columns of bytes, which are pictures.
+Texts determine what a sample is, and are a small part of files with images. So these are read:
+- every footer, which has the offset and size of each column of each row group, and its minimum and maximum;
+- the texts of the columns that are read, in blocks of 64 KiB; if there are more than 4096, that many evenly spread
+  ones;
+- in the same way 1024 blocks of the columns of bytes, which are images.
 
-A block is of one column of one row group. Where there are no more blocks than that, any change is noticed. Where there
-are more, which is beyond 256 MiB of texts as they are stored, or beyond thousands of small row groups, what is noticed
-for certain is what alters a footer: another number of rows, and whatever makes a column of a row group longer or
-shorter as it is stored, or gives it another least or greatest value. A change that leaves all of that, such as one
-letter of one row in a file without compression, is noticed if it is in a block that is read: by a chance of 4096 in the
-number of blocks. Pictures exchanged for others to the byte as large are noticed by 1024 in the number of theirs.
-Nothing depends on names, folders or times of files, which are others on another machine.
+A block is of one column of one row group. If there are no more blocks than that, any change is detected. If there are
+more, which means more than 256 MiB of stored texts, or thousands of small row groups, a change is certainly detected if
+it alters a footer: another number of rows, or another stored size, minimum or maximum of a column of a row group. A
+change that alters none of these, such as one letter of one row in a file without compression, is detected if it is in a
+block that is read: with probability 4096 / (number of text blocks). Images replaced by others of equal size are
+detected with probability 1024 / (number of image blocks). Nothing depends on names, folders or times of files, which
+differ between machines.
 
-The cost has a bound, whatever the size: 5120 reads of 320 MiB in all, beside the footers, which opening the files reads
-as well. In memory 256 MiB take 0.3 s, and 20,000 row groups 0.15 s; on a network disk of 5 ms a read, 5120 are half a
-minute.
+The cost is bounded, whatever the size: 5120 reads of 320 MiB in total, in addition to the footers, which opening the
+files reads as well. In memory 256 MiB take 0.3 s, and 20,000 row groups 0.15 s; on a network disk with 5 ms per read,
+5120 reads take half a minute.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 _BLOCK, _MOST_OF_TEXTS, _MOST_OF_BYTES = 2**16, 4096, 1024
-_TAIL = 8  # behind the footer: its length and the format's name
+_TAIL = 8  # after the footer: its length and the format's name
 
 
 class _Chunks(NamedTuple):
-    """Columns of row groups, each as one piece of a file: 64-bit numbers, as there may be millions."""
+    """Columns of row groups, each a range of a file: 64-bit numbers, because there may be millions."""
 
     files: array[int]
     starts: array[int]
@@ -43,7 +44,7 @@ class _Chunks(NamedTuple):
 
 
 class ParquetDigest:
-    """Made file by file, so that no more than one's footer is in memory."""
+    """Computed file by file, so that only one footer is in memory."""
 
     def __init__(self) -> None:
         self._files: list[Path] = []
@@ -51,10 +52,10 @@ class ParquetDigest:
         self._digest = hashlib.sha256()
 
     def add(self, file: Path, metadata: Any, columns: Sequence[str]) -> None:
-        """Take the next file.
+        """Add the next file.
 
         Args:
-            file: where it is.
+            file: its path.
             metadata: its `pyarrow.parquet.FileMetaData`.
             columns: those that are read.
 
@@ -70,7 +71,7 @@ class ParquetDigest:
         self._files.append(file)
 
     def hexdigest(self) -> str:
-        """16 digits, of all files that were taken.
+        """16 hexadecimal digits, of all files that were added.
 
         Raises:
             OSError: one of them cannot be read.
@@ -98,7 +99,7 @@ def _note(chunks: _Chunks, file: int, metadata: Any, leaf: int) -> None:
 
 
 def _blocks(files: Sequence[Path], chunks: _Chunks, most: int) -> Iterator[bytes]:
-    """All blocks of some chunks, or `most` of them, as far from each other as can be."""
+    """All blocks of some chunks, or `most` of them, evenly spread."""
     ends = array("Q", accumulate(-(-length // _BLOCK) for length in chunks.lengths))
     total = ends[-1] if ends else 0
     wanted, opened, number = min(total, most), None, None

@@ -1,7 +1,7 @@
-"""What a source's data were when what they refer to was downloaded.
+"""The download record of a source's data.
 
-What lives here: the record of a source's downloads in its access to media, and in its fingerprint. What may not: what a
-record is (`data/media/download_record.py`), what a name of data is, which each source knows.
+What lives here: adding the record to a source's access to media, and to its fingerprint. What may not: the record
+itself (`data/media/download_record.py`), the name of the data, which each source knows.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from qwen3vl_bridge.data.media.url_cache import UrlCache
 
 
 def recorded(media: MediaAccess, data: str) -> MediaAccess:
-    """The same access, by what is on record of the data's downloads, where it is to a folder of downloads.
+    """The same access, limited to what the record says about the data's downloads, if it is to a download folder.
 
     Args:
-        media: it.
-        data: what the record calls the data: the same wherever they lie.
+        media: the access.
+        data: the record's name of the data, independent of its location.
 
     Raises:
         DataError: a damaged record.
@@ -27,15 +27,15 @@ def recorded(media: MediaAccess, data: str) -> MediaAccess:
 
 
 def with_downloads(fingerprint: str, media: MediaAccess, place: str) -> str:
-    """The fingerprint of data, with what could not be downloaded of them.
+    """The fingerprint of data, including the files that could not be downloaded.
 
     Args:
-        fingerprint: of all else.
-        media: as `recorded` gives it.
-        place: what messages call the data.
+        fingerprint: of everything else.
+        media: as returned by `recorded`.
+        place: the data, for messages.
 
     Raises:
-        Unreachable: it is not known yet, because a download did not come to its end.
+        Unreachable: unknown yet, because a download is not complete.
     """
     addresses = media.addresses
     record = addresses.record if isinstance(addresses, UrlCache) else None

@@ -1,4 +1,4 @@
-"""What a path of data means: which of its files or folders is for training, validation and test.
+"""The splits of a data path: which of its files or folders are for training, validation and test.
 
 What lives here: the names of files and folders. What may not: reading them (`opening.py`).
 """
@@ -15,15 +15,15 @@ _KINDS = ("jsonl", "json", "parquet")
 
 
 def splits_in(path: str) -> dict[str, str]:
-    """The path of each split that a path means, by the split's name.
+    """The path of each split of a data path, by the split's name.
 
-    A folder with `train.jsonl` (or `.json`, `.parquet`), files such as `train-00000-of-00004.parquet`, or splits that
-    `save_to_disk` of Hugging Face's `datasets` wrote, has its other splits beside it; one with `test.jsonl` alone is
-    validated on that. Anything else is training data by itself: a file, a folder of files that no split names, a saved
-    data set without splits, one of the hub.
+    If there is `train.jsonl` (or `.json`, `.parquet`), files such as `train-00000-of-00004.parquet`, or splits written
+    by `save_to_disk` of Hugging Face's `datasets`, the other splits are in the same folder; if only `test.jsonl` is
+    there, it is also the validation split. Anything else is only training data: a file, a folder of files not named by
+    a split, a saved data set without splits, one of the hub.
 
     Args:
-        path: as `dataset.path` has it.
+        path: as `dataset.path`.
     """
     folder = Path(path)
     if path.startswith(HUB) or not folder.is_dir():
@@ -38,11 +38,11 @@ def split_of(path: str, split: str) -> str:
     """The path of one split.
 
     Args:
-        path: as `dataset.path` has it.
+        path: as `dataset.path`.
         split: "train", "valid" or "test".
 
     Raises:
-        DataError: there is none.
+        DataError: it does not exist.
     """
     found = splits_in(path)
     if split not in found:

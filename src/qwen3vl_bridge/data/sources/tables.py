@@ -1,16 +1,15 @@
 """Rows of Arrow tables as conversations.
 
-What lives here: which columns are read, and how a row becomes plain Python. What may not: finding a row (`parquet.py`,
-`hub.py`), spellings (`data/schemas/spellings.py`).
+What lives here: which columns are read, and converting a row to Python objects. What may not: finding a row
+(`parquet.py`, `hub.py`), spellings (`data/schemas/spellings.py`).
 
-Columns are named as the keys of a record (see `data/schemas/spellings.py`) or as the setting `columns` says. Of others
-those with texts are read, for names of files that they may hold; those with files themselves are refused. A table has
-each key in every row, so a null is read as a key that is not there. `messages`, `conversations` and `tools` may be
-strings of JSON, or hold them where the column's type says so: contents that are now a string, now a list, fit no
-other column.
+Columns are named like the keys of a record (see `data/schemas/spellings.py`) or as in the setting `columns`. Of other
+columns those with texts are read, because they may contain file names; those that contain files are refused. A table
+has each key in every row, so a null is read as a missing key. `messages`, `conversations` and `tools` may be strings of
+JSON, or contain them if the column's type says so: contents that are either a string or a list fit no other column.
 `datasets` (5.2) writes a string there as JSON, unless it is JSON by itself: the answer "7" is stored as a number, and
-has to be read as the string that it was. One in quotation marks of its own comes back without them, which nobody can
-tell.
+has to be read as the original string. A string that is itself in quotation marks is returned without them, which cannot
+be detected.
 """
 
 from __future__ import annotations
@@ -28,21 +27,21 @@ from qwen3vl_bridge.data.schemas.spellings import KEYS
 from qwen3vl_bridge.files.parsing import parse_record
 
 _TEXTS = ("content", "value")  # of a message, in our spelling and ShareGPT's
-_JSON_COLUMNS = ("messages", "conversations")  # and `tools`, whoever reads them
+_JSON_COLUMNS = ("messages", "conversations")  # and `tools`, in all schemas
 
 
 def conversation_in(table: Any, row: int, place: str, media: MediaAccess, schema: Schema | None = None) -> Conversation:
     """One row of a table.
 
     Args:
-        table: with the columns that are wanted.
-        row: which.
-        place: what messages call it.
-        media: where its pictures and videos may come from.
-        schema: of the rows, where they have a named one.
+        table: with the required columns.
+        row: index of the row.
+        place: the row, for messages.
+        media: where its images and videos may come from.
+        schema: schema of the rows, or None.
 
     Raises:
-        DataError: a value that does not decode, or a row that is no conversation.
+        DataError: a value that does not decode, or a row that is not a conversation.
     """
     record = {}
     try:
@@ -60,7 +59,7 @@ def conversation_in(table: Any, row: int, place: str, media: MediaAccess, schema
 
 
 def _plain(value: Any, field: Any) -> Any:
-    """A value of an Arrow field without keys that are null, and what is JSON decoded."""
+    """A value of an Arrow field without keys that are null, and with JSON decoded."""
     if value is None:
         return None
     kind = field.type
@@ -77,22 +76,21 @@ def _plain(value: Any, field: Any) -> Any:
 
 
 def _is_content(value: Any) -> bool:
-    """Whether something is a message's text or its parts."""
+    """Whether a value is a message's text or its parts."""
     parts = value if isinstance(value, list) and value else [None]
     return isinstance(value, str) or all(isinstance(part, dict) and part.get("type") in PARTS for part in parts)
 
 
 def columns_of(table: Any, place: str, schema: Schema | None = None) -> list[str]:
-    """Those of a table's columns that are read.
+    """The columns of a table that are read.
 
     Args:
         table: its Arrow schema.
-        place: what messages call it.
-        schema: of the rows, where they have a named one, or columns of their own.
+        place: the table, for messages.
+        schema: schema of the rows, or None.
 
     Raises:
-        DataError: none of them holds messages, one that the schema needs is not there, or one holds files and is not
-            read.
+        DataError: no column has messages, a required one is missing, or one contains files and is not read.
     """
     if isinstance(schema, NamedSchema):
         if not set(schema.keys) <= set(table.names):
@@ -111,7 +109,7 @@ def columns_of(table: Any, place: str, schema: Schema | None = None) -> list[str
 
 
 def _holds_files(kind: Any, place: str) -> bool:
-    """Whether values of an Arrow type are files' contents, as Hugging Face datasets store pictures."""
+    """Whether values of an Arrow type are files' contents, as Hugging Face datasets store images."""
     types = library("pyarrow.types", place)
     kind = _item_type(kind, types)
     if types.is_struct(kind):
@@ -126,7 +124,7 @@ def _holds_text(kind: Any, place: str) -> bool:
 
 
 def _item_type(kind: Any, types: Any) -> Any:
-    """Of an Arrow type, what lists of it hold in the end; any other type itself."""
+    """Element type of (nested) lists of an Arrow type; any other type itself."""
     while types.is_list(kind) or types.is_large_list(kind):
         kind = kind.value_type
     return kind
