@@ -1,6 +1,6 @@
 """The callbacks of a run.
 
-What lives here: the list. What may not: what each of them does (its own file).
+What lives here: the list. What may not: the callbacks (each in its own file).
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ from megatron.bridge.training.config import ConfigContainer
 
 
 def training_callbacks(cfg: ConfigContainer) -> list[Callback]:
-    """The callbacks that follow a configuration, for `finetune(cfg, forward_step, callbacks=training_callbacks(cfg))`.
+    """The callbacks that implement a configuration, for `finetune(cfg, forward_step,
+    callbacks=training_callbacks(cfg))`.
 
     Args:
         cfg: a recipe's configuration.
 
     Raises:
-        ValueError: a configuration that could not be followed.
+        ValueError: a configuration that cannot be implemented.
         RuntimeError: this is a process that saving has started, which runs the script again.
     """
     check_script()
-    callbacks: list[Callback] = [BeforeStep()]  # whose norms the metrics show
+    callbacks: list[Callback] = [BeforeStep()]  # its norms are in the metrics
     if cfg.model.dist_train.use_dist_train:
         callbacks.append(Modules())
     if not cfg.logger.skip_train_metrics_log:
         callbacks.append(Metrics(cfg))
     if isinstance(cfg, Qwen3VLConfigContainer) and cfg.accuracy.path is not None:
         callbacks.append(Accuracy(cfg))
-    if cfg.train.num_epochs is None:  # which Megatron-Bridge refuses with callbacks of its kind
+    if cfg.train.num_epochs is None:  # Megatron-Bridge refuses it with callbacks of its kind
         callbacks.append(UndisturbedGenerator())
     return [*callbacks, RunLog()]

@@ -1,18 +1,18 @@
-"""Checkpoints in Megatron-Bridge's own loop: its own saving and loading, by its checkpoint manager.
+"""Checkpoints in Megatron-Bridge's own loop: its own saving and loading, through its checkpoint manager.
 
-What lives here: when it has nothing to load, adapters that are others or differ from layer to layer, random states that
-have no place in a run, putting the manager in. What may not: initial weights
-(`training/checkpointing/initial_weights.py`), modules on ranks of their own (`encoder_parallel/checkpoint.py`), an
-optimizer's settings and state (`training/checkpointing/optimizer_groups.py`, `optimizer_states.py`), how a folder comes
-into its place (`training/checkpointing/megatron_bridge_saves.py`), files beside tensors
+What lives here: the case of nothing to load, adapters that differ from the checkpoint's or between layers, random
+states that do not fit the run, setting the manager. What may not: initial weights
+(`training/checkpointing/initial_weights.py`), modules on separate ranks (`encoder_parallel/checkpoint.py`), an
+optimizer's settings and state (`training/checkpointing/optimizer_groups.py`, `optimizer_states.py`), moving a finished
+folder to its place (`training/checkpointing/megatron_bridge_saves.py`), files other than tensors
 (`training/checkpointing/side_files.py`).
 
-Megatron-Bridge's set-up asks the manager to load where a run has a checkpoint, or initial weights, which are read by
-then.
+Megatron-Bridge's set-up calls the manager's `load` if a run has a checkpoint, or initial weights, which have been read
+by then.
 
-Random states are stored by a rank's place: by pipeline stage and tensor-parallel rank, and under expert parallelism by
-data-parallel rank too. Megatron-Bridge compares the first two sizes alone, and megatron-core ends a run that asks for
-what is not there; so a model with experts would go on at another expert- or data-parallel size only without them.
+Random states are stored by a rank's position: by pipeline stage and tensor-parallel rank, and under expert parallelism
+by data-parallel rank too. Megatron-Bridge compares only the first two sizes, and megatron-core ends a run that asks for
+a missing one; so a model with experts can resume with another expert- or data-parallel size only without them.
 """
 
 from __future__ import annotations
@@ -73,10 +73,12 @@ _RANDOM = "rng_state"
 
 
 class Qwen3VLCheckpointManager(DefaultCheckpointManager):
-    """Megatron-Bridge's, which loads no initial weights, and takes modules on ranks of their own for one model."""
+    """Megatron-Bridge's manager, without loading initial weights, and with modules on separate ranks treated as one
+    model.
+    """
 
     def __init__(self, checkpoint_config: CheckpointConfig) -> None:
-        """Get ready to save, before a model is built.
+        """Prepare for saving, before a model is built.
 
         Args:
             checkpoint_config: the run's.
@@ -92,7 +94,7 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
             start_saving_process()
 
     def save(self, ctx: CheckpointSaveContext, callback_manager: Any) -> None:
-        """Save a checkpoint: all of it or nothing, where it is done when this returns.
+        """Save a checkpoint completely or not at all, if it is finished when this returns.
 
         Args:
             ctx: Megatron-Bridge's.
@@ -114,37 +116,39 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
                 self._write_side_files(folder, ctx)
 
     def _write_side_files(self, folder: Path, ctx: CheckpointSaveContext) -> None:
-        """Where there is a folder to write them to: what passes, or is far away, has none."""
+        """Write side files if there is a folder for them: non-persistent or remote checkpoints have none."""
         with together():
             if is_first() and folder.is_dir() and not ctx.non_persistent_ckpt:
                 hf = None if ctx.state.cfg.checkpoint.also_save_hf_checkpoint else self._origin_of(ctx.state.cfg)
                 write_side_files(folder, ctx.state.cfg, hf)
 
     def _origin_of(self, cfg: ConfigContainer) -> Pretrained | None:
-        """Whose Hugging Face files the run's checkpoints take along: initial weights, or else what it went on from."""
+        """Source of the Hugging Face files in the run's checkpoints: initial weights, or the checkpoint it resumed
+        from.
+        """
         if not self._looked and (first := cfg.checkpoint.pretrained_checkpoint) and Path(first).is_dir():
             self._origin = Pretrained.find(first)
         self._looked = True
         return self._origin
 
     def load(self, ctx: CheckpointLoadContext) -> tuple[int, int]:
-        """Load the run's own checkpoint, where it has one.
+        """Load the run's own checkpoint, if it has one.
 
         Args:
             ctx: Megatron-Bridge's.
 
         Returns:
-            The step to resume from, and the operations done so far.
+            The step to resume from, and the FLOPs done so far.
 
         Raises:
-            CheckpointError: a schedule or adapters that are not the checkpoint's.
-            ValueError: data that are not the run's.
+            CheckpointError: a schedule or adapters that differ from the checkpoint's.
+            ValueError: data that differ from the run's.
         """
         settings, is_local = self.checkpoint_config, _LOCAL in self.checkpointing_context
         if not has_checkpoint(settings) and not is_local:
             return 0, 0
-        # Megatron-Bridge keeps what it has read by files' names, and changes what it keeps: where a process has resumed
-        # from this run before, the checkpoint of that time would be loaded again, as if it were the newest.
+        # Megatron-Bridge caches files by name, and changes cached values: if a process has resumed from this run
+        # before, that old checkpoint would be loaded again as if it were the newest.
         for kept in (read_run_config, read_train_state):
             kept.cache_clear()
         folder = None if is_local else _folder_to_load(settings)
@@ -171,8 +175,8 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
 
 
 def _check_adapters(folder: Path | None, ctx: CheckpointLoadContext) -> None:
-    """Refuse to continue with other adapters than the checkpoint's: tensors of another scale would fit. Every rank
-    calls.
+    """Refuse to continue with other adapters than the checkpoint's: tensors of another scale would fit. A collective
+    call.
 
     Megatron-Bridge's own classes of adapters are left to Megatron-Bridge.
     """
@@ -184,9 +188,9 @@ def _check_adapters(folder: Path | None, ctx: CheckpointLoadContext) -> None:
 
 @contextlib.contextmanager
 def _layers_may_differ(ctx: CheckpointSaveContext | CheckpointLoadContext) -> Iterator[None]:
-    """Have megatron-core describe each layer by itself where some have adapters that others lack.
+    """Make megatron-core store each layer separately if some have adapters that others lack.
 
-    It stacks layers of one name otherwise, and refuses to save a stack of which a part is nowhere.
+    Otherwise it stacks layers of one name, and refuses to save a stack with missing parts.
     """
     peft, configs = ctx.state.cfg.peft, {}
     if isinstance(peft, Qwen3VLParts) and peft.layers_differ:
@@ -206,7 +210,7 @@ MANAGER = f"{Qwen3VLCheckpointManager.__module__}.{Qwen3VLCheckpointManager.__na
 
 
 def has_checkpoint(settings: CheckpointConfig) -> bool:
-    """Whether a run has a checkpoint of its own to resume from, as Megatron-Bridge sees it. Every rank calls this."""
+    """Whether a run has a checkpoint of its own to resume from, as Megatron-Bridge determines it. A collective call."""
     found = False
     with together():
         if is_first():
@@ -223,15 +227,15 @@ def _is_there(settings: CheckpointConfig) -> bool:
 
 
 def expect_checkpoint(settings: CheckpointConfig) -> None:
-    """Follow `exit_on_missing_checkpoint`, which Megatron-Bridge looks at where a checkpoint has been found alone.
+    """Apply `exit_on_missing_checkpoint`, which Megatron-Bridge checks only if it has found a checkpoint.
 
     Args:
-        settings: of the run. Ranks look for themselves, as there are no groups yet.
+        settings: of the run. Each rank checks by itself, because there are no groups yet.
 
     Raises:
         CheckpointError: there is none to resume from.
     """
-    local = settings.non_persistent_ckpt_type == "local"  # which each rank keeps elsewhere
+    local = settings.non_persistent_ckpt_type == "local"  # each rank keeps it elsewhere
     if settings.exit_on_missing_checkpoint and settings.load and not local and not _is_there(settings):
         raise CheckpointError(
             f"checkpoint.load is {settings.load}, which has no checkpoint; expected one, or "
@@ -241,15 +245,15 @@ def expect_checkpoint(settings: CheckpointConfig) -> None:
 
 @contextlib.contextmanager
 def _random_states_that_fit(settings: CheckpointConfig, ctx: CheckpointLoadContext, is_local: bool) -> Iterator[None]:
-    """Load random states where a checkpoint has those of every rank of this rank's module; say so where it has not.
+    """Load random states if a checkpoint has those of every rank of this rank's module; log it if it does not.
 
     Args:
-        settings: changed in place for a while.
+        settings: changed in place temporarily.
         ctx: of this rank's module.
-        is_local: whether ranks keep checkpoints of their own, which other ranks don't load.
+        is_local: whether ranks keep their own checkpoints, which other ranks do not load.
 
     Raises:
-        CheckpointError, OSError: what the checkpoint has could not be read.
+        CheckpointError, OSError: the checkpoint's states could not be read.
     """
     given = settings.load_rng
     if given and not settings.finetune and not is_local:
@@ -261,12 +265,12 @@ def _random_states_that_fit(settings: CheckpointConfig, ctx: CheckpointLoadConte
 
 
 def _random_states_fit(settings: CheckpointConfig, ctx: CheckpointLoadContext) -> bool:
-    """Whether they do, the same on every rank of a module. The tower draws no numbers: of its own nothing is said."""
+    """Whether they do, equal on every rank of a module. The tower draws no random numbers: nothing is logged for it."""
     folder, stored = None, None
     with together():
         if is_first():
             folder = _folder_to_load(settings)
-            if folder and format_of(folder) == TORCH_DIST:  # in the other format a rank's are every data-parallel one's
+            if folder and format_of(folder) == TORCH_DIST:  # in the other format they do not depend on the data-parallel rank
                 stored = {key for key in read_metadata(folder).byte_items if key.startswith(_RANDOM)}
     folder, stored = broadcast_object((folder, stored))
     if stored is None:
@@ -286,13 +290,13 @@ def _random_states_fit(settings: CheckpointConfig, ctx: CheckpointLoadContext) -
 
 
 def _place_sizes(key: str) -> str:
-    """What the key of a rank's random states says of how ranks are split."""
+    """Parallel sizes in the key of a rank's random states."""
     sizes = key.rpartition("_")[2].split(".")
     return ", ".join(f"{name} {size}" for name, size in zip(("PP", "TP", "DP with EP"), sizes, strict=False))
 
 
 def _folder_to_load(settings: CheckpointConfig) -> Path | None:
-    """The checkpoint that Megatron-Bridge takes: the newest, of equals one that is not to last; None of remote ones."""
+    """The checkpoint that Megatron-Bridge loads: the newest, if equal the non-persistent one; None for remote ones."""
     load, passing = settings.load, ()
     if settings.non_persistent_ckpt_type == "global" and not (load and Path(load, METADATA).is_file()):
         passing = _get_global_non_persistent_checkpoint_dirs(load, settings)
@@ -303,10 +307,10 @@ def _folder_to_load(settings: CheckpointConfig) -> Path | None:
 
 
 def manage_checkpoints(cfg: ConfigContainer) -> None:
-    """Put the manager in. One of the user's own is left alone.
+    """Set the manager. A user's own is kept.
 
     Args:
-        cfg: changed in place; a second call changes nothing more.
+        cfg: changed in place; a second call has no effect.
     """
     if cfg.checkpoint.custom_manager_class is None:
         cfg.checkpoint.custom_manager_class = MANAGER

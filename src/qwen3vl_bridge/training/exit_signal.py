@@ -1,7 +1,7 @@
-"""The signal that asks a run to save and leave: which processes of a rank leave it to the run.
+"""The signal that asks a run to save and exit: which processes of a rank ignore it.
 
-What lives here: what the configuration says about them. What may not: the handler, which is Megatron-Bridge's; how
-workers begin (`data/loading/worker_processes.py`), the process that saving starts
+What lives here: applying the configuration's settings. What may not: the handler, which is Megatron-Bridge's; the start
+of workers (`data/loading/worker_processes.py`), the process that saving starts
 (`training/checkpointing/saving_process.py`).
 """
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def ignored_signal(cfg: ConfigContainer) -> int | None:
-    """Number of the signal that processes which read ahead ignore; None for none.
+    """Number of the signal that data-loading processes ignore; None for none.
 
     Args:
         cfg: a run's.
@@ -28,16 +28,16 @@ def ignored_signal(cfg: ConfigContainer) -> int | None:
 
 
 def leave_exit_signal_to_run(cfg: ConfigContainer) -> None:
-    """Let workers of our data sets ignore it, and say where a run could not save for its workers.
+    """Let workers of our data sets ignore it, and warn if workers would end a run before it can save.
 
     Args:
-        cfg: changed in place; a second call changes nothing more.
+        cfg: changed in place; a second call has no effect.
     """
     number = ignored_signal(cfg)
     if isinstance(cfg.dataset, ConversationRows):
         cfg.dataset.ignored_signal = number
     if number is not None:
-        end_workers_at_exit()  # those of Megatron-Bridge's own loaders too
+        end_workers_at_exit()  # also those of Megatron-Bridge's own loaders
     if not cfg.train.exit_signal_handler or not getattr(cfg.dataset, "num_workers", 0):
         return
     ends = "launchers send them the signal too, it terminates them, and the run fails before it can save"

@@ -1,7 +1,7 @@
-"""The global batch: whether ranks can share it, and whether rows are assigned to ranks within it.
+"""The global batch: whether it divides over ranks, and whether rows are assigned to ranks within it.
 
-What lives here: these two checks, for a configuration and for the loops that follow it. What may not: microbatches of
-pipeline stages (`models/common/settings/parallelism.py`).
+What lives here: these two checks, for a configuration and for loops. What may not: microbatches of pipeline stages
+(`models/common/settings/parallelism.py`).
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from typing import Any
 
 
 def check_share(cfg: Any, ranks: int) -> int:
-    """Refuses a global batch that does not divide over data-parallel ranks.
+    """Refuse a global batch that does not divide over data-parallel ranks.
 
     Args:
         cfg: the configuration.
-        ranks: data-parallel ones.
+        ranks: number of data-parallel ranks.
 
     Returns:
         Microbatches of each rank.
 
     Raises:
-        ValueError: rows are left over.
+        ValueError: a global batch that is not a multiple of ranks times micro_batch_size.
     """
     rows, share = cfg.train.global_batch_size, cfg.train.micro_batch_size * ranks
     if rows % share:
@@ -32,10 +32,10 @@ def check_share(cfg: Any, ranks: int) -> int:
 
 
 def check_balance(cfg: Any) -> None:
-    """Refuses rows assigned among those of several steps: which rows a step has would depend on the number of ranks.
+    """Refuse rows assigned over several steps: which rows a step has would depend on the number of ranks.
 
     Raises:
-        ValueError: they are.
+        ValueError: `balance_over` differs from the global batch.
     """
     if (over := getattr(cfg.dataset, "balance_over", None)) is None:
         return

@@ -1,7 +1,7 @@
-"""A machine's own memory, which ranks need to save a checkpoint.
+"""A machine's host memory, which ranks need to save a checkpoint.
 
-What lives here: how much there is, and refusing a run whose first save would end it. What may not: what saving takes
-(`planning/memory/model_states.py`).
+What lives here: its size, and refusing a run that would run out of it at the first save. What may not: the memory that
+saving takes (`planning/memory/model_states.py`).
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from megatron.bridge.utils.common_utils import get_world_size_safe
 if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer
 
-# Where a container's limit is, in the second and the first version of control groups.
+# Files with a container's limit, in the second and the first version of control groups.
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 def host_bytes() -> int:
-    """Of this machine, or of the container that this process is in."""
+    """Memory in bytes of this machine, or of the container that this process is in."""
     found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in _LIMITS:
-        with contextlib.suppress(OSError, ValueError):  # there is none
+        with contextlib.suppress(OSError, ValueError):  # no such file
             found = min(found, int(path.read_text()))
     return found
 
 
 def check_host_memory(cfg: ConfigContainer) -> None:
-    """Refuse a run on GPUs whose machine has no room for what its ranks gather to save the optimizer by parameters.
+    """Refuse a run on GPUs whose hosts lack the memory that ranks need to save the optimizer by parameters.
 
-    A run that the planner cannot count is let through.
+    A run that the planner does not support is not checked.
 
     Args:
         cfg: of the run, finalised.
 
     Raises:
-        ValueError: there is no room.
+        ValueError: too little memory.
     """
     settings = cfg.checkpoint
     gathers = (

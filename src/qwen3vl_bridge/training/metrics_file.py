@@ -1,6 +1,6 @@
-"""The log of a run as a file: one JSON object a line.
+"""The log of a run as a file: one JSON object per line.
 
-What lives here: its name, how an entry is written, and reading it back. What may not: what is in an entry.
+What lives here: its name, the format of an entry, and reading it back. What may not: the contents of an entry.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ METRICS = "metrics.jsonl"
 
 
 def metrics_line(entry: Mapping[str, Any]) -> str:
-    """An entry as it is written; what is no finite number is null, because JSON has no other numbers."""
+    """An entry as it is written; numbers that are not finite are null, because JSON does not have them."""
     return json.dumps({name: _or_null(value) for name, value in entry.items()}, allow_nan=False) + "\n"
 
 
@@ -26,7 +26,7 @@ def _or_null(value: Any) -> Any:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """A run's entries so far; none where it has no such file. A line that was cut off is left out."""
+    """A run's entries so far; empty if it has no such file. A truncated line is skipped."""
     path, entries = folder / METRICS, []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:

@@ -1,7 +1,7 @@
 """Processes and groups: torch.distributed and megatron-core's parallel state from a provider's sizes.
 
-What lives here: setting both up, seeding random generators and tearing them down. What may not: collectives of ours
-(`parallel/collectives.py`), what checkpoints hold of random generators, which is Megatron-Bridge's.
+What lives here: creating both, seeding random generators, and destroying them. What may not: our collectives
+(`parallel/collectives.py`), random states in checkpoints, which are Megatron-Bridge's.
 """
 
 import contextlib
@@ -25,10 +25,10 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 
 def initialize(provider: VisionLanguageProvider, seed: int) -> ProcessGroupCollection:
-    """Join the processes torchrun started, or be the only one, and build the provider's parallel groups.
+    """Join the processes that torchrun started, or be the only one, and create the provider's parallel groups.
 
     Args:
-        provider: its parallel sizes are used, and it is given the groups.
+        provider: its parallel sizes are used, and its groups are set.
         seed: of random generators.
     """
     if provider.dist_train.use_dist_train:
@@ -36,7 +36,7 @@ def initialize(provider: VisionLanguageProvider, seed: int) -> ProcessGroupColle
         check_world(provider, torch.distributed.get_world_size())
         leave_groups()
         parallel_state._set_global_memory_buffer()
-        # Megatron-Bridge's own wiring, which its set-up calls where `dist.use_decentralized_pg` is on.
+        # Megatron-Bridge's own function, which its set-up calls if `dist.use_decentralized_pg` is on.
         with groups_to_leave():
             provider._pg_collection = _create_dist_train_pgs(provider, 1, None, None)
     else:
@@ -51,7 +51,7 @@ def initialize(provider: VisionLanguageProvider, seed: int) -> ProcessGroupColle
 
 
 def seed_generators(seed: int, groups: ProcessGroupCollection) -> None:
-    """Seed every generator of this rank. Pipeline stages draw different numbers, as under Megatron-Bridge's loop.
+    """Seed every generator of this rank. Pipeline stages draw different numbers, as in Megatron-Bridge's loop.
 
     Args:
         seed: the run's.
@@ -71,7 +71,7 @@ def seed_generators(seed: int, groups: ProcessGroupCollection) -> None:
 
 
 def _groups_match(provider: VisionLanguageProvider) -> bool:
-    """Whether there are groups of the provider's sizes already."""
+    """Whether groups of the provider's sizes already exist."""
     if not parallel_state.model_parallel_is_initialized():
         return False
     tensor = provider.tensor_model_parallel_size
@@ -91,32 +91,32 @@ def _alone() -> bool:
 
 
 def _join() -> None:
-    if torch.distributed.is_initialized():  # processes that torchrun started meet once
+    if torch.distributed.is_initialized():  # processes that torchrun started join only once
         return
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     if _alone():
-        # No port to collide on with another run on this machine.
+        # No port, which could collide with another run on this machine.
         torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
     else:
-        if torch.cuda.is_available():  # or all processes of a machine would be on its first GPU
+        if torch.cuda.is_available():  # otherwise all processes of a machine would use its first GPU
             torch.cuda.set_device(get_local_rank_preinit())
         torch.distributed.init_process_group(backend)
 
 
 def leave_groups() -> None:
-    """Leave the groups that `initialize` has made, for others to be made. Every process calls this.
+    """Destroy the groups that `initialize` created, so that others can be created. A collective call.
 
-    A group of gloo's has three threads that look for work a hundred times a second. Sets of groups that nobody uses any
-    more, each of dozens, would take all of a machine's time.
+    A gloo group has three threads that poll a hundred times per second. Sets of unused groups, each of dozens, would
+    take all of a machine's time.
     """
     parallel_state.destroy_model_parallel()
-    BridgeCommunicator._broadcast_pg_cache.clear()  # which it keeps for the next one
+    BridgeCommunicator._broadcast_pg_cache.clear()  # it caches it for the next one
     BridgeCommunicator._bridge_pg_cache.clear()
     left = [group for group in _known_groups() if group in _made]
     _made.clear()
     if left:
-        _clear_sharding_prop_cache()  # torch would give equal meshes' results the mesh of the groups that are left
-        gc.collect()  # a model that is gone, in a circle of references, would hold them
+        _clear_sharding_prop_cache()  # torch would give results of equal meshes the mesh of the destroyed groups
+        gc.collect()  # a deleted model in a reference cycle would hold them
         torch.distributed.barrier()
         for group in left:
             torch.distributed.destroy_process_group(group)
@@ -127,7 +127,7 @@ _made: list[torch.distributed.ProcessGroup] = []
 
 @contextlib.contextmanager
 def groups_to_leave() -> Iterator[None]:
-    """Remember the groups that the body makes, for `leave_groups`."""
+    """Record the groups that the body creates, for `leave_groups`."""
     before = _known_groups()
     try:
         yield
@@ -136,13 +136,13 @@ def groups_to_leave() -> Iterator[None]:
 
 
 def _known_groups() -> list[torch.distributed.ProcessGroup]:
-    """All but that of all processes."""
+    """All groups except that of all processes."""
     everyone = torch.distributed.group.WORLD
     return [group for group in torch.distributed.distributed_c10d._world.pg_map if group is not everyone]
 
 
 def shutdown() -> None:
-    """Leave the groups and the processes."""
+    """Destroy the groups and the process group of all processes."""
     leave_groups()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

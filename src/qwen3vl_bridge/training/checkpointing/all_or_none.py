@@ -1,10 +1,10 @@
 """Operations that succeed on all processes of a run or fail on all of them.
 
-What lives here: telling each other of failures, a folder that all write and that comes into its place when all have.
+What lives here: communicating failures, a folder that all processes write and that is renamed when all have finished.
 What may not: what is written, collectives themselves (`parallel/collectives.py`).
 
-Between two collectives every process does things that may fail on its own: a full disk, a tensor that does not fit. One
-that raised and left would keep the others waiting for it. So such things are done inside `together`.
+Between two collectives every process does things that may fail on only one: a full disk, a tensor that does not fit. If
+one raised and left, the others would wait for it. So such things are done inside `together`.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ logger = logging.getLogger(__name__)
 
 
 def is_first() -> bool:
-    """Whether this process does what one does for all."""
+    """Whether this process does what only one has to do."""
     return torch.distributed.get_rank() == 0
 
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """Where the body fails in one process, it fails in all.
+    """If the body fails in one process, it fails in all.
 
-    It ends with a collective, so every process has to come by, and no process may fail between the body's own ones.
+    It ends with a collective, so every process has to reach its end, and no process may fail between collectives of the
+    body itself.
 
     Raises:
-        CheckpointError: the body has failed in another process; with what that one said.
+        CheckpointError: the body has failed in another process; with that process's message.
     """
     problem: Exception | None = None
     try:
         yield
-    except CheckpointException as error:  # torch's own way of failing together, which is no Exception
+    except CheckpointException as error:  # torch's own way of failing together, which is not an Exception
         problem = _said(error)
         problem.__cause__ = error
     except Exception as error:
@@ -54,25 +55,25 @@ def together() -> Iterator[None]:
 
 
 def _said(error: CheckpointException) -> CheckpointError:
-    """What each process said that failed in torch's own way of failing together."""
+    """Messages of the processes that failed in torch's own way of failing together."""
     return CheckpointError("; ".join(f"rank {rank}: {said}" for rank, (said, _) in error.failures.items()))
 
 
 @contextlib.contextmanager
 def staged_together(target: Path) -> Iterator[Path]:
-    """A hidden folder beside the target that all processes write; it becomes the target when all have.
+    """A hidden folder next to the target that all processes write; it becomes the target when all have finished.
 
-    In the body are other people's collectives. A process that fails between these cannot tell the others, who wait in
-    one; so it raises at once, its end is their launcher's to notice, and nothing has come into its place.
+    The body contains collectives of other packages. A process that fails between these cannot tell the others, which
+    wait in one; so it raises at once, the launcher has to notice its end, and the target is unchanged.
 
     Args:
-        target: where it is to be. What is there already is replaced.
+        target: the final path. An existing folder is replaced.
 
     Yields:
         The hidden folder.
 
     Raises:
-        CheckpointError: a process has failed, and the target is as it was.
+        CheckpointError: a process has failed, and the target is unchanged.
     """
     with contextlib.ExitStack() as stack:
         aside = None
@@ -88,6 +89,6 @@ def staged_together(target: Path) -> Iterator[Path]:
             yield aside
         except CheckpointException as error:
             raise _said(error) from error
-        wait_for_all()  # to have written
+        wait_for_all()  # for all to have written
         with together():
             stack.close()

@@ -1,7 +1,7 @@
 """A model's weights in the fsdp_dtensor layout, read by torch.distributed.checkpoint.
 
 What lives here: their keys on disk, and whether a checkpoint has them. What may not: which part of a parameter a rank
-has (`stored_parameters.py`), files around the tensors.
+has (`stored_parameters.py`), other files.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from torch.distributed.tensor import DTensor
 
 
 def load(folder: Path, model: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> None:
-    """Fill this rank's weights, all of them.
+    """Fill all weights of this rank.
 
     Args:
-        folder: that all ranks see.
+        folder: visible to all ranks.
         model: this rank's chunks, wrapped or not.
         groups: process groups.
 
@@ -40,10 +40,10 @@ def load(folder: Path, model: Sequence[torch.nn.Module], groups: ProcessGroupCol
         parameters = list(stored_parameters(model, groups))
         # Views: loading fills the model.
         tensors = {key_of(name): part for stored in parameters for name, part in stored.parts()}
-        # Read by our own reader first: it unpickles nothing but descriptions of tensors.
+        # Read by our own reader first: it unpickles only descriptions of tensors.
         stored = read_metadata(folder).tensors
         found = {key: spec.shape for key, (spec, _) in stored.items() if key.startswith(key_of(""))}
-        # What Megatron-FSDP saves of a model without Transformer Engine has that model's own names.
+        # Without Transformer Engine, Megatron-FSDP saves a model under that model's own names.
         tensors = {
             key if key in found or local_name(key) not in found else local_name(key): t for key, t in tensors.items()
         }
@@ -61,7 +61,7 @@ def load(folder: Path, model: Sequence[torch.nn.Module], groups: ProcessGroupCol
 def _padded_otherwise(
     found: dict[str, tuple[int, ...]], tensors: dict[str, Tensor], parameters: Sequence[StoredParameter], tokens: int
 ) -> dict[str, Tensor]:
-    """Tensors with a row for each token that were saved with another number of rows beyond those."""
+    """Tensors with a row per token that were saved with another number of padding rows."""
     keys = {key_of(name) for stored in parameters if stored.row.of_vocabulary for name in stored.row.stored}
     return {
         key: tensors[key]
@@ -73,7 +73,8 @@ def _padded_otherwise(
 
 
 def _load_rows(folder: Path, key: str, part: Tensor, whole: Tensor) -> None:
-    """Fill a part of a tensor from one with more rows, or fewer; rows that are not there are of no token, and zero."""
+    """Fill a part of a tensor from one with more or fewer rows; missing rows belong to no token, and are set to zero.
+    """
     dcp.load({key: whole}, checkpoint_id=folder, no_dist=True)
     first = 0
     if isinstance(part, DTensor):
@@ -86,7 +87,7 @@ def _load_rows(folder: Path, key: str, part: Tensor, whole: Tensor) -> None:
 def missing_or_mismatched(
     found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...] | None]
 ) -> list[str]:
-    """Tensors that a checkpoint lacks, or has in another shape; None is any shape."""
+    """Tensors that a checkpoint lacks, or has in another shape; None for any shape."""
     missing = [f"missing: {key} {list(shape or ())}" for key, shape in wanted.items() if key not in found]
     return missing + [
         f"misshapen: {key} is {list(found[key])}, expected {list(shape)}"
@@ -96,7 +97,7 @@ def missing_or_mismatched(
 
 
 def unexpected(found: Mapping[str, tuple[int, ...]], wanted: Collection[str]) -> list[str]:
-    """Tensors of a checkpoint that no parameter is for; a model may be without multi-token prediction."""
+    """Tensors of a checkpoint without a parameter; a model may lack multi-token prediction."""
     without_mtp = not any(is_of_mtp(key) for key in wanted)
     return [
         f"unexpected: {key} {list(shape)}"
@@ -106,14 +107,14 @@ def unexpected(found: Mapping[str, tuple[int, ...]], wanted: Collection[str]) ->
 
 
 def raise_problems(folder: Path, mine: Sequence[str]) -> None:
-    """Raise what any rank has found wrong with a checkpoint, the same error on all.
+    """Raise the problems that any rank has found with a checkpoint, the same error on all.
 
     Args:
         folder: the checkpoint's.
-        mine: what this rank has found.
+        mine: problems that this rank has found.
 
     Raises:
-        CheckpointError: one has found something.
+        CheckpointError: a rank has found a problem.
     """
     if problems := sorted(set().union(*gather_objects(list(mine)))):
         raise CheckpointError("\n  ".join([f"{folder} does not fit the model:", *problems]))

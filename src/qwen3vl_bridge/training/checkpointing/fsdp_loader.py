@@ -1,12 +1,12 @@
-"""Megatron-Bridge's own loader of `fsdp_dtensor` checkpoints, for our models: all weights arrive, or it is an error.
+"""Megatron-Bridge's own loader of `fsdp_dtensor` checkpoints, for our models: a missing weight is an error.
 
 What lives here: which tensors a checkpoint has under the other layer spec's names, and reading those. What may not:
-reading the others, which is Megatron-Bridge's; where it is asked (`compat/import_hook.py`); our own loaders
+reading the others, which is Megatron-Bridge's; how it is called (`compat/import_hook.py`); our own loaders
 (`weight_loading.py`).
 
 Under Megatron-FSDP a model asks for its own parameter names, which follow its layer spec: norms are parts of linear
-layers or modules of their own, experts are grouped or not. Unless `checkpoint.strict_fsdp_dtensor_load` is set,
-Megatron-Bridge's loader passes over a name that a checkpoint lacks, and the parameter stays as it was initialised.
+layers or separate modules, experts are grouped or not. Unless `checkpoint.strict_fsdp_dtensor_load` is set,
+Megatron-Bridge's loader skips a name that a checkpoint lacks, and the parameter keeps its initial value.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 _SECTION, _OPTIMIZER, _WRAPPER = "model.", "optimizer.", "module."
-# Megatron-FSDP keeps gate and up projection apart, and the sections of linear attention's projection.
+# Megatron-FSDP stores gate and up projection separately, and the sections of linear attention's projection.
 _PARTS = ("_w", "_v", ".query", ".key", ".value", ".z", ".beta", ".alpha")
 
 
 def load_every_weight(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """As Megatron-Bridge's `load_fsdp_dtensor_checkpoint`, which returns after passing over what it does not find.
+    """Like Megatron-Bridge's `load_fsdp_dtensor_checkpoint`, which returns after skipping what it does not find.
 
     Args:
         theirs: that function.
         args, kwargs: its arguments.
 
     Raises:
-        CheckpointError: weights of a model of ours are in the checkpoint under no name; all are listed. Or optimizer
-            state is asked for, which is under names that this model's optimizer has not.
+        CheckpointError: weights of one of our models are in the checkpoint under neither name; all are listed. Or
+            optimizer state is requested, which is under names that this model's optimizer does not have.
     """
     given = inspect.signature(theirs).bind(*args, **kwargs)
     given.apply_defaults()
     asked = given.arguments
     state = asked["sharded_state_dict"]
     if state and state.get("rng_state", state) is None:
-        del state["rng_state"]  # finetuning, or load_rng=False: a strict loader would look for the empty place
+        del state["rng_state"]  # finetuning, or load_rng=False: a strict loader would look for the missing state
     chunks = None if asked["rank0"] or state is None or "model" not in state else state.get("_model")
     if not chunks or not isinstance(provider := get_model_config(chunks[0]), VisionLanguageProvider):
         return theirs(*args, **kwargs)
@@ -83,7 +83,7 @@ def other_names(
     """Which weights a checkpoint has under the other layer spec's name, and which under none.
 
     Args:
-        weights: the model's, as Megatron-FSDP names what it stores.
+        weights: the model's, with Megatron-FSDP's names.
         found: names in the checkpoint.
         provider: of the model.
 

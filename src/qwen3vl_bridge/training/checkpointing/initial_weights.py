@@ -1,12 +1,12 @@
-"""Initial weights in Megatron-Bridge's loop, by our loader.
+"""Initial weights in Megatron-Bridge's loop, read by our loader.
 
-What lives here: where in Megatron-Bridge's set-up they are read. What may not: reading them (`weight_loading.py`), what
-keeps it from reading them again (`training/checkpoint_manager.py`).
+What lives here: at which point of Megatron-Bridge's set-up they are read. What may not: reading them
+(`weight_loading.py`), preventing Megatron-Bridge from reading them again (`training/checkpoint_manager.py`).
 
-Megatron-Bridge reads them into the model that is wrapped already, in the format that the run saves in; Hugging Face
-weights do not get into Megatron-FSDP's shards so. Here they are read before the model is wrapped, in any format, by the
+Megatron-Bridge reads them into the wrapped model, in the format in which the run saves; Hugging Face weights cannot be
+read into Megatron-FSDP's shards this way. Here they are read before the model is wrapped, in any format, by the
 provider's hooks. The model is whole on each rank then: on the GPU, or with `model.init_model_with_meta_device` on the
-host, from where Megatron-FSDP takes one group of parameters after the other.
+host, from where Megatron-FSDP moves one group of parameters after the other.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Chunks = list[torch.nn.Module]
 class FirstWeights:
     """A hook of a provider: reads a run's initial weights into its chunks before they are wrapped.
 
-    Where the run trains adapters they are put in too. Megatron-Bridge's own hook for that comes later, and would read
-    the weights in one format alone; it does nothing where `cfg.peft` is None, which is so from here until the model is
+    If the run trains adapters they are inserted too. Megatron-Bridge's own hook for that comes later, and would read
+    the weights in only one format; it does nothing if `cfg.peft` is None, which is so from here until the model is
     wrapped.
 
     Attributes:
@@ -39,20 +39,20 @@ class FirstWeights:
         self.peft = None
 
     def __deepcopy__(self, memo: dict) -> FirstWeights:
-        """Itself: layers copy their provider, and the whole run's configuration has no part in that."""
+        """Itself: layers copy their provider, and must not copy the whole run's configuration."""
         return self
 
     def __call__(self, chunks: Chunks) -> Chunks:
         """Fill this rank's chunks, unless the run resumes from a checkpoint of its own that has all weights.
 
         Args:
-            chunks: bare, on any device and in any precision.
+            chunks: unwrapped, on any device and in any precision.
 
         Raises:
-            CheckpointError: weights that are not there or don't fit.
+            CheckpointError: weights that are missing or do not fit.
         """
         cfg = self.cfg
-        peft = cfg.peft or self.peft  # ours already where a set-up that failed is repeated
+        peft = cfg.peft or self.peft  # already ours if a failed set-up is repeated
         with together():
             for chunk in chunks:
                 _allocate_on_host(chunk)
@@ -69,23 +69,23 @@ class FirstWeights:
         return chunks
 
     def after(self, chunks: Chunks) -> Chunks:
-        """A hook for when chunks are wrapped: the configuration has its adapters again."""
+        """A hook for when chunks are wrapped: restores the configuration's adapters."""
         self.restore_peft()
         return chunks
 
     def restore_peft(self) -> None:
-        """Let the configuration have its adapters, where this has them."""
+        """Restore the configuration's adapters, if this hook has them."""
         if self.peft is not None:
             self.cfg.peft, self.peft = self.peft, None
 
 
 def read_first_weights(cfg: ConfigContainer) -> None:
-    """Let Megatron-Bridge's set-up read a run's initial weights by our loader; nothing where it has none.
+    """Make Megatron-Bridge's set-up read a run's initial weights by our loader; no effect without initial weights.
 
-    A checkpoint manager of the user's own is left alone, and loads them itself.
+    A user's own checkpoint manager is kept, and loads them itself.
 
     Args:
-        cfg: changed in place; a second call changes nothing more.
+        cfg: changed in place; a second call has no effect.
     """
     _remove_hooks(cfg)
     if cfg.checkpoint.pretrained_checkpoint is None or not is_managed(cfg):
@@ -96,7 +96,7 @@ def read_first_weights(cfg: ConfigContainer) -> None:
 
 
 def _remove_hooks(cfg: ConfigContainer) -> None:
-    """Take out the hooks of an earlier call."""
+    """Remove the hooks of an earlier call."""
     hooks = getattr(cfg.model, "_pre_wrap_hooks", ())
     for hook in [hook for hook in hooks if isinstance(hook, FirstWeights)]:
         cfg.model._pre_wrap_hooks.remove(hook)
@@ -108,14 +108,14 @@ def _allocate_on_host(chunk: torch.nn.Module) -> None:
     """Move parameters from the meta device to the host, with the attributes that megatron-core has set on them.
 
     Raises:
-        CheckpointError: a buffer on the meta device, whose values are not known.
+        CheckpointError: a buffer on the meta device, whose values are unknown.
     """
     if lost := [name for name, buffer in chunk.named_buffers() if buffer.is_meta]:
         raise CheckpointError(
             f"model.init_model_with_meta_device is True, expected False: {', '.join(lost)} would have no values"
         )
     made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
-    for parameter in chunk.parameters():  # those that are tied once
+    for parameter in chunk.parameters():  # tied parameters once
         if parameter.is_meta:
             data = torch.empty_like(parameter, device="cpu")
             made[parameter] = torch.nn.Parameter(data, requires_grad=parameter.requires_grad)

@@ -1,12 +1,12 @@
 """Makes Megatron-Bridge's saves all-or-nothing.
 
-What lives here: letting it write beside a checkpoint's place, moving what it has written there, its trackers after
-that, and older checkpoints away. What may not: what it writes; what else lies in a checkpoint (`side_files.py`).
+What lives here: making it write to a hidden folder, moving the result to its place, then writing its trackers and
+removing older checkpoints. What may not: what it writes; other files of a checkpoint (`side_files.py`).
 
-Megatron-Bridge writes a checkpoint in its place, and over one of the same step that is there, as where a run was
-resumed from before it. A process that dies meanwhile leaves a folder that looks like a checkpoint. So for the time of a
-save `checkpoint.save` is a hidden folder, and what would name that one is left out or done afterwards: the saved
-configuration, trackers of experiments, the position in WebDatasets' data, callbacks.
+Megatron-Bridge writes a checkpoint in its final place, and over an existing one of the same step, as when a run was
+resumed from before it. A process that dies meanwhile leaves a folder that looks like a checkpoint. So during a save
+`checkpoint.save` is a hidden folder, and everything that would contain its name is left out or done afterwards: the
+saved configuration, trackers of experiments, the position in WebDatasets' data, callbacks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from megatron.core.utils import unwrap_model
 logger = logging.getLogger(__name__)
 
 _REMOVED = ".removed"
-# Where a run's state keeps what its experiment is logged to, and the setting without which it makes none.
+# Loggers of a run's state, and the setting without which it creates none.
 _EXPERIMENTS = {
     "_wandb_logger": "wandb_project",
     "_mlflow_logger": "mlflow_experiment",
@@ -49,7 +49,7 @@ _EXPERIMENTS = {
 
 
 def is_staged(ctx: CheckpointSaveContext) -> bool:
-    """Whether a save is one that this is for: lasting, done when the call returns, to a file system.
+    """Whether a save is handled here: persistent, synchronous, to a file system.
 
     Args:
         ctx: Megatron-Bridge's.
@@ -60,18 +60,18 @@ def is_staged(ctx: CheckpointSaveContext) -> bool:
 
 @contextlib.contextmanager
 def staged_save(ctx: CheckpointSaveContext, callback_manager: Any, keep: Path | None) -> Iterator[Path]:
-    """Let Megatron-Bridge save in the body, without callbacks. Every rank calls this.
+    """Let Megatron-Bridge save in the body, without callbacks. A collective call.
 
     Args:
-        ctx: Megatron-Bridge's; its run's settings are others in the body.
-        callback_manager: told of the save when it is done.
+        ctx: Megatron-Bridge's; its run's settings are changed in the body.
+        callback_manager: called when the save is finished.
         keep: a checkpoint that is never removed.
 
     Yields:
-        The folder that becomes the checkpoint, which may get more files.
+        The folder that becomes the checkpoint, to which more files may be added.
 
     Raises:
-        CheckpointError: a rank could not write; the checkpoints that were there are as they were.
+        CheckpointError: a rank could not write; existing checkpoints are unchanged.
     """
     state, step = ctx.state, ctx.state.train_state.step
     folder, most = Path(state.cfg.checkpoint.save), state.cfg.checkpoint.most_recent_k
@@ -91,9 +91,9 @@ def staged_save(ctx: CheckpointSaveContext, callback_manager: Any, keep: Path | 
 
 
 def _take_out(folder: Path, step: int, cfg: ConfigContainer) -> None:
-    """Move what Megatron-Bridge has written to a private folder in `folder` up into it."""
+    """Move the files that Megatron-Bridge has written to a subfolder of `folder` up into it."""
     written = iteration_folder(folder / PRIVATE, step)
-    cfg.to_yaml(str(written / RUN_CONFIG))  # the one there names the hidden folder
+    cfg.to_yaml(str(written / RUN_CONFIG))  # Megatron-Bridge's file names the hidden folder
     for path in written.iterdir():
         path.rename(folder / path.name)
     shutil.rmtree(folder / PRIVATE)
@@ -101,7 +101,7 @@ def _take_out(folder: Path, step: int, cfg: ConfigContainer) -> None:
 
 @contextlib.contextmanager
 def _saving_to(folder: Path, ctx: CheckpointSaveContext) -> Iterator[None]:
-    """Settings of a run for the time of a save."""
+    """Settings of a run during a save."""
     state, cfg = ctx.state, ctx.state.cfg
     changed: list[tuple[Any, str, Any]] = [
         (cfg.checkpoint, "save", str(folder)),
@@ -124,7 +124,7 @@ def _saving_to(folder: Path, ctx: CheckpointSaveContext) -> Iterator[None]:
 
 
 def _announce(ctx: CheckpointSaveContext, final: Path, callback_manager: Any) -> None:
-    """What Megatron-Bridge does when a checkpoint is there."""
+    """What Megatron-Bridge does after a checkpoint is complete."""
     state, step = ctx.state, ctx.state.train_state.step
     _log_to_experiments(state, str(final), step)
     if should_fire(callback_manager, "on_checkpoint_save"):
@@ -149,8 +149,8 @@ def _remove_older(folder: Path, step: int, most: int | None, keep: Path | None) 
     for number in sorted(number for number in found if number <= step)[:-most]:
         path = found[number]
         if keep is None or not keep.exists() or not path.samefile(keep):
-            # Out of its name first, so that nothing half gone can be taken for a checkpoint.
+            # Renamed first, so that a partly removed folder is never taken for a checkpoint.
             path.rename(path.with_name(f".{path.name}{_REMOVED}"))
             logger.info("removed %s, older than the newest %d", path, most)
-    for path in folder.glob(f".iter_*{_REMOVED}"):  # also those that a process left when it died
+    for path in folder.glob(f".iter_*{_REMOVED}"):  # also those that a killed process left
         shutil.rmtree(path)

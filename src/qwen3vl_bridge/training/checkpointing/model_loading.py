@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 
 def load_model(hf_path: str | Path, megatron_path: str | Path | None = None) -> list[VisionLanguageModel]:
-    """Build the Megatron model on this process, or these, and fill it.
+    """Build the Megatron model on this process, or on these processes, and fill it.
 
     Args:
-        hf_path: Hugging Face folder or hub id: the configuration, and the weights where nothing else gives them.
-        megatron_path: a checkpoint of either format, or a run's folder; its weights are taken instead.
+        hf_path: Hugging Face folder or hub id: the configuration, and the weights if `megatron_path` is None.
+        megatron_path: a checkpoint of either format, or a run's folder, from which weights are read.
 
     Raises:
-        CheckpointError: the Megatron checkpoint is not there or does not fit.
+        CheckpointError: the Megatron checkpoint does not exist or does not fit.
         ValueError: the Hugging Face one does not.
     """
     bridge = AutoBridge.from_hf_pretrained(str(hf_path))
-    importlib.import_module(family_of(bridge.hf_pretrained.config.to_dict()).bridge)  # which may not be registered yet
+    importlib.import_module(family_of(bridge.hf_pretrained.config.to_dict()).bridge)  # may not be registered yet
     provider = bridge.to_megatron_provider(load_weights=megatron_path is None)
     provider.finalize()
     groups = initialize(provider, seed=0)

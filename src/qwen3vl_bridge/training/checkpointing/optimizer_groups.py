@@ -1,11 +1,11 @@
-"""An optimizer's settings in Megatron-Bridge's loop, from a checkpoint in which experts had an optimizer of their own.
+"""An optimizer's settings in Megatron-Bridge's loop, from a checkpoint in which experts had a separate optimizer.
 
-What lives here: how they get from one form into the other. What may not: tensors, which have the parameters' names and
-are read in either form.
+What lives here: conversion between both forms. What may not: tensors, which have the parameters' names and are read in
+either form.
 
-Under expert parallelism, and only then, megatron-core gives experts' parameters groups and an optimizer of their own. A
-checkpoint has the settings of groups (rates, decay, steps) by the optimizer's number there, and without one elsewhere,
-so that a run with experts could not resume from one form in the other.
+Only under expert parallelism, megatron-core puts experts' parameters into separate groups with a separate optimizer. A
+checkpoint then has the settings of groups (rates, decay, steps) by the optimizer's index, and otherwise without an
+index, so that a run with experts could not resume from one form in the other.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def loads_either_form(optimizer: MegatronOptimizer | None) -> Iterator[None]:
     """Let an optimizer load what was saved with another number of optimizers in its chain.
 
     Args:
-        optimizer: megatron-core's; changed for a while.
+        optimizer: megatron-core's; changed temporarily.
     """
     if optimizer is None:
         yield
@@ -36,7 +36,8 @@ def loads_either_form(optimizer: MegatronOptimizer | None) -> Iterator[None]:
     def load_state_dict(state: dict) -> None:
         chain = getattr(optimizer, "chained_optimizers", [optimizer])
         if "param_groups" in state and not any(group["params"] for one in chain for group in one.param_groups):
-            # All of this stage is frozen: of an empty state a checkpoint holds nothing, and megatron-core asks for it.
+            # All of this stage is frozen: a checkpoint stores nothing for an empty state, and megatron-core asks for
+            # it.
             state = {"state": {}, **state}
         load(in_own_form(state, chain))
 
@@ -50,15 +51,15 @@ def loads_either_form(optimizer: MegatronOptimizer | None) -> Iterator[None]:
 
 
 def in_own_form(state: dict, chain: Sequence[MegatronOptimizer]) -> dict:
-    """What was loaded of an optimizer, with settings where it looks for them.
+    """The loaded state of an optimizer, with settings where it looks for them.
 
     Args:
-        state: tensors in the chain's own form, by number in a chain of several. Beside them settings as they were
-            saved: these are by number too where there were several, and only then.
+        state: tensors in the chain's own form, by index in a chain of several. In addition, settings as they were
+            saved: by index too if there were several optimizers, and only then.
         chain: the optimizers.
 
     Returns:
-        The state as it is where both forms are the same.
+        The unchanged state if both forms are the same.
     """
     numbered = {key: value for key, value in state.items() if isinstance(key, int)}
     whole = {key: value for key, value in state.items() if key not in numbered}
@@ -70,7 +71,7 @@ def in_own_form(state: dict, chain: Sequence[MegatronOptimizer]) -> dict:
 
 
 def _with_settings(own: Mapping, saved: list[dict], groups: list[dict]) -> dict:
-    """An optimizer's own state with what is missing in it, from the first one that has it; groups from all."""
+    """An optimizer's own state, with missing values from the first one that has them; groups from all."""
     found = dict(own)
     for key in {key: None for settings in saved for key in settings}:
         theirs = [settings[key] for settings in saved if key in settings]
@@ -86,11 +87,11 @@ def _with_settings(own: Mapping, saved: list[dict], groups: list[dict]) -> dict:
 
 
 def _group_of(group: dict, stored: list[dict]) -> dict[str, Any]:
-    """The settings that were saved of a group; nothing where there are none, which megatron-core refuses."""
+    """The settings that were saved for a group; empty if there are none, which megatron-core refuses."""
     found = next((other for other in stored if _identity(other) == _identity(group)), None)
     return {} if found is None else found | {_OF_EXPERTS: group[_OF_EXPERTS]}
 
 
 def _identity(group: Mapping) -> tuple:
-    """What megatron-core tells groups by, but for whether it has experts."""
+    """The values by which megatron-core identifies groups, except whether it has experts."""
     return tuple(group.get(key, group.get(f"pre_{key}")) for key in _SAME)

@@ -1,11 +1,11 @@
 """Whether a checkpoint has the optimizer's state of what a run trains.
 
-What lives here: the question, asked before anything is loaded. What may not: settings of an optimizer's groups
-(`optimizer_groups.py`), learning rates (`schedules.py`), adapters, which are compared by themselves.
+What lives here: the check, made before anything is loaded. What may not: settings of an optimizer's groups
+(`optimizer_groups.py`), learning rates (`schedules.py`), adapters, which are compared separately.
 
-megatron-core looks for the state of every trained parameter, and where a checkpoint lacks one, ends in the middle with
-the names of all that there is. What is no longer trained it leaves behind; but a distributed optimizer's state that was
-saved by numbers (`dist_ckpt_optim_fully_reshardable` false) fits the same parameters alone.
+megatron-core looks for the state of every trained parameter, and fails in the middle if a checkpoint lacks one, with
+the names of everything in it. The state of parameters that are no longer trained is ignored; but a distributed
+optimizer's state that was saved by index (`dist_ckpt_optim_fully_reshardable` false) fits only the same parameters.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def expect_optimizer(folder: Path, cfg: ConfigContainer) -> None:
         cfg: the run's.
 
     Raises:
-        CheckpointError: it has not; the message says what to set.
+        CheckpointError: it does not; the message says what to set.
     """
     if cfg.checkpoint.finetune or not cfg.checkpoint.load_optim or not (folder / RUN_CONFIG).is_file():
         return
@@ -57,7 +57,7 @@ def expect_optimizer(folder: Path, cfg: ConfigContainer) -> None:
 
 
 def _trained(model: Mapping[str, Any]) -> dict[str, bool]:
-    """Whether a part is trained, by the setting of the model that says so."""
+    """Whether a part is trained, according to the model's settings."""
     parts = {f"freeze_{part.value}": not model.get(f"freeze_{part.value}") for part in Part}
     mtp = bool(model.get("mtp_num_layers") and model.get(_MTP))
     return parts | {_MTP: mtp and parts[f"freeze_{Part.LANGUAGE_MODEL.value}"]}

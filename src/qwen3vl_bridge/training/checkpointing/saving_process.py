@@ -1,12 +1,12 @@
 """The process that saving in `torch_dist` starts in Megatron-Bridge's loop.
 
-What lives here: starting it before the run, keeping the run's signals from it, and refusing to train in it. What may
+What lives here: starting it before the run, blocking the run's signals in it, and refusing to train in it. What may
 not: what is saved (`training/checkpoint_manager.py`).
 
-megatron-core's writer passes what its threads have done through a process of `multiprocessing`'s. It starts with the
+megatron-core's writer passes its threads' results through a process of `multiprocessing`. By default it starts with the
 first save, hours into a run, and lives as long as the run. It is spawned, so it runs the user's script again as a
-module: where the script trains at once, instead of under `if __name__ == "__main__":`, both would wait for each other
-forever. And launchers send it the signal that asks the run to save and leave.
+module: if the script trains at once, instead of under `if __name__ == "__main__":`, both would wait for each other
+forever. And launchers send it the signal that asks the run to save and exit.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from multiprocessing import resource_tracker
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE = 120.0  # seconds, of which the script's imports may take some
+_PATIENCE = 120.0  # seconds, including the script's imports
 _LATE = "the process that saves checkpoints has not answered for %.0f s; it imports the script that trains, and %s"
 _GUARD = 'the script must do its work under `if __name__ == "__main__":`'
 
 
 def check_script() -> None:
-    """Refuse to go on where a process that was spawned runs the user's script again.
+    """Refuse to continue if a spawned process runs the user's script again.
 
     Raises:
         RuntimeError: this is such a process.
     """
-    if getattr(multiprocessing.current_process(), "_inheriting", False):  # as multiprocessing itself asks
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # the test that multiprocessing itself uses
         raise RuntimeError(f"this process was started to save checkpoints, but ran the training script again: {_GUARD}")
 
 
@@ -60,13 +60,14 @@ def start_saving_process() -> None:
 
 @contextlib.contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Block the signals that this process handles in the processes that the body starts; this one gets them as usual.
+    """Block the signals that this process handles in the processes that the body starts; this one receives them as
+    usual.
 
-    They inherit what this thread blocks. Another thread takes a signal meanwhile, or this one afterwards, and Python
-    calls the handler.
+    They inherit the signal mask of this thread. Another thread receives a signal meanwhile, or this one afterwards, and
+    Python calls the handler.
     """
     handled = {number for number in signal.valid_signals() if callable(signal.getsignal(number))} - {signal.SIGINT}
-    resource_tracker.ensure_running()  # or the first process would start it, which ends with SIGTERM unblocked
+    resource_tracker.ensure_running()  # otherwise the process would start it, which ends with SIGTERM unblocked
     before = signal.pthread_sigmask(signal.SIG_BLOCK, handled)
     try:
         yield

@@ -1,10 +1,11 @@
-"""The learning rates of a run that is resumed: by the configuration or by the checkpoint.
+"""The learning rates of a resumed run: from the configuration or from the checkpoint.
 
-What lives here: telling whether both agree, and which one counts where they don't. What may not: the schedule itself,
-which is megatron-core's.
+What lives here: whether both agree, and which one is used if they differ. What may not: the schedule itself, which is
+megatron-core's.
 
-megatron-core tells groups of parameters by their highest and lowest rates, among others. So an optimizer finds none of
-its groups in a checkpoint of other rates, or continues with those of the checkpoint whatever the configuration says.
+megatron-core identifies groups of parameters by their maximum and minimum rates, among others. So an optimizer finds
+none of its groups in a checkpoint with other rates, or continues with those of the checkpoint whatever the
+configuration says.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ def chosen_schedule(ctx: CheckpointLoadContext, folder: Path | None) -> Iterator
     chooses.
 
     Args:
-        ctx: Megatron-Bridge's; every rank calls this.
-        folder: the checkpoint's; None where it cannot be known.
+        ctx: Megatron-Bridge's; a collective call.
+        folder: the checkpoint's; None if it is unknown.
 
     Raises:
-        CheckpointError: both differ, and the configuration does not say which one counts.
+        CheckpointError: both differ, and the configuration does not say which one to use.
     """
     cfg, scheduler = ctx.state.cfg, ctx.opt_param_scheduler
     ours = cfg.optimizer.lr, cfg.optimizer.min_lr
@@ -75,10 +76,10 @@ def _rename(ctx: CheckpointLoadContext, before: tuple, after: tuple) -> None:
 
 @contextlib.contextmanager
 def _explained() -> Iterator[None]:
-    """Say what to set where megatron-core asserts that a schedule is the checkpoint's.
+    """Add what to set to megatron-core's assertion that a schedule is the checkpoint's.
 
     Raises:
-        CheckpointError: it is not.
+        CheckpointError: the schedule differs.
     """
     try:
         yield

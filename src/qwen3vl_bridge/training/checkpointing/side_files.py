@@ -1,7 +1,7 @@
-"""What a run's checkpoint holds beside what Megatron-Bridge writes: Hugging Face files, and what its data are.
+"""Files of a run's checkpoint in addition to Megatron-Bridge's: Hugging Face files, and a description of its data.
 
-What lives here: writing both, and comparing the data of a run that is resumed. What may not: tensors, when a
-checkpoint is written (`training/checkpoint_manager.py`), what data are (the data sets say it themselves).
+What lives here: writing both, and comparing the data of a resumed run. What may not: tensors, when a checkpoint is
+written (`training/checkpoint_manager.py`), the description of data (from the data sets).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron.bridge.training.checkpointing import DATALOADER_STATE_SUBDIR
 from megatron.bridge.training.config import ConfigContainer
 
 RUN_DATA = "run_data.json"
-# Fields of Megatron-Bridge's data sets that don't change which samples there are, and in which order.
+# Fields of Megatron-Bridge's data sets that do not affect which samples there are, and in which order.
 _ORDER_IS_THE_SAME = {
     *("num_workers", "pin_memory", "persistent_workers", "trust_remote_code", "dataloader_save", "dataloader_load"),
     *("do_validation", "do_test", "validation_source", "test_source", "tokenizer"),
@@ -28,12 +28,12 @@ _ORDER_IS_THE_SAME = {
 
 
 def write_side_files(folder: Path, cfg: ConfigContainer, origin: Pretrained | None) -> None:
-    """Write them; one rank does.
+    """Write them; called on one rank.
 
     Args:
         folder: the checkpoint's.
         cfg: the run's.
-        origin: where its Hugging Face files are; None for nowhere.
+        origin: folder of its Hugging Face files; None for no files.
     """
     write_object(folder / RUN_DATA, _data_of(cfg))
     if origin is not None:
@@ -41,17 +41,17 @@ def write_side_files(folder: Path, cfg: ConfigContainer, origin: Pretrained | No
 
 
 def expect_data(folder: Path, cfg: ConfigContainer, row: int) -> None:
-    """Have a run refuse other data than those its position is in; nothing of a checkpoint that does not say.
+    """Make a run refuse other data than those of its position; no check for a checkpoint without a description.
 
-    Our data sets are built after this, and refuse then.
+    Our data sets are built after this, and raise then.
 
     Args:
         folder: the checkpoint's.
         cfg: the run's.
-        row: how many rows the run has taken.
+        row: number of rows that the run has consumed.
 
     Raises:
-        ValueError: they are others, or are read by a loader that would begin them anew.
+        ValueError: they differ, or are read by a loader that would start them from the beginning.
     """
     if row and isinstance(cfg.dataset, EnergonDatasetConfig):
         _expect_loader_state(folder, cfg.dataset)
@@ -65,7 +65,7 @@ def expect_data(folder: Path, cfg: ConfigContainer, row: int) -> None:
 
 
 def _expect_loader_state(folder: Path, dataset: EnergonDatasetConfig) -> None:
-    """Megatron-Bridge 0.6.2 saves no state of its own energon loader, and says nothing where it finds none."""
+    """Megatron-Bridge 0.6.2 saves no state of its own energon loader, and reports nothing if it finds none."""
     states = Path(getattr(dataset, "dataloader_load", None) or folder.parent / DATALOADER_STATE_SUBDIR)
     if not (states / folder.name).is_dir():
         raise ValueError(
@@ -76,13 +76,13 @@ def _expect_loader_state(folder: Path, dataset: EnergonDatasetConfig) -> None:
 
 
 def _data_of(cfg: ConfigContainer) -> dict[str, Any]:
-    """What decides which sample comes when, as plain values."""
+    """Settings that determine the order of samples, as plain values."""
     if isinstance(cfg.dataset, ConversationRows):
         return dict(cfg.dataset.position or {})
     fields = {f.name: repr(getattr(cfg.dataset, f.name)) for f in dataclasses.fields(cfg.dataset)}
     identity = {"type": type(cfg.dataset).__name__, **{k: v for k, v in fields.items() if k not in _ORDER_IS_THE_SAME}}
-    if cfg.dataset.dataloader_type == "single":  # in order, so a run may be made longer
+    if cfg.dataset.dataloader_type == "single":  # in order, so a run may be extended
         return identity
-    # These shuffle the numbers up to the samples that the whole run takes, in parts by rank or by global batch.
+    # These shuffle the indices of all samples that the whole run consumes, in parts by rank or by global batch.
     share = dict(dp_size=cfg.data_parallel_size, micro_batch_size=cfg.train.micro_batch_size)
     return identity | share | dict(global_batch_size=cfg.train.global_batch_size, seed=cfg.rng.seed)

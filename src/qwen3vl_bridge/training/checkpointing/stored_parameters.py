@@ -1,11 +1,11 @@
 """Which of a checkpoint's tensors a rank holds, and which part of each.
 
-What lives here: from a rank's parameters to the names and places in the fsdp_dtensor layout. What may not: files,
+What lives here: mapping a rank's parameters to the names and offsets in the fsdp_dtensor layout. What may not: files,
 optimizers, other formats.
 
-A checkpoint does not know any ranks: each parameter is whole in it, layers and experts are counted through the model,
-gate and up projection are apart. What of a tensor a rank holds is said by a DTensor over the group of ranks that share
-it, a view of the rank's own memory; torch.distributed.checkpoint cuts, joins and leaves out copies by that.
+A checkpoint is independent of ranks: each parameter is whole in it, layers and experts are numbered through the model,
+gate and up projection are separate. A rank's part of a tensor is described by a DTensor over the group of ranks that
+share it, a view of the rank's own memory; torch.distributed.checkpoint slices, joins and skips copies accordingly.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-# The last pipeline stage of a tied model has an embedding of its own by this name.
+# The last pipeline stage of a tied model has its own copy of the embedding by this name.
 _OUTPUT, _EMBEDDING = "language_model.output_layer.weight", "language_model.embedding.word_embeddings.weight"
 
 
@@ -39,9 +39,9 @@ class StoredParameter:
     Attributes:
         row: of the weight table, expanded.
         parameter: this rank's part.
-        mesh: the ranks that have the other parts; None where the part is the whole.
-        dimension: along which it is cut.
-        ratio: of the rows of the tensors that it is stored as, one above the other.
+        mesh: the ranks that have the other parts; None if the part is the whole.
+        dimension: along which it is split.
+        ratio: of the rows of the tensors as which it is stored, concatenated.
     """
 
     row: Row
@@ -51,7 +51,7 @@ class StoredParameter:
     ratio: tuple[int, ...] = (1,)
 
     def parts(self) -> Iterator[tuple[str, Tensor]]:
-        """What it is stored as: names, and views of it."""
+        """Names of the stored tensors, with views of the parameter."""
         tensor = self.parameter.detach()
         share = len(tensor) // sum(self.ratio)
         for name, part in zip(self.row.stored, tensor.split([n * share for n in self.ratio]), strict=True):
@@ -62,7 +62,7 @@ class StoredParameter:
 
 
 def rows_by_name(provider: VisionLanguageProvider) -> dict[str, Row]:
-    """The whole model's rows under the parameter names of both layer specs, which its experts' and others' may be."""
+    """The whole model's rows under the parameter names of both layer specs, which experts and other layers may use."""
     rows = list(expand(family(provider.family).rows(), provider.dimensions()))
     return {name: row for row in rows for name in (row.megatron, local_name(row.megatron))}
 
@@ -94,6 +94,6 @@ def stored_parameters(model: Sequence[torch.nn.Module], groups: ProcessGroupColl
 
 
 def _ratio(row: Row, dimensions: Dimensions) -> tuple[int, ...]:
-    """Of the rows of each stored tensor, in the smallest numbers."""
+    """Ratio of the rows of each stored tensor, in lowest terms."""
     rows = stored_rows(row, len(row.stored), dimensions)
     return tuple(n // math.gcd(*rows) for n in rows)

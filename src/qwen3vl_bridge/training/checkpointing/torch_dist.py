@@ -1,7 +1,7 @@
-"""A model's weights in megatron-core's own format, read by the model's own description of itself.
+"""A model's weights in megatron-core's own format, read by the model's own sharded state dict.
 
-What lives here: whether a checkpoint has all of them, and reading them. What may not: files around the tensors; names
-and shapes, which are megatron-core's.
+What lives here: whether a checkpoint has all of them, and reading them. What may not: other files; names and shapes,
+which are megatron-core's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def load(folder: Path, model: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> None:
-    """Fill this rank's weights, all of them.
+    """Fill all weights of this rank.
 
     Args:
         folder: the checkpoint's.
@@ -51,12 +51,12 @@ def load(folder: Path, model: Sequence[torch.nn.Module], groups: ProcessGroupCol
 
 
 def _tensors(state: dict) -> list[ShardedTensor]:
-    """All tensors of a state, which stays as it is."""
+    """All tensors of a state, which is not changed."""
     return [entry for entry in nested_values(load_preprocess(state)[0]) if isinstance(entry, ShardedTensor)]
 
 
 def _check(folder: Path, mine: dict[str, tuple[int, ...] | None]) -> None:
-    """Compare all names and shapes, those of every rank with those of the checkpoint."""
+    """Compare names and shapes of every rank with those of the checkpoint."""
     wanted: dict[str, tuple[int, ...] | None] = {}
     for shapes in gather_objects(mine):
         wanted |= shapes

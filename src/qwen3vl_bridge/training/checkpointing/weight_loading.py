@@ -1,6 +1,6 @@
-"""Where a run's initial weights come from: a checkpoint of either Megatron format, or Hugging Face weights.
+"""Loads a run's initial weights: from a checkpoint of either Megatron format, or Hugging Face weights.
 
-What lives here: telling them apart, refusing those of another model, loading them. What may not: how tensors of a
+What lives here: detecting the format, refusing weights of another model, loading them. What may not: how tensors of a
 format are read (`fsdp_dtensor.py`, `torch_dist.py`, Megatron-Bridge).
 """
 
@@ -30,7 +30,7 @@ from megatron.bridge import AutoBridge
 from megatron.bridge.training.utils.checkpoint_utils import is_hf_checkpoint_dir
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-# Fields of a provider that say which weights there are, and of which shapes.
+# Fields of a provider that determine weights and their shapes.
 _SIZES = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
     *("vocab_size", "share_embeddings_and_output_weights", "moe_layers", "num_moe_experts", "moe_ffn_hidden_size"),
@@ -48,7 +48,7 @@ class Pretrained:
 
     Attributes:
         folder: an iteration's, or of Hugging Face.
-        is_hf: whether it is that.
+        is_hf: whether it is of Hugging Face.
     """
 
     folder: Path
@@ -56,23 +56,23 @@ class Pretrained:
 
     @classmethod
     def find(cls, path: str | Path) -> Pretrained:
-        """What a path names.
+        """The weights at a path.
 
         Raises:
-            CheckpointError: nothing that weights could come from.
+            CheckpointError: no weights in a known format.
         """
         if is_hf_checkpoint_dir(str(path)):
             return cls(Path(path), is_hf=True)
         return cls(find_iteration(Path(path)), is_hf=False)
 
     def check(self, provider: VisionLanguageProvider) -> None:
-        """Refuse weights of another model, as far as can be told without reading them.
+        """Refuse weights of another model, as far as possible without reading them.
 
         Raises:
-            CheckpointError: sizes that differ; all are listed. Or they are adapters, of weights that are elsewhere.
+            CheckpointError: sizes that differ; all are listed. Or they are only adapters, without their base weights.
         """
         if not self.is_hf:
-            # Names and shapes are all in one file there, and compared before weights are read.
+            # There all names and shapes are in one file, and compared before weights are read.
             refuse_adapters_alone(self.folder)
             return
         config = ModelConfig(self.folder).raw
@@ -91,7 +91,7 @@ class Pretrained:
             groups: process groups.
 
         Raises:
-            CheckpointError: weights that don't fit; all are listed.
+            CheckpointError: weights that do not fit; all are listed.
         """
         if self.is_hf:
             bridge = AutoBridge.from_hf_pretrained(str(self.folder))
@@ -100,7 +100,7 @@ class Pretrained:
             _load(self.folder, model, groups)
 
     def write_export_files(self, folder: Path, provider: VisionLanguageProvider) -> None:
-        """Write what an export asks for: configuration, tokenizer, processor, and how experts were held.
+        """Write the files that an export needs: configuration, tokenizer, processor, and the format of experts.
 
         Args:
             folder: the checkpoint's.
@@ -120,7 +120,7 @@ class Pretrained:
 
 
 def load_weights(folder: str | Path, model: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> None:
-    """Fill a model's weights from a checkpoint of either Megatron format, all of them.
+    """Fill all weights of a model from a checkpoint of either Megatron format.
 
     Args:
         folder: the run's or the checkpoint's own.
@@ -128,7 +128,7 @@ def load_weights(folder: str | Path, model: Sequence[torch.nn.Module], groups: P
         groups: process groups.
 
     Raises:
-        CheckpointError: weights that don't fit; all are listed.
+        CheckpointError: weights that do not fit; all are listed.
     """
     with together():
         folder = find_iteration(Path(folder))
@@ -136,7 +136,7 @@ def load_weights(folder: str | Path, model: Sequence[torch.nn.Module], groups: P
 
 
 def _load(folder: Path, model: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> None:
-    """From an iteration's folder of either format."""
+    """Load from an iteration's folder of either format."""
     with together():
         refuse_adapters_alone(folder)
         ckpt_format = format_of(folder)

@@ -1,1 +1,1 @@
-"""Figures of a run: throughput, expert load, accuracy, learning rates, progress, trackers."""
+"""Metrics of a run: throughput, expert load, accuracy, learning rates, progress, trackers."""

@@ -1,7 +1,7 @@
-"""Right answers on held-out conversations while a model is trained.
+"""Accuracy on held-out conversations during training.
 
-What lives here: the callback that asks, and what counts as right. What may not: decoding (`inference/generation.py`),
-what a question is (`data/questions.py`).
+What lives here: the callback, and what counts as correct. What may not: decoding (`inference/generation.py`), prompts
+(`data/questions.py`).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from megatron.core.utils import get_attr_wrapped_model
 
 logger = logging.getLogger(__name__)
 
-_BATCH_SIZE = 16  # questions
+_BATCH_SIZE = 16  # prompts
 
 
 class Accuracy(Callback):
-    """Asks at each evaluation; the share of right answers is `accuracy`.
+    """Generates answers at each evaluation; the fraction of correct ones is `accuracy`.
 
-    Data-parallel ranks ask different questions. Where they share experts, or parameters under Megatron-FSDP, they have
-    to decode in step, and all ask all.
+    Data-parallel ranks have different prompts. If they share experts, or parameters under Megatron-FSDP, they must
+    decode together, so every rank generates all answers.
     """
 
     def __init__(self, cfg: ConfigContainer) -> None:
@@ -42,7 +42,7 @@ class Accuracy(Callback):
         self._questions: list[Question] | None = None
 
     def on_eval_end(self, context: CallbackContext) -> None:
-        """Ask."""
+        """Generate and log."""
         groups = get_attr_wrapped_model(context.model[0], "pg_collection")
         shared = ranks_in_step(context.model) is not None
         rank, ranks = (0, 1) if shared else (groups.dp.rank(), groups.dp.size())
@@ -53,10 +53,10 @@ class Accuracy(Callback):
         publish(context, {"accuracy": right / max(asked, 1)})
 
     def ask(self, model: Sequence[torch.nn.Module]) -> list[int]:
-        """Let the model answer this rank's questions.
+        """Generate the answers to this rank's prompts.
 
         Returns:
-            How many answers are right, and how many questions there are.
+            Number of correct answers, and number of prompts.
         """
         asked = self._questions or []
         right, tokenizer = 0, self.rows.checkpoint().encoder.processor.tokenizer
@@ -92,7 +92,7 @@ class Accuracy(Callback):
 
 
 def _collate(batch: Sequence[Question], device: torch.device) -> dict[str, Any]:
-    """Prompts as rows with padding behind, and the pictures of all of them in their order."""
+    """Prompts as rows with padding at the end, and the images of all of them in order."""
     prompts = [question.prompt.input_ids for question in batch]
     longest = max(map(len, prompts))
     rows: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""What the microbatches of a step held, for figures such as tokens a second.
+"""Contents of a step's microbatches, for metrics such as tokens per second.
 
 What lives here: counting them, on the host. What may not: time, ranks, logs (`metrics.py`).
 """
@@ -20,18 +20,18 @@ _METER = "qwen3vl_meter"
 
 @dataclass(frozen=True)
 class Amounts:
-    """How much there is in some microbatches. Two can be added.
+    """Contents of some microbatches. Two can be added.
 
     Attributes:
-        tokens: real ones.
-        trained_tokens: whose loss counts.
-        slots: places for tokens, filled or not.
-        token_pairs: the squares of the tokens of each segment.
-        patches: of all pictures.
-        patch_pairs: the squares of the patches of each frame.
-        images: pictures that are no frames of a video.
-        video_frames: as the vision tower sees them, which takes two of a video as one.
-        rows: of microbatches.
+        tokens: real tokens.
+        trained_tokens: tokens whose loss counts.
+        slots: tokens including padding.
+        token_pairs: sum over segments of the squared number of tokens.
+        patches: of all images and videos.
+        patch_pairs: sum over frames of the squared number of patches.
+        images: images, without frames of videos.
+        video_frames: frames as the vision tower sees them, each of two frames of a video.
+        rows: rows of microbatches.
     """
 
     tokens: int = 0
@@ -46,7 +46,7 @@ class Amounts:
 
     @classmethod
     def of(cls, batch: PackedBatch, config: VisionLanguageProvider) -> Self:
-        """Those of a microbatch. It reads tokens on the host."""
+        """Contents of a microbatch. Reads tokens on the host."""
         frames = batch.vision.lengths if batch.vision is not None else ()
         images = _images(batch, frames, config)
         return cls(
@@ -65,17 +65,17 @@ class Amounts:
         return Amounts(*(a + b for a, b in zip(self.values(), other.values(), strict=True)))
 
     def values(self) -> tuple[int, ...]:
-        """All of them, in order."""
+        """All values, in order."""
         return astuple(self)
 
     @classmethod
     def count(cls) -> int:
-        """How many there are."""
+        """Number of values."""
         return len(fields(cls))
 
 
 def _images(batch: PackedBatch, frames: tuple[int, ...], config: VisionLanguageProvider) -> int:
-    """How many of the frames are images, which come before all videos: as many as their tokens fill."""
+    """Number of frames that are images, which come before all videos: as many as the image tokens fill."""
     if not frames:
         return 0
     of_images = (batch.input_ids.flatten() == config.image_token_id) & (batch.vision_slot >= 0)
@@ -84,12 +84,12 @@ def _images(batch: PackedBatch, frames: tuple[int, ...], config: VisionLanguageP
 
 
 class Meter:
-    """Counts microbatches until somebody takes the amounts.
+    """Counts microbatches until `take`.
 
     Attributes:
-        dropped: as `PackedBatch` has it, of the latest rows.
-        newly_dropped: in the same way, of all rows.
-        unreadable: in the same way.
+        dropped: as in `PackedBatch`, of the latest rows.
+        newly_dropped: as in `PackedBatch`, of all rows.
+        unreadable: as in `PackedBatch`, of all rows.
     """
 
     def __init__(self) -> None:
@@ -99,33 +99,33 @@ class Meter:
         self.unreadable: SetCounts = ()
 
     def add(self, amounts: Amounts) -> None:
-        """Count a microbatch more."""
+        """Count one more microbatch."""
         self._amounts += amounts
 
     def add_left_out(self, batch: PackedBatch) -> None:
-        """Note what was left out of a microbatch's rows, and of those before."""
+        """Note the samples dropped in a microbatch's rows, and in those before."""
         self.dropped = most_of(self.dropped, batch.dropped)
         self.newly_dropped = add_counts(self.newly_dropped, batch.newly_dropped)
         self.unreadable = add_counts(self.unreadable, batch.unreadable)
 
     def take(self) -> Amounts:
-        """What was counted since the last call."""
+        """The counts since the last call."""
         taken, self._amounts = self._amounts, Amounts()
         return taken
 
 
 def meter_of(state: GlobalState) -> Meter:
-    """The meter of a run: what this rank's microbatches held, and so what those of its data-parallel rank held."""
+    """The meter of a run: contents of this rank's microbatches, which are those of its data-parallel rank."""
     if not hasattr(state, _METER):
         setattr(state, _METER, Meter())
     return getattr(state, _METER)
 
 
 def count_microbatch(state: GlobalState, batch: PackedBatch, config: VisionLanguageProvider) -> None:
-    """Note what a microbatch of training holds, for our figures and for those that Megatron-Bridge logs itself.
+    """Count a training microbatch, for our metrics and for those that Megatron-Bridge logs itself.
 
     Args:
-        state: the run.
+        state: the run's global state.
         batch: on the host.
         config: the provider.
     """
@@ -136,12 +136,12 @@ def count_microbatch(state: GlobalState, batch: PackedBatch, config: VisionLangu
 
 
 def count_operations(state: GlobalState, amounts: Amounts) -> None:
-    """Note what Megatron-Bridge makes its own figures of.
+    """Add to the counts from which Megatron-Bridge computes its own metrics.
 
-    It sets them to zero before each step. Lengths differ from rank to rank, so it has to add them up.
+    It sets them to zero before each step. Lengths differ between ranks, so it has to sum them.
 
     Args:
-        state: the run.
+        state: the run's global state.
         amounts: of a microbatch, once among the data-parallel ranks of a module.
     """
     for name, amount in {

@@ -1,9 +1,9 @@
-"""How evenly tokens go to experts.
+"""How evenly tokens are distributed over experts.
 
-What lives here: counting, while a step runs, which experts real tokens choose; adding that up over ranks. What may not:
+What lives here: counting, during a step, which experts real tokens choose; summing that over ranks. What may not:
 routing and its losses (`models/common/router.py`).
 
-Hooks of the routers count, and are there for a step whose figures are wanted; other steps run as if there were none.
+Hooks of the routers count, and exist only in a step whose metrics are logged; other steps are unaffected.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
-# Kinds of balancing, as the router logs them.
+# Kinds of balancing losses, by the router's log names.
 _LOSSES = {"aux_loss": "load_balancing_loss", "global_aux_loss": "global_load_balancing_loss"}
 
 
 class ExpertLoad:
-    """Counts from when it is made until `take`. Nothing waits for the host in between.
+    """Counts from its creation until `take`. Nothing waits for the device in between.
 
     Args:
         model: this rank's chunks.
@@ -44,7 +44,7 @@ class ExpertLoad:
 
     def _count(self, router: nn.Module, args: tuple, kwargs: dict[str, Any], output: tuple[Tensor, Tensor]) -> None:
         if not torch.is_grad_enabled():
-            return  # a layer that is recomputed comes a second time, with gradients
+            return  # a recomputed layer is called a second time, with gradients
         chosen = output[1]  # [tokens, E] bool
         padding = kwargs.get("padding_mask", args[1] if len(args) > 1 else None)  # [s, b] bool, True for padding
         if padding is not None:
@@ -53,14 +53,14 @@ class ExpertLoad:
         self._counts[layer] = self._counts[layer] + count if layer in self._counts else count
 
     def take(self, cfg: ConfigContainer) -> dict[str, float]:
-        """Stop counting; figures of all ranks' tokens.
+        """Stop counting; metrics of all ranks' tokens.
 
         Args:
             cfg: the run's configuration.
 
         Returns:
-            `expert_load_max` and `expert_load_mean` over layers, of the tokens of a layer's busiest expert over the
-            mean of its experts; and the balancing losses.
+            `expert_load_max` and `expert_load_mean` over layers, of the tokens of a layer's busiest expert divided by
+            the mean of its experts; and the balancing losses.
         """
         counts = self.counts(cfg.model)
         loads = counts.amax(1) / counts.sum(1).clamp(min=1) * counts.size(1)

@@ -1,6 +1,6 @@
-"""The learning rate of each part of the model, where they differ.
+"""The learning rate of each part of the model, if they differ.
 
-What lives here: finding which of the optimizer's groups a part is in. What may not: setting rates.
+What lives here: finding the optimizer's group of a part. What may not: setting rates.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from megatron.bridge.training.config import OptimizerConfigOverrideProvider, Opt
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import combine_param_group_overrides
 
-_Span = tuple[float, float]  # the highest and the lowest rate, by which groups are told apart
+_Span = tuple[float, float]  # the maximum and minimum rate, which identify groups
 
 
 class PartRates:
-    """Which rates the parts have. Every rank has to make one at the same time.
+    """Learning rates of the parts. Created on every rank at the same time (a collective call).
 
     Args:
         context: of a run that is about to start.
@@ -36,7 +36,7 @@ class PartRates:
         self._parts = {part: next(iter(spans)) for part, spans in found.items() if len(spans) == 1}
 
     def now(self, optimizer: MegatronOptimizer) -> dict[str, float]:
-        """The rate of each part that has one of its own; nothing where all parameters have the same."""
+        """The rate of each part with its own rate; empty if all parameters have the same."""
         rates = {_span(group): group["lr"] for group in optimizer.param_groups}
         return {f"lr_{part}": rates[span] for part, span in self._parts.items()}
 
@@ -46,7 +46,7 @@ def _span(group: dict) -> _Span:
 
 
 def _spans(context: CallbackContext) -> dict[str, set[_Span]]:
-    """Those of this rank's parameters, by the rules that the optimizer's groups were made by."""
+    """Rates of this rank's parameters, by the rules from which the optimizer's groups were made."""
     cfg, found = context.state.cfg, defaultdict(set)
     provider = cfg.optimizer_config_override_provider or OptimizerConfigOverrideProvider()
     rules = provider.build_config_overrides(

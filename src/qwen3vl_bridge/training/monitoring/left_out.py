@@ -1,12 +1,12 @@
-"""How many samples training has done without, of each set of the data: figures, and words for the log.
+"""Numbers of samples dropped in training, per data set: metrics, and log messages.
 
-What lives here: totals over ranks as figures. What may not: counting (`data/packing/row_plan.py`, `batch_meter.py`),
-why a sample is left out (`data/processing/filtering.py`).
+What lives here: totals over ranks as metrics. What may not: counting (`data/packing/row_plan.py`, `batch_meter.py`),
+why a sample is dropped (`data/processing/filtering.py`).
 
-What is dropped when it is measured follows from the plan of rows, which is the same in every process: it comes with
-each batch, as the number by then, and ranks differ only in how far their latest rows are. Of streams and of WebDatasets
-each process has a part of its own, and of it a number that is new with each batch: data-parallel ranks add these up.
-So they do with what proves unreadable when its row is due, which is known to those who read the row.
+Samples dropped when they are measured follow from the plan of rows, which is equal in every process: their total comes
+with each batch, and ranks differ only in the index of their latest rows. For streams and WebDatasets each process has
+its own part of the data, and each batch has the number that is new: data-parallel ranks sum these. The same is done for
+samples that turn out to be unreadable when their row is due, which only the ranks that read the row know.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class LeftOut:
-    """Turns counts of sets into figures.
+    """Converts counts per data set to metrics.
 
     Args:
         dataset: the run's data.
@@ -33,15 +33,15 @@ class LeftOut:
         self._said = 0
 
     def numbers(self, counts: SetCounts) -> list[int]:
-        """A number for each set, as many on every rank."""
+        """A number for each data set, the same length on every rank."""
         return [*counts, *[0] * (max(len(self._names), 1) - len(counts))]
 
     def figures(self, dropped: Sequence[float], unreadable: Sequence[int]) -> dict[str, float]:
-        """By name: all of them, and those of each set of a mixture. What is 0 is no figure.
+        """By name: the total, and that of each data set of a mixture. Zeros are omitted.
 
         Args:
-            dropped: of each set, when samples were measured.
-            unreadable: of each set, when their rows were due.
+            dropped: per data set, when samples were measured.
+            unreadable: per data set, when their rows were due.
         """
         found = {}
         for kind, counts in (("dropped", dropped), ("unreadable", unreadable)):
@@ -50,7 +50,7 @@ class LeftOut:
         return {name: count for name, count in found.items() if count}
 
     def say(self, figures: dict[str, float], step: int) -> None:
-        """Log the total where it has doubled since it was said."""
+        """Log the total if it has doubled since the last message."""
         total = figures.get("dropped", 0) + figures.get("unreadable", 0)
         if total and total >= 2 * self._said:
             self._said = total

@@ -1,7 +1,7 @@
-"""How fast a run trains, how well it uses what it has, and what its parts do: figures of the log.
+"""Speed, utilisation and per-part metrics of a run, for its log.
 
-What lives here: when figures are taken, and which. What may not: counting microbatches (`batch_meter.py`), experts'
-tokens (`expert_load.py`), samples that are in no row (`left_out.py`), operations (`throughput.py`), where figures go
+What lives here: which metrics are computed, and when. What may not: counting microbatches (`batch_meter.py`), experts'
+tokens (`expert_load.py`), dropped samples (`left_out.py`), FLOPs (`throughput.py`), where metrics are written
 (`trackers.py`).
 """
 
@@ -25,7 +25,7 @@ from megatron.bridge.training.config import ConfigContainer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model
 
-# What differs from run to run of the same training. All else in a log is the same each time.
+# Metrics that differ between runs of the same training. Everything else in a log is reproducible.
 TIMED = (
     "seconds",
     "tokens_per_second",
@@ -37,17 +37,17 @@ TIMED = (
 
 
 class Metrics(Callback):
-    """Takes figures every `logger.log_interval` steps.
+    """Computes metrics every `logger.log_interval` steps.
 
-    Rates are means over these steps, without the time of evaluations and checkpoints. What does not depend on time is
-    the step's own, so that it is the same in a run that was resumed. Real tokens count, not padding; operations are
+    Rates are means over these steps, without the time of evaluations and checkpoints. Metrics that do not depend on
+    time are the step's own, so that they are equal in a resumed run. Only real tokens count, without padding; FLOPs are
     those that the model needs for them (`flops.TowerCosts`).
 
     Args:
         cfg: the run's configuration.
 
     Raises:
-        ValueError: a tracker that is asked for cannot be had.
+        ValueError: a requested tracker is not available.
     """
 
     def __init__(self, cfg: ConfigContainer) -> None:
@@ -57,7 +57,7 @@ class Metrics(Callback):
         self._load: ExpertLoad | None = None
 
     def on_train_start(self, context: CallbackContext) -> None:
-        """Find out what steps cost, and what the device can do."""
+        """Determine the cost of steps, and the device's peak."""
         self.cfg = context.state.cfg  # complete by now
         self._groups: ProcessGroupCollection = get_attr_wrapped_model(context.model[0], "pg_collection")
         self._costs = step_costs(self.cfg)
@@ -67,7 +67,7 @@ class Metrics(Callback):
         self._left_out = LeftOut(self.cfg.dataset)
 
     def on_train_step_start(self, context: CallbackContext) -> None:
-        """Start the clock; where this step's figures are wanted, take its learning rates and count experts' tokens."""
+        """Start the clock; if this step's metrics are logged, read its learning rates and count experts' tokens."""
         if self._since is None:
             self._since = time.perf_counter()
         if (context.state.train_state.step + 1) % self.cfg.logger.log_interval:
@@ -77,7 +77,7 @@ class Metrics(Callback):
             self._load = ExpertLoad(context.model)
 
     def on_train_step_end(self, context: CallbackContext) -> None:
-        """Add the step up; after the last one of an interval, hand its figures on."""
+        """Add the step; after the last one of an interval, publish its metrics."""
         step = meter_of(context.state).take()
         self._interval += step
         if step_of(context) % self.cfg.logger.log_interval:
@@ -90,7 +90,7 @@ class Metrics(Callback):
         self._since = None
 
     def on_checkpoint_save(self, context: CallbackContext) -> None:
-        """Stop the clock until the next step; what the checkpoint took is not counted."""
+        """Stop the clock until the next step; the time of the checkpoint is not counted."""
         self._since = None
 
     def _tick(self) -> None:
@@ -143,7 +143,7 @@ class Metrics(Callback):
 
 
 def _memory() -> float:
-    """Bytes: the most that tensors had on this process's GPU, or that the process had on a CPU."""
+    """Bytes: the peak memory of tensors on this process's GPU, or of the process on a CPU."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

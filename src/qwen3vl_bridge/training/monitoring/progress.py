@@ -1,6 +1,6 @@
-"""What a person sees of a training run: a bar on a terminal, plain lines elsewhere.
+"""Progress of a training run for people: a bar on a terminal, plain lines elsewhere.
 
-What lives here: showing entries of the log. What may not: computing them.
+What lives here: printing entries of the log. What may not: computing them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 _SECONDS_BETWEEN_LINES = 10.0
-# Figures that are not of every step stay until there are new ones.
+# Metrics that are not computed in every step are repeated until there are new ones.
 _SHOWN = {
     "loss": "loss {:.4f}",
     "lr": "lr {:.2e}",
@@ -34,8 +34,8 @@ class Progress:
     Args:
         total: steps of the whole run.
         done: steps done before this call.
-        interval: steps between lines where there is no bar; there is one after ten seconds in any case.
-        bar: a bar, where standard error is a terminal. Lines of others would cut it.
+        interval: steps between lines if there is no bar; there is one after ten seconds in any case.
+        bar: show a bar, if standard error is a terminal. Lines from elsewhere would break it.
     """
 
     def __init__(self, total: int, done: int, interval: int, *, bar: bool = True) -> None:
@@ -65,7 +65,7 @@ class Progress:
         self._bar.close()
 
     def advance(self, entry: Mapping[str, float]) -> None:
-        """Show a step that is done, the latest of those since the last call."""
+        """Show a finished step, the latest of those since the last call."""
         step, now = int(entry["step"]), time.monotonic()
         self._latest |= {name: entry[name] for name in _STAY if name in entry}
         self._skipped += "skipped" in entry
@@ -78,7 +78,7 @@ class Progress:
             self._write(f"step {step}/{self._total}  {text}")
 
     def note(self, entry: Mapping[str, float]) -> None:
-        """A line that stays, such as an evaluation."""
+        """Print a permanent line, such as an evaluation."""
         self._write("  ".join(f"{name} {value:.4g}" for name, value in entry.items()))
 
     def _figures(self, entry: Mapping[str, float]) -> list[str]:
@@ -90,7 +90,7 @@ class Progress:
         return figures
 
     def _left(self, step: int, now: float) -> timedelta:
-        """h:mm:ss until the end, at the pace so far."""
+        """h:mm:ss until the end, at the rate so far."""
         each = (now - self._started) / max(step - self._first, 1)
         return timedelta(seconds=round(each * (self._total - step)))
 

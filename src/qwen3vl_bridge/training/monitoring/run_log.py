@@ -1,7 +1,7 @@
-"""The log of a run: one entry a step and one an evaluation, in `metrics.jsonl` beside its checkpoints, and shown.
+"""The log of a run: one entry per step and evaluation, in `metrics.jsonl` next to its checkpoints, and printed.
 
-What lives here: the callback that makes entries and keeps the file, also where a run is resumed. What may not: how an
-entry is written (`training/metrics_file.py`), what other callbacks measure, trackers (`trackers.py`).
+What lives here: the callback that creates entries and writes the file, also for a resumed run. What may not: the format
+of an entry (`training/metrics_file.py`), metrics of other callbacks, trackers (`trackers.py`).
 """
 
 from __future__ import annotations
@@ -25,19 +25,21 @@ logger = logging.getLogger(__name__)
 
 Entry = dict[str, float]
 
-# Where the latest entry is, on every rank, in `context.user_state`.
+# Key of the latest entry, on every rank, in `context.user_state`.
 ENTRY = "log_entry"
 
 
 class RunLog(Callback):
-    """Comes last among the callbacks of a run: an entry has what they have measured at the same event.
+    """Comes last among the callbacks of a run: an entry includes their metrics of the same event.
 
-    Loss and tokens are those that all ranks have summed up before the optimizer's step, so every rank has every entry.
-    One rank writes the file, and shows the run.
+    Loss and tokens are those that all ranks have summed before the optimizer's step, so every rank has every entry. One
+    rank writes the file, and prints.
     """
 
     def on_train_start(self, context: CallbackContext) -> None:
-        """Go on with the file of a run that is resumed: steps after its checkpoint are done again."""
+        """Continue the file of a resumed run: entries of steps after its checkpoint are removed, because they are
+        repeated.
+        """
         cfg, step = context.state.cfg, context.state.train_state.step
         self._shown = Progress(cfg.train.train_iters, step, cfg.logger.log_interval, bar=not torch.cuda.is_available())
         self._validated: int | None = None
@@ -48,26 +50,26 @@ class RunLog(Callback):
                 *(cfg.checkpoint.load, step, cfg.train.train_iters),
             )
         self._path: Path | None = None
-        here = cfg.checkpoint.save and "://" not in str(cfg.checkpoint.save)  # or it is no folder
+        here = cfg.checkpoint.save and "://" not in str(cfg.checkpoint.save)  # remote paths are not folders
         if here and torch.distributed.get_rank() == 0:
             self._path = Path(cfg.checkpoint.save) / METRICS
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            if self._path.exists():  # a line that was cut off goes, too
+            if self._path.exists():  # a truncated line is removed, too
                 kept = [entry for entry in read_metrics(self._path.parent) if entry["step"] <= step]
                 replace_file(self._path, "".join(map(metrics_line, kept)).encode())
 
     def on_train_step_start(self, context: CallbackContext) -> None:
-        """Note when the step begins, and at which rate."""
+        """Note the step's start time and learning rate."""
         self._lr = get_canonical_lr_for_logging(context.optimizer.param_groups)
         self._started = time.perf_counter()
 
     def on_train_step_end(self, context: CallbackContext) -> None:
-        """The entry of a step."""
+        """Add the entry of a step."""
         entry: Entry = {"step": step_of(context)}
         loss, tokens = context.user_state[STEP_LOSS]
         if tokens:
             entry["loss"] = loss / tokens
-        elif "lm loss" in context.loss_dict:  # of somebody else's forward step
+        elif "lm loss" in context.loss_dict:  # of another package's forward step
             entry["loss"] = float(context.loss_dict["lm loss"])
         entry["lr"] = self._lr
         if context.grad_norm is not None:
@@ -78,7 +80,7 @@ class RunLog(Callback):
         self._shown.advance(self._add(context, entry))
 
     def on_eval_end(self, context: CallbackContext) -> None:
-        """The entry of an evaluation. That of the same step and rows a second time is none."""
+        """Add the entry of an evaluation, unless there is one of the same step and rows."""
         heard = gather_objects({name: float(value) for name, value in (context.total_loss_dict or {}).items()})
         losses = next((found for found in heard if "lm loss" in found), {})
         step = context.state.train_state.step
@@ -87,7 +89,7 @@ class RunLog(Callback):
             self._shown.note(self._add(context, {"step": step, "valid_loss": losses["lm loss"]}))
 
     def on_train_end(self, context: CallbackContext) -> None:
-        """Leave the console; a last validation of what was validated just now is none."""
+        """Finish the console output; a final validation that repeats the previous one is not logged."""
         self._shown.close()
         state = context.state
         if self._validated == state.train_state.step and getattr(state.cfg.dataset, "rows_of_evaluation", None):

@@ -1,7 +1,7 @@
-"""How many operations a run's training step has, and how many a second its GPU could do.
+"""FLOPs of a run's training step, and the peak FLOP/s of its GPU.
 
-What lives here: what a run trains, adapters counted in; finding a GPU by the name that its driver gives. What may not:
-the formula (`models/common/flops.py`), the vendor's numbers (`planning/hardware.py`).
+What lives here: which parts a run trains, including adapters; finding a GPU by its driver's name. What may not: the
+formula (`models/common/flops.py`), the vendor's numbers (`planning/hardware.py`).
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from qwen3vl_bridge.planning.hardware import GPUS
 import torch
 from megatron.bridge.training.config import ConfigContainer
 
-# Variants of a name that run slower than what the table has under it: other boards, and parts of a GPU.
+# Variants of a name that are slower than the table's entry: other boards, and parts of a GPU.
 _SLOWER = {"PCIE", "NVL", "MIG"}
 
 
 def step_costs(cfg: ConfigContainer) -> TowerCosts | None:
-    """What tokens and patches cost a training step of a run.
+    """Cost of tokens and patches in a training step of a run.
 
     Args:
         cfg: its configuration.
 
     Returns:
-        None under adapters that are not this package's: what they train is not known.
+        None with adapters that are not this package's: what they train is unknown.
     """
     trained, peft = trained_parts(cfg.model), getattr(cfg, "peft", None)
     if peft is None:
         return provider_costs(cfg.model, trained)
     if not isinstance(peft, Qwen3VLParts):
         return None
-    peft = copy.deepcopy(peft)  # it notes what it was asked for
+    peft = copy.deepcopy(peft)  # it stores which modules it was asked about
     linear = torch.nn.Linear(1, 1, device="meta")
 
     def rank(layer: str) -> int:
@@ -55,7 +55,7 @@ def step_costs(cfg: ConfigContainer) -> TowerCosts | None:
 
 
 def peak_operations(device: str) -> float | None:
-    """The most operations a second in bfloat16 of a GPU, None where it is not in the table.
+    """Peak FLOP/s of a GPU in bfloat16, None if it is not in the table.
 
     Args:
         device: its name, such as "NVIDIA A100-SXM4-40GB".

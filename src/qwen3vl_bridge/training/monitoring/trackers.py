@@ -1,7 +1,7 @@
-"""TensorBoard and Weights & Biases, as Megatron-Bridge's configuration asks for them.
+"""TensorBoard and Weights & Biases, as set in Megatron-Bridge's configuration.
 
-What lives here: where figures go. What may not: what they are (`metrics.py`), the log (`run_log.py`), making the two
-(Megatron-Bridge's state does, on the last rank).
+What lives here: where metrics are written. What may not: the metrics (`metrics.py`), the log (`run_log.py`), creating
+the two (Megatron-Bridge's state does, on the last rank).
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from megatron.bridge.training.callbacks import CallbackContext
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.state import GlobalState
 
-# Before the names of what Megatron-Bridge does not log itself.
+# Prefix of metrics that Megatron-Bridge does not log itself.
 PREFIX = "qwen3vl/"
-# Where the figures of an event are until they are in the log, in `context.user_state`.
+# Key of an event's metrics until they are in the log, in `context.user_state`.
 MEASURED = "measured"
 
 
 def check_trackers(cfg: ConfigContainer) -> None:
-    """Refuse, before training, what would fail at the first figure.
+    """Refuse, before training, a tracker that would fail at the first metric.
 
     Raises:
-        ValueError: Weights & Biases is asked for and not installed, or would refuse the name.
+        ValueError: Weights & Biases is requested and not installed, or would refuse the name.
     """
     settings = cfg.logger
     if not settings.wandb_project:
@@ -38,23 +38,23 @@ def check_trackers(cfg: ConfigContainer) -> None:
 
 
 def publish(context: CallbackContext, figures: Mapping[str, float]) -> None:
-    """Hand on what a callback has measured, to the log and the trackers.
+    """Pass a callback's metrics to the log and the trackers.
 
     Args:
         context: of the event. Every rank may call it; one of them writes.
-        figures: by name.
+        figures: metrics by name.
     """
     context.user_state.setdefault(MEASURED, {}).update(figures)
     _write(context.state, {PREFIX + name: value for name, value in figures.items()}, step_of(context))
 
 
 def step_of(context: CallbackContext) -> int:
-    """The latest step done. Megatron-Bridge tells of a step before it counts it."""
+    """The latest finished step. Megatron-Bridge's event comes before it counts the step."""
     return context.state.train_state.step + (context.loss_dict is not None)
 
 
 def _write(state: GlobalState, figures: Mapping[str, float], step: int) -> None:
-    """Write figures under these names, on the rank that has a tracker."""
+    """Write metrics under these names, on the rank that has a tracker."""
     if (board := state.tensorboard_logger) is not None:
         for name, value in figures.items():
             board.add_scalar(name, value, step)

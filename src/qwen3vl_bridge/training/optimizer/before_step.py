@@ -1,13 +1,13 @@
 """The hook between a step's gradients and the optimizer, in Megatron-Bridge's loop.
 
-What lives here: what happens there, once a step: losses and gradient norms of all ranks, delayed unfreezing, and that a
-step which the guard judges wrong is skipped or ends the run. What may not: the guard's rules (`step_guard.py`), norms
+What lives here: what happens there, once per step: losses and gradient norms of all ranks, delayed unfreezing, and
+skipping a step or ending the run if the guard decides so. What may not: the guard's rules (`step_guard.py`), norms
 (`gradient_norms.py`), frozen parts (`delayed_unfreezing.py`).
 
-The loop has no callback there. megatron-core's optimizers prepare gradients, take their norm, and then step, in a
-method that can also say that nothing was stepped; the hook wraps the first and the last of these methods. The sums
-begin in the first and are read in the last, where megatron-core has waited for its norm (with Transformer Engine it has
-not, and the guard waits once a step). Without a guard they are read when the step is over.
+The loop has no callback there. megatron-core's optimizers prepare gradients, compute their norm, and then step, in a
+method that can also report that nothing was stepped; the hook wraps the first and the last of these methods. The sums
+are started in the first and read in the last, when megatron-core has waited for its norm (with Transformer Engine it
+has not, and the guard waits once per step). Without a guard they are read after the step.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from megatron.core.utils import get_attr_wrapped_model
 
 logger = logging.getLogger(__name__)
 
-# Where the gradient norm of each part is, by its name, in `context.user_state`.
+# Key of each part's gradient norm, by its name, in `context.user_state`.
 TOWER_NORMS = "tower_norms"
-# And where (sum of losses, tokens) of a step are, of all ranks.
+# Key of the (sum of losses, tokens) of a step over all ranks.
 STEP_LOSS = "step_loss"
 
 
 class BeforeStep(Callback):
-    """Follows `cfg.guard` and the schedules of `Qwen3VLTowers`, and measures the parts' gradient norms.
+    """Implements `cfg.guard` and the schedules of `Qwen3VLTowers`, and computes the parts' gradient norms.
 
     Norms are before clipping, in `context.user_state["tower_norms"]` and in the log as `grad_norm_language_model` and
-    so on. A step costs one small sum over all ranks.
+    so on. A step costs one small all-reduce over all ranks.
     """
 
     def on_train_start(self, context: CallbackContext) -> None:
         """Wrap the optimizer's methods.
 
         Raises:
-            ValueError: settings that contradict each other, or that are not followed here.
+            ValueError: settings that contradict each other, or that are not supported here.
         """
         cfg, optimizer = context.state.cfg, context.optimizer
         _check_settings(cfg)
@@ -73,11 +73,11 @@ class BeforeStep(Callback):
         self._step, optimizer.step = optimizer.step, self._step_in_parts
 
     def on_train_step_start(self, context: CallbackContext) -> None:
-        """Forget the microbatches of the step before."""
+        """Clear the previous step's microbatches."""
         self._recorder.microbatches.clear()
 
     def on_train_step_end(self, context: CallbackContext) -> None:
-        """Put the norms where others find them."""
+        """Store the norms for other callbacks."""
         self._recorder.microbatches.clear()
         self._read()
         context.user_state[TOWER_NORMS], context.user_state[STEP_LOSS] = dict(self._norms), self._loss
@@ -85,13 +85,13 @@ class BeforeStep(Callback):
         measured |= {f"grad_norm_{part}": norm for part, norm in self._norms.items()}
 
     def on_train_end(self, context: CallbackContext) -> None:
-        """Give the optimizer its own methods back."""
+        """Restore the optimizer's own methods."""
         del context.optimizer.prepare_grads, context.optimizer.step_with_ready_grads, context.optimizer.step
         stop_recording(context.state)
 
     def _prepare_and_sum(self) -> bool:
-        """As the optimizer's `prepare_grads`; losses and norms of all ranks, by one sum over them, are on their way."""
-        overflow = self._prepare()  # of a scaled loss, which megatron-core skips by itself
+        """Like the optimizer's `prepare_grads`; also starts one sum of losses and norms over all ranks."""
+        overflow = self._prepare()  # of a scaled loss; megatron-core skips the step by itself
         self._unfreezing.drop_frozen_gradients()
         squares, sums = self._squares.of_this_rank(), self._recorder.sums(self._device)
         if self._groups.tp.rank():  # tensor-parallel ranks have the same losses
@@ -105,11 +105,11 @@ class BeforeStep(Callback):
         return False
 
     def _step_ready_if_good(self) -> bool:
-        """As the optimizer's `step_with_ready_grads`, or nothing."""
+        """Like the optimizer's `step_with_ready_grads`, unless the step is skipped."""
         return self._judge(overflow=False) and self._step_ready()
 
     def _judge(self, *, overflow: bool) -> bool:
-        """Whether the guard lets the step be; SpoiltStepError if the run is to end."""
+        """Whether the guard allows the step; raises SpoiltStepError if the run is to end."""
         if self._guard is None:
             return True
         microbatches = self._read()
@@ -129,7 +129,7 @@ class BeforeStep(Callback):
         return False
 
     def _read(self) -> float:
-        """Losses and norms that were on their way; returns how many microbatches they are of."""
+        """Read the sums of losses and norms; returns the number of microbatches."""
         if self._figures is None:
             return 0
         *by_part, loss, tokens, microbatches = self._figures.tolist()
@@ -141,7 +141,7 @@ class BeforeStep(Callback):
         return math.sqrt(sum(norm**2 for norm in self._norms.values()))
 
     def _step_in_parts(self) -> tuple[bool, float | None, int | None]:
-        """As the optimizer's `step`; a skipped step has a norm too."""
+        """Like the optimizer's `step`; a skipped step has a norm too."""
         updated, norm, zeros = False, None, None
         try:
             updated, norm, zeros = self._step()
@@ -166,7 +166,7 @@ def _check_settings(cfg: ConfigContainer) -> None:
 
 
 def _guard(cfg: ConfigContainer, step: int) -> Guard | None:
-    """The guard, which resumes from the losses in the log of the run where the run is resumed."""
+    """The guard, which continues from the losses in a resumed run's log."""
     settings = getattr(cfg, "guard", None)
     if settings is None:
         return None

@@ -1,12 +1,12 @@
 """Delayed unfreezing: parts of the model that are frozen for the first steps of a run, in megatron-core's optimizer.
 
-What lives here: leaving such parameters out of a step, and starting Adam on them as new. What may not: which parts and
+What lives here: excluding such parameters from a step, and starting Adam on them as new. What may not: which parts, and
 for how long (`tower_settings.py`).
 
-A parameter without a gradient is not stepped: no moments, no weight decay, no share in the norm that clips. Adam's
-correction of its moments' bias depends on how often it has stepped. Checkpoints of Megatron's have one such count for
-all parameters; so between steps every count is that of the run's updates, and parts that were unfrozen later have
-their own only while the optimizer steps.
+A parameter without a gradient is not stepped: no moments, no weight decay, no part in the norm for clipping. Adam's
+bias correction of its moments depends on its number of steps. Megatron's checkpoints have one such number for all
+parameters; so between steps every number is that of the run's updates, and parts that were unfrozen later have their
+own only while the optimizer steps.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class DelayedUnfreezing:
     """Freezes parts for a run's first updates. Call `before` with gradients ready, then step, then call `after`.
 
     Args:
-        optimizer: megatron-core's, resumed if it is to be.
+        optimizer: megatron-core's, after its state was loaded.
         parts: of the tensors it steps.
-        frozen: the updates of the run for which each part is frozen.
+        frozen: the number of updates of the run for which each part is frozen.
     """
 
     def __init__(self, optimizer: MegatronOptimizer, parts: dict[Tensor, Part], frozen: dict[Part, int]) -> None:
@@ -72,7 +72,7 @@ class DelayedUnfreezing:
                 setattr(parameter, name, None)
 
     def before(self) -> None:
-        """Have Adam count the steps of parts that were unfrozen from their first update on."""
+        """Make Adam count the steps of unfrozen parts from their first update."""
         unfrozen = [delayed for delayed in self._delayed if self._updates >= delayed.first]
         for adam in {delayed.adam for delayed in unfrozen}:
             firsts = {p: one.first for one in unfrozen if one.adam is adam for p in one.parameters}
@@ -82,7 +82,7 @@ class DelayedUnfreezing:
             ]
 
     def after(self, *, updated: bool) -> None:
-        """Have Adam count the run's updates for all parameters again.
+        """Make Adam count the run's updates for all parameters again.
 
         Args:
             updated: whether the optimizer has stepped.
@@ -108,5 +108,5 @@ def _pieces(group: dict, firsts: dict[Tensor, int], updates: int) -> list[dict]:
 
 
 def _count(adam: torch.optim.Optimizer) -> int:
-    """The steps that an Adam has done."""
+    """Number of steps of an Adam."""
     return max((int(group["step"]) for group in adam.param_groups if "step" in group), default=0)

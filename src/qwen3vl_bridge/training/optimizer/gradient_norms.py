@@ -1,10 +1,10 @@
-"""Gradient norms of the model's parts, as megatron-core's optimizers hold gradients right before a step.
+"""Gradient norms of the model's parts, from megatron-core's optimizers right before a step.
 
-What lives here: which part a parameter that an optimizer steps is of, and the squares of the parts' gradients. What may
-not: deciding anything by them (`step_guard.py`).
+What lives here: the part of each parameter that an optimizer steps, and the squares of the parts' gradients. What may
+not: decisions based on them (`step_guard.py`).
 
 An optimizer steps parameters of the model, float32 copies of them, or, if it is distributed, this rank's piece of
-either. megatron-core says which of them are repeated on other ranks, and over which ranks squares add up.
+either. megatron-core provides which of them are replicated on other ranks, and over which ranks squares are summed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 
 def optimizers_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """The optimizers that an optimizer is made of, those that have nothing to step left out."""
+    """The optimizers in a chain, without those that have no parameters."""
     every = getattr(optimizer, "chained_optimizers", [optimizer])
     return [one for one in every if not getattr(one, "is_stub_optimizer", False)]
 
@@ -33,7 +33,7 @@ def parts_of_parameters(model: list[torch.nn.Module], optimizer: MegatronOptimiz
         optimizer: megatron-core's.
 
     Raises:
-        ValueError: it steps something that is not found in the model.
+        ValueError: it steps a tensor that is not found in the model.
     """
     named = [(part_of_wrapped(name), p) for chunk in model for name, p in chunk.named_parameters()]
     found = {}
@@ -50,7 +50,7 @@ def parts_of_parameters(model: list[torch.nn.Module], optimizer: MegatronOptimiz
 
 
 def _stepped_for(one: MegatronOptimizer, parameter: Tensor) -> Iterator[Tensor]:
-    """What an optimizer may step to change a parameter."""
+    """The tensors that an optimizer may step to change a parameter."""
     yield parameter
     if getattr(parameter, "main_param", None) is not None:
         yield parameter.main_param
@@ -70,24 +70,24 @@ class PartSquares:
     """
 
     def __init__(self, optimizer: MegatronOptimizer, parts: dict[Tensor, Part], groups: ProcessGroupCollection) -> None:
-        ranks = groups.tp_dp_cp.size() * groups.pp.size()  # that the parts are on; all, or those of one module
+        ranks = groups.tp_dp_cp.size() * groups.pp.size()  # ranks of the parts: all, or those of one module
         self._sums = []
         for one in optimizers_of(optimizer):
             group = one.get_grad_stats_parallel_group()
-            # Every such group adds up to the same; all ranks of the parts together add that up once for each group.
+            # Every such group computes the same sum; a sum over all ranks of the parts counts it once for each group.
             share = 1.0 if group is None else group.size() / ranks
             stepped = one.get_parameters()
             self._sums.append((one, share, [[p for p in stepped if parts[p] is part] for part in Part]))
 
     @torch.no_grad()
     def of_this_rank(self) -> Tensor:
-        """[parts] float64, on the gradients' device: added up over all ranks, the squares of the parts' norms.
+        """[parts] float64, on the gradients' device: their sum over all ranks is the squares of the parts' norms.
 
-        Gradients have to be where the optimizer reads them.
+        Gradients must be where the optimizer reads them.
         """
         totals = []
         for one, share, by_part in self._sums:
-            # Leaves out what other ranks have too, and finds the gradients of every kind of optimizer.
+            # Skips replicas on other ranks, and finds the gradients of every kind of optimizer.
             gradients = [one._filter_grads_for_norm(parameters) for parameters in by_part]
             norms = [torch.nn.utils.get_total_norm(some) if some else None for some in gradients]
             if known := [norm for norm in norms if norm is not None]:

@@ -1,7 +1,7 @@
 """The losses of a training step, recorded by the forward step for callbacks that run before the weights change.
 
-What lives here: the recorder of a run's microbatches, the loss function that writes to it, and which sample each loss
-is of. What may not: judging them (`step_guard.py`), collectives.
+What lives here: the recorder of a run's microbatches, the loss function that writes to it, and the sample of each loss.
+What may not: judging them (`step_guard.py`), collectives.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torch import Tensor
 
 
 class SampleLoss(NamedTuple):
-    """The part of a sample's loss that a rank has seen.
+    """The part of a sample's loss that a rank has computed.
 
     Attributes:
         place: data-parallel rank, microbatch and segment: the same on all context-parallel ranks.
         name: of the sample.
         loss: sum over tokens.
-        tokens: how many of them count.
+        tokens: number of tokens that count.
     """
 
     place: tuple[int, int, int]
@@ -43,8 +43,8 @@ class Microbatch:
 
     Attributes:
         losses: [b, s] float32, of every token.
-        mask: [b, s] float32, 1 where it counts.
-        sums: [2] float32, sum of the losses that count, and how many do.
+        mask: [b, s] float32, 1 where the loss counts.
+        sums: [2] float32, sum of the losses that count, and their number.
         layout: of the whole batch, on the host.
         sample_ids: of its segments, as far as they are known.
     """
@@ -56,7 +56,7 @@ class Microbatch:
     sample_ids: tuple[str, ...]
 
     def samples(self, number: int, groups: ProcessGroupCollection) -> list[SampleLoss]:
-        """The samples that this rank has seen tokens of; waits for the device.
+        """The samples whose tokens this rank has; waits for the device.
 
         Args:
             number: of the microbatch in its step.
@@ -81,24 +81,24 @@ class Microbatch:
 
 @dataclass
 class LossRecorder:
-    """The microbatches of the step that is under way, on ranks that compute losses.
+    """The microbatches of the current step, on ranks that compute losses.
 
     Attributes:
-        state: of the run.
-        microbatches: in their order.
+        state: the run's global state.
+        microbatches: in order.
     """
 
     state: GlobalState
     microbatches: list[Microbatch] = field(default_factory=list)
 
     def sums(self, device: torch.device) -> Tensor:
-        """[2] float64, sum of all losses that count and how many do, on the model's device."""
+        """[2] float64, sum of all losses that count and their number, on the model's device."""
         if not self.microbatches:
             return torch.zeros(2, dtype=torch.float64, device=device)
         return torch.stack([one.sums for one in self.microbatches]).double().sum(0)
 
     def samples(self, groups: ProcessGroupCollection) -> list[SampleLoss]:
-        """Of all microbatches."""
+        """Samples of all microbatches."""
         return [sample for i, one in enumerate(self.microbatches) for sample in one.samples(i, groups)]
 
 
@@ -107,10 +107,10 @@ _RECORDERS: WeakValueDictionary[int, LossRecorder] = WeakValueDictionary()
 
 
 def start_recording(state: GlobalState) -> LossRecorder:
-    """Have the forward step record a run's losses.
+    """Make the forward step record a run's losses.
 
     Raises:
-        ValueError: they are recorded already.
+        ValueError: they are already recorded.
     """
     if id(state) in _RECORDERS:
         raise ValueError("the callbacks of training_callbacks(cfg) were given twice, expected once")
@@ -119,21 +119,21 @@ def start_recording(state: GlobalState) -> LossRecorder:
 
 
 def stop_recording(state: GlobalState) -> None:
-    """Record no more of a run's losses."""
+    """Stop recording a run's losses."""
     _RECORDERS.pop(id(state), None)
 
 
 def recorded(count: Callable, state: GlobalState, batch: PackedBatch, mask: Tensor) -> Callable:
-    """The loss function of a training microbatch, which records losses where a recorder has been started.
+    """The loss function of a training microbatch, which records losses if a recorder has been started.
 
     Args:
-        count: from losses [b, s] to (sum, tokens, what to report).
-        state: the run.
+        count: from losses [b, s] to (sum, tokens, values to report).
+        state: the run's global state.
         batch: the microbatch, on the host.
-        mask: [b, s] this rank's share of its loss mask, on the device.
+        mask: [b, s] this rank's part of its loss mask, on the device.
 
     Raises:
-        ValueError: the configuration has settings that callbacks follow, and none has started.
+        ValueError: the configuration has settings that callbacks implement, and none was started.
     """
     if (recorder := _RECORDERS.get(id(state))) is None:
         _check_nothing_is_ignored(state.cfg)

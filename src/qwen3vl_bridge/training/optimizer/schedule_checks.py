@@ -1,7 +1,7 @@
-"""Schedules of the learning rate and of weight decay that a run could not follow are refused before it starts.
+"""Refuses schedules of the learning rate and of weight decay that a run could not follow, before it starts.
 
-What lives here: these checks. What may not: the schedule of a run that is resumed
-(`training/checkpointing/schedules.py`), rates of the model's parts (`tower_settings.py`).
+What lives here: these checks. What may not: the schedule of a resumed run (`training/checkpointing/schedules.py`),
+rates of the model's parts (`tower_settings.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from megatron.bridge.training.config import ConfigContainer
 
 
 def check_is_set(cfg: ConfigContainer) -> None:
-    """Refuse a schedule without its ends, which Megatron-Bridge leaves at None and megatron-core compares with numbers.
+    """Refuse a schedule without start and end values, which are None in Megatron-Bridge; megatron-core compares them.
 
     Args:
         cfg: the run's configuration.
@@ -32,15 +32,15 @@ def check_is_set(cfg: ConfigContainer) -> None:
 
 
 def check_warmup(cfg: ConfigContainer) -> None:
-    """Refuse a warm-up that is as long as the schedule, such as a recipe's in a run that was made short.
+    """Refuse a warm-up that is as long as the schedule, such as a recipe's in a shortened run.
 
-    Megatron-Bridge cuts it to one sample less, and the rate gets to `optimizer.lr` in the last step or never.
+    Megatron-Bridge shortens it to one sample less, and the rate reaches `optimizer.lr` in the last step or never.
 
     Args:
         cfg: a run's.
 
     Raises:
-        ValueError: it is.
+        ValueError: the warm-up is too long.
     """
     schedule, kind = cfg.scheduler, "iters" if cfg.train.train_samples is None else "samples"
     lengths = {

@@ -1,7 +1,7 @@
-"""Steps that would ruin the weights: what is wrong with one, what is done about it, which samples are responsible.
+"""The guard: detects steps that would ruin the weights, decides what to do, and finds the responsible samples.
 
-What lives here: the judgement of a step by its loss and its gradients. What may not: computing these
-(`loss_recorder.py`, `gradient_norms.py`), skipping the step (`before_step.py`).
+What lives here: judging a step by its loss and its gradients. What may not: computing these (`loss_recorder.py`,
+`gradient_norms.py`), skipping the step (`before_step.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NAMED = 10
 
 
 class SpoiltStepError(ValueError):
-    """A step that would have spoilt the weights, which are as they were before it."""
+    """Raised for a step that would have ruined the weights; the weights are unchanged."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class Finding:
     """What is wrong with a step.
 
     Attributes:
-        action: what the configuration wants.
-        what: in words.
-        setting: of the configuration, that says so.
-        to_blame: whether a sample of that mean loss is at fault; None if losses don't tell.
+        action: what the configuration says to do.
+        what: description for the message.
+        setting: the configuration's setting that decides it.
+        to_blame: whether a sample with that mean loss is responsible; None if losses do not show it.
     """
 
     action: Action
@@ -59,7 +59,7 @@ class Finding:
 
 
 def _mean_losses(samples: Iterable[SampleLoss]) -> list[tuple[str, float]]:
-    """Each sample's name and mean loss, what is not finite first, then the highest."""
+    """Each sample's name and mean loss, those that are not finite first, then in descending order."""
     whole: dict[tuple[int, int, int], list[float]] = {}
     names = {}
     for sample in samples:  # context-parallel ranks have tokens of the same samples
@@ -71,11 +71,11 @@ def _mean_losses(samples: Iterable[SampleLoss]) -> list[tuple[str, float]]:
 
 
 class Guard:
-    """Judges steps, one after the other, alike on all ranks.
+    """Judges consecutive steps, with the same result on all ranks.
 
     Args:
         settings: of the configuration.
-        latest: losses of the steps before, the newest last.
+        latest: losses of the previous steps, the newest last.
     """
 
     def __init__(self, settings: GuardConfig, latest: Sequence[float] = ()) -> None:
@@ -84,18 +84,18 @@ class Guard:
 
     @property
     def limit(self) -> float:
-        """The highest loss that is no spike; infinite while too few are known."""
+        """The highest loss that is not a spike; infinite while too few losses are known."""
         if 2 * len(self.latest) < self.settings.spike_window:
             return math.inf
         return self.settings.spike_factor * statistics.median(self.latest)
 
     def judge(self, loss: float | None, gradient_norm: float) -> Finding | None:
-        """What is wrong with a step, or None; its loss is one of the latest from now on.
+        """What is wrong with a step, or None; its loss is added to the recent ones.
 
-        That of a spike too, skipped or not: where losses have risen for good, half a window of them is the new normal.
+        So is that of a spike, skipped or not: if losses have risen permanently, they are accepted after half a window.
 
         Args:
-            loss: mean over the step's tokens; None where there were none.
+            loss: mean over the step's tokens; None without tokens.
             gradient_norm: of all parts that are trained.
         """
         limit, known = self.limit, len(self.latest)
@@ -123,7 +123,7 @@ def latest_losses(entries: Iterable[Mapping[str, Any]], step: int, window: int) 
 
     Args:
         entries: of the log.
-        step: the last one that counts.
+        step: the last one to include.
         window: the configuration's.
     """
     known = [
