@@ -1,7 +1,7 @@
 """`qwen3vl convert`: import, export, reformat, verify, inspect, adapters.
 
-What lives here: verbs, and how a command is run. What may not: torch at import time (so that `--help` answers at once),
-work, printing (`convert_output.py`), options that several verbs have (`convert_options.py`).
+What lives here: verbs, and running a command. What may not: torch at import time (so that `--help` answers at once),
+work, printing (`convert_output.py`), options that several verbs share (`convert_options.py`).
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ _SIZES = {
 }
 
 
-# Of the signals that tell a process to end: the first one is followed, the next one answered so. Seconds within which
-# several are one.
+# Of the signals that tell a process to end: the first one is obeyed, the next one gets this message. Signals within
+# this many seconds count as one.
 _ENDS_AT_ONCE, _ONE = 2, 1.0
 _TIDYING = "interrupted, cleaning up; interrupt again to stop at once and leave the cleanup to the next run\n"
 
 
 def main(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> int:
-    """Run one command, in one process or in each of those torchrun started.
+    """Run one command, in one process or in each of those that torchrun started.
 
     Args:
-        arguments: as typed; None for those of the process.
+        arguments: as on the command line; None for those of the process.
         prog: the program's name, for messages; None for that of the process.
 
     Returns:
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> 
 
 
 def adapters(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> int:
-    """The verb `adapters`, as a command of its own; arguments and exit status are those of `main`."""
+    """The verb `adapters`, as a separate command; arguments and exit status as for `main`."""
     parser = argparse.ArgumentParser(prog=prog)
     parser.set_defaults(shared=True)
     adapters_cli.add_verbs(parser)
@@ -87,13 +87,13 @@ def _run(options: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _stoppable(first: bool) -> Iterator[None]:
-    """A process that is told to end does so as on Ctrl-C: it tidies up, which a second signal does not break off.
+    """Let a process that is told to end do so as on Ctrl-C: it cleans up, and a second signal does not interrupt that.
 
-    A third ends the process at once. Those within a second are one: under torchrun a Ctrl-C comes from the terminal and
-    from torchrun. Signals that whoever started the process has it ignore, as `nohup` does, stay ignored.
+    A third ends the process at once. Signals within a second count as one: under torchrun a Ctrl-C comes from the
+    terminal and from torchrun. Signals that were ignored when the process was started, as by `nohup`, stay ignored.
 
     Args:
-        first: whether this is the process that says so.
+        first: whether this is the process that prints the message.
     """
     count, latest = 0, -math.inf
 
@@ -131,7 +131,7 @@ def _parser(prog: str | None) -> argparse.ArgumentParser:
         description="Convert Qwen3-VL and Qwen3.5-VL between Hugging Face safetensors and Megatron checkpoints. Needs "
         "no GPU and never holds the model in memory. Under torchrun the processes share the work.",
     )
-    parser.set_defaults(shared=True)  # but where processes have nothing to share
+    parser.set_defaults(shared=True)  # except where processes have nothing to share
     verbs = parser.add_subparsers(metavar="VERB", required=True)
     _import(verbs.add_parser("import", help="Hugging Face model to Megatron checkpoint"))
     _export(verbs.add_parser("export", help="Megatron checkpoint to Hugging Face model"))

@@ -1,4 +1,4 @@
-"""Options that several verbs of the converter have.
+"""Options that several verbs of the converter share.
 
 What lives here: the options and their meaning. What may not: verbs (`convert.py`, `adapters.py`), torch at import time.
 """
@@ -18,13 +18,13 @@ def megatron_path(parser: argparse.ArgumentParser) -> None:
 
 
 def remote_code(parser: argparse.ArgumentParser) -> None:
-    """Whether a model may bring code."""
+    """Whether a model may contain code."""
     parser.add_argument("--trust-remote-code", action="store_true",
                         help="copy Python files that belong to the model; they are never run here")  # fmt: skip
 
 
 def vocab_padding(parser: argparse.ArgumentParser) -> None:
-    """Whether a padded vocabulary's rows may be lost."""
+    """Whether rows of a padded vocabulary may be dropped."""
     parser.add_argument("--drop-vocab-padding", action="store_true",
                         help="drop rows beyond the vocabulary even if they are not zero, as after training with a "
                         "padded vocabulary, instead of failing")  # fmt: skip
@@ -49,6 +49,6 @@ def writing_options(parser: argparse.ArgumentParser) -> None:
 
 
 def conversion_options(options: argparse.Namespace) -> dict[str, Any]:
-    """What `writing_options` gave, as `ConversionOptions`."""
+    """The options of `writing_options` as `ConversionOptions`."""
     names = ("overwrite", "resume", "verify", "checksums", "dry_run", "ranks")
     return {name: getattr(options, name) for name in names} | {"progress": not options.no_progress}

@@ -1,6 +1,6 @@
-"""What the command line prints.
+"""Output of the converter's commands.
 
-What lives here: reports as text or JSON. What may not: work. Of several processes, the first one prints.
+What lives here: reports as text or JSON. What may not: work. Only the first of several processes prints.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def conversion(report: ConversionReport, options: argparse.Namespace) -> int:
     """Print what was converted, or would be; returns the exit status.
 
     Raises:
-        OSError: a plan, which is all that a dry run gives, cannot be printed.
+        OSError: a plan, which is the whole result of a dry run, cannot be printed.
     """
     if not options.ranks.first:
         return 0
@@ -69,7 +69,7 @@ def _gigabytes(nbytes: int) -> str:
 
 
 def comparison(report: VerifyReport, options: argparse.Namespace) -> int:
-    """Print what differs; returns the exit status."""
+    """Print the differences; returns the exit status."""
     status = 0 if report.same else _DIFFERENT
     if not options.ranks.first:
         return status
@@ -88,7 +88,7 @@ def comparison(report: VerifyReport, options: argparse.Namespace) -> int:
 
 
 def contents(found: Mapping[str, Any], options: argparse.Namespace) -> int:
-    """Print what a checkpoint holds; returns the exit status."""
+    """Print the contents of a checkpoint; returns the exit status."""
     from qwen3vl_bridge.checkpoint.commands.inspection import as_table
 
     show(json.dumps(found, indent=2) if options.json else as_table(found))

@@ -1,7 +1,7 @@
 """`qwen3vl data`: inspect, pack and download.
 
 What lives here: options and their meaning. What may not: torch at import time (so that `--help` answers at once), work,
-words of a report (`data/inspection/text_report.py`, `data/inspection/html_report.py`).
+the text of reports (`data/inspection/text_report.py`, `data/inspection/html_report.py`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from qwen3vl_bridge.files.errors import CheckpointError
 from qwen3vl_bridge.terminal import BAD_INPUT, INTERRUPTED, show, show_anything, show_report
 
 _BAD_SAMPLES = _FAILURES = 1
-# As `VisionLimits` has them, which needs torch.
+# The fields of `VisionLimits`, whose module needs torch.
 _LIMITS = {
-    "image_min_pixels": (int, "pixels to which a smaller picture is enlarged (default of all these: the model's)"),
-    "image_max_pixels": (int, "pixels to which a larger picture is reduced"),
+    "image_min_pixels": (int, "pixels to which a smaller image is enlarged (default of all these: the model's)"),
+    "image_max_pixels": (int, "pixels to which a larger image is reduced"),
     "video_min_pixels": (int, "the same for a video, over all its frames together"),
     "video_max_pixels": (int, "likewise"),
     "video_fps": (float, "frames sampled per second"),
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "qwen3vl-data") 
     """Run one command.
 
     Args:
-        arguments: as typed; None for those of the process.
+        arguments: as on the command line; None for those of the process.
         prog: the program's name, for messages.
 
     Returns:
@@ -61,12 +61,12 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         verbs.add_parser("inspect", help="show samples as the model will see them, and which tokens are trained on")
     )
     _pack(verbs.add_parser("pack", help="measure all samples and pack them into rows, before training"))
-    _download(verbs.add_parser("download", help="download pictures and videos that samples refer to by URL"))
+    _download(verbs.add_parser("download", help="download images and videos that samples refer to by URL"))
     return parser
 
 
 def _records(parser: argparse.ArgumentParser) -> None:
-    """What samples are."""
+    """Options for the format of records."""
     data = parser.add_mutually_exclusive_group(required=True)
     data.add_argument("--data", metavar="PATH",
                       help="conversations, as in dataset.path: a file, a folder (with or without splits), or "
@@ -79,7 +79,7 @@ def _records(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--columns", nargs="+", default=[], metavar="KEY=COLUMN",
                         help="names of the records' columns: image=img 'answer={answers[0]}'")  # fmt: skip
     parser.add_argument("--media-root", action="append", metavar="FOLDER",
-                        help="folder of the pictures (default: that of --data); may be given several times: pictures "
+                        help="folder of images and videos (default: that of --data); may be given several times: they "
                         "are looked up in each, and links may lead from one to another")  # fmt: skip
     parser.add_argument("--url-cache", metavar="FOLDER",
                         help="folder for downloads (default: the user's cache folder)")  # fmt: skip
@@ -87,13 +87,13 @@ def _records(parser: argparse.ArgumentParser) -> None:
 
 
 def _split(parser: argparse.ArgumentParser) -> None:
-    """Of which split; rows are packed of the one for training alone."""
+    """The option for the split; only training rows are packed."""
     parser.add_argument("--split", choices=("train", "valid", "test"), default="train",
                         help="which split of a folder with splits (default: %(default)s)")  # fmt: skip
 
 
 def _source(parser: argparse.ArgumentParser) -> None:
-    """What samples are and how they are encoded."""
+    """Options for samples and their encoding."""
     _records(parser)
     parser.add_argument("--hf-model", required=True, metavar="MODEL",
                         help="the model to train, a folder or hub id: its processor and template")  # fmt: skip
@@ -111,7 +111,7 @@ def _source(parser: argparse.ArgumentParser) -> None:
 def _pack(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Measure all samples, pack them into rows by best fit, and record which samples are in which row, for "
-        "dataset.train_packing. Pictures are not copied. Use the same options as in the training data set."
+        "dataset.train_packing. Images are not copied. Use the same options as in the training data set."
     )
     _source(parser)
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="folder to write the rows to")
@@ -136,7 +136,7 @@ def _pack(parser: argparse.ArgumentParser) -> None:
 
 def _inspect(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Show samples as the model will see them: tokens, which of them are trained on, pictures; and how long "
+        "Show samples as the model will see them: tokens, which of them are trained on, images; and how long "
         "samples are, how full rows are, and which samples cannot be used. The exit status is 1 if some samples "
         "cannot be used."
     )
@@ -152,7 +152,7 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
                         help="how many samples to measure, spread over the whole file; 0 measures only those shown "
                         "(default: %(default)s)")  # fmt: skip
     parser.add_argument("--no-pack", action="store_true", help="one sample per row, padded")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="also write an HTML report with pictures")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also write an HTML report with images")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier report in that folder")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_run_inspect)
@@ -160,7 +160,7 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
 
 def _download(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Download the pictures and videos that samples refer to by URL. Do this before training, which downloads "
+        "Download the images and videos that samples refer to by URL. Do this before training, which downloads "
         "nothing. Finished downloads are kept, so the command can be stopped and run again. The exit status is 1 if "
         "some downloads failed."
     )
@@ -196,7 +196,7 @@ def _at_least(least: int) -> Callable[[str], int]:
 def _run_inspect(options: argparse.Namespace) -> int:
     if options.output is not None:
         _check_output(options.output, overwrite=options.overwrite)
-    source = _opened(options)  # before torch, so that a mistyped name is known at once
+    source = _opened(options)  # before torch, so that a mistyped name is reported at once
 
     from qwen3vl_bridge.data.inspection.summary import InspectionSettings, inspect_samples
     from qwen3vl_bridge.data.inspection.text_report import as_json, print_text
@@ -315,13 +315,13 @@ def _url_cache(options: argparse.Namespace) -> Any:
 def _processor(options: argparse.Namespace) -> Any:
     from qwen3vl_bridge.data.processing.processor import VisionLimits, load_processor
 
-    with _wrong("limits of pictures and videos"):
+    with _wrong("limits of images and videos"):
         return load_processor(options.hf_model, VisionLimits(**{name: getattr(options, name) for name in _LIMITS}))
 
 
 @contextmanager
 def _wrong(options: str) -> Iterator[None]:
-    """Puts what is wrong with a setting down to the options it comes from."""
+    """Attribute an error in a setting to its command-line options."""
     try:
         yield
     except DataError:
@@ -331,7 +331,7 @@ def _wrong(options: str) -> Iterator[None]:
 
 
 def _check_output(path: Path, *, overwrite: bool) -> None:
-    """Refuses a place for the report before any work is done for it."""
+    """Refuse an output path before any work is done."""
     if path.exists() and (not overwrite or not path.is_file()):
         raise DataError(str(path), "something exists there already; --overwrite replaces a file")
     if not path.parent.is_dir():
@@ -350,7 +350,7 @@ def _summed(steps: Iterable[int], *, total: int, shown: bool) -> Iterable[int]:
 def _counted(indices: Sequence[int], *, shown: bool) -> Iterable[int]:
     from tqdm import tqdm
 
-    # None leaves it to tqdm: a bar on a terminal, nothing elsewhere.
+    # None lets tqdm decide: a bar on a terminal, nothing elsewhere.
     return tqdm(indices, desc="samples", leave=False, disable=None if shown else True, file=sys.stderr)
 
 

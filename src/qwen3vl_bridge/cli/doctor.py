@@ -1,7 +1,7 @@
 """`qwen3vl doctor`: what this machine has, what will be used, and what is missing and how to get it.
 
-What lives here: what follows from what was found, and showing it. What may not: looking (`machine.py`), the versions
-that are allowed (pyproject.toml, as it was installed), the choice of modules (`models/common/settings/kernels.py`).
+What lives here: conclusions from the findings, and printing them. What may not: the findings (`machine.py`), the
+allowed versions (pyproject.toml, as installed), the choice of modules (`models/common/settings/kernels.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _PACKAGE, _UNFIT = "qwen3vl-bridge", 1
 GIB = 2**30
-# Of packages that a machine may do without: what they are for.
+# Purpose of optional packages.
 _OPTIONAL = {
     "transformer-engine": "its layers and kernels on GPUs",
     "flash-attn": "one of Transformer Engine's attention backends",
@@ -33,28 +33,28 @@ _OPTIONAL = {
     "av": "decoding video files",
     "nvidia-resiliency-ext": "asynchronous saves of its kind, and restarts within a process",
 }
-# For GPUs alone, and built against the torch that is installed.
+# Only for GPUs, and built against the installed torch.
 _BUILT = ("transformer-engine", "flash-attn")
 _MODULES = {
     "conversion": ("torch", "safetensors", "qwen3vl_bridge.checkpoint.commands.converting"),
     "training": ("qwen3vl_bridge.training.config", "qwen3vl_bridge.training.step", "qwen3vl_recipes.cli"),
 }
-# Below these something is said: batches of pictures go through shared memory, and every worker, rank and process group
-# of a machine has files and sockets open.
+# Minimum values: batches of images go through shared memory, and every worker, rank and process group of a machine has
+# open files and sockets.
 _SHARED_MEMORY, _OPEN_FILES = GIB, 4096
 
 
 @dataclass(frozen=True)
 class Package:
-    """A package that is needed, or of use.
+    """A required or optional package.
 
     Attributes:
         name: of its distribution.
         found: version, or None.
-        expected: versions that are allowed; empty for any.
-        needed: nothing trains without it.
-        fits: it is there, in such a version.
-        purpose: of one that is not needed.
+        expected: allowed versions; empty for any.
+        needed: required for training.
+        fits: it is installed, in an allowed version.
+        purpose: of an optional package.
         get: a command that installs it.
     """
 
@@ -69,12 +69,12 @@ class Package:
 
 @dataclass(frozen=True)
 class Missing:
-    """What does not fit.
+    """A problem.
 
     Attributes:
-        what: with what was found, what was expected, and what follows.
-        get: how to get it.
-        fatal: nothing trains, or nothing is converted, without it.
+        what: what was found, what was expected, and the consequence.
+        get: how to solve it.
+        fatal: training or conversion is impossible with it.
     """
 
     what: str
@@ -83,10 +83,10 @@ class Missing:
 
 
 def main(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> int:
-    """Look at this machine and report.
+    """Examine this machine and report.
 
     Args:
-        arguments: as typed; None for those of the process.
+        arguments: as on the command line; None for those of the process.
         prog: the program's name, for messages; None for that of the process.
 
     Returns:
@@ -115,7 +115,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> 
 
 
 def examine(folder: Path) -> dict[str, Any]:
-    """All that `--json` prints."""
+    """The output of `--json`."""
     from qwen3vl_bridge.cli import machine
 
     from packaging.requirements import Requirement
@@ -141,10 +141,10 @@ def examine(folder: Path) -> dict[str, Any]:
 
 
 def packages(wanted: Sequence[Requirement], found: Machine) -> list[Package]:
-    """What is declared, and what is of use besides.
+    """Required packages, and optional ones.
 
     Args:
-        wanted: as the package declares it, extras included.
+        wanted: requirements as declared by the package, including extras.
         found: the machine.
     """
     listed = []
@@ -183,7 +183,7 @@ def _missing(known: Sequence[Package], found: Machine, pythons: str) -> list[Mis
         get = "install NVIDIA's driver, use `docker run --gpus all`, or correct CUDA_VISIBLE_DEVICES"
         result.append(Missing(words, get, fatal=False))
     if (shared := found.shared_memory) is not None and shared < _SHARED_MEMORY:
-        words = f"/dev/shm has {shared / GIB:.2f} GiB free; data workers pass pictures through it"
+        words = f"/dev/shm has {shared / GIB:.2f} GiB free; data workers pass images through it"
         result.append(Missing(words, "`docker run --shm-size=16g`, or dataset.num_workers=0", fatal=False))
     if found.open_files[0] < _OPEN_FILES:
         words = f"{found.open_files[0]} open files are allowed, which is few for many ranks and data workers"
@@ -197,7 +197,7 @@ def _broken(work: str, why: str) -> Missing:
 
 
 def _used(found: Machine) -> dict[str, str]:
-    """What training will run with here, by the defaults of the code that chooses."""
+    """What training will use here, from the defaults of the code that chooses."""
     from qwen3vl_bridge.models.common.settings.fields import default_transformer_impl
 
     import torch

@@ -1,7 +1,7 @@
 """`qwen3vl generate`: ask a checkpoint a question through the Megatron model, without exporting it.
 
-What lives here: options, and the way from a question to its answer's text. What may not: torch at import time (so that
-`--help` answers at once), decoding (`inference/generation.py`).
+What lives here: options, and the steps from a question to its answer's text. What may not: torch at import time (so
+that `--help` answers at once), decoding (`inference/generation.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> 
     """Print the answer to one question.
 
     Args:
-        arguments: as typed; None for those of the process.
+        arguments: as on the command line; None for those of the process.
         prog: the program's name, for messages; None for that of the process.
 
     Returns:
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> 
     from qwen3vl_bridge.training.process_groups import shutdown
 
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # on which Megatron-Bridge reports what it loads
+        with contextlib.redirect_stdout(sys.stderr):  # Megatron-Bridge reports there what it loads
             answer = _answer(options)
     except (ValueError, OSError) as error:  # a CheckpointError is a ValueError
         show(f"error: {error}", error=True)
@@ -61,7 +61,7 @@ def _parse(prog: str | None, arguments: Sequence[str] | None) -> argparse.Namesp
     add("--hf-model", "--hf-path", required=True, metavar="MODEL", help="Hugging Face folder or hub id with "
     "configuration and processor, and the weights unless --megatron-path is given")  # fmt: skip
     add("--megatron-path", metavar="FOLDER", help="weights: a Megatron checkpoint in either format, or a run's folder")
-    add("--image", action="append", default=[], metavar="FILE", help="a picture to show; may be given several times")
+    add("--image", action="append", default=[], metavar="FILE", help="image to show; may be given several times")
     add(
         "--max-new-tokens",
         type=int,

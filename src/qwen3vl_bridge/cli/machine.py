@@ -1,7 +1,7 @@
 """What a machine has that training and conversion need or can use.
 
-What lives here: looking. What may not: what follows from it (`doctor.py`). torch is imported when it is looked for, and
-nothing else that is not of the standard library.
+What lives here: the findings. What may not: conclusions (`doctor.py`). torch is imported when it is examined, and
+otherwise only the standard library.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ class FoundGpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """What was found.
+    """The findings.
 
     Attributes:
         python: version.
         packages: versions of installed packages by name; None for those that are missing.
-        cuda: that torch was built for; None for none.
-        nccl: version that torch brings; None without CUDA.
+        cuda: version for which torch was built; None for none.
+        nccl: version that comes with torch; None without CUDA.
         driver: whether NVIDIA's kernel driver is loaded.
-        gpus: that torch sees.
-        cores: that this process may use.
+        gpus: those that torch sees.
+        cores: number that this process may use.
         memory, memory_free: bytes of the host, within the limit of its control group.
-        shared_memory: bytes of /dev/shm that are free; None where there is none.
-        disk_free: bytes that are free where results are written.
-        open_files: how many this process may open, and how many it may ask for.
+        shared_memory: free bytes of /dev/shm; None if it does not exist.
+        disk_free: free bytes where results are written.
+        open_files: soft and hard limit of open files of this process.
     """
 
     python: str
@@ -70,14 +70,14 @@ class Machine:
 
 
 def look(packages: Iterable[str], folder: Path) -> Machine:
-    """Look at this machine.
+    """Examine this machine.
 
     Args:
-        packages: names to find the versions of.
+        packages: names of packages whose versions are read.
         folder: on the disk in question.
 
     Raises:
-        OSError: there is no such folder.
+        OSError: the folder does not exist.
     """
     cuda, nccl, gpus = _cuda()
     memory, free = _memory()
@@ -105,7 +105,7 @@ def why_not(*modules: str) -> str | None:
     for module in modules:
         try:
             importlib.import_module(module)
-        except Exception as error:  # whatever a broken installation raises
+        except Exception as error:  # a broken installation may raise anything
             return f"{module}: {type(error).__name__}: {str(error).partition(os.linesep)[0]}"
     return None
 

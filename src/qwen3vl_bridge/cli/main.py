@@ -16,8 +16,8 @@ from collections.abc import Sequence
 
 from qwen3vl_bridge.terminal import BAD_INPUT, show
 
-# Each is a function of the words behind its name and of the program's name, which returns the exit status. Training is
-# the recipes' own: they stand above this package, which knows them by this name alone, and may be absent.
+# Each is a function of the arguments after its name and of the program's name, which returns the exit status. Training
+# is in the recipes: they depend on this package, which knows them only by this name, and may be missing.
 COMMANDS = {
     "convert": ("qwen3vl_bridge.cli.convert:main", "import, export, reformat, verify or inspect a checkpoint"),
     "adapters": ("qwen3vl_bridge.cli.convert:adapters", "export or merge the adapters that a run trained"),
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        arguments: as typed; None for those of the process.
+        arguments: as on the command line; None for those of the process.
 
     Returns:
         Exit status: 0; 1 if a comparison found differences, nothing fits, samples are bad or something is missing; 2

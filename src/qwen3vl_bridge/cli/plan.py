@@ -1,6 +1,6 @@
 """`qwen3vl plan`: the memory of a run on each GPU, and proposals for splitting it.
 
-What lives here: options and their meaning. What may not: formulas, words of a report (`planning/reports.py`).
+What lives here: options and their meaning. What may not: formulas, the text of reports (`planning/reports.py`).
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ _SIZES = {
 
 
 def main(arguments: Sequence[str] | None = None, *, prog: str = "qwen3vl-plan") -> int:
-    """Estimate the split that is given, or propose some.
+    """Estimate the given split, or propose some.
 
     Args:
-        arguments: as typed; None for those of the process.
+        arguments: as on the command line; None for those of the process.
         prog: the program's name, for messages.
 
     Returns:
@@ -156,7 +156,7 @@ def load_config(model: str) -> Mapping[str, Any]:
     """The `config.json` of a folder, or of a preset.
 
     Raises:
-        ValueError: there is neither, or it is of no family.
+        ValueError: it does not exist, or it is of no family.
     """
     path = Path(model) / "config.json"
     if not path.is_file():

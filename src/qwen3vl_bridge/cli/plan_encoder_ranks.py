@@ -1,6 +1,6 @@
-"""`qwen3vl plan --dist-train`: how many ranks the vision tower gets, and what ranks of both kinds hold.
+"""`qwen3vl plan --dist-train`: the number of vision ranks, and the memory of both kinds of ranks.
 
-What lives here: its options and answers. What may not: the rule (`planning/encoder_sizing.py`), the other options
+What lives here: its options and results. What may not: the rule (`planning/encoder_sizing.py`), the other options
 (`plan.py`).
 """
 
@@ -23,14 +23,14 @@ _WITH = "with --dist-train:"
 
 
 def add_options(parser: argparse.ArgumentParser, positive: Callable[[str], int]) -> None:
-    """Those that go with --dist-train.
+    """Add the options that go with --dist-train.
 
     Args:
         parser: to add them to.
-        positive: reads a number of 1 or more.
+        positive: parses a number of 1 or more.
     """
     add = parser.add_argument
-    add("--dist-train", action="store_true", help="place the vision tower on ranks of its own, out of --gpus: how "
+    add("--dist-train", action="store_true", help="place the vision tower on separate ranks, out of --gpus: how "
     "many it gets follows the rule in docs/dist_train.md")  # fmt: skip
     add("--vision-gpus", type=positive, metavar="N", help=f"{_WITH} number of the tower's ranks, overriding the rule")
     add("--vision-tp", type=positive, metavar="N", help=f"{_WITH} the tower's tensor parallelism")
@@ -43,10 +43,10 @@ def add_options(parser: argparse.ArgumentParser, positive: Callable[[str], int])
 
 
 def check_unused(options: argparse.Namespace) -> None:
-    """Refuse what only --dist-train reads.
+    """Refuse options that only --dist-train reads.
 
     Raises:
-        ValueError: something of it is given.
+        ValueError: one of them is given.
     """
     given = [f"--{name.replace('_', '-')}" for name in _OPTIONS if getattr(options, name) is not None]
     if given:
@@ -67,16 +67,16 @@ def run(
     Args:
         options: as parsed.
         config: a Qwen3-VL `config.json`.
-        gpu: of which kind.
+        gpu: the kind of GPU.
         training: as it is used, or to complete.
-        sizes: the language model's that are given.
-        choose: the others, sharding and recomputation are chosen; False if those of `sizes` and `training` are all.
+        sizes: the given sizes of the language model.
+        choose: choose the other sizes, sharding and recomputation; False if `sizes` and `training` are complete.
 
     Returns:
         Whether anything fits.
 
     Raises:
-        ValueError: sizes that cannot be.
+        ValueError: invalid sizes.
     """
     language = None
     given = {"patches": "patches_per_token", "frame": "patches_per_frame", "largest": "largest_frame"}
@@ -101,7 +101,7 @@ def run(
 
 
 def dump(found: DistProposal, memory: int) -> dict[str, Any]:
-    """For programs: an estimate, and what is peculiar to vision on ranks of its own."""
+    """For programs: an estimate, with the values specific to separate vision ranks."""
     one = found.sized
     return reports.dump_estimate(found.estimate, memory) | {
         "dist_train": one.split.settings(),

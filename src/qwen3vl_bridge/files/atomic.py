@@ -1,9 +1,9 @@
 """Results that are either complete or absent.
 
-What lives here: the hidden folder beside the target in which a result grows, its way into place, and what becomes of
-one whose process died. What may not: what the result is, whether it may be there (`target.py`).
+What lives here: the hidden folder next to the target in which a result is written, moving it into place, and handling
+folders of processes that died. What may not: the contents of the result, whether it may be written (`target.py`).
 
-Whatever kills the process, the target is either as it was before or complete: it comes into being by one rename.
+Whenever the process is killed, the target is either as it was before or complete: it is created by one rename.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from pathlib import Path
 from qwen3vl_bridge.files.errors import CheckpointError
 from qwen3vl_bridge.files.target import Snapshot, leaves, snapshot
 
-# A folder in the hidden one that is no part of the result, and is taken out before that is moved into place.
+# A subfolder of the hidden folder that is not part of the result, and is moved out before the result is moved into
+# place.
 PRIVATE = ".journal"
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-# Letters at the end of a hidden folder's name. Other folders that begin alike are somebody's own.
+# Random letters at the end of a hidden folder's name. Folders with the same prefix but another ending belong to users.
 _MARK = 12
 _ANY_MARK = "[0-9a-f]" * _MARK
 
@@ -41,23 +42,23 @@ def atomic_directory(
     claim: Callable[[Path], bool] = lambda _: False,
     keep: bool = False,
 ) -> Iterator[Path]:
-    """A hidden folder beside the target, which becomes the target when the body ends without an exception.
+    """A hidden folder next to the target, which becomes the target when the body ends without an exception.
 
     Args:
-        target: where the result is to be.
+        target: final path of the result.
         say: called with a line of text when something was cleaned up, or could not be.
-        replace: called with a folder that is at the target in the end, which is replaced unless this raises; None if
-            only an empty one may be.
-        sync: whether to wait until everything is on disk before the result is put into place.
-        claim: whether to go on in a folder that a process left when it died; any other such folder is removed. It
-            raises a CheckpointError where neither is right, as where some of several processes are still alive.
-        keep: whether the hidden folder stays when the body fails, for a later run to claim.
+        replace: called with a folder that exists at the target in the end, which is replaced unless this raises; None
+            if only an empty one may be.
+        sync: whether to wait until everything is on disk before the result is moved into place.
+        claim: whether to continue in a folder that a process left when it died; any other such folder is removed. It
+            raises a CheckpointError if neither is right, as when some of several processes are still alive.
+        keep: whether the hidden folder is kept when the body fails, for a later run to claim.
 
     Yields:
         The hidden folder.
 
     Raises:
-        CheckpointError: another process is writing this target, or the file system refuses. The target is as it was.
+        CheckpointError: another process is writing this target, or the file system refuses. The target is unchanged.
     """
     parent = target.absolute().parent
     with contextlib.ExitStack() as stack:
@@ -75,7 +76,7 @@ def atomic_directory(
                 f"{target}: its parent folder cannot be written to: {error.strerror or error}"
             ) from error
         replaced: Snapshot | None = None
-        left = f"the partial result stays in {folder}" if keep else "nothing was left behind"
+        left = f"the partial result stays in {folder}" if keep else "nothing was left"
         try:
             yield folder
             if sync:
@@ -83,7 +84,7 @@ def atomic_directory(
             left = f"the whole result stays in {folder}" if keep else left
             if replace is not None and target.is_dir() and any(target.iterdir()):
                 replaced = snapshot(target)
-                replace(target)  # it may not be what was there in the beginning
+                replace(target)  # it may have changed since the beginning
             _take_out(folder)
             _take_after(target, folder)
             _move_into_place(folder, target, swap=replaced is not None)
@@ -103,7 +104,7 @@ def atomic_directory(
 
 
 def _is_at(folder: int, path: Path) -> bool:
-    """Whether an open folder lies at a path."""
+    """Whether an open folder is at a path."""
     try:
         return os.path.samestat(os.fstat(folder), path.stat())
     except OSError:
@@ -111,42 +112,42 @@ def _is_at(folder: int, path: Path) -> bool:
 
 
 def _aside(folder: Path) -> Path:
-    """Where a hidden folder's private part lies while that is moved into place."""
+    """Where a hidden folder's private part is while the folder is moved into place."""
     return folder.with_name(f"{folder.name}{PRIVATE}")
 
 
 def _take_out(folder: Path) -> None:
-    """Take out what is no part of the result, if there is anything."""
+    """Move out what is not part of the result, if there is anything."""
     if (folder / PRIVATE).is_dir():
         os.rename(folder / PRIVATE, _aside(folder))
 
 
 def _put_back(folder: Path) -> None:
-    """Put it in again, so that another run can resume from it after all."""
+    """Move it back, so that another run can resume from it after all."""
     if _aside(folder).is_dir() and folder.is_dir():
         os.rename(_aside(folder), folder / PRIVATE)
 
 
 def _take_after(target: Path, folder: Path, at_least: int = 0) -> None:
-    """Give a folder the group and the mode of the one that it replaces: who might use that one still may."""
+    """Give a folder the group and the mode of the one that it replaces, so that the same users have access."""
     if not target.is_dir():
         return
     found = target.stat()
     with contextlib.suppress(OSError):  # a group that this process is not in
         os.chown(folder, -1, found.st_gid)
-    with contextlib.suppress(OSError):  # a file system that has modes of its own
+    with contextlib.suppress(OSError):  # a file system that does not store modes
         os.chmod(folder, stat.S_IMODE(found.st_mode) | at_least)
 
 
 def _settle(target: Path, folder: Path, replaced: Snapshot | None, say: Callable[[str], None], *, sync: bool) -> None:
-    """What is left to do when the result is in place. That it fails takes nothing from the result.
+    """Clean up after the result is in place. A failure here does not affect the result.
 
     Args:
         target: where the result is.
         folder: where it was; what it replaced is there now.
-        replaced: what that was when it was found to be no loss; None where nothing was replaced.
-        say: called with a line of text where something is left to the user.
-        sync: whether the new name is waited for.
+        replaced: snapshot of that when it was found to be replaceable; None if nothing was replaced.
+        say: called with a line of text if something is left to the user.
+        sync: whether to wait until the new name is on disk.
     """
     parent, whole = target.absolute().parent, f"{target} is complete and in place"
     try:
@@ -158,7 +159,7 @@ def _settle(target: Path, folder: Path, replaced: Snapshot | None, say: Callable
     shutil.rmtree(_aside(folder), ignore_errors=True)
     if replaced is None:
         return
-    if not folder.is_dir():  # there was no swapping, and the last of three renames failed
+    if not folder.is_dir():  # there was no swap, and the last of three renames failed
         folder = next(iter(_found(target, _replaced(target))), folder)
     try:
         if snapshot(folder) == replaced:
@@ -193,13 +194,13 @@ def _remove_empty(folders: list[Path]) -> None:
 
 @contextlib.contextmanager
 def _locked(target: Path) -> Iterator[None]:
-    """Keep other processes from writing a target; the lock goes with the process, however that ends.
+    """Keep other processes from writing a target; the lock is released when the process ends, however that happens.
 
-    It is on a file beside the target, so that it outlives the move into place, and one open for writing: some network
-    file systems lock nothing else.
+    It is on a file next to the target, so that it outlives the move into place, and on one open for writing: some
+    network file systems lock nothing else.
 
     Raises:
-        CheckpointError: another process writes it.
+        CheckpointError: another process is writing it.
     """
     path = target.absolute().parent / f".{target.name}.partial-lock"
     while True:
@@ -230,9 +231,9 @@ def _new_folder(target: Path) -> Path:
 
 
 def _restore(target: Path, say: Callable[[str], None]) -> bool:
-    """Bring back what a process had moved away when it died; whether anything was.
+    """Bring back what a process had moved away when it died; returns whether anything was.
 
-    Where its place is taken again it stays, under a name that is seen.
+    If its place is taken again it is kept, under a visible name.
     """
     restored = False
     for old in _found(target, _replaced(target)):
@@ -248,28 +249,28 @@ def _restore(target: Path, say: Callable[[str], None]) -> bool:
 
 
 def _found(target: Path, prefix: str) -> list[Path]:
-    """The folders beside a target that have a mark after some prefix."""
+    """The folders next to a target with a mark after one of some prefixes."""
     return sorted(target.absolute().parent.glob(f"{_glob_safe(prefix)}{_ANY_MARK}"))
 
 
 def _claimed(target: Path, say: Callable[[str], None], claim: Callable[[Path], bool]) -> Path | None:
-    """A folder to go on in. What else earlier processes left when they died is removed."""
+    """A folder to continue in. Other folders of processes that died are removed."""
     found = _found(target, _prefix(target))
     for folder in found:  # of a process that died while it moved the result into place
         _put_back(folder)
     for aside in target.absolute().parent.glob(f"{_glob_safe(_prefix(target))}{_ANY_MARK}{PRIVATE}"):
         shutil.rmtree(aside)
-    # All are asked before one is removed: one that is not to be lost stops the run.
+    # All are checked before one is removed: one that must not be lost stops the run.
     wanted = [folder for folder in found if claim(folder)]
     for folder in found:
         if folder not in wanted[:1]:
             shutil.rmtree(folder)
-            say(f"removed {folder}, left behind by an interrupted run")
+            say(f"removed {folder}, left by an interrupted run")
     return wanted[0] if wanted else None
 
 
 def _mark() -> str:
-    """By which a hidden folder is one of ours, and another than any before."""
+    """Identifies our hidden folders, and is unique."""
     return uuid.uuid4().hex[:_MARK]
 
 
@@ -278,7 +279,7 @@ def _glob_safe(text: str) -> str:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Give a small file new contents, wholly or not at all."""
+    """Replace a small file's contents atomically."""
     aside = path.with_name(f".{path.name}.unfinished")
     with aside.open("wb") as file:
         file.write(content)
@@ -305,7 +306,7 @@ def _sync(path: Path) -> None:
 
 
 def _move_into_place(folder: Path, target: Path, *, swap: bool) -> None:
-    """Make the folder the target; what it replaces, if anything, is where the folder was."""
+    """Make the folder the target; what it replaces, if anything, is then where the folder was."""
     if swap:
         _exchange(folder, target)
     else:
@@ -313,7 +314,7 @@ def _move_into_place(folder: Path, target: Path, *, swap: bool) -> None:
 
 
 def _exchange(one: Path, other: Path) -> None:
-    """Swap two folders in one step, so that at every moment there is one in either place."""
+    """Swap two folders in one step, so that each path always has one of them."""
     libc = ctypes.CDLL(None, use_errno=True)
     paths = os.fsencode(one), os.fsencode(other)
     if libc.renameat2(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0:
@@ -321,7 +322,7 @@ def _exchange(one: Path, other: Path) -> None:
     number = ctypes.get_errno()
     if number not in (errno.EINVAL, errno.ENOSYS):
         raise OSError(number, os.strerror(number), str(other))
-    # A file system without the swap: for a moment there is none in the target's place, never half of one.
+    # A file system without the swap: for a moment the target does not exist, but it is never incomplete.
     old = one.with_name(f"{_replaced(other)}{_mark()}")
     try:
         os.rename(other, old)
@@ -330,7 +331,7 @@ def _exchange(one: Path, other: Path) -> None:
         if old.is_dir() and not os.path.lexists(other):
             os.rename(old, other)
         raise
-    with contextlib.suppress(OSError):  # else it is removed under the name that it has
+    with contextlib.suppress(OSError):  # otherwise it is removed under its present name
         os.rename(old, one)
 
 

@@ -1,7 +1,7 @@
-"""JSON as checkpoints use it: one object per file.
+"""JSON files of checkpoints: one object per file.
 
-What lives here: reading it with errors that name the file, and writing. What may not: parsing (`parsing.py`), what the
-objects mean.
+What lives here: reading them with errors that name the file, and writing. What may not: parsing (`parsing.py`), the
+meaning of the objects.
 """
 
 from __future__ import annotations
@@ -38,6 +38,6 @@ def write_object(path: Path, value: dict[str, Any]) -> None:
     text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
     try:
         data = text.encode()
-    except UnicodeEncodeError:  # half a surrogate pair, such as of a file name that is not UTF-8
+    except UnicodeEncodeError:  # half a surrogate pair, such as from a file name that is not UTF-8
         data = (json.dumps(value, indent=2) + "\n").encode()
     path.write_bytes(data)

@@ -1,8 +1,8 @@
-"""JSON and YAML that somebody else may have written, parsed within limits.
+"""JSON and YAML from untrusted files, parsed within limits.
 
-What lives here: every call of a parser of either for what comes from a file, and the bounds: bytes, depth, nodes that
-aliases expand to, keys that occur twice, numbers that are not finite or need more than 64 bits. Standard library, and
-PyYAML where YAML is parsed. What may not: what a text means.
+What lives here: every call of a parser of either for file contents, and the limits: bytes, depth, nodes after expanding
+aliases, duplicate keys, numbers that are not finite or need more than 64 bits. Standard library, and PyYAML for YAML.
+What may not: the meaning of a text.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-# Deeper than any configuration goes. Parsers and whoever walks through a value call themselves once a level.
+# Deeper than any configuration. Parsers and functions that walk through a value recurse once per level.
 MAX_DEPTH = 50
 # Larger than any index of tensors, and than any configuration of a run.
 _JSON_BYTES, _YAML_BYTES = 1 << 28, 1 << 24
-# Of a YAML text with every alias written out.
+# Of a YAML text with every alias expanded.
 _YAML_NODES = 200_000
-# Of a whole number. A larger one is no count of anything, and may be too large to be printed or to become a float.
+# Of an integer. A larger one is not a count of anything, and may be too large to be printed or to become a float.
 _BITS = 64
-# Of a number as it is written. Reading and printing one of many digits takes the square of them.
+# Digits of a number. Reading and printing take time quadratic in their number.
 _LETTERS = 100
 _YAML_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
 def read_whole(path: Path, at_most: int) -> bytes:
-    """The contents of a file that may not be longer than it could rightly be.
+    """The contents of a file of at most a given size.
 
     Raises:
         ValueError: it is longer.
@@ -40,10 +40,10 @@ def read_whole(path: Path, at_most: int) -> bytes:
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file of somebody's configuration holds; as `parse_json`.
+    """The contents of a JSON file with a configuration; as `parse_json`.
 
     Raises:
-        ValueError: it is no JSON within limits; the message names the file.
+        ValueError: it is not JSON within limits; the message names the file.
         OSError: it cannot be read.
     """
     text = read_whole(path, _JSON_BYTES)
@@ -56,15 +56,15 @@ def read_json(path: Path) -> Any:
 def parse_json(
     text: bytes | str, *, max_depth: int = MAX_DEPTH, parse_int: Callable[[str], int | float] | None = None
 ) -> Any:
-    """What a JSON text holds: UTF-8, no key twice in an object, no number that is not finite or too large to count.
+    """Parse JSON: UTF-8, no duplicate keys in an object, no numbers that are not finite or too large.
 
     Args:
         text: the JSON.
-        max_depth: how many objects and lists may be in each other.
-        parse_int: makes a number of digits; None for Python's own, and 64 bits at most.
+        max_depth: maximum nesting of objects and lists.
+        parse_int: converts a number's digits; None for Python's own conversion, and at most 64 bits.
 
     Raises:
-        ValueError: it is no such text, or nested too deeply.
+        ValueError: it is not such a text, or nested too deeply.
     """
     try:
         value = json.loads(_decoded(text), object_pairs_hook=_unique, parse_int=parse_int or _whole)
@@ -75,13 +75,13 @@ def parse_json(
 
 
 def parse_record(text: bytes | str) -> Any:
-    """What a JSON text among many holds, such as a line of a data set.
+    """Parse one JSON text among many, such as a line of a data set.
 
-    Unlike in a configuration, a key may occur twice, the last one counts, and numbers need not be finite: other columns
-    than those that are used may hold anything.
+    Unlike in a configuration, keys may be duplicate (the last one counts), and numbers need not be finite: unused
+    columns may contain anything.
 
     Raises:
-        ValueError: it is no JSON in UTF-8, or nested too deeply.
+        ValueError: it is not JSON in UTF-8, or nested too deeply.
     """
     try:
         value = json.loads(text if isinstance(text, str) else text.decode("utf-8-sig"))
@@ -92,12 +92,12 @@ def parse_record(text: bytes | str) -> Any:
 
 
 def read_yaml(path: Path) -> Any:
-    """What a YAML file of plain values holds. What is not finite in it is up to `check_plain`.
+    """The contents of a YAML file of plain values. Numbers that are not finite are checked by `check_plain`.
 
-    Megatron-Bridge's own settings of an optimizer have an infinity among them.
+    Megatron-Bridge's own settings of an optimizer include an infinity.
 
     Raises:
-        ValueError: it is no such YAML, too large or nested too deeply; the message names the file.
+        ValueError: it is not such YAML, too large or nested too deeply; the message names the file.
         OSError: it cannot be read.
     """
     import yaml
@@ -112,10 +112,10 @@ def read_yaml(path: Path) -> Any:
 
 
 def check_yaml(path: Path) -> str:
-    """Check that a YAML file can be parsed within limits, by whichever parser; returns its text.
+    """Check that any parser can parse a YAML file within limits; returns its text.
 
     Raises:
-        ValueError: it is no YAML, too large or nested too deeply; the message names the file.
+        ValueError: it is not YAML, too large or nested too deeply; the message names the file.
         OSError: it cannot be read.
     """
     import yaml
@@ -132,17 +132,17 @@ def check_yaml(path: Path) -> str:
 def check_plain(
     value: Any, name: str = "", *, finite: bool = True, bounded: bool = True, max_depth: int = MAX_DEPTH
 ) -> None:
-    """Check that objects and lists are not nested too deeply, and that numbers in them are finite and can be counted.
+    """Check that objects and lists are not nested too deeply, and that numbers in them are finite and not too large.
 
     Args:
         value: of objects and lists.
-        name: what messages call it.
-        finite: whether numbers have to be.
-        bounded: whether whole numbers have 64 bits at most.
-        max_depth: how many objects and lists may be in each other.
+        name: its name in messages.
+        finite: whether numbers have to be finite.
+        bounded: whether integers are limited to 64 bits.
+        max_depth: maximum nesting of objects and lists.
 
     Raises:
-        ValueError: they are not.
+        ValueError: a limit is exceeded.
     """
     level, depth = [(name, value)], 0
     while level:
@@ -165,7 +165,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The object of some pairs, for JSON.
 
     Raises:
-        ValueError: a key occurs twice.
+        ValueError: a duplicate key.
     """
     names = dict(pairs)
     if len(names) != len(pairs):
@@ -176,7 +176,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _whole(digits: str) -> int:
-    """A number of JSON; of one too large, enough that `check_plain` finds it, where its name is known."""
+    """A number of JSON; one that is too large becomes a value that `check_plain` rejects, where its name is known."""
     return int(digits[:_LETTERS])
 
 
@@ -205,10 +205,11 @@ def _loader() -> Any:
 
 
 def _check_events(text: str) -> None:
-    """Follow a YAML text without making anything of it.
+    """Walk through a YAML text without constructing values.
 
-    PyYAML's constructor calls itself once a level, in C too, where that ends the process. Its parser does not, and goes
-    no further than it is asked. An alias costs nothing to construct, and whatever it stands for to whoever walks.
+    PyYAML's constructor recurses once per level, in C too, where too deep recursion ends the process. Its parser does
+    not, and reads only as far as requested. An alias costs nothing to construct, but its expansion does to whoever
+    walks through it.
     """
     import yaml
 
@@ -239,10 +240,10 @@ def _check_events(text: str) -> None:
 
 
 def _check_length(event: Any, resolver: Any) -> None:
-    """Check that a long YAML scalar is no number. One to the base 60, `1:2:3`, has no limit of PyYAML's.
+    """Check that a long YAML scalar is not a number. PyYAML has no limit for one to the base 60, `1:2:3`.
 
     Raises:
-        ValueError: it is one.
+        ValueError: it is a number.
     """
     import yaml
 

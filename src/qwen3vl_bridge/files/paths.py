@@ -1,7 +1,7 @@
-"""Paths that a user or a checkpoint's own files name.
+"""Paths given by a user or a checkpoint's own files.
 
-What lives here: where they lead, the check that those of a checkpoint stay inside its folder, and that a file read as a
-whole is not endless. What may not: what is in the files.
+What lives here: resolving them, the check that those of a checkpoint stay inside its folder, and that a file read as a
+whole is not endless. What may not: the contents of files.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from qwen3vl_bridge.files.errors import CheckpointError
 
 
 def expanded(path: str | Path) -> Path:
-    """The path a user means, with `~` and `~someone` spelled out.
+    """A user's path, with `~` and `~someone` expanded.
 
     Raises:
-        CheckpointError: there is no such user.
+        CheckpointError: the user does not exist.
     """
     try:
         return Path(path).expanduser()
@@ -26,16 +26,16 @@ def expanded(path: str | Path) -> Path:
 
 
 def place(path: str | Path) -> Path:
-    """The place a user means, absolute; links stay as they are.
+    """A user's path, absolute; symbolic links are not resolved.
 
     Raises:
-        CheckpointError: it is below the home folder of a user that there is not.
+        CheckpointError: it is below the home folder of a user who does not exist.
     """
     return Path(os.path.abspath(expanded(path)))
 
 
 def read_whole(path: Path, at_most: int) -> bytes:
-    """The contents of a file that may not be longer than it could rightly be.
+    """The contents of a file of at most a given size.
 
     Raises:
         CheckpointError: it is longer.
@@ -50,12 +50,12 @@ def read_whole(path: Path, at_most: int) -> bytes:
 def resolve_within(folder: Path, relative: object, named_by: str) -> Path:
     """The file of `folder` that an index or a metadata file names.
 
-    The check is of the spelling alone: a download cache keeps its files as links to elsewhere, rightly so.
+    Only the spelling is checked: the files of a download cache are symbolic links to elsewhere.
 
     Args:
         folder: the checkpoint's folder.
         relative: the path as it was read.
-        named_by: who names it, for the error.
+        named_by: the file that names it, for the error.
 
     Raises:
         CheckpointError: the path is empty, absolute or leads out of the folder.

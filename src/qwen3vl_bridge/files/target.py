@@ -1,6 +1,6 @@
-"""The place where a result is to be: whether it may be written there, and what would be lost.
+"""The target path of a result: whether it may be written there, and what would be lost.
 
-What lives here: the checks before work starts, what a folder holds, space on the disk. What may not: writing
+What lives here: the checks before work starts, the contents of a folder, space on the disk. What may not: writing
 (`atomic.py`).
 """
 
@@ -14,10 +14,10 @@ from pathlib import Path
 from qwen3vl_bridge.files.errors import CheckpointError
 
 _SPARE = 16 << 20
-# How many files that stand in the way are named.
+# Number of files in the way that a message names.
 _SHOWN = 20
 
-# What a folder's files were, by path relative to it: size, time of the last change, number of the file.
+# A folder's files, by path relative to it: size, modification time, inode number.
 Snapshot = dict[str, tuple[int, int, int]]
 
 
@@ -28,12 +28,12 @@ def check_target(
     replaceable: Callable[[Path], None],
     sources: tuple[Path, ...] = (),
 ) -> None:
-    """Check that a result may be put at a place.
+    """Check that a result may be written to a path.
 
     Args:
-        target: the place.
+        target: the path.
         overwrite: whether an earlier result may be replaced.
-        replaceable: raises a CheckpointError for a folder that is not an earlier result and nothing besides.
+        replaceable: raises a CheckpointError for a folder that is not exactly an earlier result.
         sources: folders that are read meanwhile.
 
     Raises:
@@ -56,25 +56,25 @@ def check_target(
 
 
 def snapshot(folder: Path) -> Snapshot:
-    """What lies in a folder, so that another look shows whether somebody has touched it.
+    """State of a folder's contents, to detect changes by comparing two snapshots.
 
     Raises:
-        OSError: a part of it cannot be looked at.
+        OSError: a part of it cannot be read.
     """
     found = ((path, path.lstat()) for path in leaves(folder))
     return {path.relative_to(folder).as_posix(): (it.st_size, it.st_mtime_ns, it.st_ino) for path, it in found}
 
 
 def refuse_others(folder: Path, own: Collection[str], kind: str) -> None:
-    """Check that a folder, which is to be replaced, holds nothing but some files.
+    """Check that a folder, which is to be replaced, contains only certain files.
 
     Args:
         folder: the folder.
         own: those files, relative to it.
-        kind: what a result is called.
+        kind: name of such a result, for the message.
 
     Raises:
-        CheckpointError: it holds others, which would be lost.
+        CheckpointError: it contains others, which would be lost.
     """
     names = (path.relative_to(folder).as_posix() for path in leaves(folder))
     refuse_loss(folder, [name for name in names if name not in own], f"files that are not part of our {kind}")
@@ -98,10 +98,10 @@ def refuse_loss(folder: Path, names: Collection[str], what: str) -> None:
 
 
 def leaves(folder: Path) -> Iterator[Path]:
-    """All files and links below; where links lead is not looked at.
+    """All files and symbolic links below; links are not followed.
 
     Raises:
-        OSError: a folder cannot be looked into.
+        OSError: a folder cannot be read.
     """
 
     def fail(error: OSError) -> None:
@@ -113,12 +113,12 @@ def leaves(folder: Path) -> Iterator[Path]:
 
 
 def disk_of(target: Path) -> Path:
-    """The folder nearest to a target that is there: what is put there lies on the same disk."""
+    """The nearest existing folder of a target's path, which is on the same disk."""
     return next(path for path in target.absolute().parents if path.exists())
 
 
 def free_space(target: Path) -> int:
-    """Bytes free on the disk where a result is to be."""
+    """Free bytes on the target's disk."""
     return shutil.disk_usage(disk_of(target)).free
 
 

@@ -1,1 +1,1 @@
-"""Answers of the Megatron model."""
+"""Generation with the Megatron model."""

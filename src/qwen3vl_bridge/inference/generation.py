@@ -89,7 +89,7 @@ def generate(
         model.config,
         model.pg_collection,
         ids,
-        attention_mask=torch.ones_like(ids),  # answers too: whatever they say, they count on as text
+        attention_mask=torch.ones_like(ids),  # answers too: their tokens all count as text
         pixel_values=pixel_values,
         image_grid_thw=image_grid_thw,
         pixel_values_videos=pixel_values_videos,
@@ -128,13 +128,13 @@ class _Rows:
     """Prompts of one length, as rows with room for their answers.
 
     Attributes:
-        numbers: which of the caller's rows they are.
+        numbers: indices of the caller's rows.
         length: n.
-        ids: [b, r] int64, the prompt and then padding, until something is written over it.
+        ids: [b, r] int64, the prompt and then padding, which is overwritten by the answer.
         position_ids: [3, b, r] int64.
         vision_slot: [b, r] int64, row of each token in the vision output, or -1.
-        vision: pictures of all prompts, or None.
-        encoded: what the vision tower made of them, see `VisionLanguageModel.encode`.
+        vision: images and videos of all prompts, or None.
+        encoded: the vision tower's output for them, see `VisionLanguageModel.encode`.
     """
 
     numbers: list[int]
@@ -147,10 +147,11 @@ class _Rows:
 
 
 def ranks_in_step(model: nn.Module | list[nn.Module]) -> ProcessGroup | None:
-    """The ranks that must be given the same prompts because a forward pass of one needs all of them; None for no rule.
+    """The ranks that must be given the same prompts because a forward pass of one needs all of them; None without such
+    ranks.
 
-    Ranks of tensor parallelism aside, which have the same tokens by themselves: those that Megatron-FSDP divides
-    parameters to, or that have different experts.
+    Not counting tensor-parallel ranks, which have the same tokens anyway: those over which Megatron-FSDP shards
+    parameters, or that have different experts.
 
     Args:
         model: as for `generate`.
@@ -198,13 +199,13 @@ def _prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[Tensor]:
 
 
 def _round_up(tokens: int, model: VisionLanguageModel) -> int:
-    """So many that sequence-parallel ranks hold equal parts of them."""
+    """Rounded up so that sequence-parallel ranks hold equal parts."""
     parts = sequence_ranks(model.config, model.pg_collection)["sp_size"]
     return -(-tokens // parts) * parts
 
 
 def _by_length(model: VisionLanguageModel, inputs: ModelInputs, lengths: list[int], new: int) -> Iterator[_Rows]:
-    """The rows of `inputs`, those of one length together."""
+    """The rows of `inputs`, grouped by length."""
     rows, tokens = inputs.input_ids.shape
     encoded = model.encode(inputs)
     slots = inputs.input_ids.new_full((tokens * rows,), -1)  # of hidden states [s, b]
@@ -223,9 +224,9 @@ def _by_length(model: VisionLanguageModel, inputs: ModelInputs, lengths: list[in
 def _decode(
     model: VisionLanguageModel, rows: _Rows, new: int, ends: list[int], pad: int, group: ProcessGroup | None
 ) -> Tensor:
-    """[b, at most new] answers; shorter when all of them have ended.
+    """[b, at most new] answers; shorter if all of them have ended.
 
-    All ranks of the group take the first one's tokens: two that differ in a last bit would not end together.
+    All ranks of the group use the first one's tokens: two that differ in a last bit would not end together.
     """
     one_divides, has_state = _round_up(1, model) == 1, model.config.experimental_attention_variant is not None
     cache = StaticInferenceContext(*rows.ids.shape) if one_divides and not has_state else None
@@ -252,7 +253,7 @@ def _next_tokens(
     stop: int,
     cache: StaticInferenceContext | None,
 ) -> Tensor:
-    """[b] the likeliest token at `stop`, from those before it; the cache has those before `start`."""
+    """[b] the most likely token at `stop`, from those before it; the cache has those before `start`."""
     config, groups = model.config, model.pg_collection
     length = _round_up(stop - start, model)
     piece = slice(start, start + length)
@@ -284,7 +285,7 @@ def _next_tokens(
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Every module in eval mode, and afterwards in the mode it had."""
+    """Every module in eval mode; the previous mode is restored afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

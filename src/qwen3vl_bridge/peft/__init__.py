@@ -1,4 +1,4 @@
-"""LoRA and DoRA, and adapters in Hugging Face's form.
+"""LoRA and DoRA, and adapters in Hugging Face's format.
 
 Saved configurations name the classes by this package (`_target_: qwen3vl_bridge.peft.Qwen3VLLoRA`).
 """

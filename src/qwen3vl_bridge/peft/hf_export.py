@@ -1,7 +1,8 @@
 """Adapters of a model as a folder for the `peft` library.
 
-What lives here: `save_hf_adapter`, and what of Megatron-Bridge's own saving is refused. What may not: how adapters
-become Hugging Face's (`models/common/adapters/conversion.py`), parameter names, adapters on the model (`lora.py`).
+What lives here: `save_hf_adapter`, and refusals of Megatron-Bridge's own saving. What may not: the conversion of
+adapters to Hugging Face's format (`models/common/adapters/conversion.py`), parameter names, adapters on the model
+(`lora.py`).
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def save_hf_adapter(
             {f"{HF_PREFIX}{name}": weight for name, weight in weights.items()},
             folder / "adapter_model.safetensors",
         )
-        # Last: a folder with this file is an adapter.
+        # Last: a folder with this file counts as an adapter.
         (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     wait_for_all()
 
@@ -87,7 +88,7 @@ def refuse_run_of_dora(peft_checkpoint: str | Path) -> None:
     folder = Path(peft_checkpoint).expanduser().resolve()
     folder = next((each for each in (folder, folder.parent) if (each / RUN_CONFIG).is_file()), None)
     if folder is None:
-        return  # it says what is missing
+        return  # it reports what is missing
     kind = (read_run_config(folder).get("peft") or {}).get("_target_", "")
     if kind.rpartition(".")[2].endswith("DoRA"):
         raise ValueError(

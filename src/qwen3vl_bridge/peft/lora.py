@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
 
 _ADAPT = {f"adapt_{part.value}": part for part in Part}
-_UNSET = list(LINEAR_LAYERS)  # target_modules, where nobody sets it
+_UNSET = list(LINEAR_LAYERS)  # the default of target_modules
 # Fields of LoRA for other ways to adapt experts, and their defaults.
 _OTHER_WAYS = {"normalize_moe_lora": False, "experts_shared_outer_loras": False}
 
@@ -115,7 +115,7 @@ class Qwen3VLParts:
         return None if found is None else (found[0], full_name)
 
     def freeze_model(self, model: Any, training: bool = True) -> None:
-        """Stop training of the parts' own weights; of everything where nothing is to be trained."""
+        """Stop training of the parts' own weights; of everything if nothing is to be trained."""
         for chunk in _chunks(model):
             chunk.freeze(
                 freeze_language_model=self.freeze_language_model or not training,
@@ -124,7 +124,7 @@ class Qwen3VLParts:
             )
 
     def set_params_to_save(self, model: Any) -> None:
-        """Note what is trained, for checkpoints: they know an adapted layer's own weights by their plain names."""
+        """Record what is trained, for checkpoints: they know an adapted layer's own weights by their plain names."""
         super().set_params_to_save(model)
         self.params_to_save |= {plain_name(name) for name in self.params_to_save}
 
@@ -137,7 +137,7 @@ class Qwen3VLParts:
 
     @property
     def settings(self) -> AdapterSettings:
-        """What says which adapters there are, without Megatron."""
+        """The values that determine which adapters there are, without Megatron."""
         return AdapterSettings(
             dim=self.dim,
             alpha=self.alpha,
@@ -154,10 +154,10 @@ class Qwen3VLParts:
         return any("." in entry or "*" in entry for entry in (*self.target_modules, *self.exclude_modules))
 
     def to_cfg_dict(self) -> dict[str, Any]:
-        """What a saved configuration holds: all that was set, and nothing that is noted during a run."""
+        """Contents of a saved configuration: all settings, without values recorded during a run."""
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.init}
         values["canonical_mapping"] = {name: sorted(modules) for name, modules in self.canonical_mapping.items()}
-        module = type(self).__module__.removesuffix(".lora")  # of the package: files of users name it so
+        module = type(self).__module__.removesuffix(".lora")  # of the package, as in users' files
         return {"_target_": f"{module}.{type(self).__qualname__}"} | values
 
     def _targets(self, chunks: list[VisionLanguageModel]) -> dict[str, list[str]]:
@@ -182,16 +182,16 @@ class Qwen3VLParts:
         targets = self._targets(chunks)
         names = [name for found in targets.values() for name in found]
         self._refuse_experts([name for name in names if is_of_experts(name)], chunks[0].config)
-        # A pipeline stage may rightly lack what another one has.
+        # A pipeline stage may lack what another one has.
         if any(chunk.pre_process for chunk in chunks) and any(chunk.post_process for chunk in chunks):
             self._refuse_idle_fields(targets, names)
 
     def _refuse_experts(self, layers: list[str], config: VisionLanguageProvider) -> None:
-        """Refuse those that cannot be trained rightly, or loaded elsewhere."""
+        """Refuse adapters of experts that cannot be trained correctly, or loaded elsewhere."""
         if grouped := [layer for layer in layers if is_grouped_expert_linear(layer)]:
             raise ValueError(
                 f"moe_grouped_gemm is {config.moe_grouped_gemm}, so that {grouped[0]} holds all experts of a rank; "
-                "expected False, because each expert has an adapter of its own"
+                "expected False, because each expert has its own adapter"
             )
         if layers:
             refuse_cut_experts(config)

@@ -1,17 +1,17 @@
 """Communication time of ranks, per token, per patch and per pipeline boundary.
 
-What lives here: how many bytes go over which link. Standard library only. What may not: how fast links are
-(`hardware.py`), operations (`planning/speed/microbatch_flops.py`).
+What lives here: bytes per link. Standard library only. What may not: bandwidths of links (`hardware.py`), FLOPs
+(`planning/speed/microbatch_flops.py`).
 
-- Tensor and sequence parallelism: a layer gathers and scatters hidden states twice in each direction, and gathers
-  twice more in backward (Korthikanti et al., arXiv 2205.05198, section 4.2.2); the tower reduces instead. Ranks that
-  share a query group gather queries, keys and values of all.
-- Context: keys and values go around, in forward once, in backward twice. In linear attention each rank gives away
-  its tokens for heads behind the first projection, and gets them back before the last one.
+- Tensor and sequence parallelism: a layer gathers and scatters hidden states twice in each direction, and gathers twice
+  more in backward (Korthikanti et al., arXiv 2205.05198, section 4.2.2); the tower reduces instead. Ranks that share a
+  query group gather queries, keys and values of all.
+- Context: keys and values pass through all ranks, in forward once, in backward twice. In linear attention each rank
+  exchanges its tokens for heads after the first projection, and back before the last one.
 - Experts: tokens to their experts and back, in forward and backward.
-- Stages: hidden states, and the DeepStack features of layers behind the boundary.
-- Towers on ranks of their own: what the vision ranks have made goes to one rank of a replica, through one adapter, and
-  from there to all ranks of its first stage; as megatron-core's bridge between grids does it.
+- Stages: hidden states, and the DeepStack features of layers after the boundary.
+- Separate vision ranks: their output goes to one rank of a replica, through one adapter, and from there to all ranks of
+  its first stage; as in megatron-core's bridge between grids.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from qwen3vl_bridge.planning.settings import Training
 from qwen3vl_bridge.planning.split import Split
 from qwen3vl_bridge.weights.dimensions import Dimensions
 
-LINK = 0.5  # of a link's rate
+LINK = 0.5  # fraction of a link's bandwidth
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,12 @@ class Passes:
 
 
 def link(gpu: Gpu, ranks: int) -> float:
-    """Bytes a second between ranks that so many neighbours share."""
+    """Bandwidth in bytes per second between ranks that so many neighbours share."""
     return LINK * (gpu.nvlink_bytes if ranks <= gpu.nvlink_gpus else gpu.network_bytes)
 
 
 def layer_seconds(chosen: int, n: Dimensions, split: Split, training: Training, gpu: Gpu) -> dict[str, Passes]:
-    """Of the mean text layer, for each token of a context-parallel rank, by cause; it visits `chosen` experts."""
+    """Of the mean text layer, for each token of a context-parallel rank, by cause, with `chosen` experts per token."""
     e, layers = training.precision.weight, len(n.indices["text_layers"])
     hidden = n["hidden"] * e
     tensor = (split.tp - 1) / split.tp * hidden / link(gpu, split.tp)
@@ -63,7 +63,7 @@ def layer_seconds(chosen: int, n: Dimensions, split: Split, training: Training, 
     experts = 0.0
     if n.indices["moe_layers"] and split.ep > 1:
         routed = chosen * hidden / split.sequence_ranks * split.expert_tp * (split.ep - 1) / split.ep
-        # Of what goes to so many ranks, what leaves the machine sets the time.
+        # The time is determined by the traffic that leaves the machine.
         away = max(1 - gpu.nvlink_gpus / (split.ep * split.expert_tp), 0.0)
         moe = len(n.indices["moe_layers"]) / layers * training.expert_load
         experts = moe * routed * ((1 - away) / link(gpu, 1) + away / link(gpu, split.world + gpu.nvlink_gpus))
@@ -88,7 +88,7 @@ def boundary_seconds(
 
     Args:
         n, split, training, gpu: as everywhere.
-        begin: the first text layer behind the boundary.
+        begin: the first text layer after the boundary.
         tokens, vision_tokens: of a context-parallel rank's microbatch.
     """
     features = max(len(n.indices["deepstack_taps"]) - begin, 0) * vision_tokens
@@ -111,5 +111,5 @@ def payload_seconds(n: Dimensions, language: Split, training: Training, gpu: Gpu
 
 
 def payload_numbers(n: Dimensions) -> int:
-    """That a vision token is sent as: its embedding and the DeepStack features."""
+    """Numbers sent per vision token: its embedding and the DeepStack features."""
     return (1 + len(n.indices["deepstack_taps"])) * n["hidden"]

@@ -1,10 +1,10 @@
-"""Vision and language on ranks of their own: the sizes of both, and what each of their ranks holds.
+"""Separate vision ranks (dist-train): the sizes of both modules, and the memory of each rank.
 
-What lives here: sizes, Megatron-Bridge's names for them, what cannot be, memory. Standard library only. What may not:
-how many ranks the tower should have (`encoder_sizing.py`), seconds.
+What lives here: sizes, Megatron-Bridge's names for them, checks, memory. Standard library only. What may not: the
+number of vision ranks (`encoder_sizing.py`), seconds.
 
-The first ranks are the tower's: tensor- and data-parallel, no pipeline. To the language model's pipeline they are one
-stage more in front, so that they hold a microbatch more than its first stage.
+The first ranks are the tower's: tensor- and data-parallel, without pipeline parallelism. For the language model's
+pipeline they are one additional stage at the front, so that they hold one microbatch more than its first stage.
 """
 
 from __future__ import annotations
@@ -32,21 +32,20 @@ TOWER = Chunk(VISION_STAGE, 0, range(0), first=False, last=False, tower=True)
 
 
 def check_family(n: Dimensions) -> None:
-    """Check that the model's towers can be on ranks of their own; ValueError where they cannot."""
+    """Check that the model supports separate vision ranks; raises ValueError if it does not."""
     if not family(n.family).dist_train:
         raise ValueError(
-            f"the family {n.family} does not support vision on ranks of its own, "
-            "expected it on the language model's ranks"
+            f"the family {n.family} does not support separate vision ranks, expected it on the language model's ranks"
         )
 
 
 @dataclass(frozen=True)
 class DistSplit:
-    """Both towers' ranks.
+    """Both modules' ranks.
 
     Attributes:
-        vision: tensor parallelism, and data parallelism of what is left.
-        language: all the rest, `Split.tower` False.
+        vision: tensor parallelism, and data parallelism of the remaining ranks.
+        language: all other ranks, `Split.tower` False.
     """
 
     vision: Split
@@ -54,10 +53,10 @@ class DistSplit:
 
     @classmethod
     def of(cls, vision: int, vision_tp: int, language: Split) -> DistSplit:
-        """So many vision ranks beside a language model.
+        """A number of vision ranks in addition to a language model's.
 
         Raises:
-            ValueError: sizes that don't divide.
+            ValueError: sizes that do not divide.
         """
         return cls(Split(vision, tp=vision_tp), replace(language, tower=False))
 
@@ -68,7 +67,7 @@ class DistSplit:
 
     @property
     def replicas(self) -> Replicas:
-        """Data-parallel ones of both towers."""
+        """Numbers of data-parallel replicas of both modules."""
         return Replicas(self.vision.dp, self.language.dp)
 
     def settings(self) -> dict[str, bool | int | None]:
@@ -84,7 +83,7 @@ class DistSplit:
         }
 
     def check(self, n: Dimensions, training: Training) -> None:
-        """Check that a model can be trained so.
+        """Check that a model can be trained this way.
 
         Raises:
             ValueError: it cannot; the message says why.
@@ -99,29 +98,29 @@ class DistSplit:
             )
         if training.sharding in (Sharding.GRADIENTS, Sharding.ALL):
             raise ValueError(f"sharding is {training.sharding.value}, expected the distributed optimizer or none with "
-                             "vision on ranks of its own: Megatron-FSDP does not support pipeline stages")  # fmt: skip
+                             "separate vision ranks: Megatron-FSDP does not support pipeline stages")  # fmt: skip
         self.vision.check_tower(n)
         check(n, self.language, training)
 
 
 def dist_microbatches(split: DistSplit, training: Training) -> int:
-    """Of a step; as many as stages are busy with where nobody says."""
+    """Microbatches of a step; the number of stages if no batch size is given."""
     if training.global_batch_size is None:
         return split.language.pp + 1
     return split.language.microbatches(training.global_batch_size, training.micro_batch_size)
 
 
 def dist_estimate(n: Dimensions, split: DistSplit, training: Training, chosen: int) -> Estimate:
-    """What ranks of both kinds hold: of the tower's as stage -1, before the language model's.
+    """The memory of both kinds of ranks: the tower's as stage -1, before the language model's.
 
     Args:
-        n: the model's numbers.
+        n: the model's dimensions.
         split: its ranks.
         training: rows, precision, what is trained, recomputation.
-        chosen: experts that a token visits.
+        chosen: experts per token.
 
     Raises:
-        ValueError: the model cannot be trained so.
+        ValueError: the model cannot be trained this way.
     """
     split.check(n, training)
     rows = dist_microbatches(split, training) * split.language.dp * training.micro_batch_size
@@ -131,7 +130,7 @@ def dist_estimate(n: Dimensions, split: DistSplit, training: Training, chosen: i
 
 
 def _tower(n: Dimensions, split: DistSplit, training: Training) -> StageEstimate:
-    """Of a vision rank. Pictures are shared evenly, as everywhere in the planner."""
+    """Of a vision rank. Images are assumed to be divided evenly, as everywhere in the planner."""
     share = Work.of(n, split.language, training)
     most = split.replicas.language_per_encoder / split.replicas.encoders
     joined = n["v_merged"] // n["v_hidden"]

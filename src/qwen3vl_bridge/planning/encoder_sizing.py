@@ -1,23 +1,23 @@
-"""How many ranks the vision tower should have, where it has ranks of its own.
+"""The number of vision ranks, if the vision tower is on separate ranks.
 
 What lives here: the rule, and the sizes that are tried. Standard library only. What may not: seconds of a microbatch
 (`planning/speed/stage_times.py`), memory (`encoder_ranks.py`).
 
-The rule. A microbatch of a language replica takes the slowest of its stages T seconds, and its pictures take one
-tensor-parallel group of v vision ranks E seconds; both forwards, backwards, and what is recomputed. With R language
-replicas and V vision ranks, V / v groups do the work of R such, so that they keep up only if
+The rule. A microbatch of a language replica takes the slowest of its stages T seconds, and its images take one
+tensor-parallel group of v vision ranks E seconds; both for forward and backward passes with recomputation. With R
+language replicas and V vision ranks, V / v groups do the work of R such, so that they keep up only if
 
     V >= v * R * E / T
 
-V / v is a multiple or a divisor of R. A multiple k: k groups share the pictures of a replica, and none has less than a
-frame, so a microbatch takes them max(E / k, largest frame) + S, with S for sending; a divisor: R * v / V times (E + S).
-That must not exceed T. V and the language ranks are all ranks there are, and both kinds have to fit. Of what is left
-the shortest step is taken, and of equals that with fewer vision ranks: m microbatches through p stages, the tower's
-among them, whose seconds are t,
+V / v is a multiple or a divisor of R. If it is a multiple k, k groups divide the images of a replica, and none has less
+than a frame, so a microbatch takes them max(E / k, largest frame) + S, with S for sending; if it is a divisor, R * v /
+V times (E + S). That must not exceed T. The sum of V and the language ranks is the number of ranks, and both kinds have
+to fit into memory. Among the remaining sizes the shortest step is chosen, and among equal ones that with fewer vision
+ranks: m microbatches through p stages with t seconds each, including the tower's, take
 
     (m - 1) * max(t) + sum(t)
 
-and what the slower one waits for gradients and weights of its replicas.
+plus the time that the slower module waits for gradients and weights of its replicas.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from qwen3vl_bridge.weights.dimensions import Dimensions
 
 @dataclass(frozen=True)
 class Sized:
-    """A way to train with vision on ranks of its own.
+    """Sizes with separate vision ranks, and their times.
 
     Attributes:
-        split: both towers' ranks.
+        split: both modules' ranks.
         training: rows, sharding, recomputation.
-        needed: vision ranks that the rule asks for, at the same tensor parallelism.
+        needed: vision ranks that the rule requires, at the same tensor parallelism.
         vision: seconds of a microbatch on the vision ranks.
         language: of each stage of the language model.
         data: seconds of a step that wait for gradients and weights of replicas.
@@ -72,34 +72,34 @@ class Sized:
 
     @property
     def rows(self) -> int:
-        """Of a step, on all ranks."""
+        """Rows of a step, on all ranks."""
         return dist_microbatches(self.split, self.training) * self.split.language.dp * self.training.micro_batch_size
 
     @property
     def seconds_per_row(self) -> float:
-        """What orders sizes."""
+        """Orders sizes."""
         times, microbatches = (self.vision, *self.language), dist_microbatches(self.split, self.training)
         return ((microbatches - 1) * max(times) + sum(times) + self.data) / self.rows
 
 
 @dataclass(frozen=True)
 class DistProposal:
-    """Sizes that fit, and what their ranks hold."""
+    """Sizes that fit, and their memory."""
 
     sized: Sized
     estimate: Estimate
 
 
 def measure(costs: Costs, n: Dimensions, split: DistSplit, training: Training, gpu: Gpu, mix: Mix = PUBLISHED) -> Sized:
-    """Work out the times of sizes.
+    """Compute the times of sizes.
 
     Args:
         costs: the model's.
-        n: its numbers.
+        n: its dimensions.
         split: its ranks.
         training: what is trained and recomputed.
-        gpu: of which there are `split.world`.
-        mix: what rows hold.
+        gpu: the kind of the `split.world` GPUs.
+        mix: contents of rows.
     """
     row, joined = Contents.of(training, mix), n["v_merged"] // n["v_hidden"]
     sent = payload_seconds(n, split.language, training, gpu, row.patches / joined)
@@ -138,22 +138,22 @@ def size(
     fixed: Mapping[str, int] | None = None,
     best: int = 5,
 ) -> list[DistProposal]:
-    """The best sizes for so many GPUs, best first; none if nothing fits, or no tower keeps up.
+    """The best sizes for a number of GPUs, best first; empty if nothing fits, or no tower keeps up.
 
     Args:
         config: a `config.json` as a mapping.
         gpus: vision and language ranks together.
-        gpu: of which kind.
+        gpu: the kind of GPU.
         training: as it is used with `language`; otherwise its sharding and recomputation are chosen here.
-        language: the language model's sizes, whose `world` is worked out here; None to choose them.
-        mix: what rows hold.
-        fixed: without `language`, sizes of `Split` that stay; "vision" and "vision_tp" are those of the tower's ranks.
-            With vision ranks that are given, the tower need not keep up.
-        best: how many at most.
+        language: the language model's sizes, whose `world` is computed here; None to choose them.
+        mix: contents of rows.
+        fixed: without `language`, given sizes of `Split`; "vision" and "vision_tp" are those of the vision ranks. With
+            a given number of vision ranks, the tower need not keep up.
+        best: maximum number of results.
 
     Raises:
-        ValueError: a family whose tower has to be on the language model's ranks; with `language`, if no number of
-            vision ranks can be beside it, where the message has the last reason.
+        ValueError: a family that does not support separate vision ranks; with `language`, if no number of vision ranks
+            fits, where the message has the last reason.
     """
     n, costs, fixed = dimensions_of(config), Costs.of(config, training), dict(fixed or {})
     check_family(n)

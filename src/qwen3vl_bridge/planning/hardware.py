@@ -1,10 +1,10 @@
-"""GPUs: how much memory they have for a process, how fast they multiply, how they are connected.
+"""GPUs: their memory, peak FLOP/s and interconnects.
 
 What lives here: the vendor's numbers, each once. What may not: measured speeds, models.
 
-Sources, NVIDIA's data sheets: A100 80GB (PB-10577), H100 (PB-11133), H200, HGX B200 and GB200 NVL72. Rates are of dense
-matrices in bfloat16, which is half of what data sheets give with sparsity. Memory is what a process sees, which is less
-than the name says: H200 139 GiB and B200 178 GiB, as `torch.cuda.get_device_properties` reports them
+Sources, NVIDIA's data sheets: A100 80GB (PB-10577), H100 (PB-11133), H200, HGX B200 and GB200 NVL72. Peaks are for
+dense matrices in bfloat16, which is half of the data sheets' values with sparsity. Memory is what a process sees, which
+is less than the name says: H200 139 GiB and B200 178 GiB, as `torch.cuda.get_device_properties` reports them
 (https://github.com/pytorch/ao/pull/4002 has the B200's).
 """
 
@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 GIB, GB = 2**30, 10**9
-# Of a machine's own memory, for each of its GPUs: as NVIDIA's DGX A100 with GPUs of 40 GB has, 1 TB for eight. Machines
-# with the other GPUs are sold with as much or more.
+# Host memory per GPU: as in NVIDIA's DGX A100 with GPUs of 40 GB, 1 TB for eight. Machines with the other GPUs are sold
+# with at least as much.
 HOST_BYTES = 128 * GB
-# Assumed: what of it processes, data-loading ones among them, and the file system's cache need.
+# Assumed: the part of it that processes, including data-loading ones, and the file system's cache need.
 HOST_RESERVE = 0.2
 
 
@@ -26,12 +26,12 @@ class Gpu:
     """One kind of GPU.
 
     Attributes:
-        memory_bytes: that a process can have, the CUDA context included.
-        bf16_flops: peak of its matrix units in bfloat16, dense, operations a second.
+        memory_bytes: available to a process, including the CUDA context.
+        bf16_flops: peak of its matrix units in bfloat16, dense, FLOP/s.
         gpus_per_node: GPUs of one machine.
-        nvlink_gpus: GPUs that NVLink joins.
-        nvlink_bytes: a second and direction, from each GPU to those it is joined with.
-        network_bytes: a second and direction, from each GPU to the others: one adapter each.
+        nvlink_gpus: GPUs connected by NVLink.
+        nvlink_bytes: bytes per second and direction, from each GPU to those connected by NVLink.
+        network_bytes: bytes per second and direction, from each GPU to the others: one adapter each.
     """
 
     memory_bytes: int

@@ -1,8 +1,8 @@
 """Splits of a model that fit, the fastest first.
 
-What lives here: which splits are tried, and the order. Standard library only. What may not: formulas
+What lives here: which splits are tried, and their order. Standard library only. What may not: formulas
 (`planning/memory/estimate.py`, `planning/speed/step_time.py`). Interleaved stages and expert tensor parallelism are not
-tried; `estimate` takes both.
+tried; `estimate` supports both.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from qwen3vl_bridge.registry import dimensions_of
 from qwen3vl_bridge.weights.dimensions import Dimensions
 from qwen3vl_bridge.weights.model_parts import Part
 
-MARGIN = 0.05  # of the memory, beside the reserve
-AS_FAST = 1.02  # one time over another: below it they count as alike, as times are rough
-SHARE = 2048  # tokens that a context-parallel rank should have
+MARGIN = 0.05  # of the memory, in addition to the reserve
+AS_FAST = 1.02  # ratio of two times below which they count as equal, because times are rough
+SHARE = 2048  # minimum tokens of a context-parallel rank
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class Proposal:
     """A way to train that fits.
 
     Attributes:
-        estimate: what it holds.
-        time: what it costs, roughly.
+        estimate: its memory.
+        time: its rough time.
         rows: of a step, on all ranks.
-        free: bytes that the fullest rank has left.
+        free: free bytes of the rank that needs most.
     """
 
     estimate: Estimate
@@ -43,12 +43,12 @@ class Proposal:
 
     @property
     def seconds_per_row(self) -> float:
-        """What orders proposals."""
+        """Orders proposals."""
         return self.time.total / self.rows
 
     @property
     def reason(self) -> str:
-        """What it pays, in shares of the work."""
+        """Its overheads, as fractions of the work."""
         overhead = sorted(self.time.overhead.items(), key=lambda item: -item[1])
         paid = [f"{name} {share:.0%}" for name, share in overhead if share >= 0.005]
         return "over the work: " + (", ".join(paid[:3]) or "nothing")
@@ -57,18 +57,18 @@ class Proposal:
 def propose(
     config: Mapping, world: int, gpu: Gpu, training: Training, *, best: int = 5, fixed: Mapping[str, int] | None = None
 ) -> list[Proposal]:
-    """The best ways to train a model on so many GPUs, best first; none if nothing fits.
+    """The best ways to train a model on a number of GPUs, best first; empty if nothing fits.
 
     Args:
         config: a `config.json` as a mapping.
-        world: GPUs.
-        gpu: of which kind.
-        training: what is wanted; its sharding and recomputation are chosen here.
-        best: how many at most, each of other parallel sizes.
-        fixed: sizes of `Split` that are not to be chosen.
+        world: number of GPUs.
+        gpu: the kind of GPU.
+        training: the requested settings; sharding and recomputation are chosen here.
+        best: maximum number of results, each with other parallel sizes.
+        fixed: sizes of `Split` that are given.
 
     Raises:
-        ValueError: settings that no split could have.
+        ValueError: settings that no split supports.
     """
     return propose_of(dimensions_of(config), Costs.of(config, training), world, gpu, training, best=best, fixed=fixed)
 
@@ -83,7 +83,7 @@ def propose_of(
     best: int = 5,
     fixed: Mapping[str, int] | None = None,
 ) -> list[Proposal]:
-    """As `propose`, of a model's numbers and costs."""
+    """Like `propose`, for a model's dimensions and costs."""
     limit = gpu.memory_bytes * (1 - MARGIN)
     found: list[Proposal] = []
     for split in splits(n, world, gpu, training.seq_length, fixed or {}):
@@ -93,13 +93,13 @@ def propose_of(
             continue  # not a way to split this model, or these rows
         fitting = []
         for one in ways(n, split, training):
-            # Stages in between hold fewer microbatches of as many layers.
+            # Middle stages hold fewer microbatches of equally many layers.
             held = estimate_of(n, split, one, costs.chosen, stages={0, 1, split.pp - 1})
             if held.worst.total <= limit:
                 fitting.append(proposal(costs, n, held, gpu))
         if fitting:
             found.append(min(fitting, key=lambda way: way.seconds_per_row))
-    # Of equals, the simplest.
+    # Among equal ones, the simplest.
     return sorted(found, key=lambda one: (round(one.seconds_per_row, 9), _sizes(one.estimate.split)))[:best]
 
 
@@ -112,7 +112,7 @@ def proposal(costs: Costs, n: Dimensions, held: Estimate, gpu: Gpu) -> Proposal:
 
 
 def splits(n: Dimensions, world: int, gpu: Gpu, seq_length: int, fixed: Mapping[str, int]) -> Iterator[Split]:
-    """Sizes worth trying: tensor parallelism inside of a machine, powers of two, stages that layers divide over, and
+    """Sizes worth trying: tensor parallelism within a machine, powers of two, stages that divide the layers, and
     context parallelism of rows that are long enough.
     """
     layers = len(n.indices["text_layers"])

@@ -1,6 +1,6 @@
-"""Estimates and proposals for people, as tables, and for programs, as JSON.
+"""Estimates and proposals as tables, and as JSON for programs.
 
-What lives here: words and columns. What may not: computing estimates.
+What lives here: text and columns. What may not: computing estimates.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _COLUMNS = 5  # of stages, in a terminal of 80 characters
 
 
 def print_estimate(found: Estimate, memory: int) -> None:
-    """One column a pipeline stage, some of them where they are many; whether the worst one fits, and saving."""
+    """Print one column per pipeline stage, or some if there are many; whether the worst one fits, and saving."""
     from rich.console import Console
     from rich.table import Table
 
@@ -56,7 +56,7 @@ def print_estimate(found: Estimate, memory: int) -> None:
 
 
 def _shown(found: Estimate) -> list[StageEstimate]:
-    """All stages; where they are too many for a terminal, the first two, the last, and the one that holds most."""
+    """All stages; if they are too many for a terminal, the first two, the last, and the one that needs most."""
     if len(found.stages) <= _COLUMNS:
         return list(found.stages)
     some = {-1, 0, 1, found.split.pp - 1, found.worst.stage}
@@ -72,7 +72,7 @@ def _name(found: Estimate, stage: StageEstimate) -> str:
 
 
 def _counts(in_flight: Sequence[int]) -> str:
-    """Of a stage's chunks; of many, their sum."""
+    """Of a stage's chunks; for many, their sum."""
     return str(sum(in_flight)) if len(in_flight) < 3 else f"{sum(in_flight)} of {len(in_flight)} chunks"
 
 
@@ -85,7 +85,7 @@ def verdict(found: Estimate, memory: int) -> str:
 
 
 def words_of_saving(found: Estimate) -> str:
-    """What of a machine's own memory it takes to save a checkpoint, and whether that is there."""
+    """The host memory that saving a checkpoint takes, and whether the machine has it."""
     saving, room = found.saving, (1 - HOST_RESERVE) * HOST_BYTES
     needed = saving.written + saving.whole
     words = f"saving {'fits' if needed <= room else 'does not fit'}: {needed / GIB:.1f} GiB of host memory a rank"
@@ -95,7 +95,7 @@ def words_of_saving(found: Estimate) -> str:
 
 
 def print_proposals(found: Sequence[Proposal], memory: int) -> None:
-    """One line a proposal, the best first."""
+    """Print one line per proposal, the best first."""
     from rich.console import Console
     from rich.table import Table
 
@@ -160,7 +160,7 @@ def words_of_ranks(found: Estimate) -> str:
 
 
 def words_of_pace(found: Sized) -> str:
-    """Whether the vision tower keeps up with the language model, and how many ranks it would take."""
+    """Whether the vision tower keeps up with the language model, and how many ranks it would need."""
     return (
         f"the vision tower {'keeps up' if found.keeps_up else 'does not keep up'}: it takes "
         f"{found.vision / max(found.language):.0%} of the slowest stage's time; {found.needed:.1f} vision ranks are "
@@ -182,7 +182,7 @@ def _recomputed(recompute: Recompute) -> str:
 
 
 def as_json(value: Any) -> str:
-    """As `dump` makes it."""
+    """The result of `dump` as JSON."""
     return json.dumps(value, indent=2)
 
 

@@ -1,15 +1,15 @@
-"""What LoRA and DoRA add to a linear layer, as rows like those of the weight table.
+"""Adapters (LoRA and DoRA) of a linear layer, as rows like those of the weight table.
 
 What lives here: names and shapes of adapters, Hugging Face's `peft` library on one side, Megatron on the other, derived
 from the row of the layer's own weight; which layers a configuration adapts. Standard library only. What may not: names
 of the model's own parameters (`models/*/table.py`), tensors, files.
 
 A layer in Megatron may be several in Hugging Face (q, k and v; gate and up; the four of linear attention's `in_proj`).
-Its adapter has one `linear_in`, which is the `lora_A` of each of them, and one `linear_out`, whose rows lie as those of
-the layer's weight do.
+Its adapter has one `linear_in`, which is the `lora_A` of each of them, and one `linear_out`, whose rows are ordered
+like those of the layer's weight.
 
-Experts that are one tensor in Hugging Face have adapters of their own in Megatron, and in `peft` two matrices for all
-of them (source: peft 0.21, `ParamWrapper`; vLLM reads the same). `lora_A` is [experts * dim, in], expert by expert.
+Experts that are one tensor in Hugging Face have separate adapters in Megatron, and in `peft` two matrices for all of
+them (source: peft 0.21, `ParamWrapper`; vLLM reads the same). `lora_A` is [experts * dim, in], expert by expert.
 `lora_B` is [out, dim * experts], in which the experts are the faster index: a column for each expert, `dim` times.
 """
 
@@ -24,15 +24,15 @@ from qwen3vl_bridge.weights.model_parts import part_of
 from qwen3vl_bridge.weights.names import is_of_experts, is_of_mtp, local_name, shared_name
 from qwen3vl_bridge.weights.rows import Copy, ExpertInput, ExpertOutput, GatedMLP, PackedExpert, Row, Sectioned
 
-# What Megatron-Bridge calls the parts of an adapter, behind the name of its layer.
+# Megatron-Bridge's names of the parts of an adapter, after the name of its layer.
 MARK = ".adapter."
 IN, OUT, MAGNITUDE = "linear_in.weight", "linear_out.weight", "weight_magnitude"
-# What it puts into the names of a layer's own parameters.
+# Part that it inserts into the names of a layer's own parameters.
 _WRAPPED = ".to_wrap."
 _HF = {IN: "lora_A.weight", OUT: "lora_B.weight", MAGNITUDE: "lora_magnitude_vector"}
-# How `peft` begins the names in a file of adapters.
+# `peft`'s prefix of names in a file of adapters.
 HF_PREFIX = "base_model.model."
-# What Megatron-Bridge adapts where nobody says what, and what linear attention has.
+# Layers that Megatron-Bridge adapts by default, and those of linear attention.
 LINEAR_LAYERS, OF_LINEAR_ATTENTION = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"), ("in_proj", "out_proj")
 _LINEAR = re.compile(rf"\.({'|'.join(LINEAR_LAYERS + OF_LINEAR_ATTENTION)})\.weight\d*$")
 
@@ -48,15 +48,15 @@ class WholeStack(GatedMLP):
 
 @dataclass(frozen=True)
 class AdapterSettings:
-    """What of a configuration says which adapters there are, and how much they weigh.
+    """Settings that determine which adapters there are, and their scale.
 
     Attributes:
-        dim: of the space between the two matrices.
+        dim: rank of the adapters.
         alpha: an adapter's product is scaled by alpha / dim.
         dora: whether it is DoRA.
         parts: values of `Part` whose layers are adapted.
         target_modules, exclude_modules: names of layers or patterns, as Megatron-Bridge matches them.
-        experts: whether linear layers of experts are adapted too, those of the language model.
+        experts: whether linear layers of the language model's experts are adapted too.
     """
 
     dim: int
@@ -73,7 +73,7 @@ class AdapterSettings:
         return (IN, OUT, MAGNITUDE) if self.dora else (IN, OUT)
 
     def adapts(self, layer: str) -> bool:
-        """Whether a linear layer gets an adapter. Those of a layer's experts all do, or none."""
+        """Whether a linear layer gets an adapter. Either all of a layer's experts do, or none."""
         if part_of(layer).value not in self.parts or (is_of_experts(layer) and not self.experts):
             return False
         name = shared_name(layer)
@@ -89,7 +89,7 @@ def _named(layer: str, entries: Iterable[str]) -> bool:
 
 @dataclass(frozen=True)
 class Scaled:
-    """The space between an adapter's matrices, and what their product is scaled by: alpha / rank."""
+    """An adapter's rank, and the scale of its product: alpha / rank."""
 
     rank: int
     alpha: float
@@ -134,17 +134,17 @@ def adapter_config(
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name as it is without adapters."""
+    """A parameter's name without adapters."""
     return name.replace(_WRAPPED, ".")
 
 
 def layer_of(row: Row) -> str:
-    """The layer whose weight a row is; of an expert, the module of its own that it has to be to have an adapter."""
+    """The layer of a row's weight; for an expert, the separate module that it has to be to have an adapter."""
     return local_name(row.megatron).removesuffix(".weight")
 
 
 def linear_rows(rows: Iterable[Row]) -> Iterator[Row]:
-    """Of expanded rows, the weights of linear layers that can be adapted: models that `peft` knows have no MTP."""
+    """Among expanded rows, the weights of linear layers that can be adapted: models in `peft` have no MTP."""
     return (row for row in rows if _LINEAR.search(row.megatron) and not is_of_mtp(row.megatron))
 
 
@@ -155,10 +155,11 @@ def adapter_row(weight: Row, kind: str, dim: int, *, whole: bool = False) -> Row
         weight: the row of the layer's own weight, expanded.
         kind: IN, OUT or MAGNITUDE.
         dim: of the adapter.
-        whole: whether a checkpoint has in one what the layer's weight has apart, as Megatron-FSDP leaves adapters.
+        whole: whether a checkpoint stores as one tensor what is separate for the layer's weight, as Megatron-FSDP does
+            for adapters.
 
     Returns:
-        A row; of IN, the first Hugging Face tensor only (`input_names` has all).
+        A row; for IN, only the first Hugging Face tensor (`input_names` has all).
     """
     names = {
         "megatron": layer_of(weight) + MARK + kind,
@@ -178,7 +179,7 @@ def adapter_row(weight: Row, kind: str, dim: int, *, whole: bool = False) -> Row
 
 
 def _of_expert(weight: PackedExpert, kind: str, dim: int, names: dict[str, str], *, whole: bool) -> Row:
-    """A part of the adapter of an expert that lies with others in one tensor."""
+    """A part of the adapter of an expert that is stored with others in one tensor."""
     shape = weight.shapes[0]
     out, width = reversed(shape) if weight.transposed else shape
     place = {"hf": _hf_names(weight, kind), "indices": weight.indices, "position": weight.position}
@@ -188,7 +189,7 @@ def _of_expert(weight: PackedExpert, kind: str, dim: int, names: dict[str, str],
 
 
 def input_names(weight: Row) -> tuple[str, ...]:
-    """Hugging Face names of the tensors that a layer's `linear_in` is."""
+    """Hugging Face names of the tensors that are equal to a layer's `linear_in`."""
     return _hf_names(weight, IN)
 
 
@@ -201,15 +202,15 @@ def _hf_names(weight: Row, kind: str) -> tuple[str, ...]:
 
 
 def hf_targets(adapted: Iterable[str], tensors: Iterable[str]) -> dict[str, list[str]]:
-    """What of an adapter_config.json names exactly these weights.
+    """The fields of an adapter_config.json that select exactly these weights.
 
     Args:
         adapted: Hugging Face names of the weights that have adapters.
         tensors: those of all the model's tensors.
 
     Returns:
-        `target_modules` of weights that are modules', and `target_parameters`, where there are any, of those that are
-        not: the last part of a name where all that end so are adapted ("q_proj"), else whole names.
+        `target_modules` for weights of modules, and `target_parameters`, if any, for other weights: the last part of a
+        name if all names that end with it are adapted ("q_proj"), else whole names.
     """
     adapted, tensors = set(adapted), set(tensors)
     parameters = _shortest({name for name in adapted if not _is_of_module(name)}, tensors)

@@ -1,6 +1,6 @@
 """The weight table's rows as Megatron-Bridge's parameter mappings.
 
-What lives here: which mapping each kind of row is, and those Megatron-Bridge lacks. What may not: parameter names
+What lives here: the mapping of each kind of row, and those that Megatron-Bridge lacks. What may not: parameter names
 (`models/*/table.py`), configurations (`models/*/bridge.py`).
 """
 
@@ -38,7 +38,8 @@ from megatron.bridge.models.conversion.param_mapping import (
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-# Megatron-Bridge tells by a module's class how its weight is split: as those of megatron-core's that they are made of.
+# Megatron-Bridge determines by a module's class how its weight is split: these are split like megatron-core's base
+# classes.
 for _name, _split in (
     ("BalancedRouter", "replicated"),
     ("ZeroCenteredRMSNorm", "replicated"),
@@ -57,18 +58,18 @@ _MAPPING_OF: dict[type[Row], Callable[..., MegatronParamMapping]] = {
 
 
 class VocabularyMapping(AutoMapping):
-    """A tensor with a row for each token; Megatron's has more rows where the vocabulary is padded.
+    """A tensor with a row for each token; Megatron's has more rows if the vocabulary is padded.
 
-    Megatron-Bridge's own mapping pads under tensor parallelism alone, for names of pure text models, and leaves the
-    padding in what it exports.
+    Megatron-Bridge's own mapping pads only under tensor parallelism, for names of pure text models, and exports the
+    padding.
     """
 
     def hf_to_megatron(self, hf_weights: Tensor, megatron_module: nn.Module) -> Tensor:
-        """[vocabulary, h] -> this rank's rows; those of no token are zero."""
+        """[vocabulary, h] -> this rank's rows; padding rows are zero."""
         if len(hf_weights) != (tokens := self._get_config(megatron_module).vocab_size):
             raise ValueError(f"{self.hf_param} has {len(hf_weights)} rows, expected vocab_size, {tokens}")
         rows = megatron_module.weight.shape[0]
-        if not isinstance(megatron_module.weight, DTensor):  # whose shape is the whole
+        if not isinstance(megatron_module.weight, DTensor):  # whose shape is the whole tensor's
             rows *= self.tp_size
         return super().hf_to_megatron(F.pad(hf_weights, (0, 0, 0, rows - len(hf_weights))), megatron_module)
 
@@ -81,9 +82,9 @@ class VocabularyMapping(AutoMapping):
 
 
 class InputMajor:
-    """Turns an expert of an input-major tensor; before import, after export.
+    """Transposes an expert of an input-major tensor; before import, after export.
 
-    Megatron-Bridge's own mappings tell the orientation by comparing shapes, which fails where a tensor is square.
+    Megatron-Bridge's own mappings determine the orientation by comparing shapes, which fails if a tensor is square.
     """
 
     def hf_to_megatron(self, hf_weights: Tensor, megatron_module: nn.Module) -> Tensor:

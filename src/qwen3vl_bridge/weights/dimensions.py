@@ -1,7 +1,7 @@
-"""The numbers of one model: what the weight table's symbols stand for.
+"""The dimensions of one model: values of the weight table's symbols.
 
-What lives here: the numbers, and those that families have in common. Standard library only. What may not: parameter
-names (`models/*/table.py`), reading a configuration (a family's `dimensions`, see `registry.py`).
+What lives here: the dimensions, and those that families share. Standard library only. What may not: parameter names
+(`models/*/table.py`), reading a configuration (a family's `dimensions`, see `registry.py`).
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Dimensions:
-    """The numbers of one model that the table's symbols stand for; `dimensions[name]` is one of the sizes.
+    """Values of the weight table's symbols for one model; `dimensions[name]` is one of the sizes.
 
     Attributes:
         sizes: by name, those in the rows' shapes, conditions (0 or 1) and counts of heads.
-        indices: by name, the numbers that a `*` takes.
+        indices: by name, the values of a `*`.
         family: whose table it is, a name that `registry.family` knows.
     """
 
@@ -28,7 +28,7 @@ class Dimensions:
         return self.sizes[name]
 
     def with_vocab(self, rows: int) -> Dimensions:
-        """The same with a vocabulary of so many rows."""
+        """The same with a vocabulary of this many rows."""
         return replace(self, sizes={**self.sizes, "vocab": rows})
 
 
@@ -45,7 +45,7 @@ def text_sizes(
     chosen_experts: int = 0,
     moe_ffn: int = 0,
 ) -> dict[str, int]:
-    """Those of a text model; of one without experts, none of theirs."""
+    """Sizes of a text model; without experts, none of theirs."""
     return {
         "vocab": vocab,
         "hidden": hidden,
@@ -64,7 +64,7 @@ def text_sizes(
 
 
 def vision_sizes(vision: Mapping) -> dict[str, int]:
-    """Those of the vision tower, from its configuration alone."""
+    """Sizes of the vision tower, from only its configuration."""
     return {
         "v_hidden": vision["hidden_size"],
         "v_heads": vision["num_heads"],

@@ -1,7 +1,7 @@
-"""How a Hugging Face checkpoint holds the experts of its layers: in one tensor, either way round, or one by one.
+"""Formats of experts in a Hugging Face checkpoint: in one tensor, in either orientation, or one by one.
 
-What lives here: the layouts, and telling a checkpoint's by the shapes of its tensors. Standard library only. What may
-not: rows of experts in each layout (`shared_rows.py`), tensors.
+What lives here: the formats, and detecting a checkpoint's by the shapes of its tensors. Standard library only. What may
+not: rows of experts in each format (`shared_rows.py`), tensors.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from qwen3vl_bridge.weights.rows import Row, hf_shapes
 
 
 class ExpertLayout(Enum):
-    """How a Hugging Face checkpoint holds the experts of a layer."""
+    """Format of the experts of a layer in a Hugging Face checkpoint."""
 
     INPUT_MAJOR = "packed [experts, in, out]"  # the released checkpoints
-    OUTPUT_MAJOR = "packed [experts, out, in]"  # a model that transformers 5 has made and saved
+    OUTPUT_MAJOR = "packed [experts, out, in]"  # a model saved by transformers 5
     PER_EXPERT = "one tensor per expert"
     OUTPUT_MAJOR_MTP_PER_EXPERT = "packed [experts, out, in], one tensor per expert of multi-token prediction"
 
@@ -25,18 +25,18 @@ class ExpertLayout(Enum):
 def expert_layout_of(
     table: Callable[[ExpertLayout], Sequence[Row]], shapes: Mapping[str, Sequence[int]], dimensions: Dimensions
 ) -> ExpertLayout:
-    """How a checkpoint holds its experts, told by the shapes of one layer's tensors.
+    """The format of a checkpoint's experts, from the shapes of one layer's tensors.
 
-    No model is ambiguous: where one tensor's two orientations have the same shape, the other's have not.
+    No model is ambiguous: if one tensor's two orientations have the same shape, the other's have not.
 
     Args:
-        table: the rows of a checkpoint that holds them so.
+        table: the rows of a checkpoint in a given format.
         shapes: of the checkpoint's tensors, by Hugging Face name. Only those of the first MoE layer and of multi-token
-            prediction are looked at.
+            prediction are read.
         dimensions: of a model with MoE layers.
 
     Raises:
-        ValueError: they are held in none of the known ways.
+        ValueError: an unknown format.
     """
     layer = dimensions.indices["moe_layers"][0]
     names: list[str] = []

@@ -1,10 +1,10 @@
-"""Adapters of parts of a layer, or of one expert each, as they are in Hugging Face: tensors alone.
+"""Adapters of parts of a layer, or of one expert each, in Hugging Face's format: only tensors.
 
-What lives here: joining CanonicalLoRA's adapters where Hugging Face has one tensor, and experts' matrices as `peft` has
-them. What may not: collectives, names of parameters (`adapter_rows.py`), models.
+What lives here: joining CanonicalLoRA's adapters where Hugging Face has one tensor, and experts' matrices in `peft`'s
+format. What may not: collectives, names of parameters (`adapter_rows.py`), models.
 
-CanonicalLoRA has an adapter for each of q, k and v, or gate and up. Where these are rows of one tensor, their sum of
-products is one product of n times the rank: `linear_in` one below the other, `linear_out` block by block.
+CanonicalLoRA has an adapter for each of q, k and v, or gate and up. If these are rows of one tensor, their products are
+one product of n times the rank: `linear_in` concatenated, `linear_out` block-diagonal.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from megatron.bridge.models.conversion.peft_bridge import AdapterWeight
 from torch import Tensor
 
-# As their rows lie in a Hugging Face tensor.
+# In the order of their rows in a Hugging Face tensor.
 _ORDER = ("adapter_q", "adapter_k", "adapter_v", "adapter_gate", "adapter_up")
 
 
@@ -43,7 +43,7 @@ def join(adapters: Sequence[AdapterWeight]) -> AdapterWeight:
 
 
 def pack_experts(matrices: Mapping[int, tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """The two matrices that `peft` has for all experts of a layer (source: peft 0.21, `ParamWrapper`).
+    """`peft`'s two matrices for all experts of a layer (source: peft 0.21, `ParamWrapper`).
 
     Args:
         matrices: [dim, in] and [out, dim] of each expert.

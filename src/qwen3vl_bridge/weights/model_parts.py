@@ -1,6 +1,6 @@
 """The parts of the model that can be frozen, adapted and counted one by one.
 
-What lives here: which parameter belongs to which part, by its name. Standard library only. What may not: modules
+What lives here: the part of a parameter, by its name. Standard library only. What may not: modules
 (`models/common/freezing.py`), deciding what is trained (`VisionLanguageModel.freeze`, `peft/lora.py`).
 """
 
@@ -26,10 +26,10 @@ def part_of(name: str) -> Part:
 
 
 def part_of_wrapped(name: str) -> Part:
-    """The part of a parameter, by its name in the model or in what wraps one.
+    """The part of a parameter, by its name in the model or in a wrapper.
 
     Raises:
-        ValueError: it is of another model.
+        ValueError: a name that is not of this model.
     """
     while name.startswith("module."):
         name = name.removeprefix("module.")

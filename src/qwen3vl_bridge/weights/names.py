@@ -1,6 +1,6 @@
-"""Names that megatron-core and transformers give the same weights, whichever family they are of.
+"""Names of the same weights in megatron-core and transformers, for all families.
 
-What lives here: layer specs' and formats' spellings of a parameter's name. What may not: how experts are held
+What lives here: layer specs' and formats' spellings of a parameter's name. What may not: formats of experts
 (`expert_layout.py`), a family's table (`models/*/table.py`), torch.
 """
 
@@ -14,8 +14,8 @@ from qwen3vl_bridge.weights.rows import Row
 
 OUTPUT_LAYER = "language_model.output_layer"
 
-# Where a layer spec has no fused norm-and-linear module, its norms are modules of their own; where it has no grouped
-# experts, each expert is.
+# If a layer spec has no fused norm-and-linear module, its norms are separate modules; if it has no grouped experts,
+# each expert is.
 _LOCAL_NAMES = (
     (r"self_attention\.(linear_qkv|in_proj)\.layer_norm_", "input_layernorm."),
     (r"mlp\.linear_fc1\.layer_norm_", "pre_mlp_layernorm."),
@@ -24,7 +24,7 @@ _LOCAL_NAMES = (
 
 
 def local_name(name: str) -> str:
-    """The local layer spec's name of a parameter given in Transformer Engine spelling."""
+    """The local layer spec's name of a parameter given with Transformer Engine's name."""
     for pattern, instead in _LOCAL_NAMES:
         name = re.sub(pattern, instead, name)
     return name
@@ -44,21 +44,21 @@ def is_of_mtp(name: str) -> bool:
 
 
 def shared_name(layer: str) -> str:
-    """A linear layer's name as all experts of its layer share it; any other layer's own name."""
+    """A linear layer's name as shared by all experts of its layer; any other layer's own name."""
     return _ONE_EXPERT.sub("", layer)
 
 
-# Indices that megatron-core's own format turns into dimensions of a tensor which another index counts.
+# Indices that megatron-core's own format turns into dimensions of a tensor.
 _KINDS_OF_TEXT_LAYERS = ("dense_layers", "moe_layers", "linear_layers", "full_layers")
 _STACKED: Mapping[str, str] = dict.fromkeys(_KINDS_OF_TEXT_LAYERS, "text_layers")
-# They stay in the name where layers of one stack differ, as the layers of a model with dense and MoE layers do.
+# They stay in the name if layers of one stack differ, like the layers of a model with dense and MoE layers.
 NAMED_IF_MIXED = ("text_layers", *_KINDS_OF_TEXT_LAYERS)
 
 
 def stacked_name(
     row: Row, dimensions: Dimensions, named: Collection[str] = (), *, local: bool = False
 ) -> tuple[str, tuple[tuple[int, int], ...]]:
-    """What megatron-core's own format, `torch_dist`, calls the tensor that an expanded row is a part of.
+    """Name in megatron-core's own format, `torch_dist`, of the tensor that an expanded row is a part of.
 
     Source: megatron-core 0.19, `sharded_state_dict` of TransformerBlock, SequentialMLP and TEGroupedMLP.
 
@@ -67,13 +67,13 @@ def stacked_name(
         dimensions: from `dimensions_of`.
         named: indices that stay in the name.
         local: whether it was saved with megatron-core's own local layer spec. That renames norms as if they were all
-            fused, as the norm before experts is in no spec; ours leaves that one alone.
+            fused, because the norm before experts is in no spec; ours does not rename that one.
 
     Returns:
-        The name, and for each dimension in front of the parameter's own: the row's number in it, and its size.
+        The name, and for each dimension in front of the parameter's own: the row's index in it, and its size.
     """
     name = re.sub(r"mlp\.experts\.(local_experts\.)?", "mlp.experts.experts.", row.pattern)
-    name = name.replace(".mtp_model_layer.", ".transformer_layer.")  # what megatron-core called it before
+    name = name.replace(".mtp_model_layer.", ".transformer_layer.")  # its earlier name in megatron-core
     name = name.replace("weight*", "weight.*")
     if local:
         name = name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")

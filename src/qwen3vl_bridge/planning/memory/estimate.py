@@ -1,7 +1,7 @@
-"""What each rank of a run holds, and which holds most.
+"""The memory of each rank of a run, and the rank that needs most.
 
-What lives here: states, activations and the reserve added up. Standard library only. What may not: their formulas,
-which splits to try (`planning/proposals.py`), words (`planning/reports.py`).
+What lives here: the sum of states, activations and the reserve. Standard library only. What may not: their formulas,
+which splits to try (`planning/proposals.py`), text (`planning/reports.py`).
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from qwen3vl_bridge.weights.dimensions import Dimensions
 # Assumed, not measured: the CUDA context and its kernels, NCCL's buffers of several groups, workspaces of cuBLAS and
 # Transformer Engine.
 FIXED_RESERVE = 4 * GIB
-# Assumed too: what the allocator cannot use between tensors that come and go. States are allocated once, in one piece.
+# Assumed too: fragmentation of the allocator between short-lived tensors. States are allocated once, in one piece.
 FRAGMENTED = 0.10
 
 
 @dataclass(frozen=True)
 class StageEstimate:
-    """Bytes on each rank of a pipeline stage, when it holds most.
+    """Peak bytes on each rank of a pipeline stage.
 
     Attributes:
-        stage: pipeline rank; -1 for ranks of the vision tower alone.
+        stage: pipeline rank; -1 for separate vision ranks.
         layers: text layers of its chunks.
         states: parameters, gradients, optimizer.
-        activations: what microbatches in flight keep, by where.
+        activations: stored activations of the microbatches in flight, by module.
         in_flight: microbatches of each of its chunks.
-        passing: what comes on top while a layer is at work.
-        reserve: for what is no tensor of the run.
+        passing: temporary memory of the layer being computed.
+        reserve: memory other than the run's tensors.
     """
 
     stage: int
@@ -50,7 +50,7 @@ class StageEstimate:
 
     @property
     def total(self) -> float:
-        """All of it in a step, or what there is before the model is sharded, whichever is more."""
+        """The maximum of a step's memory and the memory before the model is sharded."""
         step = self.states.total + sum(self.activations.values()) + self.passing + self.reserve
         return max(step, self.states.unsharded + FIXED_RESERVE)
 
@@ -78,9 +78,9 @@ class Estimate:
     """All stages of a run; `worst` is the one that has to fit.
 
     Attributes:
-        split: of the language model, and of the tower unless it has ranks of its own.
+        split: of the language model, and of the tower unless it is on separate ranks.
         training: how it is trained.
-        stages: the language model's, and before them that of the tower's own ranks.
+        stages: the language model's, preceded by that of separate vision ranks.
         dist: those ranks (`planning/encoder_ranks.py`), or None.
     """
 
@@ -91,26 +91,26 @@ class Estimate:
 
     @property
     def worst(self) -> StageEstimate:
-        """The stage whose ranks hold most."""
+        """The stage whose ranks need most memory."""
         return max(self.stages, key=lambda stage: stage.total)
 
     @property
     def saving(self) -> States:
-        """Of the stage whose ranks hold most on the host while a checkpoint is saved."""
+        """The stage whose ranks need most host memory while a checkpoint is saved."""
         return max((stage.states for stage in self.stages), key=lambda states: states.written + states.whole)
 
 
 def estimate(config: Mapping, split: Split, training: Training, *, vocab: int | None = None) -> Estimate:
-    """What each rank holds.
+    """The memory of each rank.
 
     Args:
         config: a `config.json` as a mapping.
-        split: over how many ranks.
+        split: parallel sizes.
         training: rows, precision, what is trained, recomputation.
-        vocab: rows of the embedding, where they are more than the configuration says.
+        vocab: rows of the embedding, if they are more than the configuration's.
 
     Raises:
-        ValueError: the model cannot be split so, or the settings contradict each other.
+        ValueError: the model cannot be split this way, or the settings contradict each other.
         KeyError: the configuration lacks a field; the message names it.
     """
     n = dimensions_of(config)
@@ -121,7 +121,7 @@ def estimate(config: Mapping, split: Split, training: Training, *, vocab: int | 
 
 
 def check(n: Dimensions, split: Split, training: Training) -> None:
-    """Check that a model can be trained so.
+    """Check that a model can be trained this way.
 
     Raises:
         ValueError: it cannot; the message says why.
@@ -148,7 +148,7 @@ def check(n: Dimensions, split: Split, training: Training) -> None:
 def estimate_of(
     n: Dimensions, split: Split, training: Training, chosen: int, *, stages: Collection[int] | None = None
 ) -> Estimate:
-    """As `estimate`, of numbers that have been checked, and of these pipeline stages alone; None for all."""
+    """Like `estimate`, for dimensions that have been checked, and only these pipeline stages; None for all."""
     microbatches = split.microbatches(training.global_batch_size, training.micro_batch_size)
     estimated = []
     for chunks in split.chunks(len(n.indices["text_layers"])):

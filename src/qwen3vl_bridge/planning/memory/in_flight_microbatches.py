@@ -1,4 +1,4 @@
-"""How many microbatches a pipeline stage holds the activations of.
+"""Number of microbatches whose activations a pipeline stage holds.
 
 What lives here: the order of megatron-core's schedules, 1F1B (Narayanan et al., arXiv 2006.09503) and interleaved
 (arXiv 2104.04473). Standard library only. What may not: bytes of a microbatch (`microbatch_activations.py`).
@@ -14,16 +14,16 @@ from qwen3vl_bridge.planning.split import Split
 def most_in_flight(
     split: Split, stage: int, microbatches: int, chunks: Sequence[float]
 ) -> tuple[float, tuple[int, ...]]:
-    """What a stage holds when it holds most.
+    """The peak of a stage.
 
     Args:
         split: the pipeline's stages and chunks.
         stage: a pipeline rank.
         microbatches: of a step.
-        chunks: what a microbatch weighs in each of the stage's chunks.
+        chunks: bytes of a microbatch in each of the stage's chunks.
 
     Returns:
-        The weight of all, and how many microbatches of each chunk that is.
+        Bytes of all, and the number of microbatches of each chunk.
     """
     if len(chunks) == 1:
         count = min(split.pp - stage, microbatches)
@@ -42,7 +42,7 @@ def most_in_flight(
 
 
 def _order(microbatches: int, chunks: int, group: int) -> Iterator[int]:
-    """The chunk of each forward pass; backward passes take the chunks the other way round."""
+    """The chunk of each forward pass; backward passes use the chunks in reverse order."""
     for begin in range(0, microbatches, group):
         for chunk in range(chunks):
             yield from (chunk for _ in range(begin, min(begin + group, microbatches)))

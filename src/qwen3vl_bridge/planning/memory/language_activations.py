@@ -1,18 +1,19 @@
-"""What a layer of the language model keeps for its backward pass: one row for each tensor that autograd holds on to.
+"""Activations that a layer of the language model stores for its backward pass: one row for each tensor that autograd
+saves.
 
 What lives here: the tables, in numbers for each token of a context-parallel rank. Standard library only. What may not:
 counts of layers, recomputation of whole layers, pipelines (`microbatch_activations.py`); the vision tower
 (`vision_activations.py`).
 
-The method is that of Korthikanti et al. (arXiv 2205.05198): a linear layer and a norm keep their input, a product its
-factors. Their layer of a GPT keeps 34 bytes for each number of the hidden state, attention's own matrix aside. Here
-there is no dropout and its masks (2 bytes); attention keeps queries, keys, values, its output and one number for each
+The method is that of Korthikanti et al. (arXiv 2205.05198): a linear layer and a norm save their input, a product its
+factors. Their layer of a GPT saves 34 bytes for each number of the hidden state, without the attention matrix. Here
+there is no dropout and its masks (2 bytes); attention saves queries, keys, values, its output and one number for each
 head (Dao et al., arXiv 2205.14135); queries and keys have a norm and a rotation, and the MLP is gated.
 
-Two kinds of layers. Megatron-core's local ones, with our attention, are counted out in tests against what autograd
-really keeps. Transformer Engine's differ in the terms that are marked here: its norms keep their input alone, in the
-model's precision, where torch's on a CPU also keep the normalised input and compute in float32; values are copied out
-of the product that made queries, keys and values; its attention puts out what the next layer takes, where ours copies
+There are two kinds of layers. Megatron-core's local ones, with our attention, are compared in tests with the tensors
+that autograd saves. Transformer Engine's differ in the terms that are marked here: its norms save only their input, in
+the model's precision, where torch's on a CPU also save the normalised input and compute in float32; values are copied
+out of the projection of queries, keys and values; its attention's output is the next layer's input, where ours copies
 packed rows; experts' tokens are permuted by a map.
 
 Linear attention is counted in `linear_attention_activations.py`.
@@ -27,15 +28,15 @@ from qwen3vl_bridge.planning.settings import Training
 from qwen3vl_bridge.planning.split import Split
 from qwen3vl_bridge.weights.dimensions import Dimensions
 
-NORM, LOG, INDEX = 4, 4, 8  # bytes: of a statistic, of attention's logarithms, of an index
+NORM, LOG, INDEX = 4, 4, 8  # bytes: of a statistic, of attention's log-sum-exp, of an index
 
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor that is kept.
+    """A tensor that is saved.
 
     Attributes:
-        what: it is.
+        what: its description.
         nbytes: on a rank, for each token (or patch) of a context-parallel rank.
         freed_by: `recompute_modules` of which any one frees it.
     """
@@ -47,10 +48,10 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class Widths:
-    """Numbers of the language model, of one tensor-parallel rank.
+    """Widths of the language model on one tensor-parallel rank.
 
     Attributes:
-        hidden: between layers, where sequence parallelism cuts tokens.
+        hidden: between layers, where sequence parallelism splits tokens.
         q, kv, ffn: of queries, of keys, of the MLP.
         heads, groups: of queries and of keys.
         weight: bytes of a number.
@@ -83,8 +84,8 @@ class Widths:
 
 
 def norm(what: str, numbers: float, groups: float, w: Widths, training: Training) -> list[SavedTensor]:
-    """A norm over `groups` parts of `numbers` numbers: its input and statistic; torch's keeps the result before scaling
-    as well.
+    """A norm over `groups` parts of `numbers` numbers: its input and statistic; torch's also saves the result before
+    scaling.
     """
     found = [SavedTensor(f"{what}: input", numbers * w.norm), SavedTensor(f"{what}: statistic", groups * NORM)]
     if not training.transformer_engine:
@@ -112,10 +113,10 @@ def attention(n: Dimensions, split: Split, training: Training) -> list[SavedTens
         found.append(SavedTensor("gate", w.q * (e if training.transformer_engine else 4)))
     if training.transformer_engine:
         return [*found, SavedTensor("keys", w.kv * e), SavedTensor("values", w.kv * e)]
-    if e == w.norm:  # norms of what is no copy, but a part of linear_qkv's output, keep that, which is kept anyway
+    if e == w.norm:  # norms of a part of linear_qkv's output save that, which is saved anyway
         parts = {"norm of keys: input"} | ({"norm of queries: input"} if w.groups == 1 else set())
         found = [row for row in found if row.what not in parts]
-    # Ranks that share a group gather all groups to cut their own out. Source: megatron-core 0.19, SelfAttention.
+    # Ranks that share a group gather all groups and slice their own. Source: megatron-core 0.19, SelfAttention.
     cut = split.tp if split.tp <= n["kv_heads"] else 1
     found.append(SavedTensor("linear_qkv: output", ((1 + gates) * n["q"] + 2 * n["kv"]) / cut * e))
     if split.cp > 1:
@@ -130,8 +131,8 @@ def attention(n: Dimensions, split: Split, training: Training) -> list[SavedTens
 def gated(what: str, numbers: float, training: Training, freed: frozenset[str], *, weighed: bool) -> list[SavedTensor]:
     """SwiGLU between two linear layers of `numbers` inner numbers.
 
-    Unfused, it keeps what goes into each product: both halves, one of them activated, one with megatron-core's offset
-    added; and the result, where it is weighed by the router.
+    Unfused, it saves the factors of each product: both halves, one of them activated, one with megatron-core's offset
+    added; and the result, if it is weighted by the router.
     """
     e = training.precision.weight
     activation = freed | {"moe_act"} if weighed else freed
@@ -161,11 +162,11 @@ def experts(n: Dimensions, split: Split, training: Training, chosen: int) -> lis
 
     Args:
         n, split, training: as everywhere.
-        chosen: experts that a token visits.
+        chosen: experts per token.
     """
     w, freed = Widths.of(n, split, training), frozenset({"moe"})
     token, number = 1 / split.sequence_ranks, n["experts"]
-    # Expert-tensor-parallel ranks see each other's tokens, with a part of the width each.
+    # Expert-tensor-parallel ranks have each other's tokens, with a part of the width each.
     routed = chosen * token * training.expert_load
     seen = routed * split.expert_tp if split.expert_tp > 1 else routed
     scores = number * NORM * training.balancing_loss
@@ -186,7 +187,7 @@ def experts(n: Dimensions, split: Split, training: Training, chosen: int) -> lis
 
 
 def shared_expert(n: Dimensions, split: Split, training: Training, freed: frozenset[str]) -> list[SavedTensor]:
-    """The expert that every token visits, and the gate of its output; its input is the router's."""
+    """The shared expert, and the gate of its output; its input is the router's."""
     if not (ffn := n.sizes.get("shared_ffn", 0)):
         return []
     w = Widths.of(n, split, training)
@@ -206,13 +207,13 @@ def adapters(n: Dimensions, training: Training, layer: int) -> list[SavedTensor]
 
 
 def final_norm(n: Dimensions, split: Split, training: Training) -> list[SavedTensor]:
-    """The norm behind all layers."""
+    """The norm after all layers."""
     w = Widths.of(n, split, training)
     return norm("norm at the end", w.hidden, 1 / split.sequence_ranks, w, training)
 
 
 def head(n: Dimensions, split: Split, training: Training, *, in_chunks: bool = False) -> list[SavedTensor]:
-    """The output layer and its losses, which keep the softmax unless they are computed in chunks."""
+    """The output layer and its losses, which save the softmax unless they are computed in chunks."""
     w = Widths.of(n, split, training)
     found = [SavedTensor("output_layer: input", w.hidden * w.weight)]
     if in_chunks:
@@ -222,39 +223,39 @@ def head(n: Dimensions, split: Split, training: Training, *, in_chunks: bool = F
 
 def next_tokens(n: Dimensions, split: Split, training: Training, *, arrived: bool) -> list[SavedTensor]:
     """Multi-token prediction around its layer: norms of hidden states and of embedded next tokens, the projection of
-    both, and the norm behind the layer.
+    both, and the norm after the layer.
 
     Args:
         n, split, training: as everywhere.
-        arrived: next tokens were sent by the stage before, and are kept as they were.
+        arrived: next tokens were received from the previous stage, and are saved unchanged.
     """
     w, statistic = Widths.of(n, split, training), 1 / split.sequence_ranks
     found = [
         *norm("norm of next tokens", w.hidden, statistic, w, training),
         *norm("norm of hidden states", w.hidden, statistic, w, training),
         SavedTensor("eh_proj: input", 2 * w.hidden * w.weight),
-        *norm("norm behind multi-token prediction", w.hidden, statistic, w, training),
+        *norm("norm after multi-token prediction", w.hidden, statistic, w, training),
     ]
-    if w.weight == w.norm:  # a norm's input is no copy then: hidden states are the output layer's input too
+    if w.weight == w.norm:  # then a norm's input is no copy: hidden states are the output layer's input too
         parts = {"norm of hidden states: input"} | ({"norm of next tokens: input"} if arrived else set())
         found = [row for row in found if row.what not in parts]
-        # The layer's input is a sequence-parallel part of what all ranks have gathered, which it keeps.
+        # The layer's input is a sequence-parallel part of what all ranks have gathered, which it saves.
         found.append(SavedTensor("eh_proj: output of other ranks' tokens", (n["hidden"] - w.hidden) * w.weight))
     return found
 
 
 def weighed_losses() -> list[SavedTensor]:
-    """What brings the losses of multi-token prediction to the model's backward pass."""
+    """The tensor that attaches the losses of multi-token prediction to the model's backward pass."""
     return [SavedTensor("loss mask", NORM), SavedTensor("losses, weighed", NORM)]
 
 
 def softmax(n: Dimensions, split: Split, training: Training) -> SavedTensor:
-    """The softmax of the loss in float32. Transformer Engine's own has the gradient in place of the logits instead."""
+    """The softmax of the loss in float32. Transformer Engine's own overwrites the logits with the gradient instead."""
     scores = training.precision.weight if training.fused_loss else 4
     return SavedTensor("loss: softmax", n["vocab"] / split.tp * scores)
 
 
 def embedding(n: Dimensions, training: Training, *, first: bool) -> list[SavedTensor]:
-    """The angles that all layers share; token ids, where they are embedded, next tokens' too if they are used."""
+    """The rotary angles that all layers share; token ids where they are embedded, and next tokens' if they are used."""
     angles = SavedTensor("rotary angles", 2 * n["head_dim"] * training.precision.weight)
     return [angles, SavedTensor("token ids", INDEX * first * (1 + training.trains_mtp))]

@@ -1,15 +1,15 @@
-"""What a layer of linear attention keeps for its backward pass, by the rules of `language_activations.py`.
+"""Activations that a layer of linear attention stores, by the rules of `language_activations.py`.
 
 What lives here: the table, in numbers for each token of a context-parallel rank. Between its projections such a rank
-has all tokens and its share of the heads, which comes to the same. Standard library only. What may not: the MLP behind
+has all tokens and its part of the heads, which is the same number. Standard library only. What may not: the MLP after
 it, counts of layers (`microbatch_activations.py`).
 
-Two ways to compute it, as for attention. The rule in torch (`models/qwen3_5/delta_rule.py`) keeps what autograd keeps
-of each of its lines, six matrices of chunk times chunk among them, and is counted out in tests; its chunks never have
-tokens of two segments, so that it has more slots than tokens. Kernels keep what their own functions save: the
+There are two implementations, as for attention. The rule in torch (`models/qwen3_5/delta_rule.py`) saves what autograd
+saves for each of its lines, including six matrices of chunk times chunk, and is compared in tests; its chunks never
+have tokens of two segments, so that it has more slots than tokens. Kernels save what their own functions save: the
 convolution its input; the normalisation its result; the rule queries, keys, values, decays, strengths and the inverse
-of each chunk's triangular system, and work out the rest again. Source: flash-linear-attention, `CausalConv1dFunction`,
-`L2NormFunction`, `ChunkGatedDeltaRuleFunction`; not measured, for want of a GPU.
+of each chunk's triangular system, and recompute the rest. Source: flash-linear-attention, `CausalConv1dFunction`,
+`L2NormFunction`, `ChunkGatedDeltaRuleFunction`; not measured, for lack of a GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from qwen3vl_bridge.planning.settings import Training
 from qwen3vl_bridge.planning.split import Split
 from qwen3vl_bridge.weights.dimensions import Dimensions
 
-_FLOAT = 4  # bytes, in which the rule is computed in torch, and decays everywhere
+_FLOAT = 4  # bytes; dtype of the rule in torch, and of decays in all implementations
 
 
 def linear_attention(n: Dimensions, split: Split, training: Training, slots: float = 1.0) -> list[SavedTensor]:
@@ -28,7 +28,7 @@ def linear_attention(n: Dimensions, split: Split, training: Training, slots: flo
 
     Args:
         n, split, training: as everywhere.
-        slots: of chunks, for each token; more than 1 where segments leave some empty.
+        slots: of chunks, for each token; more than 1 if segments leave some empty.
     """
     w, e = Widths.of(n, split, training), training.precision.weight
     mixed, value, heads = (n[name] / split.tp for name in ("l_qkv", "l_value", "l_value_heads"))
@@ -81,9 +81,9 @@ def _rule_in_torch(n: Dimensions, heads: float, slots: float) -> list[SavedTenso
 
 
 def linear_attention_passing(n: Dimensions, split: Split, training: Training) -> float:
-    """Bytes for each token while its backward pass runs: what kernels work out again, and gradients.
+    """Bytes for each token while its backward pass runs: recomputed tensors of kernels, and gradients.
 
-    Of each head what the chunk writes and sees, queries, keys and values with their gradients, and the states between
+    For each head the chunk's updates and outputs, queries, keys and values with their gradients, and the states between
     chunks with theirs.
     """
     key, value = n["l_key_dim"], n["l_value_dim"]

@@ -1,7 +1,7 @@
-"""Bytes that one microbatch keeps in one part of the pipeline, and what comes on top while a layer is at work.
+"""Bytes that one microbatch stores in one part of the pipeline, and temporary memory while a layer is computed.
 
 What lives here: counts of layers, tokens and patches, recomputation of whole layers. Standard library only. What may
-not: what a layer keeps (`language_activations.py`, `vision_activations.py`), how many microbatches there are
+not: activations of a layer (`language_activations.py`, `vision_activations.py`), the number of microbatches
 (`in_flight_microbatches.py`).
 """
 
@@ -27,10 +27,10 @@ class Work:
     """One microbatch on one rank.
 
     Attributes:
-        tokens: of its context-parallel share.
-        patches: that it encodes.
-        vision_tokens: among `tokens`.
-        slots: of linear attention's chunks, for each token, where torch computes it; kernels leave none empty.
+        tokens: of its context-parallel part.
+        patches: number that it encodes.
+        vision_tokens: vision tokens among `tokens`.
+        slots: of linear attention's chunks, for each token, if torch computes it; kernels leave none empty.
     """
 
     tokens: float
@@ -40,9 +40,9 @@ class Work:
 
     @classmethod
     def of(cls, n: Dimensions, split: Split, training: Training) -> Work:
-        """The most that rows can hold; pictures are shared evenly over context-parallel ranks.
+        """The maximum for full rows; images are assumed to be divided evenly over context-parallel ranks.
 
-        A row without pictures has a blank one of a single vision token, and so has a rank that gets none.
+        A row without images has a blank one of a single vision token, and so has a rank without images.
         """
         joined = n["v_merged"] // n["v_hidden"]
         most = joined * training.seq_length
@@ -56,8 +56,8 @@ class Activations:
     """Bytes of one microbatch in one chunk.
 
     Attributes:
-        kept: until its backward pass, by where.
-        passing: at the most beside them, for a while: what is recomputed, gradients of a layer, logits.
+        kept: until its backward pass, by module.
+        passing: maximum of temporary memory: recomputed activations, gradients of a layer, logits.
     """
 
     kept: dict[str, float]
@@ -65,17 +65,17 @@ class Activations:
 
     @property
     def total(self) -> float:
-        """What is kept."""
+        """Total of `kept`."""
         return sum(self.kept.values())
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer as recomputation sees it, in bytes for each token or patch.
+    """A layer for recomputation, in bytes for each token or patch.
 
     Attributes:
-        rows: what it keeps.
-        entry: its input, which is all that is kept where it is recomputed as a whole.
+        rows: tensors that it saves.
+        entry: its input, the only saved tensor if the whole layer is recomputed.
         gradients: of its widest tensors, while its backward pass runs.
     """
 
@@ -96,15 +96,15 @@ class Layer:
 def chunk_activations(
     n: Dimensions, split: Split, training: Training, chunk: Chunk, *, chosen: int = 0, work: Work | None = None
 ) -> Activations:
-    """What one microbatch keeps in a chunk.
+    """Activations that one microbatch stores in a chunk.
 
     Args:
-        n: the model's numbers.
-        split: over how many ranks.
+        n: the model's dimensions.
+        split: parallel sizes.
         training: rows, precision, recomputation.
         chunk: of the pipeline.
-        chosen: experts that a token visits.
-        work: tokens and patches; None for the most that rows can hold.
+        chosen: experts per token.
+        work: tokens and patches; None for full rows.
     """
     work = work or Work.of(n, split, training)
     found: dict[str, float] = {}
@@ -132,17 +132,18 @@ def chunk_activations(
         rows = [*kept.final_norm(n, split, training), *kept.head(n, split, training, in_chunks=in_chunks)]
         found["loss"] = _sum(rows) * work.tokens
         passing = max(passing, _loss_passing(n, split, training, work.tokens, in_chunks=in_chunks))
-    if chunk.first != chunk.tower:  # the other side of it is on other ranks; every rank has the whole replica's
+    if chunk.first != chunk.tower:  # the other module is on other ranks; every rank has the whole replica's
         found["sent between towers"] = _sum(vision_activations.payload(n, training)) * work.vision_tokens * split.cp
         passing += found["sent between towers"] * trained  # its gradient
     return Activations({name: value for name, value in found.items() if value}, passing)
 
 
 def _loss_passing(n: Dimensions, split: Split, training: Training, tokens: float, *, in_chunks: bool) -> float:
-    """Logits, and then their gradient, in the model's precision beside the softmax; float32 models have both in one.
+    """Logits, and then their gradient, in the model's precision in addition to the softmax; float32 models have both in
+    one.
 
-    In chunks the softmax passes too, and there is the sum of the output layer's gradients in float32 beside a chunk's.
-    Its gradient of the tokens' own loss waits for that of multi-token prediction's.
+    In chunks the softmax is temporary too, and the sum of the output layer's gradients in float32 is in memory with a
+    chunk's. The chunk's gradient of the tokens' own loss waits for that of multi-token prediction.
     """
     e, rows = training.precision.weight, n["vocab"] / split.tp
     copies = rows * (e if e < 4 else 0)
@@ -168,7 +169,7 @@ def _text_layers(
 
 
 def _layer(n: Dimensions, split: Split, training: Training, chosen: int, *, moe: bool, slots: float | None) -> Layer:
-    """A text layer without adapters; `slots` are None with full attention."""
+    """A text layer without adapters; `slots` is None with full attention."""
     w = kept.Widths.of(n, split, training)
     wide, mlp = w.ffn, kept.dense_mlp(n, split, training)
     if moe:
@@ -187,17 +188,17 @@ def _layer(n: Dimensions, split: Split, training: Training, chosen: int, *, moe:
 def _multi_token_prediction(
     n: Dimensions, split: Split, training: Training, chunk: Chunk, chosen: int, tokens: float
 ) -> tuple[float, float]:
-    """What a chunk keeps of it, and what comes on top for a while.
+    """Its stored activations in a chunk, and temporary memory.
 
-    Later stages are sent embedded next tokens beside hidden states; the last one has the layer, and the output layer
-    once more.
+    Later stages receive embedded next tokens together with hidden states; the last one has the layer, and the output
+    layer once more.
     """
     arrived = 0.0 if chunk.first else kept.Widths.of(n, split, training).hidden * training.precision.weight
     if not chunk.last:
         return arrived * tokens, 0.0
     layer = _layer(n, split, training, chosen, moe=bool(n["mtp_experts"]), slots=None)
     around = kept.next_tokens(n, split, training, arrived=not chunk.first)
-    # Recomputed, it is from next tokens and hidden states, of which the first have arrived, and the output layer keeps
+    # Recomputation starts from next tokens and hidden states; the first have been received, and the output layer saves
     # the second.
     layer = replace(layer, rows=(*layer.rows, *around), entry=layer.entry * chunk.first)
     inside, passing = _recomputed([layer], training.recompute)
@@ -206,12 +207,12 @@ def _multi_token_prediction(
 
 
 def _tower(n: Dimensions, split: Split, training: Training) -> tuple[float, float, float]:
-    """For each patch: what the tower keeps, what the mergers keep, and what comes on top for a while."""
+    """For each patch: activations stored by the tower, by the mergers, and temporary memory."""
     tower_frozen, projection = (part in training.frozen_weights for part in (Part.VISION_MODEL, Part.VISION_PROJECTION))
     e, v, taps = training.precision.weight, n["v_hidden"], len(n.indices["deepstack_taps"])
     mergers = taps * _sum(vision_activations.merger(n, split, training, after_shuffle=True))
     mergers += _sum(vision_activations.merger(n, split, training, after_shuffle=False))
-    if tower_frozen:  # a merger's input is then kept for the merger alone
+    if tower_frozen:  # then a merger's input is saved only for the merger
         return 0.0, 0.0 if projection else mergers + taps * v * e, 0.0
     rows = tuple(vision_activations.vision_layer(n, split, training))
     layer = Layer(rows, v * e, (2 * n["v_ffn"] / split.tp + 2 * v) * e)
@@ -220,7 +221,7 @@ def _tower(n: Dimensions, split: Split, training: Training) -> tuple[float, floa
 
 
 def _recomputed(layers: Sequence[Layer], recompute: Recompute) -> tuple[float, float]:
-    """What layers keep under a setting, and what comes on top while one is at work."""
+    """Stored activations of layers with a recomputation setting, and temporary memory while one is computed."""
     if not layers:
         return 0.0, 0.0
     gradients = max(layer.gradients for layer in layers)

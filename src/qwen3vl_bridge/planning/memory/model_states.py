@@ -1,9 +1,9 @@
 """Bytes of parameters, gradients and optimizer state on one rank.
 
-What lives here: what each kind of sharding leaves on a rank, and what of it passes through the host when it is saved.
-Standard library only. What may not: counting parameters (`parameters.py`), activations (`microbatch_activations.py`).
+What lives here: bytes per rank for each kind of sharding, and host memory while saving. Standard library only. What may
+not: counting parameters (`parameters.py`), activations (`microbatch_activations.py`).
 
-Weights and gradients of the model, the optimizer's own copy of the weights, Adam's two moments: mixed precision after
+Weights and gradients of the model, the optimizer's main copy of the weights, Adam's two moments: mixed precision after
 Micikevicius et al. (arXiv 1710.03740), sharding after Rajbhandari et al. (ZeRO, arXiv 1910.02054).
 """
 
@@ -25,10 +25,10 @@ from qwen3vl_bridge.planning.settings import Sharding, Training
 from qwen3vl_bridge.planning.split import Chunk, Split
 from qwen3vl_bridge.weights.dimensions import Dimensions
 
-# Layers whose weights, and whose gradients, lie whole on a rank under ZeRO-3: the one at work and its neighbour, which
-# is fetched ahead or still being reduced.
+# Layers whose weights, and whose gradients, are whole on a rank under ZeRO-3: the current one and its neighbour, which
+# is prefetched or still being reduced.
 UNITS = 2
-# In checkpoints a parameter of the optimizer's is three float32 numbers: its own copy, and Adam's moments.
+# In checkpoints the optimizer has three float32 numbers per parameter: its main copy, and Adam's moments.
 STORED = 12
 _ORDER = list(Sharding)
 
@@ -38,14 +38,14 @@ class States:
     """Bytes on one rank.
 
     Attributes:
-        parameters: weights, of what is frozen too.
-        gradients: of what is trained.
-        optimizer: its copy of the weights, and the moments.
-        gathered: under ZeRO-3, weights and gradients that lie whole for a while.
-        unsharded: under Megatron-FSDP, before it begins: weights, which are made whole on each rank.
-        written: on the host, while a checkpoint is saved: the rank's share of it.
-        whole: on the host too, where the optimizer's state is saved by parameters (`Training.saved_by_parameters`):
-            that of all parameters of the rank, which every data-parallel rank gathers. Source: megatron-core 0.19,
+        parameters: weights, including frozen ones.
+        gradients: of trained parameters.
+        optimizer: its main copy of the weights, and the moments.
+        gathered: under ZeRO-3, weights and gradients that are temporarily whole.
+        unsharded: under Megatron-FSDP, before sharding: weights, which are created whole on each rank.
+        written: on the host, while a checkpoint is saved: the rank's part of it.
+        whole: on the host too, if the optimizer's state is saved by parameters (`Training.saved_by_parameters`): that
+            of all parameters of the rank, which every data-parallel rank gathers. Source: megatron-core 0.19,
             `DistributedOptimizer.sharded_param_state_fully_reshardable`.
     """
 
@@ -59,21 +59,21 @@ class States:
 
     @property
     def total(self) -> int:
-        """All that lies on the GPU in a step."""
+        """Total on the GPU in a step."""
         return self.parameters + self.gradients + self.optimizer + self.gathered
 
 
 def stage_states(n: Dimensions, split: Split, chunks: tuple[Chunk, ...], training: Training) -> States:
-    """What a rank of one pipeline stage holds.
+    """Bytes on a rank of one pipeline stage.
 
     Args:
-        n: the model's numbers.
-        split: over how many ranks.
+        n: the model's dimensions.
+        split: parallel sizes.
         chunks: those of the stage.
         training: precision, sharding, what is frozen.
 
     Raises:
-        ValueError: a kind of sharding that does not go with pipeline stages.
+        ValueError: a kind of sharding that does not support pipeline stages.
     """
     if training.sharding in (Sharding.GRADIENTS, Sharding.ALL) and split.pp > 1:
         raise ValueError(
@@ -107,7 +107,7 @@ def stage_states(n: Dimensions, split: Split, chunks: tuple[Chunk, ...], trainin
 
 
 def _gathered(n: Dimensions, split: Split, chunks: tuple[Chunk, ...], training: Training, held: Count) -> int:
-    """Under ZeRO-3: what lies outside of layers for the whole step, and some layers of the largest kind."""
+    """Under ZeRO-3: parameters outside of layers for the whole step, and some layers of the largest kind."""
     mtp = mtp_layer_count(n, split).total
     units = [mtp, *(layer_count(n, split, layers[0]).total for layers in kinds_of_layers(n))]
     only_layers = [replace(chunk, first=False, last=False, tower=False) for chunk in chunks]

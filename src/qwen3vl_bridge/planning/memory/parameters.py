@@ -20,22 +20,22 @@ from qwen3vl_bridge.weights.names import is_of_experts, is_of_mtp
 from qwen3vl_bridge.weights.rows import Row
 
 _EMBEDDING = "language_model.embedding.word_embeddings.weight"
-# Whole on every tensor-parallel rank, beside the rows marked so: norms, the router, and biases of layers whose inputs
-# are split. Everything else is cut along one of its dimensions, which comes to the same count.
+# Whole on every tensor-parallel rank, in addition to the rows marked so: norms, the router, and biases of layers whose
+# inputs are split. Everything else is split along one of its dimensions, which gives the same count.
 _WHOLE = ("norm.", "_norm_", "mlp.router.", "linear_proj.bias", "linear_fc2.bias")
-# Indices that count text layers, each of which lies on one pipeline stage.
+# Indices that count text layers, each of which is on one pipeline stage.
 _LAYERS = ("text_layers", "dense_layers", "moe_layers", "linear_layers", "full_layers")
 
-_BEHIND = Chunk(0, 0, range(0), first=False, last=True)  # what lies behind the text layers, and nothing else
+_BEHIND = Chunk(0, 0, range(0), first=False, last=True)  # what comes after the text layers, and nothing else
 
-# A row of a family's table, its kind, and what its ranks divide it by.
+# A row of a family's table, its kind, and its divisor over ranks.
 _Row = tuple[Row, str, Callable[[Split], int]]
 _KINDS = ("language_model", "experts", "vision_model", "vision_projection")
 
 
 @dataclass(frozen=True)
 class Count:
-    """Parameters by part; of the language model, experts apart."""
+    """Parameters by part; of the language model, experts separately."""
 
     language_model: int = 0
     experts: int = 0
@@ -55,7 +55,7 @@ class Count:
 
     @property
     def shared(self) -> int:
-        """All but experts, which other ranks hold copies of."""
+        """All except experts, of which other ranks hold copies."""
         return self.total - self.experts
 
     def without(self, parts: Iterable[Part]) -> Count:
@@ -65,11 +65,11 @@ class Count:
 
 
 def chunk_count(n: Dimensions, split: Split, chunk: Chunk) -> Count:
-    """Parameters that a rank of this chunk holds.
+    """Number of parameters that a rank holds of this chunk.
 
     Args:
-        n: the model's numbers.
-        split: over how many ranks.
+        n: the model's dimensions.
+        split: parallel sizes.
         chunk: of the pipeline.
     """
     return _count(n, split, chunk, _rows(n.family))
@@ -107,7 +107,7 @@ def mtp_layer_count(n: Dimensions, split: Split) -> Count:
 
 
 def kinds_of_layers(n: Dimensions, layers: Iterable[int] | None = None) -> list[list[int]]:
-    """Text layers by what they are made of: linear or full attention, experts or none; None for all of the model's."""
+    """Numbers of text layers by kind: linear or full attention, experts or none; None for all of the model's."""
     linear, moe = (set(n.indices.get(name, ())) for name in ("linear_layers", "moe_layers"))
     found: dict[tuple[bool, bool], list[int]] = {}
     for layer in n.indices["text_layers"] if layers is None else layers:
@@ -122,7 +122,7 @@ def vision_layer_count(n: Dimensions, split: Split) -> int:
 
 
 def adapter_count(n: Dimensions, split: Split, chunk: Chunk, lora: Lora) -> int:
-    """Parameters of a chunk's adapters that a rank holds: both matrices are cut over tensor-parallel ranks."""
+    """Parameters of a chunk's adapters that a rank holds: both matrices are split over tensor-parallel ranks."""
     numbers = sum(
         sum(wide) for layer in chunk.layers for name, wide in adapter_widths(n, layer).items() if name in lora.targets
     )
@@ -130,7 +130,7 @@ def adapter_count(n: Dimensions, split: Split, chunk: Chunk, lora: Lora) -> int:
 
 
 def adapter_widths(n: Dimensions, layer: int) -> dict[str, tuple[int, int]]:
-    """Inputs and outputs of those linear layers of a text layer that adapters are put on, which experts' are not."""
+    """Inputs and outputs of the linear layers of a text layer that have adapters, which experts' do not."""
     if layer in n.indices.get("linear_layers", ()):
         inner = n["l_qkv"] + n["l_value"] + 2 * n["l_value_heads"]
         found = {"in_proj": (n["hidden"], inner), "out_proj": (n["l_value"], n["hidden"])}
@@ -160,18 +160,18 @@ def _kind(row: Row) -> str:
 
 @functools.cache
 def _rows(name: str) -> list[_Row]:
-    """A family's table, each row with its kind and what its ranks divide it by."""
+    """A family's table, each row with its kind and its divisor over ranks."""
     return [(row, _kind(row), _divisor(row)) for row in family(name).rows()]
 
 
 def _copies(row: Row, n: Dimensions, split: Split, chunk: Chunk, inside: Mapping[str, int]) -> int:
-    """How many parameters of this row the chunk has."""
+    """Number of parameters of this row in the chunk."""
     if row.condition is not None and not n[row.condition]:
         return 0
     if row.megatron == _EMBEDDING:
-        # The stage with the output layer has a copy where the two are one weight.
+        # The stage with the output layer has a copy if the two are one weight.
         return int(chunk.first or (chunk.last and not n["untied"]))
-    # What belongs to no text layer lies with the tower, or behind all of them.
+    # Rows of no text layer are with the tower, or after all of them.
     outside = int(chunk.last if row.megatron.startswith("language_model.") else chunk.tower)
     count = 1 if set(row.indices).intersection(_LAYERS) else outside
     for name in row.indices:

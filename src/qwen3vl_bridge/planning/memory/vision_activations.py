@@ -1,9 +1,9 @@
-"""What the vision tower keeps for its backward pass, for each patch that a rank encodes; and what fusing keeps.
+"""Activations that the vision tower stores, for each patch that a rank encodes; and those of fusing.
 
-What lives here: the tables, by the rules of `language_activations.py`. Standard library only. What may not: how many
-patches there are, recomputation of whole layers (`microbatch_activations.py`).
+What lives here: the tables, by the rules of `language_activations.py`. Standard library only. What may not: the number
+of patches, recomputation of whole layers (`microbatch_activations.py`).
 
-The tower is tensor-parallel as the language model is, but not sequence-parallel: what lies between its linear layers is
+The tower is tensor-parallel like the language model, but not sequence-parallel: tensors between its linear layers are
 whole on every rank.
 """
 
@@ -35,12 +35,12 @@ def vision_layer(n: Dimensions, split: Split, training: Training) -> list[SavedT
     ]
     if training.transformer_engine:
         return [*found, SavedTensor("values", rotated)]
-    # Values are a part of what made them, and frames' outputs are put together.
+    # Values are a view of the projection's output, and frames' outputs are concatenated.
     return [*found, SavedTensor("linear_qkv: output", 3 * rotated), SavedTensor("attention: output", rotated, core)]
 
 
 def patches(n: Dimensions, training: Training) -> list[SavedTensor]:
-    """Pixels, where positions are looked up, and the angles that all layers share."""
+    """Pixels, indices of positions, and the angles that all layers share."""
     pixels = n["v_channels"] * n["v_temporal_patch"] * n["v_patch"] ** 2
     e, head_dim = training.precision.weight, n["v_hidden"] // n["v_heads"]
     return [
@@ -65,25 +65,25 @@ def merger(n: Dimensions, split: Split, training: Training, *, after_shuffle: bo
 
 
 def fused(n: Dimensions, training: Training) -> list[SavedTensor]:
-    """For each vision token of a context-parallel rank: put in place of its placeholder, with where it goes."""
+    """For each vision token of a context-parallel rank: replacing its placeholder, with its index."""
     return [SavedTensor("vision tokens", n["hidden"] * training.precision.weight + 3 * INDEX)]
 
 
 def payload(n: Dimensions, training: Training) -> list[SavedTensor]:
-    """For each vision token of a replica, on both sides where the tower has ranks of its own: what is sent, which
-    megatron-core's schedule keeps until the backward pass.
+    """For each vision token of a replica, on both sides with separate vision ranks: the payload, which megatron-core's
+    schedule keeps until the backward pass.
     """
     return [SavedTensor("sent between towers", payload_numbers(n) * training.precision.weight)]
 
 
 def deepstack(n: Dimensions, split: Split, training: Training, received: int) -> list[SavedTensor]:
-    """For each vision token of a context-parallel rank: the features that a chunk has received, for its own layers and
-    those behind it.
+    """For each vision token of a context-parallel rank: the features that a chunk has received, for its own and later
+    layers.
     """
     features = received * n["hidden"] * training.precision.weight
     return [SavedTensor("DeepStack features", (features + INDEX) / split.sequence_ranks)]
 
 
 def _statistic(training: Training) -> int:
-    """Torch's LayerNorm keeps mean and deviation in the input's precision on a CPU."""
+    """Torch's LayerNorm saves mean and deviation in the input's precision on a CPU."""
     return 4 if training.transformer_engine else training.precision.weight

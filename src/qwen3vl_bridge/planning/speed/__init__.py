@@ -1,1 +1,1 @@
-"""Step time: operations, pipeline stages, exchange of gradients."""
+"""Step time: FLOPs, pipeline stages, exchange of gradients."""

@@ -1,10 +1,10 @@
-"""Operations of a microbatch: of each pipeline stage's text layers, and of the vision tower.
+"""FLOPs of a microbatch: of each pipeline stage's text layers, and of the vision tower.
 
-What lives here: forward passes, backward passes, and what is done again in them. Standard library only. What may not:
-what a token or a patch costs (`models/common/flops.py`), seconds (`stage_times.py`, `step_time.py`).
+What lives here: forward passes, backward passes, and recomputation. Standard library only. What may not: costs of a
+token or a patch (`models/common/flops.py`), seconds (`stage_times.py`, `step_time.py`).
 
-A stage has as many operations for each token as its share of all text layers; the last one has the output layer too,
-and where multi-token prediction is trained, one more layer and the output layer once more.
+A stage has FLOPs for each token in proportion to its text layers; the last one has the output layer too, and if
+multi-token prediction is trained, one more layer and the output layer once more.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from qwen3vl_bridge.weights.model_parts import Part
 
 @dataclass(frozen=True)
 class Line:
-    """What things cost that attend to each other within their sample or frame: each * number + square * squares.
+    """Cost of tokens or patches that attend to each other within their sample or frame: each * number + square *
+    squares.
 
     Attributes:
         each: for a token or a patch.
@@ -33,7 +34,7 @@ class Line:
     square: float = 0.0
 
     def of(self, number: float, squares: float) -> float:
-        """The cost of so many, whose squares add up to `squares`."""
+        """The cost of a number of tokens, whose squares sum to `squares`."""
         return self.each * number + self.square * squares
 
     def __add__(self, other: Line) -> Line:
@@ -48,12 +49,12 @@ class Line:
 
 @dataclass(frozen=True)
 class Costs:
-    """What a model costs, as `models/common/flops.py` has it.
+    """A model's costs from `models/common/flops.py`.
 
     Attributes:
         forward: a training step's forward pass.
-        step: a training step, recomputation left out.
-        chosen: experts that a token visits.
+        step: a training step without recomputation.
+        chosen: experts per token.
     """
 
     forward: TowerCosts
@@ -62,7 +63,7 @@ class Costs:
 
     @classmethod
     def of(cls, config: Mapping, training: Training) -> Costs:
-        """Those of a configuration.
+        """Costs of a configuration.
 
         Args:
             config: a `config.json` as a mapping.
@@ -75,11 +76,11 @@ class Costs:
 
 @dataclass(frozen=True)
 class Operations:
-    """Multiplications and additions, for each token or patch and for each pair.
+    """FLOPs, for each token or patch and for each pair.
 
     Attributes:
         forward, backward: of the model.
-        again: what a backward pass does once more, to save memory.
+        again: recomputation in the backward pass.
     """
 
     forward: Line
@@ -92,7 +93,7 @@ def language_operations(costs: Costs, n: Dimensions, split: Split, training: Tra
 
     Args:
         costs: the model's.
-        n: its numbers.
+        n: its dimensions.
         split: its stages.
         training: what is trained, and recomputed.
     """
@@ -121,7 +122,7 @@ def tower_operations(costs: Costs, training: Training) -> Operations:
 
 
 def _again(chosen: int, n: Dimensions, training: Training, layer: Line) -> Line:
-    """What is recomputed of the mean text layer."""
+    """Recomputation in the mean text layer."""
     if training.recompute.granularity == "full":
         return layer
     layers, mlp = len(n.indices["text_layers"]), 6 * n["hidden"]

@@ -1,11 +1,10 @@
-"""Seconds of a microbatch in each pipeline stage and in the vision tower, forwards and backwards.
+"""Seconds of a microbatch in each pipeline stage and in the vision tower, forward and backward.
 
-What lives here: operations at one share of the peak, and what is sent within a stage, added up. Standard library only.
-What may not: what goes from stage to stage (`planning/communication.py`), in which order
-(`planning/encoder_sizing.py`), who holds what.
+What lives here: FLOPs at a fixed fraction of the peak, plus communication within a stage. Standard library only. What
+may not: communication between stages (`planning/communication.py`), their order (`planning/encoder_sizing.py`), memory.
 
-As in `step_time.py` nothing overlaps here, and kernels all reach the same rate. They order ways to train; they don't
-predict.
+As in `step_time.py` nothing overlaps here, and kernels all reach the same fraction of the peak. The times order ways to
+train; they do not predict.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Pace:
     """Seconds for each token or patch, and for each pair.
 
     Attributes:
-        forward, backward: of the passes; what is recomputed belongs to the backward pass.
+        forward, backward: of the passes; recomputation belongs to the backward pass.
     """
 
     forward: Line
@@ -41,18 +40,18 @@ class Pace:
 
     @property
     def both(self) -> Line:
-        """Of a step."""
+        """In a step."""
         return self.forward + self.backward
 
 
 @dataclass(frozen=True)
 class Mix:
-    """What rows hold.
+    """Contents of rows.
 
     Attributes:
-        patches: of a token of a full row: the mean, or a percentile of rows.
-        frame: patches of the frame that a patch lies in, on average over patches.
-        sample: tokens of the sample that a token lies in, on average over tokens.
+        patches: per token of a full row: the mean, or a percentile of rows.
+        frame: patches of the frame that contains a patch, on average over patches.
+        sample: tokens of the sample that contains a token, on average over tokens.
         largest: patches of a row's largest frame, on average over rows.
     """
 
@@ -73,13 +72,13 @@ PUBLISHED = Mix(patches=2.85, frame=3470, sample=2400, largest=5200)
 
 @dataclass(frozen=True)
 class Contents:
-    """What one microbatch of a data-parallel replica holds.
+    """Contents of one microbatch of a data-parallel replica.
 
     Attributes:
-        tokens: with padding.
-        token_pairs: the squares of its samples' tokens, added up.
-        patches: of all pictures.
-        patch_pairs: the squares of the frames' patches, added up.
+        tokens: including padding.
+        token_pairs: sum over samples of the squared number of tokens.
+        patches: of all images and videos.
+        patch_pairs: sum over frames of the squared number of patches.
     """
 
     tokens: float
@@ -102,10 +101,10 @@ def language_paces(costs: Costs, n: Dimensions, split: Split, training: Training
 
     Args:
         costs: the model's.
-        n: its numbers.
+        n: its dimensions.
         split: tensor- and context-parallel ranks share a stage.
         training: what is trained and recomputed.
-        gpu: that it runs on.
+        gpu: the kind of GPU.
     """
     ranks = split.tp * split.cp
     sent = layer_seconds(costs.chosen, n, split, training, gpu).values()
@@ -127,7 +126,7 @@ def mean_passes(paces: Sequence[Pace], row: Contents) -> Passes:
 def tower_pace(costs: Costs, n: Dimensions, split: Split, training: Training, gpu: Gpu) -> Pace:
     """Of the tower, for the patches that one tensor-parallel group encodes."""
     operations, sent = tower_operations(costs, training), tower_seconds(n, split, training, gpu)
-    # Where nothing of it is trained, nothing is sent either.
+    # If nothing of it is trained, no gradients are sent.
     return _pace(operations, split.tp, gpu, sent.forward, sent.backward if operations.backward.each else 0.0)
 
 

@@ -1,16 +1,15 @@
-"""A rough time of a step: what orders the splits that fit.
+"""A rough time of a step, by which splits that fit are ordered.
 
 What lives here: the model, stated below. Standard library only. What may not: memory, which splits there are
-(`planning/proposals.py`), operations and bytes (`microbatch_flops.py`, `planning/communication.py`). It orders; it does
-not predict: within a replica nothing overlaps in it, kernels all reach one share of the peak, and links half of theirs.
+(`planning/proposals.py`), FLOPs and bytes (`microbatch_flops.py`, `planning/communication.py`). It orders; it does not
+predict: within a replica nothing overlaps in it, kernels all reach one fraction of the peak, and links half of their
+bandwidth.
 
-- Work: operations of `models/common/flops.py`, three times a forward pass, and once more those of what is recomputed.
-It is that of
-  the mean stage.
-- Sending: `planning/communication.py`.
-- Pipeline: a microbatch takes as long as the slowest stage, and the others wait; the tower and the output layer weigh
-  on theirs. The first microbatch passes through all (Narayanan et al., arXiv 2104.04473, section 2.2).
-- Data: what replicas send each other and work does not hide, `data_parallel.py`.
+- Work: FLOPs of `models/common/flops.py`, three times a forward pass, plus recomputation. It is that of the mean stage.
+- Communication: `planning/communication.py`.
+- Pipeline: a microbatch takes as long as the slowest stage, and the others wait; the tower and the output layer add to
+  theirs. The first microbatch passes through all (Narayanan et al., arXiv 2104.04473, section 2.2).
+- Data: communication between replicas that is not overlapped, `data_parallel.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from qwen3vl_bridge.planning.speed.microbatch_flops import Costs, language_opera
 from qwen3vl_bridge.planning.split import Split
 from qwen3vl_bridge.weights.dimensions import Dimensions
 
-REACHED = 0.45  # of the peak, by kernels
+REACHED = 0.45  # fraction of the peak that kernels reach
 
 
 @dataclass(frozen=True)
@@ -43,12 +42,12 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Sum of all causes."""
         return sum(getattr(self, f.name) for f in fields(self))
 
     @property
     def overhead(self) -> dict[str, float]:
-        """What is not work, over work."""
+        """Everything except work, divided by work."""
         return {f.name: getattr(self, f.name) / self.work for f in fields(self)[1:] if getattr(self, f.name)}
 
 
@@ -57,9 +56,9 @@ def step_time(costs: Costs, n: Dimensions, split: Split, training: Training, gpu
 
     Args:
         costs: the model's.
-        n: its numbers.
+        n: its dimensions.
         split, training: a way to train it.
-        gpu: of which there are `split.world`.
+        gpu: the kind of the `split.world` GPUs.
     """
     microbatches = split.microbatches(training.global_batch_size, training.micro_batch_size)
     work = Work.of(n, split, training)
@@ -90,9 +89,9 @@ def step_time(costs: Costs, n: Dimensions, split: Split, training: Training, gpu
 def _operations(
     costs: Costs, n: Dimensions, split: Split, training: Training, work: Work
 ) -> tuple[list[float], list[float]]:
-    """Operations of a microbatch's forward pass in each pipeline stage, and those that are done again in backward."""
+    """FLOPs of a microbatch's forward pass in each pipeline stage, and those of recomputation."""
     pairs = training.seq_length * work.tokens
-    # Frames are short beside their width: pairs of patches are left out.
+    # Frames are short compared with their width: pairs of patches are left out.
     of_tower = tower_operations(costs, training)
     stages, again = [], []
     for number, one in enumerate(language_operations(costs, n, split, training)):
