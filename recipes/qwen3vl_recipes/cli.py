@@ -186,7 +186,7 @@ def _configuration(args: argparse.Namespace, chosen: Recipe, *, needs_weights: b
     if args.dry_run:
         return cfg
     if cfg.checkpoint.save is None:
-        raise ValueError("checkpoint.save is None, expected a folder for this run alone: give --save")
+        raise ValueError("checkpoint.save is None, expected a folder used only by this run: give --save")
     check_data(cfg)
     if args.from_scratch and (weights := cfg.checkpoint.pretrained_checkpoint) is not None:
         raise ValueError(f"checkpoint.pretrained_checkpoint is {weights}, expected None with --from-scratch")

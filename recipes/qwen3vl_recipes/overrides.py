@@ -53,7 +53,7 @@ def apply(cfg: ConfigContainer, words: Sequence[str] = (), files: Sequence[str |
     arrived = _plain(_settings(cfg)[0])
     for name, (_, new) in changed.items():
         if (found := _at(arrived, name)) != new:
-            raise ValueError(f"{name} cannot be set to {new!r} here; it is {found!r}. Set it in a recipe of your own")
+            raise ValueError(f"{name} cannot be set to {new!r} here; it is {found!r}. Set it in your own recipe")
     return cfg
 
 

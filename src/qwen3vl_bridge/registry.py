@@ -211,7 +211,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
     if whole != kind and any(whole in one.architectures for one in _FAMILIES.values()):
         advice = (
             f"a text model is converted only as part of its complete model (model_type {whole}); or use "
-            "Megatron-Bridge's AutoBridge, which has text models of its own"
+            "Megatron-Bridge's AutoBridge, which has its own text models"
         )
     raise ValueError(f"describes {architectures} (model_type {kind}), expected {' or '.join(known)}; {advice}")
 

@@ -192,7 +192,7 @@ I, V, S, E = IMAGE, VIDEO, START, END  # noqa: E741  one letter each, so that ro
             [5],
             [[1, 2, 2], [1, 2, 2]],
             [],
-            "segment 1: image token at 5 lies in padding",
+            "segment 1: image token at 5 is in padding",
         ),
         (
             [S, I, I, E],

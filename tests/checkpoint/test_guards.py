@@ -157,7 +157,7 @@ def test_without_a_swap_the_old_result_is_never_lost(tmp_path, monkeypatch):
 
     monkeypatch.setattr(atomic.os, "rename", refuse)
     with (
-        pytest.raises(CheckpointError, match="nothing was left behind"),
+        pytest.raises(CheckpointError, match="nothing was left"),
         atomic.atomic_directory(target, print, replace=lambda _: True),
     ):
         pass

@@ -93,7 +93,7 @@ def test_a_run_goes_on_with_what_it_began_with_or_not_at_all(server, download, t
     server.answers["/2.png"] = png()
     assert download("--data", file, options=("--retry",)) == 1
     found = r"found data \w+, without 1 of 8 addresses \(\w+\), expected \w+, without 2 of 8 addresses"
-    with pytest.raises(ValueError, match=f"the position belongs to other data than this: {found}"):
+    with pytest.raises(ValueError, match=f"position belongs to other data: {found}"):
         training(file).stream("train").load_state_dict(state)
     provider = training(file, train_packing=str(tmp_path / "rows"), window_size=512)
     with pytest.raises(ValueError, match=f"was packed by other rules: {found}"):

@@ -99,10 +99,10 @@ def test_what_failed_is_written_down(server, run, tmp_path):
 
     # What failed for good is a bad sample; at the rest training stops.
     cache = UrlCache(tmp_path / "cache")
-    with pytest.raises(DataError, match=r"^here: found the address '.*gone.png', which could not be downl.*status 404"):
+    with pytest.raises(DataError, match=r"^here: found the URL '.*gone.png', which could not be downl.*status 404"):
         cache(f"{server.url}/gone.png", "here")
     for address in (f"{server.url}/busy.png", far, "http://new.example/1.png"):
-        with pytest.raises(Unreachable, match=r"^here: found the address .*qwen3vl data download fetches them$"):
+        with pytest.raises(Unreachable, match=r"^here: found the URL .*qwen3vl data download fetches them$"):
             cache(address, "here")
 
     # Only what is not known to be gone is asked for again, unless that is wanted too.
@@ -129,7 +129,7 @@ def test_addresses_of_a_server_that_is_down_fail_at_once_and_say_so(server, run,
     assert status == 1 and report["downloaded"] == 20
     said = [failure["problem"] for failure in report["failures"]]
     assert ["after 3 attempts (ConnectError" in one for one in said] == [True] * 3 + [False] * 17
-    assert all("not asked for, because 3 addresses of 127.0.0.1:" in one for one in said[3:])
+    assert all("not requested, because 3 URLs of 127.0.0.1:" in one for one in said[3:])
     assert manifest(tmp_path) == {f"{number}.png": False for number in range(20)}
 
 

@@ -36,7 +36,7 @@ def test_words_that_are_refused_at_once(words, message, capsys):
     [
         (["--recipe", "qwen3_vl_9b_sft_config"], "there is no recipe 'qwen3_vl_9b_sft_config'; did you mean"),
         (["--recipe", "no.such:function"], "no.such: No module named 'no'"),
-        (["--recipe", "qwen3_vl_2b_sft_config"], "checkpoint.save is None, expected a folder for this run alone"),
+        (["--recipe", "qwen3_vl_2b_sft_config"], "checkpoint.save is None, expected a folder used only by this run"),
         (
             ["--recipe", "qwen3_vl_2b_sft_config", "--save", "run", "--data-path", "/nowhere"],
             r"dataset.path \(--data-path\) is /nowhere: there is no such file or folder",

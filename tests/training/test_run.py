@@ -128,7 +128,7 @@ def test_other_data_are_refused(unbroken, inputs, tmp_path):
     shutil.copytree(save, tmp_path, dirs_exist_ok=True)
     again = make(inputs, tmp_path, train__train_iters=8, dataset__seed=7)
     again.scheduler.override_opt_param_scheduler = True
-    with pytest.raises(ValueError, match="the position belongs to other data than this: found seed 7, expected 1234"):
+    with pytest.raises(ValueError, match="position belongs to other data: found seed 7, expected 1234"):
         train(again)
 
 

@@ -177,7 +177,7 @@ class PackedBatch(Movable):
         own, exchange, shards, rows = self.vision, None, None, None
         if encoders is not None:
             if assignment is None:
-                raise ValueError("encoders are given without vision_work, expected what pictures cost")
+                raise ValueError("encoders are given without vision_work, expected the cost of frames")
             own, shards, rows = None, encoder_shards_of(self, assignment), assignment.places
         elif assignment is not None:
             slots = [self._slots_of(cp_size, rank, predicts=predicts) for rank in range(cp_size)]

@@ -142,7 +142,7 @@ def _mismatch(kind: str, tokens: Tensor, sides: Tensor, layout: SequenceLayout) 
     ends, segment = lengths.cumsum(0), _segment(layout, tokens)
     if padding[tokens].any():
         wrong = int(padding[tokens].nonzero()[0])
-        return ValueError(f"segment {int(segment[wrong])}: {kind} token at {int(tokens[wrong])} lies in padding")
+        return ValueError(f"segment {int(segment[wrong])}: {kind} token at {int(tokens[wrong])} is in padding")
     complete = ends <= len(tokens)
     first, last = (ends - lengths)[complete], ends[complete] - 1
     whole = (tokens[last] - tokens[first] == last - first) & (segment[last] == segment[first])
@@ -152,8 +152,8 @@ def _mismatch(kind: str, tokens: Tensor, sides: Tensor, layout: SequenceLayout) 
     where = f"segment {int(segment[used])}" if used < len(tokens) else "the batch"
     if good == len(sides):
         return ValueError(
-            f"{where}: {len(tokens) - used} {kind} tokens from token {int(tokens[used])} on belong to no picture: "
-            f"found {len(tokens)} in the batch, expected {int(lengths.sum())} for {len(sides)} {_unit(kind)}"
+            f"{where}: {len(tokens) - used} {kind} tokens from token {int(tokens[used])} on belong to no image or "
+            f"video: found {len(tokens)} in the batch, expected {int(lengths.sum())} for {len(sides)} {_unit(kind)}"
         )
     ahead, place = tokens[used:], torch.arange(len(tokens) - used)
     joined = (ahead - place == ahead[:1]) & (segment[used:] == segment[used : used + 1])

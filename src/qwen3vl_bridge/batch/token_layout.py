@@ -295,7 +295,7 @@ def _zigzag(layout: SequenceLayout, cp_size: int, cp_rank: int) -> Tensor:
 
 def _check_rank(kind: str, size: int, rank: int) -> None:
     if not 0 <= rank < size:
-        raise ValueError(f"{kind}-parallel rank {rank} lies outside a group of {size}")
+        raise ValueError(f"{kind}-parallel rank {rank} is outside a group of {size}")
 
 
 def _check_offsets(name: str, offsets: Tensor, lengths: tuple[int, ...]) -> None:

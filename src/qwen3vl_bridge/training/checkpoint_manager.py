@@ -270,7 +270,7 @@ def _random_states_fit(settings: CheckpointConfig, ctx: CheckpointLoadContext) -
     with together():
         if is_first():
             folder = _folder_to_load(settings)
-            if folder and format_of(folder) == TORCH_DIST:  # in the other format they do not depend on the data-parallel rank
+            if folder and format_of(folder) == TORCH_DIST:  # otherwise equal on DP ranks
                 stored = {key for key in read_metadata(folder).byte_items if key.startswith(_RANDOM)}
     folder, stored = broadcast_object((folder, stored))
     if stored is None:

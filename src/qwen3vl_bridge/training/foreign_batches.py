@@ -155,12 +155,12 @@ def _known_causes(given: dict[str, Any], pictures: dict[str, Tensor], dataset: A
     if pictures and getattr(dataset, "dataloader_type", None) == "batch":
         yield (
             "dataset.dataloader_type is 'batch': Megatron-Bridge's loop splits a global batch into microbatches and "
-            "gives every microbatch all pictures. Expected 'single' or 'cyclic' for data with pictures"
+            "gives every microbatch all images. Expected 'single' or 'cyclic' for data with images"
         )
     if pictures and given["input_ids"].shape[1] == getattr(dataset, "seq_length", None):
         yield (
             f"rows have dataset.seq_length, {dataset.seq_length}, tokens: Megatron-Bridge's collators cut longer "
-            "rows, even within pictures. Expected a seq_length of at least the longest sample"
+            "rows, even within images. Expected a seq_length of at least the longest sample"
         )
 
 

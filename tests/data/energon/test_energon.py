@@ -140,7 +140,7 @@ BAD = [
     ({"json": {"messages": asked({"type": "image", "image": "/etc/passwd"})}}, "there is none"),
     (
         {"json": {"messages": asked({"type": "image", "image": "jpg"})}, "jpg": b"broken"},
-        "does not decode as a picture",
+        "does not decode as an image",
     ),
     ({"txt": "x"}, "found the parts txt, expected 'json' among them"),
     ({"json": {"messages": []}}, "expected an object with a list of messages"),

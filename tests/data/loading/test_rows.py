@@ -69,5 +69,5 @@ def test_rows_have_no_more_patches_than_they_may(make_rows):
     assert max(map(patches, free)) > 100
     bounded = list(one_pass(make_rows(seed=None, most_patches=100, on_long="drop")()))
     assert 50 < max(map(patches, bounded)) <= 100 and len(bounded) > len(free)
-    with pytest.raises(DataError, match=r"train.jsonl:\d+: found pictures of \d+ patches, expected at most 10 \(what"):
+    with pytest.raises(DataError, match=r"train.jsonl:\d+: found images of \d+ patches, expected at most 10 \(what"):
         list(one_pass(make_rows(seed=None, most_patches=10)()))

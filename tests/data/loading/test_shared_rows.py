@@ -149,5 +149,5 @@ def test_a_position_is_of_rows_that_as_many_ranks_share(make):
     """Other padding makes other rows of the same conversations."""
     stream = as_a_stream(make("rows"), 1)
     next(stream)
-    with pytest.raises(ValueError, match="the position belongs to other data than this: found multiple 4, expected 1"):
+    with pytest.raises(ValueError, match="position belongs to other data: found multiple 4, expected 1"):
         as_a_stream(make("rows"), 2).load_state_dict(stream.state_dict())

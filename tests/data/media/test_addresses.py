@@ -163,5 +163,5 @@ def test_what_is_allowed_is_said():
         Unreachable, match=rf"^here: found .*evil.com/1.png', .* begins with {HOST} or http:// \(--allo"
     ):
         allowed_url("https://evil.com/1.png", [HOST, "http://"], "here")
-    with pytest.raises(DataError, match=r"found the address 's3://bucket/1.png', expected the path of a file"):
+    with pytest.raises(DataError, match=r"found the URL 's3://bucket/1.png', expected the path of a file"):
         find("s3://bucket/1.png", MediaAccess(), "here")

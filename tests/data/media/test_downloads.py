@@ -30,7 +30,7 @@ def test_redirects_are_followed_where_they_are_allowed(server, get):
     allowed = f"{server.url}/a/"
     assert get("/a/1.png", allowed).read_bytes() == png()
     for name in ("out", "up", "far", "file", "user"):
-        with pytest.raises(DataError, match=rf"^here: {allowed}{name}.png leads elsewhere: found the address '"):
+        with pytest.raises(DataError, match=rf"^here: {allowed}{name}.png leads elsewhere: found the URL '"):
             get(f"/a/{name}.png", allowed)
     assert server.asked["/b/1.png"] == 0
     assert get("/a/out.png", allowed, f"{server.url}/b/").read_bytes() == png()

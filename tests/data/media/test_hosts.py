@@ -62,8 +62,8 @@ def test_of_a_server_that_is_down_no_more_than_a_few_addresses_are_asked_for(ser
         assert "out of reach after 3 attempts (ConnectError" in out_of_reach(fetch, f"{closed}/{number}.png")
     where = closed.removeprefix("http://")
     assert out_of_reach(fetch, f"{closed}/9.png") == (
-        f"here: found '{closed}/9.png' out of reach: not asked for, because 3 addresses of {where} in a row were, "
-        "expected a server that answers"
+        f"here: found '{closed}/9.png' not requested, because 3 URLs of {where} in a row failed, "
+        "expected a server that responds"
     )
     server.answers["/a.png"] = png()  # another server, of the same name and at another port
     fetch(f"{server.url}/a.png", "here")
@@ -74,7 +74,7 @@ def test_a_server_that_hangs_is_asked_no_more(fetch, server, monkeypatch, tmp_pa
     fetch = Downloader(UrlCache(tmp_path / "cache"), ("http://",))  # with the short patience
     for number in range(MOST_DOWN + 5):
         said = out_of_reach(fetch, f"{url}/{number}.png")
-        assert ("ReadTimeout" if number < MOST_DOWN else "not asked for") in said
+        assert ("ReadTimeout" if number < MOST_DOWN else "not requested") in said
     assert len(taken) == MOST_DOWN * ATTEMPTS
 
 
@@ -106,7 +106,7 @@ def test_a_server_that_answers_anything_is_up(server, fetch, answer):
             assert "status 503" in out_of_reach(fetch, f"{server.url}/{number}.png")
     assert server.asked["/4.png"] == ATTEMPTS
     assert "status 503" in out_of_reach(fetch, f"{server.url}/5.png")
-    assert "not asked for" in out_of_reach(fetch, f"{server.url}/6.png")
+    assert "not requested" in out_of_reach(fetch, f"{server.url}/6.png")
 
 
 def test_attempts_that_are_under_way_end_as_well(server, fetch, closed, monkeypatch):
@@ -114,7 +114,7 @@ def test_attempts_that_are_under_way_end_as_well(server, fetch, closed, monkeypa
     monkeypatch.setattr(module, "WAITS", (0.01, 0.02, 30.0))
     monkeypatch.setattr(fetch._hosts, "_missed", {closed.removeprefix("http://"): MOST_DOWN - 1})
     fetch._hosts.missed(closed.removeprefix("http://"))
-    assert "not asked for" in out_of_reach(fetch, f"{closed}/1.png")
+    assert "not requested" in out_of_reach(fetch, f"{closed}/1.png")
 
 
 def test_who_redirects_is_not_the_one_that_is_down(server, fetch, closed):

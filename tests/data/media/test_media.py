@@ -165,7 +165,7 @@ def test_a_png_that_breaks_off_is_refused_wherever_it_does(tmp_path):
             assert image_size(whole[:length], "here") == (40, 60)
             continue
         refused += 1
-        with pytest.raises(DataError, match=r"^here: a picture or video of .* does not decode as a picture"):
+        with pytest.raises(DataError, match=r"^here: an image or video of .* does not decode as an image"):
             image_size(whole[:length], "here")
     assert refused > 50
 
@@ -183,8 +183,8 @@ def test_a_png_of_odd_chunks_has_the_size_that_pillow_gives_it(tmp_path, chunks)
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "does not decode as a picture"),
-        (b"no picture at all", "does not decode as a picture"),
+        (b"", "does not decode as an image"),
+        (b"no picture at all", "does not decode as an image"),
     ],
 )
 def test_pictures_that_do_not_decode_are_refused(tmp_path, encoder, content, message, read_picture):
@@ -196,7 +196,7 @@ def test_pictures_that_do_not_decode_are_refused(tmp_path, encoder, content, mes
 def test_a_picture_that_breaks_off_is_refused(tmp_path, encoder, read_picture):
     path = picture(tmp_path / "x.png", 64, 64)
     path.write_bytes(path.read_bytes()[:2000])
-    refused(tmp_path, encoder, "x.png does not decode as a picture: ", read_picture)
+    refused(tmp_path, encoder, "x.png does not decode as an image: ", read_picture)
 
 
 @pytest.mark.parametrize("read_picture", ["length", "call"])

@@ -119,8 +119,8 @@ def test_frames_of_several_sizes_are_refused(encoder, read, tmp_path):
     [
         (b"", "does not decode as a video"),
         (b"no video", "does not decode as a video"),
-        ("sound", "has no pictures, expected a video"),
-        ("empty", "no frames|does not decode as a video|has no pictures"),
+        ("sound", "has no video frames, expected a video"),
+        ("empty", "no frames|does not decode as a video|has no video frames"),
     ],
 )
 def test_what_is_no_video_is_refused(encoder, read, tmp_path, content, message, method):
@@ -210,7 +210,7 @@ def test_videos_put_one_after_another_are_refused(processor, tmp_path):
 def test_a_kind_of_video_that_is_not_known_is_refused(processor, tmp_path):
     path = encoded(tmp_path / "a.mp4", 4)
     path.write_bytes(path.read_bytes().replace(b"avc1", b"xxxx"))
-    with pytest.raises(DataError, match=r"here: .*a.mp4 (has pictures of a kind|does not decode)"):
+    with pytest.raises(DataError, match=r"here: .*a.mp4 (has frames in a format|does not decode)"):
         reading.sample(path, processor.video_processor, "here")
 
 

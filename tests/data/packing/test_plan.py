@@ -76,7 +76,7 @@ def test_a_plan_goes_on_from_any_row_in_any_order(case, start, random):
     later = make(make().window(start))
     assert {number: (later.row(number), later.window(number)) for number in numbers} == expected
     if later.window(start).first_row:
-        with pytest.raises(IndexError, match="lies before row"):
+        with pytest.raises(IndexError, match="is before row"):
             later.row(later.window(start).first_row - 1)
 
 

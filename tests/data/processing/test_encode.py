@@ -191,7 +191,7 @@ PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif 
             + TURN
             + "{% endif %}{% endfor %}"
             + PROMPT,
-            r"(?s)message 2: the chat template renders it alone as .*Seven.*, but it with what follows as .*user",
+            r"(?s)message 2: the chat template renders it by itself as .*Seven.*, but it with what follows as .*user",
         ),
         # Does not close a turn.
         (
@@ -219,7 +219,7 @@ def test_a_template_that_leaves_out_pictures_is_refused(processor, read, tmp_pat
     content = [{"type": "image", "image": "7.png"}]
     conversation = read([{"role": "user", "content": content}, {"role": "assistant", "content": "7"}])
     for encode in (Encoder(other), Encoder(other).size):
-        with pytest.raises(DataError, match="1: the chat template made 0 places for pictures, expected 1"):
+        with pytest.raises(DataError, match="1: the chat template made 0 placeholders for images, expected 1"):
             encode(conversation)
 
 

@@ -195,7 +195,7 @@ def with_template(processor):
 
 def test_the_remedies_for_earlier_turns_without_reasoning_are_named_and_work(processor, with_template):
     with pytest.raises(
-        DataError, match=r"(?s)message 2: .* alone with answers='last', leave .* with \"loss\": false, or"
+        DataError, match=r"(?s)message 2: .* the last answer with answers='last', leave .* with \"loss\": false, or"
     ):
         with_template(without_reading_reasoning)(TURNS)
     expected = f"A bar.\n</think>\n\nEight{END}"
@@ -252,6 +252,6 @@ def test_a_template_that_raises_is_told_with_what_to_do(with_template):
     def short(text: str) -> str:
         return raising("messages | length < 3")(without_reading_reasoning(text))
 
-    with pytest.raises(DataError, match="refuses its first 1 messages alone: no more; train on the last answer alone"):
+    with pytest.raises(DataError, match="refuses its first 1 messages by themselves: no more; train on only"):
         with_template(short)(TURNS)
     assert with_template(short, "last")(TURNS).loss_mask.any()

@@ -26,7 +26,7 @@ NAMING = "{# no reasoning_content, tools or tool_calls #}" + PLAIN
 HAVE = {
     "tools": ((ASK, ANSWER), (TOOL,)),
     "a system prompt": ((SYSTEM, ASK, ANSWER), None),
-    "a system prompt behind the first message": ((ASK, ANSWER, SYSTEM, ASK, ANSWER), None),
+    "a system prompt after the first message": ((ASK, ANSWER, SYSTEM, ASK, ANSWER), None),
     "reasoning_content": ((ASK, {**ANSWER, "reasoning_content": "A bar."}), None),
     "tool_calls": ((ASK, CALL, ASK, ANSWER), None),
     "a tool's answer": ((ASK, ANSWER, TOLD, ANSWER), None),
@@ -34,7 +34,7 @@ HAVE = {
 WHERE = {
     "tools": "1",
     "a system prompt": "1: message 1",
-    "a system prompt behind the first message": "1: message 3",
+    "a system prompt after the first message": "1: message 3",
     "reasoning_content": "1: message 2",
     "tool_calls": "1: message 2",
     "a tool's answer": "1: message 3",
@@ -63,8 +63,8 @@ def having(what: str) -> Conversation:
         (PLAIN, {"tools", "reasoning_content", "tool_calls"}),
         (NAMING, {"tools", "reasoning_content", "tool_calls"}),
         (ROLES, set(HAVE)),
-        ("released_template.jinja", {"reasoning_content", "a system prompt behind the first message"}),
-        ("released_thinking_template.jinja", {"a system prompt behind the first message"}),
+        ("released_template.jinja", {"reasoning_content", "a system prompt after the first message"}),
+        ("released_thinking_template.jinja", {"a system prompt after the first message"}),
         ("{{ tools | tojson if tools else '' }}" + PLAIN, {"reasoning_content", "tool_calls"}),
     ],
 )

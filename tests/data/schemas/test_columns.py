@@ -73,7 +73,7 @@ def test_a_picture_may_be_missing_where_its_placeholder_would_tell():
     assert read({"messages": turns}, image="img") == turns
     assert read({"messages": turns, "img": None}, image="img") == turns
     assert read({"question": "Which?", "answer": "Seven.", "img": None}, image="img") == turns
-    with pytest.raises(DataError, match=r"found 1 places for images .* expected 0"):
+    with pytest.raises(DataError, match=r"found 1 placeholders for images .* expected 0"):
         read({"messages": [{"role": "user", "content": "<image>"}, ANSWER]}, image="img")
     with pytest.raises(DataError, match=r"x: found the keys question, answer, foto, expected 'img' \(columns.image\)"):
         read({"question": "Which?", "answer": "Seven.", "foto": "x"}, image="img")
@@ -88,7 +88,7 @@ def numbered():
 
 def test_pictures_in_columns_that_are_numbered(numbered):
     expected = [*({"type": "image", "image": name} for name in ("10.png", "1.png")), {"type": "text", "text": "?"}]
-    with pytest.raises(DataError, match="places for the images of the numbers 1, 3, expected each number from 1 to 3"):
+    with pytest.raises(DataError, match="placeholders for the images of the numbers 1, 3, expected each number from 1"):
         read(numbered, image="image_*")
     numbered["question"] = "<image 3><image 1><image 2>?"
     assert (
@@ -146,7 +146,7 @@ def test_what_is_left_out_and_what_is_text():
         ({"q": "b", "a": "[" * 9999}, {"question": "q", "answer": "{a:letters}"}, "expected a list of up to 26"),
         ({"q": "b", "a": "[{}]"}, {"question": "q", "answer": "{a:letters}"}, "found {}, expected a text or a number"),
         ({"question": "q", "answer": "a"}, {"image": "image_*"}, r"expected 'image_\*' \(columns.image\)"),
-        ({"messages": [], "q": "b"}, {"question": "q"}, r"found 'messages' beside columns.question, .*ignore=\[mess"),
+        ({"messages": [], "q": "b"}, {"question": "q"}, r"found 'messages' in addition to columns.q.*ignore=\[mess"),
         ({"question": "a", "answer": "b", "tools": []}, {"system": "s"}, r"expected 's' \(columns.system\)"),
     ],
 )

@@ -88,7 +88,7 @@ def test_a_system_prompt_that_is_there_already():
 @pytest.mark.parametrize("word", ["<ref-object>", "<bbox>"])
 def test_objects_that_ms_swift_writes_into_texts(word):
     objects = {"ref": ["a cat"], "bbox": [[1, 2, 3, 4]]}
-    with pytest.raises(DataError, match="found <ref-object> or <bbox> in a text and 'objects' beside it"):
+    with pytest.raises(DataError, match="found <ref-object> or <bbox> in a text and 'objects' next to it"):
         told({"messages": [{**ASK, "content": f"Find {word}."}, ANSWER], "objects": objects})
 
 
@@ -108,7 +108,7 @@ def test_objects_that_ms_swift_writes_into_texts(word):
 def test_media_within_a_key_that_nobody_reads(within):
     """Where no medium is read, the sample would be trained on without it."""
     for record in (SAID, PAIR):
-        with pytest.raises(DataError, match=r"found 'extra', .*looks like pictures .*columns.ignore=\[extra\]"):
+        with pytest.raises(DataError, match=r"found 'extra', .*looks like images .*columns.ignore=\[extra\]"):
             told(record | {"extra": within})
     shown = {"messages": [{**ASK, "content": "<image>"}, ANSWER], "image": "b.png"}
     if isinstance(within, dict) and "path" not in within:  # metadata, most likely
@@ -118,7 +118,7 @@ def test_media_within_a_key_that_nobody_reads(within):
 
 @pytest.mark.parametrize("key", ["screenshot", "frames", "Screenshot_path", "image_array"])
 def test_other_names_of_pictures(key):
-    with pytest.raises(DataError, match=f"found '{key}', which looks like pictures"):
+    with pytest.raises(DataError, match=f"found '{key}', which looks like images"):
         told(SAID | {key: ["0001"]})
 
 

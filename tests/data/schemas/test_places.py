@@ -105,7 +105,7 @@ def test_other_spellings_of_a_place_take_the_next_picture(place):
     words = f"A {place} and {place}?"
     assert spelt(asked(words, images=["1", "2"])) == "A [1] and [2]?"
     for images in ({}, {"images": ["1"]}, {"images": ["1", "2", "3"]}):
-        with pytest.raises(DataError, match=rf"found 2 places for images \({re.escape(repr(place))} in a text"):
+        with pytest.raises(DataError, match=rf"found 2 placeholders for images \({re.escape(repr(place))} in a text"):
             asked(words, **images)
     assert spelt(asked("<VideoHere>?", video="1")) == "[1]?"
 
@@ -125,7 +125,7 @@ def test_numbered_places_are_the_pictures_of_these_numbers(form):
             DataError, match=rf"of the numbers {numbers}, expected each number from 1 to {len(images)}, as many images"
         ):
             asked(words, images=images)
-    with pytest.raises(DataError, match=r"found 1 places for images .* expected 0"):
+    with pytest.raises(DataError, match=r"found 1 placeholders for images .* expected 0"):
         asked(one)
 
 
@@ -134,7 +134,7 @@ def test_a_path_in_the_text_is_the_picture():
     words = "Picture 1: <img>a/1.png</img>\nWhich?"
     assert spelt(asked(words)) == "Picture 1: [a/1.png]\nWhich?"
     assert spelt(asked(words, image="")) == "Picture 1: [a/1.png]\nWhich?"
-    with pytest.raises(DataError, match=r"found '<img>a/1.png</img>' in a text, and 1 images beside it, expected one"):
+    with pytest.raises(DataError, match=r"found '<img>a/1.png</img>' in a text, and 1 images next to it, expected one"):
         asked(words, image="a/1.png")
 
 
@@ -171,7 +171,7 @@ def test_what_only_begins_like_a_place_is_text(words):
 def test_an_empty_key_is_no_picture(key, none):
     assert asked("Which?", **{key: none}) == "Which?"
     kind = key.rstrip("s")
-    with pytest.raises(DataError, match=rf"found 1 places for {kind}s .* expected 0"):
+    with pytest.raises(DataError, match=rf"found 1 placeholders for {kind}s .* expected 0"):
         asked(f"<{kind}>?", **{key: none})
     other = f"{kind}s" if key == kind else kind
     assert spelt(asked(f"<{kind}>?", **{key: none, other: ["1"]})) == "[1]?"
@@ -194,7 +194,7 @@ def encoded(kind: str) -> str:
 )
 def test_base64_under_any_key_is_noticed(value):
     for content in (value, [value, value], {"bytes": value, "path": None}):
-        with pytest.raises(DataError, match=r"found 'payload', which looks like pictures .*columns.image=payload"):
+        with pytest.raises(DataError, match=r"found 'payload', which looks like images .*columns.image=payload"):
             asked("Which?", payload=content)
         with pytest.raises(
             DataError, match=r"found 1 places .* It may be 'payload' that holds them \(columns.image=pay"

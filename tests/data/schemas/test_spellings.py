@@ -115,7 +115,7 @@ def test_what_stands_beside_turns():
         ({"query": "a", "label": "b"}, "found the keys query, label, expected 'messages' or .* the setting columns"),
         ({"query": "a", "response": "b", "history": [["c"]]}, r"found \[\['c'\]\] under 'history', expected a list"),
         ({"query": "a", "response": "b", "history": [["c", 7]]}, "'history' 1: found 7, expected a string"),
-        ({"conversations": ["hi"]}, "turn 1: found 'hi', expected an object with from and value alone"),
+        ({"conversations": ["hi"]}, "turn 1: found 'hi', expected an object with only from and value"),
         ({"conversations": [HUMAN, {**GPT, "note": 0}]}, "turn 2: found the keys from, value, note, expected an"),
         ({"conversations": [{"from": "robot", "value": ""}]}, "found the speaker 'robot', expected one of system, hum"),
         ({"conversations": [{"from": ["gpt"], "value": ""}]}, r"found the speaker \['gpt'\], expected one of"),
@@ -129,21 +129,21 @@ def test_what_stands_beside_turns():
         ({"messages": [ASK], "image": {"url": "1"}}, "image 1: found {'url': '1'}, expected a path"),
         ({"messages": [ASK], "video": [["1", None]]}, "video 1, frame 2: found None, expected a path"),
         # LLaVA's collator would put the picture first; a guess.
-        ({"conversations": [HUMAN, GPT], "image": "1"}, "found 0 places for images .* expected 1, as many as stand"),
-        ({"conversations": [HUMAN, GPT], "videos": ["1"]}, r"found 0 places for videos \('<video>' .* expected 1,"),
+        ({"conversations": [HUMAN, GPT], "image": "1"}, "found 0 placeholders for images .* expected 1, the number of"),
+        ({"conversations": [HUMAN, GPT], "videos": ["1"]}, r"0 placeholders for videos \('<video>' .* expected 1,"),
         ({"messages": [{"role": "user", "content": "<image><image>"}], "image": "1"}, "found 2 places .* expected 1,"),
         ({"messages": [{"role": "user", "content": "<image>"}], "images": []}, "found 1 places .* expected 0,"),
-        ({"messages": [{"role": "user", "content": "<image><video>"}], "image": "1"}, "found 1 places for videos .* 0"),
+        ({"messages": [{"role": "user", "content": "<image><video>"}], "image": "1"}, "1 placeholders for videos .* 0"),
         ({"messages": [{"role": "user", "content": [text("<image>")]}], "image": "1"}, "found 0 places for images"),
         ({"messages": [{"role": "user", "content": "<image>"}, ANSWER], "id": 7}, "1 places .* 0, .* messages, id"),
         (
             {"messages": [ASK, {**ANSWER, "content": "<video>"}], "video": None},
-            "found 1 places for videos .* 0, ",
+            "found 1 placeholders for videos .* 0, ",
         ),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "found 1 places for images .* expected 0"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "1 placeholders for images .* expected 0"),
         ({"query": "<image>", "response": "a", "history": [["<image>", "b"]], "image": "1"}, "found 2 .* expected 1"),
-        ({"texts": [{"user": "<image>", "assistant": "b"}]}, "found 1 places for images .* expected 0"),
-        ({"instruction": "a", "input": "<image>", "output": "b"}, "found 1 places for images .* expected 0"),
+        ({"texts": [{"user": "<image>", "assistant": "b"}]}, "1 placeholders for images .* expected 0"),
+        ({"instruction": "a", "input": "<image>", "output": "b"}, "1 placeholders for images .* expected 0"),
     ],
 )
 def test_what_does_not_fit_is_refused(record, message):
@@ -212,7 +212,7 @@ def keyed(**beside) -> dict:
 def test_media_under_a_key_that_is_not_known_are_refused(key, value):
     """With a placeholder, for which nothing is there, and without."""
     with pytest.raises(
-        DataError, match=rf"x.jsonl:1: found 1 places for images .* expected 0, .* {key}.*columns.image"
+        DataError, match=rf"x.jsonl:1: found 1 placeholders for images .* expected 0, .* {key}.*columns.image"
     ):
         told(keyed(**{key: value}))
     with pytest.raises(
@@ -229,7 +229,7 @@ def test_media_under_a_key_that_is_not_known_are_refused(key, value):
     ],
 )
 def test_what_looks_like_media_is_refused_under_any_key(value):
-    with pytest.raises(DataError, match=r"found 'foto', which looks like pictures .* keys are mess"):
+    with pytest.raises(DataError, match=r"found 'foto', which looks like images .* keys are mess"):
         told({"messages": [ASK, ANSWER], "foto": value})
     with pytest.raises(DataError, match="found 'foto', which looks like"):
         told({"question": "a", "answer": "b", "foto": value})
@@ -288,7 +288,7 @@ def test_media_of_a_question_without_places_stand_before_the_first():
     assert told({"question": "", "answer": "b", "video": "1"})["messages"][0]["content"] == [video("1")]
     placed = told({"question": "Is <image> it?", "answer": "b", "image": "1", "videos": ["2"]})["messages"]
     assert placed[0]["content"] == [video("2"), text("Is "), image("1"), text(" it?")]
-    with pytest.raises(DataError, match=r"found 1 places for images .* expected 2"):
+    with pytest.raises(DataError, match=r"found 1 placeholders for images .* expected 2"):
         told({"question": "<image>?", "answer": "b", "images": ["1", "2"]})
     # Where turns have placeholders, none means that it is not known where pictures belong.
     with pytest.raises(DataError, match="found 0 places for images"):
@@ -317,9 +317,9 @@ def test_parts_of_other_names():
 @pytest.mark.parametrize(
     ("part", "message"),
     [
-        ({"type": "image_url"}, "part 1: found {'type': 'image_url'}, expected an address as 'image_url'"),
-        ({"type": "image_url", "image_url": {"uri": "1"}}, "expected an address as 'image_url', or as 'url' in it"),
-        ({"type": "image_url", "image_url": {"url": "1", "crop": 7}}, "expected an address"),
+        ({"type": "image_url"}, "part 1: found {'type': 'image_url'}, expected a URL as 'image_url'"),
+        ({"type": "image_url", "image_url": {"uri": "1"}}, "expected a URL as 'image_url', or as 'url' in it"),
+        ({"type": "image_url", "image_url": {"url": "1", "crop": 7}}, "expected a URL"),
         ({"type": "image_url", "image_url": {"url": "1", "detail": "low"}}, "found the detail 'low', expected 'auto'"),
         ({"type": "input_image", "image_url": "1", "detail": "low"}, "found the detail 'low', expected 'auto'"),
         ({"type": "image", "image": "file://host/a.png"}, "'file://host/a.png', a file of 'host', expected file:///"),
@@ -379,7 +379,7 @@ def test_a_part_with_limits_and_no_picture_takes_the_next():
     ],
 )
 def test_a_picture_that_only_seems_to_be_read_is_refused(record, key):
-    with pytest.raises(DataError, match=f"found '{key}', which looks like pictures"):
+    with pytest.raises(DataError, match=f"found '{key}', which looks like images"):
         messages_of(record, "here")
 
 

@@ -85,7 +85,7 @@ def test_row_groups_are_kept_within_bounds(folder, monkeypatch, caplog):
 @pytest.mark.parametrize("keep", [0, 3, 200, -9])
 def test_a_parquet_file_cut_off_is_refused(folder, tmp_path, keep):
     (tmp_path / "train.parquet").write_bytes((folder / "train.parquet").read_bytes()[:keep])
-    with pytest.raises(DataError, match=r"train.parquet: found no whole Parquet file") as caught:
+    with pytest.raises(DataError, match=r"train.parquet: found no complete Parquet file") as caught:
         open_source(tmp_path)
     assert str(caught.value).startswith(str(tmp_path))
 
@@ -171,7 +171,7 @@ def test_the_hub_is_asked_by_name_and_split(hub):
             DataError, match="expected hf://owner/name, hf://owner/name:configuration#split or hf://dat"
         ):
             open_source(name)
-    with pytest.raises(DataError, match="hf://owner/name#test: found the split 'train' beside it, expected one split"):
+    with pytest.raises(DataError, match="hf://owner/name#test: found the split 'train' in addition, expected one"):
         HubDataset.named("hf://owner/name#test", "train")
 
 

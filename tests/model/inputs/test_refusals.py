@@ -148,5 +148,5 @@ def test_tokens_without_a_picture_are_refused_whatever_the_positions(provider, c
 
 def test_pictures_in_padding_are_refused(provider, config):
     found = torch.tensor([[5, 5, config.image_token_id, 5]])
-    with pytest.raises(ValueError, match="image token at 2 lies in padding"):
+    with pytest.raises(ValueError, match="image token at 2 is in padding"):
         as_model_inputs(provider, GROUPS, found, attention_mask=torch.tensor([[1, 1, 0, 0]]), **ONE_PICTURE)

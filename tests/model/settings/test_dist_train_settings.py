@@ -54,7 +54,7 @@ def test_the_fields_are_megatron_bridges():
         (
             DENSE,
             fields(vision_context_parallel_size=2),
-            "vision_context_.* is 2 with .*, expected 1: data-parallel ranks of the tower share the pictures",
+            "vision_context_.* is 2 with .*, expected 1: data-parallel ranks of the tower divide the images",
         ),
         (
             DENSE,

@@ -210,7 +210,7 @@ def test_a_picture_that_was_cut_is_refused(provider, rows):
         setattr(batch["visual_inputs"], name, values[len(values) // 3 :])
     with pytest.raises(ValueError, match=r"in one run, expected 196; in all found \d+, expected 392") as caught:
         from_collator(batch, provider, SimpleNamespace(dataloader_type="cyclic", seq_length=128))
-    assert "cut longer rows, even within pictures" in caught.value.__notes__[0]
+    assert "cut longer rows, even within images" in caught.value.__notes__[0]
 
 
 def packed(**changes):
@@ -278,7 +278,7 @@ def test_pictures_of_other_rows_are_refused(provider, rows, untied_folder, conve
     for part in split_batch_into_microbatches(rows(), 3):
         with pytest.raises(ValueError, match="image") as caught:
             from_collator(part, provider, dataset)
-        assert "gives every microbatch all pictures" in caught.value.__notes__[0]
+        assert "gives every microbatch all images" in caught.value.__notes__[0]
 
 
 def test_rows_that_a_pipeline_stage_does_not_expect_are_refused(provider, monkeypatch):

@@ -69,14 +69,14 @@ def test_a_run_in_two_halves_is_the_whole(config, inputs, conversations, texts, 
     assert ours.keys() == expected.keys() and all(torch.equal(ours[key], expected[key]) for key in expected)
     longer = dict(train__train_iters=4, scheduler__override_opt_param_scheduler=True)
     another = "batch" if order == "cyclic" else "cyclic"
-    with pytest.raises(ValueError, match=f"to other data than this: .*found .*'{another}', expected '{order}'"):
+    with pytest.raises(ValueError, match=f"to other data: .*found .*'{another}', expected '{order}'"):
         train(make("halves", another, **longer))
     if order == "single":  # in order, so a run may be made longer
         assert [entry["step"] for entry in steps(train(make("halves", **longer)))] == [4]
 
 
 def test_pictures_in_the_order_of_global_batches_are_refused(config, inputs, conversations):
-    with pytest.raises(ValueError, match="Expected 'single' or 'cyclic' for data with pictures"):
+    with pytest.raises(ValueError, match="Expected 'single' or 'cyclic' for data with images"):
         train(config(None, direct(inputs.hf, conversations, dataloader_type="batch")))
 
 

@@ -213,7 +213,7 @@ def _contents(medium: Any, files: Mapping[str, Any], place: str) -> Any:
 def _chatml_record(sample: Any, place: str) -> dict[str, Any]:
     """A ChatML sample as a record of ours, with bytes beside the turns."""
     if getattr(sample, "audio", None) is not None:
-        raise DataError(place, "found audio, expected pictures and videos alone")
+        raise DataError(place, "found audio, expected only images and videos")
     payload = _decoded(sample.conversation, f"{place}: 'conversation'")
     payload = payload if isinstance(payload, dict) else {"conversation": payload}
     names = ("conversations", "messages", "conversation")

@@ -73,7 +73,7 @@ svg text {{ font-size: 11px; fill: var(--faint) }}
 svg .name {{ font-size: 12px; fill: var(--ink) }}
 </style></head><body>
 <h1>{title}</h1>
-<p>Tokens <span class="on">marked like this</span> are trained on. Point at a token for its id. The bar beside a
+<p>Tokens <span class="on">marked like this</span> are trained on. Point at a token for its id. The bar next to a
 turn has the colour of its role: {legend}.</p>
 """
 

@@ -53,13 +53,13 @@ def downloads_as_text(report: DownloadReport, manifest: Path) -> str:
     lines = [f"downloaded: {report.downloaded:,}; there before: {report.present:,}"]
     final = sum(failure.final for failure in report.failures)
     if report.failures:
-        lines.append(f"failed: {len(report.failures):,}, for good {final:,}; all of them: {manifest}")
+        lines.append(f"failed: {len(report.failures):,}, permanently {final:,}; all of them: {manifest}")
         lines += [f"  {failure.place}: {failure.problem}" for failure in report.failures[:MOST_ERRORS]]
     if report.unread:
         lines.append(f"samples that cannot be read: {len(report.unread):,}")
         lines += [f"  {problem}" for problem in report.unread[:MOST_ERRORS]]
     if final < len(report.failures):
-        lines.append("training stops at those that did not fail for good: run this again, or with --give-up")
+        lines.append("training stops at those that did not fail permanently: run this again, or with --give-up")
     return "\n".join(lines)
 
 

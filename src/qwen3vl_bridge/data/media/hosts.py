@@ -59,8 +59,8 @@ class Hosts:
         if self._missed.get(server, 0) >= MOST_DOWN:
             raise Unreachable(
                 place,
-                f"found {str(request.url)!r} out of reach: not asked for, because {MOST_DOWN} addresses of {server} in "
-                "a row were, expected a server that answers",
+                f"found {str(request.url)!r} not requested, because {MOST_DOWN} URLs of {server} in "
+                "a row failed, expected a server that responds",
             )
         try:
             response = self._client.send(request, stream=True)

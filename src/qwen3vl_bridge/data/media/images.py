@@ -129,7 +129,7 @@ def find(name: str, root: Path | MediaAccess, place: str) -> Media:
     if name.lower().startswith(("http://", "https://")):
         return access.downloaded(name, place)
     if "://" in name:
-        raise DataError(place, f"found the address {name[:80]!r}, expected the path of a file")
+        raise DataError(place, f"found the URL {name[:80]!r}, expected the path of a file")
     if not access.roots:
         raise DataError(place, f"found the path {name[:80]!r}, and no media_root that it is relative to")
     return _file(name, access.roots, place)
@@ -188,7 +188,7 @@ def _listed(paths: Iterable[Path]) -> str:
 def describe(media: Media) -> str:
     """Description for messages: the path, with the URL of a downloaded file, or the number of bytes."""
     if not isinstance(media, Path):
-        return f"a picture or video of {len(media):,} bytes"
+        return f"an image or video of {len(media):,} bytes"
     try:
         return f"{media} (downloaded from {address_file(media).read_text('utf-8')})"
     except (OSError, ValueError):
@@ -224,7 +224,7 @@ def image_size(image: Media, place: str) -> tuple[int, int]:
         try:
             sideways = _exif(opened).get(ExifTags.Base.Orientation) in _SIDEWAYS
         except Exception as error:  # for some formats it reads the whole file
-            raise DataError(place, f"{describe(image)} does not decode as a picture: {error}") from error
+            raise DataError(place, f"{describe(image)} does not decode as an image: {error}") from error
     return (width, height) if sideways else (height, width)
 
 
@@ -274,7 +274,7 @@ def load_image(image: Media, place: str) -> Image.Image:
         try:
             return ImageOps.exif_transpose(opened).convert("RGB")
         except Exception as error:  # each of Pillow's decoders has its own
-            raise DataError(place, f"{describe(image)} does not decode as a picture: {error}") from error
+            raise DataError(place, f"{describe(image)} does not decode as an image: {error}") from error
 
 
 def _opened(media: Media, place: str) -> Image.Image:
@@ -287,11 +287,11 @@ def _opened(media: Media, place: str) -> Image.Image:
             place, f"{describe(media)} is too large: {error}; expected at most {MOST_PIXELS:,} pixels"
         ) from error
     except Exception as error:  # each of Pillow's decoders has its own
-        raise DataError(place, f"{describe(media)} does not decode as a picture: {error}") from error
+        raise DataError(place, f"{describe(media)} does not decode as an image: {error}") from error
     try:
         if image.format == "EPS":
             raise DataError(
-                place, f"{describe(media)} is PostScript, a program that Ghostscript runs; expected a picture"
+                place, f"{describe(media)} is PostScript, a program that Ghostscript runs; expected an image"
             )
         if image.mode in ("I", "F") or image.mode.startswith("I;"):
             # Pillow would make all values above 255 white.

@@ -66,7 +66,7 @@ class UrlCache:
             DataError: it was tried, and given up.
             Unreachable: it was not downloaded, or not as the record says.
         """
-        path, found = self.path_of(address), f"found the address {shown(address)}"
+        path, found = self.path_of(address), f"found the URL {shown(address)}"
         is_there, is_recorded = path.is_file(), self.record is not None and digest_of(address) in self.record
         if is_there and not is_recorded:
             return path

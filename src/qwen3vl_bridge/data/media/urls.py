@@ -34,7 +34,7 @@ def check_prefix(prefix: str) -> None:
     if url is None or url.scheme not in _PORTS or not url.host or re.search(r"[@?#*\\\s]", prefix) or _climbs(url):
         raise ValueError(
             f"allowed_urls has {prefix!r}, expected a scheme and a host, and a path if need be, such as "
-            "'https://images.example.org/' or 'https://images.example.org/public/'; 'https://' allows every address "
+            "'https://images.example.org/' or 'https://images.example.org/public/'; 'https://' allows every URL "
             "of that scheme"
         )
 
@@ -53,12 +53,11 @@ def allowed_url(address: str, prefixes: Sequence[str], place: str) -> httpx.URL:
     """
     url = read_url(address)
     if url is None or not url.host:
-        raise DataError(place, f"found {shown(address)}, expected the address of a picture or a video")
+        raise DataError(place, f"found {shown(address)}, expected the URL of an image or a video")
     if url.userinfo or _climbs(url) or not any(_begins(url, one) for one in prefixes):
         raise Unreachable(
             place,
-            f"found the address {shown(address)}, expected one that begins with {' or '.join(prefixes)} "
-            "(--allowed-urls)",
+            f"found the URL {shown(address)}, expected one that begins with {' or '.join(prefixes)} (--allowed-urls)",
         )
     return url.copy_with(fragment=None)
 

@@ -132,7 +132,7 @@ def _opened(video: Media, place: str) -> Iterator[Any]:
         name = str(video) if isinstance(video, Path) else io.BytesIO(video)
         with av.open(name, container_options={"format_whitelist": _KINDS}) as container:
             if not container.streams.video:
-                raise DataError(place, f"{describe(video)} has no pictures, expected a video")
+                raise DataError(place, f"{describe(video)} has no video frames, expected a video")
             yield container
     except DataError:
         raise
@@ -147,7 +147,7 @@ def _frames_of(video: Media, place: str) -> tuple[int, int, float, Sequence[floa
     with _opened(video, place) as container:
         stream = container.streams.video[0]
         if stream.codec_context is None:
-            raise DataError(place, f"{name} has pictures of a kind that FFmpeg does not decode here")
+            raise DataError(place, f"{name} has frames in a format that FFmpeg does not decode here")
         check_pixels(stream.width, stream.height, name, place)
         rate = stream.average_rate or stream.guessed_rate
         first = next(container.decode(stream), None)

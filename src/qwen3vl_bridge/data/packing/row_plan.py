@@ -113,7 +113,7 @@ class RowPlan:
     def window(self, number: int) -> Window:
         """The window that contains a row."""
         if number < self._windows[0].first_row:
-            raise IndexError(f"row {number} lies before row {self._windows[0].first_row}, where this plan begins")
+            raise IndexError(f"row {number} is before row {self._windows[0].first_row}, where this plan begins")
         while self._windows[-1].first_row <= number:
             self._extend()
         return self._windows[bisect_right(self._windows, number, key=lambda window: window.first_row) - 1]

@@ -107,7 +107,7 @@ class MixedOrder(Order):
         before = [0, *accumulate(end - begin for begin, end in zip(begun, ended, strict=True))]
         found = []
         for drawn in self._merged_of(epoch, before)[start : start + count].tolist():
-            number = bisect_right(before, drawn) - 1  # of the data set; data sets with no samples in the epoch are skipped
+            number = bisect_right(before, drawn) - 1  # skips data sets without samples
             passed, place = divmod(begun[number] + drawn - before[number], self._lengths[number])
             found.append(self._firsts[number] + self._sets[number].numbers(passed, place, 1)[0])
         return found
@@ -117,8 +117,7 @@ class MixedOrder(Order):
         return [floor(epoch * number) for number in self._taken]
 
     def _merged_of(self, epoch: int, before: Sequence[int]) -> torch.Tensor:
-        """[samples] int32, or int64 from 2**31 on: the epoch's samples by their times, numbered data set by data set.
-        """
+        """[samples] int32, or int64 from 2**31 on: the epoch's samples by their times, numbered by data set."""
         if epoch not in self._merged:
             counts = [end - begin for begin, end in pairwise(before)]
             within = torch.full((before[-1],), 0.5, dtype=torch.float64)

@@ -44,7 +44,7 @@ Answers = Literal["all", "last"]
 _ANOTHER = "give the checkpoint another chat template, which reads 'reasoning_content' if it writes thinking"
 _WHOLE = f"mend the sample, leave it out with on_bad='drop', or {_ANOTHER}"
 _ITS_PROMPT = f"{_ANOTHER}, as released ones do"
-_EARLIER = f"train on the last answer alone with answers='last', leave this one out with \"loss\": false, or {_ANOTHER}"
+_EARLIER = f"train on only the last answer with answers='last', leave this one out with \"loss\": false, or {_ANOTHER}"
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ class Encoder:
         found += [tuple(one["video_grid_thw"][0].tolist()) for one in made]
         expected = [*seen.image_tokens, *(sampled.grid for sampled in seen.videos)]
         if found != expected:
-            raise DataError(place, f"pictures and videos became {found}, expected {expected} by their headers")
+            raise DataError(place, f"images and videos became {found}, expected {expected} according to their headers")
         names = ("pixel_values_videos", "video_grid_thw") if made else ()
         return images, {name: torch.cat([one[name] for one in made]) for name in names}
 
@@ -240,7 +240,7 @@ class Encoder:
             own = conversation.limits.get(number, PixelLimits())
             least = usual[0] if own.min_pixels is None else own.min_pixels
             most = usual[1] if own.max_pixels is None else own.max_pixels
-            where = f"{conversation.sample_id}: picture {number + 1}"
+            where = f"{conversation.sample_id}: image {number + 1}"
             if own.max_pixels is not None and most < token:
                 raise DataError(where, f"found 'max_pixels' {most}, expected at least {token}, the pixels of one token")
             if own != PixelLimits() and least > most:
@@ -248,7 +248,7 @@ class Encoder:
                 raise DataError(
                     where,
                     f"found at least {least} and at most {most} pixels, where '{given}_pixels' is its own and "
-                    f"'{other}_pixels' the processor's; expected both limits on the picture, or one that "
+                    f"'{other}_pixels' the processor's; expected both limits on the image, or one that "
                     "fits the processor's",
                 )
             found.append(PixelLimits(least, most))
@@ -271,7 +271,7 @@ class Encoder:
             if not turn.startswith(prompt):
                 raise DataError(where, _parting("the prompt to generate it", prompt, "it", turn, _ITS_PROMPT))
             if not text.startswith(turn):
-                raise DataError(where, _parting("it alone", turn, "it with what follows", text, _EARLIER))
+                raise DataError(where, _parting("it by itself", turn, "it with what follows", text, _EARLIER))
             # Templates render white space between turns, which the model does not have to generate.
             end = len(turn.rstrip())
             if not turn[len(prompt) : end].endswith(closing):
@@ -303,7 +303,7 @@ class Encoder:
             return self.processor.apply_chat_template(copies, tools=tools, **asked)
         except Exception as error:  # a template is a program, and runs on arbitrary records
             whole = len(messages) == len(conversation.messages)
-            part, remedy = ("it", _WHOLE) if whole else (f"its first {len(messages)} messages alone", _EARLIER)
+            part, remedy = ("it", _WHOLE) if whole else (f"its first {len(messages)} messages by themselves", _EARLIER)
             raise DataError(conversation.sample_id, f"the chat template refuses {part}: {error}; {remedy}") from error
 
     def _check_text(self, conversation: Conversation) -> None:
@@ -316,7 +316,7 @@ class Encoder:
             for token in (getattr(self.processor, name) for name in vision):
                 if any(token in words for words in texts):
                     place = f"{conversation.sample_id}: message {number}"
-                    raise DataError(place, f"found {token!r} in the text, which is reserved for pictures and videos")
+                    raise DataError(place, f"found {token!r} in the text, which is reserved for images and videos")
 
 
 def _refused(conversation: Conversation, error: Exception) -> DataError:

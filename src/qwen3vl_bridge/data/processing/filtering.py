@@ -105,7 +105,7 @@ class SampleFilter:
             measured = self._cut(measured.conversation, problem)
         if measured is None or self.most_patches is None or measured.size.patches <= self.most_patches:
             return measured
-        problem = f"{place}: found pictures of {measured.size.patches} patches, expected at most {self.most_patches}"
+        problem = f"{place}: found images of {measured.size.patches} patches, expected at most {self.most_patches}"
         if self.on_long == "error":
             raise DataError(f"{problem} (what a row holds; on_long='drop' leaves the sample out)")
         self._drop(problem)

@@ -133,8 +133,8 @@ class Turns:
         return DataError(
             where,
             f"the chat template renders {what} as {expected!r}, and not so in the whole conversation; expected a "
-            "template whose text around an answer does not depend on it: give the checkpoint's own, or train on the "
-            "last answer alone with answers='last'",
+            "template whose text around an answer does not depend on it: give the checkpoint's own, or train on only "
+            "the last answer with answers='last'",
         )
 
 

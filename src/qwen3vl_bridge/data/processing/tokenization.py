@@ -96,11 +96,11 @@ def tokenise(processor: Any, text: str, answers: Sequence[Span], seen: Seen, pla
     except UnicodeEncodeError as error:  # half a surrogate pair, which JSON can contain
         raise DataError(place, f"found text that is no Unicode ({error})") from error
     for kind, token, expected in (
-        ("pictures", processor.image_token, len(seen.image_tokens)),
+        ("images", processor.image_token, len(seen.image_tokens)),
         ("videos", processor.video_token, len(seen.videos)),
     ):
         if (found := text.count(token)) != expected:
-            raise DataError(place, f"the chat template made {found} places for {kind}, expected {expected}")
+            raise DataError(place, f"the chat template made {found} placeholders for {kind}, expected {expected}")
     text, answers, videos = _with_frames(processor, text, answers, seen.videos)
     ids, starts = ids_of(processor.tokenizer, text), torch.empty(0, dtype=torch.int64)
     if answers or videos:

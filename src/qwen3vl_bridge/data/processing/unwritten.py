@@ -38,10 +38,10 @@ _TAKEN_OUT = f"take it out of the record, or {_OTHER}"
 _SMALL: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]] | None, str]] = {
     "tools": ([_ASK, _ANSWER], [_tool(_MARKER)], f"leave them out (columns.ignore=[tools]), or {_OTHER}"),
     "a system prompt": ([_SYSTEM, _ASK, _ANSWER], None, _TAKEN_OUT),
-    "a system prompt behind the first message": (
+    "a system prompt after the first message": (
         [_ASK, _ANSWER, _SYSTEM, _ASK, _ANSWER],
         None,
-        f"join it to the first message's or to the question behind it, or {_OTHER}",
+        f"join it to the first message's or to the question after it, or {_OTHER}",
     ),
     "reasoning_content": ([_ASK, {**_ANSWER, "reasoning_content": _MARKER}], None, _TAKEN_OUT),
     "tool_calls": ([_ASK, _call(_MARKER)], [_tool("e")], _TAKEN_OUT),
@@ -94,7 +94,7 @@ def _parts(conversation: Conversation) -> Iterator[tuple[str, str]]:
     for number, message in enumerate(conversation.messages):
         where = f"{conversation.sample_id}: message {number + 1}"
         if message["role"] == "system" and _says(message["content"]):
-            yield "a system prompt behind the first message" if number else "a system prompt", where
+            yield "a system prompt after the first message" if number else "a system prompt", where
         if message["role"] == "tool" and _says(message["content"]):
             yield "a tool's answer", where
         if (message.get("reasoning_content") or "").strip():

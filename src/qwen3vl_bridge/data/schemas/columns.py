@@ -186,7 +186,7 @@ class Columns:
         if asked and turns:
             raise DataError(
                 place,
-                f"found {turns[0]!r} beside columns.{asked}, expected one of them: leave the other out "
+                f"found {turns[0]!r} in addition to columns.{asked}, expected one of them: leave the other out "
                 f"(columns.ignore=[{turns[0]}])",
             )
 
@@ -245,7 +245,7 @@ def one_schema(named: NamedSchema | None, columns: Columns | None) -> Schema | N
     columns.check()
     if named is not None:
         raise ValueError(
-            f"schema_adapter is {named.name!r}, whose columns have names of their own, and there is a schema "
+            f"schema_adapter is {named.name!r}, whose columns have fixed names, and there is a schema "
             f"{columns.name}; expected one of the two settings"
         )
     return columns

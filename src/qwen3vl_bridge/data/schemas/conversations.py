@@ -181,7 +181,7 @@ class _Media:
                 raise DataError(place, f"found {key!r} of one {kind}, expected {instead}")
         beside = ["sample_fps"] if frames else list(LIMITS) if kind == "image" else []
         if keys - set(beside):
-            needed = f", and {' and '.join(map(repr, beside))} where needed" if beside else " alone"
+            needed = f", and {' and '.join(map(repr, beside))} where needed" if beside else " only"
             raise DataError(place, f"found the keys {', '.join(map(str, part))}, expected 'type' and {kind!r}{needed}")
         if kind == "image" and keys:
             self.limits[len(self.images)] = _limits(part, place)

@@ -95,7 +95,7 @@ def check_unread(record: Mapping[str, Any], known: Collection[str], messages: li
         if not shown and _has_media_within(value):
             raise DataError(
                 place,
-                f"found {key!r}, within which something looks like pictures or videos and is not read, expected media "
+                f"found {key!r}, within which something looks like images or videos and is not read, expected media "
                 f"under {', '.join(map(repr, MEDIA_KEYS))}: write them there, or leave it out (columns.ignore=[{key}])",
             )
 
@@ -149,7 +149,7 @@ def unread_media(key: str, keys: Collection[str]) -> str:
     kind = _kind_named(key)
     column = re.sub(r"\d+$", "*", key)  # one of several numbered columns
     return (
-        f"found {key!r}, which looks like pictures or videos and is not read, expected media under "
+        f"found {key!r}, which looks like images or videos and is not read, expected media under "
         f"{', '.join(map(repr, MEDIA_KEYS))}; the keys are {', '.join(map(str, keys))}. Name the column "
         f"(columns.{kind}={column}, or another of these), or leave it out (columns.ignore=[{key}])"
     )
@@ -174,11 +174,11 @@ def local_path(name: Any, place: str) -> Any:
         address = urlsplit(name)
         path = unquote(address.path, errors="strict")
     except ValueError as error:
-        raise DataError(place, f"found the address {name[:80]!r}, expected file:///PATH ({error})") from error
+        raise DataError(place, f"found the URL {name[:80]!r}, expected file:///PATH ({error})") from error
     if address.netloc.lower() not in ("", "localhost"):
-        raise DataError(place, f"found the address {name[:80]!r}, a file of {address.netloc!r}, expected file:///PATH")
+        raise DataError(place, f"found the URL {name[:80]!r}, a file of {address.netloc!r}, expected file:///PATH")
     if address.query or address.fragment:
-        raise DataError(place, f"found the address {name[:80]!r}, expected '?' and '#' in a path as %3F and %23")
+        raise DataError(place, f"found the URL {name[:80]!r}, expected '?' and '#' in a path as %3F and %23")
     return path
 
 

@@ -56,13 +56,13 @@ def check_misplaced(
             raise DataError(place, f"found {key!r}, which is not read, expected {meant!r}: {named}{_remedy(key)}")
         if where := _place_of(str(key), value):
             raise DataError(
-                place, f"found {key!r} beside {spelling!r}, where it is not read, expected it {where}: {_remedy(key)}"
+                place, f"found {key!r} next to {spelling!r}, where it is not read, expected it {where}: {_remedy(key)}"
             )
     if record.get("objects") and any(_OBJECT.search(text) for message in messages for text in _texts(message)):
         raise DataError(
             place,
-            "found <ref-object> or <bbox> in a text and 'objects' beside it, which is not read, expected its words and "
-            "numbers in the text itself",
+            "found <ref-object> or <bbox> in a text and 'objects' next to it, which is not read, expected its words "
+            "and numbers in the text itself",
         )
 
 

@@ -8,8 +8,8 @@ text of a data set is the same here and there; spellings that need no name (`spe
 |---|---|---|---|
 | `cord_v2` | naver-clova-ix/cord-v2 | image, ground_truth | "Describe this image.", the receipt's fields |
 | `rdr` | quintend/rdr-items | image, text | "Describe this image.", the text |
-| `medpix` | mmoukouba/MedPix-VQA | image_id (the picture), question, answer | both |
-| `raven` | HuggingFaceM4/the_cauldron, raven | images, texts | all pictures, the first of the texts |
+| `medpix` | mmoukouba/MedPix-VQA | image_id (the image), question, answer | both |
+| `raven` | HuggingFaceM4/the_cauldron, raven | images, texts | all images, the first of the texts |
 | `llava_video_178k` | lmms-lab/LLaVA-Video-178K | video, conversations | all turns |
 | `squad` | rajpurkar/squad | context, question, answers | context and question, the first answer |
 | `gsm8k` | openai/gsm8k | question, answer | both |
@@ -128,7 +128,7 @@ def _check_cord_v2(record: dict[str, Any], place: str) -> None:
 
 
 def _check_raven(record: dict[str, Any], place: str) -> None:
-    for key, items in (("images", "pictures"), ("texts", "objects with 'user' and 'assistant'")):
+    for key, items in (("images", "images"), ("texts", "objects with 'user' and 'assistant'")):
         if not isinstance(record[key], list) or not record[key]:
             found = "an empty list" if record[key] == [] else type(record[key]).__name__
             raise DataError(place, f"found {found} under {key!r}, expected a list of {items}")

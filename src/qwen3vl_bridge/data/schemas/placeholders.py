@@ -143,14 +143,14 @@ def _check_named(kind: str, found: list[_Place | None], given: int, place: str) 
     """Refuse numbers of media that do not exist, media that no number names, and paths in addition to media."""
     if given and (path := next((one for one in found if one is not None and one.path), None)):
         raise DataError(
-            place, f"found {shown(path.spelling)} in a text, and {given} {kind}s beside it, expected one of them"
+            place, f"found {shown(path.spelling)} in a text, and {given} {kind}s next to it, expected one of them"
         )
     if (numbers := _numbers(found)) and given and numbers != set(range(1, given + 1)):
         words = ", ".join(map(str, sorted(numbers)))
         raise DataError(
             place,
-            f"found places for the {kind}s of the numbers {words}, expected each number from 1 to {given}, as many "
-            f"{kind}s as stand beside the messages; remove media that no placeholder refers to, or "
+            f"found placeholders for the {kind}s of the numbers {words}, expected each number from 1 to {given}, the "
+            f"number of {kind}s in the record; remove media that no placeholder refers to, or "
             f"write '<{kind}>' for the next",
         )
 
@@ -166,8 +166,8 @@ def _mismatch(
     spelling = shown(next((one.spelling for one in found if one is not None), f"<{kind}>"))
     words = f"{spelling} in a text, or a part without its own" if placeholders == "media" else "parts without their own"
     problem = (
-        f"found {len(found)} places for {kind}s ({words}), expected {given}, as many as stand beside the messages; the "
-        f"keys are {', '.join(map(str, keys))}"
+        f"found {len(found)} placeholders for {kind}s ({words}), expected {given}, the number of {kind}s in the "
+        f"record; the keys are {', '.join(map(str, keys))}"
     )
     if given:
         return problem

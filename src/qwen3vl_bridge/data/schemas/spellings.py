@@ -131,7 +131,7 @@ def _check_read(record: dict[str, Any], spelling: str, place: str) -> None:
             joined = f"write both into the question (columns.question='{{{key}}}\\n{{{spelling}}}'), or "
             raise DataError(
                 place,
-                f"found {key!r} beside {spelling!r}, with which it is not read, expected it beside "
+                f"found {key!r} next to {spelling!r}, with which it is not read, expected it next to "
                 f"{' or '.join(map(repr, by))}; {joined if key == 'input' and spelling in QUESTIONS else ''}"
                 f"leave it out (columns.ignore=[{key}])",
             )
@@ -230,7 +230,7 @@ def _from_turn(turn: Any, place: str) -> dict[str, Any]:
         return {**turn, "role": SPEAKERS.get(role, role) if isinstance(role, str) else role}
     if not isinstance(turn, dict) or not {"from", "value"} <= set(turn) or given - {"from", "value", *LOSS}:
         found = f"the keys {', '.join(map(str, turn))}" if isinstance(turn, dict) else shown(turn)
-        raise DataError(place, f"found {found}, expected an object with from and value alone, or role and content")
+        raise DataError(place, f"found {found}, expected an object with only from and value, or role and content")
     speaker, value = turn["from"], turn["value"]
     if not isinstance(speaker, str) or speaker not in SPEAKERS:
         raise DataError(place, f"found the speaker {shown(speaker)}, expected one of {', '.join(SPEAKERS)}")
@@ -282,10 +282,10 @@ def _address(part: dict[str, Any], name: str, place: str) -> str:
     url = inner.get("url") if isinstance(given, dict) else given
     detail = inner.get("detail", part.get("detail"))
     if not isinstance(url, str) or not set(part) <= {"type", name, "detail"} or not set(inner) <= {"url", "detail"}:
-        raise DataError(place, f"found {shown(part)}, expected an address as {name!r}, or as 'url' in it")
+        raise DataError(place, f"found {shown(part)}, expected a URL as {name!r}, or as 'url' in it")
     if detail not in _DETAILS:
         raise DataError(
-            place, f"found the detail {shown(detail)}, expected 'auto' or 'high': pictures are seen by dataset.vision"
+            place, f"found the detail {shown(detail)}, expected 'auto' or 'high': image sizes are set by dataset.vision"
         )
     return url
 

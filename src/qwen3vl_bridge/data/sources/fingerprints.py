@@ -37,7 +37,7 @@ def check_position(found: Mapping[str, Any], expected: Mapping[str, Any]) -> Non
             f"dataset.stream_parts={then}"
         )
     if differ := differences(found, expected):
-        raise ValueError(f"the position belongs to other data than this: found {differ}")
+        raise ValueError(f"the checkpoint's position belongs to other data: found {differ}")
 
 
 def check_alike(found: Sequence[Any], what: str) -> None:

@@ -206,7 +206,7 @@ def load_named(name: str, split: str | None = None, **how: Any) -> tuple[Any, st
     """
     found = HubName.of(name)
     if split and found.split not in (None, split):
-        raise DataError(name, f"found the split {split!r} beside it, expected one split")
+        raise DataError(name, f"found the split {split!r} in addition, expected one split")
     found = replace(found, split=found.split or split)
     place = f"{HUB}{replace(found, split=None)}"
     datasets = library("datasets", place)

@@ -225,7 +225,7 @@ class StreamedDataset:
         if number not in self._kept:
             self._read_to(*_epoch_and_place(number))
             if number not in self._kept:
-                raise IndexError(f"{self.sample_id(number)} lies behind the end of the epoch")
+                raise IndexError(f"{self.sample_id(number)} is after the end of the epoch")
         table, row = self._kept[number]
         place = self.sample_id(number)
         columns = columns_of(table.schema, place, self._schema)

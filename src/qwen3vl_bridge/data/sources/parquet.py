@@ -145,7 +145,7 @@ def _parquet_metadata(file: Path) -> Any:
     try:
         return library("pyarrow.parquet", str(file)).read_metadata(file)
     except (OSError, library("pyarrow", str(file)).ArrowException) as error:
-        raise DataError(str(file), f"found no whole Parquet file ({error})") from error
+        raise DataError(str(file), f"found no complete Parquet file ({error})") from error
 
 
 @contextmanager

@@ -23,7 +23,7 @@ _SHARED: Mapping[str, Row] = {
     **only("transformers computes no scaled rotary embedding of this family", rope_parameters=None),
     "mtp_num_layers": Row("mtp_num_layers", any_of(None, 1), "multi-token prediction is one layer"),
     **only(
-        "the output layer and the decoder learn from multi-token prediction, which is one layer of its own",
+        "the output layer and the decoder learn from multi-token prediction, which is one separate layer",
         mtp_detach_heads=False,
         mtp_use_repeated_layer=False,
     ),
@@ -66,7 +66,7 @@ RULES: tuple[Rule, ...] = (
     Row(
         "variable_seq_lengths",
         True,
-        "next tokens go to the last pipeline stage beside hidden states, for multi-token prediction; or set "
+        "next tokens go to the last pipeline stage together with hidden states, for multi-token prediction; or set "
         "mtp_loss_scaling_factor=0",
         _STAGES_WITH_MTP,
     ),

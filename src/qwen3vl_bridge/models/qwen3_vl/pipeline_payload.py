@@ -41,7 +41,7 @@ def check_features(stage: Stage, inputs: ModelInputs, config: TransformerConfig)
     if features and not config.variable_seq_lengths:
         raise ValueError(
             f"variable_seq_lengths is False and {features} DeepStack features go to the next pipeline stage, expected "
-            "True, or more layers in this stage: the size of what stages send each other depends on a row's pictures"
+            "True, or more layers in this stage: the size of what stages send each other depends on a row's images"
         )
 
 

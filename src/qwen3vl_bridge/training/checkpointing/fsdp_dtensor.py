@@ -73,8 +73,7 @@ def _padded_otherwise(
 
 
 def _load_rows(folder: Path, key: str, part: Tensor, whole: Tensor) -> None:
-    """Fill a part of a tensor from one with more or fewer rows; missing rows belong to no token, and are set to zero.
-    """
+    """Fill a part of a tensor from one with more or fewer rows; missing rows belong to no token, and are zeroed."""
     dcp.load({key: whole}, checkpoint_id=folder, no_dist=True)
     first = 0
     if isinstance(part, DTensor):

@@ -129,11 +129,13 @@ def _check_values(cfg: ConfigContainer, towers: Qwen3VLTowers, frozen: set[Part]
         if steps < 0:
             raise ValueError(f"{name} is {steps}, expected 0 or more")
         if steps and part in frozen:
-            raise ValueError(f"{name} is {steps}, expected 0 with model.freeze_{part.value}, which freezes it for good")
+            raise ValueError(
+                f"{name} is {steps}, expected 0 with model.freeze_{part.value}, which freezes it permanently"
+            )
         if steps and train_iters is not None and steps >= train_iters:
             raise ValueError(
                 f"{name} is {steps}, expected fewer than train.train_iters, {train_iters}; model.freeze_{part.value} "
-                "freezes a part for good"
+                "freezes a part permanently"
             )
     if towers.frozen_updates():
         _check_optimizer(cfg)

@@ -110,7 +110,7 @@ SIZES: tuple[Rule, ...] = (
         APART,
         *(Row(name, at_least(1)) for name in ("dist_train.vision_world_size", _RANKS, _VISION)),
         Row("dist_train.vision_pipeline_model_parallel_size", 1, "the tower is one stage"),
-        Row("dist_train.vision_context_parallel_size", 1, "data-parallel ranks of the tower share the pictures"),
+        Row("dist_train.vision_context_parallel_size", 1, "data-parallel ranks of the tower divide the images"),
         Row("dist_train.vision_expert_tensor_parallel_size", 1, "the tower has no experts"),
         Row("dist_train.vision_expert_model_parallel_size", 1, "the tower has no experts"),
         *(Row(name, multiple_of(_VISION)) for name in (*VISION_WIDTHS, "dist_train.vision_world_size")),
@@ -136,7 +136,7 @@ RULES: tuple[Rule, ...] = (
         APART,
         Row(_CONTEXT, 1, "megatron-core's communicator between modules does not support context parallelism"),
         Row(f"virtual_{_STAGES}", None, "the schedule of two modules is not interleaved"),
-        Row("variable_seq_lengths", True, "the size of what the modules send each other depends on a row's pictures"),
+        Row("variable_seq_lengths", True, "the size of what the modules send each other depends on a row's images"),
         Row("fp16", False, "each module would scale its loss and skip steps independently"),
         Row(
             "calculate_per_token_loss",

@@ -177,7 +177,7 @@ def _check_taps(provider: VisionLanguageFields) -> None:
         raise ValueError(
             f"variable_seq_lengths is False and the first pipeline stage has {layers} layers, expected True, or at "
             f"least {taps} layers: DeepStack features are added after the first {taps}, and the size of what stages "
-            "send each other depends on a row's pictures"
+            "send each other depends on a row's images"
         )
 
 
