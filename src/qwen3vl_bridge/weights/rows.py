@@ -1,7 +1,7 @@
-"""Kinds of rows of the weight table: how a Megatron parameter and its Hugging Face tensors relate.
+"""Kinds of rows of the weight table: the relation between a Megatron parameter and its Hugging Face tensors.
 
-What lives here: the kinds, and what can be asked of any rows. Standard library only. What may not: names of
-parameters (`models/*/table.py`), tensors, files, process groups.
+What lives here: the kinds, and functions of any rows. Standard library only. What may not: names of parameters
+(`models/*/table.py`), tensors, files, process groups.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ Shape = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class Row:
-    """One Megatron parameter and the Hugging Face tensors it is made of.
+    """One Megatron parameter and its Hugging Face tensors.
 
     Attributes:
-        megatron: Megatron parameter name, Transformer Engine spelling.
-        hf: names of its Hugging Face tensors, in the order Megatron's parameter has them.
+        megatron: Megatron parameter name, with Transformer Engine's layer spec.
+        hf: names of its Hugging Face tensors, in the order of Megatron's parameter.
         shapes: shape of each Hugging Face tensor; a string names a size of `Dimensions`.
         indices: what each `*` counts, entries of `Dimensions.indices`. A Hugging Face name may have fewer of them.
         condition: key of `dimensions` that must be true for the row to exist, or None.
         replicated: the parameter is a plain torch one, whole on every tensor-parallel rank.
-        position: the numbers that stand for the `*`, in an expanded row.
-        pattern: the Megatron parameter name as the table has it, in an expanded row.
+        position: the numbers that replace the `*`, in an expanded row.
+        pattern: the Megatron parameter name as in the table, in an expanded row.
     """
 
     megatron: str
@@ -42,7 +42,7 @@ class Row:
 
     @property
     def stored(self) -> tuple[str, ...]:
-        """Names of the tensors an fsdp_dtensor checkpoint keeps the parameter in, parts of it along dimension 0."""
+        """Names of the tensors as which an fsdp_dtensor checkpoint stores the parameter, in parts of dimension 0."""
         return (self.megatron,)
 
     @property
@@ -52,7 +52,7 @@ class Row:
 
     @property
     def expert(self) -> int:
-        """Which expert an expanded row is, of those with experts."""
+        """Index of an expanded row's expert, for rows of experts."""
         return self.position[self.indices.index("experts")]
 
     def at(self, *numbers: int) -> Row:
@@ -61,7 +61,7 @@ class Row:
         return replace(self, megatron=_fill(self.megatron, numbers), hf=hf, position=numbers, pattern=self.megatron)
 
     def numbers(self, dimensions: Dimensions) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the Hugging Face tensors as numbers; of a packed tensor, the row's expert's part of it."""
+        """Shapes of the Hugging Face tensors as numbers; for a packed tensor, those of the row's expert."""
         return tuple(tuple(dimensions[d] if isinstance(d, str) else d for d in shape) for shape in self.shapes)
 
 
@@ -85,7 +85,7 @@ class GatedQKV(Row):
 
 
 class ZeroCentered(Row):
-    """One tensor; Megatron's is less by one, as its norms multiply by 1 + weight.
+    """One tensor; Megatron's is less by one, because its norms multiply by 1 + weight.
 
     In bfloat16 that is exact for weights in [0.5, 256), in float32 within one rounding.
     """
@@ -93,7 +93,7 @@ class ZeroCentered(Row):
 
 @dataclass(frozen=True)
 class Sectioned(Row):
-    """Tensors that Megatron stacks; a checkpoint of either format keeps the sections of the stack apart.
+    """Tensors that Megatron concatenates; a checkpoint of either format stores the sections separately.
 
     Attributes:
         sections: the name of each, and its size along dimension 0, an entry of `Dimensions`.
@@ -108,21 +108,22 @@ class Sectioned(Row):
 
 
 class GatedMLP(Row):
-    """Two tensors gate, up; Megatron stacks them [gate; up]. An fsdp_dtensor checkpoint stores them apart."""
+    """Two tensors gate, up; Megatron concatenates them [gate; up]. fsdp_dtensor checkpoints store them separately."""
 
     @property
     def stored(self) -> tuple[str, ...]:
-        """As `gate_and_up` names them."""
+        """See `gate_and_up`."""
         return gate_and_up(self.megatron)
 
 
 @dataclass(frozen=True)
 class PackedExpert(Row):
-    """One expert of a tensor that holds all experts of a layer, [experts, ...].
+    """One expert of a tensor that has all experts of a layer, [experts, ...].
 
     Attributes:
-        transposed: the tensor is input-major, [experts, in, out], against Megatron's [out, in].
-        gated: it is the gate above the up projection; stored apart in an fsdp_dtensor checkpoint, as `GatedMLP` is.
+        transposed: the tensor is input-major, [experts, in, out], unlike Megatron's [out, in].
+        gated: it is the gate and the up projection, concatenated; stored separately in an fsdp_dtensor checkpoint, like
+            `GatedMLP`.
     """
 
     transposed: bool = False
@@ -130,13 +131,13 @@ class PackedExpert(Row):
 
     @property
     def stored(self) -> tuple[str, ...]:
-        """As of a GatedMLP where it is one."""
+        """As for a GatedMLP if it is one."""
         return gate_and_up(self.megatron) if self.gated else (self.megatron,)
 
 
 @dataclass(frozen=True)
 class ExpertInput(Row):
-    """One expert's rows of a matrix of all experts of a layer, [experts * rows, in]: one expert after the other."""
+    """One expert's rows of a matrix of all experts of a layer, [experts * rows, in]: expert by expert."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ class ExpertOutput(Row):
     The first column of every expert comes first, then the second of every expert, and so on.
 
     Attributes:
-        gated: it is the gate above the up projection.
+        gated: it is the gate and the up projection, concatenated.
         whole: these are one tensor in an fsdp_dtensor checkpoint, where those of a `GatedMLP` are two.
     """
 
@@ -155,19 +156,19 @@ class ExpertOutput(Row):
 
     @property
     def stored(self) -> tuple[str, ...]:
-        """As of a GatedMLP where it is one."""
+        """As for a GatedMLP if it is one."""
         return gate_and_up(self.megatron) if self.gated and not self.whole else (self.megatron,)
 
 
 def stored_rows(row: Row, rows: int, dimensions: Dimensions) -> tuple[int, ...]:
-    """How many of a parameter's rows each of `Row.stored` has: its section's, or as many as the others."""
+    """Number of a parameter's rows in each of `Row.stored`: its section's, or equal parts."""
     if isinstance(row, Sectioned):
         return tuple(dimensions[size] for _, size in row.sections)
     return (rows // len(row.stored),) * len(row.stored)
 
 
 def gate_and_up(megatron: str) -> tuple[str, str]:
-    """What an fsdp_dtensor checkpoint calls a stacked parameter's gate and its up projection."""
+    """Names of a concatenated parameter's gate and up projection in an fsdp_dtensor checkpoint."""
     return f"{megatron}_w", f"{megatron}_v"
 
 
@@ -190,7 +191,7 @@ def hf_shapes(row: Row, dimensions: Dimensions) -> tuple[tuple[int, ...], ...]:
 
 
 def expand(rows: tuple[Row, ...], dimensions: Dimensions) -> Iterator[Row]:
-    """The rows a model of these dimensions really has, one per Megatron parameter, no `*` left.
+    """The rows of a model of these dimensions, one per Megatron parameter, without any `*`.
 
     Args:
         rows: rows of the table, with `*`.

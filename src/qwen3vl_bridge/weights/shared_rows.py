@@ -1,6 +1,6 @@
 """Rows of the weight tables that families share: the vision tower's, a text layer's MLP, the experts of a layer.
 
-What lives here: names, shapes (as symbols) and how the two sides relate, as in a family's `table.py`. Data only,
+What lives here: names, shapes (as symbols) and the relation between both sides, as in a family's `table.py`. Data only,
 standard library only. What may not: rows of one family, tensors, files.
 """
 
@@ -69,8 +69,8 @@ def dense_mlp_rows(megatron: str, hf: str, *indices: str) -> tuple[Row, ...]:
     """Rows of an MLP and the norm before it.
 
     Args:
-        megatron, hf: names of the layer it is in, with a `*` for each index and a point at the end.
-        indices: which layers there are, an entry of `Dimensions.indices`; none where the names are of one layer.
+        megatron, hf: names of the layer that contains it, with a `*` for each index and a point at the end.
+        indices: which layers there are, an entry of `Dimensions.indices`; none if the names are of one layer.
     """
     return (
         Copy(
@@ -90,10 +90,10 @@ def dense_mlp_rows(megatron: str, hf: str, *indices: str) -> tuple[Row, ...]:
 
 
 def moe_rows(megatron: str, hf: str, *indices: str, experts: ExpertLayout) -> tuple[Row, ...]:
-    """Rows of a router, its experts, and the norm before them; arguments as of `dense_mlp_rows`.
+    """Rows of a router, its experts, and the norm before them; arguments as for `dense_mlp_rows`.
 
     Args:
-        experts: how the checkpoint holds them.
+        experts: format of the checkpoint's experts.
     """
     return (
         Copy(f"{megatron}pre_mlp_layernorm.weight", (f"{hf}post_attention_layernorm.weight",), (("hidden",),), indices),

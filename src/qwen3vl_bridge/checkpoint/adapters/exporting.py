@@ -1,6 +1,6 @@
 """Exports a run's adapters as a folder that `peft.PeftModel.from_pretrained` and vLLM can load.
 
-What lives here: what is read and what is made of it. What may not: how anything is done.
+What lives here: the inputs and outputs of this command. What may not: the steps themselves (`engine`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from qwen3vl_bridge.files.json_files import write_object
 from qwen3vl_bridge.files.paths import place
 from qwen3vl_bridge.weights.adapter_rows import Scaled, adapter_config, hf_targets, input_names
 
-# As `peft` names them.
+# With the names of `peft`.
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
@@ -39,15 +39,15 @@ def export_adapters(
 
     Args:
         megatron_path: the run's folder, or an iteration's.
-        hf_path: the folder of adapters, to be made.
-        base_model: folder or hub id of the model that they are of; None for what the run says.
+        hf_path: the folder of adapters, to be created.
+        base_model: folder or hub id of their base model; None for the one that the run names.
         torch_dtype: "float32", "float16" or "bfloat16" to cast them; None to keep their dtypes.
-        iteration: which iteration; None for the latest.
+        iteration: the iteration; None for the latest.
         trust_remote_code: whether that model may contain code. It is never run here.
         options: overwrite, resume, verify and more, see `ConversionOptions`.
 
     Returns:
-        What was done.
+        A report of the conversion.
 
     Raises:
         CheckpointError: the source, the target or an option is invalid. The target is unchanged.
@@ -70,7 +70,7 @@ def export_adapters(
 
 
 class _AdapterOutput:
-    """A folder of adapters to be."""
+    """The output folder of adapters."""
 
     inner = "."
 
@@ -91,7 +91,7 @@ class _AdapterOutput:
 
 
 def _shared_inputs(stored: StoredAdapters, plan: Plan) -> Iterator[Task]:
-    """A layer that is several in Hugging Face has one `linear_in`, which is the `lora_A` of each of them."""
+    """A layer that is several in Hugging Face has one `linear_in`, which is equal to the `lora_A` of each of them."""
     tasks = {task.target.name: task for task in plan.tasks}
     for layer in stored.layers():
         first, *others = input_names(layer)

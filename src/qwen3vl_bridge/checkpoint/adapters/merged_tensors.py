@@ -24,14 +24,14 @@ _BLOCK = 1 << 22
 
 
 class JoinedTensors:
-    """Sources whose tensors go by prefixed names.
+    """Sources whose tensors have prefixed names.
 
     Attributes:
         specs: all tensors by prefixed name.
     """
 
     def __init__(self, sources: Mapping[str, TensorSource]) -> None:
-        """Join them.
+        """Join sources.
 
         Args:
             sources: by a prefix, such as "base/".
@@ -43,21 +43,21 @@ class JoinedTensors:
 
     @property
     def files(self) -> list[Path]:
-        """The files they lie in."""
+        """The files that contain the tensors."""
         return [path for source in self._sources.values() for path in source.files]
 
     def drop(self, name: str) -> None:
-        """Forget a tensor."""
+        """Remove a tensor from the source."""
         self.specs = {key: spec for key, spec in self.specs.items() if key != name}
 
     def check(self, names: Iterable[str]) -> None:
-        """As of any source."""
+        """See `TensorSource`."""
         for name in names:
             source, inner = self._find(name)
             source.check([inner])
 
     def extents(self, wanted: Slice) -> Iterator[Extent]:
-        """As of any source."""
+        """See `TensorSource`."""
         source, inner = self._find(wanted.source)
         return source.extents(wanted._replace(source=inner))
 
@@ -86,12 +86,12 @@ class Merge:
     """A weight and its adapter, to be read from joined sources.
 
     Attributes:
-        weight: [out, in]; its target is what the merged weight is to be.
+        weight: [out, in]; its target is the merged weight.
         a: [dim, in].
-        b: [out, dim], its rows perhaps in several.
+        b: [out, dim], possibly in several tensors of rows.
         magnitude: [out] of DoRA, or None.
         scale: alpha / dim.
-        transposed: the weight is [in, out]; without a magnitude.
+        transposed: the weight is [in, out]; only without a magnitude.
     """
 
     weight: Task
@@ -103,12 +103,12 @@ class Merge:
 
     @property
     def name(self) -> str:
-        """What the merged weight is called as a source. Another scale gives another name, and so another plan."""
+        """Name of the merged weight as a source. Another scale gives another name, and so another plan."""
         return f"{self.weight.target.name}, merged with {self.scale!r}"
 
 
 class MergedTensors:
-    """Joined sources, and merged weights under names of their own.
+    """Joined sources, and merged weights under separate names.
 
     A merged weight is computed when it is read, and stored in an unnamed file until the next one is read. So only one
     weight is ever stored; reading two of them alternately computes them repeatedly.
@@ -121,26 +121,26 @@ class MergedTensors:
         self._joined, self._merges = joined, {merge.name: merge for merge in merges}
         merged = {name: replace(merge.weight.target, name=name) for name, merge in self._merges.items()}
         self.specs: Mapping[str, TensorSpec] = {**joined.specs, **merged}
-        # A reader of its own: the one who asks is in the middle of filling a buffer.
+        # A separate reader: the calling one is in the middle of filling a buffer.
         self._reader = SegmentReader(joined)
-        # One file for all: readers keep what they open by its path, which a second file might get again.
+        # One file for all: readers cache open files by path, which a second file might get again.
         self._file, self._latest = tempfile.TemporaryFile(), ""  # noqa: SIM115
 
     @property
     def files(self) -> list[Path]:
-        """The files they lie in."""
+        """The files that contain the tensors."""
         return self._joined.files
 
     def drop(self, name: str) -> None:
-        """Forget a tensor."""
+        """Remove a tensor from the source."""
         self.specs = {key: spec for key, spec in self.specs.items() if key != name}
 
     def check(self, names: Iterable[str]) -> None:
-        """As of any source."""
+        """See `TensorSource`."""
         self._joined.check(name for name in names if name not in self._merges)
 
     def extents(self, wanted: Slice) -> Iterator[Extent]:
-        """As of any source."""
+        """See `TensorSource`."""
         if wanted.source not in self._merges:
             yield from self._joined.extents(wanted)
             return
@@ -174,7 +174,7 @@ class MergedTensors:
         self._file.flush()
 
     def _floats(self, segments: Iterable[Segment], whole: Task | None = None) -> Tensor:
-        """Elements in float32; in the shape of a task that they are all of."""
+        """Elements in float32; in the shape of the task that they form."""
         data = bytearray()
         for block in self._reader.blocks(segments, "float32"):
             data += block

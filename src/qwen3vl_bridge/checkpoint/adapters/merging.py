@@ -1,7 +1,7 @@
 """Merges a run's adapters into their base model, and writes a Hugging Face model.
 
-What lives here: what is read and what is made of it. What may not: arithmetic (`merged_tensors.py`), how anything is
-done.
+What lives here: the inputs and outputs of this command. What may not: arithmetic (`merged_tensors.py`), the steps
+themselves (`engine`).
 """
 
 from __future__ import annotations
@@ -50,25 +50,25 @@ def merge_adapters(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     **options: Unpack[ConversionOptions],
 ) -> ConversionReport:
-    """Write a whole Hugging Face model: the one that adapters are of, with these merged in.
+    """Write a whole Hugging Face model: the base model, with the adapters merged in.
 
-    What the run has trained of the model's own weights is in it too.
+    Weights of the model that the run has trained are included.
 
     Args:
         megatron_path: the run's folder, or an iteration's.
         hf_path: the model's folder, to be created.
-        base_model: folder or hub id of a Hugging Face model, or a Megatron checkpoint: the weights that the run began
-            with. None for those it names itself.
-        torch_dtype: "float32", "float16" or "bfloat16" to cast the weights; None for what those of `base_model` are.
-        iteration: which iteration; None for the latest.
+        base_model: folder or hub id of a Hugging Face model, or a Megatron checkpoint: the run's initial weights. None
+            for those that it names itself.
+        torch_dtype: "float32", "float16" or "bfloat16" to cast the weights; None for the dtypes of `base_model`.
+        iteration: the iteration; None for the latest.
         drop_vocab_padding: whether to drop rows beyond the vocabulary that are not zero, as after training with a
             padded vocabulary; otherwise they are an error.
-        trust_remote_code: whether `base_model` may bring code. It is never run here.
-        max_shard_bytes: how large a file of weights may be.
+        trust_remote_code: whether `base_model` may contain code. It is never run here.
+        max_shard_bytes: maximum size of a weight file.
         options: overwrite, resume, verify and more, see `ConversionOptions`.
 
     Returns:
-        What was done.
+        A report of the conversion.
 
     Raises:
         CheckpointError: the source, the target or an option is invalid. The target is unchanged.
@@ -116,7 +116,7 @@ def _open_base(run: StoredAdapters, base_model: str | Path | None, *, trust_remo
 
 
 def _padding(run: StoredAdapters, base: StoredModel, *, drop: bool) -> list[str]:
-    """What is to be said of rows beyond the vocabulary, wherever the rows that are kept come from."""
+    """Notes on rows beyond the vocabulary, for all sources of the kept rows."""
     rows, names, notes = base.rows, run.trained if run.own else set(), []
     for part, layout, source, where in (
         ([row for row in rows if row.megatron not in names], base.layout, base.tensors, base.folder),
@@ -128,7 +128,7 @@ def _padding(run: StoredAdapters, base: StoredModel, *, drop: bool) -> list[str]
 
 
 def _plan(run: StoredAdapters, base: StoredModel, dtype: str | None) -> tuple[Plan, TensorSource]:
-    """Every tensor of the model: of the base, trained by the run, or merged of a weight and its adapter."""
+    """Every tensor of the model: from the base, trained by the run, or merged from a weight and its adapter."""
     target, rows = HuggingFace(base.config.dimensions), base.rows
     plan = make_plan(rows, base.layout, target, base.tensors.specs, where=str(base.folder), dtype=dtype)
     tasks = {task.target.name: prefixed(task, _BASE) for task in plan.tasks}
@@ -138,7 +138,7 @@ def _plan(run: StoredAdapters, base: StoredModel, dtype: str | None) -> tuple[Pl
         for task in make_plan(trained, run.layout(trained), target, own, where=str(run.folder)).tasks:
             cast = replace(task.target, dtype=tasks[task.target.name].target.dtype)
             tasks[cast.name] = prefixed(replace(task, target=cast), _RUN)
-    merges: dict[str, list[Merge]] = defaultdict(list)  # of a tensor, one after the other
+    merges: dict[str, list[Merge]] = defaultdict(list)  # by tensor, in order
     for name, merge in _merges(run, linear_rows(rows), tasks):
         merges[name].append(merge)
     for name, parts in merges.items():
@@ -150,7 +150,7 @@ def _plan(run: StoredAdapters, base: StoredModel, dtype: str | None) -> tuple[Pl
 
 
 def _merges(run: StoredAdapters, weights: Iterator[Row], tasks: dict[str, Task]) -> Iterator[tuple[str, Merge]]:
-    """Weights and their adapters, every one of these used.
+    """Weights and their adapters; every adapter is used.
 
     Args:
         run: that trained them.
@@ -158,12 +158,12 @@ def _merges(run: StoredAdapters, weights: Iterator[Row], tasks: dict[str, Task])
         tasks: its tensors.
 
     Yields:
-        The tensor that a weight is of, and the merge.
+        The tensor that contains a weight, and the merge.
 
     Raises:
         AssertionError: an adapter is not used.
     """
-    each = ExpertLayout.PER_EXPERT  # which says of each row of an adapter whose it is
+    each = ExpertLayout.PER_EXPERT  # in which each row of an adapter belongs to one expert
     adapters = {task.target.name: prefixed(task, _RUN) for task in run.plan(experts=each).tasks}
     used: set[str] = set()
     settings = run.settings
@@ -186,7 +186,7 @@ def _merges(run: StoredAdapters, weights: Iterator[Row], tasks: dict[str, Task])
 
 
 def _expert(packed: Task, row: PackedExpert) -> Task:
-    """One expert of a tensor that holds all of a layer."""
+    """One expert of a tensor that contains all of a layer."""
     shape = packed.target.shape[1:]
     target = replace(packed.target, name=f"{packed.target.name}[{row.expert}]", shape=shape)
     return Task(target, Segments(packed.segments.cut(row.expert * target.numel, target.numel)))

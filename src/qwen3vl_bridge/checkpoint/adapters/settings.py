@@ -16,15 +16,15 @@ from qwen3vl_bridge.weights.adapter_rows import AdapterSettings
 from qwen3vl_bridge.weights.model_parts import Part
 
 _METHODS = {"qwen3vl_bridge.peft.Qwen3VLLoRA": False, "qwen3vl_bridge.peft.Qwen3VLDoRA": True}
-# Megatron-Bridge's own, which adapt all parts, and experts where they are not DoRA.
+# Megatron-Bridge's own, which adapt all parts, and experts unless they are DoRA.
 _BRIDGES = {
     "megatron.bridge.peft.lora.LoRA": False,
     "megatron.bridge.peft.lora.VLMLoRA": False,
     "megatron.bridge.peft.dora.DoRA": True,
 }
-# Fields that runs of earlier versions do not name, and what they had.
+# Fields that are missing in runs of earlier versions, with their values then.
 _LATER = {"adapt_experts": False}
-# What may be another in a run that is resumed: it changes neither which tensors there are nor what they mean.
+# Fields that may change in a resumed run: they affect neither which tensors there are nor their meaning.
 _FREE = (
     *("dropout", "dropout_position", "lora_A_init_method", "lora_B_init_method"),
     *("sequence_parallel_input_regather", "a2a_experimental"),
@@ -32,7 +32,7 @@ _FREE = (
 
 
 class PeftConfig(Protocol):
-    """A configuration of adapters, as a run has it."""
+    """A run's adapter configuration."""
 
     def to_cfg_dict(self) -> dict[str, Any]:
         """Its fields, and its class as `_target_`."""
@@ -40,14 +40,14 @@ class PeftConfig(Protocol):
 
 
 def adapter_settings(config: dict[str, Any], where: Path) -> AdapterSettings:
-    """Which adapters a run has.
+    """The adapters of a run.
 
     Args:
         config: from `read_run_config`.
         where: its folder, for errors.
 
     Raises:
-        CheckpointError: it has none, or of a kind whose tensors this package does not know.
+        CheckpointError: it has none, or of a kind whose tensors this package does not support.
     """
     found = config.get("peft")
     if not isinstance(found, dict):
@@ -85,10 +85,10 @@ def _texts(value: Any) -> tuple[str, ...]:
 
 
 def refuse_adapters_alone(folder: Path) -> None:
-    """Refuse a checkpoint of adapters where a complete model is wanted.
+    """Refuse a checkpoint that contains only adapters where a complete model is required.
 
     Raises:
-        CheckpointError: it is one.
+        CheckpointError: it contains only adapters.
     """
     if (folder / RUN_CONFIG).is_file() and read_run_config(folder).get("peft") is not None:
         raise CheckpointError(
@@ -98,14 +98,14 @@ def refuse_adapters_alone(folder: Path) -> None:
 
 
 def check_same_adapters(folder: Path, peft: PeftConfig | None) -> None:
-    """Check that a run has the adapters that a checkpoint holds.
+    """Check that a run has the adapters of a checkpoint.
 
     Args:
         folder: the checkpoint's.
-        peft: the run's; None where it has no adapters.
+        peft: the run's; None without adapters.
 
     Raises:
-        CheckpointError: it has others; what differs is listed.
+        CheckpointError: they differ; the differences are listed.
     """
     theirs = read_run_config(folder).get("peft") or {}
     theirs = theirs and _LATER | theirs

@@ -1,6 +1,6 @@
 """The adapters that a run has saved: folder, settings, tensors and the base model.
 
-What lives here: opening a run's checkpoint of either format, and what is in it. What may not: what is made of it
+What lives here: opening a run's checkpoint of either format, and its contents. What may not: conversions
 (`exporting.py`, `merging.py`).
 """
 
@@ -44,7 +44,7 @@ _NAMED = frozenset({*NAMED_IF_MIXED, "vision_layers", "deepstack_taps"})
 
 @dataclass(frozen=True)
 class StoredAdapters:
-    """What a run that trains adapters has saved.
+    """The saved contents of a run that trains adapters.
 
     Attributes:
         folder: the iteration's.
@@ -52,8 +52,8 @@ class StoredAdapters:
         config: the model's configuration.
         settings: of the adapters.
         tensors: adapters, and the model's own weights that were trained, by Megatron parameter name.
-        base: name or folder of the weights that the run began with; empty where it does not say.
-        hf_model: name or folder of the Hugging Face model; empty where the run does not say.
+        base: name or folder of the run's initial weights; empty if unknown.
+        hf_model: name or folder of the Hugging Face model; empty if unknown.
     """
 
     folder: Path
@@ -68,7 +68,7 @@ class StoredAdapters:
         """Rows of the weights of all layers that the settings adapt.
 
         Args:
-            experts: how the Hugging Face side has them. The order is the same in all layouts.
+            experts: format of experts on the Hugging Face side. The order is the same in all formats.
         """
         return [row for row in linear_rows(self.config.rows(experts)) if self.settings.adapts(layer_of(row))]
 
@@ -80,28 +80,28 @@ class StoredAdapters:
 
     @property
     def own(self) -> dict[str, TensorSpec]:
-        """The tensors that are no adapters."""
+        """The tensors that are not adapters."""
         return {name: spec for name, spec in self.tensors.specs.items() if MARK not in name}
 
     def rows(self, experts: ExpertLayout = ExpertLayout.INPUT_MAJOR) -> list[Row]:
-        """Rows of all adapters that the settings call for."""
+        """Rows of all adapters that the settings require."""
         return [adapter_row(layer, kind, self.settings.dim, whole=self._whole(layer, kind))
                 for layer in self.layers(experts) for kind in self.settings.kinds]  # fmt: skip
 
     def layout(self, rows: Collection[Row]) -> FsdpDtensor | TorchDist:
-        """How the checkpoint lays out some rows that are in it."""
+        """The checkpoint's layout of some of its rows."""
         dimensions, names = self.config.dimensions, self.tensors.specs
         if self.ckpt_format == megatron.TORCH_DIST:
             return TorchDist.found(rows, dimensions, names)
         return FsdpDtensor(dimensions, naming_of(rows, names))
 
     def plan(self, dtype: str | None = None, experts: ExpertLayout = ExpertLayout.INPUT_MAJOR) -> Plan:
-        """All adapters as Hugging Face's `peft` has them; of a `linear_in`, the first of its tensors.
+        """All adapters in Hugging Face `peft`'s format; of a `linear_in`, the first of its tensors.
 
         Args:
-            dtype: what to store them as; None to keep their dtypes.
-            experts: how the Hugging Face side has experts: packed, their adapters are together in two matrices, else
-                each has its own.
+            dtype: dtype of the result; None to keep their dtypes.
+            experts: format of experts on the Hugging Face side: if packed, their adapters are together in two matrices,
+                else each has its own.
 
         Raises:
             CheckpointError: tensors are missing, unexpected or misshapen; it lists them.
@@ -111,12 +111,12 @@ class StoredAdapters:
         return make_plan(rows, self.layout(rows), target, found, where=str(self.folder), dtype=dtype)
 
     def _whole(self, layer: Row, kind: str) -> bool:
-        """Whether gate and up of an adapter, or its sections, are one tensor, as Megatron-FSDP leaves them."""
+        """Whether gate and up of an adapter, or its sections, are one tensor, as in Megatron-FSDP's checkpoints."""
         return f"{layer_of(layer)}{MARK}{kind}" in self.tensors.specs
 
 
 def _spellings(row: Row, dimensions: Dimensions) -> Iterator[str]:
-    """What the formats and layer specs may call an expanded row's tensors."""
+    """Possible names of an expanded row's tensors in the formats and layer specs."""
     for name in row.stored:
         yield from (name, local_name(name))
     for named in (frozenset[str](), _NAMED):
@@ -135,8 +135,8 @@ def open_adapters(
 
     Args:
         path: the run's folder, or an iteration's.
-        iteration: which one; None for the latest.
-        base_model: folder or hub id of the model that the adapters are of; None for what the run says.
+        iteration: the iteration; None for the latest.
+        base_model: folder or hub id of the adapters' base model; None for the one that the run names.
         trust_remote_code: whether that model may contain code.
 
     Raises:
@@ -181,7 +181,7 @@ def _text(run: dict[str, Any], section: str, name: str) -> str:
 
 
 def _config(folder: Path, base_model: str | Path | None, base: str, *, trust_remote_code: bool) -> ModelConfig:
-    """That of the model named, else the checkpoint's own, else that of the run's initial weights."""
+    """The configuration of the named model, else the checkpoint's own, else that of the run's initial weights."""
     own = own_config(folder)
     if base_model is None and own is not None:
         return own
@@ -194,7 +194,7 @@ def _config(folder: Path, base_model: str | Path | None, base: str, *, trust_rem
 
 
 def _first_weights(folder: Path, found: str | Path, *, trust_remote_code: bool) -> ModelConfig:
-    """The configuration of the weights that a run began with."""
+    """The configuration of a run's initial weights."""
     if not found:
         raise CheckpointError(
             f"{folder} has no {megatron.HF_FILES}/config.json, and its run names no initial weights; name the base "

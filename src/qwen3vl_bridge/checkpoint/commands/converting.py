@@ -1,7 +1,7 @@
-"""The common part of import, export and reformatting: a model in one format is converted to another.
+"""The common part of import, export and reformatting: converting a model from one format to another.
 
-What lives here: that, for any two formats. What may not: which options a command has (`importing.py` and its
-neighbours), how anything is done (`engine`).
+What lives here: that, for any two formats. What may not: the options of a command (`importing.py`, `exporting.py`,
+`reformatting.py`), the steps themselves (`engine`).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from qwen3vl_bridge.weights.expert_layout import ExpertLayout
 
 
 class Target(Protocol):
-    """A model to be, in one format.
+    """The model to be written, in one format.
 
     Attributes:
         layout: how the format lays out the weights.
-        experts: how it holds its experts, or, in Megatron's formats, how an export of it is to.
+        experts: format of its experts, or, for Megatron's formats, that of a later export.
     """
 
     @property
@@ -48,13 +48,13 @@ def convert(
     """Plan a conversion.
 
     Args:
-        name: what it is called.
-        origin: what was asked to be read, in the user's words.
-        path: where the result is to be.
+        name: name of the command.
+        origin: the source, in the user's words.
+        path: path of the result.
         source: the model that is read.
-        target: what it becomes.
+        target: the model that is written.
         torch_dtype: to cast the weights to; None to keep their dtypes.
-        drop_vocab_padding: whether rows beyond the vocabulary may be left out where they are not zero.
+        drop_vocab_padding: whether rows beyond the vocabulary may be left out if they are not zero.
 
     Raises:
         CheckpointError: a tensor is missing, unexpected or of another shape, or rows would be lost.

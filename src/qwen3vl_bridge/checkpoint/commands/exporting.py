@@ -1,6 +1,6 @@
-"""Export: a Megatron checkpoint becomes a Hugging Face model.
+"""Export: converts a Megatron checkpoint to a Hugging Face model.
 
-What lives here: what is read and what is made of it. What may not: how anything is done.
+What lives here: the inputs and outputs of this command. What may not: the steps themselves (`engine`).
 """
 
 from __future__ import annotations
@@ -33,27 +33,26 @@ def export_checkpoint(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     **options: Unpack[ConversionOptions],
 ) -> ConversionReport:
-    """Write a Hugging Face model from a Megatron checkpoint of either format; optimizer state in it is ignored.
+    """Write a Hugging Face model from a Megatron checkpoint of either format; its optimizer state is ignored.
 
     Args:
         megatron_path: the checkpoint's root folder, or an iteration's folder.
         hf_path: the model's folder, to be created.
-        hf_model: folder or hub id of a model whose configuration, tokenizer and processor to take; None for those
-            that an import put into the checkpoint.
+        hf_model: folder or hub id of a model whose configuration, tokenizer and processor to use; None for those that
+            an import put into the checkpoint.
         torch_dtype: "float32", "float16" or "bfloat16" to cast the weights; None to keep their dtypes.
-        iteration: which iteration; None for the latest.
+        iteration: the iteration; None for the latest.
         expert_layout: "input_major" as released, "output_major" as transformers 5 saves its own, or "per_expert"; None
-            for that of the model the checkpoint was imported from.
-        strict: whether tensors that the model does not call for are an error; otherwise they are ignored.
+            for that of the model from which the checkpoint was imported.
+        strict: whether tensors that the model does not have are an error; otherwise they are ignored.
         drop_vocab_padding: whether to drop rows beyond the vocabulary that are not zero, as after training with a
             padded vocabulary; otherwise they are an error.
-        trust_remote_code: whether to copy code that the configuration of `hf_model` refers to. It is never run
-            here.
-        max_shard_bytes: how large a file of weights may be.
+        trust_remote_code: whether to copy code that the configuration of `hf_model` refers to. It is never run here.
+        max_shard_bytes: maximum size of a weight file.
         options: overwrite, resume, verify and more, see `ConversionOptions`.
 
     Returns:
-        What was done.
+        A report of the conversion.
 
     Raises:
         CheckpointError: the source, the target or an option is invalid. The target is unchanged.

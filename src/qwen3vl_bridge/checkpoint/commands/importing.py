@@ -1,6 +1,6 @@
-"""Import: a Hugging Face model becomes a Megatron checkpoint.
+"""Import: converts a Hugging Face model to a Megatron checkpoint.
 
-What lives here: what is read and what is made of it. What may not: how anything is done.
+What lives here: the inputs and outputs of this command. What may not: the steps themselves (`engine`).
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ def import_checkpoint(
         megatron_path: the checkpoint's root folder, to be created.
         ckpt_format: "fsdp_dtensor" or "torch_dist".
         torch_dtype: "float32", "float16" or "bfloat16" to cast the weights; None to keep their dtypes.
-        topology: parallel sizes for which files are laid out; the checkpoint loads at any other too.
-        naming: layer spec to write for, "transformer_engine" or "local".
-        vocab_divisor: pad the vocabulary to a multiple of this and the tensor-parallel size, as Megatron does with
+        topology: parallel sizes for which files are laid out; the checkpoint can be loaded with any others.
+        naming: layer spec of parameter names, "transformer_engine" or "local".
+        vocab_divisor: pad the vocabulary to a multiple of this times the tensor-parallel size, as Megatron does with
             `make_vocab_size_divisible_by`; None for no padding. An fsdp_dtensor checkpoint must have the model's rows.
-        strict: whether tensors that the model does not call for are an error; otherwise they are ignored.
+        strict: whether tensors that the model does not have are an error; otherwise they are ignored.
         trust_remote_code: whether to copy code that the model's configuration refers to. It is never run here.
         options: overwrite, resume, verify and more, see `ConversionOptions`.
 
     Returns:
-        What was done.
+        A report of the conversion.
 
     Raises:
         CheckpointError: the source, the target or an option is invalid. The target is unchanged.

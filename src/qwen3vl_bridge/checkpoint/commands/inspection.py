@@ -1,6 +1,6 @@
-"""Inspect: what a checkpoint holds, from headers and metadata alone.
+"""Inspect: the contents of a checkpoint, from only headers and metadata.
 
-What lives here: gathering it, and laying it out as a table. What may not: reading weights.
+What lives here: collecting them, and formatting a table. What may not: reading weights.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from qwen3vl_bridge.files.paths import expanded
 
 
 def inspect_checkpoint(path: str | Path, *, iteration: int | None = None) -> dict[str, Any]:
-    """What a checkpoint holds.
+    """Contents of a checkpoint.
 
     Args:
         path: folder of a Hugging Face model, or a Megatron checkpoint's root or iteration folder.
-        iteration: which iteration of a Megatron checkpoint; None for the latest.
+        iteration: iteration of a Megatron checkpoint; None for the latest.
 
     Returns:
         Plain values that can be written as JSON.
@@ -91,8 +91,8 @@ def _summary(specs: Iterable[TensorSpec]) -> dict[str, Any]:
 
 
 def as_table(found: Mapping[str, Any]) -> str:
-    """What `inspect_checkpoint` found, one line per value."""
-    # What the manifest adds stands in lines of its own.
+    """The result of `inspect_checkpoint`, one line per value."""
+    # Values from the manifest are on separate lines.
     return "\n".join(
         f"{name.replace('_', ' '):14} {_text(value)}" for name, value in found.items() if name != "manifest"
     )

@@ -1,6 +1,6 @@
-"""Reformat: a Megatron checkpoint of one format becomes one of the other, without Hugging Face in between.
+"""Reformat: converts a Megatron checkpoint to the other format, without Hugging Face in between.
 
-What lives here: what is read and what is made of it. What may not: how anything is done.
+What lives here: the inputs and outputs of this command. What may not: the steps themselves (`engine`).
 """
 
 from __future__ import annotations
@@ -39,20 +39,19 @@ def reformat_checkpoint(
         megatron_path: the checkpoint's root folder, or an iteration's folder.
         new_path: the new checkpoint's root folder, to be created.
         ckpt_format: "fsdp_dtensor" or "torch_dist".
-        hf_model: folder or hub id of a model whose configuration, tokenizer and processor to take; None for those in
-            the checkpoint.
+        hf_model: folder or hub id of a model whose configuration, tokenizer and processor to use; None for those in the
+            checkpoint.
         torch_dtype: "float32", "float16" or "bfloat16" to cast the weights; None to keep their dtypes.
-        topology: parallel sizes for which files are laid out; the checkpoint loads at any other too.
-        naming: layer spec to write for, "transformer_engine" or "local".
-        vocab_divisor: pad the vocabulary to a multiple of this and the tensor-parallel size; None for the padding that
-            is there.
-        iteration: which iteration; None for the latest.
-        trust_remote_code: whether to copy code that the configuration of `hf_model` refers to. It is never run
-            here.
+        topology: parallel sizes for which files are laid out; the checkpoint can be loaded with any others.
+        naming: layer spec of parameter names, "transformer_engine" or "local".
+        vocab_divisor: pad the vocabulary to a multiple of this times the tensor-parallel size; None for the present
+            padding.
+        iteration: the iteration; None for the latest.
+        trust_remote_code: whether to copy code that the configuration of `hf_model` refers to. It is never run here.
         options: overwrite, resume, verify and more, see `ConversionOptions`.
 
     Returns:
-        What was done.
+        A report of the conversion.
 
     Raises:
         CheckpointError: the source, the target or an option is invalid. The target is unchanged.

@@ -1,6 +1,6 @@
 """Verify: whether a Megatron checkpoint equals its source, bit for bit.
 
-What lives here: what is compared with what. What may not: writing anything; the comparison itself
+What lives here: which checkpoints are compared. What may not: writing anything; the comparison itself
 (`checkpoint/engine/comparison.py`).
 """
 
@@ -33,28 +33,28 @@ def verify_checkpoint(
     progress: bool = False,
     ranks: Ranks | None = None,
 ) -> VerifyReport:
-    """Compare a checkpoint of either format with the model it was imported from, or exported to.
+    """Compare a checkpoint of either format with the model from which it was imported, or to which it was exported.
 
-    Where the checkpoint has another dtype, the model's weights are cast to it as an import would. So a checkpoint in
-    float32 that was exported to bfloat16 counts as different wherever that export rounded. Weights that one side stores
-    minus one count as equal if either side is the other, rounded once.
+    If the checkpoint has another dtype, the model's weights are cast to it as in an import. So a checkpoint in float32
+    that was exported to bfloat16 counts as different wherever that export rounded. Weights that one side stores minus
+    one count as equal if either side is the other, rounded once.
 
     Args:
         hf_model: the model's folder, or a hub id.
         megatron_path: the checkpoint's root folder or an iteration's folder.
-        iteration: which iteration; None for the latest.
+        iteration: the iteration; None for the latest.
         drop_vocab_padding: whether the checkpoint's rows beyond the vocabulary may be other than zero; otherwise they
             are an error.
         progress: whether to show progress on standard error.
         ranks: the processes that share the work; each of them makes the same call.
 
     Returns:
-        What differs.
+        A report of the differences.
 
     Raises:
-        CheckpointError: one of them is damaged, or they do not even have the same tensors, or are of two models.
+        CheckpointError: one of them is damaged, they have different tensors, or they are of two models.
     """
-    model = open_model(hf_model, trust_remote_code=True)  # nothing is taken along
+    model = open_model(hf_model, trust_remote_code=True)  # no files are copied
     stored = open_stored(megatron_path, iteration, model.folder, trust_remote_code=True)
     # Both sides must be complete before a comparison means anything.
     where = str(model.folder)
@@ -78,31 +78,31 @@ def verify_reformatted(
     progress: bool = False,
     ranks: Ranks | None = None,
 ) -> VerifyReport:
-    """Compare a checkpoint with another that was made of it, in either format.
+    """Compare a checkpoint with another that was made from it, in either format.
 
     Args:
         megatron_path: the first one's root folder or an iteration's folder.
         new_path: the other's.
-        hf_model: folder or hub id of a model whose configuration to take; None for the one in the first.
-        iteration: which iteration of the first one; None for the latest.
+        hf_model: folder or hub id of a model whose configuration to use; None for the one in the first.
+        iteration: iteration of the first one; None for the latest.
         drop_vocab_padding: whether rows of the first one's vocabulary that the other lacks may be other than zero;
             otherwise they are an error.
         progress: whether to show progress on standard error.
         ranks: the processes that share the work; each of them makes the same call.
 
     Returns:
-        What differs, by the other's names.
+        A report of the differences, by the other's names.
 
     Raises:
-        CheckpointError: one of them is damaged, or they do not even have the same tensors.
+        CheckpointError: one of them is damaged, or they have different tensors.
     """
-    # Nothing is taken along, so there is nothing to trust.
+    # No files are copied, so there is nothing to trust.
     source = open_stored(megatron_path, iteration, hf_model, trust_remote_code=True).with_padding()
     target = open_stored(new_path, None, hf_model or source.config.folder, trust_remote_code=True).with_padding()
     rows = source.config.rows()
     plan = make_plan(rows, source.layout, target.layout, source.tensors.specs, where=str(source.folder))
     make_plan(rows, target.layout, source.layout, target.tensors.specs, where=str(target.folder), dtype="float32")
-    # Where the other has more rows than the first, the plan has zeros to compare them with.
+    # If the other has more rows than the first, the plan has zeros to compare them with.
     padding = source.check_padding(target.config.dimensions["vocab"], drop=drop_vocab_padding)
     notes = [*padding, *source.notes, *target.notes]
     found = _compared(plan, source.tensors, target.tensors, progress, ranks or Ranks())
@@ -116,16 +116,16 @@ def verify_checksums(
     progress: bool = False,
     ranks: Ranks | None = None,
 ) -> VerifyReport:
-    """Compare a checkpoint with the checksums that its own manifest holds.
+    """Compare a checkpoint with the checksums in its own manifest.
 
     Args:
         megatron_path: the checkpoint's root folder or an iteration's folder.
-        iteration: which iteration; None for the latest.
+        iteration: the iteration; None for the latest.
         progress: whether to show progress on standard error.
         ranks: the processes that share the work; each of them makes the same call.
 
     Returns:
-        The tensors whose checksums differ.
+        A report of the tensors whose checksums differ.
 
     Raises:
         CheckpointError: it is damaged, or was written without checksums.
@@ -164,7 +164,7 @@ def _compared(plan: Plan, source: TensorSource, target: TensorSource, progress: 
 
 
 def _shifted(plan: Plan, source: TensorSource) -> dict[str, Task]:
-    """The way back for targets that are a source tensor with a number added to it, by the target's name."""
+    """The inverse for targets that are a source tensor plus a number, by the target's name."""
     back = {}
     for task in plan.tasks:
         match list(task.segments):

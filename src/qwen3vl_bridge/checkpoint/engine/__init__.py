@@ -1,1 +1,1 @@
-"""How a conversion is carried out: copying, journal, manifest, comparison, ranks, reports."""
+"""Execution of a conversion: copying, journal, manifest, comparison, ranks, reports."""

@@ -1,6 +1,6 @@
-"""Compares two sources tensor by tensor, streaming, and takes checksums the same way.
+"""Compares two sources tensor by tensor, streaming, and computes checksums the same way.
 
-What lives here: where two streams of bytes differ. What may not: which tensor is made of which
+What lives here: where two streams of bytes differ. What may not: which tensors correspond
 (`checkpoint/planning/plan.py`), formats.
 """
 
@@ -22,12 +22,12 @@ import numpy as np
 def differences(
     tasks: Iterable[Task], source: TensorSource, target: TensorSource, meter: Progress
 ) -> Iterator[Difference]:
-    """The target tensors that are not what some tasks make of a source.
+    """The target tensors that differ from the results of some tasks.
 
     Args:
         tasks: the tasks; a target that is stored in another dtype than the task's is cast to it.
-        source: what the tasks read.
-        target: what is compared with it.
+        source: source of the tasks.
+        target: what is compared with the results.
         meter: receives every block.
     """
     with SegmentReader(source) as ours, SegmentReader(target) as theirs:

@@ -1,8 +1,8 @@
 """The steps of every conversion: check, write to a staging folder, verify, move into place.
 
-What lives here: the order of the steps and what all processes do in each. What may not: what is converted into what
-(`checkpoint/commands/importing.py`, `checkpoint/commands/exporting.py`, `checkpoint/commands/reformatting.py`), how a
-step is done.
+What lives here: the order of the steps and what all processes do in each. What may not: the inputs and outputs of
+commands (`checkpoint/commands/importing.py`, `checkpoint/commands/exporting.py`,
+`checkpoint/commands/reformatting.py`), the steps themselves.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from qwen3vl_bridge.files.errors import CheckpointError
 from qwen3vl_bridge.files.json_files import write_object
 from qwen3vl_bridge.files.target import check_space, check_target, disk_of, free_space, leaves, space_of
 
-# For the files beside the tensors.
+# For files other than tensors.
 _OVERHEAD = 64 << 20
 
 
@@ -79,8 +79,8 @@ class Output(Protocol):
 
     Attributes:
         files: the files with tensors.
-        inner: the folder in the result that they are in.
-        settings: whatever the result depends on beside the plan, that can be written as JSON; the manifest has it.
+        inner: the folder in the result that contains them.
+        settings: values other than the plan on which the result depends, as JSON; stored in the manifest.
     """
 
     @property
@@ -91,31 +91,31 @@ class Output(Protocol):
     def settings(self) -> dict[str, Any]: ...  # noqa: D102
 
     def finish(self, root: Path, digest: str) -> None:
-        """Write all files but those with tensors and the manifest, given a digest of the plan."""
+        """Write all files except those with tensors and the manifest, given a digest of the plan."""
 
     def open(self, root: Path) -> TensorSource:
         """Open a result's tensors.
 
         Raises:
-            CheckpointError: one of its files is not as it was to be.
+            CheckpointError: one of its files differs from the plan.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What is converted into what.
+    """A planned conversion.
 
     Attributes:
-        name: what it is called.
-        origin: what was asked to be read, in the user's words.
+        name: name of the command.
+        origin: the source, in the user's words.
         target: the result's folder, to be created.
         plan: tensor by tensor.
         source: what the plan reads.
         folders: folders that are read meanwhile.
-        output: what the plan makes.
-        notes: what the user should know.
-        threads: how many of a process read the source at a time.
+        output: what the plan writes.
+        notes: information for the user.
+        threads: number of threads of a process that read the source.
     """
 
     name: str
@@ -129,12 +129,12 @@ class Conversion:
     threads: int = 2
 
     def digest(self, *, sync: bool) -> str:
-        """Tells one plan from another: source files, where every element comes from, where every byte goes.
+        """Identifies a plan: source files, where every element comes from, where every byte goes.
 
-        What is written beside the tensors is not of it: a run that is resumed writes that anew.
+        Files other than tensors are not included: a resumed run writes them again.
 
         Args:
-            sync: whether what is written is waited for; what was not is nothing to resume from.
+            sync: whether the run waits for the disk; a run cannot be resumed from data that may not be on disk.
         """
         digest = hashlib.sha256(repr((tool(), self.name, sync)).encode())
         for path in self.source.files:
@@ -148,7 +148,7 @@ class Conversion:
         return digest.hexdigest()
 
     def write_manifest(self, result: Path, digest: str, sums: dict[str, str]) -> None:
-        """Write what the result says of itself; its journal knows what the files with tensors hold."""
+        """Write the result's manifest; its journal has the digests of the files with tensors."""
         plan = self.plan
         made = {"tensors": len(plan.tasks), "parameters": plan.numel, "bytes": plan.nbytes, "dtypes": plan.dtypes}
         made |= {"cast": len(plan.cast), "transposed": len(plan.transposed), "digest": digest}
@@ -156,7 +156,7 @@ class Conversion:
         for unit, part in journal.noted(result, self.output.files, units(self.output.files)).items():
             name = Path(self.output.inner, self.output.files[unit.file].name).as_posix()
             parts = written.setdefault(name, [])
-            if unit.start == (parts[-1][0] if parts else 0):  # else a line is missing, and the file is read
+            if unit.start == (parts[-1][0] if parts else 0):  # otherwise a line is missing, and the file is read
                 parts.append((unit.end, part))
         made["files"] = files_of(result, self.output.inner, written)
         manifest = tool() | {"source": self.origin} | self.output.settings | made
@@ -164,15 +164,15 @@ class Conversion:
 
 
 def run_conversion(planned: Callable[[], Conversion], given: ConversionOptions) -> ConversionReport:
-    """Plan a conversion and do it.
+    """Plan a conversion and execute it.
 
     Args:
-        planned: makes the plan, the same in every process.
-        given: how to do it.
+        planned: creates the plan, the same in every process.
+        given: options of the conversion.
 
     Raises:
-        CheckpointError: the source, an option, the target or the file system is not as it must be, or a process failed.
-            The target is as it was before.
+        CheckpointError: the source, an option, the target or the file system is invalid, or a process failed. The
+            target is unchanged.
     """
     options = _Options(**given)
     ranks = options.ranks
@@ -209,7 +209,7 @@ def run_conversion(planned: Callable[[], Conversion], given: ConversionOptions) 
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """A plan is a hundred thousand objects, all of them needed; looking for garbage among them doubles its time."""
+    """A plan has a hundred thousand objects, all of them needed; garbage collection doubles the time to create them."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -220,7 +220,7 @@ def _no_collection() -> Iterator[None]:
 
 
 def _estimate(conversion: Conversion, options: _Options) -> float:
-    """Seconds all of it may take."""
+    """Estimated seconds of the conversion."""
     return estimate(
         conversion.plan,
         conversion.source,
@@ -243,7 +243,7 @@ def _check_target(conversion: Conversion, options: _Options, replaceable: Replac
 def _begun(
     conversion: Conversion, options: _Options, replaceable: Replaceable, digest: str, needed: int
 ) -> Iterator[Path]:
-    """The folder in which the result grows, with a journal."""
+    """The folder in which the result is written, with a journal."""
 
     def claim(folder: Path) -> bool:
         if journal.is_written_by_another(folder):  # the first process has died, and its lock with it
@@ -273,7 +273,7 @@ def _begun(
 
 
 def _write(conversion: Conversion, options: _Options, work: Path) -> tuple[float, int, int]:
-    """Write all files with tensors; returns how long it took, the bytes that were there already, and the others."""
+    """Write all files with tensors; returns the time, the bytes that were already written, and the others."""
     ranks, folder, everything = options.ranks, work / conversion.output.inner, units(conversion.output.files)
     there = _there(conversion, options, work, everything)
     left = [unit for unit in everything if unit not in there]
@@ -300,9 +300,9 @@ def _write(conversion: Conversion, options: _Options, work: Path) -> tuple[float
 
 
 def _there(conversion: Conversion, options: _Options, work: Path, everything: list[Unit]) -> set[Unit]:
-    """The units that an earlier run has written, read again to see that they still are what it wrote."""
+    """The units that an earlier run has written, read again to check that they are unchanged."""
     ranks, folder = options.ranks, work / conversion.output.inner
-    # Asked once, and all have read before one of them writes.
+    # Checked once, and all have read before one of them writes.
     noted = list(ranks.run_on_rank0(lambda: journal.noted(work, conversion.output.files, everything)).items())
     mine = share(noted, [unit.nbytes for unit, _ in noted], ranks.rank, ranks.size)
     if not noted:
@@ -322,7 +322,7 @@ def _there(conversion: Conversion, options: _Options, work: Path, everything: li
 
 @contextlib.contextmanager
 def _advice(work: Path, options: _Options) -> Iterator[None]:
-    """Where files that stay for the next run are found to be wrong: they would be wrong in that one too."""
+    """Advice if files that are kept for the next run are wrong: they would be wrong in that one too."""
     try:
         yield
     except CheckpointError as error:
@@ -332,7 +332,7 @@ def _advice(work: Path, options: _Options) -> Iterator[None]:
 
 
 def _finish_and_prove(conversion: Conversion, options: _Options, work: Path, digest: str) -> None:
-    """Write everything else, read back what was written, and compare if asked to."""
+    """Write everything else, read back what was written, and compare if requested."""
     ranks = options.ranks
 
     def finish() -> None:
@@ -368,7 +368,7 @@ def _finish_and_prove(conversion: Conversion, options: _Options, work: Path, dig
 
 
 def _remove_others(work: Path, tensors: set[Path]) -> None:
-    """Remove what an earlier run had written beside the tensors before it ended."""
+    """Remove the files other than tensors that an interrupted run had written."""
     for path in list(leaves(work)):
         name = path.relative_to(work)
         if name not in tensors and name.parts[0] != journal.FOLDER:
@@ -376,7 +376,7 @@ def _remove_others(work: Path, tensors: set[Path]) -> None:
 
 
 def tasks_of(plan: Plan, ranks: Ranks) -> list[Task]:
-    """This process's share of reading what a plan makes."""
+    """This process's part of reading what a plan writes."""
     return share(plan.tasks, [task.target.nbytes for task in plan.tasks], ranks.rank, ranks.size)
 
 

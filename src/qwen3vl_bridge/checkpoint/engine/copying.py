@@ -1,6 +1,6 @@
 """Writes the units of files that were laid out.
 
-What lives here: from contents to bytes on disk. What may not: what the files are, who writes which units.
+What lives here: from contents to bytes on disk. What may not: the contents of files, assignment of units to processes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from qwen3vl_bridge.checkpoint.formats.planned_files import OutputFile, Unit
 from qwen3vl_bridge.checkpoint.formats.tensor_specs import TensorSource
 from qwen3vl_bridge.files.errors import CheckpointError
 
-# Smaller than the blocks that come in, so that those go to the file without another copy.
+# Smaller than the incoming blocks, so that those go to the file without another copy.
 _BUFFER = 1 << 16
 
 
@@ -40,14 +40,15 @@ def write_units(
     """Write units and note in the journal those that are on disk.
 
     Args:
-        folder: where the files go.
+        folder: folder of the files.
         files: the files.
-        work: what to write of them.
-        source: where tensor data comes from.
+        work: the units to write.
+        source: source of tensor data.
         journal: this process's.
         meter: receives every block.
-        sync: whether to wait until the bytes have reached the disk before they are noted, and until all have.
-        threads: how many units are written at a time; while one waits for the disk, another is read and turned.
+        sync: whether to wait until the bytes are on disk before they are noted, and until all are.
+        threads: number of units that are written at a time; while one waits for the disk, another is read and
+            transposed.
 
     Raises:
         CheckpointError: the source cannot be read, or a value does not fit its dtype.
@@ -128,7 +129,7 @@ def _open_at(path: Path, unit: Unit) -> BinaryIO:
 
 
 def _reserve(file: int, start: int, nbytes: int) -> None:
-    """Have the file system find room at once: faster than block by block, and a full disk shows before the work."""
+    """Reserve the space at once: faster than block by block, and a full disk is detected before the work."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.fallocate(file, 0, ctypes.c_int64(start), ctypes.c_int64(nbytes)) == 0:
         return
@@ -138,10 +139,10 @@ def _reserve(file: int, start: int, nbytes: int) -> None:
 
 
 def check_sizes(folder: Path, files: Sequence[OutputFile]) -> None:
-    """Check that files are as long as they were to be.
+    """Check that files have their planned sizes.
 
     Raises:
-        CheckpointError: one is not.
+        CheckpointError: one does not.
     """
     for file in files:
         path = folder / file.name
@@ -151,7 +152,7 @@ def check_sizes(folder: Path, files: Sequence[OutputFile]) -> None:
 
 
 def _size(path: Path) -> int:
-    """Length of a file, 0 where there is none. Opened, as a network file system asks the server only then."""
+    """Length of a file, 0 if it does not exist. Opened, because only then a network file system asks its server."""
     if not path.is_file():
         return 0
     with path.open("rb") as file:

@@ -1,11 +1,10 @@
 """Records which parts of an unfinished result are on disk, so that another run can continue it.
 
-What lives here: the folder beside the unfinished files that says which plan they follow and which parts of them are
-proven written. What may not: writing those files (`copying.py`), whether to continue (`files/atomic.py`).
+What lives here: the folder next to the unfinished files that records their plan and which parts of them have certainly
+been written. What may not: writing those files (`copying.py`), whether to continue (`files/atomic.py`).
 
-A line names a unit whose bytes have reached the disk, with a digest of them. It is written after them, so a process may
-be killed between the two, never before. A line without its end counts for nothing, nor does one whose bytes are not
-those that were written any more.
+A line names a unit whose bytes are on disk, with a digest of them. It is written after them, so a process may be killed
+between the two, never before. Incomplete lines are ignored, and so are lines whose bytes no longer have the digest.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _PLAN = "plan"
 _LINES = "rank-*"
 _BLOCK = 1 << 20
 
-# Of a unit's bytes: as fast as memory, so that it costs nothing beside writing them.
+# Digest of a unit's bytes: as fast as memory, so that its cost is negligible next to writing them.
 new_digest = xxhash.xxh3_64
 
 
@@ -38,14 +37,14 @@ class Journal:
 
         Args:
             result: the unfinished result's folder, in which `begin` was called.
-            rank: number of this process.
+            rank: index of this process.
         """
         path = result / FOLDER / _LINES.replace("*", str(rank))
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         size = os.fstat(self._file).st_size
         if size and os.pread(self._file, 1, size - 1) != b"\n":
-            os.write(self._file, b"\n")  # ends a line that an earlier process did not
+            os.write(self._file, b"\n")  # ends an incomplete line of an earlier process
 
     def __enter__(self) -> Journal:
         return self
@@ -54,14 +53,14 @@ class Journal:
         os.close(self._file)
 
     def note(self, file: OutputFile, unit: Unit, digest: str, *, sync: bool) -> None:
-        """Say that a unit's bytes, which have a digest, are on disk."""
+        """Note that a unit's bytes, with this digest, are on disk."""
         os.write(self._file, f"{_name(file, unit)} {digest}\n".encode())
         if sync:
             os.fdatasync(self._file)
 
 
 def begin(result: Path, digest: str) -> None:
-    """Start a journal for a plan, or keep the one that follows it already."""
+    """Start a journal for a plan, or keep an existing one for the same plan."""
     if plan_of(result) == digest:
         return
     (result / FOLDER).mkdir(exist_ok=True)
@@ -72,7 +71,7 @@ def begin(result: Path, digest: str) -> None:
 
 
 def plan_of(result: Path) -> str:
-    """Digest of the plan that an unfinished result was begun with; empty where nothing was begun."""
+    """Digest of an unfinished result's plan; empty if there is none."""
     try:
         return (result / FOLDER / _PLAN).read_text(errors="replace")
     except OSError:
@@ -91,12 +90,12 @@ def is_written_by_another(result: Path) -> bool:
 
 
 def noted(result: Path, files: list[OutputFile], work: list[Unit]) -> dict[Unit, str]:
-    """Those of some units that were on disk once, with digests of their bytes.
+    """Those of some units that were noted, with digests of their bytes.
 
     Args:
         result: the unfinished result's folder.
         files: all of its files.
-        work: the units asked about.
+        work: the units in question.
     """
     digests: dict[str, str] = {}
     for path in (result / FOLDER).glob(_LINES):
@@ -109,10 +108,10 @@ def noted(result: Path, files: list[OutputFile], work: list[Unit]) -> dict[Unit,
 
 
 def intact(folder: Path, files: list[OutputFile], units: Iterable[tuple[Unit, str]], meter: Progress) -> list[Unit]:
-    """Those of some units whose bytes are still those that were written; someone may have touched them since.
+    """Those of some units whose bytes are unchanged since they were written.
 
     Args:
-        folder: where the files are.
+        folder: folder of the files.
         files: all of them.
         units: with the digests of what was written.
         meter: receives every block.
@@ -125,7 +124,7 @@ def intact(folder: Path, files: list[OutputFile], units: Iterable[tuple[Unit, st
 
 
 def digest_of(path: Path, start: int, end: int, meter: Progress) -> str | None:
-    """Digest of a file's bytes [start, end) as they are on disk; None where they cannot be read."""
+    """Digest of a file's bytes [start, end) on disk; None if they cannot be read."""
     digest, buffer, position = new_digest(), memoryview(bytearray(_BLOCK)), start
     try:
         with path.open("rb", buffering=0) as file:

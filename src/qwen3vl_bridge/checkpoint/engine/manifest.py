@@ -1,7 +1,7 @@
 """The manifest written with every result: its source, the tool and the options.
 
-What lives here: its name, who wrote it, reading it, and what by it belongs to a result. What may not: what else goes
-into it (`conversion.py`).
+What lives here: its name, the tool's name, reading it, and which files of a folder belong to a result. What may not:
+its other contents (`conversion.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from qwen3vl_bridge.files.errors import CheckpointError
 from qwen3vl_bridge.files.json_files import read_object
 from qwen3vl_bridge.files.target import Snapshot, leaves, refuse_loss, refuse_others, snapshot
 
-# A file's contents: where each part ends, and a digest of it.
+# A file's contents: the end of each part, and a digest of it.
 Parts = list[tuple[int, str]]
 
 MANIFEST = "qwen3vl_bridge.json"
@@ -27,7 +27,7 @@ _TOOL = "qwen3vl_bridge"
 
 
 def tool() -> dict[str, str]:
-    """Who wrote a result, for its manifest."""
+    """Name and version of the tool that wrote a result, for its manifest."""
     versions = {}
     for name in ("qwen3vl-bridge", "torch"):
         try:
@@ -38,17 +38,17 @@ def tool() -> dict[str, str]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a result; empty where there is none."""
+    """The manifest of a result; empty if it does not exist."""
     path = folder / MANIFEST
     return read_object(path) if path.is_file() else {}
 
 
 def files_of(root: Path, inner: str, written: Mapping[str, Parts]) -> dict[str, Parts]:
-    """The files of a result that is finished but for its manifest, with digests of what they hold.
+    """The files of a result that is complete except for its manifest, with digests of their contents.
 
     Args:
         root: the result's folder.
-        inner: the folder in it that gets the manifest.
+        inner: the folder in it that contains the manifest.
         written: the digests that are known already.
     """
     paths, aside = sorted(path.relative_to(root) for path in leaves(root)), Path(inner, MANIFEST)
@@ -66,16 +66,16 @@ def _parts(path: Path) -> Parts:
 
 
 class Replaceable:
-    """Checks that a folder is the result of an earlier conversion, as that wrote it, and nothing besides."""
+    """Checks that a folder is exactly the unchanged result of an earlier conversion."""
 
     def __init__(self, inner: str, kind: str, *, contents: bool = True, progress: bool = False) -> None:
-        """A check.
+        """Create a check.
 
         Args:
-            inner: the folder in it that has the manifest.
-            kind: format of what replaces it: a Megatron checkpoint replaces one of either format, anything else its
-                like.
-            contents: whether files are compared with their digests; otherwise by size alone.
+            inner: the folder in it that contains the manifest.
+            kind: format of the replacement: a Megatron checkpoint replaces one of either format, anything else only the
+                same format.
+            contents: whether files are compared with their digests; otherwise only by size.
             progress: whether to show progress on standard error.
         """
         self._manifest = Path(inner, MANIFEST).as_posix()
@@ -85,10 +85,10 @@ class Replaceable:
         self._checked: Snapshot | None = None
 
     def __call__(self, root: Path) -> None:
-        """Check a folder. Its files are read once, and again only if somebody has touched them since.
+        """Check a folder. Its files are read once, and again only if they have changed since.
 
         Raises:
-            CheckpointError: it is something else, or holds what would be lost.
+            CheckpointError: it is something else, or contains files that would be lost.
         """
         found = snapshot(root)
         if found == self._checked:
@@ -110,13 +110,13 @@ class Replaceable:
         return all(_digest(path, start, end, meter) == it for start, (end, it) in zip(starts, parts, strict=False))
 
     def _written(self, root: Path) -> dict[str, Parts]:
-        """The files of a result as its manifest has them.
+        """The files of a result from its manifest.
 
         Raises:
-            CheckpointError: it has none, or one that does not say.
+            CheckpointError: it has none, or one without a list of files.
         """
         manifest = read_manifest((root / self._manifest).parent)
-        # A trainer of ours writes a manifest too, which has no format.
+        # Our training writes a manifest too, which has no format.
         if manifest.get("tool") != _TOOL or manifest.get("format") not in self._kinds:
             raise CheckpointError(
                 f"{root} was not written by a conversion of this kind: it has no such {self._manifest}, so it is not "

@@ -14,7 +14,7 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 
 class Progress:
-    """Bytes done of a total, on standard error. Several threads may tell of theirs."""
+    """Bytes done of a total, on standard error. Thread-safe."""
 
     def __init__(self, label: str, total: int, *, shown: bool = True) -> None:
         self._label, self._total, self._done = label, total, 0
@@ -44,7 +44,7 @@ class Progress:
             self.advance(count)
 
     def advance(self, count: int) -> None:
-        """So many more bytes are done."""
+        """Add a number of finished bytes."""
         with self._lock:
             self._done += count
             if self._bar is not None:
@@ -61,7 +61,7 @@ class Progress:
         text = f"{self._label}: {share:3.0f} %, {done:.2f} of {total:.2f} GB, {rate / 1e9:.2f} GB/s, {left:.0f} s left"
         try:
             print(text, file=sys.stderr, flush=True)
-        except OSError:  # nobody reads it any more, which is no reason to stop
+        except OSError:  # the output was closed, which is no reason to stop
             self._shown = False
 
 

@@ -3,7 +3,7 @@
 What lives here: a single process, or those started by torchrun, and their few collectives. What may not: dividing the
 work (`checkpoint/formats/planned_files.py`), checkpoints.
 
-They meet over gloo, whatever the machine has. When one of them dies, the others learn of it at the next meeting.
+They communicate over gloo on all machines. If one of them dies, the others notice at the next collective.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from typing import Any
 
 from qwen3vl_bridge.files.errors import CheckpointError
 
-# How long processes wait for each other to come up, and for each other's share of the work. That one has died while
+# How long processes wait for each other to start, and for each other's part of the work. A process that dies while
 # working is noticed at once.
 _START, _WORK = datetime.timedelta(minutes=10), datetime.timedelta(hours=12)
 
-# What processes that find each other by their environment need.
+# Environment variables by which processes find each other.
 _RENDEZVOUS = ("RANK", "MASTER_ADDR", "MASTER_PORT")
 _MAX_PORT = 65_535
 
 
 class Ranks:
-    """This process among those that work together: on its own, unless `of_torchrun` says otherwise.
+    """This process among those that work together: a single one, unless created by `of_torchrun`.
 
-    As a context it leaves the others in good order at the end.
+    As a context manager it shuts down the communication in order at the end.
 
     Attributes:
-        rank: its number.
-        size: how many there are.
+        rank: its index.
+        size: number of processes.
     """
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
@@ -48,7 +48,7 @@ class Ranks:
             return
         import torch.distributed as dist
 
-        # A process that simply ends makes gloo's threads in another abort that one.
+        # If a process simply exits, gloo's threads in another abort that one.
         if kind is None:
             self.all_gather(lambda: None)
         dist.destroy_process_group(None if self._started else self._group)
@@ -56,7 +56,7 @@ class Ranks:
 
     @classmethod
     def of_torchrun(cls) -> Ranks:
-        """The processes torchrun started, or this one where it started none.
+        """The processes that torchrun started, or only this one if it started none.
 
         Raises:
             CheckpointError: they cannot reach each other.
@@ -84,17 +84,17 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this is the process that does what is done once."""
+        """Whether this is the process that does what is done only once."""
         return self.rank == 0
 
     def all_gather[Result](self, work: Callable[[], Result]) -> list[Result]:
-        """Have every process do something.
+        """Call a function in every process.
 
         Returns:
-            What each of them returned.
+            The results of all processes.
 
         Raises:
-            CheckpointError: one of them could not, or died. All processes raise it.
+            CheckpointError: one of them failed, or died. All processes raise it.
         """
         if self.size == 1:
             return [work()]
@@ -112,26 +112,26 @@ class Ranks:
         return [outcome for outcome, _ in outcomes]
 
     def all_run[Result](self, work: Callable[[], Result]) -> Result:
-        """Have every process do the same and keep its own result.
+        """Call a function in every process and return its own result.
 
         Returns:
-            What it returned here.
+            The result of this process.
 
         Raises:
-            CheckpointError: one of them could not, or died. All processes raise it.
+            CheckpointError: one of them failed, or died. All processes raise it.
         """
         mine: list[Result] = []
         self.all_gather(lambda: mine.append(work()))
         return mine[0]
 
     def run_on_rank0[Result](self, work: Callable[[], Result]) -> Result:
-        """Have the first process do something.
+        """Call a function in the first process.
 
         Returns:
-            What it returned, in every process.
+            Its result, in every process.
 
         Raises:
-            CheckpointError: it could not, or a process died. All processes raise it.
+            CheckpointError: it failed, or a process died. All processes raise it.
         """
         return self.all_gather(lambda: work() if self.first else None)[0]  # pyright: ignore[reportReturnType]
 
@@ -148,7 +148,7 @@ class Ranks:
 
 
 def _check_environment(size: int) -> None:
-    """Check that processes can find each other, before they wait for each other; and say so where nobody started them.
+    """Check that processes can find each other, before they wait for each other; the message says if none was started.
 
     Raises:
         CheckpointError: they cannot.

@@ -1,4 +1,4 @@
-"""What the commands return.
+"""Return values of the commands.
 
 What lives here: plain data. What may not: work, printing.
 """
@@ -16,27 +16,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """A conversion that was done, or with `dry_run` one that would be.
+    """A finished conversion, or with `dry_run` a planned one.
 
     Attributes:
         name: import, export or reformat.
         source: what was read.
         target: what was written.
         format: of the target: "huggingface", "fsdp_dtensor" or "torch_dist".
-        layer_spec: layer spec the target is for; None for Hugging Face.
+        layer_spec: layer spec of the target; None for Hugging Face.
         tensors: number of tensors written.
         parameters: number of their elements.
         nbytes: number of their bytes.
-        dtypes: dtypes among them.
+        dtypes: their dtypes.
         cast: number of tensors whose dtype was changed.
         transposed: number of tensors made of transposed matrices. All others were copied.
         files: number of files with tensors.
-        disk_needed: bytes of the disk the target takes.
-        disk_free: bytes that are free there.
-        estimate: seconds it is expected to take; 0 unless asked for.
-        processes: how many shared the work.
-        notes: what the user should know.
-        seconds: how long writing took; 0 where nothing was written.
+        disk_needed: bytes of the disk that the target takes.
+        disk_free: free bytes there.
+        estimate: estimated seconds; 0 unless requested.
+        processes: number of processes that shared the work.
+        notes: information for the user.
+        seconds: time of writing; 0 if nothing was written.
         resumed: bytes that an earlier run had written.
         written: bytes that this one has written, of files with tensors.
         dry_run: nothing was written.
@@ -66,7 +66,7 @@ class ConversionReport:
 
     @classmethod
     def of(cls, conversion: Conversion, disk_needed: int, disk_free: int, processes: int) -> ConversionReport:
-        """The report on a conversion that has not begun."""
+        """The report on a conversion before it begins."""
         plan = conversion.plan
         return cls(
             name=conversion.name,
@@ -88,23 +88,23 @@ class ConversionReport:
         )
 
     def done(self, notes: Sequence[str], seconds: float, resumed: int, written: int) -> ConversionReport:
-        """The report on it when it is done."""
+        """The report on a finished conversion."""
         return replace(self, notes=tuple(notes), seconds=seconds, resumed=resumed, written=written, dry_run=False)
 
     def as_dict(self) -> dict[str, Any]:
-        """The same, that can be written as JSON."""
+        """The report as values for JSON."""
         return asdict(self) | {"target": str(self.target)}
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor that is not the same on both sides.
+    """A tensor that differs between both sides.
 
     Attributes:
-        name: its name; of a Megatron checkpoint and a Hugging Face model, the latter's.
-        elements: how many of its elements differ; None where only checksums were compared.
-        first: the first one that does, counted row-major.
-        numel: how many elements it has.
+        name: its name; for a Megatron checkpoint and a Hugging Face model, the latter's.
+        elements: number of elements that differ; None if only checksums were compared.
+        first: index of the first one that differs, row-major.
+        numel: number of its elements.
     """
 
     name: str
@@ -126,7 +126,7 @@ class VerifyReport:
         tensors: number of tensors compared.
         nbytes: number of their bytes, as the checkpoint stores them.
         differences: the tensors that differ; empty if none does.
-        notes: what the user should know.
+        notes: information for the user.
     """
 
     tensors: int
@@ -140,5 +140,5 @@ class VerifyReport:
         return not self.differences
 
     def as_dict(self) -> dict[str, Any]:
-        """The same, that can be written as JSON."""
+        """The report as values for JSON."""
         return {"same": self.same, **asdict(self)}

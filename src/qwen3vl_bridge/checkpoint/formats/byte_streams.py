@@ -1,8 +1,9 @@
-"""Reads segments of tensors as a stream of bytes, through one buffer of a fixed size. What lives here: reading byte
-ranges, transposing a matrix, and the cast of a buffer from one dtype to another. What may
+"""Reads segments of tensors as a stream of bytes, through one buffer of a fixed size.
+
+What lives here: reading byte ranges, transposing a matrix, and the cast of a buffer from one dtype to another. What may
 not: formats, plans.
 
-A turned matrix is held whole; it is one expert's. All else passes through the buffer.
+A transposed matrix is in memory as a whole; it is that of one expert. All else passes through the buffer.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ import numpy as np
 _BLOCK = 1 << 18
 _OPEN_FILES = 32
 _SUM = "float32"
-# Bytes of a matrix that are turned at a time: the more rows, the longer the stretches that they become.
+# Bytes of a matrix that are transposed at a time: more rows give longer contiguous writes.
 _STRIP = 1 << 19
 
 
 class SegmentReader:
-    """Reads segments of one source. Not for several threads at once."""
+    """Reads segments of one source. Not thread-safe."""
 
     def __init__(self, source: TensorSource, block: int = _BLOCK) -> None:
         self._source = source
         self._buffer = memoryview(bytearray(block))
         self._files: OrderedDict[Path, int] = OrderedDict()
-        # The latest matrix, since its parts are asked for one after the other: a gate, then its up projection.
+        # The latest matrix is kept, because its parts are read one after the other: a gate, then its up projection.
         self._matrix: tuple[tuple[tuple[Slice, ...], int, str], mmap.mmap] | None = None
 
     def __enter__(self) -> SegmentReader:
@@ -49,14 +50,14 @@ class SegmentReader:
             os.close(self._files.popitem()[1])
 
     def blocks(self, segments: Iterable[Segment], dtype: str) -> Iterator[memoryview]:
-        """The bytes of a row of segments.
+        """The bytes of a sequence of segments.
 
         Args:
             segments: the segments.
-            dtype: what the bytes are to be; segments of another dtype are cast.
+            dtype: dtype of the result; segments of another dtype are cast.
 
         Yields:
-            Blocks; each is valid until the next is asked for.
+            Blocks; each is valid until the next is requested.
 
         Raises:
             CheckpointError: a file cannot be read, or ends early, or a value does not fit the dtype.
@@ -100,7 +101,7 @@ class SegmentReader:
             length -= min(length, len(zeros))
 
     def _shifted(self, segment: Slice, dtype: str) -> Iterator[memoryview]:
-        """Added to in float32, whatever the tensor is, and rounded once."""
+        """Add a number in float32, for all dtypes, and round once."""
         for block in self.blocks([segment._replace(plus=0)], _SUM):
             yield cast(
                 memoryview(np.frombuffer(block, _SUM) + np.float32(segment.plus)).cast("B"), _SUM, dtype, segment.source
@@ -116,7 +117,7 @@ class SegmentReader:
             yield cast(block, found, dtype, segment.slices[0].source)
 
     def _transpose(self, segment: TransposedSlice, dtype: str) -> memoryview:
-        """The whole matrix that a segment is of, turned, in a dtype."""
+        """The whole matrix of a segment, transposed, in a dtype."""
         key = (segment.slices, segment.columns, dtype)
         if self._matrix is None or self._matrix[0] != key:
             size, rows, columns = ITEMSIZE[dtype], segment.rows, segment.columns
@@ -132,14 +133,14 @@ class SegmentReader:
         return memoryview(self._matrix[1])
 
     def _memory(self, nbytes: int) -> mmap.mmap:
-        """The last matrix's memory again where it is as large. It is given back at once where it is not."""
+        """The previous matrix's memory again if it has the same size. Otherwise it is freed at once."""
         last, self._matrix = self._matrix, None
         if last is not None and len(last[1]) == nbytes:
             return last[1]
         return mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
     def _fill(self, into: memoryview, slices: Iterable[Segment], dtype: str) -> None:
-        """Read runs of tensors, each in its dtype or cast to the one wanted."""
+        """Read runs of tensors, each in its dtype or cast to the requested one."""
         done = 0
         for one in slices:
             assert isinstance(one, Slice)
@@ -180,20 +181,20 @@ class SegmentReader:
 
 
 def _transposed(matrix: np.ndarray) -> np.ndarray:
-    """The transpose, row-major: torch goes tile by tile, numpy against the order of the memory."""
+    """The transpose, row-major: torch works tile by tile, numpy against the order of the memory."""
     import torch
 
     return torch.from_numpy(matrix).t().contiguous().numpy()
 
 
 def cast(data: memoryview, source: str, target: str, name: str) -> memoryview:
-    """Elements of one dtype as elements of another, rounded to nearest even.
+    """Cast elements from one dtype to another, rounded to nearest even.
 
     Args:
         data: the elements.
         source: their dtype.
-        target: the dtype to be.
-        name: the tensor they are of, for the error.
+        target: the new dtype.
+        name: name of their tensor, for the error.
 
     Raises:
         CheckpointError: a finite element is too large for the other dtype.

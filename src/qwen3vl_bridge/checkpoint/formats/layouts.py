@@ -1,10 +1,10 @@
-"""How each format lays out the weights: which tensors it has, and where the elements of a Megatron parameter lie.
+"""Layouts of the weights in each format: which tensors it has, and the positions of a Megatron parameter's elements.
 
-What lives here: the arithmetic of the weight table's kinds of row, stated once for each format; planning joins any two.
-What may not: names (`models/*/table.py`), files, torch.
+What lives here: the arithmetic of the weight table's kinds of rows, stated once for each format; planning joins any
+two. What may not: names (`models/*/table.py`), files, torch.
 
-Every layout tells where a row's Megatron parameter lies, element by element in its row-major order. That order is what
-two layouts have in common.
+Every layout gives the positions of a row's Megatron parameter, element by element in its row-major order. That order is
+common to all layouts.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ LOCAL = "local"
 
 
 class ParamSlice(NamedTuple):
-    """Where consecutive elements of a Megatron parameter lie: elements [start, start + length) of a tensor.
+    """Position of consecutive elements of a Megatron parameter: elements [start, start + length) of a tensor.
 
-    Where `columns` is not 0 they are a matrix of so many columns, and lie transposed. Where `stride` is not 1,
-    they lie that far apart. What lies there is `plus` more than they are.
+    If `columns` is not 0 they are a matrix with this many columns, stored transposed. If `stride` is not 1, they are
+    that far apart. The stored values are `plus` more than the elements.
     """
 
     tensor: str
@@ -64,15 +64,15 @@ class TensorLayout(Protocol):
     pads_vocabulary: ClassVar[bool]
 
     def tensors(self, row: Row) -> dict[str, Shape]:
-        """Names and shapes of the tensors that hold an expanded row; they may hold others too."""
+        """Names and shapes of the tensors that contain an expanded row; they may contain others too."""
         ...
 
     def slices(self, row: Row) -> Iterator[ParamSlice]:
-        """Where the elements of an expanded row's Megatron parameter lie, in order."""
+        """Positions of the elements of an expanded row's Megatron parameter, in order."""
         ...
 
     def leading(self, row: Row) -> int:
-        """How many first dimensions of the tensors count rows, such as layers and experts."""
+        """Number of leading dimensions of the tensors that count rows, such as layers and experts."""
         ...
 
 
@@ -86,21 +86,21 @@ def megatron_shape(row: Row, dimensions: Dimensions) -> Shape:
 
 @dataclass(frozen=True)
 class HuggingFace:
-    """safetensors, as transformers names and lays out."""
+    """safetensors, with the names and shapes of transformers."""
 
     dimensions: Dimensions
     pads_vocabulary: ClassVar[bool] = False
 
     def tensors(self, row: Row) -> dict[str, Shape]:
-        """As of any layout."""
+        """See `TensorLayout`."""
         return dict(zip(row.hf, hf_shapes(row, self.dimensions), strict=True))
 
     def leading(self, row: Row) -> int:
-        """As of any layout."""
+        """See `TensorLayout`."""
         return int(isinstance(row, PackedExpert))
 
     def slices(self, row: Row) -> Iterator[ParamSlice]:
-        """As of any layout."""
+        """See `TensorLayout`."""
         dimensions, shapes = self.dimensions, row.numbers(self.dimensions)
         if isinstance(row, QKV):
             heads, groups, head_dim = dimensions["heads"], dimensions["kv_heads"], dimensions["head_dim"]
@@ -130,7 +130,7 @@ class HuggingFace:
 
 
 def _interleaved(parts: list[tuple[str, int, int]], groups: int) -> Iterator[ParamSlice]:
-    """For each group, its share of every part in turn. A part is (tensor, first element, elements per group)."""
+    """For each group, its part of every tensor in turn. A part is (tensor, first element, elements per group)."""
     for group in range(groups):
         for name, first, length in parts:
             yield ParamSlice(name, first + group * length, length)
@@ -150,11 +150,11 @@ def _gated_qkv(row: Row, shapes: tuple[Shape, ...], dimensions: Dimensions) -> I
 
 @dataclass(frozen=True)
 class FsdpDtensor:
-    """A Megatron-FSDP checkpoint: each parameter a tensor, gate and up projections apart.
+    """A Megatron-FSDP checkpoint: each parameter is a tensor, gate and up projections separate.
 
     Attributes:
-        dimensions: from `dimensions_of`; its "vocab" counts padding too.
-        naming: layer spec whose names it has, "transformer_engine" or "local".
+        dimensions: from `dimensions_of`; its "vocab" includes padding.
+        naming: layer spec of its names, "transformer_engine" or "local".
     """
 
     dimensions: Dimensions
@@ -166,18 +166,18 @@ class FsdpDtensor:
             raise CheckpointError(f"naming is {self.naming!r}, expected {TRANSFORMER_ENGINE!r} or {LOCAL!r}")
 
     def tensors(self, row: Row) -> dict[str, Shape]:
-        """As of any layout."""
+        """See `TensorLayout`."""
         rows, *width = megatron_shape(row, self.dimensions)
         names = (local_name(name) if self.naming == LOCAL else name for name in row.stored)
         return {name: (part, *width) for name, part in zip(names, stored_rows(row, rows, self.dimensions), strict=True)}
 
     def leading(self, row: Row) -> int:
-        """As of any layout."""
+        """See `TensorLayout`."""
         del row
         return 0
 
     def slices(self, row: Row) -> Iterator[ParamSlice]:
-        """As of any layout."""
+        """See `TensorLayout`."""
         for name, shape in self.tensors(row).items():
             yield ParamSlice(name, 0, math.prod(shape))
 
@@ -187,7 +187,7 @@ class TorchDist:
     """A checkpoint of megatron-core's own format: layers, and the experts of a layer, stacked in one tensor.
 
     Attributes:
-        dimensions: from `dimensions_of`; its "vocab" counts padding too.
+        dimensions: from `dimensions_of`; its "vocab" includes padding.
         named: indices that stay in the names of tensors instead.
         local: whether it has the names of megatron-core's own local layer spec.
     """
@@ -199,14 +199,14 @@ class TorchDist:
 
     @classmethod
     def of(cls, dimensions: Dimensions) -> TorchDist:
-        """As megatron-core saves a model: layers that differ keep their indices in their names."""
+        """The layout with which megatron-core saves a model: layers that differ keep their indices in their names."""
         indices = dimensions.indices
         mixed = (bool(indices["dense_layers"]) and bool(indices["moe_layers"])) or bool(indices.get("linear_layers"))
         return cls(dimensions, frozenset(NAMED_IF_MIXED) if mixed else frozenset())
 
     @classmethod
     def found(cls, rows: Collection[Row], dimensions: Dimensions, names: Collection[str]) -> TorchDist:
-        """As a checkpoint has it. A trainer may leave indices in the names in any model.
+        """The layout of an existing checkpoint. Training may leave indices in the names in any model.
 
         Args:
             rows: the weight table, expanded for the model.
@@ -224,28 +224,28 @@ class TorchDist:
         return spelled[count[True] > count[False]]
 
     def name(self, row: Row) -> tuple[str, tuple[tuple[int, int], ...]]:
-        """What an expanded row's tensor is called, and its number in each of the first dimensions with their sizes."""
+        """Name of an expanded row's tensor, and its index in each of the first dimensions with their sizes."""
         return stacked_name(row, self.dimensions, self.named, local=self.local)
 
     def tensors(self, row: Row) -> dict[str, Shape]:
-        """As of any layout."""
+        """See `TensorLayout`."""
         name, stacked = self.name(row)
         rows, *width = megatron_shape(row, self.dimensions)
         counts = tuple(count for _, count in stacked)
         return {name + section: (*counts, part, *width) for section, part in self._sections(row, rows)}
 
     def _sections(self, row: Row, rows: int) -> list[tuple[str, int]]:
-        """What follows the name, and how many of the parameter's rows there are."""
+        """Suffixes of the name, and the number of the parameter's rows for each."""
         if not isinstance(row, Sectioned):
             return [("", rows)]
         return [(f".{name}", self.dimensions[size]) for name, size in row.sections]
 
     def leading(self, row: Row) -> int:
-        """As of any layout."""
+        """See `TensorLayout`."""
         return len(self.name(row)[1])
 
     def slices(self, row: Row) -> Iterator[ParamSlice]:
-        """As of any layout."""
+        """See `TensorLayout`."""
         name, stacked = self.name(row)
         index = 0
         for number, count in stacked:

@@ -1,11 +1,11 @@
-"""Files to be, byte by byte, before the first byte is written.
+"""Files planned byte by byte, before the first byte is written.
 
-What lives here: a tensor to be; a file as contents, each literal bytes or tensor data, and its division into units of
-work. What may not: what the bytes mean (`writer.py` of `dcp` and of `safetensors`), writing them
+What lives here: a planned tensor; a file as contents, each literal bytes or tensor data, and its division into units of
+work. What may not: the meaning of the bytes (`writer.py` of `dcp` and of `safetensors`), writing them
 (`checkpoint/engine/copying.py`).
 
-Since everything is laid out beforehand, a result does not depend on how many processes write it, or on how often they
-were interrupted.
+Because everything is laid out beforehand, a result does not depend on the number of processes that write it, or on
+interruptions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import NamedTuple
 from qwen3vl_bridge.checkpoint.formats.slices import Segments
 from qwen3vl_bridge.checkpoint.formats.tensor_specs import ITEMSIZE, TensorSpec
 
-# A unit is what one process writes at a time and what an interrupted run need not write again. A multiple of any page
+# A unit is what one process writes at a time, and what a resumed run need not write again. It is a multiple of any page
 # size, so that two machines never write to the same page of a shared file.
 UNIT_BYTES = 256 << 20
 
@@ -30,9 +30,9 @@ class Task:
     """One target tensor.
 
     Attributes:
-        target: what it is.
-        segments: its elements, in order; cast to its dtype where theirs differs.
-        leading: how many of its first dimensions count layers or experts.
+        target: its description.
+        segments: its elements, in order; cast to its dtype if theirs differs.
+        leading: number of its leading dimensions that count layers or experts.
     """
 
     target: TensorSpec
@@ -58,13 +58,13 @@ Content = bytes | Data
 
 @dataclass
 class OutputFile:
-    """A file to be.
+    """A planned file.
 
     Attributes:
         name: relative to the result's folder.
         divisible: whether several processes may write parts of it.
         contents: its contents, in order.
-        nbytes: how many bytes they are.
+        nbytes: number of their bytes.
     """
 
     name: str
@@ -82,7 +82,7 @@ class OutputFile:
         return list(itertools.accumulate(map(len, self.contents), initial=0))
 
     def contents_of(self, unit: Unit) -> Iterator[Content]:
-        """What lies in a unit, as contents; cut where it begins or ends within one."""
+        """Contents of a unit, cut at its beginning and end."""
         at = bisect_right(self._starts, unit.start) - 1
         position = unit.start
         while position < unit.end:
@@ -116,7 +116,7 @@ def _cut(content: Content, start: int, nbytes: int) -> Content:
 
 
 def units(files: Sequence[OutputFile]) -> list[Unit]:
-    """All bytes of some files, in units of `UNIT_BYTES`; where a file ends sooner, so does the unit."""
+    """All bytes of some files, in units of `UNIT_BYTES`; the last unit of a file may be shorter."""
     return [
         Unit(number, start, min(start + step, file.nbytes))
         for number, file in enumerate(files)
@@ -126,13 +126,13 @@ def units(files: Sequence[OutputFile]) -> list[Unit]:
 
 
 def share[Item](work: Sequence[Item], sizes: Sequence[int], rank: int, size: int) -> list[Item]:
-    """What one of several processes does: neighbours, and about as many bytes as the others have.
+    """The part of one of several processes: neighbouring units with about the same number of bytes for each.
 
     Args:
-        work: all there is to do.
+        work: all units.
         sizes: bytes of each.
-        rank: which process.
-        size: how many there are.
+        rank: index of the process.
+        size: number of processes.
     """
     total, ends = max(sum(sizes), 1), itertools.accumulate(sizes)
     middles = (end - nbytes / 2 for end, nbytes in zip(ends, sizes, strict=True))

@@ -1,7 +1,7 @@
-"""What a target tensor is made of: stretches of source tensors, transposed matrices of them, and zeros.
+"""Contents of a target tensor: ranges of source tensors, transposed matrices of them, and zeros.
 
-What lives here: the three kinds of segment, and a row of them that can be cut anywhere. What may not: names, files,
-torch.
+What lives here: the three kinds of segments, and a sequence of them that can be cut anywhere. What may not: names,
+files, torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Slice(NamedTuple):
     plus: int = 0
 
     def part(self, start: int, length: int) -> Slice:
-        """Some of its elements."""
+        """Some of its elements, as a segment."""
         return Slice(self.source, self.start + start, length, self.plus)
 
 
@@ -44,21 +44,21 @@ class TransposedSlice(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Rows of the matrix: columns of what it is turned into."""
+        """Rows of the matrix: columns of the transposed one."""
         return self.numel // self.columns
 
     def part(self, start: int, length: int) -> TransposedSlice:
-        """Some of its elements."""
+        """Some of its elements, as a segment."""
         return self._replace(start=self.start + start, length=length)
 
 
 class Zeros(NamedTuple):
-    """Elements that no source has, such as rows that pad a vocabulary."""
+    """Elements without a source, such as rows that pad a vocabulary."""
 
     length: int
 
     def part(self, start: int, length: int) -> Zeros:
-        """Some of its elements."""
+        """Some of its elements, as a segment."""
         del start
         return Zeros(length)
 
@@ -67,7 +67,7 @@ Segment = Slice | TransposedSlice | Zeros
 
 
 class Segments:
-    """Segments one after the other, to be cut anywhere at little cost."""
+    """Consecutive segments, which can be cut anywhere at little cost."""
 
     def __init__(self, segments: Iterable[Segment]) -> None:
         self._pieces = tuple(segments)
@@ -106,7 +106,7 @@ class Segments:
 
 
 def joined(segments: Iterable[Segment]) -> Iterator[Segment]:
-    """The same elements in fewer segments: neighbouring slices of a tensor as one."""
+    """The same elements in fewer segments: adjacent slices of a tensor as one."""
     last: Segment | None = None
     for segment in segments:
         if (

@@ -1,7 +1,7 @@
-"""What readers, writers and the planner have in common: a tensor's description, and byte ranges in files.
+"""Common data of readers, writers and the planner: a tensor's description, and byte ranges in files.
 
-What lives here: dtypes, `TensorSpec`, `Extent`, and the `TensorSource` that every reader is. What may not: file
-formats, parameter names, torch. Dtypes go by torch's names as strings, so that planning needs no torch.
+What lives here: dtypes, `TensorSpec`, `Extent`, and the protocol `TensorSource` of all readers. What may not: file
+formats, parameter names, torch. Dtypes are torch's names as strings, so that planning needs no torch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _DTYPES: dict[str, tuple[str, int]] = {
 DTYPE_OF_SAFETENSORS = {code: name for name, (code, _) in _DTYPES.items()}
 SAFETENSORS_OF_DTYPE = {name: code for name, (code, _) in _DTYPES.items()}
 ITEMSIZE = {name: size for name, (_, size) in _DTYPES.items()}
-# What weights may be stored as and cast to.
+# Allowed dtypes of stored weights and of casts.
 WEIGHT_DTYPES = ("float32", "float16", "bfloat16")
 
 Shape = tuple[int, ...]
@@ -61,7 +61,7 @@ class TensorSpec:
         return self.numel * ITEMSIZE[self.dtype]
 
     def describe(self) -> str:
-        """Shape and dtype in words."""
+        """Shape and dtype as text."""
         return f"{list(self.shape)} {self.dtype}"
 
 
@@ -83,15 +83,15 @@ class TensorSource(Protocol):
 
     @property
     def files(self) -> Iterable[Path]:
-        """The files they lie in."""
+        """The files that contain the tensors."""
         ...
 
     def drop(self, name: str) -> None:
-        """Forget a tensor."""
+        """Remove a tensor from the source."""
         ...
 
     def check(self, names: Iterable[str]) -> None:
-        """Check that the bytes of some tensors are where they should be.
+        """Check that the bytes of some tensors are in their files.
 
         Raises:
             CheckpointError: they are not.
@@ -99,5 +99,5 @@ class TensorSource(Protocol):
         ...
 
     def extents(self, wanted: Slice) -> Iterator[Extent]:
-        """Where the elements of a slice are, in order."""
+        """Byte ranges of the elements of a slice, in order."""
         ...

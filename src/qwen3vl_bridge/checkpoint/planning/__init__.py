@@ -1,1 +1,1 @@
-"""What a conversion has to do and the proof that it is complete, from headers alone."""
+"""Plan of a conversion and the proof that it is complete, from only headers."""

@@ -1,6 +1,6 @@
-"""What a conversion has to do, worked out from headers alone.
+"""The plan of a conversion, made from only headers.
 
-What lives here: the comparison of what is there with what the weight table expects, and the work items: each target
+What lives here: comparing the tensors found with those that the weight table expects, and the work items: each target
 tensor as segments of source tensors. What may not: opening files, torch, names of parameters, formats
 (`checkpoint/formats/layouts.py`).
 """
@@ -21,7 +21,7 @@ from qwen3vl_bridge.weights.rows import Row
 
 @dataclass(frozen=True)
 class Plan:
-    """A conversion.
+    """A planned conversion.
 
     Attributes:
         tasks: the work, one item per target tensor; any process may do any part of it.
@@ -55,11 +55,11 @@ class Plan:
 
 
 def naming_of(rows: Iterable[Row], names: Collection[str]) -> str:
-    """Layer spec whose spelling some Megatron parameter names have: where both spell one alike, Transformer Engine.
+    """Layer spec of some Megatron parameter names; Transformer Engine's if both specs have the same names.
 
     Args:
         rows: expanded rows.
-        names: what a checkpoint holds.
+        names: those of a checkpoint.
     """
     for row in rows:
         if row.stored[0] not in names and local_name(row.stored[0]) in names:
@@ -78,12 +78,12 @@ def tensors_of(rows: Iterable[Row], layout: TensorLayout) -> dict[str, Shape]:
 
 
 def leave_unexpected(source: TensorSource, rows: Iterable[Row], layout: TensorLayout) -> list[str]:
-    """Forget the tensors that a model does not call for.
+    """Remove the tensors that a model does not have.
 
     Args:
-        source: what is there; only what is called for stays.
+        source: existing tensors; only those of the model are kept.
         rows: the weight table, expanded for the model.
-        layout: format of what is there.
+        layout: the source's format.
 
     Returns:
         A line of text for each.
@@ -104,17 +104,16 @@ def make_plan(
     where: str,
     dtype: str | None = None,
 ) -> Plan:
-    """Plan the way from one layout to another.
+    """Plan the conversion from one layout to another.
 
     Args:
         rows: the weight table, expanded for the model.
-        source: format of what is there. A Megatron one's tensors of the vocabulary may have more rows, which are left
-            out; what is in them, `check_vocab_padding` says.
-        target: format of what is to be. A Megatron one's tensors of the vocabulary may have more rows, which become
-            zeros.
-        found: what is there.
+        source: format of the source. A Megatron one's tensors of the vocabulary may have more rows, which are left out;
+            `check_vocab_padding` checks their contents.
+        target: format of the target. A Megatron one's tensors of the vocabulary may have more rows, which become zeros.
+        found: the source's tensors.
         where: the folder, for errors.
-        dtype: what to store the weights as; None to keep their dtypes.
+        dtype: dtype of the result; None to keep their dtypes.
 
     Raises:
         CheckpointError: tensors are missing, unexpected or misshapen; it lists them.
@@ -149,7 +148,7 @@ def _slices(segments: Iterable[Segment]) -> Iterator[Slice]:
 def _joined_layouts(
     rows: Iterable[Row], source: TensorLayout, target: TensorLayout
 ) -> Iterator[tuple[str, int, Segment]]:
-    """All elements: which target tensor, from which of its elements on, what is there."""
+    """All elements: target tensor, offset in it, and source."""
     woven: dict[str, dict[int, tuple[Segment, ...]]] = {}
     for row in rows:
         segments = Segments(_read(param) for param in source.slices(row))
@@ -172,20 +171,20 @@ def _joined_layouts(
                 yield param.tensor, start, segment
                 start += segment.length
     for tensor, strands in woven.items():
-        # One below the other they are a matrix, and lie transposed.
+        # Concatenated they are a matrix, which is stored transposed.
         slices = tuple(one for _, strand in sorted(strands.items()) for one in strand)
         (matrix,) = _turned(slices, sum(one.length for one in slices) // len(strands))
         yield tensor, 0, matrix
 
 
 def _read(param: ParamSlice) -> Segment:
-    """What lies at a place, in the order of the Megatron parameter."""
+    """The elements at a position, in the order of the Megatron parameter."""
     if param.stride > 1:
         raise AssertionError(f"{param.tensor}: every {param.stride}th element cannot be read, only written")
     one = Slice(param.tensor, param.start, param.length, -param.plus)
     if not param.columns:
         return one
-    # There it is the transpose of what it is to be, so it has as many columns as that has rows.
+    # The source is the transpose of the target, so its columns are the target's rows.
     return TransposedSlice((one,), param.length // param.columns, 0, param.length)
 
 
@@ -196,7 +195,7 @@ def _more(segment: Segment, plus: int) -> Slice:
 
 
 def _turned(segments: tuple[Segment, ...], columns: int) -> tuple[Segment, ...]:
-    """The transpose of a matrix of so many columns."""
+    """The transpose of a matrix with this many columns."""
     first = segments[0]
     if (
         isinstance(first, TransposedSlice)
@@ -204,7 +203,7 @@ def _turned(segments: tuple[Segment, ...], columns: int) -> tuple[Segment, ...]:
         and first.length == first.numel
         and len(segments) == 1
     ):
-        return first.slices  # both sides have it so
+        return first.slices  # both sides have this order
     slices = tuple(segment for segment in segments if isinstance(segment, Slice))
     if len(slices) != len(segments):
         raise AssertionError("a matrix to be transposed lies transposed, or is padded")

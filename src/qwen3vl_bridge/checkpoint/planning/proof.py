@@ -21,11 +21,11 @@ def check_same(
     where: str,
     may_be_longer: Collection[str] = (),
 ) -> None:
-    """Compare the tensors that are there with those that must be.
+    """Compare the existing tensors with the expected ones.
 
     Args:
-        found: what is there.
-        expected: shapes of what must be.
+        found: existing tensors.
+        expected: expected shapes.
         where: whose tensors they are, for the error.
         may_be_longer: names of tensors whose first dimension may exceed the expected one.
 
@@ -72,12 +72,11 @@ def check_weights_dtype(name: str, sources: Sequence[TensorSpec], dtype: str | N
     Args:
         name: the target.
         sources: the tensors it is made of.
-        dtype: what it is to be; None for what the sources are.
+        dtype: requested dtype; None for that of the sources.
         where: whose tensors the sources are, for the error.
 
     Raises:
-        CheckpointError: a source or `dtype` is no floating-point dtype, or sources differ and `dtype` does not settle
-            it.
+        CheckpointError: a source or `dtype` is not a floating-point dtype, or sources differ and `dtype` is None.
     """
     for source in sources:
         if source.dtype not in WEIGHT_DTYPES:
@@ -89,7 +88,7 @@ def check_weights_dtype(name: str, sources: Sequence[TensorSpec], dtype: str | N
             raise CheckpointError(f"torch_dtype is {dtype!r}, expected one of {', '.join(WEIGHT_DTYPES)}")
         return dtype
     if len({source.dtype for source in sources}) > 1:
-        found = {source.dtype: source for source in sources}  # one of each dtype says it all
+        found = {source.dtype: source for source in sources}  # one of each dtype is enough
         parts = ", ".join(sorted(f"{source.name} {source.dtype}" for source in found.values()))
         raise CheckpointError(
             f"{where}: {name} is built from {parts}, expected one dtype; choose it with --torch-dtype"
@@ -105,13 +104,13 @@ def prove(
 ) -> None:
     """Check that a plan reads every source element once and produces every target element once.
 
-    This guards against errors of ours, in the weight table or the planner, not of the input.
+    This guards against bugs in the weight table or the planner, not against invalid input.
 
     Args:
         tasks: target and segments of each work item.
         sources: the source tensors.
         targets: shapes of the target tensors.
-        padded: names of source tensors that may have elements behind the last one read, and of targets that may have
+        padded: names of source tensors that may have elements after the last one read, and of targets that may have
             zeros.
 
     Raises:
@@ -150,7 +149,7 @@ def prove(
 
 
 def _read_once(ranges: list[tuple[int, int]], name: str) -> int:
-    """How many elements, from the first one on, ranges cover.
+    """Number of elements, from the first one on, that ranges cover.
 
     Raises:
         AssertionError: they leave a gap or overlap.

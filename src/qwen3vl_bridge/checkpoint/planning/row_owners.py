@@ -1,10 +1,10 @@
-"""Which ranks hold which rows of a tensor, where the parallel sizes are stated.
+"""Which ranks hold which rows of a tensor, for given parallel sizes.
 
 What lives here: how Megatron-FSDP's ranks share a layer's weights, and how tensor-parallel, expert-parallel and
 pipeline ranks of `torch_dist` share tensors. What may not: cutting tensors into chunks (`topology.py`), files.
 
-Nothing depends on this being exact. A rank reads whatever chunks have a part of what it holds; where they are cut
-elsewhere than ranks are, it reads more than it keeps.
+Correctness does not depend on this being exact. A rank reads all chunks that contain a part of what it holds; if they
+are cut elsewhere than ranks are, it reads more than it keeps.
 """
 
 from __future__ import annotations
@@ -20,27 +20,28 @@ from qwen3vl_bridge.checkpoint.planning.topology import Owner, Part, Topology
 from qwen3vl_bridge.weights.dimensions import Dimensions
 from qwen3vl_bridge.weights.rows import Row
 
-# Tensor-parallel ranks split the rows of the one, and the columns of the other. All else is taken to be whole on each.
+# Tensor-parallel ranks split the rows of the first, and the columns of the second. All others are assumed to be whole
+# on each.
 _BY_ROWS = re.compile(r"\.(linear_(qkv|fc1)\.(weight|bias)|(word_embeddings|output_layer|in_proj|conv1d)\.weight)")
 _BY_COLUMNS = re.compile(r"\.(linear_(proj|fc2)|out_proj)\.weight")
 _TEXT_LAYERS = ("text_layers", "dense_layers", "moe_layers", "linear_layers", "full_layers")
 _LAST_STAGE = ("language_model.decoder.final_layernorm.", "language_model.output_layer.", "language_model.mtp.")
 
-# By a tensor's name, then by the numbers in its leading dimensions: its parts, in order.
+# By a tensor's name, then by the indices in its leading dimensions: its parts, in order.
 Holders = Mapping[str, Mapping[Shape, Sequence[Part]]]
 
 
 def holders(rows: Collection[Row], layout: FsdpDtensor | TorchDist, topology: Topology) -> Holders:
-    """What ranks hold.
+    """The rows that ranks hold.
 
     Args:
         rows: the weight table, expanded for the model.
         layout: the format.
-        topology: sizes that fit the model.
+        topology: sizes that suit the model.
 
     Returns:
-        Parts of every tensor; nothing where one rank reads each as a whole. torch_dist's ranks read gate and up
-        projection apart, even if there is one.
+        Parts of every tensor; empty if one rank reads each as a whole. torch_dist's ranks read gate and up projection
+        separately, even a single rank.
     """
     if topology.ranks == 1 and isinstance(layout, FsdpDtensor):
         return {}
@@ -55,7 +56,7 @@ def holders(rows: Collection[Row], layout: FsdpDtensor | TorchDist, topology: To
 
 
 class _Parameter(NamedTuple):
-    """A parameter of a tensor-parallel rank: the tensors it is stored in, one above the other, and its part of each."""
+    """A parameter of a tensor-parallel rank: the tensors in which it is stored, concatenated, and its part of each."""
 
     tensors: tuple[tuple[str, int], ...]  # names, and rows of the rank's part
     columns: int
@@ -71,7 +72,7 @@ class _Parameter(NamedTuple):
 
 
 def _in_units(rows: Collection[Row], layout: FsdpDtensor, topology: Topology) -> Iterator[tuple[str, Shape, Part]]:
-    """A unit of Megatron-FSDP is a layer, its experts apart; what is in no layer is one too.
+    """A unit of Megatron-FSDP is a layer without its experts; all parameters outside of layers are one too.
 
     Source: megatron-core 0.19, `_get_parameter_groups` of Megatron-FSDP's `param_and_grad_buffer.py`.
     """
@@ -92,11 +93,12 @@ def _in_units(rows: Collection[Row], layout: FsdpDtensor, topology: Topology) ->
 
 
 def _shards(parameters: Sequence[_Parameter], ranks: int, owner: Owner) -> Iterator[tuple[str, Shape, Part]]:
-    """Parameters of a unit lie one behind the other, the widest first, and are cut into equal parts.
+    """Parameters of a unit are concatenated, the widest first, and cut into equal parts.
 
-    Source: megatron-core 0.19, `build_data_parallel_buffer_index`. The parts are of whole rows of all of them.
+    Source: megatron-core 0.19, `build_data_parallel_buffer_index`. The parts consist of whole rows of all of them.
     """
-    # Of equally wide ones, the module's order: attention's output layer comes first, the last merger after the others.
+    # Equally wide ones are in the module's order: attention's output layer comes first, the last merger after the
+    # others.
     ordered = sorted(parameters, key=lambda one: (-one.columns, "linear_proj" not in one.name, ".merger." in one.name))
     step = 1
     for one in ordered:
@@ -120,14 +122,14 @@ def _shards(parameters: Sequence[_Parameter], ranks: int, owner: Owner) -> Itera
 
 
 def _in_stages(rows: Collection[Row], layout: TorchDist, topology: Topology) -> Iterator[tuple[str, Shape, Part]]:
-    """A pipeline stage has layers that follow one another; the vision tower is with the first."""
+    """A pipeline stage has consecutive layers; the vision tower is on the first."""
     layers = len(layout.dimensions.indices["text_layers"]) // topology.pp
     for row in rows:
         (_, stacked), tensors, of_experts = layout.name(row), layout.tensors(row), "experts" in row.indices
         stage = row.position[0] // layers if row.indices[:1] and row.indices[0] in _TEXT_LAYERS else 0
         stage = topology.pp - 1 if row.megatron.startswith(_LAST_STAGE) else stage
         group = _expert_group(row, layout.dimensions, topology)
-        # The gate lies above the up projection, and each rank has its rows of both.
+        # Gate and up projection are concatenated, and each rank has its rows of both.
         tp = topology.expert_tp if of_experts else topology.tp
         halves, copies = len(row.stored) // len(tensors), tp if _BY_ROWS.search(row.megatron) else 1
         for name, shape in tensors.items():
@@ -138,5 +140,5 @@ def _in_stages(rows: Collection[Row], layout: TorchDist, topology: Topology) -> 
 
 
 def _expert_group(row: Row, dimensions: Dimensions, topology: Topology) -> int:
-    """Which of the expert-parallel ranks have an expert."""
+    """Index of the expert-parallel rank that has an expert."""
     return row.expert * topology.ep // dimensions["experts"] if "experts" in row.indices else 0

@@ -1,7 +1,7 @@
-"""How long a conversion may take, measured on samples of it.
+"""Estimates the time of a conversion, measured on samples of it.
 
-What lives here: reading some of the source, writing next to the target, and the extrapolation. What may not: doing any
-of it for good.
+What lives here: reading some of the source, writing next to the target, and the extrapolation. What may not: permanent
+changes on disk.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from qwen3vl_bridge.checkpoint.formats.byte_streams import SegmentReader, cast
 from qwen3vl_bridge.checkpoint.formats.tensor_specs import ITEMSIZE, TensorSource
 from qwen3vl_bridge.checkpoint.planning.plan import Plan, Task
 
-# How much is read and written.
+# Bytes to read and write.
 _SAMPLES, _SAMPLE_BYTES, _WRITTEN = 32, 16 << 20, 64 << 20
 
 
 def estimate(plan: Plan, source: TensorSource, folder: Path, *, processes: int, passes: int = 0) -> float:
-    """Seconds that a conversion may take, if source and disk go on as they do on samples.
+    """Estimated seconds of a conversion, assuming that source and disk continue at the speed of the samples.
 
-    Processes are taken to share what is read and computed, and to write to the same disk. The samples are others every
-    time, so that what an earlier estimate has left in the page cache is not taken for the speed of the disk.
+    Processes are assumed to share reading and computing, and to write to the same disk. The samples differ in each
+    call, so that the page cache of an earlier estimate is not mistaken for the speed of the disk.
 
     Args:
         plan: of the conversion.
         source: what the plan reads.
-        folder: on the disk that the result goes to. What is written there has no name and is gone afterwards.
-        processes: how many share the work.
-        passes: how often the source, or a result as large, is read besides: once for checksums, twice to verify.
+        folder: on the disk of the result. The file written there has no name and is removed afterwards.
+        processes: number of processes that share the work.
+        passes: number of additional reads of the source, or of a result as large: one for checksums, two to verify.
     """
     if not plan.nbytes:
         return 0.0
@@ -43,7 +43,7 @@ def estimate(plan: Plan, source: TensorSource, folder: Path, *, processes: int, 
 
 
 def _reading(tasks: Sequence[Task], source: TensorSource) -> float:
-    """Seconds a byte takes to be read, cast and turned."""
+    """Seconds per byte to read, cast and transpose."""
     cast(memoryview(bytearray(4)), "float32", "bfloat16", "")  # imports torch, which takes seconds, once
     sampled, begun = 0, time.monotonic()
     with SegmentReader(source) as reader:
@@ -54,7 +54,7 @@ def _reading(tasks: Sequence[Task], source: TensorSource) -> float:
 
 
 def _writing(folder: Path, nbytes: int) -> float | None:
-    """Seconds a byte takes to reach the disk; None where nothing may be written."""
+    """Seconds per byte to reach the disk; None if nothing may be written."""
     block = memoryview(os.urandom(1 << 20))
     begun = time.monotonic()
     try:

@@ -1,10 +1,10 @@
-"""Parallel sizes a checkpoint is meant for.
+"""Parallel sizes for which a checkpoint is laid out.
 
-What lives here: whether a model can be split so, and how a tensor is cut into chunks. What may not: who holds what
-(`row_owners.py`), files.
+What lives here: whether a model can be split this way, and how a tensor is cut into chunks. What may not: which rank
+holds what (`row_owners.py`), files.
 
-A written checkpoint loads at any topology. But a loader reads every chunk it needs a part of as a whole, so chunks are
-small, and cut where ranks are.
+A written checkpoint can be loaded with any topology. But a loader reads every chunk of which it needs a part as a
+whole, so chunks are small, and cut at rank boundaries.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from qwen3vl_bridge.checkpoint.formats.tensor_specs import Shape, TensorSpec
 from qwen3vl_bridge.files.errors import CheckpointError
 from qwen3vl_bridge.weights.dimensions import Dimensions
 
-# What ranks hold is told apart down to this. A layer of a small model has less for each of many ranks, and an item for
-# each of them would take longer to find than to read.
+# Minimum size of chunks. In a small model each of many ranks has less of a layer, and a separate item for each would
+# take longer to find than to read.
 _LEAST_BYTES = 1 << 20
 
-# Tells ranks, or groups of them, from each other; those that are alike hold more of the same.
+# Identifies ranks, or groups of them; equal values have more of the same rows.
 Owner = tuple[int, ...]
 
 
@@ -36,7 +36,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Topology:
-    """Parallel sizes, and how large a chunk may be.
+    """Parallel sizes, and the maximum size of a chunk.
 
     Attributes:
         tp: tensor-parallel size.
@@ -44,8 +44,8 @@ class Topology:
         cp: context-parallel size.
         ep: expert-parallel size.
         etp: expert-tensor-parallel size; None for `tp`.
-        world_size: number of processes that train; None for as few as the other sizes allow.
-        chunk_bytes: size of a chunk at most, unless a single row has more.
+        world_size: number of training processes; None for the minimum of the other sizes.
+        chunk_bytes: maximum size of a chunk, unless a single row is larger.
     """
 
     tp: int = 1
@@ -63,21 +63,21 @@ class Topology:
 
     @property
     def ranks(self) -> int:
-        """Processes that train."""
+        """Number of training processes."""
         return math.lcm(*self._products().values()) if self.world_size is None else self.world_size
 
     def _products(self) -> dict[str, int]:
-        """What the number of processes is a multiple of, in words."""
+        """The divisors of the number of processes, as text."""
         products = {"tp * pp * cp": self.tp * self.pp * self.cp}
         if self.ep > 1 or self.etp is not None:
             products["etp * ep * pp"] = self.expert_tp * self.ep * self.pp
         return products
 
     def check(self, dimensions: Dimensions, *, stages: bool) -> None:
-        """Check that a model can be split so.
+        """Check that a model can be split this way.
 
         Args:
-            dimensions: from `dimensions_of`; "vocab" counts padding too.
+            dimensions: from `dimensions_of`; "vocab" includes padding.
             stages: whether the format has pipeline stages.
 
         Raises:
@@ -99,10 +99,10 @@ class Topology:
         self._check_world()
 
     def check_numbers(self) -> None:
-        """Check the sizes alone.
+        """Check only the sizes.
 
         Raises:
-            CheckpointError: one is no positive number.
+            CheckpointError: one is not a positive number.
         """
         for name in ("tp", "pp", "cp", "ep", "etp", "world_size", "chunk_bytes"):
             size = getattr(self, name)
@@ -134,17 +134,17 @@ class Topology:
     def chunks(
         self, spec: TensorSpec, leading: int = 0, parts: Mapping[Shape, Sequence[Part]] | None = None
     ) -> Iterator[tuple[Owner, Shape, Shape]]:
-        """Cut a tensor into boxes that follow one another in memory.
+        """Cut a tensor into boxes that are consecutive in memory.
 
         Args:
             spec: the tensor.
-            leading: how many of its first dimensions count layers or experts; every one gets boxes of its own, of
+            leading: number of its leading dimensions that count layers or experts; every one gets its own boxes, of
                 whole rows.
-            parts: what different ranks hold, by the numbers in the leading dimensions; where there is none, it is all
-                one part.
+            parts: rows of different ranks, by the indices in the leading dimensions; all rows are one part if there is
+                none.
 
         Yields:
-            Who holds a box's first row; offsets and sizes of the box, in order.
+            Owner of a box's first row; offsets and sizes of the box, in order.
         """
         counts, shape = spec.shape[:leading], spec.shape[leading:]
         rows, nbytes = shape[0] if shape else 1, spec.nbytes // max(math.prod(counts), 1)

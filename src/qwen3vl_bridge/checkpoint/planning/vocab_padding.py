@@ -1,11 +1,11 @@
-"""Rows that a Megatron checkpoint's vocabulary has beyond the model's.
+"""Rows of a Megatron checkpoint's vocabulary beyond the model's.
 
-What lives here: the check that nothing is lost where they are left out. What may not: which tensor is made of which
+What lives here: the check that nothing is lost if they are left out. What may not: which tensor is made of which
 (`plan.py`).
 
-A Megatron model may have them so that tensor-parallel ranks get equal shares (`should_pad_vocab`). An import writes
-zeros. In training they move: megatron-core's cross entropy sums over all rows of the output layer, with no mask for
-those of the padding (`tensor_parallel/cross_entropy.py`), and a tied embedding is that layer.
+A Megatron model may have them so that tensor-parallel ranks have equal parts (`should_pad_vocab`). An import writes
+zeros. Training changes them: megatron-core's cross entropy sums over all rows of the output layer, without a mask for
+padding (`tensor_parallel/cross_entropy.py`), and a tied embedding is that layer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def check_vocab_padding(
         source: tensors, of the shapes that `make_plan` expects.
         rows: rows of the weight table that are converted.
         layout: the tensors' format.
-        vocabulary: how many rows are kept.
+        vocabulary: number of rows that are kept.
         where: the tensors' folder, for the error.
         drop: whether rows that are not zero may be left out too.
 
@@ -64,7 +64,7 @@ def check_vocab_padding(
 
 
 def _rows_not_zero(source: TensorSource, spec: TensorSpec, first: int) -> list[int]:
-    """Rows from one on that hold anything but zeros."""
+    """Rows, from a given one on, that contain anything other than zeros."""
     width, size = spec.numel // spec.shape[0], ITEMSIZE[spec.dtype]
     found: set[int] = set()
     position = first * width

@@ -1,1 +1,1 @@
-"""Models on disk: folder, configuration and weights together, in either world."""
+"""Models on disk: folder, configuration and weights together, Hugging Face's and Megatron's."""

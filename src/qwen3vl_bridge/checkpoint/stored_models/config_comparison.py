@@ -1,7 +1,7 @@
 """Whether two configurations describe the same model.
 
-What lives here: the comparison. What may not: which fields decide that (a family's `fields`, see `registry.py`),
-whether a configuration is one we convert (`hf_config.py`).
+What lives here: the comparison. What may not: the fields that identify a model (a family's `fields`, see
+`registry.py`), whether a configuration is supported (`hf_config.py`).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from qwen3vl_bridge.registry import family_of, family_of_provider
 def check_same_model(one: ModelConfig, other: ModelConfig) -> None:
     """Check that two configurations are of the same model.
 
-    What a configuration says of dtypes, dropout, initial values and the longest row may differ.
+    Dtypes, dropout, initialisation and the maximum row length may differ.
 
     Args:
         one: a model's.
-        other: what it is expected to be.
+        other: the expected one.
 
     Raises:
         CheckpointError: they are of two models; all fields that differ are listed.
@@ -36,11 +36,11 @@ def check_model_of_run(config: ModelConfig, run: Mapping[str, Any], path: Path) 
 
     Args:
         config: a model's.
-        run: what the run's file says.
+        run: contents of the run's file.
         path: that file.
 
     Returns:
-        Whether it says anything of the model.
+        Whether the file describes the model.
 
     Raises:
         CheckpointError: they are of two models; all fields that differ are listed.

@@ -1,7 +1,7 @@
 """Checks the `config.json` of a Hugging Face model.
 
-What lives here: the check that it is of a family we convert, and the dimensions the weight table needs. What may not:
-weights, names of parameters and fields of a family (`registry.py` finds them).
+What lives here: the check that it is of a supported family, and the dimensions that the weight table needs. What may
+not: weights, names of parameters and fields of a family (`registry.py` finds them).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class ModelConfig:
     """A model's configuration.
 
     Attributes:
-        folder: where its `config.json` is.
-        raw: the whole of it.
-        family: what reads it, and has the weight table.
-        dimensions: what the weight table's symbols stand for.
-        vocabulary: tokens, however many rows `dimensions` counts.
+        folder: folder of its `config.json`.
+        raw: its contents.
+        family: the family, which reads it and has the weight table.
+        dimensions: values of the weight table's symbols.
+        vocabulary: number of tokens, independent of the rows in `dimensions`.
         tied: whether the output layer is the embedding.
     """
 
@@ -55,10 +55,10 @@ class ModelConfig:
         self.tied = not self.dimensions["untied"]
 
     def expert_layout(self, shapes: Mapping[str, Shape]) -> ExpertLayout:
-        """How tensors of these shapes hold the model's experts; for a dense model, anyhow.
+        """Format of the model's experts for tensors of these shapes; any for a dense model.
 
         Raises:
-            CheckpointError: in none of the known ways.
+            CheckpointError: an unknown format.
         """
         if not self.dimensions.indices["moe_layers"]:
             return self.family.released_experts
@@ -68,25 +68,25 @@ class ModelConfig:
             raise CheckpointError(f"{self.folder}: {error}") from error
 
     def having(self, names: Collection[str]) -> ModelConfig:
-        """The same of a checkpoint with tensors of these names, which may lack optional parts of the model."""
+        """The configuration of a checkpoint with tensors of these names, which may lack optional parts of the model."""
         changed = copy(self)
         changed.raw = dict(self.family.config_of(self.raw, names))
         changed.dimensions = self.family.dimensions_of(changed.raw).with_vocab(self.dimensions["vocab"])
         return changed
 
     def write(self, folder: Path, dtype: str | None = None) -> None:
-        """Write what differs from the `config.json` that lies in a folder already.
+        """Write what differs from an existing `config.json` in a folder.
 
         Args:
             folder: of a model.
-            dtype: what to say that the weights are; None to leave what is said.
+            dtype: dtype of the weights to write into it; None to keep the present value.
         """
         raw, path = self.raw if dtype is None else with_dtype(self.raw, dtype), folder / "config.json"
         if raw != read_object(path):
             write_object(path, raw)
 
     def with_vocab(self, rows: int) -> ModelConfig:
-        """The same with a vocabulary of so many rows."""
+        """The same with a vocabulary of this many rows."""
         changed = copy(self)
         changed.dimensions = self.dimensions.with_vocab(rows)
         return changed
@@ -102,9 +102,9 @@ class ModelConfig:
 
 
 def with_dtype(raw: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """A configuration that says the weights are `dtype`, wherever it says anything about their dtype.
+    """A configuration with `dtype` in all places that state the weights' dtype.
 
-    from_pretrained loads in the dtype that the configuration names, so it has to name the one that was written.
+    from_pretrained loads in the dtype of the configuration, so it has to be that of the written weights.
     """
     changed = {}
     for key, value in raw.items():

@@ -1,7 +1,7 @@
 """Opens a Hugging Face model on disk.
 
-What lives here: how, and what becomes of an output layer stored beside the embedding it is tied to. What may
-not: Megatron.
+What lives here: opening it, and the treatment of an output layer that is stored in addition to the embedding to which
+it is tied. What may not: Megatron.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ def open_model(hf_model: str | Path, *, strict: bool = True, trust_remote_code: 
 
     Args:
         hf_model: a folder or a hub id.
-        strict: whether tensors that the model does not call for stay, to be found out; otherwise they are ignored.
-        trust_remote_code: whether the model may bring code.
+        strict: whether tensors that the model does not have are kept, so that they become errors; otherwise they are
+            ignored.
+        trust_remote_code: whether the model may contain code.
 
     Raises:
-        CheckpointError: it is not there, not a Qwen3-VL, or its files are damaged.
+        CheckpointError: it does not exist, is of no supported family, or its files are damaged.
     """
     folder = find_model(hf_model, trust_remote_code=trust_remote_code)
     config, weights, notes = ModelConfig(folder), HFWeights(folder), []

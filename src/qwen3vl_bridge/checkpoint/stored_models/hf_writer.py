@@ -1,6 +1,6 @@
-"""A Hugging Face model to be: the files of its weights, and those around them.
+"""Planned Hugging Face models: the files of their weights, and the other files.
 
-What lives here: what an export and a merge have in common. What may not: what is read, how files are written.
+What lives here: the common part of export and merge. What may not: what is read, how files are written.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from qwen3vl_bridge.weights.expert_layout import ExpertLayout
 
 @dataclass(frozen=True)
 class HFTarget:
-    """A Hugging Face model to be.
+    """A Hugging Face model to be written.
 
     Attributes:
         config: its configuration.
-        experts: how it holds its experts.
-        made_from: format of the checkpoint that it is made of.
-        max_shard_bytes: how large a file of weights may be.
+        experts: format of its experts.
+        made_from: format of the source checkpoint.
+        max_shard_bytes: maximum size of a weight file.
     """
 
     config: ModelConfig
@@ -48,21 +48,21 @@ class HFTarget:
 
 
 class HFOutput:
-    """A Hugging Face model to be."""
+    """The files of a Hugging Face model to be written."""
 
     inner = "."
 
     def __init__(self, plan: Plan, config: ModelConfig, said: dict[str, Any], max_shard_bytes: int) -> None:
-        """A model to be.
+        """Lay out a model.
 
         Args:
             plan: its tensors.
             config: its configuration.
-            said: what its manifest says of it.
-            max_shard_bytes: how large a file of weights may be.
+            said: values for its manifest.
+            max_shard_bytes: maximum size of a weight file.
 
         Raises:
-            CheckpointError: files have no size.
+            CheckpointError: a maximum size that is not positive.
         """
         if max_shard_bytes < 1:
             raise CheckpointError(f"max_shard_bytes is {max_shard_bytes}, expected 1 or more")
@@ -71,11 +71,11 @@ class HFOutput:
         self.settings = {"format": HUGGINGFACE} | said
 
     def finish(self, root: Path, digest: str) -> None:
-        """Write what a model's folder has beside its weights."""
+        """Write the files of a model's folder other than weights."""
         write_index(root, self._plan.tasks, self._max_shard_bytes)
         copy_side_files(self._config.folder, root)
         self._config.write(root, self._plan.dtypes[0] if len(self._plan.dtypes) == 1 else None)
 
     def open(self, root: Path) -> HFWeights:
-        """The weights as found."""
+        """The written weights, read again."""
         return HFWeights(root)

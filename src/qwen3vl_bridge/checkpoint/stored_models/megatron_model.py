@@ -1,7 +1,7 @@
 """Opens a Megatron checkpoint on disk, of either format, and finds the configuration of its model.
 
-What lives here: how, and what is known where a checkpoint has no configuration of its own. What may not: opening a
-Hugging Face model (`hf_model.py`), what an opened model is (`stored_model.py`), planning.
+What lives here: opening it, and what is known about a checkpoint without a configuration. What may not: opening a
+Hugging Face model (`hf_model.py`), the opened model (`stored_model.py`), planning.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def open_stored(
 
     Args:
         path: its root folder, or an iteration's folder.
-        iteration: which iteration; None for the latest.
-        hf_model: folder or hub id of a model whose configuration to take; None for the one in the checkpoint.
+        iteration: the iteration; None for the latest.
+        hf_model: folder or hub id of a model whose configuration to use; None for the one in the checkpoint.
         trust_remote_code: whether that model may contain code.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: it does not exist, or is damaged.
     """
     folder = megatron.find_iteration(expanded(path), iteration)
     ckpt_format = megatron.format_of(folder)
@@ -66,11 +66,11 @@ def stored_config(
 
     Args:
         folder: the iteration's.
-        hf_model: folder or hub id of a model whose configuration to take; None for the one in the checkpoint.
+        hf_model: folder or hub id of a model whose configuration to use; None for the one in the checkpoint.
         trust_remote_code: whether that model may contain code.
 
     Returns:
-        The configuration, and what the user should know of it.
+        The configuration, and notes for the user.
 
     Raises:
         CheckpointError: there is none, or the checkpoint has one of another model.
@@ -88,10 +88,10 @@ def stored_config(
 
 
 def compared_with_run(config: ModelConfig, folder: Path) -> list[str]:
-    """Check that a configuration is of the model in a checkpoint that has none of its own, by what its run says.
+    """Check a configuration for a checkpoint without one against its run's file.
 
     Returns:
-        A line of text where it says nothing.
+        A line of text if the file does not describe the model.
 
     Raises:
         CheckpointError: it is another model's.
@@ -112,13 +112,13 @@ def compared_with_run(config: ModelConfig, folder: Path) -> list[str]:
 
 
 def own_config(folder: Path) -> ModelConfig | None:
-    """The configuration that lies in an iteration's folder; None where there is none."""
+    """The configuration in an iteration's folder; None if there is none."""
     beside = folder / megatron.HF_FILES
     return ModelConfig(beside) if (beside / "config.json").is_file() else None
 
 
 def _experts(config: ModelConfig, manifest: dict[str, Any], folder: Path) -> ExpertLayout:
-    """As the model whose configuration it is has them, else as the manifest says, else as released."""
+    """Format of experts: that of the configuration's model, else the manifest's, else that of the released ones."""
     if not config.dimensions.indices["moe_layers"]:
         return config.family.released_experts
     if has_weights(config.folder):

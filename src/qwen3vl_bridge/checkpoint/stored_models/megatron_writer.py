@@ -1,7 +1,6 @@
 """Lays out a Megatron checkpoint for a plan, and writes the files around its tensors.
 
-What lives here: what import and reformatting have in common: what is written. What may not: the one that is
-read.
+What lives here: the common output of import and reformatting. What may not: what is read.
 """
 
 from __future__ import annotations
@@ -32,24 +31,24 @@ from qwen3vl_bridge.weights.dimensions import Dimensions
 from qwen3vl_bridge.weights.expert_layout import ExpertLayout
 from qwen3vl_bridge.weights.rows import Row
 
-# Modules of which megatron-core stores a state beside their weights, always None here, and asks for on loading. The
-# first do so in either layer spec, the others are Transformer Engine's.
+# Modules for which megatron-core stores a state in addition to their weights, here always None, and asks for it on
+# loading. The first do so in either layer spec, the others are Transformer Engine's.
 _LINEAR = re.compile(r"linear_(qkv|proj|fc1|fc2)|(in|out|eh)_proj")
 _NORM = re.compile(r"(\w+_layernorm|patch_norm|out_norm|enorm|hnorm)")
 
 
 @dataclass(frozen=True)
 class MegatronTarget:
-    """A Megatron checkpoint to be.
+    """A Megatron checkpoint to be written.
 
     Attributes:
         ckpt_format: "fsdp_dtensor" or "torch_dist".
-        naming: layer spec it is for, "transformer_engine" or "local".
-        topology: parallel sizes it is meant for.
+        naming: layer spec of its names, "transformer_engine" or "local".
+        topology: parallel sizes for which it is laid out.
         config: the model's configuration.
-        hf_model: where that came from.
-        experts: how the Hugging Face model holds its experts; an export does the same.
-        vocab_divisor: what the vocabulary's rows are padded to a multiple of, for each tensor-parallel rank.
+        hf_model: source of the configuration.
+        experts: format of experts in the Hugging Face model; an export uses the same.
+        vocab_divisor: the padding's divisor per tensor-parallel rank, for the vocabulary's rows.
     """
 
     ckpt_format: str
@@ -80,17 +79,17 @@ class MegatronTarget:
         """Check the options against each other and the model.
 
         Raises:
-            CheckpointError: they don't fit.
+            CheckpointError: they do not fit.
         """
         if self.ckpt_format not in megatron.FORMATS:
             raise CheckpointError(f"ckpt_format is {self.ckpt_format!r}, expected {' or '.join(megatron.FORMATS)}")
-        FsdpDtensor(self.config.dimensions, self.naming)  # refuses a naming that is none
+        FsdpDtensor(self.config.dimensions, self.naming)  # refuses an unknown naming
         vocabulary = self.config.dimensions["vocab"]
         if self.vocab_divisor is not None and not 1 <= self.vocab_divisor <= vocabulary:
             raise CheckpointError(
                 f"--make-vocab-size-divisible-by is {self.vocab_divisor}, expected 1 to {vocabulary}, the vocabulary"
             )
-        self.topology.check_numbers()  # before one of them is divided by
+        self.topology.check_numbers()  # before one of them is a divisor
         self.topology.check(self.dimensions, stages=self.ckpt_format == megatron.TORCH_DIST)
 
     def output(self, plan: Plan) -> MegatronOutput:
@@ -98,7 +97,7 @@ class MegatronTarget:
         return MegatronOutput(plan, self)
 
     def laid_out(self, plan: Plan) -> DcpLayout:
-        """All files with tensors, and the byte items a loader wants."""
+        """All files with tensors, and the byte items that a loader needs."""
         dcp, layout = DcpLayout(), self.layout
         held, chunks = holders(self.config.rows(), layout, self.topology), []
         for task in plan.tasks:
@@ -107,7 +106,7 @@ class MegatronTarget:
             for owner, offsets, sizes in self.topology.chunks(spec, task.leading, held.get(task.target.name)):
                 chunks.append((owner, spec, offsets, sizes, task.segments, position))
                 position += math.prod(sizes)
-        # What a rank reads lies together, in few files.
+        # What a rank reads is stored together, in few files.
         for _, *chunk in sorted(chunks, key=itemgetter(0)):
             dcp.add_chunk(*chunk)
         if isinstance(layout, FsdpDtensor):
@@ -132,7 +131,7 @@ class MegatronOutput:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What the manifest says."""
+        """Values for the manifest."""
         target = self._target
         return {
             "format": target.ckpt_format,
@@ -144,7 +143,7 @@ class MegatronOutput:
         }
 
     def finish(self, root: Path, digest: str) -> None:
-        """Write all files but those with tensors and the manifest."""
+        """Write all files except those with tensors and the manifest."""
         target, folder = self._target, megatron.iteration_folder(root, 0)
         ckpt_format = target.ckpt_format
         paths = {megatron.key_of(name, ckpt_format): megatron.path_of(name, ckpt_format) for name in self._names}
@@ -163,10 +162,10 @@ class MegatronOutput:
         write_run_files(root, folder, config, ckpt_format)
 
     def open(self, root: Path) -> DcpTensors:
-        """What was written, as found.
+        """The written tensors, read again.
 
         Raises:
-            CheckpointError: it is not what was laid out.
+            CheckpointError: they differ from the layout.
         """
         metadata = read_metadata(megatron.iteration_folder(root, 0))
         if set(metadata.byte_items) != set(self._dcp.byte_items):
@@ -175,7 +174,7 @@ class MegatronOutput:
 
 
 def extra_states(rows: Collection[Row], layout: TorchDist, *, with_norms: bool) -> Iterator[str]:
-    """Keys of the states that megatron-core stores beside weights.
+    """Keys of the states that megatron-core stores in addition to weights.
 
     Source: megatron-core 0.19, `make_sharded_tensors_for_checkpoint` and the modules' own `_extra_state`.
 

@@ -1,8 +1,8 @@
-"""Boxes of a tensor as stretches of its elements in row-major order.
+"""Boxes of a tensor as ranges of its elements in row-major order.
 
 What lives here: that arithmetic, and the check that boxes cover a tensor exactly once. What may not: files.
 
-A tensor may be in tens of thousands of boxes, and a box in as many stretches, so neither is ever listed as a whole.
+A tensor may be in tens of thousands of boxes, and a box in as many ranges, so complete lists of either are never made.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Block(NamedTuple):
 
 
 class _Box(NamedTuple):
-    """A box: the elements it lies between, its number, and its stretches.
+    """A box: the elements that it spans, its number, and its ranges.
 
-    Stretch number i begins at `begin` plus i, written with the digits `counts`, times `strides`; all have `length`.
+    Range number i begins at `begin` plus i, written with the digits `counts`, times `strides`; all have `length`.
     """
 
     begin: int
@@ -49,7 +49,7 @@ class _Box(NamedTuple):
         return start
 
     def blocks(self, start: int, end: int) -> Iterator[Block]:
-        """Those with elements in [start, end), cut to it, in order."""
+        """The blocks with elements in [start, end), cut to it, in order."""
         stretches = range(math.prod(self.counts))
         for i in range(max(bisect_right(stretches, start, key=self.start_of) - 1, 0), len(stretches)):
             first = self.start_of(i)
@@ -75,7 +75,7 @@ class Tiling:
         """
         strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
         found = (_box(shape, strides, offsets, sizes, i) for i, (offsets, sizes) in enumerate(boxes))
-        # Boxes that lie between each other's elements, such as blocks of columns, form a group.
+        # Boxes that interleave, such as blocks of columns, form a group.
         self._groups: list[list[_Box]] = []
         end = 0
         for box in sorted(box for box in found if box is not None):
@@ -87,7 +87,7 @@ class Tiling:
         self._starts = [group[0].begin for group in self._groups]
         for group in self._groups:
             _check_apart(group, strides)
-        # Apart from each other and inside the tensor: as many elements as it has are all of them.
+        # Disjoint and inside the tensor: they cover it if they have its number of elements.
         elements = sum(math.prod(box.sizes) for group in self._groups for box in group)
         if elements != math.prod(shape):
             raise ValueError(f"{elements} elements in chunks, expected {math.prod(shape)}")
@@ -104,7 +104,7 @@ class Tiling:
 def _box(shape: Shape, strides: Shape, offsets: Shape, sizes: Shape, number: int) -> _Box | None:
     if math.prod(sizes) == 0:
         return None
-    # Dimensions behind `whole` are spanned wholly, so the box is made of stretches of `length` elements.
+    # Dimensions after `whole` are spanned completely, so the box consists of ranges of `length` elements.
     whole = len(shape)
     while whole > 0 and sizes[whole - 1] == shape[whole - 1]:
         whole -= 1

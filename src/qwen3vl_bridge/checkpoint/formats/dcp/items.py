@@ -1,4 +1,4 @@
-"""One tensor item of a `.distcp` file: a torch zip archive, in which the tensor's bytes lie as they are.
+"""One tensor item of a `.distcp` file: a torch zip archive that contains the tensor's bytes unchanged.
 
 What lives here: finding those bytes, so that they can be copied without loading the tensor. What may not: metadata
 (`metadata.py`), writing (`writer.py`).
@@ -46,26 +46,26 @@ class _Tensor(NamedTuple):
 
 
 class NotPlain(Exception):
-    """The item is no archive with the tensor's bytes in order; loading it may still work."""
+    """The item is not an archive with the tensor's bytes in order; loading it may still work."""
 
 
 class Window(io.RawIOBase):
-    """Part of a file as a file of its own."""
+    """Part of a file as a separate file object."""
 
     def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
         super().__init__()
         self._file, self._offset, self._length, self._position = file, offset, length, 0
 
     def readable(self) -> bool:
-        """It is."""
+        """Returns True."""
         return True
 
     def seekable(self) -> bool:
-        """It is."""
+        """Returns True."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """As of any file."""
+        """Like that of any file."""
         position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
         if position < 0:
             raise ValueError(f"seek to {position}")
@@ -73,7 +73,7 @@ class Window(io.RawIOBase):
         return position
 
     def readinto(self, buffer: Any) -> int:
-        """As of any file, up to the end of the part."""
+        """Like that of any file, up to the end of the part."""
         count = max(0, min(len(buffer), self._length - self._position))
         self._file.seek(self._offset + self._position)
         data = self._file.read(count)
@@ -84,7 +84,7 @@ class Window(io.RawIOBase):
 
 @contextmanager
 def open_item(item: Extent) -> Iterator[io.BufferedReader]:
-    """An item as a file of its own.
+    """An item as a separate file object.
 
     Raises:
         CheckpointError: the file cannot be opened or read.
@@ -97,24 +97,24 @@ def open_item(item: Extent) -> Iterator[io.BufferedReader]:
 
 
 def find_payload(item: Extent, dtype: str, sizes: Shape, key: str) -> Extent:
-    """Where the bytes of an item's tensor lie.
+    """Offsets of the bytes of an item's tensor.
 
     Args:
         item: the item.
-        dtype: what the metadata says the tensor is.
-        sizes: its shape by the metadata.
+        dtype: the tensor's dtype in the metadata.
+        sizes: its shape in the metadata.
         key: its name, for errors.
 
     Raises:
         NotPlain: the item is readable, but its bytes are not simply the tensor's.
-        CheckpointError: the item holds another tensor than the metadata says.
+        CheckpointError: the item contains another tensor than the metadata says.
     """
     with open_item(item) as file:
         try:
             archive = zipfile.ZipFile(file)
         except OSError:
             raise
-        except Exception as error:  # a damaged archive fails in any way at all
+        except Exception as error:  # a damaged archive can fail in any way
             raise NotPlain(f"no zip archive: {error}") from error
         records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
         tensor = _description(file, records, item, key)
@@ -135,13 +135,13 @@ def find_payload(item: Extent, dtype: str, sizes: Shape, key: str) -> Extent:
 
 
 def check_uncompressed(file: BinaryIO) -> None:
-    """Check that an item that is an archive is as long as what it holds: a small one could unpack to any size.
+    """Check that an item that is an archive is as long as its contents: a small one could unpack to any size.
 
     Args:
         file: the item; read from its beginning again afterwards.
 
     Raises:
-        ValueError: a part of it is compressed, as torch leaves none.
+        ValueError: a part of it is compressed, which torch never does.
     """
     with suppress(zipfile.BadZipFile), zipfile.ZipFile(file) as archive:
         if any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist()):

@@ -1,7 +1,7 @@
 """The `.metadata` file of a torch.distributed.checkpoint folder, checked and as plain data.
 
-What lives here: from the pickle to tensors, their chunks and where each lies. What may not: opening the data files
-beyond asking for their size; what the keys mean.
+What lives here: from the pickle to tensors, their chunks and their positions. What may not: opening the data files
+except to get their size; the meaning of the keys.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MAX_DIMENSIONS, _MAX_BYTES = 32, 1 << 31
 
 
 class Chunk(NamedTuple):
-    """A box of a tensor, and the item that holds it."""
+    """A box of a tensor, and the item that contains it."""
 
     offsets: Shape
     sizes: Shape
@@ -30,12 +30,12 @@ class Chunk(NamedTuple):
 
 @dataclass
 class DcpMetadata:
-    """What a folder holds.
+    """Contents of a folder.
 
     Attributes:
         folder: the folder.
         tensors: (description, chunks) by key.
-        byte_items: items that are no tensors, by key.
+        byte_items: items other than tensors, by key.
     """
 
     folder: Path
@@ -47,7 +47,7 @@ def read_metadata(folder: Path) -> DcpMetadata:
     """Read and check `folder/.metadata`.
 
     Raises:
-        CheckpointError: it is missing, damaged, wants code run, contradicts itself, or names files that are not there.
+        CheckpointError: it is missing, damaged, requires code, contradicts itself, or names missing files.
     """
     path = folder / FILE
     if not path.is_file():
@@ -69,7 +69,7 @@ def _kind(value: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value in words. What a file nests in itself may be endless, so only plain values are spelled out."""
+    """A value as text. Only plain values are printed, because a file's nested values may be endless."""
     if isinstance(value, tuple) and all(isinstance(entry, int) for entry in value):
         return str(value[:_MAX_DIMENSIONS])
     return str(value)[:120] if isinstance(value, (str, int, float, type(None))) else _kind(value)

@@ -1,7 +1,7 @@
-"""A torch.distributed.checkpoint folder as a source of tensors, whoever wrote it and however it is chunked.
+"""A torch.distributed.checkpoint folder as a source of tensors, for all writers and chunk sizes.
 
-What lives here: from elements of a tensor to bytes of files. What may not: what the keys mean
-(`checkpoint/formats/megatron/folder.py`), and loading tensors, except where an item cannot be read in place.
+What lives here: from elements of a tensor to bytes of files. What may not: the meaning of the keys
+(`checkpoint/formats/megatron/folder.py`), and loading tensors, except if an item cannot be read in place.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from qwen3vl_bridge.files.errors import CheckpointError
 
 
 class DcpTensors:
-    """Some tensors of a folder, under names of their own.
+    """Some tensors of a folder, under given names.
 
     Attributes:
         folder: the folder.
@@ -34,8 +34,8 @@ class DcpTensors:
         """Choose tensors.
 
         Args:
-            metadata: what the folder holds.
-            keys: name to use -> key in the folder.
+            metadata: contents of the folder.
+            keys: given name -> key in the folder.
 
         Raises:
             CheckpointError: the chunks of a tensor do not cover it exactly once.
@@ -53,10 +53,10 @@ class DcpTensors:
         self._check_items()
 
     def extents(self, wanted: Slice) -> Iterator[Extent]:
-        """Where the elements of a run are.
+        """Byte ranges of the elements of a run.
 
         Raises:
-            CheckpointError: an item is damaged or holds another tensor than the metadata says.
+            CheckpointError: an item is damaged or contains another tensor than the metadata says.
         """
         size, chunks = ITEMSIZE[self.specs[wanted.source].dtype], self._chunks[wanted.source]
         for block in self._tilings[wanted.source].blocks(wanted.start, wanted.length):
@@ -65,18 +65,18 @@ class DcpTensors:
 
     @property
     def files(self) -> list[Path]:
-        """The files they lie in."""
+        """The files that contain the tensors."""
         return sorted({chunk.item.path for chunks in self._chunks.values() for chunk in chunks})
 
     def drop(self, name: str) -> None:
-        """Forget a tensor."""
+        """Remove a tensor from the source."""
         self.specs = {key: spec for key, spec in self.specs.items() if key != name}
 
     def check(self, names: Iterable[str]) -> None:
         """Find the bytes of some tensors.
 
         Raises:
-            CheckpointError: an item is damaged or holds another tensor than the metadata says.
+            CheckpointError: an item is damaged or contains another tensor than the metadata says.
         """
         for name in names:
             for chunk in self._chunks[name]:
@@ -117,10 +117,10 @@ class DcpTensors:
             return self._spill(load_item(chunk.item, dtype, chunk.sizes, name), f"{chunk.item.path}, {name}")
 
     def _spill(self, data: memoryview, what: str) -> Extent:
-        """Keep the bytes of an item that cannot be read in place. One file has them all, however many there are.
+        """Store the bytes of an item that cannot be read in place. All such items share one file.
 
         Raises:
-            CheckpointError: there is no room.
+            CheckpointError: the disk is full.
         """
         try:
             if self._spilled is None:
@@ -133,7 +133,7 @@ class DcpTensors:
                 f"{what}: an archive of the old format, which has to be unpacked to {tempfile.gettempdir()}: "
                 f"{error.strerror or error}"
             ) from error
-        # The file has no name; it lives as long as it is open, and Linux gives it a path for that time.
+        # The file has no name; it exists as long as it is open, and Linux provides a path for that time.
         return Extent(Path(f"/proc/self/fd/{self._spilled.fileno()}"), start, len(data))
 
 
@@ -142,8 +142,8 @@ def load_item(item: Extent, dtype: str, sizes: tuple[int, ...], name: str) -> me
 
     Args:
         item: the item.
-        dtype: its dtype by the metadata.
-        sizes: its shape by the metadata.
+        dtype: its dtype in the metadata.
+        sizes: its shape in the metadata.
         name: the tensor's name, for errors.
 
     Returns:
@@ -160,10 +160,10 @@ def load_item(item: Extent, dtype: str, sizes: tuple[int, ...], name: str) -> me
             tensor = torch.load(file, map_location="cpu", weights_only=True)
     except CheckpointError:
         raise
-    except Exception as error:  # a damaged archive fails in any way at all
+    except Exception as error:  # a damaged archive can fail in any way
         reason = (str(error) or type(error).__name__).splitlines()[0]
         if isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error):
-            reason = "it is damaged, or calls for code"  # torch's own words advise to let that run
+            reason = "it is damaged, or calls for code"  # torch's own message advises to run that code
         where = f"{item.path}, {name}: the item at byte {item.offset}"
         raise CheckpointError(f"{where} cannot be read: {reason}") from error
     found = (str(tensor.dtype), tuple(tensor.shape)) if isinstance(tensor, torch.Tensor) else type(tensor).__name__

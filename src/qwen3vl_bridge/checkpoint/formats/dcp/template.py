@@ -1,7 +1,7 @@
-"""What torch.save writes around a tensor's bytes.
+"""The bytes that torch.save writes around a tensor's bytes.
 
-What lives here: the head and tail of such an archive for a dtype and shape, from torch itself, without the tensor.
-What may not: files, keys.
+What lives here: the head and tail of such an archive for a dtype and shape, from torch itself, without the tensor. What
+may not: files, keys.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Template(NamedTuple):
 
 
 class _Recorder(io.RawIOBase):
-    """A file that remembers what is written and skips what is not."""
+    """A file that records what is written and skips the tensor's bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,12 +61,12 @@ def template(dtype: str, shape: tuple[int, ...]) -> Template:
         shape: the tensor's; not empty.
 
     Raises:
-        RuntimeError: this torch lays archives out in another way.
+        RuntimeError: this version of torch has another archive format.
     """
     recorder = _Recorder()
     nbytes = math.prod(shape) * getattr(torch, dtype).itemsize
     with torch.serialization.skip_data():
-        # The memory is never touched.
+        # The memory is never accessed.
         torch.save(torch.empty(shape, dtype=getattr(torch, dtype)), cast(IO[bytes], recorder))
     holes = [hole for hole in recorder.skipped if hole[1] == nbytes]
     if len(holes) != 1:

@@ -1,10 +1,10 @@
-"""Unpickles what torch.distributed.checkpoint writes, and nothing else: no code of the file's choosing ever runs.
+"""Unpickles only what torch.distributed.checkpoint writes: no code of the file's choosing ever runs.
 
-What lives here: the list of globals allowed, with plain stand-ins for each; torch's own classes are not even imported.
-What may not: judging what comes out (`metadata.py`, `items.py`).
+What lives here: the list of allowed globals, with plain stand-ins for each; torch's own classes are not even imported.
+What may not: judging the results (`metadata.py`, `items.py`).
 
-It builds on Python's own unpickler in its Python form. The one in C allocates whatever a memo index asks for, so that
-a file of twenty bytes can take all memory.
+It is based on Python's own unpickler in its Python implementation. The one in C allocates whatever a memo index asks
+for, so that a file of twenty bytes can use all memory.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from qwen3vl_bridge.files.errors import CheckpointError
 
 
 class Record:
-    """An instance of a class that is allowed: its name and its state, whatever that is."""
+    """An instance of an allowed class: its name and its state, whatever that is."""
 
     __slots__ = ("state",)
     kind = ""
     state: Any
 
     def __new__(cls) -> Record:
-        """An unpickler makes instances without calling __init__."""
+        """An unpickler creates instances without calling __init__."""
         record = super().__new__(cls)
         record.state = None
         return record
@@ -38,7 +38,7 @@ class Record:
         self.state = state
 
     def field(self, name: str) -> Any:
-        """A field of a dataclass, None where it is not there."""
+        """A field of a dataclass, None if it does not exist."""
         return self.state.get(name) if isinstance(self.state, dict) else None
 
     def _key(self) -> tuple[Any, ...]:
@@ -83,7 +83,7 @@ _CLASSES = {
     )
 } | {("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _record("_StorageInfo")}
 
-# megatron-core leaves its writers' plans in the file; nobody here reads them.
+# megatron-core leaves its writers' plans in the file; they are not read here.
 _PLANNER = "torch.distributed.checkpoint.planner"
 _PLANS = {(_PLANNER, name): _record(name) for name in ("SavePlan", "WriteItem", "TensorWriteData", "BytesIOWriteData")}
 
@@ -105,7 +105,7 @@ _MAX_DEPTH = 4
 
 
 def _depth(value: Any) -> int:
-    """How deep tuples are in each other; looks no deeper than matters."""
+    """Nesting depth of tuples; stops at the maximum that matters."""
     deepest, level = 0, {id(value): value}
     while deepest <= _MAX_DEPTH and (level := {i: entry for i, entry in level.items() if isinstance(entry, tuple)}):
         deepest, level = deepest + 1, {id(entry): entry for outer in level.values() for entry in outer}
@@ -113,7 +113,7 @@ def _depth(value: Any) -> int:
 
 
 class _Memo(list):
-    """What was unpickled so far, by number. A tenth of the memory of the dictionary that Python takes for it."""
+    """Unpickled values by number. Uses a tenth of the memory of Python's dictionary for it."""
 
     def __setitem__(self, number: Any, value: Any) -> None:
         if number == len(self):
@@ -124,7 +124,7 @@ class _Memo(list):
             raise pickle.UnpicklingError(f"it memoizes entry {number}, expected {len(self)}")
 
 
-# Its inner workings, which are overridden here, are not described to type checkers.
+# Its internal methods, which are overridden here, have no type annotations.
 _Base: Any = pickle._Unpickler
 
 
@@ -149,14 +149,14 @@ class _Unpickler(_Base):
         return self._persistent(pid)
 
     def load_build(self) -> None:
-        # Python's own would set attributes of whatever lies on the stack, our functions and classes included.
+        # Python's own would set attributes of any object on the stack, including our functions and classes.
         state = self.stack.pop()
         if not isinstance(self.stack[-1], Record):
             raise pickle.UnpicklingError(f"it sets the state of a {type(self.stack[-1]).__name__}")
         self.stack[-1].__setstate__(state)
 
     def load_tuple_of(self, load: Callable[[Any], None]) -> None:
-        # Tuples in each other, shared, take a time without end to compare or to hash.
+        # Nested, shared tuples can take exponential time to compare or to hash.
         load(self)
         if _depth(self.stack[-1]) > _MAX_DEPTH:
             raise pickle.UnpicklingError(f"it nests tuples more than {_MAX_DEPTH} deep")
@@ -172,7 +172,7 @@ class _Unpickler(_Base):
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, EOFError):  # often without a word
+    if isinstance(error, EOFError):  # often without a message
         return "it is truncated, expected a complete pickle"
     return str(error) or type(error).__name__
 
@@ -183,20 +183,20 @@ def restricted_loads(
     allowed: Mapping[tuple[str, str], Any] = METADATA_GLOBALS,
     persistent: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Unpickle with a list of what is allowed.
+    """Unpickle with a list of allowed globals.
 
     Args:
         data: the pickle.
         what: its name, for the error.
-        allowed: (module, name) -> what to use for that global.
-        persistent: what to make of references to things outside the pickle; None refuses them.
+        allowed: (module, name) -> replacement for that global.
+        persistent: converts references to things outside the pickle; None refuses them.
 
     Raises:
-        CheckpointError: it is damaged or calls for something else.
+        CheckpointError: it is damaged or requires other globals.
     """
     try:
         return _Unpickler(data, allowed, persistent).load()
     except CheckpointError:
         raise
-    except Exception as error:  # a damaged pickle fails in any way at all
+    except Exception as error:  # a damaged pickle can fail in any way
         raise CheckpointError(f"{what} cannot be read: {_reason(error)}") from error

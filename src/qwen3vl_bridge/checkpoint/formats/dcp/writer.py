@@ -1,7 +1,7 @@
 """Lays out torch.distributed.checkpoint folders: no process group, no tensor in memory.
 
-What lives here: data files and `.metadata`. What may not: which keys there are
-(`checkpoint/formats/megatron/folder.py`), writing the data files (`checkpoint/engine/copying.py`).
+What lives here: data files and `.metadata`. What may not: the keys (`checkpoint/formats/megatron/folder.py`), writing
+the data files (`checkpoint/engine/copying.py`).
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from torch.distributed.checkpoint.metadata import (
 
 
 class DcpLayout:
-    """A folder to be.
+    """A folder to be written.
 
-    A file has a unit of work at most, unless a single item has more, so no two processes share a file.
+    A file has at most one unit of work, unless a single item has more, so no two processes share a file.
 
     Attributes:
         files: its data files.
@@ -52,12 +52,12 @@ class DcpLayout:
 
     @property
     def byte_items(self) -> list[str]:
-        """Keys of the items that are no tensors."""
+        """Keys of the items other than tensors."""
         return [key for key, entry in self._entries.items() if isinstance(entry, BytesStorageMetadata)]
 
     @property
     def chunks(self) -> Iterator[tuple[str, Shape, Shape, str, int]]:
-        """Of every box: its tensor's key, offsets and sizes, the file it is in, and how many bytes a loader reads."""
+        """For every box: its tensor's key, offsets and sizes, its file, and how many bytes a loader reads."""
         for key, entry in self._entries.items():
             for chunk in entry.chunks if isinstance(entry, TensorStorageMetadata) else ():
                 info = self._storage[MetadataIndex(key, chunk.offsets)]
@@ -68,10 +68,10 @@ class DcpLayout:
 
         Args:
             spec: the whole tensor, by its key.
-            offsets: where in it the box begins.
-            sizes: the box.
+            offsets: offsets of the box in it.
+            sizes: the box's sizes.
             segments: the whole tensor's elements.
-            start: which of them is the box's first; its others follow.
+            start: index of the box's first element; its others follow.
         """
         frame, dtype = template(spec.dtype, sizes), getattr(torch, spec.dtype)
         data = Data(segments, spec.dtype, start, frame.nbytes // dtype.itemsize)
@@ -85,7 +85,7 @@ class DcpLayout:
         self._storage[MetadataIndex(spec.name, offsets)] = info
 
     def add_bytes(self, key: str, value: Any) -> None:
-        """Add an item that is no tensor."""
+        """Add an item other than a tensor."""
         data = io.BytesIO()
         torch.save(value, data)
         self._entries[key] = BytesStorageMetadata()
@@ -106,8 +106,8 @@ class DcpLayout:
         """Write `.metadata`.
 
         Args:
-            folder: where the data files are.
-            paths: for a key, where in a nested state dict it belongs; the key itself where it is not given.
+            folder: folder of the data files.
+            paths: position of a key in a nested state dict; the key itself if it is not given.
             save_id: any text; the same one gives the same bytes.
         """
         metadata = Metadata(
@@ -123,7 +123,8 @@ class DcpLayout:
             os.fsync(file.fileno())
 
 
-# Ten thousand experts have few shapes. One object for each keeps `.metadata`, and what reading it takes, small.
+# Ten thousand experts have few different shapes. One object per shape keeps `.metadata`, and the memory to read it,
+# small.
 @cache
 def _properties(dtype: torch.dtype) -> TensorProperties:
     return TensorProperties(dtype=dtype)

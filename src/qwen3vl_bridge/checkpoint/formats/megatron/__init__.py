@@ -1,1 +1,1 @@
-"""The folder of a Megatron checkpoint and the files beside its tensors."""
+"""The folder of a Megatron checkpoint and its files other than tensors."""

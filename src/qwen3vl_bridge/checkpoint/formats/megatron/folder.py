@@ -1,6 +1,6 @@
 """The folder of a Megatron checkpoint: the files around the tensors.
 
-What lives here: names of files and keys in either format, finding an iteration, telling its format. What may not:
+What lives here: names of files and keys in either format, finding an iteration, detecting its format. What may not:
 tensors' bytes, the weight table, writing (`side_files.py`).
 """
 
@@ -19,16 +19,16 @@ LATEST_TRAIN_STATE = f"latest_{TRAIN_STATE}"
 RUN_CONFIG = "run_config.yaml"
 HF_FILES = "hf"
 
-# What megatron-core calls the two formats.
+# megatron-core's names of the two formats.
 FSDP_DTENSOR, TORCH_DIST = "fsdp_dtensor", "torch_dist"
 FORMATS = (FSDP_DTENSOR, TORCH_DIST)
-# Says which format a folder has; an fsdp_dtensor one lacks it.
+# Contains the format's name; missing in an fsdp_dtensor folder.
 FORMAT_FILE = "metadata.json"
 
-# How megatron-core's state dict of a model wrapped in MegatronFSDP begins; its own format names parameters as they are.
+# Prefix of megatron-core's state dict of a model wrapped in MegatronFSDP; its own format has parameters' plain names.
 _SECTION, _WRAPPER = "model", "module."
 _PREFIX = {FSDP_DTENSOR: f"{_SECTION}.{_WRAPPER}", TORCH_DIST: ""}
-# How a parameter's name begins. torch_dist has optimizer state and the like beside them.
+# Prefixes of parameter names. torch_dist has optimizer state and the like in addition.
 _PARTS = ("language_model.", "vision_model.")
 
 
@@ -38,7 +38,7 @@ def key_of(parameter: str, ckpt_format: str = FSDP_DTENSOR) -> str:
 
 
 def path_of(parameter: str, ckpt_format: str = FSDP_DTENSOR) -> tuple[str, ...]:
-    """Where a parameter is in the nested state dict."""
+    """Position of a parameter in the nested state dict."""
     return (_SECTION, _WRAPPER + parameter) if ckpt_format == FSDP_DTENSOR else (parameter,)
 
 
@@ -46,7 +46,7 @@ def model_keys(metadata: DcpMetadata, ckpt_format: str = FSDP_DTENSOR) -> dict[s
     """The model's parameters in a checkpoint: name -> key. Optimizer state and the like are ignored.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there are none.
     """
     prefix = _PREFIX[ckpt_format]
     names = {key.removeprefix(prefix): key for key in metadata.tensors if key.startswith(prefix)}
@@ -75,7 +75,7 @@ def format_of(folder: Path) -> str:
 
 
 def iteration_folder(root: Path, iteration: int) -> Path:
-    """Where an iteration's files are."""
+    """Folder of an iteration's files."""
     return root / f"iter_{iteration:07d}"
 
 
@@ -84,10 +84,10 @@ def find_iteration(path: Path, iteration: int | None = None) -> Path:
 
     Args:
         path: a checkpoint's root folder, or an iteration's folder itself.
-        iteration: which one; None for the latest.
+        iteration: the iteration; None for the latest.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: it does not exist.
     """
     if not path.is_dir():
         found = "a file" if path.exists() else "nothing"

@@ -1,7 +1,7 @@
-"""`run_config.yaml`: what Megatron-Bridge's tools read about the run a checkpoint comes from.
+"""`run_config.yaml`: what Megatron-Bridge's tools read about a checkpoint's run.
 
-What lives here: what a converted checkpoint's file holds, and reading a run's, as data and without calling anything.
-What may not: what a section means.
+What lives here: the contents of a converted checkpoint's file, and reading a run's, as data and without calling
+anything. What may not: the meaning of a section.
 """
 
 from __future__ import annotations
@@ -27,27 +27,26 @@ def run_config(
     rows: int,
     vocab_divisor: int | None = None,
 ) -> dict[str, Any]:
-    """Contents of `run_config.yaml` for a checkpoint that no run has written.
+    """Contents of `run_config.yaml` for a checkpoint that was not written by a run.
 
-    Megatron-Bridge builds the model of `model`. Its loader wants the two parallel sizes as soon as the file is there,
-    its export looks for `hf_model_id`.
+    Megatron-Bridge builds the model from `model`. Its loader needs the two parallel sizes if the file exists, and its
+    export looks for `hf_model_id`.
 
     Args:
         hf_config: the model's `config.json`.
-        hf_model: where it came from: a folder or a hub id.
+        hf_model: its source: a folder or a hub id.
         ckpt_format: which of the two formats.
-        provider: dotted name of what makes a provider of `hf_config`. Megatron-Bridge calls it once the package that
-            it is in has allowed it to (`register_allowed_target_prefix`).
-        vocabulary: tokens.
-        rows: of the vocabulary, padding counted in.
-        vocab_divisor: what they were padded to a multiple of, for each tensor-parallel rank; None where that is not
-            known, or they are not padded.
+        provider: dotted name of the function that creates a provider from `hf_config`. Megatron-Bridge calls it after
+            the package that contains it has allowed it (`register_allowed_target_prefix`).
+        vocabulary: number of tokens.
+        rows: of the vocabulary, including padding.
+        vocab_divisor: the padding's divisor per tensor-parallel rank; None if it is unknown, or there is no padding.
 
     Returns:
         Plain values only.
 
     Raises:
-        CheckpointError: the configuration holds what Megatron-Bridge would act on instead of reading it.
+        CheckpointError: the configuration contains something that Megatron-Bridge would execute instead of reading it.
     """
     _check_passive(hf_config, "config.json")
     _check_passive(hf_model, "the name of the model")
@@ -72,9 +71,9 @@ def run_config(
 
 
 def _divisor(vocabulary: int, rows: int, divisor: int | None) -> int | None:
-    """What makes Megatron-Bridge pad a vocabulary to so many rows on one rank; None where it needs no padding.
+    """Divisor for which Megatron-Bridge pads a vocabulary to this many rows on one rank; None if no padding is needed.
 
-    The smallest such number serves the most tensor-parallel ranks.
+    The smallest such divisor is valid for the most tensor-parallel sizes.
     """
     if divisor is not None and -(-vocabulary // divisor) * divisor == rows:
         return divisor
@@ -84,7 +83,7 @@ def _divisor(vocabulary: int, rows: int, divisor: int | None) -> int | None:
 
 
 def _check_passive(value: Any, where: str) -> None:
-    """Check that nothing in a configuration calls for anything: Megatron-Bridge calls a `_target_` wherever it is."""
+    """Check that nothing in a configuration is executable: Megatron-Bridge calls a `_target_` wherever it is."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if key.startswith("_") and key.endswith("_"):
@@ -98,13 +97,13 @@ def _check_passive(value: Any, where: str) -> None:
 
 
 def read_run_config(folder: Path) -> dict[str, Any]:
-    """The configuration of the run that a checkpoint is of.
+    """The configuration of a checkpoint's run.
 
     Args:
         folder: the iteration's.
 
     Raises:
-        CheckpointError: it is missing, or no YAML of plain values.
+        CheckpointError: it is missing, or not YAML of plain values.
     """
     path = folder / RUN_CONFIG
     try:

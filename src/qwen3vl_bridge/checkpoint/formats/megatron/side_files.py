@@ -1,6 +1,6 @@
 """Writes the files around a Megatron checkpoint's tensors.
 
-What lives here: what a loader looks for besides tensors. What may not: tensors, names of files and keys
+What lives here: the files other than tensors that a loader needs. What may not: tensors, names of files and keys
 (`folder.py`).
 """
 
@@ -30,7 +30,7 @@ COMMON_STATE = (
 
 
 def write_run_files(root: Path, folder: Path, run_config: Mapping[str, Any], ckpt_format: str) -> None:
-    """Write the files with which Megatron finds and judges a checkpoint that no training step has seen.
+    """Write the files by which Megatron recognises a checkpoint without any training step.
 
     Args:
         root: the checkpoint's folder.

@@ -1,7 +1,8 @@
-"""The folder of a Hugging Face model: finding it, and the files beside the weights.
+"""The folder of a Hugging Face model: finding it, and its files other than weights.
 
-What lives here: local folder or hub id, and which files travel with the weights (configuration, tokenizer, processor).
-What may not: reading weights (`reader.py`) or judging the configuration (`checkpoint/stored_models/hf_config.py`).
+What lives here: local folder or hub id, and which files are copied with the weights (configuration, tokenizer,
+processor). What may not: reading weights (`reader.py`) or judging the configuration
+(`checkpoint/stored_models/hf_config.py`).
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from qwen3vl_bridge.files.errors import CheckpointError
 from qwen3vl_bridge.files.json_files import read_object
 from qwen3vl_bridge.files.paths import expanded
 
-# What manifests and reports call a Hugging Face model, as they call the formats of Megatron.
+# Name of the Hugging Face format in manifests and reports.
 HUGGINGFACE = "huggingface"
 
-# Everything from_pretrained of a model, a tokenizer or a processor may look for, weights aside.
+# Files that from_pretrained of a model, a tokenizer or a processor may look for, except weights.
 _SIDE_FILES = (
     "config.json",
     "generation_config.json",
@@ -34,22 +35,22 @@ _SIDE_FILES = (
     "video_preprocessor_config.json",
     "processor_config.json",
 )
-# Code that a model brings along; its JSON files then have an `auto_map`, which names it.
+# Code of a model; its JSON files then have an `auto_map`, which names it.
 _CODE = "*.py"
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def find_model(hf_model: str | Path, *, weights: bool = True, trust_remote_code: bool = False) -> Path:
-    """The local folder of a model, downloaded from the hub where it is not a folder.
+    """The local folder of a model, downloaded from the hub if it is not a folder.
 
     Args:
         hf_model: a folder, or a hub id such as `Qwen/Qwen3-VL-2B-Instruct`.
         weights: whether the weights are needed too.
-        trust_remote_code: whether the model may bring code. It is copied then, never run here.
+        trust_remote_code: whether the model may contain code. It is copied then, never run here.
 
     Raises:
-        CheckpointError: it is neither, or brings code that is not trusted.
+        CheckpointError: it is neither, or contains code that is not trusted.
     """
     path = expanded(hf_model)
     if path.is_dir():
@@ -64,7 +65,7 @@ def find_model(hf_model: str | Path, *, weights: bool = True, trust_remote_code:
 
 
 def _calls_for_code(folder: Path) -> str | None:
-    """The file that calls for code of the model's own, None if none does."""
+    """The file that refers to the model's own code, None if none does."""
     for path in sorted(folder.glob("*config.json")):
         if path.is_file() and "auto_map" in read_object(path):
             return path.name
@@ -82,7 +83,7 @@ def _downloaded(hf_model: str | Path, patterns: list[str]) -> Path:
     try:
         from huggingface_hub import constants, snapshot_download
         from huggingface_hub.errors import HfHubHTTPError
-    except ValueError as error:  # it takes its address apart when it is imported
+    except ValueError as error:  # it parses its endpoint URL when it is imported
         raise _no_address(hf_model, os.environ.get("HF_ENDPOINT"), error) from error
     try:
         return Path(snapshot_download(hf_model, allow_patterns=patterns))
@@ -110,10 +111,10 @@ def copy_side_files(source: Path, destination: Path) -> list[Path]:
 
     Args:
         source: folder of a Hugging Face model.
-        destination: folder, made if it is not there.
+        destination: folder, created if it does not exist.
 
     Returns:
-        The files copied, relative to the folder.
+        The copied files, relative to the folder.
     """
     files = _side_files(source)
     for relative in files:

@@ -1,7 +1,7 @@
-"""Reads the headers of a model's safetensors files; the weights themselves stay where they are.
+"""Reads the headers of a model's safetensors files; the weights themselves are not read.
 
-What lives here: single and sharded folders, every check a header can fail, byte ranges of tensors. What may not:
-what the tensors mean (`checkpoint/planning/plan.py`), copying (`checkpoint/formats/byte_streams.py`).
+What lives here: single and sharded folders, all checks of headers, byte ranges of tensors. What may not: the meaning of
+the tensors (`checkpoint/planning/plan.py`), copying (`checkpoint/formats/byte_streams.py`).
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class HFWeights:
 
         Args:
             folder: the folder.
-            file: the one in it that holds all tensors; None for those of a model.
+            file: its single file with all tensors; None for those of a model.
 
         Raises:
-            CheckpointError: files are missing, truncated, contradict each other or lie about their contents.
+            CheckpointError: files are missing, truncated, contradict each other or their headers are wrong.
         """
         self.folder = folder
         found = _read_folder(folder) if file is None else read_header(folder / file)
@@ -58,21 +58,21 @@ class HFWeights:
         self.specs: Mapping[str, TensorSpec] = {name: stored.spec for name, stored in self._stored.items()}
 
     def extents(self, wanted: Slice) -> Iterator[Extent]:
-        """Where the elements of a run are."""
+        """Byte ranges of the elements of a run."""
         stored = self._stored[wanted.source]
         size = ITEMSIZE[stored.spec.dtype]
         yield Extent(stored.path, stored.offset + wanted.start * size, wanted.length * size)
 
     @property
     def files(self) -> list[Path]:
-        """The files they lie in."""
+        """The files that contain the tensors."""
         return sorted({stored.path for stored in self._stored.values()})
 
     def check(self, names: Iterable[str]) -> None:
-        """All of it was checked when the headers were read."""
+        """Does nothing: all was checked when the headers were read."""
 
     def drop(self, name: str) -> None:
-        """Forget a tensor."""
+        """Remove a tensor from the source."""
         self._stored.pop(name)
         self.specs = {key: spec for key, spec in self.specs.items() if key != name}
 
@@ -88,7 +88,7 @@ def has_weights(folder: Path) -> bool:
 
 
 def _read_folder(folder: Path) -> list[_Stored]:
-    # A single file goes before an index, as in transformers.
+    # A single file has precedence over an index, as in transformers.
     if (folder / SINGLE).exists():
         return read_header(folder / SINGLE)
     if (folder / INDEX).exists():
@@ -123,13 +123,13 @@ def read_header(path: Path, named_by: str = "its folder") -> list[_Stored]:
 
     Args:
         path: the file.
-        named_by: who says the file is there, for the error.
+        named_by: the file that names it, for the error.
 
     Returns:
         Its tensors in the order of their bytes.
 
     Raises:
-        CheckpointError: the file is missing, cut short, or its header lies.
+        CheckpointError: the file is missing, truncated, or its header is wrong.
     """
     size = file_size(path, named_by)
     try:
@@ -147,10 +147,10 @@ def read_header(path: Path, named_by: str = "its folder") -> list[_Stored]:
 
 
 def _parsed(text: bytes, what: str) -> dict[str, Any]:
-    """A header, read as safetensors' own parser does, which is stricter in some respects than Python's."""
+    """Parse a header like safetensors' own parser, which is stricter in some respects than Python's."""
     try:
         header = parse_json(text, max_depth=_MAX_DEPTH, parse_int=_integer)
-        if b"\\u" in text:  # perhaps of half a surrogate pair, which is no text
+        if b"\\u" in text:  # may contain half a surrogate pair, which is not valid text
             json.dumps(header, ensure_ascii=False).encode()
     except ValueError as error:
         raise CheckpointError(f"{what} cannot be read as JSON: {error}") from error
@@ -160,7 +160,7 @@ def _parsed(text: bytes, what: str) -> dict[str, Any]:
 
 
 def _integer(digits: str) -> int | float:
-    """A number without a fraction. safetensors takes minus zero, and what is too long, for a fraction."""
+    """A number without a fraction. safetensors reads minus zero, and numbers with too many digits, as fractions."""
     value = int(digits)
     return float(digits) if digits == "-0" or not -_U64 < value < _U64 else value
 
@@ -172,7 +172,7 @@ def _check_metadata(metadata: Any, path: Path) -> None:
 
 
 def _entry(path: Path, name: str, entry: Any, data: int) -> tuple[_Stored, int]:
-    """One tensor of a header and where its bytes end, both counted from the start of the file."""
+    """One tensor of a header and the end of its bytes, both counted from the start of the file."""
     where = f"{path}, tensor {name}"
     if not isinstance(entry, dict) or {"dtype", "shape", "data_offsets"} - set(entry):
         raise CheckpointError(f"{where}: header entry {str(entry)[:80]}, expected dtype, shape and data_offsets")

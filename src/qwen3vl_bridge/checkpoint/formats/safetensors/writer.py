@@ -1,7 +1,7 @@
 """Lays out sharded safetensors.
 
-What lives here: which tensor goes to which shard at which byte, headers, the index. What may not: what tensors there
-are (`checkpoint/planning/plan.py`), writing them (`checkpoint/engine/copying.py`), the other files of a model
+What lives here: the shard and offset of each tensor, headers, the index. What may not: which tensors there are
+(`checkpoint/planning/plan.py`), writing them (`checkpoint/engine/copying.py`), the other files of a model
 (`model_folder.py`).
 """
 
@@ -20,11 +20,11 @@ MAX_SHARD_BYTES = 5_000_000_000
 
 
 def shard_files(tasks: Sequence[Task], max_shard_bytes: int = MAX_SHARD_BYTES) -> list[OutputFile]:
-    """Distribute tensors over files in their order; a tensor larger than a shard gets one of its own.
+    """Distribute tensors over files in their order; a tensor larger than a shard gets its own.
 
     Args:
-        tasks: what to write.
-        max_shard_bytes: payload of a file at most.
+        tasks: the tensors.
+        max_shard_bytes: maximum payload of a file.
     """
     return [one_file(name, group) for name, group in _shards(tasks, max_shard_bytes)]
 
@@ -49,7 +49,7 @@ def one_file(name: str, tasks: Sequence[Task]) -> OutputFile:
         name: of the file.
         tasks: what to write.
     """
-    # Wider elements first, as safetensors has it, so that every tensor is aligned to its element size.
+    # Wider elements first, as in safetensors, so that every tensor is aligned to its element size.
     ordered = sorted(tasks, key=lambda task: -ITEMSIZE[task.target.dtype])
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0
@@ -68,7 +68,7 @@ def one_file(name: str, tasks: Sequence[Task]) -> OutputFile:
 
 
 def write_index(folder: Path, tasks: Sequence[Task], max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
-    """Write the index of the files that `layout` gives; for a single one there is none."""
+    """Write the index of the files from `shard_files`; none for a single file."""
     shards = dict(_shards(tasks, max_shard_bytes))
     if len(shards) == 1:
         return
