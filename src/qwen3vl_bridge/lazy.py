@@ -1,4 +1,4 @@
-"""Public names of a package that load on first use, so that importing the package stays cheap.
+"""Public names of a package that are imported on first use, so that importing the package stays cheap.
 
 What lives here: finding such a name. What may not: which names there are (each package's own `__init__.py`).
 """
@@ -11,15 +11,15 @@ from typing import Any
 
 
 def load(package: str, public: Mapping[str, str], name: str) -> Any:
-    """What a package's `__getattr__` answers.
+    """The result of a package's `__getattr__`.
 
     Args:
         package: its name.
-        public: its public names, and the module that each comes from.
-        name: the one wanted.
+        public: its public names, and the module of each.
+        name: the requested name.
 
     Raises:
-        AttributeError: it is none of them.
+        AttributeError: the name is not public.
     """
     if name not in public:
         raise AttributeError(f"module {package!r} has no attribute {name!r}")

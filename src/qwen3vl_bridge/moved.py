@@ -1,7 +1,7 @@
-"""Modules under the names that they had before: they import, with a warning, for one release.
+"""Modules under their earlier names: they can be imported, with a warning, for one release.
 
-What lives here: the old names, among them those that saved configurations hold (`_target_`), and finding them. What may
-not: anything else.
+What lives here: the old names, including those in saved configurations (`_target_`), and finding them. What may not:
+anything else.
 """
 
 from __future__ import annotations
@@ -96,42 +96,42 @@ MOVED = {
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """An old name gives the very module of the new one, so classes stay one."""
+    """An old name gives the same module object as the new one, so that classes are identical."""
 
     def find_spec(self, fullname, path=None, target=None):
-        # A loader for each, since the import hook changes loaders.
+        # A loader for each, because the import hook changes loaders.
         return importlib.machinery.ModuleSpec(fullname, _Finder()) if fullname in MOVED else None
 
     def create_module(self, spec) -> ModuleType:
         new = MOVED[spec.name]
         warnings.warn(f"{spec.name} has moved to {new}", DeprecationWarning, stacklevel=2)
         module = importlib.import_module(new)
-        spec.loader_state = module.__spec__  # which importing takes away from a module that it is given
+        spec.loader_state = module.__spec__  # which importing would remove from a given module
         return module
 
     def exec_module(self, module: ModuleType) -> None:
         module.__spec__ = module.__spec__.loader_state
 
     def get_code(self, fullname: str) -> Any:
-        """What `python -m` runs."""
+        """The code that `python -m` runs."""
         found = importlib.util.find_spec(MOVED[fullname])
         return found.loader.get_code(found.name)
 
 
 def install() -> None:
-    """Let old names be found."""
+    """Make old names importable."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 
 def load(package: str, module: str, name: str, new: str | None = None) -> Any:
-    """What the `__getattr__` of a package answers that was a module, or in which a name is another one now.
+    """The result of the `__getattr__` of a package that was a module, or in which a name has changed.
 
     Args:
         package: its name.
-        module: where the name is now.
-        name: the one wanted.
-        new: what it is called there, if otherwise.
+        module: the present module of the name.
+        name: the requested name.
+        new: its present name, if it has changed.
 
     Raises:
         AttributeError: the module has no such name.

@@ -1,8 +1,9 @@
-"""Families of models: a `config.json`'s `model_type` says which code reads, converts, builds and plans a model.
+"""Families of models: the `model_type` of a `config.json` determines the code that reads, converts, builds and plans a
+model.
 
-What lives here: what a family consists of, the families that are known, and finding one. What may not: anything that a
-family's own modules say. These are named by dotted names and imported on first use, so that a conversion imports
-neither Megatron nor another family. `docs/add_a_family.md` shows how to write one outside this package.
+What lives here: the definition of a family, the known families, and finding one. What may not: the contents of a
+family's own modules. These are named by dotted names and imported on first use, so that a conversion imports neither
+Megatron nor another family. `docs/add_a_family.md` shows how to write one outside this package.
 """
 
 from __future__ import annotations
@@ -24,33 +25,34 @@ _MEGATRON_BRIDGE = "megatron.bridge.models"
 
 @dataclass(frozen=True)
 class Family:
-    """Models that share a weight table. All that is text beside `name` is a dotted name, "package.module.function".
+    """Models that share a weight table. All text fields except `name` are dotted names, "package.module.function".
 
-    What a conversion asks for (`table` to `fields_of_run`) has to import without torch; a `config` is a `config.json`
-    as a mapping.
+    The functions that a conversion needs (`table` to `fields_of_run`) must be importable without torch; a `config` is a
+    `config.json` as a mapping.
 
     Attributes:
-        name: of the family; `Dimensions.family` and the provider's `family` are it.
-        architectures: by `model_type`, the name of transformers' class, as `config.json` has it in `architectures`.
-        table: (ExpertLayout) -> rows of the weight table, for a checkpoint that holds its experts so.
+        name: of the family; equal to `Dimensions.family` and the provider's `family`.
+        architectures: by `model_type`, the name of transformers' class, as in `architectures` of `config.json`.
+        table: (ExpertLayout) -> rows of the weight table, for a checkpoint with this format of experts.
         dimensions: (config) -> Dimensions, of a configuration that has passed `check`.
         check: (config) -> None; ValueError for a setting that would otherwise be ignored.
-        fields: (config) -> every field that decides which tensors there are or what they mean, each in one spelling,
-            by names such as "text_config.hidden_size". Two models are one where these are equal.
-        fields_of_run: (provider's fields in a `run_config.yaml`, fields of a config) -> what the run says of the
-            latter, by the same names; nothing of what it does not say.
+        fields: (config) -> every field that determines which tensors there are or what they mean, normalized, by names
+            such as "text_config.hidden_size". Two models are the same if these are equal.
+        fields_of_run: (provider's fields in a `run_config.yaml`, fields of a config) -> the run's values of the latter,
+            by the same names; without the fields that it does not have.
         provider: (hf_config, **settings) -> Megatron-Bridge's model provider of a config, with these of its fields set,
             not finalized. The `run_config.yaml` of a converted checkpoint calls it with arguments of these names.
         bridge: module that registers the family with Megatron-Bridge when it is imported.
         flops: (Dimensions, Trained or None) -> TowerCosts.
-        presets: module with `PRESETS`, whose keys are sizes, and `config_dict`, (size or hub id) -> config with
-            ValueError where there is none; None for a family without.
-        released_experts: how released checkpoints hold their experts, where nothing says it.
-        optional: parts that one checkpoint of a model has and another lacks: the condition of its rows, and the field
-            of the configuration's text part that counts its layers.
-        dist_train: whether its vision tower can be on ranks of its own.
-        complete: whether its bridge takes the place of Megatron-Bridge's own, and its presets are known by their sizes.
-            The bridge of a family which is not has to be imported by name; conversion knows the family all the same.
+        presets: module with `PRESETS`, whose keys are sizes, and `config_dict`, (size or hub id) -> config, which
+            raises ValueError for an unknown one; None for a family without presets.
+        released_experts: the format of experts in released checkpoints, used if the format is unknown.
+        optional: parts that a checkpoint of a model may have or lack: the condition of its rows, and the field of the
+            configuration's text part that counts its layers.
+        dist_train: whether it supports separate vision ranks.
+        complete: whether its bridge replaces Megatron-Bridge's own, and its presets are known by their sizes. The
+            bridge of a family that is not complete has to be imported by name; conversion supports the family all the
+            same.
     """
 
     name: str
@@ -74,11 +76,11 @@ class Family:
         return load(self.table)(experts or self.released_experts)
 
     def check_settings(self, config: Mapping[str, Any]) -> None:
-        """Refuse (ValueError) what the model does not compute."""
+        """Refuse (ValueError) settings that the model does not support."""
         load(self.check)(config)
 
     def dimensions_of(self, config: Mapping[str, Any]) -> Dimensions:
-        """What the table's symbols stand for."""
+        """Values of the weight table's symbols."""
         return load(self.dimensions)(config)
 
     def fields_of(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,17 +92,17 @@ class Family:
         return load(self.fields_of_run)(model, found)
 
     def config_of(self, config: Mapping[str, Any], names: Collection[str]) -> Mapping[str, Any]:
-        """A config that counts optional parts as a checkpoint of these tensors has them.
+        """A config in which optional parts are counted as in a checkpoint with these tensors.
 
         Args:
-            config: what lies beside it, which transformers leaves as it was when it saves a model without such a part.
-            names: of the tensors, as Hugging Face or Megatron names them.
+            config: the checkpoint's, which transformers does not change when it saves a model without such a part.
+            names: of the tensors, Hugging Face's or Megatron's.
         """
         for condition, layers in self.optional.items():
             rows = (row for row in self.rows() if row.condition == condition)
             there = any(row.megatron in names or row.hf[0] in names for row in rows)
             counted = config["text_config"].get(layers)
-            if there != bool(counted) and not (there and counted == 0):  # 0 is said of a part that should not be there
+            if there != bool(counted) and not (there and counted == 0):  # 0 means a part that should not exist
                 config = {**config, "text_config": {**config["text_config"], layers: int(there)}}
         return config
 
@@ -114,13 +116,13 @@ class Family:
 
 
 def load(dotted: str) -> Any:
-    """What a dotted name, "package.module.name", stands for."""
+    """The object of a dotted name, "package.module.name"."""
     module, _, name = dotted.rpartition(".")
     return getattr(importlib.import_module(module), name)
 
 
 def _ours(name: str, architectures: Mapping[str, str], **beside: Any) -> Family:
-    """A family of this package: its folder in `models` is named as it is, and has modules of these names."""
+    """A family of this package: its folder in `models` has its name, and modules of these names."""
     folder = f"qwen3vl_bridge.models.{name}"
     return Family(
         name=name,
@@ -162,7 +164,7 @@ _FAMILIES: dict[str, Family] = {
 
 
 def register_family(family: Family) -> None:
-    """Make a family known. To be called where the modules it names can be imported.
+    """Register a family. To be called where the modules that it names can be imported.
 
     Raises:
         ValueError: another family has its name or one of its `model_type`s.
@@ -187,7 +189,7 @@ def family(name: str) -> Family:
     """The family of this name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: an unknown family.
     """
     if name not in _FAMILIES:
         raise ValueError(f"unknown family {name!r}, expected one of {', '.join(_FAMILIES)}")
@@ -198,7 +200,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
     """The family of a `config.json`.
 
     Raises:
-        ValueError: its `model_type`, or the class it names beside, is of none.
+        ValueError: an unknown `model_type`, or a class in `architectures` that is not the family's.
     """
     kind, architectures = config.get("model_type"), config.get("architectures")
     for one in _FAMILIES.values():
@@ -217,12 +219,12 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 
 def family_of_provider(target: Any) -> Family | None:
-    """The family whose `provider` a `run_config.yaml` names; None where that is something else."""
+    """The family whose `provider` a `run_config.yaml` names; None for another provider."""
     return next((one for one in _FAMILIES.values() if one.provider == target), None)
 
 
 def dimensions_of(config: Mapping[str, Any]) -> Dimensions:
-    """The numbers of a `config.json`'s model.
+    """Dimensions of a `config.json`'s model.
 
     Raises:
         ValueError: it is of no family.
@@ -232,7 +234,7 @@ def dimensions_of(config: Mapping[str, Any]) -> Dimensions:
 
 
 def preset(name: str) -> dict[str, Any]:
-    """The `config.json` of a released model. A size that several families have is the first one's; hub ids are not.
+    """The `config.json` of a released model. A size of several families is the first one's; hub ids are unique.
 
     Args:
         name: a size or a hub id.
@@ -258,7 +260,7 @@ def presets_of(name: str) -> Any:
     """The presets of a family, whose bridge is registered with Megatron-Bridge from then on.
 
     Raises:
-        ValueError: there is no such family, or it has no presets.
+        ValueError: an unknown family, or one without presets.
     """
     one = family(name)
     if one.presets is None:

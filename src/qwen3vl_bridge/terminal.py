@@ -1,7 +1,7 @@
-"""What our commands have in common with other commands of a terminal.
+"""Common behaviour of our commands on a terminal.
 
-What lives here: exit statuses, and output that no text and no reader can break. What may not: options and what commands
-do. Standard library only, so that `--help` answers at once.
+What lives here: exit statuses, and output that is safe for any text and any reader. What may not: options and the work
+of commands. Standard library only, so that `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ import os
 import sys
 import unicodedata
 
-# As a shell reports a command that was ended by the signal of Ctrl-C.
+# Exit status that a shell reports for a command ended by Ctrl-C.
 BAD_INPUT, INTERRUPTED = 2, 130
-# Categories of characters that a terminal obeys and does not show.
+# Categories of characters that a terminal interprets instead of showing.
 _HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")
 _SHOWN = "\n\t\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}"  # some scripts and emoji are written with joiners
 
 
 def show_anything() -> None:
-    """Let standard output and error show by number what a terminal cannot: names and texts of users may hold it."""
+    """Make standard output and error escape what a terminal cannot show: users' texts may contain anything."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def visible(text: str) -> str:
-    r"""The text with control and formatting characters by their numbers, such as \x1b; line breaks and tabs stay."""
+    r"""The text with escaped control and formatting characters, such as \x1b; line breaks and tabs stay."""
     return "".join(map(_visible, text))
 
 
@@ -37,16 +37,17 @@ def _visible(character: str) -> str:
 
 
 def show(text: str, *, error: bool = False) -> None:
-    """Print a line. When its reader has gone, such as `head`, what was to be done is still done.
+    """Print a line. If its reader has exited, such as `head`, the command continues.
 
-    It may have names and texts of other people's files: what would move a cursor or set a title is shown instead.
+    The line may contain names and texts of other people's files: characters that would move a cursor or set a title are
+    escaped.
 
     Args:
         text: the line.
-        error: whether it goes to standard error, of which nothing is raised.
+        error: whether it goes to standard error, for which no error is raised.
 
     Raises:
-        OSError: standard output cannot be written, such as on a full disk; what comes later is dropped.
+        OSError: standard output cannot be written, such as on a full disk; later output is dropped.
     """
     stream = sys.stderr if error else sys.stdout
     if stream is None:  # closed from the beginning
@@ -54,7 +55,7 @@ def show(text: str, *, error: bool = False) -> None:
     try:
         print(visible(text), file=stream, flush=True)
     except OSError as failure:
-        with contextlib.suppress(OSError, ValueError):  # else Python fails once more when it flushes at the end
+        with contextlib.suppress(OSError, ValueError):  # otherwise Python fails again when it flushes at the end
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         if not error and not isinstance(failure, BrokenPipeError):
             said = f"standard output cannot be written: {failure.strerror or failure}"
@@ -62,7 +63,7 @@ def show(text: str, *, error: bool = False) -> None:
 
 
 def show_report(text: str, result: object) -> None:
-    """Print the report on a result that is in place: that the report is lost is no failure of the result."""
+    """Print the report on a finished result; a failure to print does not affect the result."""
     try:
         show(text)
     except OSError as error:

@@ -16,7 +16,7 @@ def qwen35_vl_27b_sft_config():
 
 @recipe(gpus=32)
 def qwen35_vl_27b_sft_fsdp_config():
-    """Full fine-tuning, rows of 8K tokens, 32 H100: sharded by Megatron-FSDP alone, activations recomputed."""
+    """Full fine-tuning, rows of 8K tokens, 32 H100: sharded only by Megatron-FSDP, activations recomputed."""
     return recompute_all(fsdp(sft("27B")))
 
 

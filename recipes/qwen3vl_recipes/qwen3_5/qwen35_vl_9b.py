@@ -16,7 +16,7 @@ def qwen35_vl_9b_sft_config():
 
 @recipe(gpus=8)
 def qwen35_vl_9b_sft_fsdp_config():
-    """Full fine-tuning, rows of 8K tokens, 8 H100: sharded by Megatron-FSDP alone, activations recomputed."""
+    """Full fine-tuning, rows of 8K tokens, 8 H100: sharded only by Megatron-FSDP, activations recomputed."""
     return recompute_all(fsdp(sft("9B")))
 
 

@@ -16,5 +16,5 @@ def qwen35_vl_proxy_sft_config():
 
 @recipe(gpus=8)
 def qwen35_vl_proxy_sft_fsdp_config():
-    """As qwen35_vl_proxy_sft_config, sharded by Megatron-FSDP alone but for experts, on four."""
+    """As qwen35_vl_proxy_sft_config, sharded only by Megatron-FSDP except for experts, on four."""
     return fsdp(split(sft("proxy"), ep=4))

@@ -15,7 +15,7 @@ def qwen3_vl_32b_sft_config():
 
 @recipe(gpus=16)
 def qwen3_vl_32b_sft_fsdp_config():
-    """Full fine-tuning, rows of 8K tokens, 16 H100: sharded by Megatron-FSDP alone, activations recomputed."""
+    """Full fine-tuning, rows of 8K tokens, 16 H100: sharded only by Megatron-FSDP, activations recomputed."""
     return recompute_all(fsdp(sft("32B")))
 
 

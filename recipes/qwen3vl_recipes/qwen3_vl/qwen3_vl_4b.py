@@ -15,7 +15,7 @@ def qwen3_vl_4b_sft_config():
 
 @recipe(gpus=8)
 def qwen3_vl_4b_sft_fsdp_config():
-    """Full fine-tuning, rows of 8K tokens, 8 H100: sharded by Megatron-FSDP alone."""
+    """Full fine-tuning, rows of 8K tokens, 8 H100: sharded only by Megatron-FSDP."""
     return fsdp(sft("4B"))
 
 

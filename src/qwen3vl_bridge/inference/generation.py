@@ -70,11 +70,11 @@ def generate(
         pad_token_id: fills rows after an answer's end; None for the provider's, or the first of `eos_token_id`.
 
     Returns:
-        [B, S + longest answer] int64: `input_ids` as they are, then the answers with their ends.
+        [B, S + longest answer] int64: `input_ids` unchanged, then the answers with their end tokens.
 
     Raises:
         ValueError: a model split by pipeline or context parallelism, inconsistent shapes, a prompt without tokens, or
-            pictures that don't match the tokens.
+            images or videos that do not match the tokens.
     """
     wrapped, model = model, _whole_model(model)
     if max_new_tokens < 1:

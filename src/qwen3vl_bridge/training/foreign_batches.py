@@ -1,7 +1,7 @@
 """Conversion of batches from Megatron-Bridge's collators (dicts) to `PackedBatch`.
 
 What lives here: the keys of such a batch and their meaning, and checks for input that would silently train on wrong
-targets. What may not: masks, packing and pictures themselves (handled by the model's input interface,
+targets. What may not: masks, packing and images themselves (handled by the model's input interface,
 `models/common/inputs/model_inputs.py`), the origin of batches, devices.
 
 Collators' batches are complete and on the host when they leave the data loader. They are converted on the host, so that
@@ -67,7 +67,7 @@ def from_collator(batch: Mapping[str, Any], config: VisionLanguageProvider, data
         in pinned memory if the loader pinned them, and are cast by the model, where casting is cheap.
 
     Raises:
-        ValueError: missing or unknown keys; shapes, masks, offsets and pictures that are inconsistent; labels that are
+        ValueError: missing or unknown keys; shapes, masks, offsets and images that are inconsistent; labels that are
             not the next tokens; a loss on padding.
         TypeError: the batch is not a mapping.
     """
@@ -109,7 +109,7 @@ def _check_keys(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _pictures(visual: Any) -> dict[str, Tensor]:
-    """The pictures of a batch, as arguments of `as_model_inputs`."""
+    """The images and videos of a batch, as arguments of `as_model_inputs`."""
     if visual is None:
         return {}
     given = visual.normalized_for_model()
@@ -141,7 +141,7 @@ def _arranged(
         ids,
         labels=given["labels"],
         loss_mask=given["loss_mask"],
-        # Text-only positions [B, S] are also given for rows with pictures and increase by one through them; M-RoPE
+        # Text-only positions [B, S] are also given for rows with images and increase by one through them; M-RoPE
         # positions are derived instead.
         position_ids=positions if positions is not None and positions.dim() == 3 else None,
         attention_mask=mask,
@@ -151,7 +151,7 @@ def _arranged(
 
 
 def _known_causes(given: dict[str, Any], pictures: dict[str, Tensor], dataset: Any) -> Iterator[str]:
-    """What Megatron-Bridge may have done to a batch with a mismatch between picture tokens and pictures."""
+    """What Megatron-Bridge may have done to a batch with a mismatch between image tokens and images."""
     if pictures and getattr(dataset, "dataloader_type", None) == "batch":
         yield (
             "dataset.dataloader_type is 'batch': Megatron-Bridge's loop splits a global batch into microbatches and "

@@ -85,10 +85,10 @@ class VisionLanguageFields(GPTModelProvider):
         loss_chunk_tokens: if a microbatch has more tokens than this on a context-parallel rank, its loss is computed in
             chunks of this many tokens, whose logits are recomputed in the backward pass
             (`models/common/chunked_loss.py`); 0: never.
-        vision_dp_when_cp: whether context-parallel ranks divide the pictures; here they always do.
+        vision_dp_when_cp: whether context-parallel ranks divide the images; here they always do.
         use_hf_vision_model, vision_cuda_graph_impl, vision_cuda_graph_scope, max_vision_cuda_graph_seq_length: settings
             of Megatron-Bridge's own model that allow only one value here.
-        dist_train: the vision tower and the language model on ranks of their own.
+        dist_train: separate ranks for the vision tower and the language model.
         add_encoder, add_decoder: which of the two this rank has, set by Megatron-Bridge's set-up.
     """
 
