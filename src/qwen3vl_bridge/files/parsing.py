@@ -208,7 +208,7 @@ def _check_events(text: str) -> None:
     """Walk through a YAML text without constructing values.
 
     PyYAML's constructor recurses once per level, in C too, where too deep recursion ends the process. Its parser does
-    not, and reads only as far as requested. An alias costs nothing to construct, but its expansion does to whoever
+    not, and reads only as far as requested. An alias costs nothing to construct, but its expansion does to code that
     walks through it.
     """
     import yaml

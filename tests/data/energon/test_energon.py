@@ -217,7 +217,7 @@ def test_records_have_columns_by_names_of_their_own(make, files, samples, tmp_pa
 def test_an_unknown_key_of_a_picture_is_refused(make, samples, tmp_path):
     record = {"messages": [{"role": "user", "content": "<image>?"}, ASKED[1]], "image_path": "png"}
     folder = write_folder(tmp_path / "wds", train=[[("a", dict(samples)["image"] | {"json": record})]])
-    with pytest.raises(DataError, match=r"train-0.tar:a: found 1 places for images .* expected 0, .*image_path"):
+    with pytest.raises(DataError, match=r"train-0.tar:a: found 1 placeholders for images .* expected 0, .*image_path"):
         next(make(folder).stream("train"))
 
 
@@ -278,8 +278,8 @@ class _Evil:
     ("part", "problem"),
     [
         ({"jpgs": pickle.dumps(_Evil())}, "pickle that does not load .it names builtins.print"),
-        ({"jpgs": pickled(b"1")}, "found 0 places for images"),
-        ({"videos": pickled([b"1"])}, "found 0 places for images|found 0 places for videos"),
+        ({"jpgs": pickled(b"1")}, "found 0 placeholders for images"),
+        ({"videos": pickled([b"1"])}, "found 0 placeholders for images|found 0 placeholders for videos"),
     ],
 )
 def test_bad_chatml_samples_are_named(make, tmp_path, part, problem):

@@ -49,7 +49,7 @@ def test_sizes_and_pixels_are_those_of_the_image_processor(processor, encoder, c
     flat = any(max(h, w) / min(h, w) > 200 for h, w, _, _ in case)
     if flat or any(least > most or most < TOKEN for least, most in whole):
         for work in (encoder, encoder.size):
-            with pytest.raises(DataError, match=r"^x: (picture \d: found|the processor refuses it: .*aspect)"):
+            with pytest.raises(DataError, match=r"^x: (image \d: found|the processor refuses it: .*aspect)"):
                 work(conversation)
         return
     expected = [
@@ -105,8 +105,8 @@ def test_limits_that_are_none_are_refused(read, tmp_path, beside, message):
 @pytest.mark.parametrize(
     ("beside", "message"),
     [
-        ({"max_pixels": 1023}, "picture 2: found 'max_pixels' 1023, expected at least 1024, the pixels of one token"),
-        ({"min_pixels": 65 * TOKEN}, "picture 2: found at least 66560 and at most 65536 pixels, where 'min_pixels' is"),
+        ({"max_pixels": 1023}, "image 2: found 'max_pixels' 1023, expected at least 1024, the pixels of one token"),
+        ({"min_pixels": 65 * TOKEN}, "image 2: found at least 66560 and at most 65536 pixels, where 'min_pixels' is"),
     ],
 )
 def test_limits_that_the_processor_cannot_keep_are_refused(encoder, read, tmp_path, beside, message):

@@ -75,7 +75,7 @@ def user(*parts) -> dict:
         (user({"type": "image", "image": ""}), "part 1: found an empty string under 'image', expected a path or bytes"),
         (user({"type": "image", "image": {"path": None}}), "part 1: found null under 'image', expected a path or"),
         (user({"type": "image", "image": "x", "detail": 1}), "found the keys type, image, detail, expected 'type' and"),
-        (user({"type": "image", "image": "https://a.b/c.png"}), "the address 'https://a.b/c.png', and no download"),
+        (user({"type": "image", "image": "https://a.b/c.png"}), "the URL 'https://a.b/c.png', and no download"),
         (user({"type": "image", "image": "data:image/png,AA"}), "found 'data:image/png,AA', expected 'data:...;base64"),
         (user({"type": "image", "image": "data:image/png;base64,é"}), "found contents that are no base64"),
         (user({"type": "image", "image": "data:image/png;base64,A!"}), "found contents that are no base64"),

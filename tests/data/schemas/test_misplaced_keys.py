@@ -59,7 +59,7 @@ def test_a_key_that_is_ours_in_another_spelling(record, key, meant):
 def test_what_is_said_of_a_message_or_a_picture_beside_them(beside, where):
     for record, words in ((SAID, "messages"), (PAIR, "question")):
         with pytest.raises(
-            DataError, match=f"found '{next(iter(beside))}' beside '{words}', where .* expected it {where}"
+            DataError, match=f"found '{next(iter(beside))}' next to '{words}', where .* expected it {where}"
         ):
             told(record | beside)
 

@@ -63,14 +63,14 @@ def test_turns_under_two_keys_are_refused(first, second):
 def test_words_that_are_not_read_with_the_turns_are_refused(key):
     history, record = [["a", "b"]], GIVES_TURNS[key]
     if key in ("messages", "conversations", "texts"):
-        with pytest.raises(DataError, match=rf"found 'history' beside '{key}', with which .*columns.ignore=\[history"):
+        with pytest.raises(DataError, match=rf"found 'history' next to '{key}', with which .*columns.ignore=\[history"):
             told({**record, "history": history})
     else:
         assert len(told({**record, "history": history})) == 4
     if key == "instruction":
         assert told({**record, "input": "a"})[0]["content"] == "Which?\na"
     else:
-        with pytest.raises(DataError, match=rf"found 'input' beside '{key}', with which .*columns.ignore=\[input\]"):
+        with pytest.raises(DataError, match=rf"found 'input' next to '{key}', with which .*columns.ignore=\[input\]"):
             told({**record, "input": "a"})
     assert told({**record, "history": [], "input": ""}) == told({**record, "history": None, "input": None})
 
@@ -91,8 +91,8 @@ def test_tables_refuse_what_records_do(tmp_path):
     assert "found both 'messages' and 'question' with 'answer'" in refused(
         {**GIVES_TURNS["messages"], "question": "a", "answer": "b"}
     )
-    assert "found 'input' beside 'messages'" in refused({**GIVES_TURNS["messages"], "input": "a"})
-    assert "found 'history' beside 'texts'" in refused({**GIVES_TURNS["texts"], "history": [["a", "b"]]})
+    assert "found 'input' next to 'messages'" in refused({**GIVES_TURNS["messages"], "input": "a"})
+    assert "found 'history' next to 'texts'" in refused({**GIVES_TURNS["texts"], "history": [["a", "b"]]})
     empty = {**GIVES_TURNS["messages"], "input": "", "history": None}
     pq.write_table(pa.Table.from_pylist([empty]), tmp_path / "b.parquet")
     assert open_source(tmp_path / "b.parquet")[0].messages == (ASK, ANSWER)
@@ -122,7 +122,8 @@ def test_numbered_places_are_the_pictures_of_these_numbers(form):
         (form.format(0), ["a"], "0"),
     ):
         with pytest.raises(
-            DataError, match=rf"of the numbers {numbers}, expected each number from 1 to {len(images)}, as many images"
+            DataError,
+            match=rf"of the numbers {numbers}, expected each number from 1 to {len(images)}, the number of images",
         ):
             asked(words, images=images)
     with pytest.raises(DataError, match=r"found 1 placeholders for images .* expected 0"):
@@ -197,7 +198,7 @@ def test_base64_under_any_key_is_noticed(value):
         with pytest.raises(DataError, match=r"found 'payload', which looks like images .*columns.image=payload"):
             asked("Which?", payload=content)
         with pytest.raises(
-            DataError, match=r"found 1 places .* It may be 'payload' that holds them \(columns.image=pay"
+            DataError, match=r"found 1 placeholders .* It may be 'payload' that holds them \(columns.image=pay"
         ):
             asked("<image>Which?", image_source="web", payload=content)
     assert asked("Which?", checksum="iVBORw0KGgo=", note="SUkqA and so on, in words that are no base64.") == "Which?"
@@ -206,10 +207,10 @@ def test_base64_under_any_key_is_noticed(value):
 @pytest.mark.parametrize("key", ["image_name", "image_list", "image_id", "imageIds", "img_names", "image_source"])
 def test_where_media_are_missed_the_key_that_may_hold_them_is_named(key):
     with pytest.raises(
-        DataError, match=rf"found 1 places .* It may be '{key}' that holds them \(columns.image={key}\)"
+        DataError, match=rf"found 1 placeholders .* It may be '{key}' that holds them \(columns.image={key}\)"
     ):
         asked("<image>Which?", **{key: ["0001"]})
-    with pytest.raises(DataError, match=r"found 1 places .* Name the one that holds them \(columns.image=KEY\)"):
+    with pytest.raises(DataError, match=r"found 1 placeholders .* Name the one that holds them \(columns.image=KEY\)"):
         asked("<image>Which?", image_width=640, source="web")
 
 

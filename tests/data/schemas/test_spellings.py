@@ -131,11 +131,20 @@ def test_what_stands_beside_turns():
         # LLaVA's collator would put the picture first; a guess.
         ({"conversations": [HUMAN, GPT], "image": "1"}, "found 0 placeholders for images .* expected 1, the number of"),
         ({"conversations": [HUMAN, GPT], "videos": ["1"]}, r"0 placeholders for videos \('<video>' .* expected 1,"),
-        ({"messages": [{"role": "user", "content": "<image><image>"}], "image": "1"}, "found 2 places .* expected 1,"),
-        ({"messages": [{"role": "user", "content": "<image>"}], "images": []}, "found 1 places .* expected 0,"),
+        (
+            {"messages": [{"role": "user", "content": "<image><image>"}], "image": "1"},
+            "found 2 placeholders .* expected 1,",
+        ),
+        ({"messages": [{"role": "user", "content": "<image>"}], "images": []}, "found 1 placeholders .* expected 0,"),
         ({"messages": [{"role": "user", "content": "<image><video>"}], "image": "1"}, "1 placeholders for videos .* 0"),
-        ({"messages": [{"role": "user", "content": [text("<image>")]}], "image": "1"}, "found 0 places for images"),
-        ({"messages": [{"role": "user", "content": "<image>"}, ANSWER], "id": 7}, "1 places .* 0, .* messages, id"),
+        (
+            {"messages": [{"role": "user", "content": [text("<image>")]}], "image": "1"},
+            "found 0 placeholders for images",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "<image>"}, ANSWER], "id": 7},
+            "1 placeholders .* 0, .* messages, id",
+        ),
         (
             {"messages": [ASK, {**ANSWER, "content": "<video>"}], "video": None},
             "found 1 placeholders for videos .* 0, ",
@@ -170,7 +179,7 @@ def test_a_record_and_its_twin_are_one_conversation(turns, media):
     own = copy.deepcopy(twin)
     if not media and any(found.values()):
         for spelt in (record, twin):
-            with pytest.raises(DataError, match=r"found \d+ places for (image|video)s .* expected 0"):
+            with pytest.raises(DataError, match=r"found \d+ placeholders for (image|video)s .* expected 0"):
                 told(spelt)
         return
     if media:
@@ -291,7 +300,7 @@ def test_media_of_a_question_without_places_stand_before_the_first():
     with pytest.raises(DataError, match=r"found 1 placeholders for images .* expected 2"):
         told({"question": "<image>?", "answer": "b", "images": ["1", "2"]})
     # Where turns have placeholders, none means that it is not known where pictures belong.
-    with pytest.raises(DataError, match="found 0 places for images"):
+    with pytest.raises(DataError, match="found 0 placeholders for images"):
         told({"messages": [ASK, ANSWER], "images": ["1"]})
 
 

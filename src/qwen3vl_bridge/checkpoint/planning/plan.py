@@ -190,7 +190,7 @@ def _read(param: ParamSlice) -> Segment:
 
 def _more(segment: Segment, plus: int) -> Slice:
     if not isinstance(segment, Slice):
-        raise AssertionError("a number can be added to slices alone")
+        raise AssertionError("a number can be added only to slices")
     return segment._replace(plus=segment.plus + plus)
 
 

@@ -40,25 +40,25 @@ _OF_TRAINING = ("virtual_epoch_length", "shuffle_over_epochs_multiplier", "batch
 
 @dataclass(kw_only=True)
 class Qwen3VLEnergonProvider(ConversationRows):
-    """Rows of conversations from WebDatasets that energon has prepared. Settings beside these: `ConversationRows`.
+    """Dataset of conversations from WebDatasets prepared by energon. `ConversationRows` has the other settings.
 
     A "sample" of Megatron-Bridge's counters is a row.
 
     Attributes:
         path: a folder with ".nv-meta", a JSONL file with energon's index, or a metadataset's YAML.
-        micro_batch_size: rows of a microbatch, as `train.micro_batch_size`; 1 where rows are packed.
-        num_val_workers: processes that read validation data; as many as `num_workers` if None.
-        shuffle_buffer_size: samples of each worker among which the next one is drawn.
-        max_samples_per_sequence: samples that are read one after the other before going elsewhere; None for whole tars.
-        packing_buffer_size: samples of each worker that are packed together, each with its files in memory; 128 if
-            None.
-        do_validation: give Megatron-Bridge's loop a validation split.
-        dataset_kwargs: more arguments of energon's `get_train_dataset`, such as "split_config".
-        seed: of the order of samples.
-        sample_fps: how many frames are a second of videos that come as frames and do not say, as ChatML's; None to
+        micro_batch_size: rows of a microbatch, as `train.micro_batch_size`; 1 for packed rows.
+        num_val_workers: processes that read validation data; None for `num_workers`.
+        shuffle_buffer_size: size of each worker's shuffle buffer, in samples.
+        max_samples_per_sequence: number of consecutive samples read before switching to another tar file; None for
+            complete files.
+        packing_buffer_size: number of samples per worker that are packed together and kept in memory; None for 128.
+        do_validation: whether to provide a validation split.
+        dataset_kwargs: additional arguments for energon's `get_train_dataset`, such as "split_config".
+        seed: seed of the order of samples.
+        sample_fps: frames per second of videos given as lists of frames without this value, as in ChatML; None to
             refuse them.
-        columns: the records' own names for what is read, as `Qwen3VLConversationProvider` has them; of crude folders,
-            ChatML ones have names of their own.
+        columns: column names of the data, as in `Qwen3VLConversationProvider`; for crude folders, because ChatML
+            samples have fixed names.
         dataloader_type: "external": energon has its own loaders.
     """
 
@@ -208,7 +208,7 @@ class Qwen3VLEnergonProvider(ConversationRows):
         return EnergonStream(make, lambda loader: self._fingerprint(loader, share), energon_torch_load, share)
 
     def _undisturbed(self, loader: Any) -> Any:
-        """One of energon's loaders, before its workers are started; Megatron-Bridge's setting reaches its own alone."""
+        """One of energon's loaders, with the ignored signal; Megatron-Bridge's setting reaches only its own."""
         loader.worker_init_fn = ignoring(self.ignored_signal, loader.worker_init_fn)
         return loader
 
