@@ -35,7 +35,7 @@ def check_balance(cfg: Any) -> None:
     """Refuse rows assigned over several steps: which rows a step has would depend on the number of ranks.
 
     Raises:
-        ValueError: `balance_over` differs from the global batch.
+        ValueError: the global batch is not a multiple of `balance_over`, or its size is ramped up.
     """
     if (over := getattr(cfg.dataset, "balance_over", None)) is None:
         return
