@@ -7,8 +7,9 @@ so that they are computed once a step and not once a layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
+
+from qwen3vl_bridge.batch.device_transfer import sent
 
 import torch
 from torch import Tensor, nn
@@ -30,18 +31,17 @@ def cos_sin(angles: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
     return (torch.stack((angles.cos(), angles.sin())) * scale).to(dtype)
 
 
-def scaled_frequencies(parameters: dict[str, Any], dim: int, device: torch.device) -> tuple[Tensor, float]:
+def scaled_frequencies(parameters: dict[str, Any], dim: int) -> tuple[Tensor, float]:
     """Frequencies [d/2] of a scaled rotary embedding (YaRN and the like), and the factor of its cosines and sines.
 
-    transformers' own functions compute them.
+    On the host: transformers' own functions compute them, and would copy from memory that is not pinned to a GPU.
 
     Args:
         parameters: as transformers' `rope_parameters`.
         dim: head dimension d.
-        device: where to.
     """
     config = Qwen3VLTextConfig(head_dim=dim, rope_parameters=dict(parameters))
-    return ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, device)
+    return ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"))
 
 
 def rotate(x: Tensor, rotary: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class InterleavedMRoPE(nn.Module):
         theta: RoPE base.
         mrope_section: how many of the d/2 frequencies each axis (temporal, height, width) has.
         dtype: precision in which heads are rotated.
-        scaled: gives the frequencies and the factor of a scaled embedding on a device; None for unscaled.
+        scaled: transformers' `rope_parameters` of a scaled embedding; None for unscaled.
     """
 
     def __init__(
@@ -78,21 +78,33 @@ class InterleavedMRoPE(nn.Module):
         theta: float,
         mrope_section: list[int],
         dtype: torch.dtype,
-        scaled: Callable[[torch.device], tuple[Tensor, float]] | None = None,
+        scaled: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         if sum(mrope_section) != dim // 2:
             raise ValueError(f"mrope_section {mrope_section} has sum {sum(mrope_section)}, expected {dim // 2}")
-        self.dim, self.theta, self.dtype, self.mrope_section = dim, theta, dtype, mrope_section
-        self.scaled = scaled
+        self.dim, self.theta, self.dtype, self.mrope_section, self.scaled = dim, theta, dtype, mrope_section, scaled
+        self._constants: dict[torch.device, tuple[Tensor, Tensor, float]] = {}
 
-    def axes(self, device: torch.device) -> Tensor:
-        """[d/2] which axis each frequency turns by. Not a buffer: one on the meta device would stay empty."""
-        frequency = torch.arange(self.dim // 2, device=device)
-        _, height, width = (3 * n for n in self.mrope_section)
-        by_height = (frequency % 3 == 1) & (frequency < height)
-        by_width = (frequency % 3 == 2) & (frequency < width)
-        return by_height.long() + 2 * by_width.long()
+    def constants(self, device: torch.device) -> tuple[Tensor, Tensor, float]:
+        """Which axis each frequency turns by, [d/2]; frequencies [d/2]; and the factor of cosines and sines.
+
+        Computed on the host once, and kept on each device. Not buffers: those of a model that is made on the meta
+        device would stay empty, and a half-precision model would round them.
+        """
+        if device not in self._constants:
+            host, scale = torch.device("cpu"), 1.0
+            if self.scaled is None:
+                frequencies = inverse_frequencies(self.dim, self.theta, host)
+            else:
+                frequencies, scale = scaled_frequencies(self.scaled, self.dim)
+            frequency = torch.arange(self.dim // 2)
+            _, height, width = (3 * n for n in self.mrope_section)
+            by_height = (frequency % 3 == 1) & (frequency < height)
+            by_width = (frequency % 3 == 2) & (frequency < width)
+            axes = by_height.long() + 2 * by_width.long()
+            self._constants[device] = sent(axes, device), sent(frequencies, device), scale
+        return self._constants[device]
 
     def forward(self, position_ids: Tensor | None, mrope_section: object = None, cp_group: object = None) -> Tensor:
         """Angles of local positions.
@@ -110,13 +122,8 @@ class InterleavedMRoPE(nn.Module):
         shape = None if position_ids is None else list(position_ids.shape)
         if shape is None or len(shape) < 2 or shape[:-2] not in ([], [3]):
             raise ValueError(f"position_ids has shape {shape}, expected [3, rows, tokens], or [rows, tokens] for text")
-        device = position_ids.device
-        axes = position_ids.float().expand(3, -1, -1)
-        positions = axes[self.axes(device)].permute(2, 1, 0)  # [s, b, d/2]
-        if self.scaled is None:
-            frequencies, scale = inverse_frequencies(self.dim, self.theta, device), 1.0
-        else:
-            frequencies, scale = self.scaled(device)
+        axes, frequencies, scale = self.constants(position_ids.device)
+        positions = position_ids.float().expand(3, -1, -1)[axes].permute(2, 1, 0)  # [s, b, d/2]
         return cos_sin(positions * frequencies, self.dtype, scale)[:, :, :, None]
 
 
