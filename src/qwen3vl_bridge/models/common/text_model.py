@@ -63,7 +63,12 @@ class MRopeGPTModel(GPTModel):
         turning = int(config.kv_channels * config.rotary_percent)  # dimensions of a head
         precision = torch.float32 if config.apply_rotary_pos_emb_in_fp32 else config.params_dtype
         self.rotary_pos_emb = InterleavedMRoPE(
-            turning, config.rotary_base, config.mrope_section, precision, config.rope_parameters
+            turning,
+            config.rotary_base,
+            config.mrope_section,
+            precision,
+            config.rope_parameters,
+            fused=config.apply_rope_fusion,
         )
 
     def _postprocess(
