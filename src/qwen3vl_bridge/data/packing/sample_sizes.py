@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, NamedTuple, Protocol
 
@@ -103,10 +104,20 @@ class AllSizes(OwnNotes, Sizes):
 class LatestSizes(OwnNotes, Sizes):
     """Sizes of the most recently measured samples, whatever their numbers: those of a stream, which has no end."""
 
-    def __init__(self, most: int = 2**16) -> None:
-        """Start without any size, and keep at most `most`."""
+    def __init__(self, most: int = 2**16, note: Callable[[Left], int] | None = None) -> None:
+        """Start without any size.
+
+        Args:
+            most: maximum number of sizes that are kept.
+            note: counts dropped and truncated samples of several processes (see `Sizes.note`); None to count only
+                those of this process.
+        """
         super().__init__()
-        self._most, self._kept = most, OrderedDict[int, Size]()
+        self._most, self._kept, self._others = most, OrderedDict[int, Size](), note
+
+    def note(self, kind: Left) -> int:
+        """See `Sizes`."""
+        return super().note(kind) if self._others is None else self._others(kind)
 
     def get(self, sample: int) -> Size | None:
         """See `Sizes`."""

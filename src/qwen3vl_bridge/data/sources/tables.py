@@ -4,9 +4,10 @@ What lives here: which columns are read, and converting a row to Python objects.
 (`parquet.py`, `hub.py`), spellings (`data/schemas/spellings.py`).
 
 Columns are named like the keys of a record (see `data/schemas/spellings.py`) or as in the setting `columns`. Of other
-columns those with texts are read, because they may contain file names; those that contain files are refused. A table
-has each key in every row, so a null is read as a missing key. `messages`, `conversations` and `tools` may be strings of
-JSON, or contain them if the column's type says so: contents that are either a string or a list fit no other column.
+columns those with texts are read, because they may contain file names, and so are objects if no column has media; those
+that contain files are refused. A table has each key in every row, so a null is read as a missing key. `messages`,
+`conversations` and `tools` may be strings of JSON, or contain them if the column's type says so: contents that are
+either a string or a list fit no other column.
 `datasets` (5.2) writes a string there as JSON, unless it is JSON by itself: the answer "7" is stored as a number, and
 has to be read as the original string. A string that is itself in quotation marks is returned without them, which cannot
 be detected.
@@ -21,7 +22,7 @@ from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.media.images import MediaAccess
 from qwen3vl_bridge.data.schemas.columns import Columns, Schema, read_by
 from qwen3vl_bridge.data.schemas.conversations import PARTS, Conversation, conversation_of
-from qwen3vl_bridge.data.schemas.media_keys import unread_media
+from qwen3vl_bridge.data.schemas.media_keys import MEDIA_KEYS, unread_media
 from qwen3vl_bridge.data.schemas.named_schemas import NamedSchema
 from qwen3vl_bridge.data.schemas.spellings import KEYS
 from qwen3vl_bridge.files.parsing import parse_record
@@ -105,7 +106,9 @@ def columns_of(table: Any, place: str, schema: Schema | None = None) -> list[str
     for field in others:
         if _holds_files(field.type, place):
             raise DataError(place, unread_media(field.name, table.names))
-    return [*read, *(field.name for field in others if _holds_text(field.type, place))]
+    # Where nothing beside the messages holds media, objects are read too, within which somebody may have meant some.
+    within = not any((columns.key_of(name) or name) in MEDIA_KEYS for name in read)
+    return [*read, *(field.name for field in others if _holds_text(field.type, place, within=within))]
 
 
 def _holds_files(kind: Any, place: str) -> bool:
@@ -117,9 +120,12 @@ def _holds_files(kind: Any, place: str) -> bool:
     return types.is_binary(kind) or types.is_large_binary(kind)
 
 
-def _holds_text(kind: Any, place: str) -> bool:
+def _holds_text(kind: Any, place: str, *, within: bool) -> bool:
+    """Whether values of an Arrow type are texts, or objects with texts or files within, if those count."""
     types = library("pyarrow.types", place)
     kind = _item_type(kind, types)
+    if within and types.is_struct(kind):
+        return any(_holds_text(one.type, place, within=True) or _holds_files(one.type, place) for one in kind)
     return types.is_string(kind) or types.is_large_string(kind)
 
 
