@@ -125,7 +125,7 @@ def test_a_stream_goes_by_the_record_of_its_download(server, download, training,
 
     server.answers["/2.png"] = png()
     assert download("--data", "hf://me/digits#train", options=("--retry",)) == 1
-    with pytest.raises(ValueError, match=r"other data than this: found data .*, without 1 of 8 addresses"):
+    with pytest.raises(ValueError, match=r"other data: found data .*, without 1 of 8 addresses"):
         training("hf://me/digits#train", streaming=True).stream("train").load_state_dict(state)
 
 

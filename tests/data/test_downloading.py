@@ -294,7 +294,7 @@ def test_columns_other_than_those_of_the_download_are_said(captions, tmp_path):
     columns = Columns(**{**CAPTIONS, "image": "large_url"}, ignore=["image_url"])
     source = open_source(file, addresses=UrlCache(tmp_path / "cache"), columns=columns)
     with pytest.raises(
-        Unreachable, match=r"found the address '.*0.png\?large', and no download of it in .*cache"
+        Unreachable, match=r"found the URL '.*0.png\?large', and no download of it in .*cache"
     ) as caught:
         source[0]
     assert "qwen3vl data download fetches them, with --columns and --schema-adapter as in the run" in str(caught.value)

@@ -66,7 +66,7 @@ def mrope_positions(
 
 
 def _text_positions(layout: SequenceLayout) -> Tensor:
-    """[T] positions of rows without pictures: a quarter of the time that stepping through no runs takes."""
+    """[T] positions of rows without images; takes a quarter of the time of stepping through no runs."""
     begins = layout.per_token(layout.cu_seqlens_padded[:-1])
     return (torch.arange(layout.total) - begins).masked_fill_(layout.padding_mask(), 0)
 

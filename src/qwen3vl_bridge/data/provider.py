@@ -288,7 +288,7 @@ class Qwen3VLConversationProvider(ConversationRows):
     def check_samples(self) -> None:
         """Refuse training data whose samples would all be dropped, before a model is built for them.
 
-        Measures samples of the first window until one is valid, which is usually the first. Data of the hub, streams and
+        Measures samples of the first window until one is valid, usually the first. Data of the hub, streams and
         rows packed before training are not checked.
 
         Raises:

@@ -382,6 +382,6 @@ def test_a_format_that_needs_a_setting_is_refused_without(tmp_path, published):
     path = written(tmp_path, published)
     with pytest.raises(
         DataError,
-        match=r"found (the (columns|keys) .*, expected|1,? expected a string|'image_1', which looks|1 places for im)",
+        match=r"found (the (columns|keys) .*, expected|1,? expected a string|'image_1', which looks|1 placeholders)",
     ):
         open_source(path)[0]

@@ -121,7 +121,7 @@ def test_parts_say_by_their_index_which_picture_they_are():
     for images, message in (
         (["1.png"], "numbers 1, 2, expected each number from 1 to 1"),
         (["1.png", "2.png", "3.png"], "numbers 1, 2, expected each number from 1 to 3"),
-        ([], "found 3 places for images .*index 1.* expected 0"),
+        ([], "found 3 placeholders for images .*index 1.* expected 0"),
     ):
         with pytest.raises(DataError, match=message):
             messages_of({"messages": messages, "images": images}, "x")

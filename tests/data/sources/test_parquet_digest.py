@@ -92,7 +92,7 @@ def test_a_run_does_not_go_on_with_a_file_that_was_edited_in_place(tmp_path, che
     data = path.read_bytes()
     path.write_bytes(data[: (at := data.index(b"seven"))] + b"eight" + data[at + 5 :])
     with pytest.raises(
-        ValueError, match=r"^the position belongs to other data than this: found data \w.*, expected \w"
+        ValueError, match=r"^the checkpoint's position belongs to other data: found data \w.*, expected \w"
     ):
         stream().load_state_dict(state)
 

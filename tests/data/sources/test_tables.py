@@ -342,9 +342,7 @@ def test_media_within_an_object_are_not_left_unread(tmp_path, inner):
     messages = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "Seven."}]
     row = {"messages": messages, "extra": {"image": inner, "note": "a"}}
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "train.parquet")
-    with pytest.raises(
-        DataError, match=r"train.parquet\[0\]: found 'extra', within which something looks like pictures"
-    ):
+    with pytest.raises(DataError, match=r"train.parquet\[0\]: found 'extra', within which something looks like images"):
         open_source(tmp_path / "train.parquet")[0]
     assert open_source(tmp_path / "train.parquet", columns=Columns(ignore=["extra"]))[0].images == ()
     texts = {"messages": messages, "extra": {"note": "a"}, "other": {"n": 1}}

@@ -106,7 +106,7 @@ def columns_of(table: Any, place: str, schema: Schema | None = None) -> list[str
     for field in others:
         if _holds_files(field.type, place):
             raise DataError(place, unread_media(field.name, table.names))
-    # Where nothing beside the messages holds media, objects are read too, within which somebody may have meant some.
+    # If no other column has media, objects are read too, because they may contain some.
     within = not any((columns.key_of(name) or name) in MEDIA_KEYS for name in read)
     return [*read, *(field.name for field in others if _holds_text(field.type, place, within=within))]
 
