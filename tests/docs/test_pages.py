@@ -56,6 +56,18 @@ def slugs(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+@pytest.mark.parametrize("page", [*SOURCES, "requirements/README.md"])
+def test_a_heading_is_not_joined_with_its_paragraph(page):
+    """A reflow of the text once did that: the paragraph then began in the middle of a sentence."""
+    lines = without_code((ROOT / page).read_text()).splitlines()
+    for number, line in enumerate(lines):
+        if not re.match(r"#+ ", line):
+            continue
+        assert len(line) <= 70 and ". " not in line, f"{page}: {line}"
+        following = lines[number + 1] if number + 1 < len(lines) else ""
+        assert re.match(r"$|[^a-z]|\w+-\w", following), f"{page}: {line}: {following}"
+
+
 @pytest.mark.parametrize("page", SOURCES)
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", without_code(SOURCES[page])):
