@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import qwen3vl_bridge  # noqa: F401  before Megatron
+from qwen3vl_bridge.models.common import rope
+from qwen3vl_bridge.models.common.settings.fields import has_transformer_engine
 from qwen3vl_bridge.training.step import to_device
 
 import torch
@@ -43,7 +45,29 @@ def check(place: Place, kind: str) -> list[Finding]:
         tiny.make_checkpoint(folder)
     else:
         make_checkpoint(folder, seed=3, moe=kind == "moe")
-    return [*_float32(place, folder, kind), *_bfloat16(place, folder, kind)]
+    return [*_rotation(place.device), *_float32(place, folder, kind), *_bfloat16(place, folder, kind)]
+
+
+def _rotation(device: str) -> list[Finding]:
+    """Heads of the 8B's size rotated in every way of this machine: errors relative to those of transformers' rounding.
+
+    The formula is compiled by torch on CUDA. A model uses the kernel with Transformer Engine's layers.
+    """
+    random = torch.Generator().manual_seed(0)
+    positions = torch.randint(0, 4096, (512, 1, 1), generator=random)
+    angles = positions * rope.inverse_frequencies(128, 5e6, torch.device("cpu"))
+    heads = [torch.randn(512, 1, count, 128, generator=random).bfloat16() for count in (32, 8)]
+    truth = rope.rotate(*(one.double() for one in heads), rope.rotation(angles, torch.float64, fused=False))
+    theirs = test_bf16.distance(rope.rotate(*heads, rope.rotation(angles, torch.bfloat16, fused=False)), truth)
+    ways, found = {"by formula": False}, []
+    if has_transformer_engine() and device == "cuda":
+        ways["by Transformer Engine's kernel"] = True
+    moved = [one.to(device) for one in heads]
+    for way, fused in ways.items():
+        turned = rope.rotate(*moved, rope.rotation(angles.to(device), torch.float32, fused=fused))
+        error = test_bf16.distance([one.cpu() for one in turned], truth) / theirs
+        found.append(at_most(f"bfloat16, rotation {way}: distance in transformers' own", error, 1.0))
+    return found
 
 
 def _pair(place: Place, folder: Path, kind: str, **settings: Any) -> Pair:

@@ -20,6 +20,7 @@ from qwen3vl_bridge.training.optimizer.gradient_norms import optimizers_of
 import torch.distributed as dist
 
 from tests.parity.on_ranks import Split
+from tests.parity.references import MICROBATCHES
 from tests.parity.topologies import MODULES, TOPOLOGIES, Topology
 from tests.ranks import begin, leave
 from tests.steps import followed, step_with_callbacks
@@ -35,16 +36,20 @@ def count_step(folder: str, topology: Topology, rows: str, **settings: Any) -> d
     """Train four steps; returns what was counted in a step without figures, "step", and in one with, "figures"."""
     settings = dict(train__train_iters=STEPS, logger__log_interval=INTERVAL) | settings
     split = Split(folder, topology, **settings)
-    run = split.run
-    run.stream = split.batches(CONTENT, rows, steps=STEPS)
+    run, cfg = split.run, split.run.cfg
+    read: list[None] = []
+    run.stream = (read.append(None) or batch for batch in split.batches(CONTENT, rows, steps=STEPS))
     run.cfg.guard = GuardConfig(on_nan="skip")
     vars(run.optimizer).pop("get_grad_norm", None)  # joined by `set_up` already, and by the callbacks again
     found = {}
-    waits = HostWaits(*run.model, [one._scale for one in optimizers_of(run.optimizer)])
+    # Each optimizer has lists and dicts of tensors, and single ones.
+    waits = HostWaits(*run.model, [list(vars(one).values()) for one in optimizers_of(run.optimizer)])
     with waits, followed(run, training_callbacks(run.cfg)):
         for step in range(1, STEPS + 1):
             waits.begin()
             step_with_callbacks(run)
+            # Copies run ahead of the GPU, reading does not: a resumed run would skip what was read and not saved.
+            assert cfg.model.dist_train.use_dist_train or len(read) == step * MICROBATCHES // cfg.data_parallel_size
             found["figures" if step % INTERVAL == 0 else "step"] = waits.seen()
     return found
 

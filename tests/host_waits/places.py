@@ -18,6 +18,7 @@ PACKAGES = {
     "Megatron-Bridge": "/megatron/bridge/",
     "transformers": "/transformers/",
 }
+UPSTREAM = ("megatron-core", "Megatron-Bridge")
 _HERE = str(Path(__file__).parent / "counter.py")
 _NO_FRAMES_OF_OURS = "/compat/cpu.py"  # which is not there on a GPU
 
@@ -52,6 +53,13 @@ class Seen(NamedTuple):
     def of(self, package: str) -> dict[str, int]:
         """What was found in a package: "file:line what" and how often."""
         return {f"{one.place} {one.what}": n for one, n in sorted(self.found.items()) if one.package == package}
+
+    def of_us(self) -> dict[Wait, int]:
+        """What was found neither in megatron-core nor in Megatron-Bridge: ours, and what our lines cause elsewhere.
+
+        A wait is attributed to the innermost line, which is transformers' where we call a function of it.
+        """
+        return {wait: n for wait, n in self.found.items() if wait.package not in UPSTREAM}
 
     def total(self, package: str) -> int:
         """How many waits a package has."""

@@ -10,6 +10,7 @@ import json
 import shutil
 from pathlib import Path
 
+import qwen3vl_bridge
 from qwen3vl_bridge.batch.device_transfer import on_host
 from qwen3vl_bridge.models.common.inputs.local_ranks import sequence_ranks
 from qwen3vl_bridge.training.step import to_device
@@ -26,6 +27,7 @@ from tests.model.inputs.support import gaps, make_rows, offsets, packed_params
 from tests.parity.batches import make_batch, make_samples
 from tests.parity.conftest import make_pair
 from tests.parity.one_process.test_recompute import FULL, of_vision
+from tests.parity.one_process.test_settings import SCALED, changed
 from tests.parity.references import write_settings
 from tests.parity.topologies import Topology
 from tests.qwen3_5.tiny import make_checkpoint
@@ -42,6 +44,8 @@ FIGURES = {
     "training/monitoring/expert_load.py:counts",
     "training/monitoring/expert_load.py:take",
 }
+
+CHUNKS = dict(loss_chunk_tokens=17)  # of rows that have more
 
 
 @pytest.fixture(scope="module")
@@ -60,22 +64,32 @@ def forward_and_backward(folder, content, *, packed, **settings) -> Seen:
     return waits.seen()
 
 
-@pytest.mark.parametrize("settings", [{}, FULL | of_vision(FULL)], ids=["plain", "recompute"])
+@pytest.mark.parametrize("settings", [{}, FULL | of_vision(FULL), CHUNKS], ids=["plain", "recompute", "chunks"])
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize("content", ["mixed", "video", "text only"])
 @pytest.mark.parametrize("family", ["dense", "MoE", "Qwen3.5"])
 def test_a_pass_waits_for_nothing(folders, family, content, packed, settings):
     seen = forward_and_backward(folders[family], content, packed=packed, **settings)
-    assert not seen.of("ours") and not seen.mixed
+    assert not seen.of_us() and not seen.mixed
 
 
+@pytest.mark.parametrize("kind", SCALED)
+def test_a_scaled_rotary_embedding_waits_for_nothing(folders, tmp_path, kind):
+    """Its frequencies are transformers', which copies them from memory that is not pinned: on the host, and once."""
+    rope = dict(rope_theta=5e6, mrope_section=[6, 5, 5], mrope_interleaved=True, rope_type=kind, **SCALED[kind])
+    folder = changed(folders["dense"], tmp_path / kind, rope_parameters=rope)
+    seen = forward_and_backward(folder, "mixed", packed=True)
+    assert not seen.of_us() and not seen.mixed
+
+
+@pytest.mark.parametrize("settings", [{}, CHUNKS], ids=["plain", "chunks"])
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
-def test_multi_token_prediction_waits_for_nothing(tmp_path, monkeypatch, packed):
+def test_multi_token_prediction_waits_for_nothing(tmp_path, monkeypatch, packed, settings):
     # As it is before a schedule sets it: an earlier test has set one on the host.
     monkeypatch.setattr(MTPLossAutoScaler, "main_loss_backward_scale", torch.tensor(1.0))
     folder = make_checkpoint(tmp_path, mtp=ExpertLayout.OUTPUT_MAJOR)
-    seen = forward_and_backward(folder, "mixed", packed=packed, mtp_loss_scaling_factor=0.1)
-    assert not seen.of("ours") and not seen.mixed
+    seen = forward_and_backward(folder, "mixed", packed=packed, mtp_loss_scaling_factor=0.1, **settings)
+    assert not seen.of_us() and not seen.mixed
 
 
 @pytest.mark.parametrize("family", ["dense", "MoE", "Qwen3.5"])
@@ -87,11 +101,36 @@ def test_a_step_with_guard_and_meters_waits_for_nothing(folders, family):
     assert row in Path("docs/speed.md").read_text()
 
 
+LORA = dict(dim=4, alpha=4)
+RUNS = {
+    "LoRA": dict(peft=LORA),
+    "bf16": dict(mixed_precision="bf16_mixed"),
+    "distributed optimizer": dict(distributed_optimizer=True),
+    "Megatron-FSDP": dict(
+        mixed_precision="bf16_mixed",
+        distributed_optimizer=True,
+        checkpoint__ckpt_format="fsdp_dtensor",
+        ddp__use_megatron_fsdp=True,
+        ddp__data_parallel_sharding_strategy="optim_grads_params",
+    ),
+}
+
+
+@pytest.mark.parametrize(("family", "kind"), zip(itertools.cycle(["dense", "MoE"]), RUNS))
+def test_a_step_of_other_runs_waits_for_nothing(folders, family, kind):
+    settings = dict(RUNS[kind])
+    topology = Topology(1, distributed_optimizer=settings.pop("distributed_optimizer", False))
+    if "peft" in settings:
+        settings["peft"] = qwen3vl_bridge.Qwen3VLLoRA(**settings["peft"])
+        settings["checkpoint__pretrained_checkpoint"] = str(folders[family])
+    check(count_step(str(folders[family]), topology, "packed", **settings))
+
+
 def check(found: dict[str, Seen], allowed: frozenset[str] = frozenset()) -> None:
     """Ours are none but those that are allowed; and figures where they are taken."""
-    ours = {which: {wait.function for wait in seen.found if wait.package == "ours"} for which, seen in found.items()}
-    assert not ours["step"] - allowed, found["step"].of("ours")
-    assert not ours["figures"] - allowed - FIGURES, found["figures"].of("ours")
+    ours = {which: {wait.function for wait in seen.of_us()} for which, seen in found.items()}
+    assert not ours["step"] - allowed, found["step"].of_us()
+    assert not ours["figures"] - allowed - FIGURES, found["figures"].of_us()
     assert ours["figures"] - allowed  # or nothing of ours is seen at all
 
 
@@ -139,7 +178,7 @@ def test_a_share_of_a_row_is_waited_for_three_times(on_ranks):
     """To read the arguments, to compare them over ranks, and to read the whole row."""
     for found in on_ranks[tuple(SHARE)]:
         assert f"| a share of a packed row, CP 2 | {numbers(found['call'])} |" in Path("docs/speed.md").read_text()
-        assert found["call"].total("ours") == 3, found["call"].of("ours")
+        assert sum(found["call"].of_us().values()) == 3, found["call"].of_us()
 
 
 def packed_row(samples):
@@ -172,7 +211,15 @@ def rolled_rows(samples):
     )
 
 
-CALLS = {"packed": packed_row, "padded": padded_rows, "padded on the left": rolled_rows}
+def square_mask(samples):
+    """As ms-swift gives one: True hides a token from another."""
+    rows = rolled_rows(samples)
+    real = rows["attention_mask"].bool()
+    sees = torch.ones(2 * real.shape[-1:], dtype=torch.bool).tril() & real[:, None]
+    return rows | dict(attention_mask=~sees[:, None])
+
+
+CALLS = {"packed": packed_row, "padded": padded_rows, "padded on the left": rolled_rows, "square mask": square_mask}
 
 
 def called_with_tensors(folder, kind: str, **settings) -> Seen:
@@ -192,7 +239,7 @@ def test_tensors_on_the_device_are_waited_for_once(folders, tmp_path, monkeypatc
     predicts = dict(mtp_loss_scaling_factor=0.1) if "MTP" in family else {}
     folder = make_checkpoint(tmp_path, mtp=ExpertLayout.OUTPUT_MAJOR) if predicts else folders[family]
     seen = called_with_tensors(folder, kind, **predicts)
-    assert seen.total("ours") == 1 and not seen.mixed, seen.of("ours")
+    assert sum(seen.of_us().values()) == 1 and not seen.mixed, seen.of_us()
 
 
 def numbers(seen: Seen) -> str:

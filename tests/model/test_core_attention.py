@@ -26,8 +26,10 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import bias
+from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 HEADS, DIM = 4, 16
 CAUSAL, FULL = AttnMaskType.causal, AttnMaskType.no_mask
@@ -220,6 +222,10 @@ class Operations(TorchDispatchMode):
         super().__init__()
         self.names, self.largest = [], 0
 
+    @property
+    def varlen(self) -> int:
+        return self.names.count("torch_attn::_varlen_attn")
+
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         made = operation(*args, **(kwargs or {}))
         self.names.append(operation.name())
@@ -228,14 +234,18 @@ class Operations(TorchDispatchMode):
         return made
 
 
-def on_fake_cuda(monkeypatch, module: SegmentAttention, groups: int, dtype: torch.dtype, dim: int = DIM):
-    """A forward pass of six segments of five lengths on a device that takes 16 bits by FlashAttention.
+SIX = (8, 40, 16, 16, 24, 72)
+
+
+def on_fake_cuda(
+    monkeypatch, module: SegmentAttention, groups: int, dtype: torch.dtype, dim: int = DIM, lengths=SIX
+) -> tuple[Operations, list]:
+    """A forward pass of segments, by default of five lengths, on a device that takes 16 bits by FlashAttention.
 
     Whatever would ask the device for a number fails: fake tensors have none.
     """
     sixteen = (torch.bfloat16, torch.float16)
     monkeypatch.setattr(kernels, "can_use_flash_attention", lambda params: params.query.dtype in sixteen)
-    lengths = (8, 40, 16, 16, 24, 72)
     with FakeTensorMode(), Operations() as operations, Calls() as calls:
         offsets = torch.empty(len(lengths) + 1, dtype=torch.int32, device="cuda")
         layout = SequenceLayout(offsets, offsets, 1, lengths, lengths)
@@ -245,7 +255,7 @@ def on_fake_cuda(monkeypatch, module: SegmentAttention, groups: int, dtype: torc
         ]
         out = module(*inputs, None, attn_mask_type=CAUSAL, packed_seq_params=layout_packed_seq_params(layout))
         assert out.shape == (sum(lengths) // module.ranks, HEADS * dim)
-    return operations.names.count("torch_attn::_varlen_attn"), calls.found
+    return operations, calls.found
 
 
 @pytest.mark.skipif(kernels.varlen_attn is None, reason="this torch has no varlen attention")
@@ -264,15 +274,43 @@ def test_what_is_one_call_on_cuda(monkeypatch, dtype, dim, dropout, training, on
     module = attention(2, dim=dim, dropout=dropout).train(training)
     if dropout:
         monkeypatch.setattr(module, "_call", lambda kernel, *x, **more: kernel(*x, scale=1, dropout=dropout, **more))
-    varlen, others = on_fake_cuda(monkeypatch, module, 2, dtype, dim)
-    assert (varlen, len(others)) == ((1, 0) if one else (0, 5))  # two neighbours are of one length
+    operations, others = on_fake_cuda(monkeypatch, module, 2, dtype, dim)
+    assert (operations.varlen, len(others)) == ((1, 0) if one else (0, 5))  # two neighbours are of one length
 
 
 @pytest.mark.skipif(kernels.varlen_attn is None, reason="this torch has no varlen attention")
 def test_context_parallel_ranks_ask_the_device_for_nothing(monkeypatch):
+    gather_nothing(monkeypatch)
+    operations, others = on_fake_cuda(monkeypatch, attention(2, 4, 1), 2, torch.bfloat16)
+    assert operations.varlen == 1 and not others
+
+
+def gather_nothing(monkeypatch):
     gather = lambda local, group: local.expand(group.size(), *local.shape)  # noqa: E731
     monkeypatch.setattr(context_parallel, "gather_over_context", gather)
-    assert on_fake_cuda(monkeypatch, attention(2, 4, 1), 2, torch.bfloat16) == (1, [])
+
+
+@pytest.mark.parametrize("groups", [2, 4])
+def test_context_parallel_ranks_make_no_mask_in_float32(monkeypatch, groups):
+    """On CUDA the memory-efficient kernel takes float32, and aligns its causal mask to the end of the keys."""
+
+    def materialize(*_):
+        raise AssertionError("a mask of all queries and keys was made")
+
+    def make(*args, make=CausalBias.__new__):
+        with _disable_current_modes():  # fake tensors do not let torch make one of its subclasses
+            return make(*args)
+
+    gather_nothing(monkeypatch)
+    monkeypatch.setattr(CausalBias, "__new__", make)
+    monkeypatch.setattr(CausalBias, "_materialize", materialize)
+    monkeypatch.setattr(bias, "can_use_flash_attention", lambda params: False)
+    monkeypatch.setattr(bias, "can_use_efficient_attention", lambda params: True)
+    tokens, ranks = 16384, 4
+    operations, calls = on_fake_cuda(monkeypatch, attention(groups, ranks, 1), groups, torch.float32, lengths=(tokens,))
+    # A rank has two chunks of a segment, each of which attends to all tokens up to its end.
+    assert operations.names.count("aten::_efficient_attention_forward") == len(calls) == 2 and not operations.varlen
+    assert operations.largest < tokens**2 / (2 * ranks) / 4
 
 
 @pytest.mark.parametrize(("groups", "dtype"), [(1, torch.float32), (2, torch.float32), (2, torch.bfloat16)])

@@ -1,46 +1,28 @@
-"""A step of one process: this package sends nothing to a group of one rank."""
+"""This package sends nothing to a group of one rank: in a step of one process, and of two."""
 
 from __future__ import annotations
 
-import sys
+import shutil
 from collections import Counter
 
 from qwen3vl_bridge.training.callbacks import training_callbacks
 from qwen3vl_bridge.training.config import GuardConfig
 
 import pytest
-import torch.distributed as dist
+import torch
 
+from tests.forked import run_ranks
 from tests.steps import followed, set_up, train_step
 
+from .lone_groups_on_ranks import collectives_sent
 from .running import replicate
-
-COLLECTIVES = (
-    *("all_reduce", "broadcast", "reduce", "barrier", "all_to_all", "all_to_all_single", "reduce_scatter_tensor"),
-    *("all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast_object_list", "gather_object"),
-)
-PACKAGES = {"/qwen3vl_bridge/": "ours", "/megatron/core/": "megatron-core", "/megatron/bridge/": "Megatron-Bridge"}
 
 
 @pytest.fixture
-def sent(monkeypatch):
-    """How often each package has called a collective, by package, file and collective."""
-    found: Counter[tuple[str, ...]] = Counter()
-
-    def watched(name, collective):
-        def call(*args, **kwargs):
-            frame = sys._getframe(1)
-            while (path := frame.f_code.co_filename).endswith("/compat/cpu.py") or "/torch/" in path:
-                frame = frame.f_back
-            owner = next((owner for part, owner in PACKAGES.items() if part in path), "others")
-            found[owner, path.rpartition("/")[2], name] += 1
-            return collective(*args, **kwargs)
-
-        return call
-
-    for name in COLLECTIVES:
-        monkeypatch.setattr(dist, name, watched(name, getattr(dist, name)))
-    return found
+def sent():
+    """How often each package has called a collective."""
+    with collectives_sent() as found:
+        yield found
 
 
 def by_package(sent) -> Counter[str]:
@@ -79,3 +61,15 @@ def test_a_model_with_experts_forward_and_backward(kind, request, sent, tmp_path
     sent.clear()
     (pair.megatron(inputs=inputs) * inputs.loss_mask).sum().backward()
     assert by_package(sent)["ours"] == 0
+
+
+@pytest.mark.slow
+def test_groups_of_one_rank_among_two(moe_folder, tmp_path):
+    """Two data-parallel replicas: only what concerns both is sent."""
+    folder = str(shutil.copytree(moe_folder, tmp_path / "model"))
+    run_ranks("tests.training.lone_groups_on_ranks", 2, tmp_path / "sent.pt", folder, timeout=200)
+    for found in torch.load(tmp_path / "sent.pt", weights_only=False):
+        print(found)
+        ours = {ranks for (owner, *_, ranks), times in found.items() if owner == "ours"}
+        theirs = {ranks for (owner, *_, ranks), times in found.items() if owner != "ours"}
+        assert ours == {2} and 1 in theirs  # the count sees both

@@ -4,8 +4,8 @@ import logging
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.models.common.settings import kernels, parallelism
-from qwen3vl_bridge.models.common.settings.fields import can_fuse_weight_gradients
-from qwen3vl_bridge.models.common.settings.kernels import check_float32, complete_precision
+from qwen3vl_bridge.models.common.settings.fields import can_fuse_weight_gradients, has_transformer_engine
+from qwen3vl_bridge.models.common.settings.kernels import check_float32, complete_kernels, complete_precision
 from qwen3vl_bridge.models.common.settings.rules import check
 from qwen3vl_bridge.models.common.vision_config import vision_transformer_config
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
@@ -13,6 +13,7 @@ from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.enums import AttnBackend
 from packaging.version import Version
@@ -171,6 +172,25 @@ def test_the_fused_router(installed):
     provider = provider_of(EXPERTS, dict(moe_router_fusion=True, moe_router_dtype="fp64", transformer_impl=TE))
     with pytest.raises(ValueError, match=r"moe_router_fusion is True with moe_router_dtype 'fp64', .* in 'fp32'"):
         provider.finalize()
+
+
+@pytest.mark.parametrize(
+    ("installed", "implementation", "fused"), [(True, TE, True), (True, "local", False), (False, TE, False)]
+)
+def test_rotation_is_fused_by_transformer_engines_kernel(monkeypatch, caplog, installed, implementation, fused):
+    """In both towers; megatron-core refuses the setting where the kernel is missing."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(kernels, "has_transformer_engine", lambda: installed)
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", print if installed else None)
+    provider = Qwen3VLModelProvider()
+    assert provider.__dataclass_fields__["apply_rope_fusion"].default_factory is has_transformer_engine
+    provider.apply_rope_fusion, provider.transformer_impl = True, implementation
+    complete_kernels(provider)
+    assert provider.apply_rope_fusion is fused
+    assert ("apply_rope_fusion is set to False: the kernel is Transformer Engine's" in caplog.text) is not fused
+    tower = finalized(DENSE, {})
+    tower.apply_rope_fusion = provider.apply_rope_fusion
+    assert vision_transformer_config(tower).apply_rope_fusion is fused
 
 
 def test_the_tower_is_made_where_the_text_model_is():

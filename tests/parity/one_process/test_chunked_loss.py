@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import Counter
+
+from qwen3vl_bridge.weights.expert_layout import ExpertLayout
 
 import pytest
 import torch
 from megatron.core.tensor_parallel import layers
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.qwen3_5.tiny import make_checkpoint
 
 from ..batches import make_batch, make_samples
 from ..conftest import make_pair
@@ -51,9 +57,9 @@ class Logits(TorchDispatchMode):
         self.peak = max(self.peak, sum(self.alive.values()) / 4 / self.width)
 
 
-def batch_of(pair, *, packed: bool = True, times: int = 1):
+def batch_of(pair, *, packed: bool = True, times: int = 1, predicts: bool = False):
     samples = [sample for seed in range(times) for sample in make_samples("mixed", pair.config, seed=8 + seed)]
-    return make_batch(samples, pair.config, packed=packed).local()
+    return make_batch(samples, pair.config, packed=packed).local(predicts=predicts)
 
 
 def both(pair, inputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -122,6 +128,26 @@ def test_logits_grow_with_the_chunk_alone(untied_folder):
     print(measured)
     (short, largest, _), (long, grown, peak) = measured[0, 1], measured[0, 3]
     assert largest == short and grown == long and long > 2.5 * short and peak >= long
+    for times in (1, 3):
+        _, largest, peak = measured[CHUNK, times]
+        assert largest <= CHUNK and peak <= 3 * CHUNK
+
+
+def test_logits_of_multi_token_prediction_grow_with_the_chunk_alone(tmp_path, monkeypatch):
+    """Whole, there are those of both losses; in chunks one at a time of either."""
+    # As it is before a schedule sets it: an earlier test has set one on the host.
+    monkeypatch.setattr(MTPLossAutoScaler, "main_loss_backward_scale", torch.tensor(1.0))
+    folder, measured = make_checkpoint(tmp_path / "model", mtp=ExpertLayout.OUTPUT_MAJOR), {}
+    for tokens, times in itertools.product((0, CHUNK), (1, 3)):
+        pair = make_pair(folder, loss_chunk_tokens=tokens, mtp_loss_scaling_factor=0.5)
+        text = pair.config.text_config
+        inputs = batch_of(pair, times=times, predicts=True)
+        with Logits(text.vocab_size, text.hidden_size) as logits:
+            both(pair, inputs)
+        measured[tokens, times] = (inputs.labels.numel(), logits.largest, logits.peak)
+    print(measured)
+    (short, largest, _), (long, grown, peak) = measured[0, 1], measured[0, 3]
+    assert largest == short and grown == long and long > 2.5 * short and peak >= 2 * long
     for times in (1, 3):
         _, largest, peak = measured[CHUNK, times]
         assert largest <= CHUNK and peak <= 3 * CHUNK

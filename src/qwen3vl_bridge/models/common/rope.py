@@ -1,19 +1,27 @@
 """Rotary embeddings: interleaved multimodal RoPE of the text model and 2-D RoPE of the vision tower.
 
 What lives here: angles from positions, and the rotation itself. What may not: positions (`batch/positions.py`,
-`batch/vision_indices.py`). Angles travel through Megatron's transformer block as one tensor, cosine and sine stacked,
-so that they are computed once a step and not once a layer.
+`batch/vision_indices.py`). Angles travel through Megatron's transformer block as one tensor, so that they are computed
+once a step and not once a layer: as they are for Transformer Engine's kernel, else cosine and sine stacked.
 """
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
+from qwen3vl_bridge.batch.device_transfer import sent
+
 import torch
+from megatron.core.models.common.embeddings import rope_utils
 from torch import Tensor, nn
 from transformers import Qwen3VLTextConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+# Transformer Engine's kernel has offsets of 32 bits. Source: common/fused_rope/fused_rope.cu, until 2.20.
+_ELEMENTS = 2**31 - 1
 
 
 def inverse_frequencies(dim: int, theta: float, device: torch.device) -> Tensor:
@@ -24,39 +32,88 @@ def inverse_frequencies(dim: int, theta: float, device: torch.device) -> Tensor:
     return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
 
 
-def cos_sin(angles: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-    """[..., d/2] angles -> [2, ..., d] cosine and sine, both halves of a head rotating by the same angles."""
+def rotation(angles: Tensor, dtype: torch.dtype, scale: float = 1.0, *, fused: bool) -> Tensor:
+    """What layers are given to rotate heads by, from the angles of a head's first half; the second has the same.
+
+    Args:
+        angles: [s, b, r/2] float32.
+        dtype: of cosines and sines.
+        scale: factor of cosines and sines.
+        fused: for Transformer Engine's kernel, which has no factor and computes in float32.
+
+    Returns:
+        [s * b, 1, 1, r] float32 angles for the kernel, or cosine and sine [2, s, b, 1, r].
+    """
     angles = torch.cat((angles, angles), dim=-1)
-    return (torch.stack((angles.cos(), angles.sin())) * scale).to(dtype)
+    if fused and scale == 1.0:
+        return angles.flatten(0, 1)[:, None, None]
+    return (torch.stack((angles.cos(), angles.sin())) * scale).to(dtype)[:, :, :, None]
 
 
-def scaled_frequencies(parameters: dict[str, Any], dim: int, device: torch.device) -> tuple[Tensor, float]:
+def scaled_frequencies(parameters: dict[str, Any], dim: int) -> tuple[Tensor, float]:
     """Frequencies [d/2] of a scaled rotary embedding (YaRN and the like), and the factor of its cosines and sines.
 
-    transformers' own functions compute them.
+    On the host: transformers' own functions compute them, and would copy from memory that is not pinned to a GPU.
 
     Args:
         parameters: as transformers' `rope_parameters`.
         dim: head dimension d.
-        device: where to.
     """
     config = Qwen3VLTextConfig(head_dim=dim, rope_parameters=dict(parameters))
-    return ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, device)
+    return ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"))
 
 
-def rotate(x: Tensor, rotary: Tensor) -> Tensor:
-    """Rotate heads by their angles, in the precision of the angles.
+def rotate(query: Tensor, key: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate the heads of queries and keys by the angles of their tokens.
 
     Args:
-        x: [s, b, heads, d].
-        rotary: [2, s, b, 1, r] from `cos_sin`; the first r of the d dimensions turn, the others stay.
+        query, key: [s, b, heads, d].
+        rotary: from `rotation`; the first r of the d dimensions turn, the others stay.
     """
-    cos, sin = rotary
+    if rotary.dim() == 4:
+        return _by_kernel(query, rotary), _by_kernel(key, rotary)
+    return (_by_compiled if query.is_cuda else _formula)(query, key, *rotary)
+
+
+def _formula(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """[..., heads, d] queries and keys, rotated in the precision of cosines and sines [..., 1, r]."""
+    return _turned(query, cos, sin), _turned(key, cos, sin)
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     turning, staying = x.tensor_split([cos.size(-1)], dim=-1)
     heads = turning.to(cos.dtype)
     first, second = heads.chunk(2, dim=-1)
     turned = (heads * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
     return torch.cat((turned, staying), dim=-1) if staying.size(-1) else turned
+
+
+def _by_compiled(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+    """As `_formula`, of [s, b, heads, d] and [s, b, 1, r], compiled by torch into one kernel for each direction.
+
+    torch makes eight variants of a function and then gives up. So tokens are one dimension whose size may change, and
+    heads of each shape have a function of their own; what is left are the modes of gradients.
+    """
+    by_token = [x.flatten(0, 1) for x in tensors]
+    for x in by_token:
+        torch._dynamo.maybe_mark_dynamic(x, 0)
+    query, key = _compiled(*(x.shape[1:] for x in by_token))(*by_token)
+    return query.view(tensors[0].shape), key.view(tensors[1].shape)
+
+
+@functools.cache
+def _compiled(*shapes: torch.Size) -> Callable[..., tuple[Tensor, Tensor]]:
+    """`_formula` compiled, for heads of these shapes; torch counts variants by code object."""
+    return torch.compile(types.FunctionType(_formula.__code__.replace(), globals()))
+
+
+def _by_kernel(x: Tensor, angles: Tensor) -> Tensor:
+    """By Transformer Engine's kernel, which has one angle per token of a row for all rows: all tokens as one row."""
+    tokens = x.flatten(0, 1)[:, None]
+    most = _ELEMENTS // max(tokens.stride(0), tokens[0].numel())
+    parts = zip(tokens.split(most), angles.split(most), strict=True)
+    turned = [rope_utils.fused_apply_rotary_pos_emb(*part) for part in parts]
+    return (turned[0] if len(turned) == 1 else torch.cat(turned)).view(x.shape)
 
 
 class InterleavedMRoPE(nn.Module):
@@ -69,7 +126,8 @@ class InterleavedMRoPE(nn.Module):
         theta: RoPE base.
         mrope_section: how many of the d/2 frequencies each axis (temporal, height, width) has.
         dtype: precision in which heads are rotated.
-        scaled: gives the frequencies and the factor of a scaled embedding on a device; None for unscaled.
+        scaled: transformers' `rope_parameters` of a scaled embedding; None for unscaled.
+        fused: rotate by Transformer Engine's kernel, if the embedding has no factor.
     """
 
     def __init__(
@@ -78,21 +136,36 @@ class InterleavedMRoPE(nn.Module):
         theta: float,
         mrope_section: list[int],
         dtype: torch.dtype,
-        scaled: Callable[[torch.device], tuple[Tensor, float]] | None = None,
+        scaled: dict[str, Any] | None = None,
+        *,
+        fused: bool = False,
     ) -> None:
         super().__init__()
         if sum(mrope_section) != dim // 2:
             raise ValueError(f"mrope_section {mrope_section} has sum {sum(mrope_section)}, expected {dim // 2}")
-        self.dim, self.theta, self.dtype, self.mrope_section = dim, theta, dtype, mrope_section
-        self.scaled = scaled
+        self.dim, self.theta, self.mrope_section, self.scaled = dim, theta, mrope_section, scaled
+        self.dtype, self.fused = dtype, fused
+        self._constants: dict[torch.device, tuple[Tensor, Tensor, float]] = {}
 
-    def axes(self, device: torch.device) -> Tensor:
-        """[d/2] which axis each frequency turns by. Not a buffer: one on the meta device would stay empty."""
-        frequency = torch.arange(self.dim // 2, device=device)
-        _, height, width = (3 * n for n in self.mrope_section)
-        by_height = (frequency % 3 == 1) & (frequency < height)
-        by_width = (frequency % 3 == 2) & (frequency < width)
-        return by_height.long() + 2 * by_width.long()
+    def constants(self, device: torch.device) -> tuple[Tensor, Tensor, float]:
+        """Which axis each frequency turns by, [d/2]; frequencies [d/2]; and the factor of cosines and sines.
+
+        Computed on the host once, and kept on each device. Not buffers: those of a model that is made on the meta
+        device would stay empty, and a half-precision model would round them.
+        """
+        if device not in self._constants:
+            host, scale = torch.device("cpu"), 1.0
+            if self.scaled is None:
+                frequencies = inverse_frequencies(self.dim, self.theta, host)
+            else:
+                frequencies, scale = scaled_frequencies(self.scaled, self.dim)
+            frequency = torch.arange(self.dim // 2)
+            _, height, width = (3 * n for n in self.mrope_section)
+            by_height = (frequency % 3 == 1) & (frequency < height)
+            by_width = (frequency % 3 == 2) & (frequency < width)
+            axes = by_height.long() + 2 * by_width.long()
+            self._constants[device] = sent(axes, device), sent(frequencies, device), scale
+        return self._constants[device]
 
     def forward(self, position_ids: Tensor | None, mrope_section: object = None, cp_group: object = None) -> Tensor:
         """Angles of local positions.
@@ -102,7 +175,7 @@ class InterleavedMRoPE(nn.Module):
             mrope_section, cp_group: GPTModel's, and not needed.
 
         Returns:
-            [2, s, b, 1, d].
+            As `rotation`.
 
         Raises:
             ValueError: positions of another shape, or none.
@@ -110,22 +183,18 @@ class InterleavedMRoPE(nn.Module):
         shape = None if position_ids is None else list(position_ids.shape)
         if shape is None or len(shape) < 2 or shape[:-2] not in ([], [3]):
             raise ValueError(f"position_ids has shape {shape}, expected [3, rows, tokens], or [rows, tokens] for text")
-        device = position_ids.device
-        axes = position_ids.float().expand(3, -1, -1)
-        positions = axes[self.axes(device)].permute(2, 1, 0)  # [s, b, d/2]
-        if self.scaled is None:
-            frequencies, scale = inverse_frequencies(self.dim, self.theta, device), 1.0
-        else:
-            frequencies, scale = self.scaled(device)
-        return cos_sin(positions * frequencies, self.dtype, scale)[:, :, :, None]
+        axes, frequencies, scale = self.constants(position_ids.device)
+        positions = position_ids.float().expand(3, -1, -1)[axes].permute(2, 1, 0)  # [s, b, d/2]
+        return rotation(positions * frequencies, self.dtype, scale, fused=self.fused)
 
 
-def vision_rotary(position_ids: Tensor, dim: int, theta: float = 10000.0) -> Tensor:
-    """[N, 2] row and column of each patch -> [2, N, 1, 1, d]: half of the frequencies turn by row, half by column.
+def vision_rotary(position_ids: Tensor, dim: int, theta: float = 10000.0, *, fused: bool = False) -> Tensor:
+    """[N, 2] row and column of each patch -> `rotation` of one row [N, 1]: half of the frequencies turn by row, half
+    by column.
 
     In float32 whatever the model's precision, as the reference rotates. Source: transformers,
     Qwen3VLVisionRotaryEmbedding and apply_rotary_pos_emb_vision.
     """
     frequencies = inverse_frequencies(dim // 2, theta, position_ids.device)
     angles = (position_ids[:, :, None] * frequencies).flatten(1)
-    return cos_sin(angles, torch.float32)[:, :, None, None]
+    return rotation(angles[:, None], torch.float32, fused=fused)

@@ -7,14 +7,13 @@ chunks (`chunked_loss.py`).
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 from qwen3vl_bridge.models.common.chunked_loss import loss_processor
 from qwen3vl_bridge.models.common.layer_specs import decoder_block_spec
 from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
-from qwen3vl_bridge.models.common.rope import InterleavedMRoPE, scaled_frequencies
+from qwen3vl_bridge.models.common.rope import InterleavedMRoPE
 from qwen3vl_bridge.models.common.settings.parallelism import LOGITS
 
 import torch
@@ -62,9 +61,15 @@ class MRopeGPTModel(GPTModel):
             vp_stage=vp_stage,
         )
         turning = int(config.kv_channels * config.rotary_percent)  # dimensions of a head
-        scaled = config.rope_parameters and functools.partial(scaled_frequencies, config.rope_parameters, turning)
         precision = torch.float32 if config.apply_rotary_pos_emb_in_fp32 else config.params_dtype
-        self.rotary_pos_emb = InterleavedMRoPE(turning, config.rotary_base, config.mrope_section, precision, scaled)
+        self.rotary_pos_emb = InterleavedMRoPE(
+            turning,
+            config.rotary_base,
+            config.mrope_section,
+            precision,
+            config.rope_parameters,
+            fused=config.apply_rope_fusion,
+        )
 
     def _postprocess(
         self,

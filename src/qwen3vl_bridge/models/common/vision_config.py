@@ -26,6 +26,7 @@ _SHARED = (
     "init_model_with_meta_device",
     "perform_initialization",
     "gradient_accumulation_fusion",
+    "apply_rope_fusion",
     "deterministic_mode",
 )
 

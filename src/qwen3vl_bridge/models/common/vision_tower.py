@@ -168,7 +168,9 @@ class Qwen3VLVisionModel(MegatronModule):
         encoded = self.decoder(
             hidden[:, None],
             attention_mask=None,
-            rotary_pos_emb=vision_rotary(vision.position_ids, self.config.kv_channels),
+            rotary_pos_emb=vision_rotary(
+                vision.position_ids, self.config.kv_channels, fused=self.config.apply_rope_fusion
+            ),
             packed_seq_params=packed_seq_params(vision.cu_seqlens, vision.lengths),
             extract_layer_indices=set(self.taps),
         )

@@ -31,7 +31,7 @@ class RotarySelfAttention(SelfAttention):
         rotary_pos_emb: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Like SelfAttention.forward; `rotary_pos_emb` is [2, s, b, 1, d] from `rope.cos_sin`."""
+        """Like SelfAttention.forward; `rotary_pos_emb` is from `rope.rotation`."""
         # key_value_states is unused in self attention; it passes the angles to get_query_key_value_tensors.
         return super().forward(
             hidden_states, attention_mask, rotary_pos_emb, inference_context, rotary_pos_emb=None, **kwargs
@@ -44,4 +44,4 @@ class RotarySelfAttention(SelfAttention):
         query, key, *rest = super().get_query_key_value_tensors(hidden_states, None, **kwargs)
         if key_value_states is None:
             return query, key, *rest
-        return rotate(query, key_value_states), rotate(key, key_value_states), *rest
+        return *rotate(query, key, key_value_states), *rest

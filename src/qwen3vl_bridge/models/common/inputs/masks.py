@@ -102,19 +102,52 @@ def _real_of_square(mask: Tensor, rows: int, tokens: int) -> Tensor | None:
     return real.expand(rows, tokens).cpu()
 
 
+def square_in_brief(mask: Tensor, rows: int, tokens: int) -> dict[str, Tensor]:
+    """What a square mask says, computed on its device without reading a value; small enough to be copied to the host.
+
+    Args:
+        mask, rows, tokens: as for `_real_of_square`, of any shape.
+
+    Returns:
+        `real`, [B or 1, S] bool, and `plain`, [] bool: whether the mask is causal plus padding, so that it says nothing
+        more. Empty for a mask of another shape, or of one token.
+    """
+    squares = mask.squeeze(1) if mask.dim() == 4 else mask
+    if squares.dim() != 3 or len(squares) not in (1, rows) or squares.shape[1:] != (tokens, tokens) or tokens < 2:
+        return {}
+    last = squares[:, 0, -1]
+    real, plain = [], [(last == last[0]).all()]
+    for square in squares:
+        of_row, known, wrong = _row_in_brief(square, last[0])
+        real.append(of_row)
+        plain += [known.all(), ~wrong.any()]
+    found = torch.stack(real)
+    return {"real": found, "plain": torch.stack([*plain, found.any()]).all()}
+
+
+def _row_in_brief(square: Tensor, hides: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of one row: real tokens [S]; entries with a meaning [S, S]; those of real tokens that are not causal [S, S]."""
+    hidden = square.bool() == hides.bool()
+    known = square.bool().to(square.dtype) == square
+    if square.is_floating_point():
+        added = hides < 0
+        hidden = torch.where(added, square <= _NEVER, hidden)
+        known = torch.where(added, hidden | (square == 0), known)
+    real = ~hidden.diagonal()
+    return real, known, (hidden == real.expand(square.shape).tril()) & real[:, None]
+
+
 def _real_of_row(square: Tensor, hides: Tensor) -> Tensor:
     """[S] bool, True for tokens of one row that attend to themselves; `square` [S, S] has one line per query."""
-    if square.is_floating_point() and hides < 0:
-        hidden = square <= _NEVER
-        if bool((~hidden & (square != 0)).any()):
+    real, known, wrong = _row_in_brief(square, hides)
+    if not known.all():
+        if square.is_floating_point() and hides < 0:
             raise _not_causal("it has numbers between 0 and -10000, which is a bias and no mask")
-    else:
-        hidden = _as_booleans(square, "attention_mask", "booleans, 0 and 1, or numbers to be added") == hides.bool()
-    real = ~hidden.diagonal()
-    wrong = (hidden == real.expand(square.shape).tril()) & real[:, None]
-    if bool(wrong.any()):
+        _as_booleans(square, "attention_mask", "booleans, 0 and 1, or numbers to be added")
+    if wrong.any():
         token, other = (int(place) for place in wrong.nonzero()[0])
-        raise _not_causal(f"token {token} {'does not see' if hidden[token, other] else 'sees'} token {other}")
+        sees = other > token or not real[other]  # which it must not
+        raise _not_causal(f"token {token} {'sees' if sees else 'does not see'} token {other}")
     return real
 
 

@@ -10,6 +10,7 @@ import copy
 from typing import Any
 
 from qwen3vl_bridge.batch.device_transfer import on_host
+from qwen3vl_bridge.models.common.inputs.masks import square_in_brief
 
 from torch import Tensor
 
@@ -23,18 +24,25 @@ _READ = (
 def arguments_on_host(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call, as for `model_inputs.as_model_inputs`, with those that are read copied to the host.
 
-    Regardless of how many are on a device, the host synchronizes with it once. Square attention masks stay on their
-    device, because they grow with the square of the tokens; `masks.real_tokens` evaluates them there.
+    Regardless of how many are on a device, the host synchronizes with it once. A square attention mask grows with the
+    square of the tokens, so what it says is computed on its device, and the real tokens take its place. One that says
+    more than padding stays what it is; `masks.real_tokens` then refuses it.
 
     Args:
         arguments: by name; the given packed_seq_params are not modified; the offsets on the host are set in a copy.
     """
     given = {name: value for name in _READ if isinstance(value := arguments.get(name), Tensor)}
+    square, ids = {}, given.get("input_ids")
     if "attention_mask" in given and given["attention_mask"].dim() > 2:
-        del given["attention_mask"]
+        mask = given.pop("attention_mask")
+        square = square_in_brief(mask, *ids.shape) if ids is not None and ids.dim() == 2 else {}
     packed = copy.copy(arguments.get("packed_seq_params"))
     offsets = {name: value for name in OFFSETS if isinstance(value := getattr(packed, name, None), Tensor)}
-    found = on_host(given | offsets)
+    found = on_host(given | offsets | square)
     for name in offsets:
         setattr(packed, name, found.pop(name))
+    if square:
+        real, plain = found.pop("real"), found.pop("plain")
+        if plain:  # one causal mask for all rows says nothing about padding
+            found["attention_mask"] = None if len(real) == 1 and real.all() else real.expand(ids.shape)
     return arguments | found | (dict(packed_seq_params=packed) if offsets else {})

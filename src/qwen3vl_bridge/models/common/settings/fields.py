@@ -78,7 +78,7 @@ class VisionLanguageFields(GPTModelProvider):
         vision_recompute_granularity, vision_recompute_modules, vision_recompute_method, vision_recompute_num_layers:
             activation recomputation of the vision tower, like the fields without `vision_` for the text model.
         apply_rotary_pos_emb_in_fp32: rotate queries and keys of the text model in float32; in the tower this is always
-            done.
+            done, and by Transformer Engine's kernel in both (`apply_rope_fusion`).
         calculate_per_token_loss: whether losses are summed over tokens and divided once by the tokens of the global
             batch, independent of packing, as in this package's recipes. False: all microbatches have equal weight.
             None: as in Megatron-Bridge, True only under context parallelism (and with `dist_train`).
@@ -120,6 +120,7 @@ class VisionLanguageFields(GPTModelProvider):
     transformer_impl: str = field(default_factory=default_transformer_impl)
     gradient_accumulation_fusion: bool = field(default_factory=can_fuse_weight_gradients)
     bias_activation_fusion: bool = True
+    apply_rope_fusion: bool = field(default_factory=has_transformer_engine)
     cross_entropy_loss_fusion: bool = True  # but where it would round: finalize() says so
     apply_rotary_pos_emb_in_fp32: bool = False
     # megatron-core refuses rows of several lengths between pipeline stages with its own default, experts or not.

@@ -10,7 +10,11 @@ from __future__ import annotations
 import logging
 
 from qwen3vl_bridge.models.common.settings.activations import text_activation
-from qwen3vl_bridge.models.common.settings.fields import VisionLanguageFields, can_fuse_weight_gradients
+from qwen3vl_bridge.models.common.settings.fields import (
+    VisionLanguageFields,
+    can_fuse_weight_gradients,
+    has_transformer_engine,
+)
 from qwen3vl_bridge.models.common.settings.rules import Row, Rule, When, any_of, at_least
 
 import torch
@@ -45,10 +49,10 @@ def complete_kernels(provider: VisionLanguageFields) -> None:
             "'local', where torch chooses",
             provider.attention_backend.name,
         )
-    if provider.apply_rope_fusion:
-        logger.warning(
-            "apply_rope_fusion is True and is set to False: there is no fused kernel for the interleaved multimodal "
-            "rotary embedding, whose angles are computed once a step"
+    if provider.apply_rope_fusion and not _has_rotation_kernel(provider):
+        logger.info(
+            "apply_rope_fusion is set to False: the kernel is Transformer Engine's, and needs it, a GPU and "
+            "transformer_impl 'transformer_engine'"
         )
         provider.apply_rope_fusion = False
     if isinstance(provider.activation_func, str):
@@ -145,6 +149,10 @@ def check_float32(provider: VisionLanguageFields) -> None:
             f"'local' or 16 bits: Transformer Engine {get_te_version()} has no attention in float32 for packed rows on "
             f"{provider.context_parallel_size} context-parallel ranks"
         )
+
+
+def _has_rotation_kernel(provider: VisionLanguageFields) -> bool:
+    return has_transformer_engine() and provider.transformer_impl != "local"
 
 
 def _attends_without_kernel(provider: VisionLanguageFields) -> bool:

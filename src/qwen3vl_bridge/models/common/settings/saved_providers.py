@@ -26,6 +26,7 @@ _KERNELS = frozenset(
         "gradient_accumulation_fusion",
         "bias_activation_fusion",
         "bias_dropout_fusion",
+        "apply_rope_fusion",
         "masked_softmax_fusion",
         "persist_layer_norm",
         "moe_grouped_gemm",
@@ -39,6 +40,7 @@ _KERNELS = frozenset(
 _DECIDED_ANEW = frozenset(
     [
         "transformer_impl",
+        "apply_rope_fusion",
         "cross_entropy_loss_fusion",
         "cross_entropy_fusion_impl",
         "cuda_graph_impl",

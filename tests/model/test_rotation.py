@@ -1,0 +1,250 @@
+"""Rotation of queries and keys: by Transformer Engine's kernel, by what torch compiles, and by the formula.
+
+There is no Transformer Engine here. `Kernel` takes its place: it accepts what the kernel accepts, and computes as it is
+documented and as its source says.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
+from qwen3vl_bridge.models.common import rope
+from qwen3vl_bridge.models.common.rope import InterleavedMRoPE, rotate, rotation
+from qwen3vl_bridge.models.common.settings import kernels
+
+import pytest
+import torch
+from megatron.core.models.common.embeddings import rope_utils
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from tests.parity.batches import make_batch, make_samples
+from tests.parity.conftest import make_pair
+from tests.parity.one_process.test_bf16 import distance
+from tests.parity.one_process.test_parity import per_sample
+from tests.parity.one_process.test_recompute import FULL, of_vision
+from tests.parity.one_process.test_settings import SCALED, assert_parity, changed
+from tests.qwen3_5.tiny import make_checkpoint
+
+LOGITS, GRADIENT = 1e-6, 1e-6  # relative to the largest entry of each; measured 0.0
+
+
+class Kernel:
+    """Transformer Engine's, through megatron-core's function: angles of one row, float32, one rounding at the end.
+
+    Sources: transformer_engine.pytorch.attention.rope.apply_rotary_pos_emb, common/fused_rope/fused_rope.cu.
+    """
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, t: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
+        """[s, b, heads, d] and [s2, 1, 1, r] with s2 >= s, r <= d."""
+        self.calls += 1
+        assert t.dim() == 4 and freqs.shape[1:3] == (1, 1) and len(freqs) >= len(t) and freqs.size(-1) <= t.size(-1)
+        assert freqs.dtype == torch.float32 and freqs.is_contiguous()  # it goes through them by itself
+        assert max(len(t) * t.stride(0), t.numel()) < 2**31  # its offsets are integers of 32 bits
+        if t.is_meta:
+            return torch.empty_like(t, memory_format=torch.contiguous_format)
+        turning, staying = t.float().tensor_split([freqs.size(-1)], dim=-1)
+        first, second = turning.chunk(2, dim=-1)
+        turned = turning * freqs[: len(t)].cos() + torch.cat((-second, first), dim=-1) * freqs[: len(t)].sin()
+        return torch.cat((turned, staying), dim=-1).to(t.dtype)
+
+
+@pytest.fixture
+def kernel(monkeypatch) -> Kernel:
+    """A machine that has the kernel."""
+    kernel = Kernel()
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", kernel)
+    monkeypatch.setattr(kernels, "_has_rotation_kernel", lambda provider: True)
+    return kernel
+
+
+def results(folder, *, packed, **settings):
+    """Logits of each sample, and every gradient."""
+    pair = make_pair(folder, **settings)
+    batch = make_batch(make_samples("mixed", pair.config, seed=8), pair.config, packed=packed)
+    inputs = batch.local()
+    (pair.megatron(inputs=inputs) * inputs.loss_mask).sum().backward()
+    with torch.no_grad():
+        logits = per_sample(pair.megatron(inputs=inputs.without_labels()), batch)
+    return logits, pair.megatron_gradients()
+
+
+def test_a_model_with_the_kernel_is_transformers_model(untied_folder, kernel):
+    pair = make_pair(untied_folder, apply_rope_fusion=True)
+    assert_parity(pair)
+    layers = pair.provider.num_layers + pair.provider.vision_config.depth
+    assert kernel.calls and kernel.calls % (2 * layers) == 0  # queries and keys, in every layer of both
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize("settings", [{}, FULL | of_vision(FULL)], ids=["plain", "recompute"])
+def test_partial_rotation_by_the_kernel(tmp_path, kernel, packed, settings):
+    """Qwen3.5 turns a quarter of a head in the text model, and whole heads in the tower."""
+    folder = make_checkpoint(tmp_path / "model")
+    logits, gradients = results(folder, packed=packed, apply_rope_fusion=True, **settings)
+    assert kernel.calls
+    kernel.calls = 0
+    expected, of_expected = results(folder, packed=packed, apply_rope_fusion=False, **settings)
+    assert not kernel.calls
+    of_logits = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(logits, expected, strict=True))
+    of_gradients = max(
+        float((gradients[name] - one).abs().max() / one.abs().max().clamp(min=1e-6))
+        for name, one in of_expected.items()
+    )
+    print(f"logits {of_logits:.1e}, gradients {of_gradients:.1e}")
+    assert of_logits <= LOGITS and of_gradients <= GRADIENT
+
+
+@pytest.mark.parametrize(("kind", "by_kernel"), [("yarn", False), ("linear", True)])
+def test_the_kernel_has_no_factor(untied_folder, tmp_path, kernel, kind, by_kernel):
+    """YaRN multiplies cosines and sines; then the text model rotates by the formula, and the tower by the kernel."""
+    scaled = dict(rope_theta=5e6, mrope_section=[6, 5, 5], mrope_interleaved=True, rope_type=kind, **SCALED[kind])
+    pair = make_pair(changed(untied_folder, tmp_path / kind, rope_parameters=scaled), apply_rope_fusion=True)
+    assert_parity(pair)
+    layers = pair.provider.vision_config.depth + pair.provider.num_layers * by_kernel
+    assert kernel.calls and kernel.calls % (2 * layers) == 0
+
+
+def test_rows_beyond_32_bits_are_rotated_in_parts(kernel):
+    """A picture's queries and keys are views of one tensor, whose tokens are three times as far apart."""
+    tokens, heads, dim = 700_000, 16, 72
+    query, key, _ = torch.empty(tokens, 1, heads, 3 * dim, dtype=torch.bfloat16, device="meta").split(dim, -1)
+    turned = rotate(query, key, torch.empty(tokens, 1, 1, dim, device="meta"))
+    assert [one.shape for one in turned] == [query.shape, key.shape] and kernel.calls == 4
+
+
+def test_rows_of_a_batch_are_rotated_as_one(kernel):
+    angles = torch.randn(7, 3, 4)
+    query, key = torch.randn(7, 3, 2, 8), torch.randn(7, 3, 1, 8)
+    for found, one in zip(
+        rotate(query, key, rotation(angles, torch.float32, fused=True)),
+        rotate(query, key, rotation(angles, torch.float32, fused=False)),
+        strict=True,
+    ):
+        assert (found - one).abs().max() <= 1e-6
+    assert kernel.calls == 2
+
+
+def test_in_bfloat16_the_kernel_is_nearer_to_the_truth():
+    """Transformers rounds cosines, sines, both products and their sum; the kernel only the result."""
+    torch.manual_seed(0)
+    angles = torch.randint(0, 4096, (256, 1, 1)) * rope.inverse_frequencies(128, 5e6, torch.device("cpu"))
+    query, key = (torch.randn(256, 1, heads, 128, dtype=torch.bfloat16) for heads in (8, 2))
+    exact = rotate(query.double(), key.double(), rotation(angles, torch.float64, fused=False))
+    theirs = rotate(query, key, rotation(angles, torch.bfloat16, fused=False))
+    ours = [Kernel()(one.flatten(0, 1)[:, None], rotation(angles, torch.bfloat16, fused=True)) for one in (query, key)]
+    ratio = distance([one.view(256, 1, -1, 128) for one in ours], exact) / distance(theirs, exact)
+    print(f"error of one rounding over that of transformers': {ratio:.2f}")
+    assert ratio <= 0.75  # measured 0.66
+
+
+def heads(tokens, rows, *, grad, of=(32, 8), dim=128, turning=128, dtype=torch.bfloat16, joint=False):
+    """Queries and keys as attention has them, and cosines and sines; `joint`: both are views of one tensor."""
+    if joint:
+        whole = torch.randn(tokens, rows, of[0], 3 * dim, dtype=torch.bfloat16, requires_grad=grad).clone()
+        query, key, _ = whole.split(dim, -1)
+    else:
+        query, key = (torch.randn(tokens, rows, n, dim, dtype=torch.bfloat16, requires_grad=grad).clone() for n in of)
+    return query, key, *torch.randn(2, tokens, rows, 1, turning, dtype=dtype)
+
+
+TOWER = dict(of=(16, 16), dim=72, turning=72, dtype=torch.float32, joint=True)
+
+
+@pytest.fixture
+def compiled(monkeypatch) -> Iterator[list[int]]:
+    """One entry for each variant that torch compiles, by a backend that only counts."""
+    variants, compile_ = [], torch.compile
+
+    def count(graph, _):
+        variants.append(1)
+        return graph.forward
+
+    torch._dynamo.reset()
+    rope._compiled.cache_clear()
+    monkeypatch.setattr(torch, "compile", lambda function: compile_(function, backend=count))
+    yield variants
+    rope._compiled.cache_clear()
+    torch._dynamo.reset()
+
+
+class Bytes(TorchDispatchMode):
+    """What operations read and write, but views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moved = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        if not function.is_view:
+            self.moved += sum(one.nbytes for one in tree_iter((args, kwargs, made)) if isinstance(one, torch.Tensor))
+        return made
+
+
+@pytest.mark.parametrize(("name", "kind"), [("text model, per token", {}), ("vision tower, per patch", TOWER)])
+def test_bytes_of_the_formula(name, kind):
+    """In a layer of the 8B; a kernel reads queries, keys, cosines and sines, and writes queries and keys."""
+    tokens = 100
+    given = heads(tokens, 1, grad=True, **kind)
+    with Bytes() as counted:
+        turned = rope._formula(*given)
+        torch.autograd.backward(turned, [one.detach() for one in turned])
+    necessary = 2 * sum(2 * one.nbytes for one in given[:2]) + 2 * sum(one.nbytes for one in given[2:])
+    found = f"| {name} | {counted.moved // tokens:,} | {necessary // tokens:,} |"
+    assert found in Path("docs/speed.md").read_text(), found
+
+
+@contextmanager
+def limit_reached() -> Iterator[list[str]]:
+    """Warnings of torch that it has given up compiling a function, and calls it as it is."""
+    warnings, logger = [], logging.getLogger("torch._dynamo.convert_frame")
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    logger.addHandler(handler)
+    try:
+        yield warnings
+    finally:
+        logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize("kind", [{}, dict(of=(16, 1), dim=256, turning=64), TOWER], ids=["text", "partial", "tower"])
+def test_how_often_torch_compiles(compiled, kind):
+    """Training, evaluation and recomputation, frozen parts, rows of every length and number: below torch's eight."""
+    found = {}
+    with limit_reached() as warnings:
+        for name, grad, mode in (
+            ("training", True, torch.enable_grad),
+            ("evaluation", False, torch.no_grad),
+            ("frozen", False, torch.enable_grad),
+            ("inference", False, torch.inference_mode),
+        ):
+            for tokens, rows in itertools.product((300, 311, 97), (1,) if kind is TOWER else (1, 4, 2)):
+                with mode():
+                    given = heads(tokens, rows, grad=grad, **kind)
+                    turned = rope._by_compiled(*given)
+                    for found_one, one in zip(turned, rope._formula(*given), strict=True):
+                        assert torch.equal(found_one, one)
+                    if grad:
+                        sum(one.float().sum() for one in turned).backward()
+            found[name] = len(compiled)
+    print(found)
+    assert found == {"training": 1, "evaluation": 2, "frozen": 3, "inference": 4} and not warnings
+
+
+def test_constants_are_computed_once(monkeypatch):
+    made = []
+    computed = rope.scaled_frequencies
+    monkeypatch.setattr(rope, "scaled_frequencies", lambda *given: made.append(1) or computed(*given))
+    scaled = dict(rope_type="yarn", rope_theta=5e6, factor=4.0, original_max_position_embeddings=64)
+    angles = InterleavedMRoPE(32, 5e6, [6, 5, 5], torch.float32, scaled)
+    first, second = angles(torch.arange(5)[None]), angles(torch.arange(5)[None])
+    assert torch.equal(first, second) and made == [1]
