@@ -13,7 +13,7 @@ RUN apt-get update \
 
 WORKDIR /opt/qwen3vl_bridge
 
-# What the environment is made from comes first, so that a change of the code does not make it anew.
+# Files that determine the environment are copied first, so that code changes do not rebuild it.
 COPY Makefile pyproject.toml README.md LICENSE ./
 COPY requirements requirements
 COPY scripts/setup_env.sh scripts/find_python.sh scripts/

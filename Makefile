@@ -14,7 +14,7 @@ export PYTHONDONTWRITEBYTECODE :=
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 18
 
-env: ## make or update .venv from requirements/cpu.txt
+env: ## create or update .venv from requirements/cpu.txt
 	@scripts/setup_env.sh
 
 demo: env ## convert, fine-tune, export and generate on handwritten digits
@@ -27,14 +27,14 @@ test: lint ## lint, then all tests but slow ones (twenty minutes)
 test-full: ## lint, then all tests (an hour)
 	$(MAKE) test PYTEST_ARGS="--slow all $(PYTEST_ARGS)"
 
-matrix: env ## every way to split the model, with every content: errors into docs/parallelism.md, docs/qwen3_5.md (an hour)
+matrix: env ## train every split with every kind of content, write the errors to docs/parallelism.md, docs/qwen3_5.md (an hour)
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(PY) -m tests.parity.matrix --write-table docs/parallelism.md
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(PY) -m tests.parity.matrix --models qwen3_5 --write-table docs/qwen3_5.md
 
-gpu-check-pack: env ## what a machine with one GPU lacks, into .gpu_check (docs/gpu_check.md)
+gpu-check-pack: env ## copy packages for a machine with one GPU to .gpu_check (docs/gpu_check.md)
 	scripts/gpu_check.sh pack
 
-gpu-check: ## on that machine: parity, training, speed, conversion (eight minutes)
+gpu-check: ## on that machine: parity, training, speed, conversion (limited to eight minutes)
 	scripts/gpu_check.sh run
 
 lint: env ## ruff, pyright, import-linter

@@ -167,9 +167,11 @@ def run_selection(python: Path) -> tuple[str, float]:
 def record(versions: dict[str, str], said: str) -> None:
     """Put a row for these versions into the table of docs/compatibility.md, in place of an earlier one."""
     key = "| " + " | ".join(versions[name] for name in PACKAGES) + " |"
+    words = ["git", "rev-parse", "--short=9", "HEAD"]
+    commit = subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
     lines = [line for line in TABLE.read_text().splitlines() if not line.startswith(key)]
     last = max(number for number, line in enumerate(lines) if line.startswith("|"))
-    lines.insert(last + 1, f"{key} {version('torch')} | {said} | {datetime.now(UTC):%Y-%m-%d} |")
+    lines.insert(last + 1, f"{key} {version('torch')} | {said} | {datetime.now(UTC):%Y-%m-%d} | {commit} |")
     TABLE.write_text("\n".join(lines) + "\n")
 
 

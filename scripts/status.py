@@ -1,9 +1,11 @@
 """What was tested on which hardware: the README's status table, from the tests and results in the repository.
 
-    python scripts/status.py           # write it
-    python scripts/status.py --check   # exit with 1 if the README has a different table
+    python scripts/status.py                      # write it
+    python scripts/status.py --check              # exit with 1 if the README has a different table
+    python scripts/status.py --record JUNIT.xml   # store the outcome of tests on a CPU, then write it
 
-What lives here: the features, the tests that show each on a CPU, the step of the GPU check that shows it on a GPU.
+Contents: the features, the tests that show each on a CPU, the step of the GPU check that shows it on a GPU.
+`benchmarks/results/cpu_tests.jsonl`, made from `make test-full PYTEST_ARGS=--junitxml=JUNIT.xml`, fills the CPU column;
 `benchmarks/results/gpu_check.jsonl`, the `results.jsonl` of `scripts/gpu_check.sh run`, fills the GPU column. Standard
 library only.
 """
@@ -12,12 +14,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
-from dataclasses import dataclass
+import xml.etree.ElementTree as ET
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "gpu_check.jsonl"
+RESULTS = ROOT / "benchmarks" / "results"
+CPU, GPU = RESULTS / "cpu_tests.jsonl", RESULTS / "gpu_check.jsonl"
 BEGIN, END = "<!-- status: begin -->", "<!-- status: end -->"
 
 
@@ -30,64 +36,184 @@ class Feature:
         shown: what was shown on CPUs, in words.
         tests: paths of the tests that show it, relative to the root.
         step: name of the step of the GPU check; None if it has none.
+        scope: what the step covers, if that is less than the feature.
+        estimated: what was only simulated or estimated, with a link to the page.
     """
 
     name: str
     shown: str
     tests: tuple[str, ...]
     step: str | None = None
+    scope: str = ""
+    estimated: str = ""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The outcome of the tests under a path.
+
+    Attributes:
+        path: a file or a folder of tests, relative to the root.
+        passed: number of passed tests.
+        failed: number of failed tests and errors.
+        skipped: number of skipped tests.
+        date: day of the run, UTC.
+        commit: abbreviated commit that was tested.
+    """
+
+    path: str
+    passed: int
+    failed: int
+    skipped: int
+    date: str
+    commit: str
+
+    @property
+    def words(self) -> str:
+        """For the table."""
+        counts = {"failed": self.failed, "passed": self.passed, "skipped": self.skipped}
+        return ", ".join(f"{count} {name}" for name, count in counts.items() if count)
 
 
 FEATURES = (
-    Feature("Qwen3-VL, dense", "equal to transformers", ("tests/parity/one_process",), "parity, dense"),
-    Feature("Qwen3-VL, MoE", "equal to transformers", ("tests/parity/one_process",), "parity, moe"),
-    Feature("Qwen3.5-VL, dense and MoE", "equal to transformers", ("tests/qwen3_5/model",), "parity, qwen3_5"),
+    Feature("Qwen3-VL, dense", "equal to transformers", ("tests/parity/one_process",), "parity, dense", "tiny model"),
+    Feature("Qwen3-VL, MoE", "equal to transformers", ("tests/parity/one_process",), "parity, moe", "tiny model"),
+    Feature(
+        "Qwen3.5-VL, dense and MoE", "equal to transformers", ("tests/qwen3_5/model",), "parity, qwen3_5", "tiny model"
+    ),
     Feature("TP, SP, PP, VPP, CP, EP, DP", "equal to one process, on gloo", ("tests/parity/split_models",)),
     Feature(
         "Training loop, resume",
         "bit-exact",
         ("tests/training/checkpointing/test_interrupted.py", "tests/training/checkpointing/test_journeys.py"),
         "train, ten steps and resumed",
+        "tiny model",
     ),
     Feature(
         "Megatron-FSDP",
         "equal to transformers, on gloo",
         ("tests/parity/split_models/test_fsdp.py",),
         "train, the same under Megatron-FSDP",
+        "tiny model, one GPU",
     ),
     Feature(
         "Conversion, both formats",
         "bit-exact, survives kills at any moment",
         ("tests/checkpoint/test_roundtrip.py", "tests/checkpoint/engine/test_killed.py"),
         "conversion",
+        "2B",
     ),
     Feature("LoRA and DoRA", "equal to peft", ("tests/model/adapters", "tests/training/adapters")),
-    Feature("Vision on ranks of its own", "equal to one process, on gloo", ("tests/training/encoder_parallel",)),
-    Feature("Recipes of all sizes", "scaled-down copies train a step", ("tests/recipes/test_twins.py",), "train, 2B"),
-    Feature("Planner of memory and time", "compared with tiny models and autograd", ("tests/planning",), "train, 2B"),
-    Feature("No host wait in a step", "counted on the CPU", ("tests/host_waits/test_host_waits.py",), "host waits"),
-    Feature("Speed", "compared with transformers (`docs/speed.md`)", ("benchmarks/training_step.py",), "speed"),
+    Feature(
+        "Separate vision ranks",
+        "equal to one process, on gloo",
+        ("tests/training/encoder_parallel",),
+        estimated="number of ranks, memory: [dist_train](docs/dist_train.md)",
+    ),
+    Feature(
+        "Packing, load balance",
+        "a sample gives the same result packed and padded",
+        ("tests/data/packing", "tests/parity/one_process/test_rows_and_packed.py"),
+        estimated="waiting of 64 ranks: [packing](docs/packing.md)",
+    ),
+    Feature(
+        "Recipes of all sizes",
+        "scaled-down copies train a step",
+        ("tests/recipes/test_twins.py",),
+        "train, 2B",
+        "2B, one GPU",
+        "memory, GPUs needed: [recipes](docs/recipes.md)",
+    ),
+    Feature(
+        "Planner of memory and time",
+        "compared with tiny models and autograd",
+        ("tests/planning",),
+        "train, 2B",
+        "memory of the 2B",
+        "everything that it prints: [memory](docs/memory.md)",
+    ),
+    Feature(
+        "No host wait in a step", "counted on the CPU", ("tests/host_waits/test_host_waits.py",), "host waits", "dense"
+    ),
+    Feature("Speed", "compared with transformers (`docs/speed.md`)", ("benchmarks/training_step.py",), "speed", "2B"),
     Feature("verl, NeMo-RL, miles, ms-swift", "their calls are reproduced", ("tests/frameworks",)),
     Feature("Transformer Engine, NCCL on several GPUs", "not possible", ()),
 )
 
 
 def outcomes(file: Path) -> dict[str, str]:
-    """Status of each step of a GPU check by its name; none where it has not run."""
+    """Status of each step of a GPU check by its name; empty if it has not run."""
+    return {row["step"]: row["status"] for row in _lines(file)}
+
+
+def recorded(file: Path) -> dict[str, Recorded]:
+    """Outcomes of tests on a CPU by their paths."""
+    return {row["path"]: Recorded(**row) for row in _lines(file)}
+
+
+def _lines(file: Path) -> list[dict]:
     if not file.exists():
-        return {}
-    rows = (json.loads(line) for line in file.read_text("utf-8").splitlines() if line.strip())
-    return {row["step"]: row["status"] for row in rows}
+        return []
+    return [json.loads(line) for line in file.read_text("utf-8").splitlines() if line.strip()]
 
 
-def table(found: dict[str, str]) -> str:
-    """The table as Markdown, from the outcomes of a GPU check."""
-    rows = ["| feature | on CPUs | on a GPU |", "|---|---|---|"]
+def read_junit(file: Path, commit: str) -> list[Recorded]:
+    """The outcome of every path of `FEATURES` whose test files all ran."""
+    cases = [(one.get("classname", ""), {child.tag for child in one}) for one in ET.parse(file).iter("testcase")]
+    date, found = f"{datetime.fromtimestamp(file.stat().st_mtime, UTC):%Y-%m-%d}", []
+    for path in dict.fromkeys(test for feature in FEATURES for test in feature.tests if test.startswith("tests/")):
+        files = [path] if path.endswith(".py") else _test_files(path)
+        ran = [[tags for name, tags in cases if f"{name}.".startswith(f"{_dotted(one)}.")] for one in files]
+        if not all(ran):
+            continue
+        every = [tags for tags_of_file in ran for tags in tags_of_file]
+        failed = sum(bool(tags & {"failure", "error"}) for tags in every)
+        skipped = sum("skipped" in tags for tags in every)
+        found.append(Recorded(path, len(every) - failed - skipped, failed, skipped, date, commit))
+    return found
+
+
+def _test_files(folder: str) -> list[str]:
+    return sorted(str(path.relative_to(ROOT)) for path in (ROOT / folder).rglob("test_*.py"))
+
+
+def _dotted(file: str) -> str:
+    return file.removesuffix(".py").replace("/", ".")
+
+
+def record(junit: Path) -> None:
+    """Put the outcomes of a run of pytest into `CPU`, in place of earlier ones of the same paths."""
+    words = ["git", "rev-parse", "--short=9", "HEAD"]
+    commit = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    rows = recorded(CPU) | {one.path: one for one in read_junit(junit, commit)}
+    known = [test for feature in FEATURES for test in feature.tests]
+    CPU.write_text("".join(json.dumps(asdict(rows[path])) + "\n" for path in sorted(rows) if path in known), "utf-8")
+
+
+def table(on_cpu: dict[str, Recorded], on_gpu: dict[str, str]) -> str:
+    """The table as Markdown, from the recorded tests and the outcomes of a GPU check."""
+    rows = ["| feature | on CPUs | on a GPU | simulated or estimated |", "|---|---|---|---|"]
     for feature in FEATURES:
-        links = ", ".join(f"[{Path(test).stem}]({test})" for test in feature.tests)
-        shown = f"{feature.shown}: {links}" if links else feature.shown
-        rows.append(f"| {feature.name} | {shown} | {found.get(feature.step or '', 'not yet')} |")
-    return "\n".join(rows)
+        links = ", ".join(_link(test, on_cpu) for test in feature.tests)
+        cpu = f"{feature.shown}: {links}" if links else feature.shown
+        gpu = on_gpu.get(feature.step or "", "not yet")
+        gpu += f" ({feature.scope})" if feature.scope and gpu != "not yet" else ""
+        rows.append(f"| {feature.name} | {cpu} | {gpu} | {feature.estimated} |")
+    return "\n".join([*rows, "", _sources(on_cpu)])
+
+
+def _link(test: str, on_cpu: dict[str, Recorded]) -> str:
+    link = f"[{Path(test).stem}]({test})"
+    return f"{link} {on_cpu[test].words}" if test in on_cpu else link
+
+
+def _sources(on_cpu: dict[str, Recorded]) -> str:
+    when = sorted({(one.date, one.commit) for one in on_cpu.values()})
+    runs = ", ".join(f"{date} at commit {commit}" for date, commit in when) or "none"
+    return (
+        f"`scripts/status.py` writes this table. Numbers are those of recorded test runs on CPUs ({runs}).\n"
+        "Tests without a number are part of `make test-full`; no run of them has been recorded."
+    )
 
 
 def with_table(page: str, text: str) -> str:
@@ -100,14 +226,17 @@ def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="only compare")
-    check = parser.parse_args().check
+    parser.add_argument("--record", type=Path, metavar="JUNIT", help="what `pytest --junitxml` wrote at this commit")
+    options = parser.parse_args()
+    if options.record:
+        record(options.record)
     readme = ROOT / "README.md"
     page = readme.read_text("utf-8")
-    new = with_table(page, table(outcomes(RESULTS)))
-    if check and new != page:
+    new = with_table(page, table(recorded(CPU), outcomes(GPU)))
+    if options.check and new != page:
         print("README.md has an outdated status table; run scripts/status.py", file=sys.stderr)
         return 1
-    if not check:
+    if not options.check:
         readme.write_text(new, "utf-8")
     return 0
 

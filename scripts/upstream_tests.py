@@ -49,7 +49,7 @@ TESTS = (
 KINDS = {
     "machine": "fails without the plugin too: this machine lacks something",
     "private": "tests internals of Megatron-Bridge's own class",
-    "meant": "an intended difference",
+    "intended": "an intended difference",
     "defect": "a defect of ours",
 }
 
@@ -161,7 +161,7 @@ def with_table(page: str, entries: list[dict]) -> str:
     head, rest = page.split(BEGIN)
     tail = rest.split(END)[1]
     lines = ["| test of Megatron-Bridge | kind | why |", "|---|---|---|"]
-    for kind in ("defect", "meant", "private", "machine"):
+    for kind in ("defect", "intended", "private", "machine"):
         for entry in (entry for entry in entries if entry["kind"] == kind):
             tests = "<br>".join(f"`{name}`" for name in entry["tests"])
             lines.append(f"| {tests} | {kind} | {entry['why']} |")

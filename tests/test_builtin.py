@@ -10,6 +10,7 @@ from qwen3vl_bridge.batch.vision_sharding import assign_frames
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
 
 import torch
+from megatron.bridge import AutoBridge
 from megatron.bridge.models.qwen_vl import qwen3_vl_provider, qwen3_vl_step
 from megatron.bridge.models.qwen_vl.modelling_qwen3_vl import model, text_model, transformer_block, transformer_config
 from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.utils import qwen3vl_cp_split
@@ -38,6 +39,11 @@ def test_its_step_packs_samples_at_one_length():
         real.long(), real.long(), real.float(), real, positions, sizes, use_fp8_padding=True
     )
     assert packed.cu_seqlens_q.tolist() == [0, 16, 32]
+
+
+def test_its_conversion_builds_the_model():
+    assert "megatron_model = bridge.to_megatron_model(" in inspect.getsource(AutoBridge.import_ckpt)
+    assert "megatron_model = self.load_megatron_model(" in inspect.getsource(AutoBridge.export_ckpt)
 
 
 def test_its_language_model_takes_no_padding_mask():

@@ -44,7 +44,7 @@ def test_there_is_no_known_defect(script):
 
 def test_what_is_unexpected_is_said(script):
     entries = [
-        {"kind": "meant", "why": "so", "tests": ["a.py::T", "b.py::test_one[x]"]},
+        {"kind": "intended", "why": "so", "tests": ["a.py::T", "b.py::test_one[x]"]},
         {"kind": "machine", "why": "no GPU", "tests": ["c.py"]},
     ]
 

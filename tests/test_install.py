@@ -5,6 +5,7 @@ The environment has the packages of this one, by links, but for ours, as an envi
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -152,6 +153,43 @@ def test_data_are_inspected(installed, untied_folder):
     words = ["--hf-model", untied_folder, "--output", "report.html"]
     installed.run("qwen3vl", "data", "inspect", "--data", "data/train.jsonl", *words)
     assert "<html" in (installed.place / "report.html").read_text()
+
+
+@pytest.fixture(scope="module")
+def trained(installed, untied_folder) -> Environment:
+    """Rows packed before training, and two runs of two steps: of all weights on these rows, and of adapters."""
+    from examples.digits.dataset import make_dataset
+
+    make_dataset(installed.place / "digits")
+    words = ["--data", "digits/train.jsonl", "--hf-model", untied_folder, "--seq-length", "512"]
+    installed.run("qwen3vl", "data", "pack", *words, "--output", "rows")
+    short = [
+        *("train.train_iters=2", "scheduler.lr_warmup_iters=1", "train.global_batch_size=2", "validation.eval_iters=0"),
+        *("model.seq_length=512", "dataset.seq_length=512", "dataset.num_workers=0"),
+    ]
+    given = ["--hf-model", untied_folder, "--data-path", "digits"]
+    full = ["--recipe", "qwen3_vl_digits_sft_config", *given, "--save", "run", "dataset.train_packing=rows"]
+    installed.run("qwen3vl", "train", *full, *short)
+    adapters = ["--recipe", "qwen3_vl_8b_peft_config", *given, "--save", "adapter_run", "peft.dim=4"]
+    installed.run("qwen3vl", "train", *adapters, *short)
+    return installed
+
+
+@pytest.mark.slow
+def test_two_steps_are_trained_and_the_model_answers(trained):
+    assert (trained.place / "run/iter_0000002").is_dir()
+    assert len((trained.place / "run/metrics.jsonl").read_text().splitlines()) == 2
+    image = next((trained.place / "digits/images").iterdir())
+    model = ["--hf-model", trained.place / "exported_run", "--max-new-tokens", "2"]
+    trained.run("qwen3vl", "convert", "export", "--megatron-path", "run", "--hf-path", "exported_run")
+    answer = trained.run("qwen3vl", "generate", *model, "--image", image, "--json", "Which digit is this?")
+    assert "answer" in json.loads(answer)
+
+
+@pytest.mark.slow
+def test_adapters_are_exported(trained):
+    trained.run("qwen3vl", "adapters", "export", "--megatron-path", "adapter_run", "--hf-path", "adapter")
+    assert json.loads((trained.place / "adapter/adapter_config.json").read_text())["r"] == 4
 
 
 @pytest.mark.slow

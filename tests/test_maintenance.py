@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 from qwen3vl_bridge.files.parsing import read_yaml
@@ -120,6 +121,32 @@ def test_pins_for_cuda_go_on_top_of_those_for_cpus():
     # Its three parts are one release, built for the CUDA of torch's pins.
     major = pins()["nvidia-cuda-runtime"].split(".")[0]
     assert cuda["transformer-engine-torch"] == version == cuda[f"transformer-engine-cu{major}"]
+
+
+def test_pins_for_cuda_can_be_resolved_with_those_for_cpus(tmp_path):
+    """As `make lock` does: from what the registry says the packages require. Nothing is installed or built."""
+    requirements, made = ROOT / "requirements", tmp_path / "cuda.txt"
+    pinned = [line for line in (requirements / "cuda.txt").read_text().splitlines() if not line.startswith("#")]
+    made.write_text("\n".join([*pinned, *(f"{name}=={version}" for name, version in pins().items())]) + "\n")
+    command = [sys.executable, "-m", "uv", "pip", "compile", "cuda.in", "--constraint", "cpu.txt"]
+    command += [
+        "--output-file",
+        made,
+        "--python",
+        sys.executable,
+        "--system-certs",
+        "--quiet",
+        "--no-header",
+        "--no-annotate",
+    ]
+    command += ["--no-emit-index-url", "--no-emit-find-links"]
+    done = subprocess.run(command, cwd=requirements, capture_output=True, text=True)
+    if re.search(r"(?i)error sending request|failed to fetch|network|dns|connect|not found in the cache", done.stderr):
+        pytest.skip("needs a package registry")
+    assert done.returncode == 0, done.stderr
+    resolved = dict(line.split("==") for line in made.read_text().splitlines())
+    assert [f"{name}=={version}" for name, version in resolved.items() if pins().get(name) != version] == pinned
+    assert {name: version for name, version in resolved.items() if name in pins()}.items() <= pins().items()
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "requirements").glob("*.*t*")), ids=lambda path: path.name)

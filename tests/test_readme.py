@@ -71,7 +71,7 @@ def test_convert_then_fine_tune(places):
     assert (Path(places["EXPORTED"]) / "config.json").exists()
     command, see, pack = (fill(text, places) for text in blocks(TRAIN, "bash"))
     run(see)
-    assert "<html" in Path(places["REPORT"]).read_text()
+    assert "<html" in Path(f"{places['REPORT']}.html").read_text()
     run(pack)
     assert "train.train_iters=400" in command and "`dataset.train_packing=ROWS`" in TRAIN
     packed = f"train.train_iters=2 scheduler.lr_warmup_iters=1 dataset.train_packing={places['ROWS']}"
@@ -83,12 +83,15 @@ def test_convert_then_fine_tune(places):
 def test_the_readmes_commands(places):
     """Its console blocks; those that need GPUs as a dry run."""
     places = places | {name: f"{places[name]}_of_the_readme" for name in ("MEGATRON", "EXPORTED", "REPORT", "RUN")}
-    convert, inspect, *trainings = blocks(README, "console")
+    demo, image, convert, inspect, *trainings = blocks(README, "console")
+    assert demo.startswith(".venv/bin/python examples/digits/demo.py --hf-model ")  # tests/examples/test_demo.py
+    # The container itself was not built.
+    run(fill(image, places).split("qwen3vl-bridge-nemo", 1)[1].strip(" \\\n") + " --dry-run --gpus 1")
     for command in fill(convert, places).strip().splitlines():
         run(command)
     assert (Path(places["EXPORTED"]) / "config.json").exists()
     run(fill(inspect, places))
-    assert "<html" in Path(places["REPORT"]).read_text()
+    assert "<html" in Path(f"{places['REPORT']}.html").read_text()
     assert len(trainings) == 3
     for command, gpus in zip(trainings, (1, 8, 64), strict=True):
         words = fill(command, places).replace("\\\n", " ")

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+
+import pytest
 
 from scripts import status
 from scripts.gpu_check.results import RESULTS, Outcome
 from scripts.gpu_check.steps import STEPS
+
+README = (status.ROOT / "README.md").read_text()
+JUNIT = """<testsuites><testsuite>
+<testcase classname="tests.recipes.test_twins" name="a"/>
+<testcase classname="tests.recipes.test_twins" name="b"><skipped/></testcase>
+<testcase classname="tests.recipes.test_twins_too" name="c"/>
+<testcase classname="tests.planning.test_memory" name="d"/>
+</testsuite></testsuites>"""
 
 
 def test_the_readmes_table_is_up_to_date():
@@ -20,11 +31,39 @@ def test_what_it_names_exists():
     for feature in status.FEATURES:
         assert all((status.ROOT / test).exists() for test in feature.tests), feature
         assert feature.step is None or feature.step in steps, feature
+        assert all((status.ROOT / page).is_file() for page in re.findall(r"\((.*?)\)", feature.estimated)), feature
+
+
+def test_recorded_tests_are_those_of_features_and_passed():
+    named = {test for feature in status.FEATURES for test in feature.tests}
+    for path, row in status.recorded(status.CPU).items():
+        assert path in named and row.passed and not row.failed, row
+        assert re.fullmatch(r"20\d\d-\d\d-\d\d", row.date) and re.fullmatch(r"[0-9a-f]{7,40}", row.commit), row
+
+
+def test_a_run_of_pytest_fills_the_column_of_paths_that_ran_completely(tmp_path):
+    junit = tmp_path / "junit.xml"
+    junit.write_text(JUNIT)
+    (row,) = status.read_junit(junit, "abc1234")
+    assert (row.path, row.passed, row.failed, row.skipped) == ("tests/recipes/test_twins.py", 1, 0, 1)
+    assert "[test_twins](tests/recipes/test_twins.py) 1 passed, 1 skipped |" in status.table({row.path: row}, {})
+    junit.write_text(JUNIT.replace("<skipped/>", "<failure/>"))
+    (row,) = status.read_junit(junit, "abc1234")
+    assert row.words == "1 failed, 1 passed"  # of two
 
 
 def test_results_of_a_gpu_check_fill_the_column(tmp_path):
-    assert "passed" not in status.table(status.outcomes(tmp_path / "none.jsonl"))
+    assert "passed" not in status.table({}, status.outcomes(tmp_path / "none.jsonl"))
     results = tmp_path / RESULTS
-    results.write_text(Outcome("speed", "passed", 1.0).line)
-    (row,) = (row for row in status.table(status.outcomes(results)).splitlines() if "Speed" in row)
-    assert row.endswith("| passed |")
+    results.write_text(Outcome("train, 2B", "passed", 1.0).line)
+    rows = status.table({}, status.outcomes(results)).splitlines()
+    (row,) = (row for row in rows if "Recipes" in row)
+    assert "| passed (2B, one GPU) |" in row  # one step of one size does not show all recipes
+
+
+@pytest.mark.parametrize("row", README.split("| shown by |\n")[1].split("\n\n")[0].splitlines()[1:])
+def test_facts_about_megatron_bridge_name_tests_or_results(row):
+    *_, shown = row.strip("| ").split(" | ")
+    targets = re.findall(r"\[[^]]*\]\(([^)#]+)[^)]*\)", shown)
+    assert all((status.ROOT / target).is_file() for target in targets), row
+    assert any(re.match(r"tests/(.*/)?test_\w+\.py$|benchmarks/results/\w+\.csv$", target) for target in targets), row

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -200,7 +201,34 @@ def _run(cfg: ConfigContainer, *, needs_weights: bool) -> None:
     import qwen3vl_bridge
     from qwen3vl_bridge.training.callbacks import training_callbacks
 
+    from megatron.bridge.utils.common_utils import get_world_size_safe
+
+    check_processes(cfg, get_world_size_safe())
     _loop(needs_weights)(cfg, qwen3vl_bridge.forward_step, callbacks=training_callbacks(cfg))
+
+
+def check_processes(cfg: ConfigContainer, started: int) -> None:
+    """Refuse a number of processes that the parallel sizes do not divide.
+
+    Raises:
+        ValueError: it is no multiple of their product.
+    """
+    model = cfg.model
+    if (split := getattr(model, "dist_train", None)) is not None and split.use_dist_train:
+        return  # which has two products
+    sizes = {
+        "tensor": model.tensor_model_parallel_size,
+        "pipeline": model.pipeline_model_parallel_size,
+        "context": model.context_parallel_size,
+    }
+    product = math.prod(sizes.values())
+    if started % product:
+        written = " * ".join(f"{name} {size}" for name, size in sizes.items())
+        raise ValueError(
+            f"{started} process{'es were' if started > 1 else ' was'} started, expected a multiple of {product}, the "
+            f"product of the parallel sizes ({written}): use torchrun --nproc_per_node {product}, or change the sizes, "
+            "such as model.tensor_model_parallel_size=1 model.sequence_parallel=False"
+        )
 
 
 def _loop(needs_weights: bool) -> Callable:

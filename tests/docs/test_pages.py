@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
+from qwen3vl_bridge.cli.main import COMMANDS
 from qwen3vl_bridge.files.parsing import read_yaml
 
 import pytest
 import yaml
+from qwen3vl_recipes.cli import _parse
+from qwen3vl_recipes.registry import recipes
 
 from scripts.docs_site import hooks
+from scripts.docs_site.commands import parser_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
@@ -56,6 +61,18 @@ def slugs(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+@pytest.mark.parametrize("page", [*SOURCES, "requirements/README.md"])
+def test_a_heading_is_not_joined_with_its_paragraph(page):
+    """A reflow of the text once did that: the paragraph then began in the middle of a sentence."""
+    lines = without_code((ROOT / page).read_text()).splitlines()
+    for number, line in enumerate(lines):
+        if not re.match(r"#+ ", line):
+            continue
+        assert len(line) <= 70 and ". " not in line, f"{page}: {line}"
+        following = lines[number + 1] if number + 1 < len(lines) else ""
+        assert re.match(r"$|[^a-z]|\w+-\w", following), f"{page}: {line}: {following}"
+
+
 @pytest.mark.parametrize("page", SOURCES)
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", without_code(SOURCES[page])):
@@ -85,6 +102,25 @@ def test_commands_of_a_quick_start_are_those_that_run_in_a_test(page):
         if command.startswith("make "):
             target = command.split()[1]
             assert subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True).returncode == 0
+
+
+def programs(page: str) -> list[list[str]]:
+    """The words after `qwen3vl` of a page's commands, with torchrun or without."""
+    found = (re.search(r"(?:^|-m |--no-python )qwen3vl(?:_bridge)? (.*)", line) for line in commands(PAGES[page]))
+    return [shlex.split(one[1]) for one in found if one]
+
+
+@pytest.mark.parametrize("page", [name for name in PAGES if programs(name)])
+def test_options_of_commands_exist(page):
+    """By the parsers of the commands; recipes by their registry."""
+    for command, *words in programs(page):
+        parser = parser_of(COMMANDS[command][0], f"qwen3vl {command}")
+        if command != "train":
+            parser.parse_args(words)
+            continue
+        options = _parse(parser, words)
+        assert options.recipe in recipes(), f"{page}: {options.recipe}"
+        assert all(re.match(r"[\w.]+=.", setting) for setting in options.settings), f"{page}: {options.settings}"
 
 
 def test_the_workflow_builds_the_site():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from types import SimpleNamespace
 
 from qwen3vl_bridge.data import DataError
 
@@ -183,3 +184,14 @@ def test_data_of_every_kind_are_looked_for(tmp_path):
     cfg.dataset.path, cfg.dataset.train_path = None, str(tmp_path / "gone.jsonl")
     with pytest.raises(ValueError, match=r"dataset.train_path is .*gone.jsonl: there is no such file"):
         check_data(cfg)
+
+
+def test_a_number_of_processes_that_the_parallel_sizes_do_not_divide():
+    sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "context_parallel_size": 1}
+    cfg = SimpleNamespace(model=SimpleNamespace(**sizes))
+    cli.check_processes(cfg, 8)
+    for started, words in ((1, "1 process was"), (6, "6 processes were")):
+        with pytest.raises(ValueError, match=rf"^{words} started, expected a multiple of 4, .*--nproc_per_node 4,"):
+            cli.check_processes(cfg, started)
+    cfg.model.dist_train = SimpleNamespace(use_dist_train=True)
+    cli.check_processes(cfg, 6)

@@ -94,6 +94,17 @@ def test_lines_for_several_nodes_are_one():
     assert recipes()["qwen3_vl_8b_pretrain_config"].gpus == 8 * 8
 
 
+def test_in_a_container_the_line_is_the_same():
+    """Without a clone: the installed package's command instead of the script."""
+    section = DOCS.split("\n## Containers under Slurm\n", 1)[1].split("\n## ", 1)[0]
+    (line,) = re.findall(r"```bash\n(.*?)```", section, re.DOTALL)
+    srun, *contained = words(line)
+    assert srun == "srun" and all(re.fullmatch(r"--container-(image|mounts)=\S+", word) for word in contained[:2])
+    installed = " ".join(contained[2:]).replace("-m qwen3vl_bridge train --from-scratch", "recipes/pretrain.py")
+    (by_slurm,) = (line for line in block("bash").replace("\\\n", " ").splitlines() if line.startswith("srun "))
+    assert words(by_slurm)[1:] == installed.split()
+
+
 def test_bash_can_read_the_script_for_slurm(tmp_path):
     (tmp_path / "job").write_text(block("bash"))
     done = subprocess.run(["bash", "-n", tmp_path / "job"], capture_output=True, text=True)

@@ -80,6 +80,10 @@ def _parse(prog: str | None, arguments: Sequence[str] | None) -> argparse.Namesp
 
 def _answer(options: argparse.Namespace) -> str | None:
     """The answer's text on the first of several processes, which all decode; None on the others."""
+    from qwen3vl_bridge.checkpoint.formats.megatron.folder import find_iteration
+
+    if options.megatron_path is not None:
+        find_iteration(Path(options.megatron_path))  # refuses a wrong folder before the slow import and the model
     from qwen3vl_bridge.inference.generation import end_token_ids, generate
     from qwen3vl_bridge.training.checkpointing.all_or_none import is_first
     from qwen3vl_bridge.training.checkpointing.model_loading import load_model

@@ -11,6 +11,10 @@ import warnings
 _CHATTY = ("megatron", "torch.utils.cpp_extension")
 # It reports every optional import that fails as a traceback, and sets its own level.
 _TRACEBACKS = "megatron.bridge.utils.import_utils"
+# It logs the traceback of every error that ends a run, before the command shows the error itself.
+_FAILED_RUNS = "megatron.bridge.training.pretrain"
+# Errors whose message says what to do; the command line reports them without a traceback.
+_EXPECTED = (ValueError, AssertionError, OSError)
 
 
 def quiet() -> None:
@@ -20,8 +24,16 @@ def quiet() -> None:
     for name in _CHATTY:
         logging.getLogger(name).setLevel(logging.ERROR)
     logging.getLogger(_TRACEBACKS).disabled = True
+    logging.getLogger(_FAILED_RUNS).addFilter(_without_traceback)
     logging.getLogger("qwen3vl_bridge").setLevel(logging.INFO)
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+
+
+def _without_traceback(record: logging.LogRecord) -> bool:
+    """A log filter: keeps a message about an expected error, without the error's traceback."""
+    if record.exc_info and isinstance(record.exc_info[1], _EXPECTED):
+        record.exc_info = record.exc_text = None
+    return True
