@@ -36,7 +36,7 @@ def count_step(folder: str, topology: Topology, rows: str, **settings: Any) -> d
     """Train four steps; returns what was counted in a step without figures, "step", and in one with, "figures"."""
     settings = dict(train__train_iters=STEPS, logger__log_interval=INTERVAL) | settings
     split = Split(folder, topology, **settings)
-    run, cfg = split.run, split.run.cfg
+    run = split.run
     read: list[None] = []
     run.stream = (read.append(None) or batch for batch in split.batches(CONTENT, rows, steps=STEPS))
     run.cfg.guard = GuardConfig(on_nan="skip")
@@ -49,7 +49,7 @@ def count_step(folder: str, topology: Topology, rows: str, **settings: Any) -> d
             waits.begin()
             step_with_callbacks(run)
             # Copies run ahead of the GPU, reading does not: a resumed run would skip what was read and not saved.
-            assert cfg.model.dist_train.use_dist_train or len(read) == step * MICROBATCHES // cfg.data_parallel_size
+            assert topology.ranks > 1 or len(read) == step * MICROBATCHES
             found["figures" if step % INTERVAL == 0 else "step"] = waits.seen()
     return found
 
