@@ -19,6 +19,8 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from qwen3vl_bridge.compat.gloo_device import share
+
 
 @functools.cache
 def _without_cuda() -> bool:
@@ -210,8 +212,12 @@ def _redirect_method(cls: type, name: str, instead: Callable) -> None:
     setattr(cls, name, method)
 
 
-def _redirect_methods(_: ModuleType) -> None:
+def _redirect_torch(_: ModuleType) -> None:
+    """megatron.core, the first of its modules: what is reached through torch's own classes."""
     import torch
+    from torch.distributed import distributed_c10d
+
+    share(distributed_c10d)
 
     def stay(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
         return self
@@ -288,7 +294,7 @@ def _mesh_on_cpu(module: Any) -> None:
 
 # By the name of the module after whose execution they run.
 _SPECIAL: dict[str, Callable[[Any], None]] = {
-    "megatron.core": _redirect_methods,
+    "megatron.core": _redirect_torch,
     # Small functions compiled one by one cost minutes of C++ compilation on a CPU and gain nothing.
     "megatron.core.jit": lambda module: module.disable_jit_fuser(),
     "megatron.core.tensor_parallel.random": _use_cpu_generator,
