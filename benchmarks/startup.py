@@ -136,6 +136,7 @@ def first_steps(folder: Path) -> dict[str, float]:
         save=folder / "run",
     )
     cfg.train.train_iters, cfg.checkpoint.save_interval, cfg.validation.eval_iters = 2, 1000, 0
+    cfg.scheduler.lr_warmup_iters = 0
     finetune(cfg, qwen3vl_bridge.forward_step, callbacks=[*training_callbacks(cfg), Marks()])
     ends = list(marks.values())
     return {name: end - before for (name, end), before in zip(marks.items(), [0.0, *ends], strict=False)}
