@@ -171,8 +171,9 @@ def test_a_wait_is_attributed_to_the_line_that_waits():
 
     warns = "import warnings\ndef wait():\n    warnings.warn('called a synchronizing CUDA operation')"
     namespaces = {}
-    for name in ("ours", "megatron-core"):
-        exec(compile(warns, f"{PACKAGES[name]}model.py", "exec"), namespaces.setdefault(name, {}))
+    # The latter as where it is installed in a clone, whose folder has this package's name.
+    for name, folder in (("ours", ""), ("megatron-core", "/clones/qwen3vl_bridge/.venv")):
+        exec(compile(warns, f"{folder}{PACKAGES[name]}model.py", "exec"), namespaces.setdefault(name, {}))
     found = Counter()
     with noted(found):
         namespaces["ours"]["wait"]()
