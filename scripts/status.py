@@ -29,7 +29,7 @@ class Feature:
         name: what a user would call it.
         shown: what was shown on CPUs, in words.
         tests: paths of the tests that show it, relative to the root.
-        step: name of the step of the GPU check; None if it has none.
+        step: name of the step of the GPU check, all parts of which have to pass; None if it has none.
     """
 
     name: str
@@ -39,9 +39,9 @@ class Feature:
 
 
 FEATURES = (
-    Feature("Qwen3-VL, dense", "equal to transformers", ("tests/parity/one_process",), "parity, dense"),
-    Feature("Qwen3-VL, MoE", "equal to transformers", ("tests/parity/one_process",), "parity, moe"),
-    Feature("Qwen3.5-VL, dense and MoE", "equal to transformers", ("tests/qwen3_5/model",), "parity, qwen3_5"),
+    Feature("Qwen3-VL, dense", "equal to transformers", ("tests/parity/one_process",), "parity"),
+    Feature("Qwen3-VL, MoE", "equal to transformers", ("tests/parity/one_process",), "parity"),
+    Feature("Qwen3.5-VL, dense and MoE", "equal to transformers", ("tests/qwen3_5/model",), "parity"),
     Feature("TP, SP, PP, VPP, CP, EP, DP", "equal to one process, on gloo", ("tests/parity/split_models",)),
     Feature(
         "Training loop, resume",
@@ -53,7 +53,7 @@ FEATURES = (
         "Megatron-FSDP",
         "equal to transformers, on gloo",
         ("tests/parity/split_models/test_fsdp.py",),
-        "train, the same under Megatron-FSDP",
+        "train, ten steps and resumed",
     ),
     Feature(
         "Conversion, both formats",
@@ -65,7 +65,12 @@ FEATURES = (
     Feature("Vision on ranks of its own", "equal to one process, on gloo", ("tests/training/encoder_parallel",)),
     Feature("Recipes of all sizes", "scaled-down copies train a step", ("tests/recipes/test_twins.py",), "train, 2B"),
     Feature("Planner of memory and time", "compared with tiny models and autograd", ("tests/planning",), "train, 2B"),
-    Feature("No host wait in a step", "counted on the CPU", ("tests/host_waits/test_host_waits.py",), "host waits"),
+    Feature(
+        "No host wait in a step",
+        "counted on the CPU",
+        ("tests/host_waits/test_host_waits.py",),
+        "kernels and host waits",
+    ),
     Feature("Speed", "compared with transformers (`docs/speed.md`)", ("benchmarks/training_step.py",), "speed"),
     Feature("verl, NeMo-RL, miles, ms-swift", "their calls are reproduced", ("tests/frameworks",)),
     Feature("Transformer Engine, NCCL on several GPUs", "not possible", ()),
