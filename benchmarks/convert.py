@@ -3,13 +3,15 @@
     python benchmarks/convert.py                                          # a whole 2B, 4.3 GB
     python benchmarks/convert.py --size 2B --text-layers 4 --vision-layers 6 --rounds 3
     python benchmarks/convert.py --size 30B-A3B --text-layers 8 --rounds 1 --no-stock
+    python benchmarks/convert.py --family qwen3_5 --size 35B-A3B --text-layers 4 --rounds 3
 
 Random bfloat16 weights in the shapes of a released size are written once, experts as released (transposed); then, in
 interleaved rounds, `cp`, import to both formats, export, verify, one block written over and over (the disk's own pace),
 and torch.distributed.checkpoint.save of the same tensors. Every step starts with nothing left to be written to the
 disk, and with what it reads in the page cache and nothing else. Prints medians, ratios to `cp` and the peak of
-anonymous memory above the idle process, and appends rows to a CSV file. Last it runs the command line in one and in two
-processes, and plans the largest model. The first round's steps each have a process to themselves, for their memory.
+anonymous memory above the idle process, and appends rows to a CSV file with the load of the machine. Last it runs the
+command line in one and in two processes, and plans the family's largest model. The first round's steps each have a
+process to themselves, for their memory.
 
 What lives here: the measurement. What may not: code that conversion needs.
 """
@@ -37,9 +39,7 @@ from qwen3vl_bridge.checkpoint.formats.safetensors.writer import shard_files, wr
 from qwen3vl_bridge.checkpoint.formats.slices import Segments, Zeros
 from qwen3vl_bridge.checkpoint.formats.tensor_specs import TensorSpec
 from qwen3vl_bridge.checkpoint.planning.plan import Task, tensors_of
-from qwen3vl_bridge.models.qwen3_vl import presets
-from qwen3vl_bridge.models.qwen3_vl.table import TABLE
-from qwen3vl_bridge.registry import dimensions_of
+from qwen3vl_bridge.registry import family, family_of, load
 from qwen3vl_bridge.weights.rows import expand
 
 import record
@@ -48,22 +48,27 @@ import torch.distributed.checkpoint  # what an idle process of ours has loaded
 _ROOT = Path(__file__).parents[1]
 _RESULTS = record.RESULTS / "convert.csv"
 _MB = 1 << 20
+_FAMILIES = {"qwen3_vl": "235B-A22B", "qwen3_5": "397B-A17B"}  # and the largest of each
 
 
-def _config(size: str, text_layers: int | None, vision_layers: int | None) -> dict:
-    config = presets.config_dict(size)
+def _config(name: str, size: str, text_layers: int | None, vision_layers: int | None) -> dict:
+    config = load(f"{family(name).presets}.config_dict")(size)
+    text, vision = config["text_config"], config["vision_config"]
     if text_layers is not None:
-        config["text_config"]["num_hidden_layers"] = text_layers
+        text["num_hidden_layers"] = text_layers
+        if "layer_types" in text:
+            text["layer_types"] = text["layer_types"][:text_layers]
     if vision_layers is not None:
-        vision = config["vision_config"]
         vision["depth"] = vision_layers
-        vision["deepstack_visual_indexes"] = [i for i in vision["deepstack_visual_indexes"] if i < vision_layers]
+        if "deepstack_visual_indexes" in vision:
+            vision["deepstack_visual_indexes"] = [i for i in vision["deepstack_visual_indexes"] if i < vision_layers]
     return config
 
 
 def _tasks(config: dict) -> list[Task]:
-    dimensions = dimensions_of(config)
-    shapes = tensors_of(expand(TABLE, dimensions), HuggingFace(dimensions))
+    own = family_of(config)
+    dimensions = own.dimensions_of(config)
+    shapes = tensors_of(expand(own.rows(), dimensions), HuggingFace(dimensions))
     specs = (TensorSpec(name, "bfloat16", shape) for name, shape in shapes.items())
     return [Task(spec, Segments([Zeros(spec.numel)])) for spec in specs]
 
@@ -86,11 +91,11 @@ def make_model(folder: Path, config: dict) -> int:
     return sum(file.nbytes for file in files)
 
 
-def _plan_largest(work: Path) -> float:
-    """Seconds from nothing to the printed plan of 235B-A22B, whose files have headers and no contents."""
+def _plan_largest(work: Path, name: str) -> float:
+    """Seconds from nothing to the printed plan of a family's largest model, whose files have headers alone."""
     folder = work / "largest"
     folder.mkdir()
-    config = presets.config_dict("235B-A22B")
+    config = _config(name, _FAMILIES[name], None, None)
     (folder / "config.json").write_text(json.dumps(config))
     tasks = _tasks(config)
     for file in shard_files(tasks):
@@ -227,7 +232,8 @@ def processes(work: Path, count: int) -> float:
 def main() -> None:
     """Measure, print, append."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--size", choices=presets.PRESETS, default="2B")
+    parser.add_argument("--family", choices=_FAMILIES, default="qwen3_vl", help="default: %(default)s")
+    parser.add_argument("--size", default="2B", help="one that the family was released in (default: %(default)s)")
     parser.add_argument("--text-layers", type=int, help="fewer than the size has")
     parser.add_argument("--vision-layers", type=int, help="fewer than the size has")
     parser.add_argument("--rounds", type=int, default=5)
@@ -235,7 +241,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where to work (default: a temporary folder)")
     parser.add_argument("--csv", type=Path, default=_RESULTS, help="file to append to (default: %(default)s)")
     options = parser.parse_args()
-    config = _config(options.size, options.text_layers, options.vision_layers)
+    config = _config(options.family, options.size, options.text_layers, options.vision_layers)
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         work = Path(name)
         nbytes = make_model(work / "hf", config)
@@ -243,7 +249,7 @@ def main() -> None:
         print({step: [f"{took:.2f}" for took, _ in runs] for step, runs in results.items()}, flush=True)
         for count in (1, 2):
             results[f"import in {count}+fsync"] = [(processes(work, count), 0) for _ in range(options.rounds)]
-        results["plan of 235B-A22B"] = [(_plan_largest(work), 0)]
+        results[f"plan of {_FAMILIES[options.family]}"] = [(_plan_largest(work, options.family), 0)]
     seconds = {step: statistics.median(took for took, _ in runs) for step, runs in results.items()}
     rows = []
     for step, took in seconds.items():
@@ -255,6 +261,7 @@ def main() -> None:
         layers = config["text_config"]["num_hidden_layers"], config["vision_config"]["depth"]
         rows.append(
             {
+                "family": options.family,
                 "size": options.size,
                 "text layers": layers[0],
                 "vision layers": layers[1],
@@ -264,6 +271,7 @@ def main() -> None:
                 "seconds": f"{took:.3f}",
                 "of cp": f"{ratio:.3f}",
                 "MB": f"{memory:.1f}",
+                "load": f"{os.getloadavg()[0]:.1f}",
             }
         )
     record.append(options.csv, rows)

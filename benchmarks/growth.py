@@ -3,10 +3,16 @@
     OMP_NUM_THREADS=1 python benchmarks/growth.py
     OMP_NUM_THREADS=1 python benchmarks/growth.py --only segments --csv /tmp/growth.csv
 
-One core, float32, a small model. Each point is a process of its own, forked after imports: a model is built, one step
-warms up, and of a second (forward, backward) are taken the processor's seconds and by how much memory rose at its peak.
-The exponent printed for a series is the slope between its last two points: 1 is linear. It draws `growth.svg` beside
-the CSV file.
+    OMP_NUM_THREADS=1 MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=1073741824 python benchmarks/growth.py
+
+One core, float32, a small model. Each point is a process of its own, forked after imports: a model is built and takes
+three steps (forward, backward). The first warms up. Of the second the most bytes are counted that tensors of the step
+hold at one time, gradients included; buffers inside a kernel and weights are not. Of the third the processor's seconds
+are taken, those in the operating system apart: glibc returns blocks above 32 MiB to it as soon as they are free, and
+each page of a new one has to be cleared. With the third command glibc keeps them.
+
+The exponents printed are the slopes between two points, of user time and of bytes: 1 is linear.
+`scripts/draw_benchmarks.py` draws them.
 
 Series:
 - row: documents of 1,024 tokens, 256 of them a picture's.
@@ -23,9 +29,9 @@ from __future__ import annotations
 import argparse
 import math
 import multiprocessing
+import os
 import resource
-import threading
-import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,6 +45,8 @@ from qwen3vl_bridge.training.process_groups import shutdown
 import record
 import torch
 from step import build
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 _RESULTS = record.RESULTS / "growth.csv"
 _IMAGE, _VIDEO, _START, _END, _PAD = 4001, 4002, 4003, 4004, 4005
@@ -81,8 +89,43 @@ SERIES: dict[str, dict[int, tuple[int, list[tuple[int, int]]]]] = {
 }
 
 
-def measure(experts: int, documents: list[tuple[int, int]]) -> tuple[float, float]:
-    """Seconds of a processor for a step, and MiB by which it raised memory; in a process of its own."""
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the tensors that operations have made in the body of this context.
+
+    Attributes:
+        peak: the most that were held at one time.
+
+    Args:
+        before: tensors whose memory is not counted.
+    """
+
+    def __init__(self, before: Any) -> None:
+        super().__init__()
+        self._known = {one.untyped_storage()._cdata for one in tree_iter(before) if isinstance(one, torch.Tensor)}
+        self._held, self.peak = 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for one in tree_iter(made):
+            if isinstance(one, torch.Tensor):
+                self._see(one.untyped_storage())
+        return made
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata in self._known:
+            return
+        self._known.add(storage._cdata)
+        self._held += storage.nbytes()
+        self.peak = max(self.peak, self._held)
+        weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
+
+    def _forget(self, known: int, held: int) -> None:
+        self._known.discard(known)
+        self._held -= held
+
+
+def measure(experts: int, documents: list[tuple[int, int]]) -> tuple[float, float, float]:
+    """Of a step, in a process of its own: user and system seconds of a processor, and MiB that its tensors held."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     row = sum(length for length, _ in documents)
@@ -92,39 +135,17 @@ def measure(experts: int, documents: list[tuple[int, int]]) -> tuple[float, floa
 
     def step() -> None:
         inputs = batch.local()
+        model.zero_grad()
         (model(inputs=inputs) * inputs.loss_mask).sum().backward()
 
     step()
-    with _Peak() as peak:
-        begun = time.process_time()
+    with LiveBytes([list(model.parameters()), list(model.buffers())]) as live:
         step()
-        taken = time.process_time() - begun
+    begun = resource.getrusage(resource.RUSAGE_SELF)
+    step()
+    ended = resource.getrusage(resource.RUSAGE_SELF)
     shutdown()
-    return taken - peak.taken, peak.rise / 2**20
-
-
-class _Peak:
-    """The most memory that the process had at once meanwhile, above what it began with, looked at every millisecond."""
-
-    def __enter__(self) -> _Peak:
-        self.rise, self.taken, self._over = 0, 0.0, threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def _watch(self) -> None:
-        first = _resident()
-        while not self._over.wait(0.001):
-            self.rise = max(self.rise, _resident() - first)
-        self.taken = time.thread_time()
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-
-def _resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    return ended.ru_utime - begun.ru_utime, ended.ru_stime - begun.ru_stime, live.peak / 2**20
 
 
 def in_process(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -133,33 +154,8 @@ def in_process(function: Callable[..., Any], *arguments: Any) -> Any:
         return pool.apply(function, arguments)
 
 
-def draw(lines: list[dict[str, Any]], file: Path) -> None:
-    """Each series that was measured, time and memory, both axes logarithmic, beside a line of slope one."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    measured = list(dict.fromkeys(line["series"] for line in lines))
-    figure, axes = pyplot.subplots(2, len(measured), figsize=(3 * len(measured), 5.5), squeeze=False)
-    for column, series in zip(axes.T, measured, strict=True):
-        own = [line for line in lines if line["series"] == series and line["number"]]
-        numbers = [line["number"] for line in own]
-        for axis, key in zip(column, ("CPU seconds", "MiB"), strict=True):
-            values = [float(line[key]) for line in own]
-            axis.plot(numbers, values, "o-", color="#1f77b4")
-            linear = [values[-1] * number / numbers[-1] for number in numbers]
-            axis.plot(numbers, linear, "--", color="#999999", linewidth=1)
-            axis.set(xscale="log", yscale="log", xlabel=series, ylabel=key)
-            axis.set_xticks(numbers, [f"{n:,}" for n in numbers], rotation=45, fontsize=7)
-            axis.minorticks_off()
-    figure.suptitle("A training step; dashed: linear in the number on the axis")
-    figure.tight_layout()
-    figure.savefig(file)
-
-
 def main() -> None:
-    """Measure, print, append, draw."""
+    """Measure, print, append."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", choices=SERIES, help="one series (default: all)")
     parser.add_argument("--csv", type=Path, default=_RESULTS, help="file to append to (default: %(default)s)")
@@ -170,18 +166,28 @@ def main() -> None:
             continue
         before = None
         for number, (experts, documents) in points.items():
-            seconds, rise = in_process(measure, experts, documents)
+            user, system, held = in_process(measure, experts, documents)
             slopes = ""
             if before and before[0]:
                 span = math.log(number / before[0])
-                slopes = (
-                    f"exponents {math.log(seconds / before[1]) / span:.2f}, {math.log(rise / before[2]) / span:.2f}"
-                )
-            print(f"{series:10} {number:6}  {seconds:8.2f} s CPU  {rise:8.0f} MiB  {slopes}", flush=True)
-            before = number, seconds, rise
-            lines.append({"series": series, "number": number, "CPU seconds": f"{seconds:.3f}", "MiB": f"{rise:.0f}"})
+                slopes = f"exponents {math.log(user / before[1]) / span:.2f}, {math.log(held / before[2]) / span:.2f}"
+            print(
+                f"{series:10} {number:6}  {user:8.2f} s user {system:8.2f} s system {held:8.1f} MiB  {slopes}",
+                flush=True,
+            )
+            before = number, user, held
+            lines.append(
+                {
+                    "series": series,
+                    "number": number,
+                    "CPU seconds": f"{user + system:.3f}",
+                    "system seconds": f"{system:.3f}",
+                    "MiB": f"{held:.1f}",
+                    "mmap threshold": os.environ.get("MALLOC_MMAP_THRESHOLD_", ""),
+                    "load": f"{os.getloadavg()[0]:.1f}",
+                }
+            )
     record.append(options.csv, lines)
-    draw(lines, options.csv.with_suffix(".svg"))
 
 
 if __name__ == "__main__":

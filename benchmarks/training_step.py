@@ -2,11 +2,13 @@
 
     python benchmarks/training_step.py
     python benchmarks/training_step.py --rounds 3 --csv /tmp/training_step.csv
+    python benchmarks/training_step.py --profile "ours, packed" "ours, padded"
 
 A model of 83 million parameters in float32 and twelve samples with up to three pictures of uneven size, in one row of
 packed samples or in twelve padded to the longest. The packed row of transformers has a block-diagonal mask. All four
-compute the same loss, which is checked first; then they take steps in turn, and the median of each is printed beside
-the ratio to ours. AdamW is torch's function in all four, by `compat/adam.py` for ours.
+compute the same loss, which is checked first; then they take steps in turn. Of each are printed the median, its ratio
+to ours, and the least and the largest ratio of two steps of one round. AdamW is torch's function in all four, by
+`compat/adam.py` for ours.
 
 What lives here: the measurement. What may not: code that training needs.
 """
@@ -19,6 +21,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,13 +145,27 @@ def timed_step(loss_of: Callable[[], Tensor], optimizer: torch.optim.Optimizer) 
     return time.perf_counter() - begun, time.process_time() - worked
 
 
+def print_profile(name: str, step: Callable[[], object]) -> None:
+    """Print the five operations that take most of a step's time by themselves, after a step that does not count."""
+    step()
+    with torch.profiler.profile() as profile:
+        step()
+    events = sorted(profile.key_averages(), key=lambda one: one.self_cpu_time_total, reverse=True)
+    total = sum(one.self_cpu_time_total for one in events)
+    print(f"{name}: {total / 1e6:.2f} s in operations")
+    for one in events[:5]:
+        print(f"  {one.self_cpu_time_total / total:6.1%} {one.count:6} calls  {one.key}")
+
+
 def main() -> None:
     """Measure, print, append."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=5, help="after one that does not count (default: %(default)s)")
     parser.add_argument("--samples", type=int, default=12, help="default: %(default)s")
     parser.add_argument("--csv", type=Path, default=_RESULTS, help="file to append to (default: %(default)s)")
-    parser.add_argument("--profile", metavar="WAY", help="print where the time of one way goes, and measure nothing")
+    parser.add_argument(
+        "--profile", nargs="+", metavar="WAY", help="print where the time of these goes; measure nothing"
+    )
     options = parser.parse_args()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     config, samples = configuration(), make_samples(options.samples)
@@ -161,12 +178,9 @@ def main() -> None:
     print(f"{sum(p.numel() for p in reference.parameters()) / 1e6:.1f} M parameters, {sum(map(len, samples))} tokens")
     print(f"losses: {losses}")
     assert max(losses.values()) - min(losses.values()) < 1e-4
+    for name in options.profile or ():
+        print_profile(name, partial(timed_step, ways[name], optimizers.get(name, shared)))
     if options.profile:
-        way = ways[options.profile]
-        timed_step(way, optimizers.get(options.profile, shared))
-        with torch.profiler.profile() as profile:
-            timed_step(way, optimizers.get(options.profile, shared))
-        print(profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=50))
         return
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     for number in range(options.rounds + 1):
@@ -180,7 +194,11 @@ def main() -> None:
     lines = []
     for name, measured in medians.items():
         wall, cpu = (seconds / base for seconds, base in zip(measured, medians["ours, packed"], strict=True))
-        print(f"{name:22} {measured[0]:7.2f} s  {measured[1]:7.2f} s CPU   {wall:5.2f}, CPU {cpu:5.2f} x ours packed")
+        of_rounds = [step[0] / first[0] for step, first in zip(taken[name], taken["ours, packed"], strict=True)]
+        print(
+            f"{name:22} {measured[0]:7.2f} s  {measured[1]:7.2f} s CPU   {wall:5.2f} ({min(of_rounds):.2f} to "
+            f"{max(of_rounds):.2f}), CPU {cpu:5.2f} x ours packed"
+        )
         lines.append(
             {
                 "parameters": sum(p.numel() for p in reference.parameters()),
@@ -193,6 +211,9 @@ def main() -> None:
                 "CPU seconds": f"{measured[1]:.3f}",
                 "of ours packed": f"{wall:.2f}",
                 "CPU of ours packed": f"{cpu:.2f}",
+                "least of a round": f"{min(of_rounds):.2f}",
+                "most of a round": f"{max(of_rounds):.2f}",
+                "load": f"{os.getloadavg()[0]:.1f}",
             }
         )
     record.append(options.csv, lines)

@@ -48,37 +48,41 @@ _STEPS = ("import", "export", "import torch_dist", "verify")
 
 def _conversion() -> tuple[Rows, dict[tuple[str, str], tuple[float, float, float]]]:
     rows = [row for row in rows_of("convert") if row["step"] in _STEPS]
-    sizes = list(dict.fromkeys(row["size"] for row in rows))
     found = {
-        (size, step): spread(float(row["of cp"]) for row in rows if (row["size"], row["step"]) == (size, step))
-        for size in sizes
+        (model, step): spread(float(row["of cp"]) for row in rows if (_model(row), row["step"]) == (model, step))
+        for model in dict.fromkeys(map(_model, rows))
         for step in _STEPS
     }
     return rows, found
 
 
+def _model(row: dict[str, str]) -> str:
+    """As it is named in the plot."""
+    return {"qwen3_vl": "", "qwen3_5": "Qwen3.5 "}[row["family"]] + row["size"]
+
+
 def draw_conversion(file: Path) -> None:
     """Times of conversion beside those of `cp`."""
     _, found = _conversion()
-    sizes = list(dict.fromkeys(size for size, _ in found))
+    models = list(dict.fromkeys(model for model, _ in found))
     drawn, axes = figure(7.2, 3.3)
     width = 0.8 / len(_STEPS)
     for number, (step, colour) in enumerate(zip(_STEPS, FOUR, strict=True)):
-        places = [place + (number - (len(_STEPS) - 1) / 2) * width for place in range(len(sizes))]
-        middle, least, most = zip(*(found[size, step] for size in sizes), strict=True)
+        places = [place + (number - (len(_STEPS) - 1) / 2) * width for place in range(len(models))]
+        middle, least, most = zip(*(found[model, step] for model in models), strict=True)
         axes.bar(places, middle, width * 0.9, color=colour, label=step)
         axes.vlines(places, least, most, color=INK, linewidth=0.9)
     axes.axhline(1, color=MUTED, linewidth=1, linestyle=(0, (4, 2)))
     axes.text(-0.48, 1.03, "cp", color=MUTED, fontsize=8)
-    axes.set_xticks(range(len(sizes)), [f"{size} (runs: {_runs(size)})" for size in sizes])
+    axes.set_xticks(range(len(models)), [f"{model} (runs: {_runs(model)})" for model in models])
     axes.set(ylabel="time, of cp of the same bytes", title="Conversion: median, least and most of all runs")
     axes.legend(ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.12))
     drawn.subplots_adjust(left=0.09, right=0.97, top=0.9, bottom=0.22)
     save(drawn, file, "Times of conversion beside those of cp")
 
 
-def _runs(size: str) -> int:
-    return sum(row["size"] == size and row["step"] == "import" for row in rows_of("convert"))
+def _runs(model: str) -> int:
+    return sum(_model(row) == model and row["step"] == "import" for row in rows_of("convert"))
 
 
 def say_conversion() -> str:
@@ -86,10 +90,10 @@ def say_conversion() -> str:
     rows, found = _conversion()
     memory = max(float(row["MB"]) for row in rows if row["MB"])
     parts = []
-    for size in dict.fromkeys(size for size, _ in found):
-        middle, least, most = found[size, "import"]
+    for model in dict.fromkeys(model for model, _ in found):
+        middle, least, most = found[model, "import"]
         runs = f"{least:.2f} to {most:.2f}" if least < most else "one run"
-        parts.append(f"{size}: import takes {middle:.2f} times as long as `cp` ({runs})")
+        parts.append(f"{model}: import takes {middle:.2f} times as long as `cp` ({runs})")
     return (
         f"{'; '.join(parts)}. Anonymous memory rose by at most {memory:.0f} MB in any step shown. "
         f"30B-A3B is 8 of its 48 layers. {origin(rows)}; `benchmarks/convert.py`."
@@ -260,7 +264,12 @@ def say_step() -> str:
     """Its sentence."""
     rows = {row["way"]: row for row in _quiet()}
     one = rows["ours, packed"]
-    parts = [f"{way} {float(row['of ours packed']):.2f} times" for way, row in rows.items() if row is not one]
+    parts = []
+    for way, row in rows.items():
+        least, most = row["least of a round"], row["most of a round"]
+        ranged = f" ({least} to {most} in a round)" if least else ""
+        if row is not one:
+            parts.append(f"{way} {float(row['of ours packed']):.2f} times{ranged}")
     return (
         f"{one['samples']} samples, {one['tokens']} tokens, float32: ours packed takes {float(one['seconds']):.1f} s; "
         f"{', '.join(parts)} that. Median of {one['rounds']} rounds, {origin([one])}; `benchmarks/training_step.py`."
@@ -269,43 +278,69 @@ def say_step() -> str:
 
 # --- growth -----------------------------------------------------------------------------------------------------------
 
-_SERIES = ("row", "document")
+# Series and what its axis counts.
+_SERIES = {
+    "row": "tokens, documents of 1,024",
+    "document": "tokens of one document",
+    "pictures": "pictures",
+    "segments": "segments of 8,192 tokens",
+    "experts": "experts",
+}
+
+
+_KEYS = {"CPU seconds": ("processor's seconds", FOUR[1]), "MiB": ("MiB of tensors", FOUR[3])}
+
+
+def _measured() -> list[str]:
+    """The columns that were measured of all series: runs before the first that counted memory have times alone."""
+    return [key for key in _KEYS if all(_grown(series, key) for series in _SERIES)]
+
+
+def _grown(series: str, key: str) -> dict[int, tuple[float, float, float]]:
+    """Spread of a column at each point, without runs for which glibc was told to keep memory."""
+    found: dict[int, list[float]] = {}
+    for row in rows_of("growth"):
+        if row["series"] == series and row["number"] != "0" and row[key] and not row["mmap threshold"]:
+            found.setdefault(int(row["number"]), []).append(float(row[key]))
+    return {number: spread(found[number]) for number in sorted(found)}
 
 
 def draw_growth(file: Path) -> None:
-    """How a step grows with the row."""
-    rows = rows_of("growth")
-    drawn, axes = figure(7.2, 3.2)
-    for series, colour in zip(_SERIES, (FOUR[1], FOUR[3]), strict=True):
-        lengths = sorted({int(row["number"]) for row in rows if row["series"] == series})
-        name = "documents of 1,024 tokens" if series == "row" else "one document"
-        found = [_seconds(rows, series, length) for length in lengths]
-        axes.plot(lengths, [statistics.median(one) for one in found], color=colour, marker="o", ms=4, label=name)
-        axes.vlines(lengths, [min(one) for one in found], [max(one) for one in found], color=colour, linewidth=2)
-    axes.set(xscale="log", yscale="log", xlabel="tokens of the row", ylabel="processor's seconds")
-    ticks = sorted({int(row["number"]) for row in rows if row["series"] == "row"})
-    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-    axes.set_yticks([0.5, 1, 2, 5, 10, 20], ["0.5", "1", "2", "5", "10", "20"])
-    axes.minorticks_off()
-    axes.set_title("Forward and backward pass of a small model on one core")
-    axes.legend(loc="upper left")
-    drawn.subplots_adjust(left=0.09, right=0.97, top=0.9, bottom=0.15)
-    save(drawn, file, "How a step grows with the row")
-
-
-def _seconds(rows: Rows, series: str, length: int) -> list[float]:
-    return [float(row["CPU seconds"]) for row in rows if (row["series"], int(row["number"])) == (series, length)]
+    """How time and memory of a step grow with the row, its pictures, its segments and the experts."""
+    keys = _measured()
+    drawn, axes = figure(10.5, 0.8 + 2.2 * len(keys), nrows=len(keys), ncols=len(_SERIES), squeeze=False)
+    for column, (series, counted) in zip(axes.T, _SERIES.items(), strict=True):
+        for plot, key in zip(column, keys, strict=True):
+            found, colour = _grown(series, key), _KEYS[key][1]
+            numbers, (middle, least, most) = list(found), zip(*found.values(), strict=True)
+            plot.plot(numbers, middle, color=colour, marker="o", ms=4)
+            plot.vlines(numbers, least, most, color=colour, linewidth=2)
+            linear = [middle[0] * number / numbers[0] for number in numbers]
+            plot.plot(numbers, linear, color=MUTED, linewidth=1, linestyle=(0, (4, 2)))
+            plot.set(xscale="log", yscale="log", ylim=(min(least) / 1.6, max(most) * 1.6))
+            plot.set_yticks([middle[0], middle[-1]], [f"{middle[0]:.3g}", f"{middle[-1]:.3g}"])
+            plot.set_xticks(numbers, [f"{number:,}" for number in numbers], rotation=60, fontsize=7)
+            plot.tick_params(axis="y", labelsize=7)
+            plot.minorticks_off()
+        column[-1].set_xlabel(counted, fontsize=8)
+    for plot, key in zip(axes[:, 0], keys, strict=True):
+        plot.set_ylabel(_KEYS[key][0])
+    drawn.suptitle("A training step of a small model on one core; dashed: linear", fontsize=10)
+    drawn.subplots_adjust(left=0.07, right=0.985, top=0.94 - 0.06 / len(keys), bottom=0.31 / len(keys), wspace=0.42)
+    save(drawn, file, "How time and memory of a training step grow")
 
 
 def say_growth() -> str:
     """Its sentence."""
-    rows = rows_of("growth")
-    times = {series: [statistics.median(_seconds(rows, series, n)) for n in (1024, 16384)] for series in _SERIES}
-    ratios = {series: late / early for series, (early, late) in times.items()}
-    return (
-        f"Sixteen times as many tokens take {ratios['row']:.0f} times as long in documents of 1,024 tokens, "
-        f"{ratios['document']:.0f} times as one document. {origin(rows)}; `benchmarks/growth.py`."
-    )
+    parts = []
+    for key in _measured():
+        row, document = (_grown(series, key) for series in ("row", "document"))
+        ratios = [found[16384][0] / found[1024][0] for found in (row, document)]
+        parts.append(
+            f"{_KEYS[key][0]} grow {ratios[0]:.1f} times in documents of 1,024 and {ratios[1]:.1f} times in one"
+        )
+    grown = ", ".join(parts)
+    return f"From 1,024 to 16,384 tokens, {grown}. {origin(rows_of('growth'))}; `benchmarks/growth.py`."
 
 
 class Plot:

@@ -35,7 +35,7 @@ class Feature:
         name: what a user would call it.
         shown: what was shown on CPUs, in words.
         tests: paths of the tests that show it, relative to the root.
-        step: name of the step of the GPU check; None if it has none.
+        step: name of the step of the GPU check, all parts of which have to pass; None if it has none.
         scope: what the step covers, if that is less than the feature.
         estimated: what was only simulated or estimated, with a link to the page.
     """
@@ -76,11 +76,9 @@ class Recorded:
 
 
 FEATURES = (
-    Feature("Qwen3-VL, dense", "equal to transformers", ("tests/parity/one_process",), "parity, dense", "tiny model"),
-    Feature("Qwen3-VL, MoE", "equal to transformers", ("tests/parity/one_process",), "parity, moe", "tiny model"),
-    Feature(
-        "Qwen3.5-VL, dense and MoE", "equal to transformers", ("tests/qwen3_5/model",), "parity, qwen3_5", "tiny model"
-    ),
+    Feature("Qwen3-VL, dense", "equal to transformers", ("tests/parity/one_process",), "parity", "tiny model"),
+    Feature("Qwen3-VL, MoE", "equal to transformers", ("tests/parity/one_process",), "parity", "tiny model"),
+    Feature("Qwen3.5-VL, dense and MoE", "equal to transformers", ("tests/qwen3_5/model",), "parity", "tiny model"),
     Feature("TP, SP, PP, VPP, CP, EP, DP", "equal to one process, on gloo", ("tests/parity/split_models",)),
     Feature(
         "Training loop, resume",
@@ -93,7 +91,7 @@ FEATURES = (
         "Megatron-FSDP",
         "equal to transformers, on gloo",
         ("tests/parity/split_models/test_fsdp.py",),
-        "train, the same under Megatron-FSDP",
+        "train, ten steps and resumed",
         "tiny model, one GPU",
     ),
     Feature(
@@ -133,7 +131,11 @@ FEATURES = (
         "everything that it prints: [memory](docs/memory.md)",
     ),
     Feature(
-        "No host wait in a step", "counted on the CPU", ("tests/host_waits/test_host_waits.py",), "host waits", "dense"
+        "No host wait in a step",
+        "counted on the CPU",
+        ("tests/host_waits/test_host_waits.py",),
+        "kernels and host waits",
+        "tiny models",
     ),
     Feature("Speed", "compared with transformers (`docs/speed.md`)", ("benchmarks/training_step.py",), "speed", "2B"),
     Feature("verl, NeMo-RL, miles, ms-swift", "their calls are reproduced", ("tests/frameworks",)),

@@ -5,6 +5,7 @@ What lives here: ours, transformers' and Megatron-Bridge's own, each behind the 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -22,12 +23,14 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForImageTextToText
 
+from tests.host_waits.upstream import local_layers
 from tests.parity.batches import Sample, make_batch
 
 from .random_data import dtype_of
 from .results import Place
 
 Step = Callable[[], torch.Tensor]
+UPSTREAM = "Megatron-Bridge's own model" + ("" if HAVE_TE else " with local layers and torch's attention")
 
 
 def ours(place: Place, config: Any, tokens: int) -> nn.Module:
@@ -126,20 +129,18 @@ def attentions() -> list[str]:
 
 
 def upstream(place: Place, config: Any, tokens: int) -> nn.Module:
-    """Megatron-Bridge's own model, of the configuration that its own bridge makes.
+    """Megatron-Bridge's own model, of the configuration that its own bridge makes; named `UPSTREAM`.
 
-    Raises:
-        ModuleNotFoundError: Transformer Engine is missing, whose layers its provider takes in any case.
+    Its provider takes Transformer Engine's layers in any case. Where that is not installed, megatron-core's local
+    ones stand in their place, with torch's attention.
     """
-    if not HAVE_TE:
-        raise ModuleNotFoundError(
-            "its provider always uses Transformer Engine's layers, and Transformer Engine is not installed"
-        )
     from megatron.bridge.models.qwen_vl.qwen3_vl_bridge import Qwen3VLBridge
 
     bridge: Any = Qwen3VLBridge()
     bridge.hf_pretrained, bridge.hf_config = SimpleNamespace(config=config, generation_config=None), config
-    return _built(bridge.provider_bridge(bridge.hf_pretrained), place, tokens)
+    provider = bridge.provider_bridge(bridge.hf_pretrained)
+    with contextlib.nullcontext() if HAVE_TE else local_layers(provider):
+        return _built(provider, place, tokens)
 
 
 def upstream_step(model: nn.Module, parts: list[list[Sample]], config: Any) -> Step:

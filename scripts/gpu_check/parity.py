@@ -3,7 +3,8 @@
 What lives here: moving both to the device, and the limits. What may not: references, batches and what errors are
 relative to, which are those of `tests/parity` and `tests/qwen3_5`.
 
-In float32 errors are held against the limits of the tests on the CPU, without TF32. In bfloat16 neither side is right:
+In float32 errors are held against the limits of the tests on the CPU, without TF32: with megatron-core's local layers,
+and with Transformer Engine's where a release is installed that attends in float32. In bfloat16 neither side is right:
 our distance from the float32 result is held against transformers' own distance in bfloat16.
 """
 
@@ -16,9 +17,12 @@ from typing import Any
 import qwen3vl_bridge  # noqa: F401  before Megatron
 from qwen3vl_bridge.models.common import rope
 from qwen3vl_bridge.models.common.settings.fields import has_transformer_engine
+from qwen3vl_bridge.models.common.settings.kernels import PACKED_UNFUSED
 from qwen3vl_bridge.training.step import to_device
 
 import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.utils import get_te_version, is_te_min_version
 
 from examples.digits.checkpoint import make_checkpoint
 from tests.parity.batches import CONTENTS, Sample, make_batch, make_samples, run_reference
@@ -26,10 +30,12 @@ from tests.parity.conftest import Pair, make_pair
 from tests.parity.one_process import test_bf16, test_parity
 from tests.qwen3_5 import tiny
 from tests.qwen3_5.model import test_parity as qwen3_5
+from tests.ranks import forget_models
 
 from .results import Finding, Place, at_most
 
 Errors = dict[str, float]
+_LOCAL = dict(transformer_impl="local", moe_grouped_gemm=False, moe_permute_fusion=False)
 
 
 def check(place: Place, kind: str) -> list[Finding]:
@@ -39,13 +45,21 @@ def check(place: Place, kind: str) -> list[Finding]:
         place: where.
         kind: "dense", "moe" or "qwen3_5".
     """
+    forget_models()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     folder = place.work / f"tiny_{kind}"
     if kind == "qwen3_5":
         tiny.make_checkpoint(folder)
     else:
         make_checkpoint(folder, seed=3, moe=kind == "moe")
-    return [*_rotation(place.device), *_float32(place, folder, kind), *_bfloat16(place, folder, kind)]
+    findings = _float32(place, folder, kind, "float32", _LOCAL)
+    if HAVE_TE and place.device == "cuda":
+        name = "float32, Transformer Engine"
+        if is_te_min_version(PACKED_UNFUSED):
+            findings += _float32(place, folder, kind, name, {})
+        else:
+            findings.append(Finding(name, f"not run: {get_te_version()} has no attention for it"))
+    return [*_rotation(place.device), *findings, *_bfloat16(place, folder, kind)]
 
 
 def _rotation(device: str) -> list[Finding]:
@@ -91,8 +105,8 @@ def _moved(samples: list[Sample], device: str, dtype: torch.dtype = torch.float3
     ]
 
 
-def _float32(place: Place, folder: Path, kind: str) -> list[Finding]:
-    pair, worst = _pair(place, folder, kind), dict[str, tuple[float, float]]()
+def _float32(place: Place, folder: Path, kind: str, name: str, layers: dict[str, Any]) -> list[Finding]:
+    pair, worst = _pair(place, folder, kind, **layers), dict[str, tuple[float, float]]()
     contents = ("mixed", "image and video") if place.size == "tiny" else CONTENTS
     for content in contents:
         samples = make_samples(content, pair.config, seed=3)
@@ -103,12 +117,12 @@ def _float32(place: Place, folder: Path, kind: str) -> list[Finding]:
         loss.backward()
         for packed in (False, True):
             errors = _errors(pair, samples, packed, logits, loss.item())
-            for name, error in errors.items():
+            for what, error in errors.items():
                 # Of all contents the one that comes nearest to its limit.
-                found = error, limits[name]
-                before = worst.get(name, (0.0, 1.0))
-                worst[name] = max(before, found, key=lambda one: one[0] / one[1])
-    return [at_most(f"float32, {name}", *found) for name, found in worst.items()]
+                found = error, limits[what]
+                before = worst.get(what, (0.0, 1.0))
+                worst[what] = max(before, found, key=lambda one: one[0] / one[1])
+    return [at_most(f"{name}, {what}", *found) for what, found in worst.items()]
 
 
 def _limits(pair: Pair, samples: list[Sample], kind: str) -> Errors:

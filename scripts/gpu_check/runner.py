@@ -15,12 +15,12 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from . import results
 from .results import Finding, Outcome, Place
-from .steps import STEPS, Step
+from .steps import STEPS, Part, Step
 
 ROOT = Path(__file__).resolve().parents[2]
 _TAIL = 6  # lines of a log that the table shows of a step that broke
@@ -86,12 +86,13 @@ def _run(step: Step, place: Place, site: Path | None, slower: float) -> Outcome:
     seconds, text = time.perf_counter() - begun, log.read_text(errors="replace")
     with (place.out / results.LOGS).open("a") as file:
         file.write(f"==== {step.name}, {seconds:.0f} s, status {process.returncode}\n{text}\n")
-    if report.exists():
-        findings = tuple(Finding(**one) for one in json.loads(report.read_text()))
+    found = json.loads(report.read_text()) if report.exists() else {"done": False, "findings": []}
+    findings = tuple(Finding(**one) for one in found["findings"])
+    if found["done"]:
         failed = any(one.passed is False for one in findings)
         return Outcome(step.name, "failed" if failed else "passed", seconds, findings)
     status = "timed out" if seconds >= limit else "failed"
-    return Outcome(step.name, status, seconds, error="\n".join(text.splitlines()[-_TAIL:]))
+    return Outcome(step.name, status, seconds, findings, error="\n".join(text.splitlines()[-_TAIL:]))
 
 
 def _end(process: subprocess.Popen) -> None:
@@ -106,6 +107,7 @@ def _environment(place: Place, site: Path | None) -> dict[str, str]:
     own = {
         "PYTHONPATH": os.pathsep.join([*map(str, paths), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "PYTHONUNBUFFERED": "1",
+        "PYTHONDONTWRITEBYTECODE": "",  # some images set it, and each process would compile what it imports
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HOME": str(place.work),  # caches of kernels are made there
@@ -119,17 +121,25 @@ def run_step(name: str, place: Place, report: Path) -> None:
     Args:
         name: of the step.
         place: where.
-        report: file for its findings, written when it is through.
+        report: file for its findings, written anew after each part: what was found stays if a later one hangs.
     """
     (step,) = (one for one in STEPS if one.name == name)
-    module, _, function = step.program.partition(":")
-    program = getattr(importlib.import_module(f"{__package__}.{module}"), function)
-    try:
-        findings = program(place, **step.settings)
-    except Exception:
-        traceback.print_exc()
-        sys.stdout.flush()
-        os._exit(1)  # threads of process groups may wait for ever
-    report.write_text(json.dumps([asdict(one) for one in findings]))
+    findings: list[Finding] = []
+    for number, part in enumerate(step.parts, 1):
+        findings += _findings(part, place)
+        written = {"done": number == len(step.parts), "findings": [asdict(one) for one in findings]}
+        report.with_suffix(".new").write_text(json.dumps(written))
+        report.with_suffix(".new").replace(report)
     sys.stdout.flush()
-    os._exit(0)
+    os._exit(0)  # threads of process groups may wait for ever
+
+
+def _findings(part: Part, place: Place) -> list[Finding]:
+    module, _, function = part.program.partition(":")
+    try:
+        program = getattr(importlib.import_module(f"{__package__}.{module}"), function)
+        found = program(place, **part.settings)
+    except Exception as error:
+        traceback.print_exc()
+        found = [Finding("error", f"{type(error).__name__}: {error}", "none", False)]
+    return [replace(one, subject=f"{part.label}: {one.subject}") for one in found] if part.label else found

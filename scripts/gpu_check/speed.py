@@ -30,7 +30,6 @@ from .results import Finding, Place, at_least
 
 _FASTER, _MFU = 1.2, 0.45  # goals of the 2B
 _WARM, _ROUNDS = 2, 7
-_UPSTREAM = "Megatron-Bridge's own model"
 
 Way = Callable[[list[list[Sample]]], models.Step]  # from the samples of each batch to a step
 
@@ -49,13 +48,13 @@ def compare(place: Place) -> list[Finding]:
     for attention in models.attentions():
         model = models.theirs(place, config, attention)
         ways[f"transformers, {attention}"] = partial(models.their_step, model, config=config)
-    ways[_UPSTREAM] = lambda parts: models.upstream_step(models.upstream(place, config, tokens), parts, config)
+    ways[models.UPSTREAM] = lambda parts: models.upstream_step(models.upstream(place, config, tokens), parts, config)
     steps = {}
     for name, way in ways.items():
         try:
             step, held, batches = _fitting(place, way, samples)
         except Exception as error:
-            if name != _UPSTREAM:
+            if name != models.UPSTREAM:
                 raise
             found.append(Finding(name, f"did not run: {type(error).__name__}: {error}"))
             continue

@@ -10,33 +10,58 @@ from typing import Any
 
 
 @dataclass(frozen=True)
+class Part:
+    """One of the checks that a process makes.
+
+    Attributes:
+        program: module and function, which are given `Place` and `settings`.
+        label: what the findings begin with; empty where a step has one part.
+        settings: of this part.
+    """
+
+    program: str
+    label: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Step:
-    """One process.
+    """One process. It imports Megatron once, which takes some ten seconds; so what is short shares one.
 
     Attributes:
         name: of the step.
         group: what `--only` names.
         seconds: that it may take on a GPU.
-        program: module and function, which are given `Place` and `settings`.
-        settings: of this step.
+        parts: in order; one that raises does not stop the next.
     """
 
     name: str
     group: str
     seconds: int
-    program: str
-    settings: dict[str, Any] = field(default_factory=dict)
+    parts: tuple[Part, ...]
 
 
+KINDS = ("dense", "moe", "qwen3_5")  # of models
 STEPS = (
-    Step("machine", "machine", 20, "machine:look"),
-    *(Step(f"parity, {kind}", "parity", 40, "parity:check", {"kind": kind}) for kind in ("dense", "moe", "qwen3_5")),
-    Step("train, ten steps and resumed", "train", 50, "training:ten_steps", {"recipe": "2B"}),
-    Step("train, the same under Megatron-FSDP", "train", 50, "training:ten_steps", {"recipe": "digits"}),
-    Step("train, 2B", "train", 70, "training:fine_tune"),
-    Step("speed", "speed", 70, "speed:compare"),
-    Step("host waits", "speed", 25, "waits:look"),
-    Step("kernels", "speed", 25, "kernels:look"),
-    Step("conversion", "convert", 50, "conversion:compare"),
+    Step("machine", "machine", 30, (Part("machine:look"),)),
+    Step("parity", "parity", 100, tuple(Part("parity:check", kind, {"kind": kind}) for kind in KINDS)),
+    Step(
+        "train, ten steps and resumed",
+        "train",
+        80,
+        (
+            Part("training:ten_steps", "distributed optimizer", {"recipe": "2B"}),
+            Part("training:ten_steps", "Megatron-FSDP", {"recipe": "digits"}),
+        ),
+    ),
+    Step("train, 2B", "train", 70, (Part("training:fine_tune"),)),
+    Step("speed", "speed", 80, (Part("speed:compare"),)),
+    Step(
+        "kernels and host waits",
+        "speed",
+        60,
+        (Part("kernels:look", "kernels"), *(Part("waits:look", f"waits, {kind}", {"kind": kind}) for kind in KINDS)),
+    ),
+    Step("conversion", "convert", 60, (Part("conversion:compare"),)),
 )
 GROUPS = ("machine", "parity", "train", "speed", "convert")

@@ -21,6 +21,7 @@ from qwen3vl_recipes.paths import set_paths
 from qwen3vl_recipes.qwen3_vl.qwen3_vl_2b import qwen3_vl_2b_sft_config
 
 from examples.digits.checkpoint import make_checkpoint
+from tests.ranks import forget_models
 from tests.training.running import train
 
 from .random_data import write_conversations, write_model_folder
@@ -41,6 +42,7 @@ def ten_steps(place: Place, recipe: str) -> list[Finding]:
         place: where.
         recipe: a key of `RECIPES`.
     """
+    forget_models()
     hf = make_checkpoint(place.work / "tiny_to_train", seed=1)
     data = write_conversations(place, place.work / "conversations_tiny", 60)
     runs = {name: place.work / f"{recipe}_{name}" for name in ("whole", "stopped")}
@@ -59,8 +61,9 @@ def ten_steps(place: Place, recipe: str) -> list[Finding]:
     if len(losses) != _STEPS or len(again) != _STEPS:
         raise ValueError(f"the runs logged {len(losses)} and {len(again)} steps, expected {_STEPS}")
     worst = max(abs(a / b - 1) for a, b in zip(again, losses, strict=True))
+    backend, needed = torch.distributed.get_backend(), {"cpu": "gloo", "cuda": "nccl"}[place.device]
     return [
-        Finding("backend", torch.distributed.get_backend()),
+        Finding("backend", backend, needed, needed in backend),
         at_most("loss after going on, relative", worst, _RESUMED[place.device]),
         at_least("loss that was lost in ten steps, relative", 1 - losses[-1] / losses[0], 0.05),
     ]

@@ -1,68 +1,90 @@
-"""Where a training step's forward and backward make the host wait for the device, as torch's own detector says.
+"""Where a whole training step makes the host wait for the device, as torch's own detector says.
 
-What lives here: counting. What may not: counting without a GPU, which tests do.
+What lives here: counting. What may not: counting without a GPU, and whose line a wait is, which are those of
+`tests/host_waits`.
 """
 
 from __future__ import annotations
 
-import traceback
+import contextlib
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 
 import qwen3vl_bridge  # noqa: F401  before Megatron
-from qwen3vl_bridge.training.step import to_device
+from qwen3vl_bridge.training.callbacks import training_callbacks
+from qwen3vl_bridge.training.config import GuardConfig
 
 import torch
-from transformers import AutoConfig
 
 from examples.digits.checkpoint import make_checkpoint
-from tests.parity.batches import make_batch, make_samples
+from tests.host_waits.places import place_in_code
+from tests.parity.on_ranks import Split
+from tests.parity.topologies import Topology
+from tests.ranks import forget_models
+from tests.steps import followed, step_with_callbacks
 
-from . import models
 from .results import Finding, Place, at_most
 
-_KINDS = {"dense": {}, "moe": {"moe": True}, "qwen3_5": {"family": "qwen3_5"}}
+_OPTIONS = {"dense": {}, "moe": {"moe": True}, "qwen3_5": {"family": "qwen3_5"}}
+_STEPS = 3  # the last is counted; those before it find kernels and allocate
+_SHOWN = 8  # lines that the table names
 
 
-def look(place: Place) -> list[Finding]:
-    """Of each kind of model; a dense one may wait nowhere, megatron-core's experts do."""
-    found = []
-    for kind, options in _KINDS.items():
-        config = AutoConfig.from_pretrained(make_checkpoint(place.work / f"waits_{kind}", **options))
-        places = _waits(place, config)
-        where = "; ".join(f"{times} x {line}" for line, times in places.most_common(8))
-        if kind == "dense":
-            found.append(at_most("dense: host waits", float(places.total()), 0.0))
-        else:
-            found.append(Finding(f"{kind}: host waits", str(places.total())))
-        if where:
-            found.append(Finding(f"{kind}: where", where))
+def look(place: Place, kind: str) -> list[Finding]:
+    """None are this project's lines; others' are listed, such as those of megatron-core's experts.
+
+    Args:
+        place: where.
+        kind: "dense", "moe" or "qwen3_5".
+    """
+    found = _waits(make_checkpoint(place.work / f"waits_{kind}", **_OPTIONS[kind]))
+    ours = sum(times for (package, _), times in found.items() if package == "ours")
+    where = "; ".join(f"{times} x {package}: {line}" for (package, line), times in found.most_common(_SHOWN))
+    return [
+        at_most("of qwen3vl_bridge's lines in a step", float(ours), 0.0),
+        Finding("of all packages", str(found.total())),
+        *([Finding("where", where)] if where else []),
+    ]
+
+
+def _waits(folder: object) -> Counter[tuple[str, str]]:
+    """How often each (package, line) of a packed step with copy, guard and distributed optimizer waits, in bf16."""
+    forget_models()
+    topology = Topology(1, distributed_optimizer=True)
+    split = Split(str(folder), topology, mixed_precision="bf16_mixed", train__train_iters=_STEPS)
+    run = split.run
+    run.cfg.guard, run.cfg.logger.log_interval = GuardConfig(on_nan="skip"), _STEPS + 1
+    vars(run.optimizer).pop("get_grad_norm", None)  # joined by `set_up` already, and by the callbacks again
+    run.stream = split.batches("mixed", "packed", steps=_STEPS)
+    found: Counter[tuple[str, str]] = Counter()
+    with followed(run, training_callbacks(run.cfg)):
+        for number in range(_STEPS):
+            with noted(found) if number == _STEPS - 1 else contextlib.nullcontext():
+                step_with_callbacks(run)
     return found
 
 
-def _waits(place: Place, config: object) -> Counter[str]:
-    """How often each line of a step waits, the second time that it runs."""
-    model = models.ours(place, config, 2048)
-    batch = make_batch(make_samples("mixed", config, seed=5), config, packed=True)
-    inputs = to_device(batch.local(), model)
-    places: Counter[str] = Counter()
+@contextlib.contextmanager
+def noted(found: Counter[tuple[str, str]]) -> Iterator[None]:
+    """Count the waits in the body by package and line; without a GPU torch reports none.
 
-    def note(message: Warning | str, category: type, filename: str, line: int, *_: object) -> None:
+    Args:
+        found: is added to.
+    """
+
+    def note(message: Warning | str, *_: object) -> None:
         if "called a synchronizing CUDA operation" in str(message):
-            frames = [one for one in traceback.extract_stack() if "warnings" not in one.filename][:-1]
-            named = [one for one in frames if "/torch/" not in one.filename][-1:]
-            places.update(f"{one.filename.rpartition('site/')[2]}:{one.lineno}" for one in named)
+            package, line, _ = place_in_code()
+            found[package, line] += 1
 
-    for number in range(2):
-        model.zero_grad(set_to_none=True)
-        with warnings.catch_warnings():
-            warnings.simplefilter("always")
-            warnings.showwarning = note
-            if number and place.device == "cuda":
-                torch.cuda.set_sync_debug_mode("warn")
-            try:
-                (model(inputs=inputs) * inputs.loss_mask).sum().backward()
-            finally:
-                if place.device == "cuda":
-                    torch.cuda.set_sync_debug_mode("default")
-    return places
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = note
+        if torch.cuda.is_available():
+            torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            if torch.cuda.is_available():
+                torch.cuda.set_sync_debug_mode("default")

@@ -1,9 +1,12 @@
 """Registration does not depend on the order of imports, and the import of the package is light."""
 
+import gc
+import importlib
 import importlib.util
 import subprocess
 import sys
 
+import qwen3vl_bridge
 from qwen3vl_bridge.compat import patches
 
 import pytest
@@ -38,6 +41,19 @@ def test_registers_whatever_is_imported_first(first):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.parametrize(
+    "code",
+    ["import qwen3vl_bridge", "from qwen3vl_bridge.cli.main import main; main(['train', '--help'])"],
+    ids=["import", "help"],
+)
+def test_half_a_second_is_enough(code):
+    """Of a processor; each takes 0.05 to 0.1 s where modules are compiled already."""
+    ended = f"import atexit, sys, time; atexit.register(lambda: print(time.process_time(), file=sys.stderr)); {code}"
+    done = run(ended)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stderr.splitlines()[-1]) < 0.5
+
+
 def test_importing_the_package_imports_neither_torch_nor_megatron():
     done = run(
         "import sys, qwen3vl_bridge\n"
@@ -45,6 +61,32 @@ def test_importing_the_package_imports_neither_torch_nor_megatron():
         "assert not heavy, heavy"
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_pauses_while_modules_are_executed(enabled, tmp_path, monkeypatch):
+    inner, outer, failing = (f"probe_{name}_{enabled}" for name in ("inner", "outer", "failing"))
+    seen = "import gc\nseen = gc.isenabled()\n"
+    (tmp_path / f"{inner}.py").write_text(seen)
+    (tmp_path / f"{outer}.py").write_text(f"from qwen3vl_bridge import {inner}\n{seen}")
+    (tmp_path / f"{failing}.py").write_text("raise ValueError('as it is executed')")
+    monkeypatch.setattr(qwen3vl_bridge, "__path__", [*qwen3vl_bridge.__path__, str(tmp_path)])
+    before = gc.isenabled()
+    set_collector(enabled)
+    try:
+        module = importlib.import_module(f"qwen3vl_bridge.{outer}")
+        after = gc.isenabled()
+        with pytest.raises(ValueError, match="as it is executed"):
+            importlib.import_module(f"qwen3vl_bridge.{failing}")
+        after_an_error = gc.isenabled()
+    finally:
+        set_collector(before)
+    assert not module.seen and not getattr(module, inner).seen
+    assert after == after_an_error == enabled
+
+
+def set_collector(enabled: bool) -> None:
+    (gc.enable if enabled else gc.disable)()
 
 
 TRAINING = """

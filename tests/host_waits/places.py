@@ -10,10 +10,12 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import qwen3vl_bridge
+
 import torch
 
 PACKAGES = {
-    "ours": "/qwen3vl_bridge/",
+    "ours": f"{Path(qwen3vl_bridge.__file__).parent}/",  # not any folder of this name, as clones have
     "megatron-core": "/megatron/core/",
     "Megatron-Bridge": "/megatron/bridge/",
     "transformers": "/transformers/",

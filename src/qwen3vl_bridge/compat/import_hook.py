@@ -12,9 +12,11 @@ may lack, so something has to be in place before `import megatron.bridge` runs.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import importlib.util
 import sys
+import threading
 from collections.abc import Iterator
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -59,11 +61,13 @@ class _Imports(MetaPathFinder):
         ours_running: how many modules of ours are being executed. One of them may be the reason why Megatron-Bridge
             is imported, and would be needed half finished by the registration, which therefore waits for it.
         register_later: whether a registration waits.
+        collector: paused while modules are executed.
     """
 
     def __init__(self) -> None:
         self.ours_running = 0
         self.register_later = False
+        self.collector = _CollectorPause()
 
     def find_spec(self, fullname: str, path=None, target: ModuleType | None = None) -> ModuleSpec | None:
         if not (_is_part_of(fullname, "megatron") or _is_part_of(fullname, "qwen3vl_bridge")):
@@ -87,7 +91,7 @@ class _Imports(MetaPathFinder):
         def exec_module(module: ModuleType) -> None:
             self.ours_running += ours
             try:
-                with self._prepared(spec.name):
+                with self.collector, self._prepared(spec.name):
                     execute(module)
             finally:
                 self.ours_running -= ours
@@ -114,6 +118,32 @@ class _Imports(MetaPathFinder):
             from qwen3vl_bridge import registry
 
             registry.import_bridges()
+
+
+class _CollectorPause:
+    """Python's collector does not run while modules are executed, in whatever threads and however deeply nested.
+
+    Megatron's import makes 800,000 objects that stay. Looking through them again and again takes 1.9 of its 10.4
+    seconds, once at the end 0.7 (docs/benchmarks.md). A collector that was off before stays off.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._was_enabled = False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._was_enabled = gc.isenabled()
+                gc.disable()
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside and self._was_enabled:
+                gc.enable()
 
 
 def _is_installed(package: str) -> bool:

@@ -69,10 +69,7 @@ def build_stock(folder: Path, **fields: Any) -> torch.nn.Module:
 def _built(folder: Path, fields: dict[str, Any]) -> tuple[torch.nn.Module, Any]:
     hf = PreTrainedCausalLM.from_pretrained(folder)
     bridge, provider = _bridge(hf, fields)
-    with _local_layers():
-        for name in (*SAVED_WITH_TE, *SAVED_WITH_EXPERTS):
-            setattr(provider, name, False)
-        provider.transformer_impl = "local"
+    with local_layers(provider):
         provider.finalize()
         groups = initialize(provider, seed=0)
         (model,) = provider.provide_distributed_model(
@@ -92,6 +89,20 @@ def _bridge(hf: PreTrainedCausalLM, fields: dict[str, Any]) -> tuple[Any, Any]:
         assert hasattr(provider, name), name
         setattr(provider, name, value)
     return bridge, provider
+
+
+@contextlib.contextmanager
+def local_layers(provider: Any) -> Iterator[None]:
+    """Have a provider of its build a model of megatron-core's local layers; the provider says so afterwards.
+
+    Args:
+        provider: not finalized.
+    """
+    for name in (*SAVED_WITH_TE, *SAVED_WITH_EXPERTS):
+        setattr(provider, name, False)
+    provider.transformer_impl = "local"
+    with _local_layers():
+        yield
 
 
 @contextlib.contextmanager
