@@ -14,7 +14,8 @@ have, of toy size, so that it makes about twice as many tokens of a text.
 - measure: `Samples.size`: read, check, pictures' headers, chat template, tokens. Both ways of tokenising; "decoded" is
   the backend's with PNG decoded.
 - encode: what a row's samples take besides: tokens, where answers are, pixels.
-- collate: `Collator.packed` of the encoded samples, in rows of 4,096 tokens.
+- collate: `Collator.packed` of the encoded samples, in rows of 4,096 tokens. "before" as `collating_before.py` has it,
+  "now" as it is; both make the same batches, which is checked before they are measured.
 
 Rounds take every way in turn, so that a busy machine slows all of them; the median of each is kept, the ratio to the
 first way, and the machine's load, beyond whose number of cores samples a second are too few and ratios alone say
@@ -33,8 +34,10 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import fields
 from pathlib import Path
 
+from qwen3vl_bridge.batch import PackedBatch
 from qwen3vl_bridge.data.media import images
 from qwen3vl_bridge.data.packing.best_fit import best_fit
 from qwen3vl_bridge.data.processing import tokenization
@@ -47,6 +50,7 @@ from qwen3vl_bridge.data.sources.opening import JsonLines
 import numpy as np
 import record
 import torch
+from collating_before import as_before
 from PIL import Image
 
 from examples.digits.processor import make_processor
@@ -165,11 +169,29 @@ def subjects(path: Path) -> Iterator[tuple[str, dict[str, Callable[[], object]]]
     collator = Collator(vision, pad_token_id(processor.tokenizer), _ROW, pixel_dtype=torch.bfloat16)
     rows = best_fit([len(sample) for sample in encoded], _ROW)
 
+    def batch(row: Sequence[int]) -> PackedBatch:
+        return collator.packed([encoded[number] for number in row])
+
     def collate() -> None:
         for row in rows:
-            collator.packed([encoded[number] for number in row])
+            batch(row)
 
-    yield "collate", {"": collate}
+    for row in rows:
+        with as_before():
+            before = batch(row)
+        if not same(before, batch(row)):
+            raise AssertionError("collating before and now give different batches")
+    yield "collate", {"before": within(as_before, collate), "now": collate}
+
+
+def same(first: PackedBatch, second: PackedBatch) -> bool:
+    """Whether two batches have the same positions, pixels and indices, to the bit."""
+    if not torch.equal(first.position_ids, second.position_ids) or (first.vision is None) != (second.vision is None):
+        return False
+    if first.vision is None or second.vision is None:
+        return True
+    pairs = [(getattr(first.vision, one.name), getattr(second.vision, one.name)) for one in fields(first.vision)]
+    return all(torch.equal(*pair) for pair in pairs if isinstance(pair[0], torch.Tensor))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -197,7 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                             "subject": subject,
                             "way": way,
                             "samples/s": pace,
-                            "of wrapper": ratio,
+                            "of the first way": ratio,
                             "load": f"{os.getloadavg()[0]:.1f}",
                         }
                     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import socket
 import sys
 from pathlib import Path
@@ -33,11 +34,25 @@ def _place(item) -> int:
     return next((n for n, name in enumerate(_LONGEST) if item.nodeid.startswith(f"tests/{name}/")), len(_LONGEST))
 
 
+def _mark_slow_cases(items, *, whole: bool) -> None:
+    """Those of `slow_cases.txt`; where all tests are collected, each of its lines has to be of some."""
+    lines = Path(__file__).with_name("slow_cases.txt").read_text().splitlines()
+    for line in (line for line in lines if not line.startswith("#")):
+        beginning = re.compile(re.escape(line).replace(r"\*", ".*"))
+        found = [item for item in items if beginning.match(item.nodeid)]
+        if whole and not found:
+            raise pytest.UsageError(f"tests/slow_cases.txt: {line!r} is the beginning of no test's name")
+        for item in found:
+            item.add_marker("slow")
+
+
 def pytest_collection_modifyitems(config, items):
     """Long ones first; leave out slow tests, but those that are asked for: where files or tests are named, all."""
     items.sort(key=_place)
-    which, whole = config.getoption("--slow"), Path(__file__).parent
-    if which == "all" or (which is None and [Path(one).resolve() for one in config.args] != [whole]):
+    all_collected = [Path(one).resolve() for one in config.args] == [Path(__file__).parent]
+    _mark_slow_cases(items, whole=all_collected)
+    which = config.getoption("--slow")
+    if which == "all" or (which is None and not all_collected):
         return
     number, parts = (int(n) for n in (which or "0/0").split("/"))
 
@@ -51,11 +66,17 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if runs(item)]
 
 
+def pytest_collection():
+    """Until all tests are collected: nearly nothing of what is imported is garbage."""
+    gc.disable()
+
+
 def pytest_collection_finish():
     """What has been imported stays: a collection need not walk through its million objects.
 
     Of whole runs in this process collections took a third of the time.
     """
+    gc.enable()
     gc.collect()
     gc.freeze()
 

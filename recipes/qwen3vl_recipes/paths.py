@@ -54,10 +54,11 @@ def set_paths(
 
 
 def check_data(cfg: ConfigContainer) -> None:
-    """Look whether there are data before anything is built, which takes a while.
+    """Look whether there are data that can be trained on before anything is built, which takes a while.
 
     Raises:
         ValueError: nothing is where they are said to be.
+        DataError: all samples would be dropped (see `Qwen3VLConversationProvider.check_samples`).
     """
     from qwen3vl_bridge import Qwen3VLConversationProvider
     from qwen3vl_bridge.data.row_settings import SPLITS
@@ -75,6 +76,7 @@ def check_data(cfg: ConfigContainer) -> None:
         pattern = path is not None and any(mark in path for mark in "*?[")
         if path and not pattern and not path.startswith(HUB) and not Path(path).exists():
             raise ValueError(f"{name} is {path}: there is no such file or folder")
+    cfg.dataset.check_samples()
 
 
 def _use_model(cfg: ConfigContainer, hf_path: str) -> None:

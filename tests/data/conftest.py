@@ -33,9 +33,9 @@ from PIL import Image
 from .servers import fetched_from
 
 
-def groups(*, dp: int = 1, dp_rank: int = 0, cp: int = 1) -> SimpleNamespace:
+def groups(*, dp: int = 1, dp_rank: int = 0, cp: int = 1, tp_rank: int = 0) -> SimpleNamespace:
     """Process groups, as far as data ask for them."""
-    sizes = dict(dp=(dp, dp_rank), cp=(cp, 0))
+    sizes = dict(dp=(dp, dp_rank), cp=(cp, 0), tp=(tp_rank + 1, tp_rank), pp=(1, 0))
     group = {
         name: SimpleNamespace(size=lambda size=size: size, rank=lambda rank=rank: rank)
         for name, (size, rank) in sizes.items()

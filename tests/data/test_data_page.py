@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,17 @@ from qwen3vl_bridge.data.schemas.named_schemas import SCHEMAS
 from qwen3vl_bridge.data.sources.mixture import mixed_sets
 
 import pytest
-from qwen3vl_recipes import qwen3_vl_8b_sft_config
+from qwen3vl_recipes import paths, qwen3_vl_8b_sft_config
 from qwen3vl_recipes.overrides import apply
 
+from tests.receipts import receipts
+
 from .conftest import picture, write
+from .media.test_video import clip
 from .schemas.test_published_formats import FORMATS
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "data.md").read_text("utf-8")
+THINKING = Path(__file__).parent / "processing" / "thinking_template.jinja"
 BLOCKS = re.findall(r"```(json|bash|console)\n(.*?)```", PAGE, re.DOTALL)
 # A record, and the command that follows it, if one does.
 EXAMPLES = [
@@ -38,6 +44,8 @@ def words_of(text: str) -> list[str]:
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
     picture(tmp_path / "images" / "1.png", 32, 32)
+    (tmp_path / "videos").mkdir()
+    clip(tmp_path / "videos" / "1.mkv", 4)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -50,12 +58,16 @@ def test_a_record_is_read(folder, checkpoint, capsys, record, text):
         sample = open_source(path)[0]
         assert len(sample.images) == json.dumps(record).count("images/1.png")
         return
+    if text.endswith("_thinking\n"):  # a template that reads reasoning
+        checkpoint = shutil.copytree(checkpoint, folder / "hf")
+        shutil.copyfile(THINKING, checkpoint / "chat_template.jinja")
     words = words_of(text.replace("HF_FOLDER", str(checkpoint)))
     assert words[:3] == ["qwen3vl", "data", "inspect"]
     assert command.main([*words[2:], "--json", "--no-progress"]) == 0
     assert json.loads(capsys.readouterr().out)["num_samples"] == 1
-    with pytest.raises(DataError):
-        open_source(path)[0]
+    if words[-1] not in ("gsm8k", "raven"):  # whose records are also in a format that has no name
+        with pytest.raises(DataError):
+            open_source(path)[0]
 
 
 def test_there_are_examples():
@@ -80,6 +92,7 @@ def test_formats_with_a_name_are_all_there():
     section = PAGE.split("## Formats with a name", 1)[1].split("\n## ", 1)[0]
     rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     assert {name for row in rows for name in re.findall("`(.*?)`", row)} == set(SCHEMAS)
+    assert re.findall(r"--schema-adapter (\w+)\n```", section) == list(SCHEMAS)
 
 
 def test_public_sets_and_their_settings_are_those_that_are_tried():
@@ -93,6 +106,7 @@ def test_public_sets_and_their_settings_are_those_that_are_tried():
         named += [f"schema_adapter={one.schema_adapter}"] if one.schema_adapter else []
         return ", ".join(f"`{setting}`" for setting in named).replace("\n", r"\n")
 
+    assert len({one.name for one in FORMATS if len(one.columns) + bool(one.schema_adapter) <= 1}) >= 12
     published = {one.name: settings(one) for one in FORMATS if not one.name.startswith("ms-swift")}
     assert {name: words for name, words in found.items() if name != "---"} == published
 
@@ -111,3 +125,58 @@ def test_options_of_commands_exist():
     for words in commands():
         if words[:2] == ["qwen3vl", "data"]:
             command._parser("qwen3vl data").parse_args(words[2:])
+
+
+def walk(title: str, checkpoint: Path) -> list[list[str]]:
+    """The commands of a section that goes from the download to training, apart from the download."""
+    section = PAGE.split(f"## {title}, from the download to training", 1)[1].split("\n## ", 1)[0]
+    text = re.findall(r"```console\n(.*?)```", section, re.DOTALL)[0].replace("\\\n", " ")
+    lines = [shlex.split(line.replace("HF_FOLDER", str(checkpoint))) for line in text.splitlines()]
+    return [line for line in lines if line[0] in ("qwen3vl", "torchrun")]
+
+
+def training(words: list[str], checkpoint: Path) -> Any:
+    """The data of a run, as a command that trains has them."""
+    options = dict(pairwise(words))
+    assert (options["--recipe"], options["--hf-path"]) == ("qwen3_vl_8b_sft_config", str(checkpoint))
+    cfg = qwen3_vl_8b_sft_config()
+    cfg.dataset.hf_processor_path = options["--hf-path"]
+    apply(cfg, [word for word in words if word.startswith("dataset.")])
+    paths.check_data(cfg)
+    cfg.dataset.finalize()
+    return cfg.dataset.shared_by(cfg.model.context_parallel_size)
+
+
+def test_llava_from_the_download_to_training(tmp_path, checkpoint, monkeypatch, capsys):
+    """A record that is longer than a row, and one whose picture is missing, stop neither packing nor training."""
+    monkeypatch.chdir(tmp_path)
+    records = []
+    for number, words in enumerate(("Seven.", "seven " * 9000, "Six.", "Five.")):
+        name = f"{number:012}.jpg"
+        if number < 3:
+            picture(tmp_path / "LLAVA/train2017" / name, 64, 64)
+        turns = [{"from": "human", "value": "<image>\nWhich digit?"}, {"from": "gpt", "value": words}]
+        records.append({"id": name[:-4], "image": name, "conversations": turns})
+    (tmp_path / "LLAVA/llava_instruct_150k.json").write_text(json.dumps(records))
+
+    inspect, pack, train = walk("LLaVA", checkpoint)
+    assert command.main([*inspect[2:], "--no-progress"]) == 1  # says that one has no picture
+    assert command.main([*pack[2:], "--workers", "0", "--no-progress"]) == 0
+    assert "4, of them 2 dropped and 0 cut" in capsys.readouterr().out
+    row = training(train, checkpoint).rows("train")[0]
+    assert sorted(sample.sample_id for sample in row.samples) == [f"llava_instruct_150k.json[{n}]" for n in (0, 2)]
+
+
+def test_cord_v2_from_the_download_to_training(tmp_path, checkpoint, monkeypatch):
+    """With the names that the files of the hub have."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "CORD/data").mkdir(parents=True)
+    for split, shards in (("train", 4), ("validation", 1)):
+        for shard in range(shards):
+            receipts(2).to_parquet(tmp_path / f"CORD/data/{split}-{shard:05}-of-{shards:05}-b4aaeceff1d90ecb.parquet")
+    inspect, train = walk("CORD-V2", checkpoint)
+    assert command.main([*inspect[2:], "--no-progress"]) == 0
+    data = training(train, checkpoint)
+    for split, count in (("train", 8), ("valid", 2)):
+        rows = data.rows(split)
+        assert rows.samples.total == count and rows[0].samples[0].loss_mask.sum() > 0

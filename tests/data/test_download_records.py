@@ -12,6 +12,7 @@ from qwen3vl_bridge.data.media.url_cache import UrlCache, digest_of
 from qwen3vl_bridge.data.packing import shared_sizes
 from qwen3vl_bridge.data.sources.fingerprints import check_alike
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -98,6 +99,34 @@ def test_a_run_goes_on_with_what_it_began_with_or_not_at_all(server, download, t
     provider = training(file, train_packing=str(tmp_path / "rows"), window_size=512)
     with pytest.raises(ValueError, match=f"was packed by other rules: {found}"):
         provider.rows("train")
+
+
+def test_a_stream_goes_by_the_record_of_its_download(server, download, training, checkpoint, tmp_path, monkeypatch):
+    """Which addresses were given up is part of what the stream is; downloads read it by number."""
+    names = [f"/{number}.png" for number in range(8)]
+    server.answers = {name: png() for name in names} | {"/2.png": 404, "/5.png": 404}
+    records = [asking(server.url + name) for name in names]
+    for record in records:  # contents of one type, as tables need it
+        record["messages"][1]["content"] = [{"type": "text", "text": "Seven."}]
+
+    def load(*name, split, streaming=False, **_):
+        whole = datasets.Dataset.from_list(records)
+        return whole.to_iterable_dataset(num_shards=2) if streaming else whole
+
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda *_, **__: ["train"])
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert download("--data", "hf://me/digits#train") == 1
+    stream = training("hf://me/digits#train", streaming=True).stream("train")
+    assert "without 2 of 8 addresses (" in stream.state_dict()["data"]["data"]
+    batches = [next(stream) for _ in range(4)]
+    assert sum(sum(batch.newly_dropped) for batch in batches) >= 2
+    state = stream.state_dict()
+    training("hf://me/digits#train", streaming=True).stream("train").load_state_dict(state)
+
+    server.answers["/2.png"] = png()
+    assert download("--data", "hf://me/digits#train", options=("--retry",)) == 1
+    with pytest.raises(ValueError, match=r"other data than this: found data .*, without 1 of 8 addresses"):
+        training("hf://me/digits#train", streaming=True).stream("train").load_state_dict(state)
 
 
 def test_data_with_all_their_addresses_are_what_they_are_without_a_record(server, download, training, file, tmp_path):

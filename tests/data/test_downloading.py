@@ -5,17 +5,20 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
 
 import qwen3vl_bridge
 from qwen3vl_bridge.cli.data import main
-from qwen3vl_bridge.data import DataError, JsonLines, open_source
+from qwen3vl_bridge.data import Columns, DataError, JsonLines, open_source
 from qwen3vl_bridge.data.errors import Unreachable
 from qwen3vl_bridge.data.media.images import MediaAccess
 from qwen3vl_bridge.data.media.url_cache import UrlCache, default_cache
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from .conftest import write
@@ -53,6 +56,20 @@ def test_every_address_is_asked_once(server, run, tmp_path):
     assert server.asked == Counter(names) and len(files(tmp_path / "cache")) == 52  # the manifest and the record, too
     assert run(records)[1]["present"] == 50 and server.asked == Counter(names)
     assert run([*records, asking(f"{server.url}/0.png#top")])[1]["present"] == 50
+
+
+def test_downloads_go_on_side_by_side(server, run):
+    """Eight answers that each wait for the others to be asked for."""
+    together = threading.Barrier(8)
+
+    def answer(handler):
+        together.wait(30)
+        send(handler, 200, png())
+
+    server.answers = {f"/{number}.png": answer for number in range(8)}
+    records = [asking(f"{server.url}/{number}.png") for number in range(8)]
+    assert run(records, "--workers", "8") == (0, {"downloaded": 8, "present": 0, "failures": [], "unread": []})
+    assert set(server.asked.values()) == {1} and not together.broken
 
 
 def test_conversations_train_on_what_was_downloaded(server, run, checkpoint, encoder, tmp_path):
@@ -102,7 +119,7 @@ def test_what_failed_is_written_down(server, run, tmp_path):
     with pytest.raises(DataError, match=r"^here: found the address '.*gone.png', which could not be downl.*status 404"):
         cache(f"{server.url}/gone.png", "here")
     for address in (f"{server.url}/busy.png", far, "http://new.example/1.png"):
-        with pytest.raises(Unreachable, match=r"^here: found the address .*qwen3vl data download fetches them$"):
+        with pytest.raises(Unreachable, match=r"^here: found the address .*qwen3vl data download fetches them, with"):
             cache(address, "here")
 
     # Only what is not known to be gone is asked for again, unless that is wanted too.
@@ -224,3 +241,71 @@ def test_a_damaged_word_of_a_failure_is_tried_again(server, run, tmp_path):
         UrlCache(tmp_path / "cache")(f"{server.url}/a.png", "here")
     server.answers["/a.png"] = png()
     assert run([asking(f"{server.url}/a.png")])[1]["downloaded"] == 1
+
+
+def pixmo_cap(address: str) -> dict:
+    """A record as allenai/pixmo-cap has them."""
+    return {"image_url": address, "caption": "A house.", "transcripts": ["Well, a house."]}
+
+
+CAPTIONS = {"image": "image_url", "question": "text:Describe this image.", "answer": "caption"}
+
+
+@pytest.fixture
+def captions(server, tmp_path, capsys):
+    """Downloads the pictures of captions, with options; a function that does, and the file."""
+    server.answers = {"/0.png": png(), "/1.png": png("blue"), "/2.png": 404}
+    file = tmp_path / "train.parquet"
+    pq.write_table(pa.Table.from_pylist([pixmo_cap(f"{server.url}/{number}.png") for number in range(3)]), file)
+
+    def download(*options: str) -> tuple[int, str]:
+        where = ["--url-cache", str(tmp_path / "cache"), "--allowed-urls", f"{server.url}/"]
+        status = main(["download", "--data", str(file), *where, *options])
+        said = capsys.readouterr()
+        return status, said.out + said.err
+
+    return download, file
+
+
+def test_addresses_in_a_column_of_another_name_are_downloaded(server, captions, encoder, tmp_path):
+    """By the settings that read the records, as the run has them; without them nothing is, and it is said."""
+    download, file = captions
+    status, said = download()
+    assert status == 2 and "found the columns image_url, caption, transcripts, expected" in said and not server.asked
+    status, said = download("--columns", *(f"{key}={column}" for key, column in CAPTIONS.items()))
+    assert status == 1 and server.asked == {"/0.png": 1, "/1.png": 1, "/2.png": 1}
+
+    source = open_source(file, addresses=UrlCache(tmp_path / "cache"), columns=Columns(**CAPTIONS))
+    assert source.fingerprint().count("without 1 of 3 addresses") == 1
+    for number in range(2):
+        assert encoder(source[number]).pixel_values is not None
+    with pytest.raises(DataError, match=r"which could not be downloaded: .*found the status 404") as caught:
+        source[2]
+    assert not isinstance(caught.value, Unreachable)
+
+
+def test_columns_other_than_those_of_the_download_are_said(captions, tmp_path):
+    """A run that reads another column's addresses stops at them."""
+    download, file = captions
+    table = pq.read_table(file).to_pylist()
+    pq.write_table(pa.Table.from_pylist([{**row, "large_url": f"{row['image_url']}?large"} for row in table]), file)
+    options = ["question=text:Describe this image.", "answer=caption", "ignore=large_url"]
+    assert download("--columns", "image=image_url", *options)[0] == 1
+    columns = Columns(**{**CAPTIONS, "image": "large_url"}, ignore=["image_url"])
+    source = open_source(file, addresses=UrlCache(tmp_path / "cache"), columns=columns)
+    with pytest.raises(
+        Unreachable, match=r"found the address '.*0.png\?large', and no download of it in .*cache"
+    ) as caught:
+        source[0]
+    assert "qwen3vl data download fetches them, with --columns and --schema-adapter as in the run" in str(caught.value)
+
+
+def test_a_named_schema_is_downloaded(server, tmp_path, capsys):
+    """The receipts of cord_v2, with addresses in place of pictures."""
+    server.answers = {"/0.png": png()}
+    truth = json.dumps({"gt_parse": {"menu": [{"nm": "Tea"}]}})
+    file = write(tmp_path / "train.jsonl", [{"image": f"{server.url}/0.png", "ground_truth": truth}])
+    where = ["--url-cache", str(tmp_path / "cache"), "--allowed-urls", f"{server.url}/"]
+    assert main(["download", "--data", str(file), "--schema-adapter", "cord_v2", *where]) == 0
+    source = open_source(file, addresses=UrlCache(tmp_path / "cache"), schema_adapter="cord_v2")
+    assert server.asked == {"/0.png": 1} and len(source[0].images) == 1

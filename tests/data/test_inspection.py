@@ -13,7 +13,7 @@ from pathlib import Path
 
 from qwen3vl_bridge.cli.data import main
 from qwen3vl_bridge.data import DataError, SampleFilter, Samples, open_source
-from qwen3vl_bridge.data.inspection.html_report import _histogram, _ticks, html_parts, write_html
+from qwen3vl_bridge.data.inspection.html_report import _MOST_OPEN, _histogram, _ticks, html_parts, write_html
 from qwen3vl_bridge.data.inspection.summary import InspectionSettings, inspect_samples, view_sample
 from qwen3vl_bridge.data.inspection.text_report import as_json, as_text
 from qwen3vl_bridge.data.inspection.unpatchify import unpatched
@@ -255,6 +255,17 @@ def test_the_report_says_what_it_is_of(report):
     assert [fold != "" for fold in re.findall(r"<details( open)?>", page)] == [True, True, False]
     assert len(re.findall(r"fits no row: [\d,]+ tokens, and a row has 700", page)) == 1
     assert page.count("number of samples") == 1 and "prefers-color-scheme: dark" in page
+
+
+def test_a_sample_of_many_pieces_is_folded_though_it_fits(tmp_path, inspect):
+    """A page of a thousand long samples would be slow to open."""
+    records = [conversation("7 " * 200), conversation("7 " * 1000)]
+    found = inspect(write(tmp_path / "train.jsonl", records), pictures=True, seq_length=20_000)
+    assert len(found.samples[0].pieces) <= _MOST_OPEN < len(found.samples[1].pieces)
+    write_html(found, tmp_path / "report.html", "train.jsonl", "model")
+    page = (tmp_path / "report.html").read_text()
+    assert [fold != "" for fold in re.findall(r"<details( open)?>", page)] == [True, False]
+    assert "fits no row" not in page
 
 
 def test_axes_have_round_numbers():

@@ -1,6 +1,7 @@
 """The provider in Megatron-Bridge's own data loading, and in ours."""
 
 from itertools import islice, pairwise
+from types import SimpleNamespace
 
 import qwen3vl_bridge
 from qwen3vl_bridge import data
@@ -12,6 +13,7 @@ import torch
 from megatron.bridge.data.base import DatasetBuildContext
 from megatron.bridge.data.samplers import build_pretraining_data_loader
 from megatron.bridge.data.utils import get_dataset_provider
+from qwen3vl_recipes.paths import check_data
 
 from .conftest import groups
 
@@ -69,6 +71,32 @@ def test_both_loops_see_the_same_rows(make):
         assert ids(loader(provider, train, rank=rank, size=2)) == expected[rank::2]
         stream = provider.stream("train", dp_rank=rank, dp_size=2)
         assert ids(batch for _, batch in zip(range(15), stream, strict=False)) == expected[rank::2]
+
+
+def test_data_of_which_all_would_be_dropped_are_refused_before_a_model_is_built(make, tmp_path, train_file):
+    """By what recipes ask before they begin; one good sample is enough, and the others are not measured."""
+    lines = train_file.read_text().splitlines()
+    bad = ['{"messages": []}', '{"messages": [{"role": "user", "content": "<image>"}]}'] * 10
+    path = tmp_path / "train.jsonl"
+    path.write_text("\n".join(bad))
+
+    def check(**changes):
+        check_data(SimpleNamespace(dataset=make(**{"train_path": str(path), "on_bad": "drop", **changes})))
+
+    with pytest.raises(
+        DataError, match=r"found 8 samples, all of which would be dropped .*The first: train.jsonl:\d+: "
+    ):
+        check()
+    with pytest.raises(DataError, match="found 20 samples, all of which"):
+        check(window_size=512)
+    with pytest.raises(DataError, match="found 20 samples, all of which"):
+        check(train_path=None, mixture=[{"path": str(path)}], window_size=512)
+    path.write_text("\n".join(lines))
+    with pytest.raises(DataError, match=r"all of which would be dropped .*expected at most 4"):
+        check(on_long="drop", seq_length=4, media_root=str(train_file.parent))
+    for changes in ({}, {"on_long": "truncate"}):
+        path.write_text("\n".join([*bad, *lines[:1]]))
+        check(window_size=512, media_root=str(train_file.parent), **changes)
 
 
 def test_padded_rows_come_in_microbatches(make):

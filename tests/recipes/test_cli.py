@@ -176,6 +176,7 @@ def test_settings_that_contradict_each_other(settings, message):
 
 def test_data_of_every_kind_are_looked_for(tmp_path):
     cfg = qwen3_vl_2b_sft_config()
+    cfg.dataset.on_bad = cfg.dataset.on_long = "error"  # so that none is opened
     for path in ("hf://me/digits#train", str(tmp_path), str(tmp_path / "part-*.parquet")):
         cfg.dataset.path = path
         check_data(cfg)

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.batch import PackedBatch
+from qwen3vl_bridge.data.errors import Changed, DataError, Unreachable
 from qwen3vl_bridge.data.loading.batch_stream import BatchStream, one_pass
 from qwen3vl_bridge.data.loading.row_dataset import Balance, RowDataset, RowSettings
 from qwen3vl_bridge.data.loading.streamed_rows import StreamedRows
 from qwen3vl_bridge.data.media.images import MediaAccess
 from qwen3vl_bridge.data.media.url_cache import UrlCache
 from qwen3vl_bridge.data.packing.packed_rows import PackedRows
-from qwen3vl_bridge.data.packing.shared_sizes import sizes_of_job
+from qwen3vl_bridge.data.packing.shared_sizes import notes_of_job, sizes_of_job
 from qwen3vl_bridge.data.processing.samples import Samples
 from qwen3vl_bridge.data.row_settings import SPLITS, ConversationRows
 from qwen3vl_bridge.data.schemas.columns import Columns, one_schema
@@ -200,7 +201,7 @@ class Qwen3VLConversationProvider(ConversationRows):
         rows, ranks = (self, 1) if groups is None else (self.shared_by(groups.cp.size()), groups.dp.size())
         wanted = (context.train_samples, context.valid_samples, context.test_samples)
         train, valid, test = (
-            rows._in_parts(rows.rows(split, length=length, ranks=ranks), ranks)
+            rows._in_parts(rows.rows(split, length=length, ranks=ranks), ranks, groups=groups)
             if length and (self.path_of(split) or self.mixed(split))
             else None
             for split, length in zip(SPLITS, wanted, strict=True)
@@ -286,7 +287,43 @@ class Qwen3VLConversationProvider(ConversationRows):
         repeat = None if split == "train" else self.rows_of_evaluation
         return RowDataset(Samples(source, sample_filter, sizes), settings, length=length, ranks=ranks, repeat=repeat)
 
-    def _in_parts(self, rows: RowDataset, ranks: int, micro_batch_size: int = 1) -> RowDataset | StreamedRows:
+    def check_samples(self) -> None:
+        """Refuse training data whose samples would all be dropped, before a model is built for them.
+
+        Measures samples of the first window until one is good, which mostly is the first. Data of the hub, streams and
+        rows that were packed before are not looked at.
+
+        Raises:
+            DataError: all samples of the window are bad or too long; a file that cannot be read.
+            Unreachable: a picture was not downloaded.
+        """
+        sets = self.mixed("train")
+        paths = [self.path_of("train")] if self.mixture is None else [one.path_of("train") for one in sets]
+        is_dropping = "drop" in (self.on_bad, self.on_long)
+        if not is_dropping or self.train_packing or any(path is None or path.startswith(HUB) for path in paths):
+            return
+        source = open_mixture(sets, "train", self.downloaded()) if sets else self._source(str(paths[0]), self.seed)
+        strict = replace(self, on_bad="error", on_long="truncate" if self.on_long == "truncate" else "error")
+        samples = Samples(source, strict.sample_filter())
+        numbers = RowDataset(samples, RowSettings(self.collator())).order(self.seed).numbers(0, 0, self.window_size)
+        problems = list[str]()
+        for number in numbers:
+            try:
+                samples.size(number)
+                return
+            except (Changed, Unreachable):
+                raise
+            except DataError as error:
+                problems.append(str(error))
+        raise DataError(
+            "the training data",
+            f"found {len(numbers)} samples, all of which would be dropped as bad or too long, expected at least one "
+            f"that can be trained on. The first: {'; '.join(problems[:3])}. `qwen3vl data inspect` shows the others",
+        )
+
+    def _in_parts(
+        self, rows: RowDataset, ranks: int, micro_batch_size: int = 1, groups: Any = None
+    ) -> RowDataset | StreamedRows:
         """Of a stream, those of its parts."""
         if not self.streaming:
             return rows
@@ -298,7 +335,7 @@ class Qwen3VLConversationProvider(ConversationRows):
                 f"dataset.stream_parts is {parts}, expected a multiple of {readers}: {ranks} data-parallel ranks x "
                 f"{workers} data-loading processes x {micro} rows of a microbatch"
             )
-        return StreamedRows(rows, parts)
+        return StreamedRows(rows, parts, notes_of_job({"stream": rows.samples.file.fingerprint()}, groups))
 
     def _source(self, path: str, seed: int | None) -> ConversationSource | StreamedDataset:
         if not self.streaming:

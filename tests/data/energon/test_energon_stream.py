@@ -2,14 +2,21 @@
 
 import gc
 import io
+import logging
 from functools import partial
 from itertools import chain, islice
 
 from qwen3vl_bridge.data import DataError
+from qwen3vl_bridge.data.packing import shared_sizes
 from qwen3vl_bridge.data.processing.processor import VisionLimits
+from qwen3vl_bridge.parallel.collectives import sum_amounts
+from qwen3vl_bridge.training.monitoring.batch_meter import Meter
+from qwen3vl_bridge.training.monitoring.left_out import LeftOut
+from qwen3vl_bridge.training.process_groups import shutdown
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.bridge.data.base import DatasetBuildContext
 from megatron.bridge.data.loaders import RerunDataIterator
 from megatron.bridge.data.utils import get_dataset_provider
@@ -18,6 +25,7 @@ from megatron.bridge.utils.safe_pickle import energon_torch_load
 from tests.training.running import replicate, train
 
 from ..conftest import groups, picture, same
+from ..packing.test_shared_sizes import run
 from .test_energon import asked
 from .webdatasets import ASKED, keys, provider_of, write_checkpoint, write_folder
 
@@ -195,6 +203,51 @@ def test_a_sample_that_proves_bad_in_evaluation_leaves_its_place_to_nothing(make
     assert len(batches) == 2 and keys(batches) == ["good"]
     with pytest.raises(DataError, match=r"^val-0.tar:bad: "):
         list(make(folder, pack=False).evaluation("valid"))
+
+
+def test_a_restored_stream_counts_what_it_drops_from_there_on(make, tmp_path):
+    """By energon's own state, and where it is read again to where the checkpoint stands."""
+    bad, good = {"json": {"messages": []}}, {"json": {"messages": ASKED}}
+    folder = write_folder(tmp_path / "wds", train=[[(f"{n}", bad if n % 3 else good) for n in range(18)]])
+    provider = make(folder, packing_buffer_size=2, on_bad="drop")
+    whole = [batch.newly_dropped for batch in take(provider.stream("train"), 8)]
+    assert sum(map(sum, whole)) > 12
+    for ranks in (1, 2):
+        stream, resumed = (provider.stream("train", dp_size=ranks) for _ in range(2))
+        expected = [batch.newly_dropped for batch in take(stream, 6)]
+        stream = provider.stream("train", dp_size=ranks)
+        take(stream, 3)
+        resumed.load_state_dict(torch.load(_saved(stream.state_dict()), weights_only=True))
+        assert [batch.newly_dropped for batch in take(resumed, 3)] == expected[3:]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_is_dropped_adds_up_over_ranks(make, tmp_path, workers):
+    """A total of both ranks and their workers, as the run's metrics make it; and the log names the first only once."""
+
+    def of_rank(rank: int) -> tuple:
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=2)
+        logging.getLogger("qwen3vl_bridge.data.processing.filtering").addHandler(logging.FileHandler(tmp_path / "said"))
+        stream = make(folder, pack=False, num_workers=workers, on_bad="drop").stream("train", dp_rank=rank, dp_size=2)
+        meter, batches = Meter(), take(stream, 6)
+        for batch in batches:
+            meter.add_left_out(batch)
+        left_out = LeftOut(None)
+        total = left_out.figures(sum_amounts(left_out.numbers(meter.newly_dropped), groups()), [0])
+        dist.barrier()
+        return total, sum(meter.newly_dropped), keys(batches)
+
+    bad, good = {"json": {"messages": []}}, {"json": {"messages": ASKED}}
+    tars = [[(f"{tar}{n}", good if n % 3 == 2 else bad) for n in range(18)] for tar in "ab"]
+    folder = write_folder(tmp_path / "wds", train=tars)
+    shutdown()  # groups of other tests, of which each rank would have a copy
+    shared_sizes._job.cache_clear()
+    (total, first, seen), (same_total, second, other) = run(*(partial(of_rank, rank) for rank in range(2)))
+    # Each rank has a tar: its six good samples, and the twelve bad ones before them.
+    assert len({*seen, *other}) == 12 and (first, second) == (12, 12)
+    assert total == same_total == {"dropped": 24}
+    numbers = sorted(int(text.split()[0]) for text in (tmp_path / "said").read_text().split("dropped, ")[1:])
+    assert numbers in ([1, 2, 3, 4, 8, 16], [1, 2, 3, 4, 8, 16, 32])  # workers read ahead
 
 
 def test_megatron_bridge_builds_the_same_batches_and_finds_their_state(make, folder):

@@ -1,6 +1,7 @@
 """Rows of streams: packed like those of other data; each sample read in one process, and gone on from exactly."""
 
 import json
+import logging
 import multiprocessing
 import os
 from collections import Counter, defaultdict
@@ -21,6 +22,8 @@ from qwen3vl_bridge.data import (
 from qwen3vl_bridge.data.errors import Unreachable
 from qwen3vl_bridge.data.loading.streamed_rows import StreamedRows
 from qwen3vl_bridge.data.offline_packing import pack
+from qwen3vl_bridge.data.packing import shared_sizes
+from qwen3vl_bridge.data.packing.sample_sizes import OwnNotes
 from qwen3vl_bridge.data.sources import hub
 from qwen3vl_bridge.data.sources.hub_streaming import StreamedDataset
 
@@ -194,13 +197,14 @@ def test_row_groups_of_parquet_files_are_parts_too(make, even_file, tmp_path):
     assert len(set(names)) == len(names) == 40 and {part_and_epoch(name)[0] for name in names} == {0, 1, 2, 3}
 
 
-def test_what_is_dropped_adds_up_over_parts(make, divided, tmp_path, even_file):
+def test_what_is_dropped_adds_up_over_parts(make, divided, tmp_path, caplog):
     """Each file has one bad sample more; a row says how many were dropped since the one before of its part."""
     for number in range(FILES):
         with (tmp_path / f"{number}.jsonl").open("a") as file:
             answer = [{"type": "text", "text": "99"}]
             file.write(json.dumps({"messages": [{"role": "assistant", "content": answer}]}) + "\n")
-    rows = StreamedRows(make(dataset=divided[0], on_bad="drop")(), 4)
+    caplog.set_level("WARNING", "qwen3vl_bridge.data.processing.filtering")
+    rows = StreamedRows(make(dataset=divided[0], on_bad="drop")(), 4, OwnNotes().note)
     dropped = Counter()
     for number in count():
         row = rows[number]
@@ -209,6 +213,29 @@ def test_what_is_dropped_adds_up_over_parts(make, divided, tmp_path, even_file):
         if all(dropped[part, 2] for part in range(4)):
             break
     assert {count for (_, epoch), count in dropped.items() if epoch < 2} == {2}
+    said = [int(text.split("dropped, ")[1].split()[0]) for text in caplog.messages if "dropped, " in text]
+    assert said[:5] == [1, 2, 3, 4, 8] and len(said) < 8  # the first of all parts together
+
+
+def test_processes_name_the_first_that_are_dropped_together(provider, tmp_path):
+    """Two data-loading processes, each with its own part."""
+    for number in range(FILES):
+        with (tmp_path / f"{number}.jsonl").open("a") as file:
+            file.write(
+                json.dumps({"messages": [{"role": "assistant", "content": [{"type": "text", "text": "9"}]}]}) + "\n"
+            )
+    handler, logger = (
+        logging.FileHandler(tmp_path / "said"),
+        logging.getLogger("qwen3vl_bridge.data.processing.filtering"),
+    )
+    logger.addHandler(handler)
+    shared_sizes._job.cache_clear()
+    try:
+        take(provider(on_bad="drop", num_workers=2).stream("train"), 12)
+    finally:
+        logger.removeHandler(handler)
+    said = sorted(int(text.split()[0]) for text in (tmp_path / "said").read_text().split("dropped, ")[1:])
+    assert said[:5] == [1, 2, 3, 4, 8] and len(said) == len(set(said))
 
 
 def test_an_evaluation_reads_the_first_rows_each_time(make, divided):

@@ -2,10 +2,12 @@
 
 import socket
 import threading
+import time
 
 from qwen3vl_bridge.data import DataError
 from qwen3vl_bridge.data.errors import Unreachable
 from qwen3vl_bridge.data.media import downloads as module
+from qwen3vl_bridge.data.media import hosts
 from qwen3vl_bridge.data.media.downloads import Downloader
 from qwen3vl_bridge.data.media.hosts import MOST_DOWN
 from qwen3vl_bridge.data.media.url_cache import UrlCache
@@ -76,6 +78,23 @@ def test_a_server_that_hangs_is_asked_no_more(fetch, server, monkeypatch, tmp_pa
         said = out_of_reach(fetch, f"{url}/{number}.png")
         assert ("ReadTimeout" if number < MOST_DOWN else "not asked for") in said
     assert len(taken) == MOST_DOWN * ATTEMPTS
+
+
+def test_a_server_that_sends_its_headers_byte_by_byte_holds_nobody(server, fetch, monkeypatch):
+    """Each byte begins the library's patience anew; the answer as a whole has an end. Others go on meanwhile."""
+
+    def drip(handler):
+        handler.wfile.write(b"HTTP/1.1 200 OK\r\nX-Long: ")
+        for _ in range(1000):
+            handler.wfile.write(b"x")
+            time.sleep(0.02)
+
+    monkeypatch.setattr(hosts, "ANSWER", 0.3)
+    server.answers = {"/a.png": drip, "/b.png": png()}
+    begin = time.monotonic()
+    assert "out of reach after 3 attempts (no whole answer in 0.3 s)" in out_of_reach(fetch, f"{server.url}/a.png")
+    assert time.monotonic() - begin < 15 and server.asked["/a.png"] == ATTEMPTS
+    fetch(f"{server.url}/b.png", "here")
 
 
 @pytest.mark.parametrize("status", [500, 503, 521])

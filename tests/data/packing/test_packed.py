@@ -102,15 +102,29 @@ def test_epochs_have_orders_of_their_own_and_a_position_goes_on_anywhere(packed,
 
 def test_other_rules_are_refused(packed, make_rows, train_file, tmp_path):
     for settings, message in (
-        ({"seq_length": 512}, "seq_length 512, expected 256"),
+        (
+            {"seq_length": 512},
+            "seq_length 512, expected 256. Pack once more with --seq-length 512, or set dataset.seq_",
+        ),
         ({"multiple": 8}, "conversations padded to multiples of 1, expected 8. Pack once more with"),
-        ({"most_patches": 900}, "most_patches 900, expected None"),
-        ({"on_long": "drop"}, "on_long drop, expected error"),
+        (
+            {"most_patches": 900},
+            "most_patches 900, expected None. Pack once more with --max-patches 900, or set dataset.max_patches=null$",
+        ),
+        (
+            {"on_long": "drop", "on_bad": "drop"},
+            "on_long drop, expected error; on_bad drop, expected error. Pack once "
+            "more with --on-long drop and with --on-bad drop, or set dataset.on_long=error dataset.on_bad=error$",
+        ),
     ):
         with pytest.raises(ValueError, match=f"was packed by other rules: found {message}"):
             make_rows(packed=packed, **settings)()
+    bounded = make_rows(most_patches=900)()
+    pack(bounded, tmp_path / "bounded")
+    with pytest.raises(ValueError, match=r"Pack once more without --max-patches, or set dataset\.max_patches=900$"):
+        make_rows(packed=PackedRows(tmp_path / "bounded"))()
     other = write(tmp_path / "train.jsonl", [json.loads(line) for line in train_file.read_text().splitlines()[1:]])
-    with pytest.raises(ValueError, match="found samples 39, expected 40; data "):
+    with pytest.raises(ValueError, match=r"found samples 39, expected 40; data .*\. Pack once more$"):
         make_rows(packed=packed, path=other)()
     with pytest.raises(ValueError, match="found rows that are packed already"):
         pack(make_rows(packed=packed)(), tmp_path / "again")

@@ -20,6 +20,8 @@ from qwen3vl_bridge.training.process_groups import shutdown
 import pytest
 import torch.distributed as dist
 
+from ..conftest import groups
+
 FORK = multiprocessing.get_context("fork")  # as data-loading processes are started
 
 
@@ -179,6 +181,15 @@ def test_what_is_left_out_is_counted_and_named_for_all_processes(sizes, train_fi
 def test_notes_are_by_kind(sizes):
     assert [sizes.note(kind) for kind in ("dropped", "cut", "dropped", "unreadable")] == [1, 1, 2, 1]
     assert sizes.get(0) is None
+
+
+def test_ranks_that_read_what_others_read_do_not_count_it_again():
+    """Of the ranks that share a part, the first one counts, together with those of other parts."""
+    shared_sizes._job.cache_clear()
+    first, second = shared_sizes.notes_of_job({"a": 1}), shared_sizes.notes_of_job({"a": 1}, groups(dp=2, dp_rank=1))
+    follower = shared_sizes.notes_of_job({"a": 1}, groups(tp_rank=1))
+    assert [note("dropped") for note in (first, follower, second, follower, first)] == [1, 0, 2, 0, 3]
+    assert shared_sizes.notes_of_job({"a": 2})("dropped") == 1
 
 
 def test_a_job_leaves_nothing_behind_and_takes_away_what_others_left(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import pickle
 import re
@@ -204,14 +205,36 @@ def _there(media, part: str):
     return media / part if (media / part).is_file() else part
 
 
-def test_a_table_of_pictures_is_read_as_published(media):
-    features = datasets.Features(
-        {"image_id": datasets.Image(), **dict.fromkeys(("question", "answer"), datasets.Value("string"))}
-    )
-    rows = {"image_id": [Image.open(media / "7.png")], "question": ["Which?"], "answer": ["A lung."]}
-    datasets.Dataset.from_dict(rows, features=features).save_to_disk(media / "saved")
-    sample = open_source(media / "saved", schema_adapter="medpix")[0]
-    assert isinstance(sample.images[0], bytes) and sample.messages[1]["content"][0]["text"] == "A lung."
+IMAGE, TEXT = datasets.Image(), datasets.Value("string")
+
+
+@pytest.mark.parametrize(
+    ("name", "features"),
+    [
+        ("rdr", {"image": IMAGE, "text": TEXT}),
+        ("medpix", {"image_id": IMAGE, **dict.fromkeys(("question", "answer", "mode"), TEXT)}),
+        ("raven", {"images": [IMAGE], "texts": [dict.fromkeys(("user", "assistant", "source"), TEXT)]}),
+    ],
+)
+def test_a_table_of_pictures_is_read_as_published(media, encoder, name, features):
+    """With the pictures in it, as Parquet and as the library saves it."""
+    record, key = RECORDS[name], next(iter(features))
+    names = [record[key]] if isinstance(record[key], str) else record[key]
+    pictures = [Image.open(media / one).copy() for one in names]  # without the name of its file
+    row = {column: record[column] for column in features} | {key: pictures if key == "images" else pictures[0]}
+    table = datasets.Dataset.from_list([row], features=datasets.Features(features))
+    table.to_parquet(media / "train.parquet")
+    table.save_to_disk(media / "saved")
+    expected = by_megatron_bridge(name, record)
+    for path in (media / "train.parquet", media / "saved"):
+        sample = open_source(path, schema_adapter=name)[0]
+        assert [Image.open(io.BytesIO(one)).size for one in sample.images] == [(32, 32)] * len(names)
+        texts = [
+            [part["text"] for part in _parts(message["content"]) if part["type"] == "text"]
+            for message in sample.messages
+        ]
+        assert texts == [[part for part in parts if part not in names] for _, _, parts in expected]
+        assert len(encoder(sample)) == encoder.size(sample).tokens
 
 
 def test_a_video_stays_inside_the_media_root(media):

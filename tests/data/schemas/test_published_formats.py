@@ -20,6 +20,7 @@ import pytest
 from tests.receipts import receipt
 
 from ..conftest import picture
+from ..media.test_video import clip
 
 IMAGE = object()  # a picture, as the file holds it
 
@@ -66,6 +67,13 @@ FORMATS = [
         "<b>",
     ),
     Published(
+        "liuhaotian/llava_v1_5_mix665k",
+        "json",
+        {"id": "33471", "image": "coco/train2017/33471.png", "conversations": turns("<image>\nWhich?", "A bus.")},
+        "[image]\nWhich?",
+        "A bus.",
+    ),
+    Published(
         "Lin-Chen/ShareGPT4V",
         "json",
         {"id": "sa_545504", "image": "sam/sa_545504.png", "conversations": turns("Describe.\n<image>", "A barn.")},
@@ -95,6 +103,12 @@ FORMATS = [
             "source": "ai2d",
             "relevance_ratings": [5, 4],
             "relevance_min": 4,
+            "image_correspondence_ratings": [5, 5],
+            "image_correspondence_min": 5,
+            "visual_dependency_ratings": [4, 2],
+            "visual_dependency_min": 2,
+            "formatting_ratings": [5, 3],
+            "formatting_min": 3,
         },
         "[image]Which?",
         "So.",
@@ -186,19 +200,19 @@ FORMATS = [
         {"answer": "multiple_choice_answer"},
     ),
     Published(
-        "OK-VQA, with the answers of VQA's annotators",
+        "lmms-lab/OK-VQA",
         "parquet",
         {
+            "question_id": "2971475",
             "image": IMAGE,
             "question": "What sport?",
-            "question_type": "eight",
-            "image_id": 51606,
-            "confidence": 3,
-            "answers": [{"answer": "surf", "raw_answer": "surfing", "answer_confidence": "yes", "answer_id": 1}],
+            "answers": ["race", "race", "motocross"],
+            "question_type": "one",
+            "answer_type": "other",
         },
         "[image]What sport?",
-        "surfing",
-        {"answer": "{answers[0][raw_answer]}"},
+        "race",
+        {"answer": "{answers[0]}"},
     ),
     Published(
         "hiyouga/geometry3k",
@@ -207,6 +221,56 @@ FORMATS = [
         "[image]Find x.",
         "3",
         {"question": "problem"},
+    ),
+    Published(  # "text" is a prompt of all three, which is not read
+        "tatsu-lab/alpaca",
+        "parquet",
+        {"instruction": "Add.", "input": "3 and 4", "output": "Seven.", "text": "Below is ...\n### Response:\nSeven."},
+        "Add.\n3 and 4",
+        "Seven.",
+    ),
+    Published(  # its "<image>" is the video
+        "lmms-lab/LLaVA-Video-178K",
+        "json",
+        {
+            "id": "2440175990",
+            "conversations": turns("<image>\nWhat is shown?", "A dog."),
+            "data_source": "0_30_s_nextqa",
+            "video": "NextQA/0/2440175990.mkv",
+        },
+        "[video]What is shown?",
+        "A dog.",
+        schema_adapter="llava_video_178k",
+    ),
+    Published(  # parts say by their index which picture they are
+        "HuggingFaceH4/llava-instruct-mix-vsft",
+        "parquet",
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"index": None, "text": "Which?\n", "type": "text"},
+                        {"index": 0, "text": None, "type": "image"},
+                    ],
+                },
+                {"role": "assistant", "content": [{"index": None, "text": "A bus.", "type": "text"}]},
+            ],
+            "images": [IMAGE],
+        },
+        "Which?\n[image]",
+        "A bus.",
+    ),
+    Published(
+        "trl-lib/llava-instruct-mix",
+        "parquet",
+        {
+            "images": [IMAGE],
+            "prompt": [{"content": "Which?", "role": "user"}],
+            "completion": [{"content": "A bus.", "role": "assistant"}],
+        },
+        "[image]Which?",
+        "A bus.",
     ),
     Published(
         "ms-swift, query and response",
@@ -274,6 +338,9 @@ def written(folder: Path, published: Published) -> Path:
         for name in [record[key]] if isinstance(record.get(key), str) else record.get(key, []):
             if isinstance(name, str) and name != "bytes" and name != "path":
                 picture(folder / name, 32, 32)
+    if "video" in record:
+        (folder / record["video"]).parent.mkdir(parents=True)
+        clip(folder / record["video"], 4)
     path = folder / f"train.{published.ending}"
     if published.ending == "parquet":
         pq.write_table(pa.Table.from_pylist([record]), path)
@@ -303,6 +370,7 @@ def test_a_published_format_is_read(tmp_path, encoder, published):
     assert spelt(sample.messages[0]["content"]) == published.question
     assert spelt(sample.messages[-1]["content"]).startswith(published.answer)
     assert len(sample.images) == published.question.count("[image]")
+    assert len(sample.videos) == published.question.count("[video]")
     assert encoder(sample).loss_mask.sum() > 0
 
 
@@ -313,6 +381,7 @@ def test_a_format_that_needs_a_setting_is_refused_without(tmp_path, published):
     """So that a record is never read as something else."""
     path = written(tmp_path, published)
     with pytest.raises(
-        DataError, match=r"found (the (columns|keys) .*, expected|1,? expected a string|'image_1', which looks)"
+        DataError,
+        match=r"found (the (columns|keys) .*, expected|1,? expected a string|'image_1', which looks|1 places for im)",
     ):
         open_source(path)[0]

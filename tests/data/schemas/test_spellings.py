@@ -101,6 +101,32 @@ def test_what_stands_beside_turns():
     assert told({"conversations": [HUMAN, GPT], "system": "", "tools": " "}) == {"messages": [ASK, ANSWER]}
 
 
+def test_lists_of_messages_as_a_prompt_and_its_completion():
+    """TRL's; only the completion is trained on, and a picture without a placeholder stands before the question."""
+    prompt = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    record = {"prompt": prompt, "completion": [ANSWER], "image": "1.png"}
+    found = messages_of(record, "x")["messages"]
+    first = {"role": "user", "content": [image("1.png"), text("a")]}
+    assert found == [first, {**prompt[1], "loss": False}, prompt[2], ANSWER]
+    for wrong in ({"prompt": [7]}, {"completion": "d"}, {"prompt": prompt[1:2]}, {"prompt": []}):
+        with pytest.raises(DataError, match="expected two texts, or two lists of messages with role and content"):
+            messages_of({**record, **wrong}, "x")
+
+
+def test_parts_say_by_their_index_which_picture_they_are():
+    parts = [{"type": "image", "index": 1, "text": None}, {"type": "image", "index": 0}, {"type": "image", "index": 1}]
+    messages = [{"role": "user", "content": parts}, ANSWER]
+    found = messages_of({"messages": messages, "images": ["1.png", "2.png"]}, "x")["messages"][0]["content"]
+    assert [part["image"] for part in found] == ["2.png", "1.png", "2.png"] and not any("index" in one for one in found)
+    for images, message in (
+        (["1.png"], "numbers 1, 2, expected each number from 1 to 1"),
+        (["1.png", "2.png", "3.png"], "numbers 1, 2, expected each number from 1 to 3"),
+        ([], "found 3 places for images .*index 1.* expected 0"),
+    ):
+        with pytest.raises(DataError, match=message):
+            messages_of({"messages": messages, "images": images}, "x")
+
+
 @pytest.mark.parametrize(
     ("record", "message"),
     [
@@ -135,6 +161,10 @@ def test_what_stands_beside_turns():
         ({"messages": [{"role": "user", "content": "<image>"}], "images": []}, "found 1 places .* expected 0,"),
         ({"messages": [{"role": "user", "content": "<image><video>"}], "image": "1"}, "found 1 places for videos .* 0"),
         ({"messages": [{"role": "user", "content": [text("<image>")]}], "image": "1"}, "found 0 places for images"),
+        (
+            {"messages": [{"role": "user", "content": [text("<image>?")]}, ANSWER], "image_path": "1.png"},
+            "image_path', wh",
+        ),
         ({"messages": [{"role": "user", "content": "<image>"}, ANSWER], "id": 7}, "1 places .* 0, .* messages, id"),
         (
             {"messages": [ASK, {**ANSWER, "content": "<video>"}], "video": None},

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from qwen3vl_bridge.data import DataError, Parquet
+from qwen3vl_bridge import Qwen3VLConversationProvider
+from qwen3vl_bridge.data import Columns, DataError, Parquet
 from qwen3vl_bridge.data.sources import parquet_digest
 
 import pyarrow as pa
@@ -66,6 +67,34 @@ def test_one_byte_in_place_is_noticed_wherever_it_is(tmp_path):
                     assert fingerprint(path) != before
                     noticed += 1
     assert (noticed, unnoticed) == (9 * 3 * 3, 9 * 3)
+
+
+def test_a_run_does_not_go_on_with_a_file_that_was_edited_in_place(tmp_path, checkpoint):
+    """One letter of one answer, which no size and no statistic tells."""
+    path = stored(tmp_path / "train.parquet", table())
+
+    def stream():
+        provider = Qwen3VLConversationProvider(
+            train_path=str(path),
+            hf_processor_path=str(checkpoint),
+            seq_length=256,
+            window_size=8,
+            num_workers=0,
+            columns=Columns(ignore=["image", "other"]),
+        )
+        provider.finalize()
+        return provider.stream("train")
+
+    first = stream()
+    next(first)
+    state = first.state_dict()
+    stream().load_state_dict(state)
+    data = path.read_bytes()
+    path.write_bytes(data[: (at := data.index(b"seven"))] + b"eight" + data[at + 5 :])
+    with pytest.raises(
+        ValueError, match=r"^the position belongs to other data than this: found data \w.*, expected \w"
+    ):
+        stream().load_state_dict(state)
 
 
 def test_names_and_times_are_no_part_of_it(tmp_path):

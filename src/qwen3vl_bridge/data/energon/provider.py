@@ -8,7 +8,7 @@ It is no `EnergonDatasetConfig`: Megatron-Bridge makes the task encoder of those
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -17,6 +17,8 @@ from qwen3vl_bridge.data.energon.data_module import EnergonModule, digest, named
 from qwen3vl_bridge.data.energon.stream import EnergonStream, Share, one_pass, repeated
 from qwen3vl_bridge.data.energon.task_encoder import MeasuringTaskEncoder, Qwen3VLTaskEncoder
 from qwen3vl_bridge.data.loading.worker_processes import ignoring
+from qwen3vl_bridge.data.packing.sample_sizes import Left
+from qwen3vl_bridge.data.packing.shared_sizes import notes_of_job
 from qwen3vl_bridge.data.row_settings import ConversationRows
 from qwen3vl_bridge.data.schemas.columns import Columns, marked, one_schema
 
@@ -175,14 +177,17 @@ class Qwen3VLEnergonProvider(ConversationRows):
                 f"found micro_batch_size {micro_batch_size}, expected the dataset's own, {self.micro_batch_size}"
             )
 
-    def _task_encoder(self) -> Qwen3VLTaskEncoder:
-        return Qwen3VLTaskEncoder(
-            self.sample_filter(), self.collator(), sample_fps=self.sample_fps, columns=one_schema(None, self.columns)
-        )
+    def _task_encoder(self, note: Callable[[Left], int] | None = None) -> Qwen3VLTaskEncoder:
+        sample_filter, columns = self.sample_filter(), one_schema(None, self.columns)
+        if note is not None:
+            sample_filter = sample_filter.noting(note)
+        return Qwen3VLTaskEncoder(sample_filter, self.collator(), sample_fps=self.sample_fps, columns=columns)
 
     def _stream(self, split: str, share: Share, groups: Any = None) -> EnergonStream:
         if split not in ("train", "valid"):
             raise ValueError(f"found the split {split!r}, expected 'train' or 'valid': others have no stream")
+        # The processes of a machine name the first samples that are dropped together.
+        note = notes_of_job({"path": self.path, "split": split}, groups)
 
         def make() -> Any:
             module = EnergonModule(
@@ -190,7 +195,7 @@ class Qwen3VLEnergonProvider(ConversationRows):
                 seed=self.seed,
                 share=share,
                 pg_collection=groups,
-                task_encoder=self._task_encoder(),
+                task_encoder=self._task_encoder(note),
                 seq_length=self.seq_length,
                 micro_batch_size=self.micro_batch_size,
                 num_workers=self.num_workers,

@@ -185,7 +185,7 @@ class Qwen3VLTaskEncoder(MeasuringTaskEncoder):
             columns: likewise.
         """
         super().__init__(sample_filter, sample_fps=sample_fps, columns=columns)
-        self.collator = collator
+        self.collator, self._counted = collator, 0
 
     def select_samples_to_pack(self, samples: list[MeasuredSample]) -> list[list[MeasuredSample]]:
         """Rows of samples, by their tokens and patches. None is left over: energon would lose it."""
@@ -216,7 +216,7 @@ class Qwen3VLTaskEncoder(MeasuringTaskEncoder):
         """
         if not samples:
             raise SkipSample
-        return _batch(samples, self.collator.packed([sample.encoded for sample in samples]))
+        return self._laid_out(samples, self.collator.packed([sample.encoded for sample in samples]))
 
     @stateless
     def batch(self, samples: list[Any]) -> EnergonBatch:
@@ -224,7 +224,22 @@ class Qwen3VLTaskEncoder(MeasuringTaskEncoder):
         if isinstance(samples[0], EnergonBatch):
             (row,) = samples
             return row
-        return _batch(samples, self.collator.padded([sample.encoded for sample in samples]))
+        return self._laid_out(samples, self.collator.padded([sample.encoded for sample in samples]))
+
+    def _laid_out(self, samples: Sequence[ReadySample], packed: PackedBatch) -> EnergonBatch:
+        """With the number of samples that this process has dropped since its batch before.
+
+        Energon reads a buffer ahead, so a sample counts with the first batch after it. The count begins at 0 in a
+        stream that goes on from a checkpoint: energon does not read again what was dropped before.
+        """
+        dropped = self.sample_filter.num_dropped
+        new, self._counted = dropped - self._counted, dropped
+        return EnergonBatch(
+            __key__=[sample.__key__ for sample in samples],
+            __restore_key__=(),  # energon fills it in
+            __sources__=tuple(source for sample in samples for source in sample.__sources__ or ()),
+            packed=replace(packed, newly_dropped=(new,) if new else ()),
+        )
 
 
 def _places(datasets: Sequence[Any]) -> str:
@@ -237,12 +252,3 @@ def _num_samples(dataset: Any) -> int:
     if dataset.subset is not None:
         start, end = dataset.subset.compute_subset(end)
     return end - start
-
-
-def _batch(samples: Sequence[ReadySample], packed: PackedBatch) -> EnergonBatch:
-    return EnergonBatch(
-        __key__=[sample.__key__ for sample in samples],
-        __restore_key__=(),  # energon fills it in
-        __sources__=tuple(source for sample in samples for source in sample.__sources__ or ()),
-        packed=packed,
-    )

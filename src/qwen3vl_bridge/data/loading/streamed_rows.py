@@ -11,11 +11,12 @@ no rank waits for another's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from qwen3vl_bridge.batch import PackedBatch
 from qwen3vl_bridge.data.loading.row_dataset import Row, RowDataset
 from qwen3vl_bridge.data.packing.row_plan import Window
+from qwen3vl_bridge.data.packing.sample_sizes import LatestSizes, Left
 from qwen3vl_bridge.data.packing.set_counts import counts_since
 from qwen3vl_bridge.data.processing.samples import Samples
 from qwen3vl_bridge.data.sources.hub_streaming import StreamedDataset
@@ -26,12 +27,14 @@ from torch.utils.data import Dataset
 class StreamedRows(Dataset[Row]):
     """Rows by number, without end, as `RowDataset` has them."""
 
-    def __init__(self, whole: RowDataset, parts: int) -> None:
+    def __init__(self, whole: RowDataset, parts: int, note: Callable[[Left], int] | None = None) -> None:
         """Divide a stream.
 
         Args:
             whole: rows of all of it, of which none is read.
             parts: into how many.
+            note: counts the samples that are left out of all parts, for the log (see `Sizes.note`); None for each part
+                by itself.
 
         Raises:
             DataError: a stream of fewer files than parts, which cannot be divided further.
@@ -40,7 +43,7 @@ class StreamedRows(Dataset[Row]):
         file = whole.samples.file
         if not isinstance(file, StreamedDataset):
             raise ValueError(f"found samples of a {type(file).__name__}, expected those of a StreamedDataset")
-        self._whole, self._parts, self._file = whole, parts, file.divided(parts)
+        self._whole, self._parts, self._file, self._note = whole, parts, file.divided(parts), note
         self._rows: dict[int, RowDataset] = {}
 
     def __len__(self) -> int:
@@ -57,13 +60,14 @@ class StreamedRows(Dataset[Row]):
 
     def _rows_of(self, part: int) -> RowDataset:
         if part not in self._rows:
-            samples = Samples(self._file.part(part, self._parts), self._whole.samples.sample_filter)
+            sizes = LatestSizes(note=self._note)
+            samples = Samples(self._file.part(part, self._parts), self._whole.samples.sample_filter, sizes)
             self._rows[part] = RowDataset(samples, self._whole.settings, repeat=self._whole.repeat)
         return self._rows[part]
 
     def begun_at(self, begin: Window) -> StreamedRows:
         """The same rows. A position has the window of one part, and others have begun elsewhere: all are read anew."""
-        return StreamedRows(self._whole, self._parts)
+        return StreamedRows(self._whole, self._parts, self._note)
 
     def collate_fn(self, rows: Sequence[Row]) -> PackedBatch:
         """A microbatch of rows. Megatron-Bridge's loop looks for a function of this name.

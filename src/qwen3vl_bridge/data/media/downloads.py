@@ -20,6 +20,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -67,9 +68,8 @@ class Downloader:
         self._stopped = threading.Event()
         # Pictures and videos are compressed already, and a small answer may unpack to a large one.
         headers = {"User-Agent": "qwen3vl-bridge", "Accept-Encoding": "identity"}
-        limits = httpx.Limits(max_connections=None)  # as many as there are threads
-        self._client = httpx.Client(timeout=TIMEOUT, headers=headers, limits=limits)
-        self._hosts = Hosts(self._client)
+        certificates = httpx.create_ssl_context()  # takes a while to read
+        self._hosts = Hosts(partial(httpx.Client, timeout=TIMEOUT, headers=headers, verify=certificates))
 
     @property
     def stopped(self) -> bool:
@@ -121,30 +121,30 @@ class Downloader:
     def _attempt(self, url: httpx.URL, path: Path, place: str) -> str | None:
         """None where the file is in its place; else why it may be worth another attempt."""
         where = f"{place}: {url}"
-        partial = self._unfinished / uuid.uuid4().hex
+        unfinished = self._unfinished / uuid.uuid4().hex
         try:
-            with partial.open("xb") as file:
+            with unfinished.open("xb") as file:
                 kind = self._answer(url, file, place)
             if isinstance(kind, int):
                 return f"status {kind}"
-            _check_contents(partial, kind, where)
+            _check_contents(unfinished, kind, where)
             address_file(path).write_text(str(url), "utf-8")
-            partial.replace(path)
+            unfinished.replace(path)
         finally:
-            partial.unlink(missing_ok=True)
+            unfinished.unlink(missing_ok=True)
         return None
 
     def _answer(self, url: httpx.URL, file: BinaryIO, place: str) -> str | int:
         """Follows redirects and writes the body; its type, or the status of a server that is busy."""
-        request = self._client.build_request("GET", url)
+        asked = url
         for _ in range(MOST_REDIRECTS + 1):
             # Redirects are followed here, not by the library, so that each address is checked.
             try:
-                response = self._hosts.send(request, place)
+                response = self._hosts.send(asked, place)
             except DataError:
                 raise
             except (httpx.InvalidURL, ValueError) as error:  # some of the redirects that are no addresses
-                problem = f"found {str(request.url)!r} redirected to no address ({error})"
+                problem = f"found {str(asked)!r} redirected to no address ({error})"
                 raise DataError(place, f"{problem}, expected a picture or a video") from error
             with closing(response):
                 if response.next_request is None:
@@ -152,10 +152,7 @@ class Downloader:
                         return response.status_code
                     self._save(response, file, f"{place}: {url}")
                     return _kind(response)
-            where = f"{place}: {url} leads elsewhere"
-            request = self._client.build_request(
-                "GET", allowed_url(str(response.next_request.url), self._allowed, where)
-            )
+            asked = allowed_url(str(response.next_request.url), self._allowed, f"{place}: {url} leads elsewhere")
         raise DataError(
             place, f"found {str(url)!r} redirected over {MOST_REDIRECTS} times, expected a picture or a video"
         )

@@ -11,12 +11,14 @@ Any other answer says that it is up.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 from qwen3vl_bridge.data.errors import Unreachable
 
 import httpx
 
 MOST_DOWN = 3  # addresses in a row
+ANSWER = 60.0  # seconds for an answer up to its body
 _BROKEN = 500
 # Not of one that answers what is no HTTP.
 _NO_ANSWER = (httpx.TimeoutException, httpx.NetworkError, httpx.ProxyError)
@@ -38,16 +40,23 @@ class Down(Exception):
 class Hosts:
     """Sends requests, and knows which servers are down; any number of threads may use one."""
 
-    def __init__(self, client: httpx.Client) -> None:
-        """Send by a client."""
-        self._client, self._lock = client, threading.Lock()
+    def __init__(self, make_client: Callable[[], httpx.Client]) -> None:
+        """Send by clients, each thread by its own.
+
+        The library's timeout begins anew with each byte, so that a server which sends a header byte by byte would hold
+        a thread without end. A client that is closed ends what its thread waits for, and a new one takes its place.
+
+        Args:
+            make_client: makes one.
+        """
+        self._make_client, self._own, self._lock = make_client, threading.local(), threading.Lock()
         self._missed = dict[str, int]()  # addresses in a row, by server
 
-    def send(self, request: httpx.Request, place: str) -> httpx.Response:
+    def send(self, url: httpx.URL | str, place: str) -> httpx.Response:
         """An answer, whose body is still to be read.
 
         Args:
-            request: what is asked.
+            url: what is asked for.
             place: where its address stands, for messages.
 
         Raises:
@@ -55,6 +64,8 @@ class Hosts:
             Unreachable: it has been too often, and is not asked.
             httpx.TransportError: it answers, but not as HTTP has it.
         """
+        client = self._client()
+        request = client.build_request("GET", url)
         server = request.url.netloc.decode("ascii")
         if self._missed.get(server, 0) >= MOST_DOWN:
             raise Unreachable(
@@ -62,16 +73,28 @@ class Hosts:
                 f"found {str(request.url)!r} out of reach: not asked for, because {MOST_DOWN} addresses of {server} in "
                 "a row were, expected a server that answers",
             )
+        patience = threading.Timer(ANSWER, client.close)
+        patience.daemon = True
+        patience.start()
         try:
-            response = self._client.send(request, stream=True)
+            response = client.send(request, stream=True)
         except _NO_ANSWER as error:
-            raise Down(server, f"{type(error).__name__}: {error}") from error
+            problem = f"no whole answer in {ANSWER:g} s" if client.is_closed else f"{type(error).__name__}: {error}"
+            raise Down(server, problem) from error
+        finally:
+            patience.cancel()
         if response.status_code >= _BROKEN:
             response.close()
             raise Down(server, f"status {response.status_code}")
         with self._lock:
             self._missed.pop(server, None)
         return response
+
+    def _client(self) -> httpx.Client:
+        client = getattr(self._own, "client", None)
+        if client is None or client.is_closed:
+            client = self._own.client = self._make_client()
+        return client
 
     def missed(self, server: str) -> None:
         """Note an address for which a server was down in all attempts."""

@@ -88,7 +88,7 @@ class UrlCache:
         raise Unreachable(
             place,
             f"{found}, and no download of it in {self.root} (url_cache); expected all to be there before training: "
-            "qwen3vl data download fetches them",
+            "qwen3vl data download fetches them, with --columns and --schema-adapter as in the run",
         )
 
     def path_of(self, address: str) -> Path:

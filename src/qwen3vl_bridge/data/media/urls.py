@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from urllib.parse import unquote
 
 from qwen3vl_bridge.data.errors import DataError, Unreachable
@@ -68,6 +69,7 @@ def shown(address: str) -> str:
     return repr(address if len(address) <= 200 else f"{address[:197]}...")
 
 
+@lru_cache(maxsize=256)  # a lookup of one address needs it several times
 def read_url(address: str) -> httpx.URL | None:
     """An address as it is asked for; None if it is none."""
     try:

@@ -29,6 +29,8 @@ import numpy as np
 VERSION = 1
 MANIFEST = "packing.json"
 _ARRAYS = ("sizes", "rows", "starts")
+# Rules, and the names that they have as options of the command `pack` and as settings of a run's data.
+_OPTIONS = {"seq_length": "seq_length", "most_patches": "max_patches", "on_long": "on_long", "on_bad": "on_bad"}
 # All that a packing has.
 FILES = (MANIFEST, *(f"{name}.npy" for name in _ARRAYS))
 
@@ -85,7 +87,7 @@ class PackedRows:
                 f"expected {needed}. Pack once more with --pad-to-multiple-of {needed}{or_pad}"
             )
         if differ := differences(rules, self.rules):
-            raise ValueError(f"{self.folder} was packed by other rules: found {differ} (or pack once more)")
+            raise ValueError(f"{self.folder} was packed by other rules: found {differ}. {_remedy(rules, self.rules)}")
 
     def sizes(self) -> Sizes:
         """Of all samples, also of those in no row."""
@@ -141,6 +143,20 @@ class PackedPlan:
     def end_of_epoch(self) -> int:
         """Number of rows of the first epoch."""
         return len(self._packed)
+
+
+def _remedy(run: Mapping[str, Any], packing: Mapping[str, Any]) -> str:
+    """What to do about rules that differ: options to pack with, or settings that these rows were packed by."""
+    other = [(rule, name) for rule, name in _OPTIONS.items() if run.get(rule) != packing.get(rule)]
+    options = [f"--{name.replace('_', '-')}" for _, name in other]
+    wanted = [
+        f"without {option}" if (value := run.get(rule)) is None else f"with {option} {value}"
+        for option, (rule, _) in zip(options, other, strict=True)
+    ]
+    settings = " ".join(
+        f"dataset.{name}={'null' if (value := packing.get(rule)) is None else value}" for rule, name in other
+    )
+    return f"Pack once more {' and '.join(wanted)}, or set {settings}" if other else "Pack once more"
 
 
 def _digest(*arrays: np.ndarray) -> str:

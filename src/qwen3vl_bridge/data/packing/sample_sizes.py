@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, NamedTuple, Protocol
 
@@ -103,10 +104,20 @@ class AllSizes(OwnNotes, Sizes):
 class LatestSizes(OwnNotes, Sizes):
     """Of the samples that were measured last, whatever their numbers: those of a stream, which has no end."""
 
-    def __init__(self, most: int = 2**16) -> None:
-        """Know none yet, and never more than `most`."""
+    def __init__(self, most: int = 2**16, note: Callable[[Left], int] | None = None) -> None:
+        """Know none yet.
+
+        Args:
+            most: how many to know at a time.
+            note: counts samples that are left out together with other processes (see `Sizes.note`); None to count
+                alone.
+        """
         super().__init__()
-        self._most, self._kept = most, OrderedDict[int, Size]()
+        self._most, self._kept, self._others = most, OrderedDict[int, Size](), note
+
+    def note(self, kind: Left) -> int:
+        """As `Sizes` has it."""
+        return super().note(kind) if self._others is None else self._others(kind)
 
     def get(self, sample: int) -> Size | None:
         """As `Sizes` has it."""

@@ -25,7 +25,7 @@ import struct
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, get_args
@@ -61,6 +61,24 @@ def sizes_of_job(total: int, rules: Mapping[str, Any]) -> Sizes:
         logger.warning("%s: %s; each process measures every sample by itself", path, error)
         return AllSizes(total)
     return SharedSizes(path)
+
+
+def notes_of_job(rules: Mapping[str, Any], groups: Any = None) -> Callable[[Left], int]:
+    """Counts the samples that are left out for all processes of this job on this machine, as `Sizes.note` does.
+
+    For data that each data-parallel rank reads a part of. Tensor-, context- and pipeline-parallel ranks read the part
+    of their data-parallel rank: the first of them counts, for the others the answer is 0.
+
+    Args:
+        rules: what is the same in processes that count together.
+        groups: process groups, or None for a process that belongs to none.
+    """
+    first = groups is None or groups.tp.rank() == groups.cp.rank() == groups.pp.rank() == 0
+    return sizes_of_job(0, rules).note if first else _uncounted
+
+
+def _uncounted(kind: Left) -> int:
+    return 0
 
 
 class SharedSizes(Sizes):

@@ -13,6 +13,7 @@ Others spell places otherwise, one way in a record:
 * "<img>", "<ImageHere>", "<Image>", "<image_placeholder>", "<|image|>" are "<image>", and likewise of videos;
 * "<image 1>", "<image_1>", "<image1>", "<|image_1|>" are the picture of that number, counted from 1, as often as they
   name it; every picture is named at least once;
+* a part {"type": "image", "index": 0} is the picture of that index, counted from 0, and likewise of videos;
 * "<img>PATH</img>", as Qwen-VL has it, is the picture of that path, and none stands beside.
 
 They stand in what is asked. In an answer they may as well be text, which nobody can tell, and are refused.
@@ -184,7 +185,7 @@ def _places(messages: list[Any], kind: str, placeholders: Placeholders) -> Itera
     for message in messages:
         if placeholders == "media":
             yield from (one for one in _texts_places(message) if one.kind == kind)
-        yield from (None for part in parts_of(message) if _bare(part) == kind)
+        yield from (_place_in(part, kind) for part in parts_of(message) if _bare(part) == kind)
 
 
 def _texts_places(message: Any) -> Iterator[_Place]:
@@ -200,13 +201,18 @@ def _place_of(match: re.Match[str]) -> _Place:
 
 
 def _bare(part: Any) -> str | None:
-    """The kind of a part that is a picture or a video, and does not say which."""
+    """The kind of a part that is a picture or a video, and has none of its own."""
     kind = part.get("type") if isinstance(part, dict) else None
-    if not isinstance(kind, str) or kind not in BESIDE:
+    if not isinstance(kind, str) or kind not in BESIDE or not isinstance(part.get("index"), int | None):
         return None
-    return (
-        kind if {key for key, value in part.items() if value is not None} <= {"type", "sample_fps", *LIMITS} else None
-    )
+    given = {key for key, value in part.items() if value is not None}
+    return kind if given <= {"type", "index", "sample_fps", *LIMITS} else None
+
+
+def _place_in(part: Mapping[str, Any], kind: str) -> _Place | None:
+    """The place of a part that says by its index which medium it is; None for the next."""
+    index = part.get("index")
+    return None if index is None else _Place(kind, f"index {index}", index + 1)
 
 
 class _Rest:
@@ -231,9 +237,16 @@ def _filled(message: Any, rest: Mapping[str, _Rest], placeholders: Placeholders)
             last = match.end()
         return {**message, "content": [part for part in (*parts, _text(content[last:])) if part.get("text") != ""]}
     if isinstance(content, list):
-        parts = [{**part, **_next(kind, rest)} if (kind := _bare(part)) else part for part in content]
-        return {**message, "content": parts}
+        return {**message, "content": [_filled_part(part, rest) for part in content]}
     return message
+
+
+def _filled_part(part: Any, rest: Mapping[str, _Rest]) -> Any:
+    if not (kind := _bare(part)):
+        return part
+    place = _place_in(part, kind)
+    others = {key: value for key, value in part.items() if key != "index"}
+    return {**others, **_next(kind, rest, place and place.number)}
 
 
 def _text(words: str) -> dict[str, Any]:

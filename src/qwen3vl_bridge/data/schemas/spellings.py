@@ -12,8 +12,8 @@ Others are
   turn or beside it, as "system"; or the turns of one under the name of the other;
 * {"texts": [{"user": "...", "assistant": "..."}]}, as the_cauldron has them;
 * a question and its answer: "question" and "answer"; "query" and "response", as ms-swift has them; "prompt" and
-  "completion", as TRL has them; "instruction", "input" on a line of its own, and "output", as Alpaca has them. What was
-  said before may stand under "history", a list of [question, answer];
+  "completion", as TRL has them, both texts or both lists of messages; "instruction", "input" on a line of its own, and
+  "output", as Alpaca has them. What was said before may stand under "history", a list of [question, answer];
 * parts {"type": "image_url", "image_url": {"url": "..."}} or with the address itself, "video_url" likewise,
   {"type": "input_image", "image_url": "..."}, {"type": "image", "url": "..."} or "path";
 * media beside all that (`media_keys.py`). Beside questions and `texts` that have no placeholder they stand before the
@@ -146,11 +146,28 @@ def _messages(own: dict[str, Any], spelling: str, place: str) -> Any:
         return _from_turns(said, place)
     if spelling == "texts":
         return _from_texts(said, place)
+    if spelling == "prompt" and isinstance(said, list):
+        return _from_prompt(said, own.pop("completion"), place)
     question = _text(said, f"{place}: {spelling!r}")
     if spelling == "instruction" and (given := own.pop("input", None)) not in (None, ""):
         question = f"{question}\n{_text(given, place + ": 'input'")}"
     answer = _text(own.pop(QUESTIONS[spelling]), f"{place}: {QUESTIONS[spelling]!r}")
     return [*_from_history(own.pop("history", None), place), *_pair(question, answer)]
+
+
+def _from_prompt(prompt: list[Any], completion: Any, place: str) -> list[dict[str, Any]]:
+    """TRL's two lists of messages as one; what the prompt has of answers is not trained on."""
+    said = [*prompt, *(completion if isinstance(completion, list) else [None])]
+    if not all(isinstance(one, dict) and {"role", "content"} <= one.keys() for one in said) or not any(
+        one["role"] == "user" for one in prompt
+    ):
+        raise DataError(
+            place,
+            f"found {shown(prompt)} under 'prompt' and {shown(completion)} under 'completion', expected two texts, or "
+            "two lists of messages with role and content, the first with a question",
+        )
+    asked = [{"loss": False, **one} if one["role"] == "assistant" else one for one in prompt]
+    return [*asked, *completion]
 
 
 def _pair(question: str, answer: str) -> list[dict[str, Any]]:

@@ -4,7 +4,8 @@ What lives here: which columns are read, and how a row becomes plain Python. Wha
 `hub.py`), spellings (`data/schemas/spellings.py`).
 
 Columns are named as the keys of a record (see `data/schemas/spellings.py`) or as the setting `columns` says. Of others
-those with texts are read, for names of files that they may hold; those with files themselves are refused. A table has
+those with texts are read, for names of files that they may hold, and so are objects where no column holds media; those
+with files themselves are refused. A table has
 each key in every row, so a null is read as a key that is not there. `messages`, `conversations` and `tools` may be
 strings of JSON, or hold them where the column's type says so: contents that are now a string, now a list, fit no
 other column.
@@ -22,7 +23,7 @@ from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.media.images import MediaAccess
 from qwen3vl_bridge.data.schemas.columns import Columns, Schema, read_by
 from qwen3vl_bridge.data.schemas.conversations import PARTS, Conversation, conversation_of
-from qwen3vl_bridge.data.schemas.media_keys import unread_media
+from qwen3vl_bridge.data.schemas.media_keys import MEDIA_KEYS, unread_media
 from qwen3vl_bridge.data.schemas.named_schemas import NamedSchema
 from qwen3vl_bridge.data.schemas.spellings import KEYS
 from qwen3vl_bridge.files.parsing import parse_record
@@ -107,7 +108,9 @@ def columns_of(table: Any, place: str, schema: Schema | None = None) -> list[str
     for field in others:
         if _holds_files(field.type, place):
             raise DataError(place, unread_media(field.name, table.names))
-    return [*read, *(field.name for field in others if _holds_text(field.type, place))]
+    # Where nothing beside the messages holds media, objects are read too, within which somebody may have meant some.
+    within = not any((columns.key_of(name) or name) in MEDIA_KEYS for name in read)
+    return [*read, *(field.name for field in others if _holds_text(field.type, place, within=within))]
 
 
 def _holds_files(kind: Any, place: str) -> bool:
@@ -119,9 +122,12 @@ def _holds_files(kind: Any, place: str) -> bool:
     return types.is_binary(kind) or types.is_large_binary(kind)
 
 
-def _holds_text(kind: Any, place: str) -> bool:
+def _holds_text(kind: Any, place: str, *, within: bool) -> bool:
+    """Whether values of an Arrow type are texts, or objects with texts or files within, if those count."""
     types = library("pyarrow.types", place)
     kind = _item_type(kind, types)
+    if within and types.is_struct(kind):
+        return any(_holds_text(one.type, place, within=True) or _holds_files(one.type, place) for one in kind)
     return types.is_string(kind) or types.is_large_string(kind)
 
 
