@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import qwen3vl_bridge  # noqa: F401  before any of Megatron, whose import it prepares on this machine
@@ -38,12 +39,21 @@ def _mark_slow_cases(items, *, whole: bool) -> None:
     """Those of `slow_cases.txt`; where all tests are collected, each of its lines has to be of some."""
     lines = Path(__file__).with_name("slow_cases.txt").read_text().splitlines()
     for line in (line for line in lines if not line.startswith("#")):
-        beginning = re.compile(re.escape(line).replace(r"\*", ".*"))
+        name, _, every = line.partition(" EVERY ")
+        beginning = re.compile(re.escape(name).replace(r"\*", ".*"))
         found = [item for item in items if beginning.match(item.nodeid)]
         if whole and not found:
             raise pytest.UsageError(f"tests/slow_cases.txt: {line!r} is the beginning of no test's name")
-        for item in found:
+        for item in _but_every(int(every), found) if every else found:
             item.add_marker("slow")
+
+
+def _but_every(nth: int, items) -> list:
+    """The cases that are slow, if of each test with more than `nth` cases only every nth is not."""
+    by_test = defaultdict(list)
+    for item in items:
+        by_test[item.nodeid.partition("[")[0]].append(item)
+    return [item for cases in by_test.values() if len(cases) > nth for number, item in enumerate(cases) if number % nth]
 
 
 def pytest_collection_modifyitems(config, items):

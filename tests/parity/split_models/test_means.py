@@ -5,6 +5,8 @@ microbatch's tokens, as this package's does, there of each context-parallel rank
 """
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,9 +43,10 @@ def expected(folder) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def test_gradients_are_those_of_one_process(untied_folder, moe_folder, tmp_path):
-    folders = {"dense": str(untied_folder), "MoE": str(moe_folder)}
-    for folder in (untied_folder, moe_folder):
-        torch.save(expected(folder), folder / "means.pt")
+    folders = {"dense": untied_folder, "MoE": moe_folder}
+    folders = {name: str(shutil.copytree(folder, tmp_path / name)) for name, folder in folders.items()}
+    for folder in folders.values():
+        torch.save(expected(Path(folder)), Path(folder) / "means.pt")
     run_ranks("tests.parity.split_models.means_on_ranks", 2, tmp_path / "found", json.dumps(folders))
     found = torch.load(tmp_path / "found")
     print({case: f"{error:.1e}" for case, error in found.items()})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from itertools import product
 
 import pytest
@@ -27,8 +28,10 @@ def chosen(ranks: int) -> list[tuple[str, str, str, str]]:
 
 
 @pytest.fixture(scope="module")
-def folders(untied_folder, moe_folder):
+def folders(untied_folder, moe_folder, tmp_path_factory):
+    copies = tmp_path_factory.mktemp("references")  # which are written next to the models
     folders = {"dense": untied_folder, "MoE": moe_folder}
+    folders = {name: shutil.copytree(folder, copies / name) for name, folder in folders.items()}
     write_references(folders)
     return folders
 

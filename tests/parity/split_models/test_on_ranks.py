@@ -1,5 +1,7 @@
 """However a model is split over ranks, it trains as transformers does in one process: some cases of the matrix."""
 
+import shutil
+
 import pytest
 import torch
 
@@ -11,8 +13,10 @@ CHOSEN = {2: dict(each=2, both=True), 4: FEW}
 
 
 @pytest.fixture(scope="module")
-def folders(untied_folder, moe_folder):
+def folders(untied_folder, moe_folder, tmp_path_factory):
+    copies = tmp_path_factory.mktemp("references")  # which are written next to the models
     folders = {"dense": untied_folder, "MoE": moe_folder}
+    folders = {name: shutil.copytree(folder, copies / name) for name, folder in folders.items()}
     write_references(folders)
     return folders
 

@@ -5,6 +5,8 @@ Multi-token prediction is trained along, against a reference of transformers' pa
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 from tests.parity.matrix import MODELS, run, some_cases, table, write_references, wrong
@@ -14,8 +16,10 @@ CHOSEN = {2: dict(each=1, both=False), 4: dict(each=1, both=False)}
 
 
 @pytest.fixture(scope="module")
-def folders(qwen3_5_folders):
-    folders = {"dense": qwen3_5_folders["dense"], "MoE": qwen3_5_folders["3.6"]}
+def folders(qwen3_5_folders, tmp_path_factory):
+    copies = tmp_path_factory.mktemp("references")  # which are written next to the models
+    kinds = {"dense": "dense", "MoE": "3.6"}
+    folders = {name: shutil.copytree(qwen3_5_folders[kind], copies / name) for name, kind in kinds.items()}
     write_references(folders, **MATRIX.settings)
     return folders
 
