@@ -1,5 +1,5 @@
-"""Adam in plain PyTorch for machines without Transformer Engine and Apex, with the state that megatron-core expects of
-theirs.
+"""Adam in plain PyTorch for machines without Transformer Engine and Apex, with the optimizer state that megatron-core
+expects.
 
 What lives here: the optimizer, and installing it in megatron-core's modules. What may not: anything else about
 optimizers (`training/optimizer`).
