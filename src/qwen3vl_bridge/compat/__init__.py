@@ -1,1 +1,3 @@
-"""Running where Megatron does not run by itself: the import hook, the CPU module, replaced functions, quiet logs."""
+"""Compatibility with the installation: the import hook, Megatron without CUDA, replaced functions, other libraries'
+logs.
+"""

@@ -1,13 +1,14 @@
-"""Adam as megatron-core expects it of Transformer Engine or Apex, in plain PyTorch: for machines that have neither.
+"""Adam in plain PyTorch for machines without Transformer Engine and Apex, with the optimizer state that megatron-core
+expects.
 
-What lives here: the optimizer, and putting it where megatron-core looks for one. What may not: anything else of
+What lives here: the optimizer, and installing it in megatron-core's modules. What may not: anything else about
 optimizers (`training/optimizer`).
 
-megatron-core's sharded optimizers save and load by the contract of the fused kinds: the count of steps is one of a
-parameter group, and every parameter of a group that has stepped has moments, with a gradient or without. torch's own
-counts by parameter and has moments of what had a gradient. With it a rank of Megatron-FSDP whose shard of a parameter
-is empty has no moments to save, so that all ranks wait without end, and what a distributed optimizer saves cannot be
-loaded again.
+megatron-core's sharded optimizers save and load the state that the fused optimizers have: one step count per parameter
+group, and moments for every parameter of a group that has stepped, whether or not it had a gradient. torch's own Adam
+counts steps per parameter and has moments only for parameters that had a gradient. With torch's Adam, a Megatron-FSDP
+rank whose shard of a parameter is empty has no moments to save, so that all ranks hang, and a checkpoint of a
+distributed optimizer cannot be loaded.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from torch.optim.adam import adam
 
 
 class Adam(torch.optim.Optimizer):
-    """Adam with decoupled weight decay or without, by torch's own formulas.
+    """Adam with decoupled or coupled weight decay, computed by torch's own function.
 
     Sources: https://arxiv.org/abs/1412.6980, https://arxiv.org/abs/1711.05101.
 
     Args:
-        params: tensors of any floating-point type, or groups of them. Moments are float32.
+        params: tensors of any floating-point dtype, or groups of them. Moments are float32.
         lr: learning rate.
-        betas, eps, weight_decay: as torch's.
-        bias_correction: True; of the contract.
+        betas, eps, weight_decay: as in torch.
+        bias_correction: must be True; an argument of the fused optimizers.
         adam_w_mode: whether weight decay is decoupled from the gradient.
-        capturable: False; of the contract.
+        capturable: must be False; an argument of the fused optimizers.
 
     Raises:
-        ValueError: a part of the contract that is not here.
+        ValueError: another value of `bias_correction` or `capturable`.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Adam(torch.optim.Optimizer):
         """Step every parameter that has a gradient.
 
         Args:
-            closure: None.
+            closure: must be None.
         """
         assert closure is None
         for group in self.param_groups:
@@ -76,7 +77,7 @@ class Adam(torch.optim.Optimizer):
             self._step_group(group, done)
 
     def initialize_state(self, parameter: torch.Tensor) -> None:
-        """Moments of zero."""
+        """Create the moments of a parameter, all zero."""
         for moment in ("exp_avg", "exp_avg_sq"):
             self.state[parameter][moment] = torch.zeros_like(parameter, dtype=torch.float32)
 
@@ -90,7 +91,7 @@ class Adam(torch.optim.Optimizer):
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [],
-            [torch.tensor(float(done)) for _ in parameters],  # torch's function counts in tensors, one by one
+            [torch.tensor(float(done)) for _ in parameters],  # torch's function takes one tensor per parameter
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,
@@ -103,12 +104,12 @@ class Adam(torch.optim.Optimizer):
 
 
 def replace_in_optimizers(module: Any) -> None:
-    """`megatron.core.optimizer`: build this Adam where it would build torch's."""
+    """`megatron.core.optimizer`: build this Adam instead of torch's."""
     if module.USING_PYTORCH_OPTIMIZER:
         module.Adam, module.USING_PYTORCH_OPTIMIZER = Adam, False
 
 
 def replace_in_distributed_optimizer(module: Any) -> None:
-    """`megatron.core.optimizer.distrib_optimizer`: save and load by the contract."""
+    """`megatron.core.optimizer.distrib_optimizer`: save and load this Adam's state like the fused optimizers'."""
     if not module.HAVE_APEX_OR_TE:
         module.Adam, module.USING_TE_OPTIMIZER, module.HAVE_APEX_OR_TE = Adam, True, True

@@ -1,12 +1,12 @@
-"""Everything that makes megatron-core and Megatron-Bridge run on a machine without CUDA.
+"""Running megatron-core and Megatron-Bridge on a machine without CUDA.
 
-What lives here: redirections of their CUDA calls. What may not: anything else; and nothing but `import_hook.py` knows
-this module. Where CUDA is present it does nothing.
+What lives here: redirections of their CUDA calls. What may not: anything else; and only `import_hook.py` imports this
+module. If CUDA is available, it does nothing.
 
 Megatron asks for CUDA in many places (`torch.cuda.current_device()`, `torch.zeros(..., device="cuda")`, "nccl"). All
-of them go through the name `torch` in Megatron's own modules. So those modules, and no others, get a `torch` whose
-CUDA is the CPU; torch itself stays as it is for everybody else. Only what they reach through a method of an object
-has to be redirected at its class.
+of them use the name `torch` of Megatron's own modules. So in those modules only, `torch` is replaced by an overlay
+whose CUDA is the CPU; torch itself is unchanged for all other modules. Only methods of torch's objects have to be
+redirected in their classes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _without_cuda() -> bool:
 
 
 def adopt(module: ModuleType) -> None:
-    """Make a module of Megatron's that has just been executed use the CPU; nothing where CUDA is present."""
+    """Make a Megatron module that has just been executed use the CPU; does nothing if CUDA is available."""
     if not _without_cuda():
         return
     import torch
@@ -44,7 +44,7 @@ def adopt(module: ModuleType) -> None:
 
 
 class _Overlay(ModuleType):
-    """A module as another one, with some names replaced."""
+    """A module that has the attributes of another one, with some of them replaced."""
 
     def __init__(self, base: ModuleType, **names: Any) -> None:
         super().__init__(base.__name__)
@@ -60,7 +60,7 @@ _FACTORIES += ("rand", "randn", "randint", "zeros_like", "ones_like", "empty_lik
 
 
 def _on_cpu(factory: Callable) -> Callable:
-    """A tensor factory that takes "cuda" for the CPU and does not pin memory."""
+    """Wrap a tensor factory to replace "cuda" by the CPU and to ignore `pin_memory`."""
 
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> Any:
@@ -81,7 +81,7 @@ def _torch_on_cpu() -> _Overlay:
 
     def device(*args: Any, **kwargs: Any) -> torch.device:
         name = args[0] if args else kwargs.get("device", kwargs.get("type"))
-        if isinstance(name, str) and name.startswith("cuda"):  # also "cuda:cpu", made from the current device
+        if isinstance(name, str) and name.startswith("cuda"):  # including "cuda:cpu", built from the current device
             return torch.device("cpu")
         made = torch.device(*args, **kwargs)
         return torch.device("cpu") if made.type == "cuda" else made
@@ -122,7 +122,7 @@ def _with_gloo(function: Callable) -> Callable:
 
 
 def _alone_without_a_port(init_process_group: Callable) -> Callable:
-    """A process that is the only one needs no port, on which it could collide with another run of this machine."""
+    """Without other ranks, use an in-memory store: a port could collide with that of another run on this machine."""
 
     @functools.wraps(init_process_group)
     def init(*args: Any, **kwargs: Any) -> Any:
@@ -136,7 +136,7 @@ def _alone_without_a_port(init_process_group: Callable) -> Callable:
 
 
 def _with_split_lists(function: Callable) -> Callable:
-    """Experts' splits come from the device as arrays; on the CPU they are tensors still, which torch does not take."""
+    """Convert split sizes to lists: experts' are arrays if copied from a GPU, but tensors here, which torch refuses."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -149,7 +149,7 @@ def _with_split_lists(function: Callable) -> Callable:
 
 
 class _Stream:
-    """A stream or an event of a device that does everything at once."""
+    """A stream or an event of a device that executes everything synchronously."""
 
     cuda_stream = 0
 
@@ -200,7 +200,7 @@ def _cuda_names(torch: ModuleType) -> dict[str, Any]:
 
 
 def _redirect_method(cls: type, name: str, instead: Callable) -> None:
-    """Let calls of `cls.name` that come from Megatron's code, and no others, go to `instead(original, self, ...)`."""
+    """Redirect calls of `cls.name` from Megatron's code only to `instead(original, self, ...)`."""
     original = getattr(cls, name)
 
     @functools.wraps(original)
@@ -213,7 +213,7 @@ def _redirect_method(cls: type, name: str, instead: Callable) -> None:
 
 
 def _redirect_torch(_: ModuleType) -> None:
-    """megatron.core, the first of its modules: what is reached through torch's own classes."""
+    """megatron.core, the first of its modules to be executed: redirect methods of torch's own classes."""
     import torch
     from torch.distributed import distributed_c10d
 
@@ -223,7 +223,7 @@ def _redirect_torch(_: ModuleType) -> None:
         return self
 
     def type_as_on_cuda(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-        # The optimizers tell precisions apart by type names such as 'torch.cuda.FloatTensor'.
+        # The optimizers distinguish precisions by type names such as 'torch.cuda.FloatTensor'.
         answer = original(self, *args, **kwargs)
         return re.sub(r"^torch\.(?!cuda)", "torch.cuda.", answer) if isinstance(answer, str) else answer
 
@@ -234,33 +234,33 @@ def _redirect_torch(_: ModuleType) -> None:
 
 
 def _use_cpu_generator(module: Any) -> None:
-    """megatron.core.tensor_parallel.random: the tracked generator is the CPU's."""
+    """megatron.core.tensor_parallel.random: track the CPU's random number generator."""
     module._get_cuda_rng_state = lambda *_, **__: module.torch.get_rng_state()
     module._set_cuda_rng_state = lambda new_state, *_, **__: module.torch.set_rng_state(new_state)
 
 
 def _communicate_at_once(module: Any) -> None:
-    """Modules with buffers of parameters: what they begin together is done when the block is left.
+    """Modules with parameter buffers: coalesced collectives are complete at the end of the `with` block.
 
-    So is everything on a stream that does everything at once. Here it has to be: gloo's threads hold the tensors of a
-    collective that is under way, and when Python lets go of one meanwhile, memory may be corrupted (torch 2.13, without
-    Megatron too). Megatron-FSDP gathers into views made for one call; about once in a thousand steps on a busy machine
-    a rank of it was aborted, hung, or failed at an impossible place.
+    This fits streams that execute everything synchronously. With gloo it is required: gloo's threads use the tensors of
+    a collective in progress, and if Python frees one of them in the meantime, memory may be corrupted (torch 2.13, also
+    without Megatron). Megatron-FSDP gathers into views that exist only for one call; about once in a thousand steps on
+    a busy machine one of its ranks was aborted, hung, or failed at a line that cannot fail.
     """
     manager = module._coalescing_manager
 
     @functools.wraps(manager)
     def at_once(group: Any = None, device: Any = None, async_ops: bool = False) -> Any:
-        return manager(group, device)  # what it yields has nothing left to wait for
+        return manager(group, device)  # waiting for what it yields returns immediately
 
     module._coalescing_manager = at_once
 
 
 def _save_in_a_process_of_ours(module: Any) -> None:
-    """Modules that save in the background: the process that is begun for it uses the CPU too.
+    """Modules that save asynchronously: make the process that they start use the CPU, too.
 
-    It is spawned, so it knows nothing of this one but what it is told to run; without the redirections it asks for a
-    GPU and ends, and whoever saves waits for it for ever.
+    That process is spawned, so it inherits none of the redirections; without them it asks for a GPU and exits, and the
+    process that saves waits for it forever.
     """
     module.torch = _Overlay(module.torch, cuda=_Overlay(module.torch.cuda, device_count=lambda: 1))
     module.PersistentAsyncCaller._save_loop = staticmethod(module.PersistentAsyncCaller.async_loop)
@@ -268,20 +268,20 @@ def _save_in_a_process_of_ours(module: Any) -> None:
 
 
 def _saving_process(*args: Any, **kwargs: Any) -> None:
-    """What such a process runs. It is found by its name in this package, whose import prepares Megatron's."""
+    """Entry point of the saving process. Unpickling it imports this package, which installs the redirections."""
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
 
     PersistentAsyncCaller._save_loop(*args, **kwargs)  # type: ignore[attr-defined]
 
 
 def _set_up_without_cuda(module: Any) -> None:
-    """megatron.bridge.training.initialize: it refuses to go on without a GPU, of which it needs none to be there."""
+    """megatron.bridge.training.initialize: report one GPU, because it refuses to run without; it does not use it."""
     cuda = _Overlay(module.torch.cuda, is_available=lambda: True, device_count=lambda: 1)
     module.torch = _Overlay(module.torch, cuda=cuda)
 
 
 def _mesh_on_cpu(module: Any) -> None:
-    """Megatron-FSDP's adapter: it asks for meshes on CUDA, by name."""
+    """Megatron-FSDP's adapter: it builds device meshes with the device type "cuda"."""
     mesh = module.DeviceMesh
 
     class DeviceMesh(mesh):
@@ -292,10 +292,10 @@ def _mesh_on_cpu(module: Any) -> None:
     module.DeviceMesh = DeviceMesh
 
 
-# By the name of the module after whose execution they run.
+# By name of the module; each runs after the module has been executed.
 _SPECIAL: dict[str, Callable[[Any], None]] = {
     "megatron.core": _redirect_torch,
-    # Small functions compiled one by one cost minutes of C++ compilation on a CPU and gain nothing.
+    # On a CPU, compiling many small functions takes minutes of C++ compilation and gains nothing.
     "megatron.core.jit": lambda module: module.disable_jit_fuser(),
     "megatron.core.tensor_parallel.random": _use_cpu_generator,
     "megatron.core.dist_checkpointing.strategies.async_utils": _save_in_a_process_of_ours,

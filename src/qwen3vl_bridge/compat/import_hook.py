@@ -1,12 +1,11 @@
-"""What happens when Megatron is imported: our bridges are registered, and missing packages and hardware are handled.
+"""Import hook for Megatron: registers our bridges, and handles missing packages and hardware.
 
-What lives here: one import hook and the things it does. What may not: anything that imports torch or Megatron
-when this module is loaded, the redirections for a machine without CUDA (`cpu.py`), functions of Megatron's that are
-replaced (`patches.py`).
+What lives here: the hook and its actions. What may not: anything that imports torch or Megatron when this module is
+loaded, the redirections for a machine without CUDA (`cpu.py`), replacements of Megatron's functions (`patches.py`).
 
-A hook instead of an import, for two reasons. Megatron-Bridge takes about ten seconds to import, which commands that
-don't need it should not pay. And two of its modules cannot be imported at all without packages that an ordinary host
-may lack, so something has to be in place before `import megatron.bridge` runs.
+There are two reasons for a hook instead of an import. Importing Megatron-Bridge takes about ten seconds, which commands
+that do not need it should not spend. And two of its modules cannot be imported without packages that may not be
+installed, so substitutes have to be in place before `import megatron.bridge` runs.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ from typing import ClassVar
 from qwen3vl_bridge.compat import patches
 
 _BRIDGE_MODELS = "megatron.bridge.models"
-# The modules of Megatron-Bridge that cannot be imported without a package of which they need no more than names, and
-# the modules of that package which they import. `lora_layers` names classes that it uses only where layers of
-# Transformer Engine are there. `pretrain`, which all training goes through, annotates an argument with a class of the
-# package for restarts; what uses that is imported where `cfg.inprocess_restart` asks for it, and fails there as usual.
-# The name of that package itself is not given: whatever else looks for it (async saves do) finds it missing.
+# Modules of Megatron-Bridge that cannot be imported without a package although they need only names from it, and the
+# modules of that package that they import. `lora_layers` refers to classes that it uses only with layers of Transformer
+# Engine. `pretrain`, which all training uses, annotates an argument with a class of the package for in-process
+# restarts; the code that uses it is imported if `cfg.inprocess_restart` is set, and then fails as usual. The package
+# itself is not listed, so other code that looks for it (asynchronous saving) finds it missing.
 _NEEDED_FOR_NAMES = {
     "megatron.bridge.peft.lora_layers": ("transformer_engine", "transformer_engine.pytorch"),
     "megatron.bridge.training.pretrain": ("nvidia_resiliency_ext.inprocess",),
 }
-# And two that ask megatron-core for Transformer Engine's layers and take the empty names they get for classes.
+# Modules that import Transformer Engine's layers from megatron-core and treat the empty names as classes.
 _MISTAKE_NAMES_FOR_CLASSES = ("megatron.bridge.peft.utils", "megatron.bridge.peft.module_matcher")
 
 
 def install() -> None:
-    """Install the hook; register at once where Megatron-Bridge is imported already. Repeated calls do nothing."""
+    """Install the hook; if Megatron-Bridge is already imported, register immediately. Repeated calls do nothing."""
     if any(isinstance(finder, _Imports) for finder in sys.meta_path):
         return
     imports = _Imports()
@@ -55,13 +54,13 @@ def _is_part_of(name: str, package: str) -> bool:
 
 
 class _Imports(MetaPathFinder):
-    """Finds Megatron's modules and ours as the finders behind it do, and adds a step before and after execution.
+    """Finds Megatron's modules and ours with the other finders, and adds a step before and after execution.
 
     Attributes:
-        ours_running: how many modules of ours are being executed. One of them may be the reason why Megatron-Bridge
-            is imported, and would be needed half finished by the registration, which therefore waits for it.
-        register_later: whether a registration waits.
-        collector: paused while modules are executed.
+        ours_running: number of our modules that are being executed. If one of them imports Megatron-Bridge, the
+            registration would need that module before it is complete, so it is postponed.
+        register_later: whether a registration is pending.
+        collector: pauses garbage collection while modules are executed.
     """
 
     def __init__(self) -> None:
@@ -103,7 +102,7 @@ class _Imports(MetaPathFinder):
         return _stand_ins(*_NEEDED_FOR_NAMES.get(name, ()))
 
     def after(self, module: ModuleType) -> None:
-        """What follows the execution of a module of Megatron's or ours."""
+        """Run the steps that follow the execution of one of Megatron's or our modules."""
         if _is_part_of(module.__name__, "megatron"):
             from qwen3vl_bridge.compat import cpu
 
@@ -111,7 +110,7 @@ class _Imports(MetaPathFinder):
         if module.__name__ in _MISTAKE_NAMES_FOR_CLASSES and not _is_installed("transformer_engine"):
             vars(module).update({name: False for name in vars(module) if name.startswith("HAVE_TE")})
         patches.apply(module)
-        # When its models are there, Megatron-Bridge has registered its own Qwen3-VL; the later registration wins.
+        # Importing its models registers Megatron-Bridge's own Qwen3-VL; ours has to follow, because the last one wins.
         self.register_later |= module.__name__ == _BRIDGE_MODELS
         if self.register_later and not self.ours_running:
             self.register_later = False
@@ -121,10 +120,10 @@ class _Imports(MetaPathFinder):
 
 
 class _CollectorPause:
-    """Python's collector does not run while modules are executed, in whatever threads and however deeply nested.
+    """Pauses Python's garbage collector while modules are executed; safe with threads and nested imports.
 
-    Megatron's import makes 800,000 objects that stay. Looking through them again and again takes 1.9 of its 10.4
-    seconds, once at the end 0.7 (docs/benchmarks.md). A collector that was off before stays off.
+    Megatron's import creates 800,000 permanent objects. Traversing them repeatedly takes 1.9 of its 10.4 seconds, once
+    at the end 0.7 (docs/benchmarks.md). A collector that was disabled before stays disabled.
     """
 
     def __init__(self) -> None:
@@ -151,7 +150,7 @@ def _is_installed(package: str) -> bool:
 
 
 class _StandIn(ModuleType):
-    """A module whose every attribute is an empty class: enough to be imported, of no use to be called."""
+    """A module whose attributes are all empty classes: they can be imported; calling them raises an error."""
 
     __path__: ClassVar[list[str]] = []
 
@@ -173,9 +172,9 @@ class _StandInClass(type):
 
 @contextlib.contextmanager
 def _stand_ins(*names: str) -> Iterator[None]:
-    """Where a package is missing, something by the names of its modules to import, for the time of the context only.
+    """If a package is missing, provide importable substitutes for its modules within the context only.
 
-    Left in `sys.modules` they would make megatron-core, peft and others believe that the package is installed.
+    If they stayed in `sys.modules`, megatron-core, peft and others would treat the package as installed.
     """
     if not names or _is_installed(names[0].partition(".")[0]):
         yield

@@ -1,6 +1,6 @@
-"""Hides log messages of other libraries that are of no use to a user.
+"""Hides log messages of other libraries that do not help users.
 
-What lives here: the one function scripts call before they import Megatron. What may not: our own messages.
+What lives here: the function that scripts call before they import Megatron. What may not: our own messages.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ import logging
 import warnings
 
 _CHATTY = ("megatron", "torch.utils.cpp_extension")
-# It reports every optional import that fails as a traceback, and sets its own level.
+# Logs a traceback for every optional import that fails, and sets its own level.
 _TRACEBACKS = "megatron.bridge.utils.import_utils"
-# It logs the traceback of every error that ends a run, before the command shows the error itself.
+# Logs the traceback of every error that ends a run, before the command shows the error itself.
 _FAILED_RUNS = "megatron.bridge.training.pretrain"
 # Errors whose message says what to do; the command line reports them without a traceback.
 _EXPECTED = (ValueError, AssertionError, OSError)
 
 
 def quiet() -> None:
-    """Show our messages, and of other libraries only errors."""
+    """Show all of our messages, but only errors of other libraries."""
     warnings.simplefilter("ignore")
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     for name in _CHATTY:
@@ -33,7 +33,7 @@ def quiet() -> None:
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:
-    """A log filter: keeps a message about an expected error, without the error's traceback."""
+    """Log filter that removes the traceback from messages about expected errors."""
     if record.exc_info and isinstance(record.exc_info[1], _EXPECTED):
         record.exc_info = record.exc_text = None
     return True

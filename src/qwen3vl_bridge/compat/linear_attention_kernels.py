@@ -1,11 +1,11 @@
-"""Kernels of megatron-core's GatedDeltaNet where flash-linear-attention or its GPU is missing: torch functions of ours.
+"""Our torch functions in place of GatedDeltaNet's kernels, if flash-linear-attention or a GPU is missing.
 
-What lives here: putting them in the four names that it calls. What may not: the functions
-(`models/qwen3_5/delta_rule.py`), saying that they are slow on a GPU (`models/qwen3_5/provider.py`).
+What lives here: assigning them to the four names that megatron-core's GatedDeltaNet uses. What may not: the functions
+(`models/qwen3_5/delta_rule.py`), the warning that they are slow on a GPU (`models/qwen3_5/provider.py`).
 
-megatron-core builds no GatedDeltaNet without that package, not even for its own torch functions, and the package needs
-a GPU. Where both are there nothing is replaced, also where the package is there and cannot be imported: megatron-core
-says so.
+megatron-core does not build a GatedDeltaNet without that package, not even with its own torch functions, and the
+package needs a GPU. If both are present, nothing is replaced, even if the package cannot be imported: megatron-core
+reports that.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _PACKAGE = "megatron.core.ssm.gated_delta_net"
 
 
 def are_missing() -> bool:
-    """Whether ours take their place."""
+    """Whether our functions are used."""
     import torch
 
     return not torch.cuda.is_available() or importlib.util.find_spec("fla") is None

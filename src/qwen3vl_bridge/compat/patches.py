@@ -1,11 +1,10 @@
-"""Functions of Megatron-Bridge and megatron-core that are replaced, each with the reason.
+"""Replaced functions of Megatron-Bridge and megatron-core, each with the reason.
 
-What lives here: what each of them does instead, and in which module it is found. What may not: when modules are
-imported (`import_hook.py`), CUDA that is missing (`cpu.py`), anything that imports torch or Megatron when this module
-is loaded.
+What lives here: the replacements, and the modules in which they are installed. What may not: when modules are imported
+(`import_hook.py`), missing CUDA (`cpu.py`), anything that imports torch or Megatron when this module is loaded.
 
-None of them has a seam of its own: no registry to enter a class in, no method of ours that is asked. Each does for
-everything else what it did.
+None of these functions has an extension point: neither a registry to add a class to, nor a method of ours that it
+calls. In all other cases, each replacement behaves like the original.
 """
 
 from __future__ import annotations
@@ -23,8 +22,9 @@ _DATASETS = "megatron.core.datasets"
 
 
 def apply(module: ModuleType) -> None:
-    """Replace what a module holds that has just been executed."""
-    # By its function, not by its module: whoever imports it has it too, wherever the hook was installed.
+    """Replace functions in a module that has just been executed."""
+    # Matched by the function, not by the module: each module that imports it has its own reference to replace,
+    # whenever the hook was installed.
     if getattr(vars(module).get("compile_helpers"), "__module__", None) == f"{_DATASETS}.utils":
         module.compile_helpers = _unless_compiled(module.compile_helpers)  # type: ignore[attr-defined]
     if (patch := _PATCHES.get(module.__name__)) is not None:
@@ -32,9 +32,9 @@ def apply(module: ModuleType) -> None:
 
 
 def _unless_compiled(compile_helpers: Callable[[], None]) -> Callable[[], None]:
-    """megatron-core's function that compiles the indices of its GPT data sets, which Megatron-Bridge's set-up calls.
+    """megatron-core's function that compiles the index helpers of its GPT data sets, called by Megatron-Bridge's setup.
 
-    A wheel has them compiled, and no Makefile, for want of which that function would end the process.
+    A wheel contains the compiled helpers but no Makefile, and without the Makefile that function exits the process.
     """
 
     def compile_where_possible() -> None:
@@ -46,13 +46,13 @@ def _unless_compiled(compile_helpers: Callable[[], None]) -> Callable[[], None]:
 
 
 def _give_ours(module: Any) -> None:
-    """A saved configuration that names Megatron-Bridge's provider gives ours. The classes themselves stay its own."""
+    """Build our provider from a saved configuration that names Megatron-Bridge's; its classes are not changed."""
     theirs = module._resolve_target
 
     @functools.wraps(theirs)
     def resolve(target: Any, full_key: Any, check_callable: bool = True) -> Any:
         found = theirs(target, full_key, check_callable)
-        if not check_callable:  # named to be referred to, not to be built
+        if not check_callable:  # the class is only referenced, not built
             return found
         from qwen3vl_bridge.models.common.settings.saved_providers import ours_for
 
@@ -62,7 +62,7 @@ def _give_ours(module: Any) -> None:
 
 
 def _read_every_weight(module: Any) -> None:
-    """Megatron-Bridge passes over weights that it does not find; of our models it has to find all."""
+    """Megatron-Bridge skips weights that it does not find; for our models, a missing weight is an error."""
     theirs = module.load_fsdp_dtensor_checkpoint
 
     @functools.wraps(theirs)
@@ -75,10 +75,11 @@ def _read_every_weight(module: Any) -> None:
 
 
 def _evaluate_modules_together(module: Any) -> None:
-    """Megatron-Bridge's loop calls its `evaluate` without the communicator between modules on ranks of their own.
+    """Evaluate a vision tower and a language model on separate ranks (dist-train) together.
 
-    In training it takes the provider's (`dist_train`); `evaluate` takes one as an argument alone, which neither of the
-    two places that evaluate gives, and would run each rank's module by itself.
+    Training uses the provider's communicator between the modules (`dist_train`). Megatron-Bridge's `evaluate` uses one
+    only if it is passed as an argument, which neither of its two callers does, so each rank would run its own module
+    without the other.
     """
     theirs = module.evaluate
 
@@ -92,11 +93,11 @@ def _evaluate_modules_together(module: Any) -> None:
 
 
 def _save_adapters_of_ours(module: Any) -> None:
-    """Have `AutoBridge.save_hf_adapter` write our models' adapters by our function.
+    """Make `AutoBridge.save_hf_adapter` write our models' adapters with our function.
 
-    Its own knows neither DoRA's magnitudes nor how `peft` packs experts', nor alphas that differ, and asks no bridge;
-    Megatron-Bridge's training and RL frameworks call it at every checkpoint. `export_adapter_ckpt` takes any run's
-    adapters for LoRA.
+    The original supports neither DoRA's magnitudes, nor `peft`'s format for adapters of experts, nor different alphas,
+    and has no hook for bridges; Megatron-Bridge's training and RL frameworks call it at every checkpoint.
+    `export_adapter_ckpt` treats the adapters of any run as LoRA.
     """
     auto_bridge = module.AutoBridge
     save, export = auto_bridge.save_hf_adapter, auto_bridge.export_adapter_ckpt
@@ -133,9 +134,8 @@ def _save_adam_of_ours(module: Any) -> None:
     adam.replace_in_distributed_optimizer(module)
 
 
-# By module: where a saved configuration's classes are found, where the one format of checkpoint is read whose names
-# depend on what a model is made of, where runs are evaluated, where adapters are written, and which Adam there is where
-# no fused one is.
+# By module: resolving the classes of saved configurations, loading the checkpoint format whose names depend on the
+# model's modules (Megatron-FSDP), evaluation, writing adapters, and Adam without a fused implementation.
 _PATCHES: Mapping[str, Callable[[Any], None]] = {
     **KERNELS,
     "megatron.bridge.utils.instantiate_utils": _give_ours,

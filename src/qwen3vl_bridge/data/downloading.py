@@ -1,10 +1,10 @@
-"""Downloading what conversations refer to by address, before training.
+"""Downloading the URLs in conversations before training.
 
-What lives here: finding the addresses in a source, downloading them side by side, what is said of those that failed.
-What may not: one download (`media/downloads.py`), options of the command (`cli/data.py`).
+What lives here: finding the URLs in a source, downloading them in parallel, and reporting failures. What may not: a
+single download (`media/downloads.py`), options of the command (`cli/data.py`).
 
-It can be stopped at any time and run again: what is there is not downloaded again. When it has come to its end, there
-is a record of what became of the addresses of each data set (`media/download_record.py`).
+A download can be stopped at any time and run again; existing files are not downloaded again. A completed download
+writes a record of the URLs of each data set (`media/download_record.py`).
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from qwen3vl_bridge.files.atomic import replace_file
 
 
 class AddressBook:
-    """Stands where a `UrlCache` does, and notes the addresses that it is asked for."""
+    """Replaces a `UrlCache`, and records the URLs that are requested from it."""
 
     def __init__(self) -> None:
-        """Note none yet."""
+        """Start with no URLs."""
         self.noted: list[tuple[str, str]] = []
 
     def __call__(self, address: str, place: str) -> Path:
-        """A path that nothing is read from; arguments as `UrlCache` has them."""
+        """Record a URL; returns a path that is not read. Arguments as for `UrlCache`."""
         self.noted.append((address, place))
         return Path(address)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An address of which there is no file.
+    """A URL without a file.
 
     Attributes:
-        address: it.
-        place: of the first sample that has it.
+        address: the URL.
+        place: the first sample that contains it.
         problem: what was found, and what was expected.
-        final: whether it was given up: training takes samples with it as bad ones. Without that, training stops there.
+        final: whether the URL was given up: training treats samples with it as bad. Otherwise training stops there.
     """
 
     address: str
@@ -57,13 +57,13 @@ class Failure:
 
 @dataclass
 class DownloadReport:
-    """What became of the addresses in a source.
+    """Result of downloading the URLs in a source.
 
     Attributes:
-        downloaded: files that are new.
-        present: files that were there.
-        failures: addresses without a file.
-        unread: what is wrong with samples that could not be read, whose addresses are not known.
+        downloaded: number of new files.
+        present: number of files that already existed.
+        failures: URLs without a file.
+        unread: errors of samples that could not be read, whose URLs are unknown.
     """
 
     downloaded: int = 0
@@ -74,12 +74,12 @@ class DownloadReport:
 
 @dataclass(frozen=True)
 class DownloadSettings:
-    """How addresses are downloaded.
+    """Settings of a download.
 
     Attributes:
-        workers: downloads at a time.
-        retry: try those anew that were given up in an earlier run.
-        give_up: give those up, too, that did not answer or are not allowed.
+        workers: number of parallel downloads.
+        retry: retry URLs that were given up in an earlier run.
+        give_up: also give up URLs that did not respond or are not allowed.
     """
 
     workers: int = 16
@@ -88,20 +88,20 @@ class DownloadSettings:
 
 
 class Manifest:
-    """A file of failures as JSON lines: those of a download that came to its end, and until then another beside it.
+    """A file of failures as JSON lines, written when a download completes; until then, an unfinished file next to it.
 
-    That one has each failure as soon as it is known, also those of earlier downloads that were stopped, and goes when
-    the file is written anew. Any number of threads may add to it.
+    The unfinished file contains each failure as soon as it is known, including those of earlier downloads that were
+    stopped, and is removed when the complete file is written. Any number of threads may add failures.
     """
 
     def __init__(self, path: Path) -> None:
-        """Begin, or go on where a download was stopped.
+        """Create the unfinished file, or continue that of a stopped download.
 
         Args:
-            path: of the whole one.
+            path: path of the complete file.
 
         Raises:
-            OSError: it cannot be written there.
+            OSError: the file cannot be written.
         """
         self.path, self.unfinished = path, path.with_name(f"{path.name}.unfinished")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -111,18 +111,18 @@ class Manifest:
             self._file.write(b"\n")
 
     def add(self, failure: Failure) -> None:
-        """Write down a failure."""
-        self._file.write(_line(failure))  # at the end, wherever others have written
+        """Append a failure."""
+        self._file.write(_line(failure))  # append mode writes at the end of the file
         self._file.flush()
 
     def close(self) -> None:
-        """Stop before the end. Without a failure there is nothing to keep."""
+        """Close after an incomplete download; an empty file is removed."""
         self._file.close()
         if not self.unfinished.stat().st_size:
             self.unfinished.unlink()
 
     def finish(self, failures: Sequence[Failure]) -> None:
-        """Have the whole of them at the file's own place, wholly or not at all."""
+        """Write the complete file atomically, and remove the unfinished one."""
         self._file.close()
         replace_file(self.path, b"".join(map(_line, failures)))
         self.unfinished.unlink(missing_ok=True)
@@ -134,13 +134,13 @@ def _line(failure: Failure) -> bytes:
 
 @dataclass
 class _Set:
-    """What became of the addresses of one data set.
+    """Counts of the URLs of one data set.
 
     Attributes:
-        name: what its record is called.
-        total: addresses.
-        missing: of them neither there nor given up.
-        given_up: digests.
+        name: name of its record.
+        total: number of URLs.
+        missing: number of URLs that are neither downloaded nor given up.
+        given_up: digests of the URLs that are given up.
     """
 
     name: str
@@ -150,7 +150,7 @@ class _Set:
 
 
 class _Wanted(NamedTuple):
-    """An address that a data set has, and where it stands first."""
+    """A URL of a data set, and the first sample that contains it."""
 
     address: str
     place: str
@@ -166,21 +166,21 @@ def download(
     manifest: Manifest,
     progress: Callable[[Sequence[int]], Iterable[int]] = iter,
 ) -> DownloadReport:
-    """Download what the conversations of a source refer to.
+    """Download the URLs in the conversations of a source.
 
-    Memory: some 100 bytes an address, and the failures.
+    Memory: about 100 bytes per URL, and the failures.
 
     Args:
         source: opened with `book` as its `MediaAccess.addresses`.
-        book: what notes the addresses.
-        fetch: one download.
-        cache: where files are kept, and a record of each data set.
-        settings: how many at a time, and what to do with failures.
-        manifest: where failures are written down.
-        progress: passes on the numbers of samples, and may show them.
+        book: records the URLs of a sample.
+        fetch: downloads one URL.
+        cache: folder of the files, and of a record of each data set.
+        settings: number of parallel downloads, and treatment of failures.
+        manifest: file to which failures are written.
+        progress: iterates over the indices of samples, and may show progress.
 
     Raises:
-        OSError: the cache or the manifest cannot be written to.
+        OSError: the cache or the manifest cannot be written.
     """
     report, sets = DownloadReport(), list[_Set]()
     wanted = _addresses(source, book, report, sets, progress)
@@ -188,7 +188,7 @@ def download(
     try:
         for one in wanted:
             if running and next(reversed(running.values())).data is not one.data:
-                _collect(running, report, ALL_COMPLETED)  # what two sets have is asked for once
+                _collect(running, report, ALL_COMPLETED)  # so that a URL in two sets is requested once
             running[pool.submit(_one, one, fetch, cache, settings, manifest)] = one
             if len(running) >= 4 * settings.workers:
                 _collect(running, report, FIRST_COMPLETED)
@@ -213,7 +213,7 @@ def _addresses(
     sets: list[_Set],
     progress: Callable[[Sequence[int]], Iterable[int]],
 ) -> Iterator[_Wanted]:
-    """Each address once for each data set, which begins with its first sample and is added to `sets`."""
+    """Each URL once per data set; a data set is appended to `sets` at its first sample."""
     sources, seen = source.sources if isinstance(source, Mixture) else (source,), set[bytes]()
     for number in progress(range(len(source))):
         which = source.set_of(number) if isinstance(source, Mixture) else 0
@@ -237,7 +237,7 @@ def _addresses(
 def _one(
     wanted: _Wanted, fetch: Downloader, cache: UrlCache, settings: DownloadSettings, manifest: Manifest
 ) -> Failure | bool:
-    """A failure, which is written down; or whether the file is new."""
+    """A failure, which is also written to the manifest; or whether the file is new."""
     result = _fetched(wanted.address, wanted.place, fetch, cache, settings)
     if isinstance(result, Failure):
         manifest.add(result)
@@ -264,7 +264,7 @@ def _fetched(
 
 
 def _collect(running: dict[Future[Failure | bool], _Wanted], report: DownloadReport, when: str) -> None:
-    """Wait for downloads, and take those that are done."""
+    """Wait for downloads, and add the completed ones to the report."""
     for done in wait(running, return_when=when).done:
         _add(running.pop(done), done.result(), report)
 

@@ -1,4 +1,4 @@
-"""WebDatasets through energon: records, task encoder, streams, dataset provider."""
+"""WebDatasets, read by energon: records, task encoder, streams, dataset provider."""
 
 from qwen3vl_bridge import moved
 

@@ -1,7 +1,7 @@
-"""Megatron-Bridge's energon data module as it is used here.
+"""Megatron-Bridge's energon data module, with a seed and explicit ranks.
 
-What lives here: ranks and seed of energon's workers, what is said of a folder that energon cannot read, and what a
-dataset is known by. What may not: settings (`provider.py`), samples (`task_encoder.py`).
+What lives here: ranks and seed of energon's workers, the error for a folder that energon cannot read, and the digest of
+a dataset. What may not: settings (`provider.py`), samples (`task_encoder.py`).
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from megatron.energon import WorkerConfig
 
 
 class EnergonModule(EnergonMultiModalDataModule):
-    """Megatron-Bridge's, with a seed, and with ranks that nobody made process groups for."""
+    """Megatron-Bridge's energon data module, with a seed, also for ranks without process groups."""
 
     def __init__(self, path: str, *, seed: int, share: Share, **settings: Any) -> None:
-        """Keep the settings.
+        """Store the settings.
 
         Args:
-            path: of the data.
-            seed: of the order of samples.
-            share: this rank's, where there are no process groups.
-            settings: as Megatron-Bridge's own takes them.
+            path: path of the data.
+            seed: seed of the order of samples.
+            share: data-parallel rank and size, used if there are no process groups.
+            settings: as for Megatron-Bridge's class.
         """
         super().__init__(path, tokenizer=None, **settings)
         self._seed, self._share = seed, share
@@ -45,7 +45,7 @@ class EnergonModule(EnergonMultiModalDataModule):
 
 @contextmanager
 def named(path: str) -> Iterator[None]:
-    """What energon says of a folder it cannot read, with the folder."""
+    """Add the folder to energon's error about a folder that it cannot read."""
     try:
         yield
     except DataError:
@@ -55,12 +55,12 @@ def named(path: str) -> Iterator[None]:
         raise DataError(path, f"{found}; expected a folder that 'energon prepare' has been run on") from error
 
 
-# Of each rank its own.
+# Differ between ranks.
 _OF_A_RANK = {"worker_config", "slice_offsets", "len"}
 
 
 def digest(config: Any) -> str:
-    """A short name of energon's description of a dataset, apart from what may change, as where it lies."""
+    """A short hash of energon's description of a dataset, without what may change, such as its path."""
 
     def steady(value: Any) -> Any:
         if isinstance(value, dict):

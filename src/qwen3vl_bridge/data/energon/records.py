@@ -1,16 +1,17 @@
 """Energon's samples as conversations.
 
-What lives here: what the parts of a sample in a WebDataset mean, keeping media as the bytes they are stored as, and
-what is said of a tar that cannot be read. What may not: tokens and pixels (`data/processing/encoding.py`), batches
-(`task_encoder.py`), Megatron-Bridge.
+What lives here: the meaning of the parts of a sample in a WebDataset, keeping media as stored bytes, and the error for
+a tar that cannot be read. What may not: tokens and pixels (`data/processing/encoding.py`), batches (`task_encoder.py`),
+Megatron-Bridge.
 
-Two kinds of folders are read:
+Two kinds of folders are supported:
 
-* crude ones (`CrudeWebdataset`, or a JSONL file). The part "json" holds a record in any of our spellings; a picture or
-  a video in it is named as another part of the same sample: by its extension ("jpg", "1.png", "clip.mp4"), or by its
-  whole name in the tar ("000012.jpg"). Contents as "data:...;base64,..." need no part.
-* Megatron-Bridge's ChatML ones (`ChatMLWebdataset`). Their own decoder makes float tensors of pictures. Here they stay
-  bytes. Markers "<image>" and "<video>" stand where they were written, with the white space beside them.
+* crude ones (`CrudeWebdataset`, or a JSONL file). The part "json" contains a record in any format that we read; an
+  image or a video in it is the name of another part of the same sample: its extension ("jpg", "1.png", "clip.mp4"), or
+  its full name in the tar ("000012.jpg"). Contents as "data:...;base64,..." need no part.
+* Megatron-Bridge's ChatML ones (`ChatMLWebdataset`). Their own decoder converts images to float tensors; here they stay
+  bytes. The placeholders "<image>" and "<video>" are used at their positions in the text, and the white space around
+  them is kept.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from megatron.energon.flavors.webdataset.sample_loader import WebdatasetSampleLo
 RECORD = "json"
 _CHATML = {"conversation", "imgs", "videos"}
 _BESIDE_TURNS = ("system", "tools")
-_PICKLE = b"\x80"  # no file of a picture or a video begins so
+_PICKLE = b"\x80"  # no image or video file begins with this byte
 
 
 @edataclass
@@ -54,7 +55,7 @@ class Parts(Sample):
     """A crude sample.
 
     Attributes:
-        parts: the contents of its files by their extensions.
+        parts: contents of its files by extension.
     """
 
     parts: dict[str, Any]
@@ -62,7 +63,7 @@ class Parts(Sample):
 
 @stateless
 def _take_parts(sample: CrudeSample) -> Parts:
-    """Nothing is looked at yet: what is wrong is found where it can be dropped."""
+    """Collect the parts unchecked: errors are raised later, where the sample can be dropped."""
     parts = {name: value for name, value in sample.items() if not name.startswith("__")}
     return Parts(**basic_sample_keys(sample), parts=parts)
 
@@ -71,7 +72,7 @@ COOKERS = (Cooker(_take_parts),)
 
 
 class _RecordsAlone:
-    """Energon's decoder for ChatML folders: records are decoded, because field maps may reach into them; media not."""
+    """Energon's decoder of ChatML folders: decodes records, because field maps may use their fields, but not media."""
 
     def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
         return {name: _json_or_bytes(value) if name.endswith(RECORD) else value for name, value in sample.items()}
@@ -81,19 +82,19 @@ class _RecordsAlone:
 
 
 def keep_bytes(dataset: Any) -> None:
-    """Make a dataset give media as bytes.
+    """Make a dataset return media as bytes.
 
     Args:
-        dataset: what energon's loader made of a folder: a factory, not built yet.
+        dataset: energon's dataset factory for a folder, before it is built.
 
     Raises:
-        DataError: its samples are of a kind that is not read here.
+        DataError: samples of an unsupported kind.
     """
     kind, place = dataset.__sample_type__, ", ".join(map(str, dataset.paths))
     crude = issubclass(kind, CrudeSample)
     fields = {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
     if isinstance(dataset, DefaultDecoderWebdatasetFactory) and (crude or fields >= _CHATML):
-        # Nothing public reaches it: ChatMLWebdataset leaves the decoder that it is given aside.
+        # There is no public way to set it: ChatMLWebdataset ignores the decoder that it is given.
         dataset._decoder = None if crude else _RecordsAlone()  # pyright: ignore[reportAttributeAccessIssue]
     elif not (crude and isinstance(dataset, DefaultCrudeJsonlDatasetFactory)):
         found = f"found a {type(dataset).__name__} of {kind.__name__}"
@@ -101,7 +102,7 @@ def keep_bytes(dataset: Any) -> None:
 
 
 class _Named:
-    """One of energon's readers of samples, whose errors say where the file lies."""
+    """One of energon's sample readers, with the path of the file in its errors."""
 
     def __init__(self, reader: Any) -> None:
         self._reader = reader
@@ -120,10 +121,10 @@ class _Named:
 
 
 def name_files(dataset: Any) -> None:
-    """Make a dataset say of which file it is, with its folder, that it cannot read: also from a worker.
+    """Make a dataset's errors name the file that it cannot read, with its folder, including errors in workers.
 
     Args:
-        dataset: energon's, built from those that `keep_bytes` takes.
+        dataset: energon's dataset, built from factories that `keep_bytes` accepts.
     """
     if isinstance(dataset, WebdatasetSampleLoaderDataset):
         dataset.join_readers = [_Named(reader) for reader in dataset.join_readers]  # pyright: ignore[reportAttributeAccessIssue]
@@ -141,11 +142,11 @@ def conversation_in(sample: Sample, sample_fps: float | None = None, columns: Sc
 
     Args:
         sample: `Parts`, or one with Megatron-Bridge's ChatML fields.
-        sample_fps: how many frames are a second of a video that comes as frames and does not say; None to refuse it.
-        columns: what records of crude folders call what is read, if they have names of their own.
+        sample_fps: frames per second of videos given as frames without a rate; None to refuse them.
+        columns: mapping of the column names of crude folders, if they differ from ours.
 
     Raises:
-        DataError: a record that is none, media that are not among the parts, or columns for a ChatML sample.
+        DataError: an invalid record, media that are not among the parts, or columns for a ChatML sample.
     """
     place = place_of(sample)
     if isinstance(sample, Parts):
@@ -155,7 +156,7 @@ def conversation_in(sample: Sample, sample_fps: float | None = None, columns: Sc
             raise DataError(place, f"found a schema {columns.name}, expected none: ChatML's own names are read")
         record, files = _chatml_record(sample, place), {}
     record = _with_files(read_by(columns, record, place), files, sample_fps, place)
-    return conversation_of(record, place, MediaAccess())  # no path is left in it
+    return conversation_of(record, place, MediaAccess())  # it contains no paths any more
 
 
 def _record_in(parts: Mapping[str, Any], place: str) -> Any:
@@ -165,14 +166,14 @@ def _record_in(parts: Mapping[str, Any], place: str) -> Any:
 
 
 def _files(sample: Parts) -> dict[str, Any]:
-    """What a record may name: extensions, and whole names with or without the folder in the tar."""
+    """Files by the names that a record may use: extensions, and full names with or without the folder in the tar."""
     parts = {name: value for name, value in sample.parts.items() if name != RECORD}
     keys = {sample.__key__, sample.__key__.rpartition("/")[2]}
     return {**{f"{key}.{name}": value for key in keys for name, value in parts.items()}, **parts}
 
 
 def _with_files(record: Any, files: Mapping[str, Any], sample_fps: float | None, place: str) -> Any:
-    """The record with bytes in place of names. What is no message or part is left for others to refuse."""
+    """The record with names replaced by bytes. Invalid messages and parts are kept, and refused later."""
     messages = record.get("messages") if isinstance(record, dict) else None
     if not isinstance(messages, list):
         return record
@@ -211,7 +212,7 @@ def _contents(medium: Any, files: Mapping[str, Any], place: str) -> Any:
 
 
 def _chatml_record(sample: Any, place: str) -> dict[str, Any]:
-    """A ChatML sample as a record of ours, with bytes beside the turns."""
+    """A ChatML sample as a record in our format, with media as bytes in separate keys."""
     if getattr(sample, "audio", None) is not None:
         raise DataError(place, "found audio, expected only images and videos")
     payload = _decoded(sample.conversation, f"{place}: 'conversation'")
@@ -219,19 +220,19 @@ def _chatml_record(sample: Any, place: str) -> dict[str, Any]:
     names = ("conversations", "messages", "conversation")
     turns = next((payload[name] for name in names if payload.get(name) is not None), None)
     spelled = isinstance(turns, list) and turns and isinstance(turns[0], dict) and "from" in turns[0]
-    # What a record says of media besides is how they were called before they came into the tar.
+    # Other keys about media contain file names from before they were added to the tar, so they are not read.
     record = {key: payload[key] for key in _BESIDE_TURNS if key in payload}
     record["conversations" if spelled else "messages"] = turns
     tools = getattr(sample, "tools", None)
     if tools is not None:
         record["tools"] = _decoded(tools, f"{place}: 'tools'")
     images, videos = (_media(getattr(sample, name), f"{place}: {name!r}") for name in ("imgs", "videos"))
-    # Also where there are none: a marker without a picture is an error in this format.
+    # Set even if empty: a placeholder without an image is an error in this format.
     return {**record, "images": images, "videos": videos}
 
 
 def _media(value: Any, place: str) -> list[Any]:
-    """One file, or the pickled list of them that ChatML folders hold."""
+    """The media of one file, or of the pickled list of files in ChatML folders."""
     if isinstance(value, bytes) and value.startswith(_PICKLE):
         try:
             value = _Plain(io.BytesIO(value)).load()
@@ -243,14 +244,14 @@ def _media(value: Any, place: str) -> list[Any]:
 
 
 class _Plain(pickle.Unpickler):
-    """Loads lists, numbers, strings and bytes; a pickle can name any function otherwise."""
+    """Loads only lists, numbers, strings and bytes; an unrestricted pickle can call any function."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         raise pickle.UnpicklingError(f"it names {module_name}.{global_name}")
 
 
 def _decoded(value: Any, place: str) -> Any:
-    """What JSON says, where it is not decoded yet."""
+    """Decode JSON, unless it is already decoded."""
     if not isinstance(value, (str, bytes)):
         return value
     try:
@@ -263,4 +264,4 @@ def _json_or_bytes(value: Any) -> Any:
     try:
         return parse_record(value)
     except (ValueError, TypeError):
-        return value  # named as bad where it can be dropped
+        return value  # reported later, where the sample can be dropped

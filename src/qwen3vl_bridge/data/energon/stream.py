@@ -1,9 +1,9 @@
-"""Energon's batches for a training loop: a stream that can be left and resumed, and one pass.
+"""Energon's batches for a training loop: a stream that can be resumed, and a single pass.
 
-What lives here: what a loop asks of energon's loaders. What may not: what a batch is made of (`task_encoder.py`),
-Megatron-Bridge (`provider.py`).
+What lives here: the iterators that a loop uses on energon's loaders. What may not: the contents of a batch
+(`task_encoder.py`), Megatron-Bridge (`provider.py`).
 
-Energon gives each data-parallel rank its own share of the samples, with a position of its own.
+Energon gives each data-parallel rank its own part of the samples, with a separate position.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ logger = logging.getLogger(__name__)
 
 
 class Share(NamedTuple):
-    """A data-parallel rank's part.
+    """A data-parallel rank's part of the data.
 
     Attributes:
-        rank: which it is.
-        size: how many there are.
+        rank: data-parallel rank.
+        size: number of data-parallel ranks.
     """
 
     rank: int = 0
     size: int = 1
 
     def check(self) -> None:
-        """Refuses a rank outside its group.
+        """Check that the rank is within its group.
 
         Raises:
-            ValueError: it is.
+            ValueError: it is not.
         """
         if not 0 <= self.rank < self.size:
             raise ValueError(f"found data-parallel rank {self.rank} of {self.size}, expected a rank inside its group")
 
 
 class EnergonStream(Iterator[PackedBatch]):
-    """This rank's microbatches without end."""
+    """Infinite stream of this rank's microbatches."""
 
     def __init__(
         self,
@@ -60,10 +60,10 @@ class EnergonStream(Iterator[PackedBatch]):
         """Start at the first sample.
 
         Args:
-            make_loader: makes Megatron-Bridge's `EnergonDataloader` at the beginning of the data.
-            fingerprint: what must be the same, given the loader, for a position to mean the same.
-            read_state: reads a file with a loader's state, and builds nothing but such states.
-            share: this rank's.
+            make_loader: creates Megatron-Bridge's `EnergonDataloader` at the beginning of the data.
+            fingerprint: takes the loader; returns what has to be equal for a saved position to be valid.
+            read_state: reads a loader's state from a file, without unpickling any other types.
+            share: this rank's part.
         """
         self._make_loader, self._fingerprint, self._read_state, self._share = (
             make_loader,
@@ -88,18 +88,18 @@ class EnergonStream(Iterator[PackedBatch]):
         return batch.packed
 
     def fingerprint(self) -> dict[str, Any]:
-        """What must be the same for a position to mean the same."""
+        """What has to be equal for a saved position to be valid."""
         return dict(self._fingerprint(self._loader))
 
     def save_state(self) -> Any:
-        """Energon's own state of this rank, as Megatron-Bridge's checkpoints keep it, one file a rank."""
+        """Energon's own state of this rank; Megatron-Bridge's checkpoints save it in one file per rank."""
         return self._loader.save_state()
 
     def restore_state(self, state: Any) -> None:
-        """Go on from a state of `save_state`, in a stream with the same settings.
+        """Continue from a state of `save_state`, in a stream with the same settings.
 
         Raises:
-            ValueError: it is of another number of workers or rows a microbatch.
+            ValueError: the state is of another number of workers or rows per microbatch.
         """
         if self._begun:
             self._loader, self._begun = self._make_loader(), False
@@ -111,9 +111,10 @@ class EnergonStream(Iterator[PackedBatch]):
             ) from error
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands, for a checkpoint that one rank writes for all.
+        """Position of the stream, for a checkpoint that one rank writes for all.
 
-        Several ranks have several states, of which a rank knows its own alone. But all have given out as many batches.
+        With several ranks each rank has only its own state, so only the number of batches, equal on all ranks, is
+        saved.
         """
         state = None
         if self._share.size == 1:
@@ -123,13 +124,13 @@ class EnergonStream(Iterator[PackedBatch]):
         return {"batches": self._given, "state": state, "data": self.fingerprint()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from where another stream stood: at once on one rank, by reading again what was read on several.
+        """Continue from another stream's position: directly on one rank, by rereading all earlier batches on several.
 
         Args:
-            state: its `state_dict`.
+            state: `state_dict` of the other stream.
 
         Raises:
-            ValueError: it was of other data, or of another number of ranks or workers.
+            ValueError: the other stream had other data, or another number of ranks or workers.
         """
         check_position(self._fingerprint(self._loader), state["data"])
         if state["state"] is not None:
@@ -150,23 +151,23 @@ def one_pass(
     micro_batch_size: int,
     window_size: int | None,
 ) -> Iterator[PackedBatch]:
-    """Every sample once, the same number of microbatches on every rank.
+    """Every sample once, with the same number of microbatches on every rank.
 
-    Each rank goes through all samples and makes the pixels of its own rows alone. Where the rows don't go round, the
-    last one is repeated without anything to train on.
+    Each rank reads all samples, but computes pixels only for its own rows. If the number of rows is not divisible, the
+    last row is repeated without a loss.
 
     Args:
-        samples: of all ranks.
-        encoder: packs and lays out.
-        share: this rank's.
-        micro_batch_size: rows of a microbatch.
-        window_size: samples that are packed together; None for padded rows.
+        samples: samples of all ranks.
+        encoder: packs and collates.
+        share: this rank's part.
+        micro_batch_size: rows per microbatch.
+        window_size: number of samples that are packed together; None for padded rows.
 
     Yields:
         This rank's microbatches.
 
     Raises:
-        DataError: a sample that cannot be encoded, or no sample at all.
+        DataError: a sample cannot be encoded, or there are no samples.
     """
     share.check()
     if window_size is None:
@@ -187,18 +188,19 @@ def one_pass(
 
 
 def repeated(begin: Callable[[], Iterator[PackedBatch]], batches: int) -> Iterator[PackedBatch]:
-    """A pass over and over, so many batches of it each time; after its end, its last one without anything to train on.
+    """Repeat a pass, with a fixed number of batches per pass; a shorter one is filled with its last batch, without a
+    loss.
 
     Args:
-        begin: begins the pass.
-        batches: of each time.
+        begin: starts a pass.
+        batches: number of batches per pass.
     """
     while True:
         passed, batch = begin(), None
         for _ in range(batches):
             following = next(passed, None)
             if following is None:
-                assert batch is not None  # a pass has one
+                assert batch is not None  # a pass has at least one batch
                 batch = replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))
             else:
                 batch = following
@@ -206,7 +208,7 @@ def repeated(begin: Callable[[], Iterator[PackedBatch]], batches: int) -> Iterat
 
 
 def _encoded(row: list[MeasuredSample], encoder: Qwen3VLTaskEncoder) -> list[Any]:
-    """A row with its pixels; one token stands for a sample that is dropped only now."""
+    """A row with its pixels; a sample that is dropped only at this stage is replaced by one token."""
     sample_filter = encoder.sample_filter
     return [
         sample_filter.encode(lambda: sample.measured) or sample_filter.blank(sample.measured.conversation.sample_id)  # noqa: B023  (called at once)
@@ -215,7 +217,7 @@ def _encoded(row: list[MeasuredSample], encoder: Qwen3VLTaskEncoder) -> list[Any
 
 
 def _as_raised[Item](items: Iterator[Item]) -> Iterator[Item]:
-    """The same; errors from workers without the workers' traceback."""
+    """The same items; errors from workers are raised without the workers' traceback."""
     try:
         yield from items
     except DataError as error:

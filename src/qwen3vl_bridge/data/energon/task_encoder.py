@@ -1,10 +1,11 @@
-"""Energon's task encoder for Qwen3-VL: samples of a WebDataset into packed rows.
+"""Energon's task encoder for Qwen3-VL: converts samples of a WebDataset to packed rows.
 
-What lives here: what each of energon's stages does. What may not: what a sample's parts mean (`records.py`),
-which loader runs it and where a run stands (`stream.py`), Megatron-Bridge (`provider.py`).
+What lives here: our methods for energon's stages. What may not: the meaning of a sample's parts (`records.py`), the
+loader that runs it and the position of a run (`stream.py`), Megatron-Bridge (`provider.py`).
 
-Samples wait to be packed with their files as they are stored, measured by headers; pixels are made when a row is due.
-Energon prints errors and goes on; here they stop the run, unless `on_bad` or `on_long` say to drop such samples.
+Samples that wait to be packed contain their files as stored, and are measured by the files' headers; pixels are
+computed when a row is needed. Energon prints errors and continues; here they stop the run, unless `on_bad` or `on_long`
+is set to drop such samples.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ from megatron.energon.flavors.webdataset.field_access import FieldAccessError
 
 @edataclass
 class MeasuredSample(Sample):
-    """A sample that waits for its row.
+    """A sample that waits to be packed.
 
     Attributes:
-        measured: the conversation, media as bytes, and its size.
+        measured: the conversation, with media as bytes, and its size.
     """
 
     measured: MeasuredConversation
@@ -51,7 +52,7 @@ class ReadySample(Sample):
     """A sample with its pixels.
 
     Attributes:
-        encoded: it.
+        encoded: the encoded sample.
     """
 
     encoded: EncodedSample
@@ -59,21 +60,21 @@ class ReadySample(Sample):
 
 @edataclass
 class EnergonBatch(Batch):
-    """A microbatch with the keys that energon restores batches by.
+    """A microbatch with the keys from which energon restores batches.
 
     Attributes:
-        packed: what a training step takes.
+        packed: the input of a training step.
     """
 
     packed: PackedBatch
 
     def pin_memory(self) -> EnergonBatch:
-        """A copy in page-locked memory; energon's loaders ask for it where there is CUDA."""
+        """A copy in page-locked memory; called by energon's loaders if CUDA is available."""
         return replace(self, packed=self.packed.pin_memory())
 
 
 class MeasuringTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
-    """Samples with their sizes, in the order that energon reads them."""
+    """Samples with their sizes, in energon's order."""
 
     decoder = None  # media stay bytes
     cookers = COOKERS
@@ -81,12 +82,12 @@ class MeasuringTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
     def __init__(
         self, sample_filter: SampleFilter, *, sample_fps: float | None = None, columns: Schema | None = None
     ) -> None:
-        """Take the samples that pass a filter.
+        """Set the filter and how records are read.
 
         Args:
-            sample_filter: which become samples.
-            sample_fps: how many frames are a second of videos that come as frames and do not say; None to refuse them.
-            columns: what records of crude folders call what is read, if they have names of their own.
+            sample_filter: decides which samples are used.
+            sample_fps: frames per second of videos given as frames without a rate; None to refuse them.
+            columns: mapping of the column names of crude folders, if they differ from ours.
         """
         self.sample_filter, self._sample_fps, self._columns = sample_filter, sample_fps, columns
         self._num_samples = self._left_out = 0
@@ -95,7 +96,7 @@ class MeasuringTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         """Energon's hook; see `_prepare`.
 
         Raises:
-            DataError: also where a worker would have no sample: energon goes round its share for ever.
+            DataError: also if a worker would have no samples, because energon would loop over its part forever.
         """
         self._prepare(datasets, worker_config)
         ranks, workers = worker_config.world_size, max(1, worker_config.num_workers)
@@ -114,10 +115,10 @@ class MeasuringTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         return built
 
     def _prepare(self, datasets: Sequence[Any], worker_config: WorkerConfig) -> None:
-        """Keep media as bytes, and let no error pass: energon's own handler prints it and takes the next sample.
+        """Keep media as bytes, and raise errors: energon's own handler prints them and takes the next sample.
 
         Raises:
-            DataError: a folder of another kind than is read here.
+            DataError: an unsupported kind of folder.
         """
         for loaded in datasets:
             if loaded.aux:
@@ -128,10 +129,10 @@ class MeasuringTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         self._num_samples = sum(_num_samples(loaded.dataset) for loaded in datasets)
 
     def _handle(self, error: Exception, sample: Any, sources: Any = None) -> None:
-        """What energon asks about an error in any of its stages; where this returns, it skips the sample.
+        """Energon's handler of errors in any of its stages; if it returns, energon skips the sample.
 
         Raises:
-            Exception: the error, unless it is a sample without what a field map asks for, and such are dropped.
+            Exception: the error, unless the sample lacks a part that the field map names and `on_bad` is to drop it.
         """
         if not isinstance(error, FieldAccessError):
             raise error
@@ -145,8 +146,8 @@ class MeasuringTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         """A sample with its size.
 
         Raises:
-            DataError: it is bad or too long, where that is an error.
-            SkipSample: it is dropped, and counted.
+            DataError: the sample is bad or too long, and the filter does not drop such samples.
+            SkipSample: the sample is dropped and counted.
         """
         read = partial(conversation_in, sample, self._sample_fps, self._columns)
         measured = self.sample_filter.measure(read, place_of(sample))
@@ -157,15 +158,15 @@ class MeasuringTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
 
     def _skip(self, sample: Sample) -> None:
         self._left_out += 1
-        if self._left_out > self._num_samples:  # training goes round for ever
+        if self._left_out > self._num_samples:  # training would loop over the data forever
             raise DataError(place_of(sample), f"dropped, as were the {self._num_samples} before; expected one to stay")
         raise SkipSample
 
 
 class Qwen3VLTaskEncoder(MeasuringTaskEncoder):
-    """From samples to `EnergonBatch`es: rows packed best-fit, or padded.
+    """Converts samples to `EnergonBatch`es: rows packed by best fit, or padded.
 
-    For energon's `get_train_dataset` and `get_val_dataset`. With `packing_buffer_size`, batch_size is 1.
+    For energon's `get_train_dataset` and `get_val_dataset`. With `packing_buffer_size`, batch_size has to be 1.
     """
 
     def __init__(
@@ -176,19 +177,19 @@ class Qwen3VLTaskEncoder(MeasuringTaskEncoder):
         sample_fps: float | None = None,
         columns: Schema | None = None,
     ) -> None:
-        """Lay samples out.
+        """Set the filter, the collator and how records are read.
 
         Args:
-            sample_filter: which become samples.
-            collator: lays them out.
-            sample_fps: as `MeasuringTaskEncoder` takes it.
-            columns: likewise.
+            sample_filter: decides which samples are used.
+            collator: makes rows of samples.
+            sample_fps: as for `MeasuringTaskEncoder`.
+            columns: as for `MeasuringTaskEncoder`.
         """
         super().__init__(sample_filter, sample_fps=sample_fps, columns=columns)
         self.collator, self._counted = collator, 0
 
     def select_samples_to_pack(self, samples: list[MeasuredSample]) -> list[list[MeasuredSample]]:
-        """Rows of samples, by their tokens and patches. None is left over: energon would lose it."""
+        """Assign samples to rows, by tokens and patches. No sample is left over, because energon would lose it."""
         sizes = [sample.measured.size.padded(self.collator.multiple) for sample in samples]
         lengths, patches = [size.tokens for size in sizes], [size.patches for size in sizes]
         rows = best_fit(lengths, self.collator.seq_length, patches, self.sample_filter.most_patches)
@@ -199,8 +200,8 @@ class Qwen3VLTaskEncoder(MeasuringTaskEncoder):
         """A sample with its pixels.
 
         Raises:
-            DataError: it cannot be encoded, where that is an error.
-            SkipSample: it is dropped, and counted.
+            DataError: the sample cannot be encoded, and the filter does not drop such samples.
+            SkipSample: the sample is dropped and counted.
         """
         encoded = self.sample_filter.encode(lambda: sample.measured)
         if encoded is None:
@@ -212,7 +213,7 @@ class Qwen3VLTaskEncoder(MeasuringTaskEncoder):
         """One packed row.
 
         Raises:
-            SkipSample: all of its samples have been dropped.
+            SkipSample: all samples of the row have been dropped.
         """
         if not samples:
             raise SkipSample
@@ -220,17 +221,17 @@ class Qwen3VLTaskEncoder(MeasuringTaskEncoder):
 
     @stateless
     def batch(self, samples: list[Any]) -> EnergonBatch:
-        """A packed row as it is, or a padded row for each sample."""
+        """A packed row unchanged, or a padded row for each sample."""
         if isinstance(samples[0], EnergonBatch):
             (row,) = samples
             return row
         return self._laid_out(samples, self.collator.padded([sample.encoded for sample in samples]))
 
     def _laid_out(self, samples: Sequence[ReadySample], packed: PackedBatch) -> EnergonBatch:
-        """With the number of samples that this process has dropped since its batch before.
+        """A batch with the number of samples that this process has dropped since its previous batch.
 
-        Energon reads a buffer ahead, so a sample counts with the first batch after it. The count begins at 0 in a
-        stream that goes on from a checkpoint: energon does not read again what was dropped before.
+        Energon reads a buffer ahead, so a sample is counted in the first batch after it. A resumed stream starts at 0,
+        because energon does not read samples again that were dropped before.
         """
         dropped = self.sample_filter.num_dropped
         new, self._counted = dropped - self._counted, dropped
@@ -247,7 +248,7 @@ def _places(datasets: Sequence[Any]) -> str:
 
 
 def _num_samples(dataset: Any) -> int:
-    """Samples of all ranks, in the part that a metadataset takes."""
+    """Number of samples of all ranks, in the subset that a metadataset uses."""
     start, end = 0, len(dataset)
     if dataset.subset is not None:
         start, end = dataset.subset.compute_subset(end)

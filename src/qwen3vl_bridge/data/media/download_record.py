@@ -1,11 +1,11 @@
-"""What became of the addresses in some data when they were downloaded.
+"""Record of which URLs of a data set were given up when it was downloaded.
 
-What lives here: the record of it, and its file. What may not: files by their addresses, and what the record means for
-them (`url_cache.py`); downloading (`data/downloading.py`).
+What lives here: the record, and its file. What may not: finding files by URL, and the effect of the record on that
+(`url_cache.py`); downloading (`data/downloading.py`).
 
-A sample whose address was given up is a bad one. Which those are must be the same in every process, on every machine,
-and when a run goes on, whatever else is downloaded into the same folder meanwhile, or tried anew. So a download that
-came to its end leaves a record under the name of its data, and that record decides.
+A sample whose URL was given up is bad. These samples have to be the same in every process, on every machine and in a
+resumed run, regardless of other downloads into the same folder or later retries. Therefore a completed download writes
+a record under the name of its data, and this record is decisive.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _FOLDER, _VERSION, _DIGEST = "records", 1, 8
 
 @dataclass(frozen=True)
 class DownloadRecord:
-    """Which addresses of some data were given up. Picklable, for data-loading workers.
+    """Which URLs of a data set were given up. Picklable, for data-loading workers.
 
     Attributes:
-        total: addresses in the data.
-        missing: of them those that are neither there nor given up: the download is to go on.
-        given_up: digests of the others without a file, one after the other, in ascending order.
+        total: number of URLs in the data.
+        missing: number of URLs that are neither downloaded nor given up; if any, the download is to be continued.
+        given_up: concatenated digests of the URLs that are given up, in ascending order.
     """
 
     total: int = 0
@@ -41,19 +41,19 @@ class DownloadRecord:
 
     @classmethod
     def of(cls, total: int, missing: int, given_up: Iterable[bytes]) -> Self:
-        """Made of the digests of addresses (see `digest_of`); arguments as for the class."""
+        """A record with the digests of URLs (see `digest_of`); arguments as for the class."""
         return cls(total, missing, b"".join(sorted(digest[:_DIGEST] for digest in given_up)))
 
     @classmethod
     def read(cls, root: Path, data: str) -> Self:
-        """What a folder of downloads has on record; nothing given up if nothing is.
+        """Read the record from a folder of downloads; an empty one if there is none.
 
         Args:
             root: the folder.
-            data: as `write` was told.
+            data: name of the data, as for `write`.
 
         Raises:
-            DataError: a record that is damaged, or of another version.
+            DataError: the record is damaged or has another version.
         """
         path = _path(root, data)
         try:
@@ -72,11 +72,11 @@ class DownloadRecord:
             ) from error
 
     def write(self, root: Path, data: str) -> None:
-        """Put it on record, in place of an earlier one.
+        """Write the record, replacing an earlier one.
 
         Args:
             root: the folder of downloads.
-            data: what the data are called, the same wherever they lie.
+            data: name of the data, which does not depend on their path.
         """
         path = _path(root, data)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -84,7 +84,7 @@ class DownloadRecord:
         replace_file(path, json.dumps(content).encode())
 
     def __contains__(self, digest: bytes) -> bool:
-        """Whether an address was given up."""
+        """Whether the URL with this digest was given up."""
         wanted, held = digest[:_DIGEST], len(self.given_up) // _DIGEST
 
         def one(place: int) -> bytes:
@@ -98,14 +98,14 @@ class DownloadRecord:
         return f"without {len(self.given_up) // _DIGEST:,} of {self.total:,} addresses ({digest})"
 
     def mark(self, fingerprint: str, place: str) -> str:
-        """The fingerprint of data, with what is not there of them.
+        """Add the URLs that were given up to the fingerprint of data.
 
         Args:
-            fingerprint: of all else.
-            place: what messages call the data.
+            fingerprint: fingerprint of the data without its downloads.
+            place: name of the data in messages.
 
         Raises:
-            Unreachable: addresses are neither there nor given up, so it is not known what the data will be.
+            Unreachable: some URLs are neither downloaded nor given up, so the data are not determined yet.
         """
         if self.missing:
             raise Unreachable(

@@ -1,13 +1,12 @@
-"""One download of a picture or a video.
+"""Downloading one image or video.
 
-What lives here: what counts as an answer, and putting the file in its place. What may not: which addresses are allowed
-(`urls.py`), which servers are still asked (`hosts.py`), where files are kept (`url_cache.py`), which files are wanted
+What lives here: judging a response, and storing the file. What may not: which URLs are allowed (`urls.py`), which
+servers are still used (`hosts.py`), the location of files (`url_cache.py`), which files are needed
 (`data/downloading.py`).
 
-An answer that an address is gone or forbidden (404, 410, 403, any other that is neither 200 nor a busy server's), or
-contents that are neither a picture nor a video, are final: a `DataError`. No answer, one that breaks off, or one of a
-server that is busy or broken (408, 425, 429, 5xx) is `Unreachable` after several attempts: another time it may be
-there.
+A response that a URL is gone or forbidden (404, 410, 403, any other status except 200 and those of a busy server), or
+whose contents are neither an image nor a video, is permanent: a `DataError`. No response, an interrupted one, or that
+of a busy or failing server (408, 425, 429, 5xx) is `Unreachable` after several attempts: a later download may succeed.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ import httpx
 MOST_BYTES = 2**30
 MOST_REDIRECTS = 5
 WAITS = (1.0, 2.0, 4.0, 8.0, 16.0)  # seconds between attempts
-TIMEOUT, LONGEST = 15.0, 900.0  # seconds without a byte; for a body
-_OLD = 3600  # seconds since somebody wrote to a file that is going on
+TIMEOUT, LONGEST = 15.0, 900.0  # seconds without a byte; seconds for a body
+_OLD = 3600  # seconds since the last write, after which an unfinished file is abandoned
 _BUSY = (408, 425, 429)
-# Beginnings of videos, for servers that do not say what they send: MP4 and its kin, Matroska, AVI, MPEG, transport
+# First bytes of videos, for servers that do not send a type: MP4 and related formats, Matroska, AVI, MPEG, transport
 # streams, Flash, Ogg, Windows Media.
 _VIDEO = re.compile(
     rb"....(ftyp|moov|mdat|free|skip|wide)|\x1aE\xdf\xa3|RIFF....AVI |\x00\x00\x01[\xb3\xba]"
@@ -51,14 +50,14 @@ class Downloader:
     """Downloads files into a cache; any number of threads may use one."""
 
     def __init__(self, cache: UrlCache, allowed_urls: Sequence[str]) -> None:
-        """Say from where and to where.
+        """Set the target folder and the allowed URLs.
 
         Args:
-            cache: where files are kept.
-            allowed_urls: what addresses may begin with, and what those may that they are redirected to.
+            cache: folder of the files.
+            allowed_urls: allowed prefixes of URLs, including those of redirects.
 
         Raises:
-            ValueError: something that is no beginning of an address.
+            ValueError: a prefix that cannot begin a URL.
         """
         for prefix in allowed_urls:
             check_prefix(prefix)
@@ -66,9 +65,9 @@ class Downloader:
         self._unfinished = cache.root / "unfinished"
         _remove_left_over(self._unfinished)
         self._stopped = threading.Event()
-        # Pictures and videos are compressed already, and a small answer may unpack to a large one.
+        # Images and videos are already compressed, and a small compressed response may expand to a large one.
         headers = {"User-Agent": "qwen3vl-bridge", "Accept-Encoding": "identity"}
-        certificates = httpx.create_ssl_context()  # takes a while to read
+        certificates = httpx.create_ssl_context()  # created once, because reading the certificates is slow
         self._hosts = Hosts(partial(httpx.Client, timeout=TIMEOUT, headers=headers, verify=certificates))
 
     @property
@@ -77,20 +76,20 @@ class Downloader:
         return self._stopped.is_set()
 
     def stop(self) -> None:
-        """Let downloads that are going on fail as unreachable, and make no further attempts."""
+        """Make running downloads fail as unreachable, without further attempts."""
         self._stopped.set()
 
     def __call__(self, address: str, place: str) -> None:
-        """Put what an address holds in its place.
+        """Download a URL into the cache.
 
         Args:
-            address: an http or https address.
-            place: where it stands, for messages.
+            address: an http or https URL.
+            place: the sample that contains it, for messages.
 
         Raises:
-            DataError: an address that is not allowed, is gone, holds too much, or no picture or video.
-            Unreachable: no answer, or none to the end; or a server that is down for others, too.
-            OSError: the cache cannot be written to.
+            DataError: the URL is not allowed or is gone, or its contents are too large, or neither image nor video.
+            Unreachable: no complete response; or the server is down for other URLs, too.
+            OSError: the cache cannot be written.
         """
         url = allowed_url(address, self._allowed, place)
         path = self._cache.path_of(address)
@@ -110,7 +109,7 @@ class Downloader:
                 ) from error
             if problem is None:
                 return
-            # Threads don't all come back at once.
+            # Random, so that the threads do not retry at the same time.
             if pause is None or self._stopped.wait(pause * (0.5 + random.random())):
                 if down is not None and not self.stopped:
                     self._hosts.missed(down)
@@ -119,7 +118,7 @@ class Downloader:
                 )
 
     def _attempt(self, url: httpx.URL, path: Path, place: str) -> str | None:
-        """None where the file is in its place; else why it may be worth another attempt."""
+        """Returns None if the file is stored, or the reason why another attempt may succeed."""
         where = f"{place}: {url}"
         unfinished = self._unfinished / uuid.uuid4().hex
         try:
@@ -135,7 +134,7 @@ class Downloader:
         return None
 
     def _answer(self, url: httpx.URL, file: BinaryIO, place: str) -> str | int:
-        """Follows redirects and writes the body; its type, or the status of a server that is busy."""
+        """Follow redirects and write the body; returns its content type, or the status of a busy server."""
         asked = url
         for _ in range(MOST_REDIRECTS + 1):
             # Redirects are followed here, not by the library, so that each address is checked.
@@ -143,7 +142,7 @@ class Downloader:
                 response = self._hosts.send(asked, place)
             except DataError:
                 raise
-            except (httpx.InvalidURL, ValueError) as error:  # some of the redirects that are no addresses
+            except (httpx.InvalidURL, ValueError) as error:  # some of the redirects to something other than a URL
                 problem = f"found {str(asked)!r} redirected to no address ({error})"
                 raise DataError(place, f"{problem}, expected a picture or a video") from error
             with closing(response):
@@ -165,7 +164,7 @@ class Downloader:
         length = response.headers.get("content-length", "")
         if length.isdecimal():
             _check_size(int(length), where)
-        # The library's limit begins anew with each byte: a server that sends one now and then would hold a thread.
+        # The library's limit restarts with each byte: a server that sends single bytes slowly would block a thread.
         end = time.monotonic() + LONGEST
         for chunk in response.iter_bytes():
             file.write(chunk)
@@ -175,9 +174,9 @@ class Downloader:
 
 
 def _remove_left_over(folder: Path) -> None:
-    """Remove what downloads have left that were killed. Those that go on write to their files all the time."""
+    """Remove unfinished files of killed downloads. Running downloads write to their files continuously."""
     for path in folder.glob("*"):
-        with contextlib.suppress(OSError):  # it has come to its end, or is another user's
+        with contextlib.suppress(OSError):  # the download has completed, or is another user's
             if time.time() - path.stat().st_mtime > _OLD:
                 path.unlink()
 
@@ -192,10 +191,11 @@ def _check_size(found: int, where: str) -> None:
 
 
 def _check_contents(file: Path, kind: str, where: str) -> None:
-    """Refuses what does not begin as a picture or a video. A server's word is taken for videos, which are of any kind.
+    """Check that the contents begin like an image or a video. A server's content type of a video is accepted unchecked,
+    because there are many video formats.
 
     Raises:
-        DataError: it does not.
+        DataError: the contents are something else.
     """
     with file.open("rb") as opened:
         start = opened.read(512)

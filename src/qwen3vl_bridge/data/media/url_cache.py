@@ -1,12 +1,12 @@
-"""Pictures and videos that were downloaded before training, found by their addresses.
+"""Images and videos that were downloaded before training, by URL.
 
-What lives here: the folder of what `qwen3vl data download` has fetched, and what it says of an address. What may not:
-the network (`downloads.py`), decoding (`images.py`, `videos.py`).
+What lives here: the folder that `qwen3vl data download` fills, and the state of a URL in it. What may not: the network
+(`downloads.py`), decoding (`images.py`, `videos.py`).
 
-Of each address the folder has the file, or a text file with the reason why there never will be one, or nothing.
-Training reads the first, takes the second as a bad sample, and stops at the third: the folder is not whole, and which
-samples are dropped must be the same in every process, on every machine, and when a run goes on. So training stops, too,
-where the folder and what is on record of the data (`download_record.py`) differ.
+For each URL the folder contains the file, or a text file with the reason why the URL was given up, or nothing. Training
+reads a file, treats a sample with a URL that was given up as bad, and stops if there is nothing: then the folder is
+incomplete, and the dropped samples have to be the same in every process, on every machine and in a resumed run. For the
+same reason training stops if the folder and the record of the data (`download_record.py`) differ.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from qwen3vl_bridge.data.media.urls import read_url, shown
 
 
 def default_cache() -> Path:
-    """The user's folder of what was downloaded."""
+    """The user's default folder of downloads."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "qwen3vl_bridge" / "media"
 
 
@@ -32,8 +32,8 @@ class UrlCache:
     """A folder of downloaded files. Picklable, for data-loading workers.
 
     Attributes:
-        folder: it; the user's own if None.
-        record: of the data that ask for files; None to go by the folder alone.
+        folder: the folder; `default_cache()` if None.
+        record: record of the data whose files are read; None to use only the state of the folder.
     """
 
     folder: Path | None = None
@@ -45,26 +45,26 @@ class UrlCache:
         return self.folder or default_cache()
 
     def of_data(self, data: str) -> UrlCache:
-        """The same, for data of which it has a record, or not.
+        """The same folder, with the record of a data set; an empty record if there is none.
 
         Args:
-            data: what the record calls them.
+            data: name of the data in the record.
 
         Raises:
-            DataError: a damaged record.
+            DataError: the record is damaged.
         """
         return replace(self, record=DownloadRecord.read(self.root, data))
 
     def __call__(self, address: str, place: str) -> Path:
-        """The file that was downloaded from an address.
+        """The file that was downloaded from a URL.
 
         Args:
-            address: it begins with "http://" or "https://".
-            place: where it stands, for messages.
+            address: a URL that begins with "http://" or "https://".
+            place: the sample that contains it, for messages.
 
         Raises:
-            DataError: it was tried, and given up.
-            Unreachable: it was not downloaded, or not as the record says.
+            DataError: the URL was given up.
+            Unreachable: the URL was not downloaded, or its state differs from the record.
         """
         path, found = self.path_of(address), f"found the URL {shown(address)}"
         is_there, is_recorded = path.is_file(), self.record is not None and digest_of(address) in self.record
@@ -92,21 +92,23 @@ class UrlCache:
         )
 
     def path_of(self, address: str) -> Path:
-        """Where the file is, if there is one: a name for each address, with its end, so that FFmpeg sees an ending."""
+        """Path of a URL's file, whether or not it exists: a digest and the end of the URL, so that FFmpeg gets a file
+        extension.
+        """
         digest, url = digest_of(address).hex(), read_url(address)
         name = "" if url is None else url.path.rpartition("/")[2]
         ending = re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)[-60:]
         return self.root / digest[:2] / f"{digest[2:42]}-{ending}"
 
     def problem_of(self, address: str) -> str | None:
-        """Why there will be no file; None where that is not known, or was written down and is damaged."""
+        """Why a URL was given up; None if it was not, or if the file with the reason is damaged."""
         try:
             return _problem_file(self.path_of(address)).read_text("utf-8")
         except (FileNotFoundError, UnicodeDecodeError):
             return None
 
     def give_up(self, address: str, problem: str) -> None:
-        """Write down that there will be no file, and why."""
+        """Store that a URL is given up, and why."""
         path = self.path_of(address)
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.{os.getpid()}.problem")
@@ -114,12 +116,12 @@ class UrlCache:
         partial.replace(_problem_file(path))
 
     def forget_problem(self, address: str) -> None:
-        """Leave no word of an earlier failure."""
+        """Remove the reason of an earlier failure."""
         _problem_file(self.path_of(address)).unlink(missing_ok=True)
 
 
 def digest_of(address: str) -> bytes:
-    """What an address is told by, without its fragment, which nobody is asked for."""
+    """SHA-256 that identifies a URL, without its fragment, which is not sent to the server."""
     url = read_url(address)
     text = address if url is None else str(url.copy_with(fragment=None))
     return hashlib.sha256(text.encode("utf-8", "backslashreplace")).digest()

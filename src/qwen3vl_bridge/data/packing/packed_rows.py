@@ -1,11 +1,10 @@
-"""Rows that were packed before training and lie on disk: which samples are in which row, and how large all of them are.
+"""Rows packed before training and stored on disk: the samples of each row, and the sizes of all samples.
 
-What lives here: the files, and the plan that reads rows from them. What may not: making them
-(`data/offline_packing.py`).
+What lives here: the files, and the plan that reads rows from them. What may not: packing (`data/offline_packing.py`).
 
-A folder of numpy's arrays, read by mapping them into memory, so that all processes of a machine share them: `sizes`
-[samples, 3] as in `Size`, `rows` with the samples of one row after the other, `starts` [rows + 1] of each row in it;
-and `packing.json` with the rules they were packed by. Text, pictures and tokens stay where they are.
+A folder contains numpy arrays, which are memory-mapped so that all processes of a machine share them: `sizes`
+[samples, 3] as in `Size`, `rows` with the concatenated samples of all rows, `starts` [rows + 1] with each row's offset
+in it; and `packing.json` with the packing rules. It contains neither text nor images nor tokens.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ import numpy as np
 VERSION = 1
 MANIFEST = "packing.json"
 _ARRAYS = ("sizes", "rows", "starts")
-# Rules, and the names that they have as options of the command `pack` and as settings of a run's data.
+# Rules, and their names as options of the command `pack` and as settings of a run's data.
 _OPTIONS = {"seq_length": "seq_length", "most_patches": "max_patches", "on_long": "on_long", "on_bad": "on_bad"}
-# All that a packing has.
+# All files of a folder of packed rows.
 FILES = (MANIFEST, *(f"{name}.npy" for name in _ARRAYS))
 
 
@@ -42,10 +41,10 @@ class PackedRows:
         """Open a folder.
 
         Args:
-            folder: as `write` made it.
+            folder: a folder written by `write`.
 
         Raises:
-            DataError: there is none, or one that is damaged or of another version.
+            DataError: the folder has no packed rows, or they are damaged or of another version.
         """
         self.folder = Path(folder)
         try:
@@ -64,20 +63,20 @@ class PackedRows:
             raise DataError(str(folder), "found arrays that differ from those that were written; pack once more")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PackedRows, (self.folder,)  # to another process, not what is in the files
+        return PackedRows, (self.folder,)  # pickles the path, not the arrays
 
     def __len__(self) -> int:
         return len(self._starts) - 1
 
     def __getitem__(self, row: int) -> tuple[int, ...]:
-        """Samples of a row."""
+        """Indices of a row's samples."""
         return tuple(self._rows[self._starts[row] : self._starts[row + 1]].tolist())
 
     def check(self, rules: Mapping[str, Any]) -> None:
-        """Refuse to be used with other rules than these rows were packed by.
+        """Check that a run's rules are those by which these rows were packed.
 
         Raises:
-            ValueError: they differ.
+            ValueError: the rules differ.
         """
         found, needed = self.rules.get("multiple"), rules.get("multiple")
         if found != needed:
@@ -90,15 +89,15 @@ class PackedRows:
             raise ValueError(f"{self.folder} was packed by other rules: found {differ}. {_remedy(rules, self.rules)}")
 
     def sizes(self) -> Sizes:
-        """Of all samples, also of those in no row."""
+        """Sizes of all samples, including those that are in no row."""
         return _StoredSizes(self)
 
     def size(self, sample: int) -> Size:
-        """Of one sample."""
+        """Size of one sample."""
         return Size(*self._sizes[sample].tolist())
 
     def plan(self, seed: int | None) -> PackedPlan:
-        """The rows, epoch after epoch, at random under a seed."""
+        """A plan of the rows over all epochs, shuffled with a seed."""
         return PackedPlan(self, seed)
 
 
@@ -115,29 +114,29 @@ class _StoredSizes(OwnNotes, Sizes):
 
 
 class PackedPlan:
-    """Rows by their number, as `RowPlan` gives them; any row is as near as any other."""
+    """Rows by their number, with the interface of `RowPlan`; random access to any row has the same cost."""
 
     def __init__(self, packed: PackedRows, seed: int | None) -> None:
         """Plan packed rows.
 
         Args:
             packed: the rows.
-            seed: of their order, anew each epoch; None for the order on disk.
+            seed: seed of their order, which differs in each epoch; None for the order on disk.
         """
         self._packed, self._order = packed, NumberedOrder(len(packed), seed)
 
     def row(self, number: int) -> tuple[int, ...]:
-        """Samples of one row."""
+        """Indices of one row's samples."""
         epoch, place = divmod(number, len(self._packed))
         return self._packed[self._order.numbers(epoch, place, 1)[0]]
 
     def window(self, number: int) -> Window:
-        """The epoch that a row is of."""
+        """The epoch of a row, and the epoch's first row."""
         epoch = number // len(self._packed)
         return Window(epoch=epoch, first_row=epoch * len(self._packed))
 
     def dropped(self, number: int) -> SetCounts:
-        """Nothing: what was left out was when the rows were packed, which said so."""
+        """No samples: they were dropped, and reported, when the rows were packed."""
         return ()
 
     def end_of_epoch(self) -> int:
@@ -146,7 +145,7 @@ class PackedPlan:
 
 
 def _remedy(run: Mapping[str, Any], packing: Mapping[str, Any]) -> str:
-    """What to do about rules that differ: options to pack with, or settings that these rows were packed by."""
+    """How to resolve different rules: the options to pack with, or the settings with which these rows were packed."""
     other = [(rule, name) for rule, name in _OPTIONS.items() if run.get(rule) != packing.get(rule)]
     options = [f"--{name.replace('_', '-')}" for _, name in other]
     wanted = [
@@ -177,12 +176,12 @@ def write(
     """Write packed rows into an empty folder.
 
     Args:
-        folder: it.
-        sizes: [samples, 3] int64, as `Size`.
-        rows: [samples in rows] int64, the samples of each row, row after row.
-        starts: [rows + 1] int64, where each row begins in `rows`.
-        rules: as `RowDataset.rules` has them.
-        about: what people may want to know.
+        folder: the folder.
+        sizes: [samples, 3] int64, as in `Size`.
+        rows: [samples in rows] int64, concatenated sample indices of all rows.
+        starts: [rows + 1] int64, offset of each row in `rows`.
+        rules: as in `RowDataset.rules`.
+        about: further information for readers of the file.
     """
     for name, array in zip(_ARRAYS, (sizes, rows, starts), strict=True):
         np.save(folder / f"{name}.npy", array, allow_pickle=False)

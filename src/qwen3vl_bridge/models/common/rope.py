@@ -1,8 +1,9 @@
 """Rotary embeddings: interleaved multimodal RoPE of the text model and 2-D RoPE of the vision tower.
 
 What lives here: angles from positions, and the rotation itself. What may not: positions (`batch/positions.py`,
-`batch/vision_indices.py`). Angles travel through Megatron's transformer block as one tensor, so that they are computed
-once a step and not once a layer: as they are for Transformer Engine's kernel, else cosine and sine stacked.
+`batch/vision_indices.py`). Angles are passed through Megatron's transformer block as one tensor, so that they are
+computed once per step instead of once per layer: unchanged for Transformer Engine's kernel, otherwise as stacked
+cosines and sines.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from transformers import Qwen3VLTextConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-# Transformer Engine's kernel has offsets of 32 bits. Source: common/fused_rope/fused_rope.cu, until 2.20.
+# Transformer Engine's kernel uses 32-bit offsets. Source: common/fused_rope/fused_rope.cu, until 2.20.
 _ELEMENTS = 2**31 - 1
 
 
@@ -33,13 +34,13 @@ def inverse_frequencies(dim: int, theta: float, device: torch.device) -> Tensor:
 
 
 def rotation(angles: Tensor, dtype: torch.dtype, scale: float = 1.0, *, fused: bool) -> Tensor:
-    """What layers are given to rotate heads by, from the angles of a head's first half; the second has the same.
+    """The rotary tensor for the layers, from the angles of the first half of a head; the second half has the same.
 
     Args:
         angles: [s, b, r/2] float32.
-        dtype: of cosines and sines.
+        dtype: dtype of cosines and sines.
         scale: factor of cosines and sines.
-        fused: for Transformer Engine's kernel, which has no factor and computes in float32.
+        fused: return angles for Transformer Engine's kernel, which has no factor and computes in float32.
 
     Returns:
         [s * b, 1, 1, r] float32 angles for the kernel, or cosine and sine [2, s, b, 1, r].
@@ -53,10 +54,10 @@ def rotation(angles: Tensor, dtype: torch.dtype, scale: float = 1.0, *, fused: b
 def scaled_frequencies(parameters: dict[str, Any], dim: int) -> tuple[Tensor, float]:
     """Frequencies [d/2] of a scaled rotary embedding (YaRN and the like), and the factor of its cosines and sines.
 
-    On the host: transformers' own functions compute them, and would copy from memory that is not pinned to a GPU.
+    Computed on the host by transformers' own functions: on a GPU, they would copy from memory that is not pinned.
 
     Args:
-        parameters: as transformers' `rope_parameters`.
+        parameters: transformers' `rope_parameters`.
         dim: head dimension d.
     """
     config = Qwen3VLTextConfig(head_dim=dim, rope_parameters=dict(parameters))
@@ -68,7 +69,7 @@ def rotate(query: Tensor, key: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         query, key: [s, b, heads, d].
-        rotary: from `rotation`; the first r of the d dimensions turn, the others stay.
+        rotary: from `rotation`; the first r of the d dimensions are rotated, the others are unchanged.
     """
     if rotary.dim() == 4:
         return _by_kernel(query, rotary), _by_kernel(key, rotary)
@@ -76,7 +77,7 @@ def rotate(query: Tensor, key: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _formula(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """[..., heads, d] queries and keys, rotated in the precision of cosines and sines [..., 1, r]."""
+    """Rotate queries and keys [..., heads, d] in the dtype of cosines and sines [..., 1, r]."""
     return _turned(query, cos, sin), _turned(key, cos, sin)
 
 
@@ -89,10 +90,11 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _by_compiled(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-    """As `_formula`, of [s, b, heads, d] and [s, b, 1, r], compiled by torch into one kernel for each direction.
+    """Like `_formula` for [s, b, heads, d] and [s, b, 1, r], compiled by torch: one kernel for the forward and one for
+    the backward pass.
 
-    torch makes eight variants of a function and then gives up. So tokens are one dimension whose size may change, and
-    heads of each shape have a function of their own; what is left are the modes of gradients.
+    torch compiles at most eight variants of a function. Therefore tokens are flattened to one dynamic dimension, and
+    each shape of heads has a separate function; the remaining variants are due to gradient modes.
     """
     by_token = [x.flatten(0, 1) for x in tensors]
     for x in by_token:
@@ -103,12 +105,14 @@ def _by_compiled(*tensors: Tensor) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def _compiled(*shapes: torch.Size) -> Callable[..., tuple[Tensor, Tensor]]:
-    """`_formula` compiled, for heads of these shapes; torch counts variants by code object."""
+    """`_formula` compiled for heads of these shapes, with a copied code object, because torch counts variants per code
+    object.
+    """
     return torch.compile(types.FunctionType(_formula.__code__.replace(), globals()))
 
 
 def _by_kernel(x: Tensor, angles: Tensor) -> Tensor:
-    """By Transformer Engine's kernel, which has one angle per token of a row for all rows: all tokens as one row."""
+    """Rotate with Transformer Engine's kernel, with all tokens as one row: it uses the same angles for all rows."""
     tokens = x.flatten(0, 1)[:, None]
     most = _ELEMENTS // max(tokens.stride(0), tokens[0].numel())
     parts = zip(tokens.split(most), angles.split(most), strict=True)
@@ -124,10 +128,10 @@ class InterleavedMRoPE(nn.Module):
     Args:
         dim: head dimension d.
         theta: RoPE base.
-        mrope_section: how many of the d/2 frequencies each axis (temporal, height, width) has.
-        dtype: precision in which heads are rotated.
-        scaled: transformers' `rope_parameters` of a scaled embedding; None for unscaled.
-        fused: rotate by Transformer Engine's kernel, if the embedding has no factor.
+        mrope_section: number of the d/2 frequencies for each axis (temporal, height, width).
+        dtype: dtype in which heads are rotated.
+        scaled: transformers' `rope_parameters` of a scaled embedding; None if it is not scaled.
+        fused: rotate with Transformer Engine's kernel, if the embedding has no factor.
     """
 
     def __init__(
@@ -148,9 +152,9 @@ class InterleavedMRoPE(nn.Module):
         self._constants: dict[torch.device, tuple[Tensor, Tensor, float]] = {}
 
     def constants(self, device: torch.device) -> tuple[Tensor, Tensor, float]:
-        """Which axis each frequency turns by, [d/2]; frequencies [d/2]; and the factor of cosines and sines.
+        """The axis of each frequency [d/2], the frequencies [d/2], and the factor of cosines and sines.
 
-        Computed on the host once, and kept on each device. Not buffers: those of a model that is made on the meta
+        Computed on the host and cached per device. They are not buffers, because those of a model built on the meta
         device would stay empty, and a half-precision model would round them.
         """
         if device not in self._constants:
@@ -171,14 +175,14 @@ class InterleavedMRoPE(nn.Module):
         """Angles of local positions.
 
         Args:
-            position_ids: [3, b, s] temporal, height and width positions, or [b, s] of text, the same on all axes.
-            mrope_section, cp_group: GPTModel's, and not needed.
+            position_ids: [3, b, s] temporal, height and width positions, or [b, s] text positions for all axes.
+            mrope_section, cp_group: passed by GPTModel; not used.
 
         Returns:
-            As `rotation`.
+            The result of `rotation`.
 
         Raises:
-            ValueError: positions of another shape, or none.
+            ValueError: positions have another shape, or are None.
         """
         shape = None if position_ids is None else list(position_ids.shape)
         if shape is None or len(shape) < 2 or shape[:-2] not in ([], [3]):
@@ -189,11 +193,11 @@ class InterleavedMRoPE(nn.Module):
 
 
 def vision_rotary(position_ids: Tensor, dim: int, theta: float = 10000.0, *, fused: bool = False) -> Tensor:
-    """[N, 2] row and column of each patch -> `rotation` of one row [N, 1]: half of the frequencies turn by row, half
-    by column.
+    """[N, 2] row and column of each patch -> `rotation` of one row [N, 1]: half of the frequencies are used with the
+    row, half with the column.
 
-    In float32 whatever the model's precision, as the reference rotates. Source: transformers,
-    Qwen3VLVisionRotaryEmbedding and apply_rotary_pos_emb_vision.
+    Always in float32, like the reference. Source: transformers, Qwen3VLVisionRotaryEmbedding and
+    apply_rotary_pos_emb_vision.
     """
     frequencies = inverse_frequencies(dim // 2, theta, position_ids.device)
     angles = (position_ids[:, :, None] * frequencies).flatten(1)

@@ -1,7 +1,7 @@
 """Checks of a model call: of single arguments, and of settings that only matter once a model is called.
 
 What lives here: refusals, with what was found and what was expected. What may not: the conversion of arguments
-(`model_inputs.py`), masks and offsets (`masks.py`), whether pictures match the tokens (`batch/`).
+(`model_inputs.py`), masks and offsets (`masks.py`), whether images and videos match the tokens (`batch/`).
 """
 
 from __future__ import annotations

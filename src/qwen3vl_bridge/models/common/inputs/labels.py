@@ -3,10 +3,10 @@
 What lives here: which labels can have a loss, and their positions. What may not: the positions of tokens
 (`padding_and_packing.py`), losses (`models/common/model.py`).
 
-Megatron-Bridge's `qwen3_vl_step` and verl's fused kernels pass whole rows of tokens, which the pictures need, together
-with labels that are already split over context-parallel ranks. The two cases are distinguished by shape. Labels of
-other ranks are needed only for multi-token prediction, which reads the labels of next tokens; at the end of a chunk
-these are on another rank.
+Megatron-Bridge's `qwen3_vl_step` and verl's fused kernels pass whole rows of tokens, which images and videos need,
+together with labels that are already split over context-parallel ranks. The two cases are distinguished by shape.
+Labels of other ranks are needed only for multi-token prediction, which reads the labels of next tokens; at the end of a
+chunk these are on another rank.
 Legend: B rows, S tokens per row, T tokens of the layout, b and s a rank's local sizes.
 """
 

@@ -1,4 +1,4 @@
-"""This rank's position among the ranks that share a batch, which determines its tokens and pictures.
+"""This rank's position among the ranks that share a batch, which determines its tokens, images and videos.
 
 What lives here: the one function that reads it from a provider and its process groups. What may not: the selection
 itself (`PackedBatch.local`), collectives.
@@ -16,7 +16,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 
 def sequence_ranks(config: VisionLanguageProvider, groups: ProcessGroupCollection) -> dict[str, Any]:
-    """The arguments of `PackedBatch.local` that select this rank's tokens and pictures."""
+    """The arguments of `PackedBatch.local` that select this rank's tokens, images and videos."""
     return dict(
         vision_work=vision_work(config),
         encoders=None if config.add_encoder else replicas_of(config).encoders,

@@ -103,14 +103,15 @@ def _real_of_square(mask: Tensor, rows: int, tokens: int) -> Tensor | None:
 
 
 def square_in_brief(mask: Tensor, rows: int, tokens: int) -> dict[str, Tensor]:
-    """What a square mask says, computed on its device without reading a value; small enough to be copied to the host.
+    """The real tokens of a square mask, and whether it is only causal with padding, computed on its device without a
+    host-device synchronization.
 
     Args:
         mask, rows, tokens: as for `_real_of_square`, of any shape.
 
     Returns:
-        `real`, [B or 1, S] bool, and `plain`, [] bool: whether the mask is causal plus padding, so that it says nothing
-        more. Empty for a mask of another shape, or of one token.
+        `real`, [B or 1, S] bool, and `plain`, [] bool: whether the mask is causal with padding and nothing else. Empty
+        for a mask of another shape, or of one token.
     """
     squares = mask.squeeze(1) if mask.dim() == 4 else mask
     if squares.dim() != 3 or len(squares) not in (1, rows) or squares.shape[1:] != (tokens, tokens) or tokens < 2:
@@ -126,7 +127,9 @@ def square_in_brief(mask: Tensor, rows: int, tokens: int) -> dict[str, Tensor]:
 
 
 def _row_in_brief(square: Tensor, hides: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of one row: real tokens [S]; entries with a meaning [S, S]; those of real tokens that are not causal [S, S]."""
+    """For one row: real tokens [S]; which entries are valid mask values [S, S]; which entries of real tokens differ
+    from a causal mask with padding [S, S].
+    """
     hidden = square.bool() == hides.bool()
     known = square.bool().to(square.dtype) == square
     if square.is_floating_point():

@@ -66,7 +66,7 @@ def as_model_inputs(
         loss_mask: same shape as labels, 0 where a label is arbitrary; the caller multiplies losses by it. Under context
             parallelism, this rank's slice of a whole mask is returned together with the outputs. Without labels it has
             no effect.
-        encodes: whether this pipeline stage encodes pictures; other stages need only their grids.
+        encodes: whether this pipeline stage encodes images and videos; other stages need only their grids.
         arguments: all others as for `as_packed_batch`.
 
     Returns:
@@ -74,7 +74,7 @@ def as_model_inputs(
         the form that the caller expects.
 
     Raises:
-        ValueError: inconsistent shapes, masks with holes, pictures that do not match the tokens.
+        ValueError: inconsistent shapes, masks with holes, images or videos that do not match the tokens.
         TypeError: an unknown argument.
     """
     given = dict(arguments, input_ids=input_ids, labels=labels, loss_mask=loss_mask)
@@ -159,7 +159,7 @@ def as_packed_batch(
         in it.
 
     Raises:
-        ValueError: inconsistent shapes, masks with holes, pictures that do not match the tokens.
+        ValueError: inconsistent shapes, masks with holes, images or videos that do not match the tokens.
         TypeError: an unknown argument.
     """
     given = arguments_on_host(dict(arguments, input_ids=input_ids, labels=labels, loss_mask=loss_mask))
@@ -252,7 +252,7 @@ def _positions(
     given: Tensor | None,
 ) -> Tensor:
     """[3, b, s] positions of the arranged tokens, 0 for padding; taken from `given` [3, B, S] unless it is None."""
-    derived = mrope_positions(  # always computed: it checks that tokens and pictures match
+    derived = mrope_positions(  # always computed: it checks that tokens and grids match
         ids,
         arranged.layout,
         image_grid_thw,

@@ -2,7 +2,7 @@
 
 What lives here: detection of a batch's convention (left padding, right padding, packed), and the mapping from the
 caller's token order to the layout's and back. What may not: reading masks and offsets (`masks.py`), labels
-(`labels.py`), token positions, pictures, the model.
+(`labels.py`), token positions, images and videos, the model.
 
 In a layout, the real tokens of a segment come first and its padding follows, so that causal attention needs no mask.
 Rows with padding on the left are therefore rolled, and their outputs are rolled back.

@@ -1,7 +1,7 @@
 """Position ids given by callers.
 
 What lives here: the meaning of `position_ids` of each shape in transformers, Megatron-Bridge and RL frameworks. What
-may not: positions derived from tokens and pictures (`batch/positions.py`), angles (`models/common/rope.py`).
+may not: positions derived from tokens and grids (`batch/positions.py`), angles (`models/common/rope.py`).
 Legend: B rows, S tokens per row.
 """
 
@@ -26,8 +26,8 @@ def given_positions(
 
     transformers uses [B, S] for all three axes and [4, B, S] with text positions first, and detects the documents of a
     packed row from text positions that do not increase by one, unless a mask is given. Positions [B, S] for a batch
-    with pictures are text positions, which callers often pass by default: Megatron-Bridge ignores them, and so does
-    this function if they only express the order of tokens.
+    with images or videos are text positions, which callers often pass by default: Megatron-Bridge ignores them, and so
+    does this function if they only express the order of tokens.
 
     Args:
         config: the provider.

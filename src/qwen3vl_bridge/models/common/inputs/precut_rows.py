@@ -6,7 +6,7 @@ the slices. What may not: which tokens a rank holds (`batch/token_layout.py`), t
 (`agreement.py`).
 
 RL frameworks split a packed row before they call the model, with the same rule as `token_index`, and keep the offsets
-of the whole row. Positions and pictures need the whole row, because a rank's slice contains parts of pictures.
+of the whole row. Positions and vision inputs need the whole row, because a slice may contain only a part of an image.
 Legend: cp context-parallel ranks, T tokens of the whole row, n = T / cp of them in a slice.
 """
 
@@ -36,10 +36,10 @@ def with_whole_row(arguments: dict[str, Any], group: ProcessGroup) -> dict[str, 
     every rank has the same tokens, and the same masks and positions, if any. If all tokens are identical, this is
     ambiguous: a row with a mask is then taken as whole, and one without as a slice.
 
-    Assumptions: all ranks of the group call together, each with its slice of the same row, and pass the same pictures
-    and grids, those of the whole row. Which arguments are given, their shapes and the offsets are compared before
-    anything that differs between ranks is read, so that every rank raises if they differ. There is one exception: a
-    rank whose number of tokens is not T / cp, or whose offsets are inconsistent, raises alone, as it would with a whole
+    Assumptions: all ranks of the group call together, each with its slice of the same row, and pass the same pixels and
+    grids, those of the whole row. Which arguments are given, their shapes and the offsets are compared before anything
+    that differs between ranks is read, so that every rank raises if they differ. There is one exception: if a rank's
+    number of tokens is not T / cp, or its offsets are inconsistent, only this rank raises, as it would with a whole
     row. Pixels and the values of grids are not compared.
 
     Args:

@@ -24,9 +24,9 @@ _READ = (
 def arguments_on_host(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call, as for `model_inputs.as_model_inputs`, with those that are read copied to the host.
 
-    Regardless of how many are on a device, the host synchronizes with it once. A square attention mask grows with the
-    square of the tokens, so what it says is computed on its device, and the real tokens take its place. One that says
-    more than padding stays what it is; `masks.real_tokens` then refuses it.
+    Regardless of how many are on a device, the host synchronizes with it once. The size of a square attention mask is
+    quadratic in the tokens, so the real tokens are computed from it on its device, and replace it. A mask that is not
+    merely causal with padding is kept; `masks.real_tokens` then refuses it.
 
     Args:
         arguments: by name; the given packed_seq_params are not modified; the offsets on the host are set in a copy.
@@ -43,6 +43,6 @@ def arguments_on_host(arguments: dict[str, Any]) -> dict[str, Any]:
         setattr(packed, name, found.pop(name))
     if square:
         real, plain = found.pop("real"), found.pop("plain")
-        if plain:  # one causal mask for all rows says nothing about padding
+        if plain:  # one causal mask for all rows gives no information about padding
             found["attention_mask"] = None if len(real) == 1 and real.all() else real.expand(ids.shape)
     return arguments | found | (dict(packed_seq_params=packed) if offsets else {})

@@ -1,7 +1,7 @@
-"""Settings of kernels: what computes the model, in which precision, what is fused and what is captured in graphs.
+"""Settings of kernels: implementation, precision, fusion and CUDA graphs.
 
-What lives here: settings that are completed with a line in the log, and rules of those that would be ignored or give
-something else. What may not: fields (`fields.py`), layer specs (`models/common/layer_specs.py`), how a model is split
+What lives here: settings that are changed with a message in the log, and rules for settings that would be ignored or
+change results. What may not: fields (`fields.py`), layer specs (`models/common/layer_specs.py`), how a model is split
 (`parallelism.py`).
 """
 
@@ -24,20 +24,21 @@ from megatron.core.utils import get_te_version, is_te_min_version
 
 logger = logging.getLogger(__name__)
 
-# From which release of Transformer Engine on its attention takes packed rows, as every padded row and every picture is
-# one here: without a kernel of its own (as in float32), and under each kind of context parallelism. Before, it raises.
+# First release of Transformer Engine whose attention supports packed rows (which padded rows and images are here, too):
+# in its unfused implementation (used for float32), and for each communication type of context parallelism. Earlier
+# releases raise an error.
 # Source: transformer_engine/pytorch/attention/dot_product_attention of the releases 2.8 to 2.18.
 PACKED_UNFUSED, PACKED_CONTEXT = "2.11", {"a2a": "2.10", "all_gather": "2.18"}
 
 
 def complete_kernels(provider: VisionLanguageFields) -> None:
-    """Bring settings into megatron-core's spelling, and turn off what there is no kernel for, saying so.
+    """Convert settings to megatron-core's values, and turn off settings without a kernel, with a message in the log.
 
     Raises:
-        ValueError: an attention backend that megatron-core does not have, or an activation that no model here has.
+        ValueError: an attention backend that is not megatron-core's, or an activation that no model here uses.
     """
     if provider.mtp_num_layers == 0:
-        provider.mtp_num_layers = None  # megatron-core counts the layers of a model that has some
+        provider.mtp_num_layers = None  # megatron-core uses None for a model without such layers
     if isinstance(provider.attention_backend, str):
         if provider.attention_backend not in AttnBackend.__members__:
             known = ", ".join(AttnBackend.__members__)
@@ -73,7 +74,10 @@ def complete_kernels(provider: VisionLanguageFields) -> None:
 
 
 def complete_precision(provider: VisionLanguageFields) -> None:
-    """Turn off what is wrong in the parameters' precision, saying so; megatron-core has completed the fields."""
+    """Turn off settings that are incorrect in the parameters' dtype, with a message in the log.
+
+    Called after megatron-core has completed the fields.
+    """
     for precision in ("fp8", "fp4"):
         if getattr(provider, precision):
             logger.info(
@@ -111,7 +115,7 @@ _WITHOUT_GRAPHS = {
 
 _CHUNKED = When("loss_chunk_tokens", lambda provider: provider.loss_chunk_tokens)
 
-# Before megatron-core completes a provider.
+# Checked before megatron-core completes a provider.
 RULES: tuple[Rule, ...] = (
     *(Row(name, value, _CAPTURED, also=(None,)) for name, value in _WITHOUT_GRAPHS.items()),
     Row("loss_chunk_tokens", at_least(0)),
@@ -133,13 +137,15 @@ RULES: tuple[Rule, ...] = (
 
 
 def check_float32(provider: VisionLanguageFields) -> None:
-    """Check that Transformer Engine can attend in a model's precision; its kernels know 16 and 8 bits alone.
+    """Check that Transformer Engine can compute attention in a model's dtype; its fused kernels support only 16 and 8
+    bits.
 
-    Without one it keeps all scores, in releases that take packed rows so, and not over context-parallel ranks. What is
-    only loaded, exported or saved attends to nothing.
+    For float32 it uses its unfused implementation, which stores all attention scores, supports packed rows only from
+    `PACKED_UNFUSED` on, and does not support context parallelism. Models that are only loaded, exported or saved need
+    no attention.
 
     Raises:
-        ValueError: it could not in the first forward.
+        ValueError: the first forward pass would fail.
     """
     if not _attends_without_kernel(provider):
         return
