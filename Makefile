@@ -21,7 +21,7 @@ demo: env ## convert, fine-tune, export and generate on handwritten digits
 	CUDA_VISIBLE_DEVICES= $(PY) examples/digits/demo.py $(DEMO_ARGS)
 
 # The environment runs on the CPU, also where there is a GPU; tests that need one: `.venv/bin/python -m pytest -n 1`.
-test: lint ## lint, then all tests but slow ones (twenty minutes)
+test: lint ## lint, then all tests but slow ones (ten minutes)
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-full: ## lint, then all tests (an hour)

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from datetime import timedelta
 
 import pytest
@@ -23,6 +24,7 @@ def test_it_is_installed_with_megatron():
 
 
 def _loops() -> int:
+    time.sleep(0.5)  # a thread names itself when it begins
     tasks = os.listdir("/proc/self/task")
     return sum(open(f"/proc/self/task/{task}/comm").read().startswith("gloo_tcp_loop") for task in tasks)
 
