@@ -14,10 +14,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 CODE = sorted([*(ROOT / "src").rglob("*.py"), *(ROOT / "recipes").rglob("*.py")])
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
-# Files whose messages are not reworded yet; to be removed from this list one by one.
-LATER = re.compile(
-    r"/models/common/(inputs/(agreement|arguments|masks|position_ids)|settings/kernels)\.py|/data/media/downloads\.py"
-)
 IN_PAGES = re.compile(r"\b(anew|nobody|for good|goe?s? round|what rests|dealt)\b", re.IGNORECASE)
 IN_CODE = re.compile(
     r"\b(pictures?|besides?|alone|anew|behind|nobody|somebody|whoever|for good|goe?s? round|what rests|dealt)\b",
@@ -27,10 +23,9 @@ IN_CODE = re.compile(
 NAMES = re.compile(r"`[^`]*`|^\s*\*{0,2}\w+(, \*{0,2}\w+)*:", re.MULTILINE)
 
 
-def prose(source: str, *, messages: bool = True) -> Iterator[str]:
-    """Docstrings, comments, and with `messages` all strings with several words, most of which are messages."""
-    nodes = ast.walk(ast.parse(source))
-    for node in nodes if messages else (node.value for node in nodes if isinstance(node, ast.Expr)):
+def prose(source: str) -> Iterator[str]:
+    """Docstrings, comments, and strings with several words, most of which are messages."""
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.count(" ") > 2:
             yield node.value
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -44,8 +39,7 @@ def found(pattern: re.Pattern[str], text: str) -> list[str]:
 
 @pytest.mark.parametrize("path", CODE, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_code_uses_the_fields_terms(path):
-    texts = prose(path.read_text(), messages=not LATER.search(path.as_posix()))
-    assert [line for text in texts for line in found(IN_CODE, text)] == []
+    assert [line for text in prose(path.read_text()) for line in found(IN_CODE, text)] == []
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
@@ -56,9 +50,3 @@ def test_pages_use_the_fields_terms(path):
 def test_words_are_found():
     text = 'def f(beside):\n    """Rows beside `alone`.\n\n    beside: tokens.\n    """\n    # anew\n'
     assert [line for one in prose(text) for line in found(IN_CODE, one)] == ["Rows beside .", "# anew"]
-
-
-def test_messages_are_left_out_where_they_are_not_reworded():
-    text = 'def f():\n    """Rows that lie anew."""\n    raise ValueError("found a row beside it")\n'
-    assert list(prose(text)) == ["Rows that lie anew.", "found a row beside it"]
-    assert list(prose(text, messages=False)) == ["Rows that lie anew."]

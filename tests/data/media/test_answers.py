@@ -53,7 +53,7 @@ def test_what_breaks_the_rules_of_http_or_off_is_asked_for_again(server, get, tm
 @pytest.mark.parametrize("kind", ["text/html; charset=utf-8", "TEXT/HTML", "text/plain", "Application/JSON"])
 def test_a_page_is_no_picture(server, get, tmp_path, kind):
     server.answers["/a.png"] = lambda handler: send(handler, 200, png(), Content_Type=kind)
-    with pytest.raises(DataError, match=rf"a.png: found a page \({kind.lower()}\), expected a picture"):
+    with pytest.raises(DataError, match=rf"a.png: found a page \({kind.lower()}\), expected an image"):
         get("/a.png")
     assert not files(tmp_path / "cache")
 
@@ -63,7 +63,7 @@ def test_a_page_is_no_picture(server, get, tmp_path, kind):
     [
         ("image/png", b"", "found 0 bytes, expected"),
         ("video/mp4", b"", "found 0 bytes, expected"),
-        ("image/png", b"<html>", r"found contents that begin b'<html>' \(image/png\), expected a picture or a video"),
+        ("image/png", b"<html>", r"found contents that begin b'<html>' \(image/png\), expected an image or a video"),
         ("IMAGE/PNG", b"\x1aE\xdf\xa3", r"found contents that begin .*\(image/png\)"),
         ("application/octet-stream", b"not found", r"found contents that begin b'not found' \(application/octet-"),
         (None, b"not found", r"found contents that begin b'not found' \(no type\)"),

@@ -127,7 +127,7 @@ def test_text_positions_that_are_no_order_are_refused_beside_pictures(provider, 
     """Ignoring them, as Megatron-Bridge does, would be a wrong result: they say something else."""
     found = torch.tensor([[5, config.vision_start_token_id, config.image_token_id, config.vision_end_token_id]])
     given = dict(position_ids=torch.tensor([[0, 1, 1, 2]]), attention_mask=torch.ones(1, 4))
-    with pytest.raises(ValueError, match=r"position_ids has shape \[1, 4\] in a batch with pictures"):
+    with pytest.raises(ValueError, match=r"position_ids has shape \[1, 4\] in a batch with images or videos"):
         as_model_inputs(provider, GROUPS, found, **given, **ONE_PICTURE)
 
 

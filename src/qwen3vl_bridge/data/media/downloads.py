@@ -104,9 +104,7 @@ class Downloader:
             except httpx.TransportError as error:
                 problem = f"{type(error).__name__}: {error}"
             except httpx.DecodingError as error:
-                raise DataError(
-                    place, f"found {str(url)!r} damaged ({error}), expected a picture or a video"
-                ) from error
+                raise DataError(place, f"found {str(url)!r} damaged ({error}), expected an image or a video") from error
             if problem is None:
                 return
             # Random, so that the threads do not retry at the same time.
@@ -144,7 +142,7 @@ class Downloader:
                 raise
             except (httpx.InvalidURL, ValueError) as error:  # some of the redirects to something other than a URL
                 problem = f"found {str(asked)!r} redirected to no address ({error})"
-                raise DataError(place, f"{problem}, expected a picture or a video") from error
+                raise DataError(place, f"{problem}, expected an image or a video") from error
             with closing(response):
                 if response.next_request is None:
                     if response.status_code in _BUSY:
@@ -153,14 +151,14 @@ class Downloader:
                     return _kind(response)
             asked = allowed_url(str(response.next_request.url), self._allowed, f"{place}: {url} leads elsewhere")
         raise DataError(
-            place, f"found {str(url)!r} redirected over {MOST_REDIRECTS} times, expected a picture or a video"
+            place, f"found {str(url)!r} redirected over {MOST_REDIRECTS} times, expected an image or a video"
         )
 
     def _save(self, response: httpx.Response, file: BinaryIO, where: str) -> None:
         if response.status_code != 200:
             raise DataError(where, f"found the status {response.status_code} {response.reason_phrase}, expected 200")
         if _kind(response).startswith(("text/", "application/json")):
-            raise DataError(where, f"found a page ({_kind(response)}), expected a picture or a video")
+            raise DataError(where, f"found a page ({_kind(response)}), expected an image or a video")
         length = response.headers.get("content-length", "")
         if length.isdecimal():
             _check_size(int(length), where)
@@ -200,10 +198,10 @@ def _check_contents(file: Path, kind: str, where: str) -> None:
     with file.open("rb") as opened:
         start = opened.read(512)
     if not start:
-        raise DataError(where, "found 0 bytes, expected a picture or a video")
+        raise DataError(where, "found 0 bytes, expected an image or a video")
     if is_picture(file) or kind.startswith("video/"):
         return
     if kind.startswith("image/") or not _VIDEO.match(start):
         raise DataError(
-            where, f"found contents that begin {start[:16]!r} ({kind or 'no type'}), expected a picture or a video"
+            where, f"found contents that begin {start[:16]!r} ({kind or 'no type'}), expected an image or a video"
         )

@@ -54,7 +54,8 @@ def check_agreement(
             if found != first:
                 raise ValueError(
                     f"{name} is {_words(found)} on context-parallel rank {rank} and {_words(first)} on rank 0; "
-                    "expected the same arguments on every rank: its share of what is cut, and the whole row's pictures"
+                    "expected the same arguments on every rank: its share of what is cut, and the images and videos of "
+                    "the whole row"
                 )
 
 

@@ -21,7 +21,7 @@ _FROM_IDS = "it is worked out from the token ids and grids"
 # Arguments that transformers, Megatron-Bridge or RL frameworks may pass, with the reason why this model accepts only
 # None.
 REFUSED = {
-    "inputs_embeds": "the model embeds input_ids itself, pictures included",
+    "inputs_embeds": "the model embeds input_ids itself, images and videos included",
     "past_key_values": _NO_CACHE,
     "inference_params": _NO_CACHE,
     "cu_seqlens": "give packed_seq_params",

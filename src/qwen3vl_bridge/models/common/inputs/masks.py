@@ -156,8 +156,8 @@ def _real_of_row(square: Tensor, hides: Tensor) -> Tensor:
 
 def _not_causal(found: str) -> ValueError:
     return ValueError(
-        f"attention_mask says what each token sees, and {found}. Expected a causal mask with padding hidden besides, "
-        "or [rows, tokens] that tells padding alone; several documents in a row need packed_seq_params"
+        f"attention_mask says what each token sees, and {found}. Expected a causal mask that also hides padding, "
+        "or [rows, tokens] that only marks padding; several documents in a row need packed_seq_params"
     )
 
 

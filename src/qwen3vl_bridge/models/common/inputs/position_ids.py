@@ -60,8 +60,8 @@ def given_positions(
         return position_ids.expand(3, *rows)
     if not in_order:
         raise ValueError(
-            f"position_ids has shape {rows} in a batch with pictures, whose tokens have three positions, and does not "
-            f"count up by one over the tokens: expected {[3, *rows]}, or None to derive them"
+            f"position_ids has shape {rows} in a batch with images or videos, whose tokens have three positions, and "
+            f"does not count up by one over the tokens: expected {[3, *rows]}, or None to derive them"
         )
     _warn()
     return None
@@ -79,6 +79,6 @@ def _counts_up(text: Tensor, arranged: Arrangement) -> bool:
 def _warn() -> None:
     """Warn once per process."""
     logger.warning(
-        "position_ids [rows, tokens] are those of text, in a batch with pictures: they are ignored, and positions on "
-        "three axes are worked out from the tokens and grids"
+        "position_ids [rows, tokens] are those of text, in a batch with images or videos: they are ignored, and "
+        "positions on three axes are worked out from the tokens and grids"
     )

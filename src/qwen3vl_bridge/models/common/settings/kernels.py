@@ -101,7 +101,7 @@ def complete_precision(provider: VisionLanguageFields) -> None:
 LOCAL = When("transformer_impl", lambda provider: provider.transformer_impl == "local")
 _NOT_LOCAL = When("transformer_impl", lambda provider: provider.transformer_impl != "local")
 _CAPTURED = (
-    "rows, pictures and their positions differ between batches; a replayed layer would add no DeepStack features and "
+    "rows, images and their positions differ between batches; a replayed layer would add no DeepStack features and "
     "treat padding as tokens"
 )
 _WITHOUT_GRAPHS = {
