@@ -214,7 +214,7 @@ def _sources(on_cpu: dict[str, Recorded]) -> str:
     runs = ", ".join(f"{date} at commit {commit}" for date, commit in when) or "none"
     return (
         f"`scripts/status.py` writes this table. Numbers are those of recorded test runs on CPUs ({runs}).\n"
-        "Tests without a number are part of `make test-full`; no run of them has been recorded."
+        "Slow tests are not in the numbers; where a feature has no number, no run of its tests has been recorded."
     )
 
 
