@@ -132,7 +132,7 @@ def test_sharing_pictures_is_no_choice():
 
 def test_a_performance_recipe_is_told_what_to_set():
     """Megatron-Bridge's capture layers in CUDA graphs."""
-    with pytest.raises(ValueError, match="cuda_graph_impl is 'transformer_engine', expected 'none': rows, pictures"):
+    with pytest.raises(ValueError, match="cuda_graph_impl is 'transformer_engine', expected 'none': rows, images"):
         set_on(provider_of(EXPERTS, {}), dict(cuda_graph_impl="transformer_engine", cuda_graph_scope=["attn"]))
 
 

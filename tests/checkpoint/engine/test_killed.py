@@ -187,7 +187,7 @@ def test_killed_at_any_moment(direction, processes, larger, tmp_path):
 def test_resume_writes_only_what_is_missing(larger, tmp_path, monkeypatch):
     from qwen3vl_bridge.checkpoint.engine import copying
 
-    import_checkpoint(larger, tmp_path / "whole")
+    whole = import_checkpoint(larger, tmp_path / "whole")
     count, original = 0, copying._commit
 
     def fail_later(*arguments):
@@ -202,7 +202,9 @@ def test_resume_writes_only_what_is_missing(larger, tmp_path, monkeypatch):
         import_checkpoint(larger, tmp_path / "target", resume=True)
     monkeypatch.setattr(copying, "_commit", original)
     report = import_checkpoint(larger, tmp_path / "target", resume=True, verify=True)
-    assert 0 < report.resumed < report.nbytes / 1.5
+    # Which five units were written first is the threads' affair; the two largest are two thirds of all bytes.
+    assert 0 < report.resumed < report.nbytes
+    assert report.written == whole.written - report.resumed
     assert contents(tmp_path / "target") == contents(tmp_path / "whole")
 
 

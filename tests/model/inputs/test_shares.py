@@ -251,7 +251,7 @@ def test_a_picture_in_one_share_alone_is_seen_by_all(provider, config, monkeypat
     found = ranks.inputs(provider, lambda rank: share(rank) | one)
     assert [inputs.fuse.positions.tolist() for inputs in found] == [[], [0]]
     for error in ranks.inputs(provider, lambda rank: share(rank) | (one if rank == 0 else {})):
-        with pytest.raises(ValueError, match=r"pixel_values is None on .* rank 1 and \[4, 1536\] .*row's pictures"):
+        with pytest.raises(ValueError, match=r"pixel_values is None on .* rank 1 and \[4, 1536\] .*whole row"):
             raise error
 
 
