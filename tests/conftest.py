@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import re
 import socket
@@ -146,6 +147,19 @@ def no_groups(monkeypatch):
     _leave_groups()
     for name in _RENDEZVOUS:
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def _loading_processes_of_one_test():
+    """Loaders in reference cycles end with their test.
+
+    The collector destroys the queue by which torch tells a process to end, and then waits five seconds for it.
+    """
+    yield
+    if multiprocessing.active_children():
+        for one in gc.get_objects():
+            if type(one).__name__ == "_MultiProcessingDataLoaderIter":
+                one._shutdown_workers()
 
 
 @pytest.fixture(autouse=True)

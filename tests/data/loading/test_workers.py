@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from itertools import islice
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from qwen3vl_bridge.data import BatchStream
@@ -63,8 +64,11 @@ def test_they_end_where_nothing_is_said(make_rows):
         signalled(BatchStream(make_rows()(), num_workers=1))
 
 
-def test_they_end_with_their_stream(make_rows):
-    """At once, where Python's collector would take ten seconds for each."""
+@pytest.mark.parametrize("cycle", [False, True])
+def test_they_end_with_their_stream(make_rows, monkeypatch, cycle):
+    """At once, where the collector would destroy what tells them to end, and wait five seconds for each."""
+    terminated = []
+    monkeypatch.setattr(BaseProcess, "terminate", terminated.append)
     others = set(multiprocessing.active_children())
     gc.disable()
     try:
@@ -72,8 +76,12 @@ def test_they_end_with_their_stream(make_rows):
         next(stream)
         workers = set(multiprocessing.active_children()) - others
         assert len(workers) == 2
+        if cycle:
+            stream.cycle = stream
         del stream
-        assert not any(worker.is_alive() for worker in workers)
+        if cycle:
+            gc.collect()
+        assert not terminated and not any(worker.is_alive() for worker in workers)
     finally:
         gc.enable()
 

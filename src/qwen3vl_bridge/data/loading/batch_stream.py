@@ -10,6 +10,7 @@ reads it in as many parts (`streamed_rows.py`).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from itertools import count
@@ -55,7 +56,10 @@ class BatchStream(Iterator[PackedBatch]):
         self._first, self._micro_batch_size = dp_rank * micro_batch_size, micro_batch_size
         self._group = dp_size * micro_batch_size
         self._next_row, self._window = 0, Window()
-        self._batches: Iterator[tuple[PackedBatch, Window]] | None = None
+        # The loader, if there is one. Referenced from outside the stream, so that it is whole when the stream has gone:
+        # Python's collector destroys the parts of a reference cycle in an order that leaves torch's workers waiting.
+        self._loaders: list[Iterator[tuple[PackedBatch, Window]]] = []
+        weakref.finalize(self, self._loaders.clear)
 
     def __next__(self) -> PackedBatch:
         """The next microbatch.
@@ -63,12 +67,12 @@ class BatchStream(Iterator[PackedBatch]):
         Raises:
             DataError: a sample that cannot be trained on.
         """
-        if self._batches is None:
-            self._batches = self._loader()
+        if not self._loaders:
+            self._loaders.append(self._loader())
         try:
-            batch, self._window = next(self._batches)
+            batch, self._window = next(self._loaders[0])
         except DataError as error:
-            self._batches = None  # already advanced; the next call returns the same row
+            self._loaders.clear()  # already advanced; the next call returns the same row
             raise error.without_traceback() from None
         self._next_row += self._group
         return batch
@@ -78,8 +82,7 @@ class BatchStream(Iterator[PackedBatch]):
         return iter(
             DataLoader(
                 self._rows,
-                # Without `self`: a reference cycle would keep workers until Python's garbage collection, which first
-                # destroys the parts that torch needs to end them, so that each waits for ten seconds.
+                # Without `self`, which would then never be collected.
                 batch_sampler=([first + place for place in range(rows)] for first in start),
                 collate_fn=_Collate(self._rows),
                 num_workers=self._num_workers,
@@ -116,7 +119,8 @@ class BatchStream(Iterator[PackedBatch]):
         }
         window = Window(**known)
         self._next_row, self._window = state["row"], window
-        self._rows, self._batches = self._rows.begun_at(window), None
+        self._rows = self._rows.begun_at(window)
+        self._loaders.clear()
 
 
 class _Collate:
