@@ -156,8 +156,8 @@ def _loading_processes_of_one_test():
     The collector destroys the queue by which torch tells a process to end, and then waits five seconds for it.
     """
     yield
-    # Ranks are of other classes, and are there for many tests; a look at all objects takes a quarter of a second.
-    if any(type(process) is multiprocessing.Process for process in multiprocessing.active_children()):
+    # Not where there are ranks alone, as in many tests: a look at all objects takes a quarter of a second.
+    if any(type(process).__name__ != "ForkServerProcess" for process in multiprocessing.active_children()):
         for one in gc.get_objects():
             if type(one).__name__ == "_MultiProcessingDataLoaderIter":
                 one._shutdown_workers()
