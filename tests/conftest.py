@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import re
 import socket
 import sys
+import weakref
 from collections import defaultdict
 from pathlib import Path
 
@@ -149,18 +149,31 @@ def no_groups(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.fixture(scope="session")
+def loaders():
+    """All of torch's loaders with processes that exist."""
+    from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter as Loader
+
+    made, original = weakref.WeakSet(), Loader.__init__
+
+    def noted(loader, settings):
+        made.add(loader)
+        original(loader, settings)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Loader, "__init__", noted)
+        yield made
+
+
 @pytest.fixture(autouse=True)
-def _loading_processes_of_one_test():
+def _loading_processes_of_one_test(loaders):
     """Loaders in reference cycles end with their test.
 
     The collector destroys the queue by which torch tells a process to end, and then waits five seconds for it.
     """
     yield
-    # Not where there are ranks alone, as in many tests: a look at all objects takes a quarter of a second.
-    if any(type(process).__name__ != "ForkServerProcess" for process in multiprocessing.active_children()):
-        for one in gc.get_objects():
-            if type(one).__name__ == "_MultiProcessingDataLoaderIter":
-                one._shutdown_workers()
+    for loader in list(loaders):
+        loader._shutdown_workers()
 
 
 @pytest.fixture(autouse=True)
