@@ -36,7 +36,7 @@ def origin(rows: Rows) -> str:
 
 
 def spread(values: Iterable[float]) -> tuple[float, float, float]:
-    """Median, least and most."""
+    """Median, minimum and maximum."""
     found = list(values)
     return statistics.median(found), min(found), max(found)
 
@@ -62,7 +62,7 @@ def _model(row: dict[str, str]) -> str:
 
 
 def draw_conversion(file: Path) -> None:
-    """Times of conversion beside those of `cp`."""
+    """Times of conversion and of `cp`."""
     _, found = _conversion()
     models = list(dict.fromkeys(model for model, _ in found))
     drawn, axes = figure(7.2, 3.3)
@@ -75,10 +75,10 @@ def draw_conversion(file: Path) -> None:
     axes.axhline(1, color=MUTED, linewidth=1, linestyle=(0, (4, 2)))
     axes.text(-0.48, 1.03, "cp", color=MUTED, fontsize=8)
     axes.set_xticks(range(len(models)), [f"{model} (runs: {_runs(model)})" for model in models])
-    axes.set(ylabel="time, of cp of the same bytes", title="Conversion: median, least and most of all runs")
+    axes.set(ylabel="time relative to cp", title="Conversion: median, minimum and maximum of all runs")
     axes.legend(ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.12))
     drawn.subplots_adjust(left=0.09, right=0.97, top=0.9, bottom=0.22)
-    save(drawn, file, "Times of conversion beside those of cp")
+    save(drawn, file, "Times of conversion, relative to cp")
 
 
 def _runs(model: str) -> int:
@@ -189,7 +189,7 @@ def say_host() -> str:
     collate = spread(float(row["ms"]) for row in rows if row["subject"] == "collate with pictures")[0]
     return (
         f"Positions take {own:.1f} ms, transformers' {theirs['transformers'][0]:.0f}, Megatron-Bridge's "
-        f"{theirs['Megatron-Bridge'][0]:.0f}; collating 16 samples with their pictures takes {collate:.0f} ms. "
+        f"{theirs['Megatron-Bridge'][0]:.0f}; collating 16 samples with images takes {collate:.0f} ms. "
         f"{origin(rows)}; `benchmarks/host.py`."
     )
 
@@ -230,7 +230,7 @@ def say_packing() -> str:
     return (
         f"Best fit fills rows to {min(best):.2f} % at least, taking samples as they come {min(come):.1f} to "
         f"{max(come):.1f} %, one sample a row {max(shares['one a row']):.1f} % at most; Megatron-Bridge's first fit "
-        f"decreasing, over all samples at once, {min(theirs):.2f} %. Counted on made-up sizes of 50,000 samples, "
+        f"decreasing, over all samples at once, {min(theirs):.2f} %. Counted on 50,000 synthetic sample sizes, "
         f"{origin(rows)}; `benchmarks/packing.py`."
     )
 
@@ -245,7 +245,7 @@ def _quiet() -> Rows:
 
 
 def draw_step(file: Path) -> None:
-    """Seconds of a step beside transformers."""
+    """Seconds of a step, ours and transformers'."""
     rows = _quiet()[::-1]
     drawn, axes = figure(7.2, 2.3)
     colours = [FOUR[1] if row["way"].startswith("ours") else FOUR[3] for row in rows]
@@ -257,7 +257,7 @@ def draw_step(file: Path) -> None:
     axes.set(xlabel="seconds", title="A training step of 83 million parameters on two cores")
     axes.grid(axis="y", visible=False)
     drawn.subplots_adjust(left=0.22, right=0.96, top=0.87, bottom=0.2)
-    save(drawn, file, "A training step beside transformers")
+    save(drawn, file, "A training step, compared with transformers")
 
 
 def say_step() -> str:
@@ -282,17 +282,17 @@ def say_step() -> str:
 _SERIES = {
     "row": "tokens, documents of 1,024",
     "document": "tokens of one document",
-    "pictures": "pictures",
+    "pictures": "images",
     "segments": "segments of 8,192 tokens",
     "experts": "experts",
 }
 
 
-_KEYS = {"CPU seconds": ("processor's seconds", FOUR[1]), "MiB": ("MiB of tensors", FOUR[3])}
+_KEYS = {"CPU seconds": ("CPU seconds", FOUR[1]), "MiB": ("MiB of tensors", FOUR[3])}
 
 
 def _measured() -> list[str]:
-    """The columns that were measured of all series: runs before the first that counted memory have times alone."""
+    """The columns that were measured for all series: the first runs measured times only."""
     return [key for key in _KEYS if all(_grown(series, key) for series in _SERIES)]
 
 
@@ -306,7 +306,7 @@ def _grown(series: str, key: str) -> dict[int, tuple[float, float, float]]:
 
 
 def draw_growth(file: Path) -> None:
-    """How time and memory of a step grow with the row, its pictures, its segments and the experts."""
+    """How time and memory of a step grow with the row, its images, its segments and the experts."""
     keys = _measured()
     drawn, axes = figure(10.5, 0.8 + 2.2 * len(keys), nrows=len(keys), ncols=len(_SERIES), squeeze=False)
     for column, (series, counted) in zip(axes.T, _SERIES.items(), strict=True):
@@ -351,7 +351,7 @@ class Plot:
 
     @property
     def file(self) -> str:
-        """Of the picture."""
+        """Name of the image file."""
         return f"bench_{self.name}.svg"
 
     def text(self) -> str:

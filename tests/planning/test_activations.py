@@ -11,6 +11,7 @@ from qwen3vl_bridge.batch import PackedBatch, SequenceLayout
 from qwen3vl_bridge.models.qwen3_5 import presets as qwen3_5_presets
 from qwen3vl_bridge.models.qwen3_vl import presets
 from qwen3vl_bridge.planning.memory.estimate import estimate
+from qwen3vl_bridge.planning.memory.language_activations import attention
 from qwen3vl_bridge.planning.memory.microbatch_activations import chunk_activations
 from qwen3vl_bridge.planning.settings import BF16, FP32, FULL, Recompute, Training
 from qwen3vl_bridge.planning.split import Split
@@ -210,3 +211,24 @@ def test_kept_bytes_fall_with_every_split_and_with_recomputation(size, training)
     selective = replace(training, recompute=Recompute("selective", frozenset({module})))
     full = replace(training, recompute=FULL, vision_recompute=FULL)
     assert total(size, Split(8), full) < total(size, Split(8), selective) < whole
+
+
+def attention_bytes(split: Split, *, packed: bool) -> dict[str, float]:
+    """Bytes per token that a layer of the dense model with three groups of heads keeps of its attention."""
+    training = Training(transformer_engine=False, precision=FP32, packed=packed)
+    return {row.what: row.nbytes for row in attention(dimensions_of(wide(moe=False).to_dict()), split, training)}
+
+
+def test_ranks_that_share_a_group_keep_the_output_of_all_groups():
+    """More ranks than groups gather queries, keys and values (measured on four ranks in test_on_ranks)."""
+    whole, three, six = (attention_bytes(Split(tp, tp=tp), packed=True)["linear_qkv: output"] for tp in (1, 3, 6))
+    assert three == whole / 3 and six == whole
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_context_parallel_ranks_keep_keys_of_all_and_their_own_output(packed):
+    """Padded rows too (measured on two ranks in test_on_ranks)."""
+    one, two = (attention_bytes(Split(cp, cp=cp), packed=packed) for cp in (1, 2))
+    assert ("attention: output" in one) == packed
+    assert two["attention: output"] == two["queries"]
+    assert two["keys and values of all context-parallel ranks"] == 4 * one["keys"] and "keys" not in two

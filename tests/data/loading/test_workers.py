@@ -30,7 +30,7 @@ AHEAD = 8  # more batches than workers have read ahead
 def signalled(batches: Iterator) -> int:
     """Send the signal to all processes that read ahead, and ask for more; returns how many are still there."""
     others = multiprocessing.active_children()
-    next(batches)
+    list(islice(batches, 2))  # two processes at most take turns: each has begun, and knows what to ignore
     workers = [process for process in multiprocessing.active_children() if process not in others]
     for worker in workers:
         os.kill(worker.pid, signal.SIGTERM)
