@@ -320,13 +320,13 @@ def draw_growth(file: Path) -> None:
             plot.set(xscale="log", yscale="log", ylim=(min(least) / 1.6, max(most) * 1.6))
             ends = [middle[0], middle[-1]]
             plot.set_yticks(ends, [f"{end:,.0f}" if end >= 100 else f"{end:.3g}" for end in ends])
-            written = [f"{number:,}" for number in numbers] if plot is column[-1] else []
-            plot.set_xticks(numbers, written or [""] * len(numbers), rotation=60, fontsize=7)
+            plot.set_xticks(numbers, [f"{number:,}" for number in numbers], rotation=60, fontsize=7)
+            plot.tick_params(axis="x", labelbottom=plot is column[-1])
             plot.tick_params(axis="y", labelsize=7)
             plot.minorticks_off()
         column[-1].set_xlabel(counted, fontsize=8)
     for plot, key in zip(axes[:, 0], keys, strict=True):
-        plot.set_ylabel(_KEYS[key][0], labelpad=2 if key == "MiB" else 6)
+        plot.set_ylabel(_KEYS[key][0])
     drawn.suptitle("A training step of a small model on one core; dashed: linear", fontsize=10)
     drawn.subplots_adjust(left=0.08, right=0.985, top=0.94 - 0.06 / len(keys), bottom=0.31 / len(keys), wspace=0.42)
     save(drawn, file, "How time and memory of a training step grow")

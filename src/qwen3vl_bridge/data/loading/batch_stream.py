@@ -59,7 +59,8 @@ class BatchStream(Iterator[PackedBatch]):
         # The loader, if there is one. Referenced from outside the stream, so that it is whole when the stream has gone:
         # Python's collector destroys the parts of a reference cycle in an order that leaves torch's workers waiting.
         self._loaders: list[Iterator[tuple[PackedBatch, Window]]] = []
-        weakref.finalize(self, self._loaders.clear)
+        # Not when the process exits, which `worker_processes` does not let wait for them.
+        weakref.finalize(self, self._loaders.clear).atexit = False
 
     def __next__(self) -> PackedBatch:
         """The next microbatch.
