@@ -173,8 +173,9 @@ def _configuration(args: argparse.Namespace, chosen: Recipe, *, needs_weights: b
         from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
 
         ModelConfig(args.hf_model)  # refuses another model's folder before the slow import of Megatron
-    elif args.hf_model is not None and not args.dry_run:
-        args.hf_model = str(find_model(args.hf_model))
+    elif args.hf_model is not None:
+        folder = find_model(args.hf_model, weights=not args.dry_run)
+        args.hf_model = args.hf_model if args.dry_run else str(folder)
     cfg = chosen.function()
     set_paths(
         cfg,

@@ -58,7 +58,7 @@ def check_data(cfg: ConfigContainer) -> None:
 
     Raises:
         ValueError: a path that does not exist.
-        DataError: all samples would be dropped (see `Qwen3VLConversationProvider.check_samples`).
+        DataError: data that cannot be opened or would all be dropped (see `Qwen3VLConversationProvider.check_samples`).
     """
     from qwen3vl_bridge import Qwen3VLConversationProvider
     from qwen3vl_bridge.data.row_settings import SPLITS

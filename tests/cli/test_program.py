@@ -12,6 +12,7 @@ from qwen3vl_bridge.checkpoint.formats.safetensors.writer import SINGLE
 from qwen3vl_bridge.cli import main as program
 from qwen3vl_bridge.cli.main import main
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -74,6 +75,34 @@ def test_a_commands_status_is_the_programs(capsys, tmp_path):
     assert "expected the folder of a Megatron checkpoint" in capsys.readouterr().err
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.count(".") == 2
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["generate", "?"],
+        ["data", "inspect", "--data", "DATA"],
+        ["data", "pack", "--data", "DATA", "--output", "rows"],
+        ["train", "--recipe", "qwen3_vl_2b_sft_config", "--data-path", "DATA", "--save", "run"],
+        ["train", "--recipe", "qwen3_vl_2b_sft_config", "--dry-run"],
+    ],
+)
+def test_the_hub_is_asked_once_for_a_model_that_it_does_not_have(words, tmp_path, capsys, monkeypatch):
+    """transformers asks for each file, several times; without a network that took minutes."""
+    asked = []
+
+    def refuse(name, **_):
+        asked.append(name)
+        raise huggingface_hub.errors.LocalEntryNotFoundError("no connection")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    (tmp_path / "data.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "?"}]}))
+    monkeypatch.chdir(tmp_path)
+    with contextlib.suppress(SystemExit):  # of status 2, by `train`
+        assert main([*(word.replace("DATA", "data.jsonl") for word in words), "--hf-model", "Qwen/No-Such"]) == 2
+    assert asked == ["Qwen/No-Such"]
+    assert "Qwen/No-Such is neither a folder nor a model available from the hub: no conn" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl"]
 
 
 def test_training_without_the_recipes_says_what_is_absent(monkeypatch, capsys):

@@ -99,6 +99,15 @@ def test_data_of_which_all_would_be_dropped_are_refused_before_a_model_is_built(
         check(window_size=512, media_root=str(train_file.parent), **changes)
 
 
+def test_a_folder_that_is_no_data_set_is_refused_before_a_model_is_built(make, tmp_path):
+    """As LLaVA's data come: images beside one JSON file. Also where no sample may be dropped."""
+    (tmp_path / "images").mkdir()
+    (tmp_path / "llava.json").write_text("[]")
+    for changes in ({"train_path": str(tmp_path)}, {"train_path": None, "mixture": [{"path": str(tmp_path)}]}):
+        with pytest.raises(DataError, match="found images, llava.json in the folder.*is named itself"):
+            check_data(SimpleNamespace(dataset=make(**changes)))
+
+
 def test_padded_rows_come_in_microbatches(make):
     provider = make(pack=False)
     train, _, _ = provider.build_datasets(DatasetBuildContext(train_samples=12, valid_samples=0, test_samples=0))

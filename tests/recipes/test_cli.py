@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from qwen3vl_bridge.data import DataError
 
 import pytest
+from datasets import Dataset
 from qwen3vl_recipes import cli, qwen3_vl_2b_sft_config
 from qwen3vl_recipes.paths import check_data
 from qwen3vl_recipes.registry import find
@@ -56,9 +57,9 @@ def test_weights_that_a_run_begins_with(untied_folder, tmp_path, monkeypatch, ca
     runs = []
     monkeypatch.setattr(cli, "_run", lambda cfg, needs_weights: runs.append((cfg.checkpoint.pretrained_checkpoint,
                                                                             needs_weights)))  # fmt: skip
-    (tmp_path / "data").mkdir()
+    (tmp_path / "data.jsonl").write_text('{"messages": []}')
     words = ["--recipe", "qwen3_vl_digits_sft_config", "--hf-model", str(untied_folder), "--data-path",
-             str(tmp_path / "data"), "--save", str(tmp_path / "run")]  # fmt: skip
+             str(tmp_path / "data.jsonl"), "--save", str(tmp_path / "run")]  # fmt: skip
     assert cli.train(words) == cli.train([*words, "--from-scratch"]) == 0
     cli.train([*words, "--pretrained-checkpoint", "MEGATRON"])
     cli.pretrain([*words, "--pretrained-checkpoint", "MEGATRON"])
@@ -87,6 +88,7 @@ def test_an_error_of_the_data_is_said_without_the_loading_processs_traceback(
     def read(cfg, needs_weights):
         next(iter(DataLoader(_Broken(), num_workers=1)))
 
+    (tmp_path / "train.jsonl").write_text('{"messages": []}')
     monkeypatch.setattr(cli, "_run", read)
     words = ["--recipe", "qwen3_vl_digits_sft_config", "--hf-model", str(untied_folder), "--save",
              str(tmp_path / "run"), "--data-path", str(tmp_path)]  # fmt: skip
@@ -177,7 +179,10 @@ def test_settings_that_contradict_each_other(settings, message):
 
 def test_data_of_every_kind_are_looked_for(tmp_path):
     cfg = qwen3_vl_2b_sft_config()
-    cfg.dataset.on_bad = cfg.dataset.on_long = "error"  # so that none is opened
+    cfg.dataset.on_bad = cfg.dataset.on_long = "error"  # so that no sample is measured, which needs a processor
+    (tmp_path / "train.jsonl").write_text('{"messages": []}')
+    for number in range(2):
+        Dataset.from_list([{"messages": []}]).to_parquet(tmp_path / f"part-{number}.parquet")
     for path in ("hf://me/digits#train", str(tmp_path), str(tmp_path / "part-*.parquet")):
         cfg.dataset.path = path
         check_data(cfg)

@@ -197,6 +197,7 @@ def _run_inspect(options: argparse.Namespace) -> int:
     if options.output is not None:
         _check_output(options.output, overwrite=options.overwrite)
     source = _opened(options)  # before torch, so that a mistyped name is reported at once
+    folder = _model_folder(options)
 
     from qwen3vl_bridge.data.inspection.summary import InspectionSettings, inspect_samples
     from qwen3vl_bridge.data.inspection.text_report import as_json, print_text
@@ -204,7 +205,7 @@ def _run_inspect(options: argparse.Namespace) -> int:
     from qwen3vl_bridge.data.processing.filtering import SampleFilter
     from qwen3vl_bridge.data.processing.samples import Samples
 
-    processor = _processor(options)
+    processor = _processor(options, folder)
     settings = InspectionSettings(
         seq_length=options.seq_length,
         samples=options.samples,
@@ -231,6 +232,7 @@ def _run_inspect(options: argparse.Namespace) -> int:
 
 def _run_pack(options: argparse.Namespace) -> int:
     source = _opened(options)
+    folder = _model_folder(options)
 
     from qwen3vl_bridge.data.inspection.text_report import packing_as_json, packing_as_text
     from qwen3vl_bridge.data.loading.row_dataset import RowDataset, RowSettings
@@ -240,7 +242,7 @@ def _run_pack(options: argparse.Namespace) -> int:
     from qwen3vl_bridge.data.processing.filtering import SampleFilter
     from qwen3vl_bridge.data.processing.samples import Samples
 
-    processor = _processor(options)
+    processor = _processor(options, folder)
     sample_filter = SampleFilter(
         Encoder(processor, options.answers, options.empty_thinking),
         limit=options.seq_length,
@@ -248,7 +250,7 @@ def _run_pack(options: argparse.Namespace) -> int:
         on_long=options.on_long,
         on_bad=options.on_bad,
     )
-    vision = VisionSettings.of_checkpoint(options.hf_model, processor)
+    vision = VisionSettings.of_checkpoint(folder, processor)
     with _wrong("--seq-length and --pad-to-multiple-of"):
         collator = Collator(vision, pad_token_id(processor.tokenizer), options.seq_length, options.pad_to_multiple_of)
     report = pack(
@@ -312,11 +314,18 @@ def _url_cache(options: argparse.Namespace) -> Any:
     return UrlCache(None if options.url_cache is None else Path(options.url_cache))
 
 
-def _processor(options: argparse.Namespace) -> Any:
+def _model_folder(options: argparse.Namespace) -> Path:
+    """The folder of `--hf-model`, asked of the hub once: transformers would ask again for each of its files."""
+    from qwen3vl_bridge.checkpoint.formats.safetensors.model_folder import find_model
+
+    return find_model(options.hf_model, weights=False)
+
+
+def _processor(options: argparse.Namespace, folder: Path) -> Any:
     from qwen3vl_bridge.data.processing.processor import VisionLimits, load_processor
 
     with _wrong("limits of images and videos"):
-        return load_processor(options.hf_model, VisionLimits(**{name: getattr(options, name) for name in _LIMITS}))
+        return load_processor(folder, VisionLimits(**{name: getattr(options, name) for name in _LIMITS}))
 
 
 @contextmanager

@@ -81,9 +81,12 @@ def _parse(prog: str | None, arguments: Sequence[str] | None) -> argparse.Namesp
 def _answer(options: argparse.Namespace) -> str | None:
     """The answer's text on the first of several processes, which all decode; None on the others."""
     from qwen3vl_bridge.checkpoint.formats.megatron.folder import find_iteration
+    from qwen3vl_bridge.checkpoint.formats.safetensors.model_folder import find_model
 
+    # Both refuse what is not there before the slow import; transformers asks the hub again for each of its files.
     if options.megatron_path is not None:
-        find_iteration(Path(options.megatron_path))  # refuses a wrong folder before the slow import and the model
+        find_iteration(Path(options.megatron_path))
+    hf_folder = find_model(options.hf_model, weights=options.megatron_path is None)
     from qwen3vl_bridge.inference.generation import end_token_ids, generate
     from qwen3vl_bridge.training.checkpointing.all_or_none import is_first
     from qwen3vl_bridge.training.checkpointing.model_loading import load_model
@@ -91,8 +94,8 @@ def _answer(options: argparse.Namespace) -> str | None:
     from PIL import Image
     from transformers import AutoProcessor
 
-    model = load_model(options.hf_model, options.megatron_path)
-    processor = AutoProcessor.from_pretrained(options.hf_model, trust_remote_code=False)
+    model = load_model(hf_folder, options.megatron_path)
+    processor = AutoProcessor.from_pretrained(hf_folder, trust_remote_code=False)
     pictures = [{"type": "image", "image": Image.open(path).convert("RGB")} for path in options.image]
     inputs = processor.apply_chat_template(
         [{"role": "user", "content": [*pictures, {"type": "text", "text": options.question}]}],
@@ -101,7 +104,7 @@ def _answer(options: argparse.Namespace) -> str | None:
         return_dict=True,
         return_tensors="pt",
     ).to(next(model[0].parameters()).device)
-    ends = end_token_ids([*model], processor.tokenizer, options.hf_model)
+    ends = end_token_ids([*model], processor.tokenizer, hf_folder)
     answer = generate([*model], **inputs, max_new_tokens=options.max_new_tokens, eos_token_id=ends)
     new = answer[:, inputs["input_ids"].shape[1] :]
     return processor.batch_decode(new, skip_special_tokens=True)[0] if is_first() else None

@@ -286,21 +286,22 @@ class Qwen3VLConversationProvider(ConversationRows):
         return RowDataset(Samples(source, sample_filter, sizes), settings, length=length, ranks=ranks, repeat=repeat)
 
     def check_samples(self) -> None:
-        """Refuse training data whose samples would all be dropped, before a model is built for them.
+        """Refuse training data that cannot be opened or would all be dropped, before a model is built for them.
 
-        Measures samples of the first window until one is valid, usually the first. Data of the hub, streams and
-        rows packed before training are not checked.
+        Where samples may be dropped, those of the first window are measured until one is valid, usually the first.
+        Data of the hub, streams and rows packed before training are not checked.
 
         Raises:
-            DataError: all samples of the window are bad or too long; a file that cannot be read.
+            DataError: all samples of the window are bad or too long; a file or folder that cannot be read.
             Unreachable: an image was not downloaded.
         """
         sets = self.mixed("train")
         paths = [self.path_of("train")] if self.mixture is None else [one.path_of("train") for one in sets]
-        is_dropping = "drop" in (self.on_bad, self.on_long)
-        if not is_dropping or self.train_packing or any(path is None or path.startswith(HUB) for path in paths):
+        if self.train_packing or any(path is None or path.startswith(HUB) for path in paths):
             return
         source = open_mixture(sets, "train", self.downloaded()) if sets else self._source(str(paths[0]), self.seed)
+        if "drop" not in (self.on_bad, self.on_long):
+            return
         strict = replace(self, on_bad="error", on_long="truncate" if self.on_long == "truncate" else "error")
         samples = Samples(source, strict.sample_filter())
         numbers = RowDataset(samples, RowSettings(self.collator())).order(self.seed).numbers(0, 0, self.window_size)

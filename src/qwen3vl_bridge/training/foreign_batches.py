@@ -40,10 +40,10 @@ _NOT_NEEDED = {"max_seqlen_q", "max_seqlen_kv", "total_tokens", "metadata", "tok
 _OURS = "qwen3vl_bridge.Qwen3VLConversationProvider"
 _WARNINGS = {
     "image_grid_thw": "Megatron-Bridge's collators resize images twice, which can change their aspect ratio, and use "
-    "other limits than the checkpoint's processor. {_OURS} follows the processor",
+    f"other limits than the checkpoint's processor. {_OURS} follows the processor",
     "video_grid_thw": "Megatron-Bridge's collators drop frames of videos, and the times in the text are wrong: they "
-    "assume 24 frames per second for every video. {_OURS} uses each video's own times",
-    "cut": "Megatron-Bridge's collators cut rows at dataset.seq_length, here in the middle of an answer. {_OURS} "
+    f"assume 24 frames per second for every video. {_OURS} uses each video's own times",
+    "cut": f"Megatron-Bridge's collators cut rows at dataset.seq_length, here in the middle of an answer. {_OURS} "
     "rejects, drops or truncates such samples according to on_long, and counts them",
 }
 _PICTURES = {"pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"}

@@ -196,6 +196,7 @@ def test_what_cannot_be_repaired_is_warned_of_once(provider, rows, caplog):
     kinds = {"videos", "rows", "images"}
     said = [next(word for word in re.split(r"\W+", record.message) if word in kinds) for record in caplog.records]
     assert said == ["videos", "rows", "images"]
+    assert all("qwen3vl_bridge.Qwen3VLConversationProvider " in record.message for record in caplog.records)
 
 
 def test_a_picture_that_was_cut_is_refused(provider, rows):

@@ -159,10 +159,12 @@ def _file(name: str, roots: tuple[Path, ...], place: str) -> Path:
                 break  # the first that exists is used, and no other of the same name
         if outside is not None:
             root, path = outside
+            wanted = [str(one) for one in (*roots, _left_to(name, root, inside))]
             raise DataError(
                 place,
                 f"{name!r} is {path}, expected a path inside the media root {_listed(roots)}; if that place is "
-                f"meant, name it too: media_root=[{','.join(map(str, (*roots, _left_to(name, root, inside))))}]",
+                f"meant, name it too: media_root=[{','.join(wanted)}] for training, "
+                f"{' '.join(f'--media-root {one}' for one in wanted)} for `qwen3vl data`",
             )
         raise DataError(place, f"{name!r} is {_listed(root / name for root in inside)}, and there is no such file")
     except DataError:
