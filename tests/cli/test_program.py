@@ -88,7 +88,7 @@ def test_a_commands_status_is_the_programs(capsys, tmp_path):
     ],
 )
 def test_the_hub_is_asked_once_for_a_model_that_it_does_not_have(words, tmp_path, capsys, monkeypatch):
-    """transformers asks for each file, several times; without a network that took minutes."""
+    """The library would ask for each file, several times; without a network that took minutes."""
     asked = []
 
     def refuse(name, **_):

@@ -104,7 +104,7 @@ def test_a_folder_that_is_no_data_set_is_refused_before_a_model_is_built(make, t
     (tmp_path / "images").mkdir()
     (tmp_path / "llava.json").write_text("[]")
     for changes in ({"train_path": str(tmp_path)}, {"train_path": None, "mixture": [{"path": str(tmp_path)}]}):
-        with pytest.raises(DataError, match="found images, llava.json in the folder.*is named itself"):
+        with pytest.raises(DataError, match=r"found images, llava.json in the folder.*is named itself"):
             check_data(SimpleNamespace(dataset=make(**changes)))
 
 
