@@ -112,7 +112,7 @@ FEATURES = (
         "Packing, load balance",
         "a sample gives the same result packed and padded",
         ("tests/data/packing", "tests/parity/one_process/test_rows_and_packed.py"),
-        estimated="waiting of 64 ranks: [packing](docs/packing.md)",
+        estimated="idle time of 64 ranks: [packing](docs/packing.md)",
     ),
     Feature(
         "Recipes of all sizes",

@@ -117,17 +117,18 @@ def _command(args: argparse.Namespace, *, needs_weights: bool) -> None:
     if args.list:
         _show_recipes(as_json=args.json)
         return
-    if not args.verbose:
-        from qwen3vl_bridge.compat.library_logs import quiet
+    from qwen3vl_bridge.compat.library_logs import quiet, without_prints
 
+    if not args.verbose:
         quiet()
     try:
         chosen = find(args.recipe)
         if args.dry_run:
             _dry_run(args, chosen, needs_weights=needs_weights)
             return
-        cfg = _configuration(args, chosen, needs_weights=needs_weights)
-        _run(cfg, needs_weights=needs_weights)
+        with contextlib.nullcontext() if args.verbose else without_prints():
+            cfg = _configuration(args, chosen, needs_weights=needs_weights)
+            _run(cfg, needs_weights=needs_weights)
     except (ValueError, AssertionError, OSError) as error:  # Megatron-Bridge checks a configuration with assertions
         if args.verbose:
             raise

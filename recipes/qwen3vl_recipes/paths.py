@@ -57,7 +57,7 @@ def check_data(cfg: ConfigContainer) -> None:
     """Check for data that can be trained on before anything is built, which takes a while.
 
     Raises:
-        ValueError: a path that does not exist.
+        ValueError: a path that does not exist, or rows packed with other settings.
         DataError: data that cannot be opened or would all be dropped (see `Qwen3VLConversationProvider.check_samples`).
     """
     from qwen3vl_bridge import Qwen3VLConversationProvider
@@ -76,7 +76,7 @@ def check_data(cfg: ConfigContainer) -> None:
         pattern = path is not None and any(mark in path for mark in "*?[")
         if path and not pattern and not path.startswith(HUB) and not Path(path).exists():
             raise ValueError(f"{name} is {path}: there is no such file or folder")
-    cfg.dataset.check_samples()
+    cfg.dataset.check_samples(cfg.model.context_parallel_size)
 
 
 def _use_model(cfg: ConfigContainer, hf_path: str) -> None:

@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 GIB = 2**30
 HERE = machine.Machine(
     python="3.12.1",
+    glibc="2.39",
     packages={"torch": "2.13.0+cpu", "av": None, "matplotlib": None, **dict.fromkeys(doctor._OPTIONAL, "9.9")},
     cuda=None,
     nccl=None,
@@ -69,6 +70,15 @@ def test_what_does_not_fit_is_said(changed, message, fatal):
 def test_kernels_for_gpus_are_not_missed_where_there_is_none():
     packages = HERE.packages | {"av": "12.1", "transformer-engine": None, "flash-attn": None}
     assert missing(replace(HERE, packages=packages)) == []
+
+
+@pytest.mark.parametrize(
+    ("glibc", "get"), [("2.36", "here is 2.36"), ("2.40", "pip install"), ("", "another C library")]
+)
+def test_a_package_that_would_break_others_is_not_advised(glibc, get):
+    packages = HERE.packages | {"av": "12.1", "nvidia-resiliency-ext": None}
+    (one,) = missing(replace(HERE, glibc=glibc, packages=packages))
+    assert get in one.get and not one.fatal and ("pip" in one.get) == (glibc == "2.40")
 
 
 def test_this_machine(capsys, tmp_path):

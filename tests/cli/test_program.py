@@ -112,6 +112,14 @@ def test_training_without_the_recipes_says_what_is_absent(monkeypatch, capsys):
     assert "train needs the package no_such_recipes, which is not installed" in capsys.readouterr().err
 
 
+def test_a_package_that_a_command_does_not_find_is_named(monkeypatch, tmp_path, capsys):
+    (tmp_path / "needing.py").write_text("def main(*_, **__):\n    import no_such_package.inner\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(program.COMMANDS, "plan", ("needing:main", ""))
+    assert main(["plan"]) == 2
+    assert "plan needs the package no_such_package, which is not installed; requ" in capsys.readouterr().err
+
+
 def test_a_fault_of_a_command_is_no_missing_package(monkeypatch):
     monkeypatch.setitem(program.COMMANDS, "plan", ("qwen3vl_bridge.cli.no_such:main", ""))
     with pytest.raises(ModuleNotFoundError, match="no_such"):

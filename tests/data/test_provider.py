@@ -81,7 +81,12 @@ def test_data_of_which_all_would_be_dropped_are_refused_before_a_model_is_built(
     path.write_text("\n".join(bad))
 
     def check(**changes):
-        check_data(SimpleNamespace(dataset=make(**{"train_path": str(path), "on_bad": "drop", **changes})))
+        check_data(
+            SimpleNamespace(
+                model=SimpleNamespace(context_parallel_size=1),
+                dataset=make(**{"train_path": str(path), "on_bad": "drop", **changes}),
+            )
+        )
 
     with pytest.raises(
         DataError, match=r"found 8 samples, all of which would be dropped .*The first: train.jsonl:\d+: "
@@ -104,8 +109,8 @@ def test_a_folder_that_is_no_data_set_is_refused_before_a_model_is_built(make, t
     (tmp_path / "images").mkdir()
     (tmp_path / "llava.json").write_text("[]")
     for changes in ({"train_path": str(tmp_path)}, {"train_path": None, "mixture": [{"path": str(tmp_path)}]}):
-        with pytest.raises(DataError, match=r"found images, llava.json in the folder.*is named itself"):
-            check_data(SimpleNamespace(dataset=make(**changes)))
+        with pytest.raises(DataError, match=r"found images, llava.json in the folder.*give its own path"):
+            check_data(SimpleNamespace(model=SimpleNamespace(context_parallel_size=1), dataset=make(**changes)))
 
 
 def test_padded_rows_come_in_microbatches(make):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 
 from qwen3vl_bridge.cli.plan import main
 from qwen3vl_bridge.models.qwen3_vl import presets
 from qwen3vl_bridge.planning.hardware import GPUS, gpu_of
 from qwen3vl_bridge.planning.memory.estimate import estimate
-from qwen3vl_bridge.planning.proposals import propose
+from qwen3vl_bridge.planning.proposals import MARGIN, propose, smallest
 from qwen3vl_bridge.planning.settings import FP32, Training
 
 import pytest
@@ -146,8 +148,25 @@ def test_a_proposal_is_what_the_estimate_says():
 
 def test_nothing_fits(capsys):
     assert main(["--model", "235B-A22B", "--gpus", "2"]) == 1
-    assert "nothing fits" in capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
+    assert re.fullmatch(
+        r"nothing fits into 75.1 GiB; TP 2, SP, EP 2 \(.*\) needs least, [\d.]+ GiB: use more GPUs, --kind peft "
+        r"\(LoRA\), shorter rows, or --max-patches",
+        said,
+    ), said
     assert propose(presets.config_dict("32B"), 1, gpu_of("h100"), Training(precision=FP32)) == []
+
+
+@pytest.mark.parametrize(("size", "world", "fixed"), [("8B", 2, {}), ("30B-A3B", 8, {"tp": 2})])
+def test_what_needs_least_is_the_first_to_fit(size, world, fixed):
+    """As the memory of a GPU grows."""
+    config, training = presets.config_dict(size), Training(seq_length=4096, max_patches=4096)
+    least = smallest(config, world, GPUS["H100"], training, fixed=fixed)
+    assert least is not None
+    for factor, fits in ((0.999, False), (1.001, True)):
+        gpu = replace(GPUS["H100"], memory_bytes=round(least.worst.total / (1 - MARGIN) * factor))
+        found = propose(config, world, gpu, training, fixed=fixed)
+        assert [one.estimate for one in found] == ([least] if fits else [])
 
 
 def test_help_answers_at_once():

@@ -153,7 +153,7 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
                         "(default: %(default)s)")  # fmt: skip
     parser.add_argument("--no-pack", action="store_true", help="one sample per row, padded")
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write an HTML report with images")
-    parser.add_argument("--overwrite", action="store_true", help="replace an earlier report in that folder")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier report")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_run_inspect)
 

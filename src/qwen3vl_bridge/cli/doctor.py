@@ -31,8 +31,10 @@ _OPTIONAL = {
     "flash-attn": "one of Transformer Engine's attention backends",
     "megatron-energon": "reading WebDatasets",
     "av": "decoding video files",
-    "nvidia-resiliency-ext": "asynchronous saves of its kind, and restarts within a process",
+    "nvidia-resiliency-ext": "asynchronous saves (checkpoint.async_strategy=nvrx), and restarts within a process",
 }
+# Where the C library is older, pip installs 0.4.1, with which megatron-core cannot be imported.
+_NEEDS_GLIBC = {"nvidia-resiliency-ext": "2.39"}
 # Only for GPUs, and built against the installed torch.
 _BUILT = ("transformer-engine", "flash-attn")
 _MODULES = {
@@ -160,8 +162,14 @@ def packages(wanted: Sequence[Requirement], found: Machine) -> list[Package]:
         fits = version is not None and (versions is None or versions.contains(version, prereleases=True))
         how = "--no-build-isolation " if name in _BUILT else ""
         get = f"pip install {how}'{text}'"
+        if (glibc := _NEEDS_GLIBC.get(name)) is not None and not _is_at_least(found.glibc, glibc):
+            get = f"nothing on this system: it needs glibc {glibc}, here is {found.glibc or 'another C library'}"
         result.append(Package(name, version, str(versions or ""), needed, fits, _OPTIONAL.get(name, ""), get))
     return result
+
+
+def _is_at_least(version: str, least: str) -> bool:
+    return [*map(int, version.split("."))] >= [*map(int, least.split("."))] if version else False
 
 
 def _missing(known: Sequence[Package], found: Machine, pythons: str) -> list[Missing]:

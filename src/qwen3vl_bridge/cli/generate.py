@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,6 +32,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> 
     from qwen3vl_bridge.compat.library_logs import quiet
 
     quiet()
+    logging.getLogger("qwen3vl_bridge").setLevel(logging.WARNING)  # nothing is trained here
     from qwen3vl_bridge.training.process_groups import shutdown
 
     try:
@@ -47,6 +49,8 @@ def main(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> 
     if answer is not None:
         found = {"question": options.question, "images": options.image, "answer": answer}
         show(json.dumps(found, indent=2) if options.json else answer)
+        if not answer.strip():
+            show("the answer is empty: the model generated nothing but tokens that end it or are not text", error=True)
     return 0
 
 

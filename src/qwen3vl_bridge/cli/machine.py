@@ -43,6 +43,7 @@ class Machine:
 
     Attributes:
         python: version.
+        glibc: version of the C library; empty if it is another one.
         packages: versions of installed packages by name; None for those that are missing.
         cuda: version for which torch was built; None for none.
         nccl: version that comes with torch; None without CUDA.
@@ -56,6 +57,7 @@ class Machine:
     """
 
     python: str
+    glibc: str
     packages: Mapping[str, str | None]
     cuda: str | None
     nccl: str | None
@@ -83,6 +85,7 @@ def look(packages: Iterable[str], folder: Path) -> Machine:
     memory, free = _memory()
     return Machine(
         python=platform.python_version(),
+        glibc=platform.libc_ver()[1],
         packages={name: _version(name) for name in packages},
         cuda=cuda,
         nccl=nccl,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import sys
 from collections.abc import Sequence
 
@@ -52,13 +53,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     module, _, function = COMMANDS[options.command][0].partition(":")
     try:
         run = getattr(importlib.import_module(module), function)
+        return run(words[1:], prog=f"{parser.prog} {options.command}")
     except ModuleNotFoundError as error:
-        if error.name != module.partition(".")[0]:
+        package = (error.name or "").partition(".")[0]
+        if not package or importlib.util.find_spec(package) is not None:
             raise
-        show(f"error: {options.command} needs the package {error.name}, which is not installed; it comes with "
-             "qwen3vl-bridge's wheel, and with `pip install --no-deps -e .` from a clone", error=True)  # fmt: skip
+        get = "requirements/README.md has what to install"
+        if package == module.partition(".")[0]:
+            get = "it comes with qwen3vl-bridge's wheel, and with `pip install --no-deps -e .` from a clone"
+        show(f"error: {options.command} needs the package {package}, which is not installed; {get}", error=True)
         return BAD_INPUT
-    return run(words[1:], prog=f"{parser.prog} {options.command}")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -17,7 +17,7 @@ from qwen3vl_bridge.files.parsing import read_json
 from qwen3vl_bridge.planning import reports
 from qwen3vl_bridge.planning.hardware import GIB, GPUS, gpu_of
 from qwen3vl_bridge.planning.memory.estimate import estimate
-from qwen3vl_bridge.planning.proposals import propose
+from qwen3vl_bridge.planning.proposals import propose, smallest
 from qwen3vl_bridge.planning.settings import (
     PRECISIONS,
     TEXT_MODULES,
@@ -139,8 +139,11 @@ def _run(options: argparse.Namespace) -> int:
         found = propose(config, options.gpus, gpu, training, fixed=sizes)
         if options.json:
             print(reports.as_json(reports.dump_proposals(found, gpu.memory_bytes)))
-        else:
+        elif found:
             reports.print_proposals(found, gpu.memory_bytes)
+        else:
+            least = smallest(config, options.gpus, gpu, training, fixed=sizes)
+            reports.print_no_fit(least, training, gpu.memory_bytes)
         return 0 if found else _NO_FIT
     together = options.sequence_parallel
     split = Split(options.gpus, **sizes, sequence_parallel=(options.tp or 1) > 1 if together is None else together)

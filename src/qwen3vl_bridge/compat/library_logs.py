@@ -1,17 +1,20 @@
 """Hides log messages of other libraries that do not help users.
 
-What lives here: the function that scripts call before they import Megatron. What may not: our own messages.
+What lives here: the function that scripts call before they import Megatron, and one for what Megatron prints. What may
+not: our own messages.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import warnings
 
 _CHATTY = ("megatron", "torch.utils.cpp_extension")
 # Logs a traceback for every optional import that fails, and sets its own level.
 _TRACEBACKS = "megatron.bridge.utils.import_utils"
-# Logs the traceback of every error that ends a run, before the command shows the error itself.
+# Logs every error that ends a run, with its traceback, before the command shows the error itself.
 _FAILED_RUNS = "megatron.bridge.training.pretrain"
 # Errors whose message says what to do; the command line reports them without a traceback.
 _EXPECTED = (ValueError, AssertionError, OSError)
@@ -24,7 +27,7 @@ def quiet() -> None:
     for name in _CHATTY:
         logging.getLogger(name).setLevel(logging.ERROR)
     logging.getLogger(_TRACEBACKS).disabled = True
-    logging.getLogger(_FAILED_RUNS).addFilter(_without_traceback)
+    logging.getLogger(_FAILED_RUNS).addFilter(_is_unexpected)
     logging.getLogger("qwen3vl_bridge").setLevel(logging.INFO)
     from transformers.utils import logging as transformers_logging
 
@@ -32,8 +35,19 @@ def quiet() -> None:
     transformers_logging.disable_progress_bar()
 
 
-def _without_traceback(record: logging.LogRecord) -> bool:
-    """Log filter that removes the traceback from messages about expected errors."""
-    if record.exc_info and isinstance(record.exc_info[1], _EXPECTED):
-        record.exc_info = record.exc_text = None
-    return True
+def without_prints() -> contextlib.AbstractContextManager:
+    """Drop what is printed to standard output within: Megatron-Bridge's configuration of 250 lines and its progress.
+
+    Ours goes to standard error, validation losses included.
+    """
+    return contextlib.redirect_stdout(_Nowhere())
+
+
+class _Nowhere(io.TextIOBase):
+    def write(self, text: str, /) -> int:
+        return len(text)
+
+
+def _is_unexpected(record: logging.LogRecord) -> bool:
+    """Log filter that drops messages about errors that the command line reports itself."""
+    return not (record.exc_info and isinstance(record.exc_info[1], _EXPECTED))

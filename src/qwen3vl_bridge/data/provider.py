@@ -285,19 +285,26 @@ class Qwen3VLConversationProvider(ConversationRows):
         repeat = None if split == "train" else self.rows_of_evaluation
         return RowDataset(Samples(source, sample_filter, sizes), settings, length=length, ranks=ranks, repeat=repeat)
 
-    def check_samples(self) -> None:
-        """Refuse training data that cannot be opened or would all be dropped, before a model is built for them.
+    def check_samples(self, cp_size: int = 1) -> None:
+        """Refuse training data that cannot be trained on, before a model is built for them.
 
-        Where samples may be dropped, those of the first window are measured until one is valid, usually the first.
-        Data of the hub, streams and rows packed before training are not checked.
+        They must exist, and fit rows that were packed before training. Otherwise, where samples may be dropped, those
+        of the first window are measured until one is valid, usually the first. Data of the hub are not checked.
+
+        Args:
+            cp_size: number of ranks that share a row.
 
         Raises:
+            ValueError: rows that were packed with other settings, or cannot be divided over the ranks.
             DataError: all samples of the window are bad or too long; a file or folder that cannot be read.
             Unreachable: an image was not downloaded.
         """
         sets = self.mixed("train")
         paths = [self.path_of("train")] if self.mixture is None else [one.path_of("train") for one in sets]
-        if self.train_packing or any(path is None or path.startswith(HUB) for path in paths):
+        if any(path is None or path.startswith(HUB) for path in paths):
+            return
+        if self.train_packing is not None:
+            self.shared_by(cp_size).rows("train")
             return
         source = open_mixture(sets, "train", self.downloaded()) if sets else self._source(str(paths[0]), self.seed)
         if "drop" not in (self.on_bad, self.on_long):

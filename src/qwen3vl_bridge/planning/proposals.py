@@ -51,7 +51,7 @@ class Proposal:
         """Its overheads, as fractions of the work."""
         overhead = sorted(self.time.overhead.items(), key=lambda item: -item[1])
         paid = [f"{name} {share:.0%}" for name, share in overhead if share >= 0.005]
-        return "over the work: " + (", ".join(paid[:3]) or "nothing")
+        return "overhead: " + (", ".join(paid[:3]) or "none")
 
 
 def propose(
@@ -86,21 +86,37 @@ def propose_of(
     """Like `propose`, for a model's dimensions and costs."""
     limit = gpu.memory_bytes * (1 - MARGIN)
     found: list[Proposal] = []
-    for split in splits(n, world, gpu, training.seq_length, fixed or {}):
+    for estimates in _estimates(n, costs, world, gpu, training, fixed or {}):
+        if fitting := [proposal(costs, n, held, gpu) for held in estimates if held.worst.total <= limit]:
+            found.append(min(fitting, key=lambda way: way.seconds_per_row))
+    # Among equal ones, the simplest.
+    return sorted(found, key=lambda one: (round(one.seconds_per_row, 9), _sizes(one.estimate.split)))[:best]
+
+
+def smallest(
+    config: Mapping, world: int, gpu: Gpu, training: Training, *, fixed: Mapping[str, int] | None = None
+) -> Estimate | None:
+    """What needs least memory of all that `propose` tries, whether it fits or not; None if no split is possible.
+
+    Args and errors: as of `propose`.
+    """
+    n, costs = dimensions_of(config), Costs.of(config, training)
+    tried = (held for estimates in _estimates(n, costs, world, gpu, training, fixed or {}) for held in estimates)
+    return min(tried, key=lambda held: held.worst.total, default=None)
+
+
+def _estimates(
+    n: Dimensions, costs: Costs, world: int, gpu: Gpu, training: Training, fixed: Mapping[str, int]
+) -> Iterator[list[Estimate]]:
+    """All ways to train with each possible split."""
+    for split in splits(n, world, gpu, training.seq_length, fixed):
         try:
             check(n, split, training)
         except ValueError:
             continue  # not a way to split this model, or these rows
-        fitting = []
-        for one in ways(n, split, training):
-            # Middle stages hold fewer microbatches of equally many layers.
-            held = estimate_of(n, split, one, costs.chosen, stages={0, 1, split.pp - 1})
-            if held.worst.total <= limit:
-                fitting.append(proposal(costs, n, held, gpu))
-        if fitting:
-            found.append(min(fitting, key=lambda way: way.seconds_per_row))
-    # Among equal ones, the simplest.
-    return sorted(found, key=lambda one: (round(one.seconds_per_row, 9), _sizes(one.estimate.split)))[:best]
+        # Middle stages hold fewer microbatches of equally many layers.
+        stages = {0, 1, split.pp - 1}
+        yield [estimate_of(n, split, one, costs.chosen, stages=stages) for one in ways(n, split, training)]
 
 
 def proposal(costs: Costs, n: Dimensions, held: Estimate, gpu: Gpu) -> Proposal:

@@ -13,7 +13,7 @@ from typing import Any
 from qwen3vl_bridge.planning.encoder_sizing import Sized
 from qwen3vl_bridge.planning.hardware import GB, GIB, HOST_BYTES, HOST_RESERVE
 from qwen3vl_bridge.planning.memory.estimate import Estimate, StageEstimate
-from qwen3vl_bridge.planning.proposals import AS_FAST, Proposal
+from qwen3vl_bridge.planning.proposals import AS_FAST, MARGIN, Proposal
 from qwen3vl_bridge.planning.settings import Recompute, Training
 from qwen3vl_bridge.planning.split import Split
 
@@ -38,7 +38,7 @@ def print_estimate(found: Estimate, memory: int) -> None:
     rows["gathered layers"] = [stage.states.gathered for stage in stages]
     for name in names:
         rows[f"activations: {name}"] = [stage.activations.get(name, 0.0) for stage in stages]
-    rows["for a while"] = [stage.passing for stage in stages]
+    rows["temporary buffers"] = [stage.passing for stage in stages]
     rows["reserve"] = [stage.reserve for stage in stages]
     for name, values in rows.items():
         if any(values):
@@ -94,15 +94,24 @@ def words_of_saving(found: Estimate) -> str:
     return f"{words}, of {room / GIB:.0f} GiB where a machine has {HOST_BYTES // GB} GB for each GPU"
 
 
+def print_no_fit(least: Estimate | None, training: Training, memory: int) -> None:
+    """Print that nothing fits, what needs least, and what to change."""
+    from rich.console import Console
+
+    needed = ""
+    if least is not None:
+        way, room = f"{words_of(least.split)} ({words_of_training(least.training)})", (1 - MARGIN) * memory
+        needed = f" into {room / GIB:.1f} GiB; {way} needs least, {least.worst.total / GIB:.1f} GiB"
+    lora = "" if training.lora else "--kind peft (LoRA), "
+    Console().print(f"nothing fits{needed}: use more GPUs, {lora}shorter rows, or --max-patches", style="red")
+
+
 def print_proposals(found: Sequence[Proposal], memory: int) -> None:
     """Print one line per proposal, the best first."""
     from rich.console import Console
     from rich.table import Table
 
     console = Console()
-    if not found:
-        console.print("nothing fits: use more GPUs, shorter rows, or --max-patches", style="red")
-        return
     table = Table(title=f"what fits into {memory / GIB:.1f} GiB, the cheapest first")
     for name in ("split", "memory and recomputation"):
         table.add_column(name, overflow="fold")
@@ -134,9 +143,9 @@ def words_beside(own: Proposal, found: Sequence[Proposal]) -> str:
         return "the planner finds nothing faster for these GPUs and rows"
     held = f"{first.estimate.worst.total / GIB:.0f} GiB"
     return (
-        f"by its rough times the planner would choose {words_of(first.estimate.split)} "
-        f"({words_of_training(first.estimate.training)}; {held}), and this split {times:.2f} times as long; "
-        "docs/recipes.md says why recipes differ"
+        f"the planner's fastest split is {words_of(first.estimate.split)} "
+        f"({words_of_training(first.estimate.training)}; {held}); this one is estimated to take {times:.2f} times as "
+        "long; docs/recipes.md says why recipes differ"
     )
 
 

@@ -147,7 +147,7 @@ def test_rows_are_packed_before_training(make, sets, checkpoint, tmp_path, capsy
     packed = make(str(tmp_path / "mix.yaml"), train_packing=str(rows)).rows("train")
     seen = Counter(name for batch in one_pass(packed) for name in batch.sample_ids)
     assert seen == Counter(name for batch in one_pass(make(sets(**whole)).rows("train")) for name in batch.sample_ids)
-    with pytest.raises(ValueError, match="packed by other rules: found data"):
+    with pytest.raises(ValueError, match="does not fit this run, which has data"):
         make(sets(**EPOCHS), train_packing=str(rows)).rows("train")
     assert main(["inspect", *common, "--samples", "2", "--start", "51", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -104,27 +104,29 @@ def test_other_rules_are_refused(packed, make_rows, train_file, tmp_path):
     for settings, message in (
         (
             {"seq_length": 512},
-            "seq_length 512, expected 256. Pack once more with --seq-length 512, or set dataset.seq_",
+            r"seq_length 512 \(packed with 256\). Pack again with --seq-length 512, or set dataset.seq_length=256 "
+            "model.seq_length=256$",
         ),
-        ({"multiple": 8}, "conversations padded to multiples of 1, expected 8. Pack once more with"),
+        ({"multiple": 8}, r" 8 \(packed with 1\). Pack again with --pad-to-multiple-of 8"),
         (
             {"most_patches": 900},
-            "most_patches 900, expected None. Pack once more with --max-patches 900, or set dataset.max_patches=null$",
+            r"most_patches 900 \(packed with None\). Pack again with --max-patches 900, or set "
+            "dataset.max_patches=null$",
         ),
         (
             {"on_long": "drop", "on_bad": "drop"},
-            "on_long drop, expected error; on_bad drop, expected error. Pack once "
-            "more with --on-long drop and with --on-bad drop, or set dataset.on_long=error dataset.on_bad=error$",
+            r"on_long drop \(packed with error\), on_bad drop \(packed with error\). Pack again with --on-long drop "
+            "and with --on-bad drop, or set dataset.on_long=error dataset.on_bad=error$",
         ),
     ):
-        with pytest.raises(ValueError, match=f"was packed by other rules: found {message}"):
+        with pytest.raises(ValueError, match=f"does not fit this run, which .*{message}"):
             make_rows(packed=packed, **settings)()
     bounded = make_rows(most_patches=900)()
     pack(bounded, tmp_path / "bounded")
-    with pytest.raises(ValueError, match=r"Pack once more without --max-patches, or set dataset\.max_patches=900$"):
+    with pytest.raises(ValueError, match=r"Pack again without --max-patches, or set dataset\.max_patches=900$"):
         make_rows(packed=PackedRows(tmp_path / "bounded"))()
     other = write(tmp_path / "train.jsonl", [json.loads(line) for line in train_file.read_text().splitlines()[1:]])
-    with pytest.raises(ValueError, match=r"found samples 39, expected 40; data .*\. Pack once more$"):
+    with pytest.raises(ValueError, match=r"samples 39 \(packed with 40\), data .*\. Pack again$"):
         make_rows(packed=packed, path=other)()
     with pytest.raises(ValueError, match="found rows that are packed already"):
         pack(make_rows(packed=packed)(), tmp_path / "again")
@@ -135,7 +137,7 @@ def test_other_words_of_the_template_are_refused(packed, make_rows, processor, c
     other = copy.deepcopy(processor)
     other.chat_template = other.chat_template.replace("<|im_start|>", "<|im_start|>Look! ")
     samples = Samples(JsonLines(train_file), SampleFilter(Encoder(other), limit=256), packed.sizes())
-    with pytest.raises(ValueError, match="was packed by other rules: found encoding"):
+    with pytest.raises(ValueError, match="does not fit this run, which has encoding"):
         RowDataset(samples, RowSettings(collator, seed=0, packed=packed))
     stream = BatchStream(RowDataset(samples, RowSettings(collator, seed=0, window_size=8)))
     with pytest.raises(ValueError, match="position belongs to other data: found encoding"):
@@ -147,7 +149,7 @@ def test_lines_in_another_order_are_refused(packed, make_rows, train_file, tmp_p
     lines = train_file.read_text().splitlines(keepends=True)
     path = tmp_path / "train.jsonl"
     path.write_text("".join(reversed(lines)))
-    with pytest.raises(ValueError, match="was packed by other rules: found data"):
+    with pytest.raises(ValueError, match="does not fit this run, which has data"):
         make_rows(packed=packed, path=path)()
 
 
@@ -206,7 +208,9 @@ def test_what_is_dropped_and_cut_is_counted(make_rows, tmp_path):
         assert sorted(np.concatenate([packed[row] for row in range(len(packed))])) == [
             sample for sample, size in enumerate(sizes) if size.tokens
         ]
-    with pytest.raises(DataError, match=r"train.jsonl:\d+: found a sample of \d+ tokens, expected at most 8 \(a row's"):
+    with pytest.raises(
+        DataError, match=r"train.jsonl:\d+: found a sample of \d+ tokens, expected at most 8 \(the length"
+    ):
         pack(make_rows(seq_length=8)(), tmp_path / "none", workers=1)
     with pytest.raises(DataError, match="none of its samples is in a row"):
         pack(make_rows(seq_length=8, on_long="drop")(), tmp_path / "none")
@@ -305,8 +309,12 @@ def test_the_command_writes_what_training_reads(command, checkpoint, tmp_path, c
         replace(provider, answers="last"),
         replace(provider, vision=replace(provider.vision, image_max_pixels=64 * 64)),
     ):
-        with pytest.raises(ValueError, match="was packed by other rules"):
-            wrong.rows("train")
+        for refusing in (wrong.check_samples, lambda wrong=wrong: wrong.rows("train")):
+            with pytest.raises(ValueError, match="does not fit this run, which has"):
+                refusing()
+    provider.check_samples()
+    with pytest.raises(ValueError, match=r"to a multiple of 4 \(packed with 1\)"):
+        provider.check_samples(cp_size=2)
     for changes, message in (
         ({"pack": False, "train_packing": None}, "balance_over is 2, but pack is off"),
         ({"window_size": 8}, "window_size is 8, but train_packing has its rows already"),

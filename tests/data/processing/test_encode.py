@@ -238,7 +238,7 @@ def test_text_that_is_no_unicode_is_refused(encoder, read, role):
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     messages[role == "assistant"]["content"] = "a\ud800"
     for work in (encoder, encoder.size):
-        with pytest.raises(DataError, match=r"train.jsonl:1: found text that is no Unicode"):
+        with pytest.raises(DataError, match=r"train.jsonl:1: found text that is not valid Unicode"):
             work(read(messages))
 
 

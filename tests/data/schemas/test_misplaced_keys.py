@@ -128,7 +128,7 @@ def test_other_names_of_pictures(key):
 def test_media_in_front_of_a_question_that_seems_to_say_where(place):
     words = f"What is {place}?"
     with pytest.raises(
-        DataError, match=rf"found {re.escape(repr(place))} in a question, which is no place .* 1 images"
+        DataError, match=rf"found {re.escape(repr(place))} in a question, which is not a supported .* 1 images"
     ):
         told({"query": words, "response": "Seven.", "images": ["a.png"]})
     assert told({"query": words, "response": "Seven."})[0]["content"] == words

@@ -82,7 +82,10 @@ def test_every_container_gives_the_same_receipts(tmp_path):
         ({"image": b"file", "text": "a"}, "x: found the keys image, text, expected image and ground_truth"),
         ({"image": None, "ground_truth": "{}"}, "expected image and ground_truth"),
         ({"image": b"file", "ground_truth": {"gt_parse": {}}}, "x: found dict under 'ground_truth', expected a string"),
-        ({"image": b"file", "ground_truth": "{"}, r"x: found a 'ground_truth' that is no JSON \(.*\), expected an obj"),
+        (
+            {"image": b"file", "ground_truth": "{"},
+            r"x: found a 'ground_truth' that is not valid JSON \(.*\), expected an obj",
+        ),
         ({"image": b"file", "ground_truth": "[]"}, r"x: found '\[\]' as 'ground_truth', expected .* 'gt_parse'"),
         ({"image": b"file", "ground_truth": '{"gt_parse": {}}'}, "expected an object with 'gt_parse'"),
         ({"image": b"file", "ground_truth": '{"gt_parses": []}'}, "expected an object with 'gt_parse'"),

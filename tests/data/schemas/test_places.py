@@ -153,7 +153,7 @@ def test_places_of_several_spellings_are_refused(words):
 @pytest.mark.parametrize("place", ["<img>", "<image 1>", "<ImageHere>", "<img>1.png</img>"])
 def test_another_spelling_in_an_answer_is_refused(place):
     for beside in ({"image": "1"}, {}):
-        with pytest.raises(DataError, match=rf"message 2: found '{place}' in an answer, which may be meant as a place"):
+        with pytest.raises(DataError, match=rf"message 2: found '{place}' in an answer, which may be a placeholder"):
             asked("Which tag?", f"It is {place}.", **beside)
     text = {"question": "Which tag?", "answer": f"It is {place}.", "image": "1"}
     own = messages_of(text, "x", placeholders="text")["messages"]

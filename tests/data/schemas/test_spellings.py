@@ -148,8 +148,14 @@ def test_parts_say_by_their_index_which_picture_they_are():
         ({"conversations": [{"from": "human", "value": None}]}, "turn 1: found None as value, expected a string"),
         ({"conversations": [HUMAN], "system": 7}, "found 7 under 'system', expected a string"),
         ({"conversations": [{"from": "system", "value": ""}], "system": "x"}, "found both 'system' and a turn of it"),
-        ({"messages": [ASK], "tools": "{"}, r"x.jsonl:1: 'tools': found a string that is no JSON \(.*\), expected a l"),
-        ({"messages": [ASK], "tools": "[" * 100_000}, "'tools': found a string that is no JSON .*more than 50 deep"),
+        (
+            {"messages": [ASK], "tools": "{"},
+            r"x.jsonl:1: 'tools': found a string that is not valid JSON \(.*\), expected a l",
+        ),
+        (
+            {"messages": [ASK], "tools": "[" * 100_000},
+            "'tools': found a string that is not valid JSON .*more than 50 deep",
+        ),
         ({"messages": [ASK], "image": "1", "images": ["1"]}, "found both 'image' and 'images', expected one"),
         ({"messages": [ASK], "images": ["1", 7]}, "images 2: found 7, expected a path, or bytes"),
         ({"messages": [ASK], "image": {"url": "1"}}, "image 1: found {'url': '1'}, expected a path"),

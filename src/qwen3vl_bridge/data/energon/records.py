@@ -257,7 +257,7 @@ def _decoded(value: Any, place: str) -> Any:
     try:
         return parse_record(value)
     except ValueError as error:
-        raise DataError(place, f"found what is no JSON ({error})") from error
+        raise DataError(place, f"found what is not valid JSON ({error})") from error
 
 
 def _json_or_bytes(value: Any) -> Any:

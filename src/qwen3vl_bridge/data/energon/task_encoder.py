@@ -159,7 +159,9 @@ class MeasuringTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
     def _skip(self, sample: Sample) -> None:
         self._left_out += 1
         if self._left_out > self._num_samples:  # training would loop over the data forever
-            raise DataError(place_of(sample), f"dropped, as were the {self._num_samples} before; expected one to stay")
+            raise DataError(
+                place_of(sample), f"found {self._left_out} samples in a row that were dropped, expected a usable one"
+            )
         raise SkipSample
 
 

@@ -110,8 +110,8 @@ class DownloadRecord:
         if self.missing:
             raise Unreachable(
                 place,
-                f"found {self.missing:,} of {self.total:,} addresses neither downloaded nor given up, expected all of "
-                "them to be one of both before training: run qwen3vl data download again, or with --give-up",
+                f"found {self.missing:,} of {self.total:,} URLs not downloaded; run `qwen3vl data download` again, or "
+                "with --give-up to exclude them",
             )
         return f"{fingerprint}, {self}" if self.given_up else fingerprint
 

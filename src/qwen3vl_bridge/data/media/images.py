@@ -142,7 +142,7 @@ def _contents(name: str, place: str) -> bytes:
     try:
         return base64.b64decode(contents, validate=True)
     except ValueError as error:
-        raise DataError(place, f"found contents that are no base64 ({error})") from error
+        raise DataError(place, f"found contents that are not valid base64 ({error})") from error
 
 
 def _file(name: str, roots: tuple[Path, ...], place: str) -> Path:

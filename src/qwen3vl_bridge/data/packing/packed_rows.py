@@ -20,7 +20,6 @@ from qwen3vl_bridge.data.packing.row_plan import Window
 from qwen3vl_bridge.data.packing.sample_order import NumberedOrder
 from qwen3vl_bridge.data.packing.sample_sizes import OwnNotes, Size, Sizes
 from qwen3vl_bridge.data.packing.set_counts import SetCounts
-from qwen3vl_bridge.data.sources.fingerprints import differences
 from qwen3vl_bridge.files.parsing import read_json
 
 import numpy as np
@@ -58,9 +57,9 @@ class PackedRows:
                 str(folder), f"cannot read the packed rows ({error}), expected the files that 'pack' wrote"
             ) from error
         if version != VERSION:
-            raise DataError(str(folder), f"found version {version}, expected {VERSION}; pack once more")
+            raise DataError(str(folder), f"found version {version}, expected {VERSION}; pack again")
         if _digest(self._sizes, self._rows, self._starts) != self.digest:
-            raise DataError(str(folder), "found arrays that differ from those that were written; pack once more")
+            raise DataError(str(folder), "found arrays that differ from those that were written; pack again")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PackedRows, (self.folder,)  # pickles the path, not the arrays
@@ -82,11 +81,13 @@ class PackedRows:
         if found != needed:
             or_pad = f", or set dataset.pad_to_multiple_of to {found}" if found and not found % needed else ""
             raise ValueError(
-                f"{self.folder} was packed by other rules: found conversations padded to multiples of {found}, "
-                f"expected {needed}. Pack once more with --pad-to-multiple-of {needed}{or_pad}"
+                f"{self.folder} does not fit this run, which pads samples to a multiple of {needed} (packed with "
+                f"{found}). Pack again with --pad-to-multiple-of {needed}{or_pad}"
             )
-        if differ := differences(rules, self.rules):
-            raise ValueError(f"{self.folder} was packed by other rules: found {differ}. {_remedy(rules, self.rules)}")
+        other = [name for name in dict.fromkeys((*rules, *self.rules)) if rules.get(name) != self.rules.get(name)]
+        if other:
+            differ = ", ".join(f"{name} {rules.get(name)} (packed with {self.rules.get(name)})" for name in other)
+            raise ValueError(f"{self.folder} does not fit this run, which has {differ}. {_remedy(rules, self.rules)}")
 
     def sizes(self) -> Sizes:
         """Sizes of all samples, including those that are in no row."""
@@ -147,15 +148,16 @@ class PackedPlan:
 def _remedy(run: Mapping[str, Any], packing: Mapping[str, Any]) -> str:
     """How to resolve different rules: the options to pack with, or the settings with which these rows were packed."""
     other = [(rule, name) for rule, name in _OPTIONS.items() if run.get(rule) != packing.get(rule)]
-    options = [f"--{name.replace('_', '-')}" for _, name in other]
-    wanted = [
+    options = [
         f"without {option}" if (value := run.get(rule)) is None else f"with {option} {value}"
-        for option, (rule, _) in zip(options, other, strict=True)
+        for rule, option in ((rule, f"--{name.replace('_', '-')}") for rule, name in other)
     ]
     settings = " ".join(
-        f"dataset.{name}={'null' if (value := packing.get(rule)) is None else value}" for rule, name in other
+        f"{section}.{name}={'null' if (value := packing.get(rule)) is None else value}"
+        for rule, name in other
+        for section in (("dataset", "model") if rule == "seq_length" else ("dataset",))
     )
-    return f"Pack once more {' and '.join(wanted)}, or set {settings}" if other else "Pack once more"
+    return f"Pack again {' and '.join(options)}, or set {settings}" if other else "Pack again"
 
 
 def _digest(*arrays: np.ndarray) -> str:

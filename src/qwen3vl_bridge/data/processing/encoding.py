@@ -286,7 +286,9 @@ class Encoder:
         trained = [number for number in answers if conversation.losses.get(number, number in chosen)]
         if not trained:
             problem = f"found no answer to train on with answers={self._only!r}"
-            raise DataError(conversation.sample_id, f"{problem}: what messages say of their loss leaves out all")
+            raise DataError(
+                conversation.sample_id, f"{problem}: the messages' own 'loss' or 'weight' exclude every answer"
+            )
         return trained
 
     def _render(

@@ -107,13 +107,13 @@ class SampleFilter:
             return measured
         problem = f"{place}: found images of {measured.size.patches} patches, expected at most {self.most_patches}"
         if self.on_long == "error":
-            raise DataError(f"{problem} (what a row holds; on_long='drop' leaves the sample out)")
+            raise DataError(f"{problem} (the limit of a row; on_long='drop' drops the sample)")
         self._drop(problem)
         return None
 
     def _cut(self, conversation: Conversation, problem: str) -> MeasuredConversation | None:
         if self.on_long == "error":
-            raise DataError(f"{problem} (a row's length; on_long='drop' leaves it out, 'truncate' cuts it)")
+            raise DataError(f"{problem} (the length of a row; on_long='drop' drops the sample, 'truncate' cuts it)")
         if self.on_long == "drop":
             self._drop(problem)
             return None

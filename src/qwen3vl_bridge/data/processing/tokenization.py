@@ -94,7 +94,7 @@ def tokenise(processor: Any, text: str, answers: Sequence[Span], seen: Seen, pla
     try:
         text.encode()
     except UnicodeEncodeError as error:  # half a surrogate pair, which JSON can contain
-        raise DataError(place, f"found text that is no Unicode ({error})") from error
+        raise DataError(place, f"found text that is not valid Unicode ({error})") from error
     for kind, token, expected in (
         ("images", processor.image_token, len(seen.image_tokens)),
         ("videos", processor.video_token, len(seen.videos)),

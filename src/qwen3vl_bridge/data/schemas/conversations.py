@@ -107,7 +107,7 @@ def conversation_of(record: Any, place: str, root: Path | MediaAccess) -> Conver
     checked = tuple(media.message(m, f"{place}: message {i}") for i, m in enumerate(messages, start=1))
     roles = [message["role"] for message in checked]
     if "assistant" not in roles or roles[0] == "assistant":
-        raise DataError(place, f"found the roles {', '.join(roles)}, expected an assistant's answer to something")
+        raise DataError(place, f"found the roles {', '.join(roles)}, expected an assistant's message after another one")
     tools = record.get("tools")
     if not (tools is None or (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools))):
         raise DataError(place, f"found {_kind(tools)} under 'tools', expected a list of objects")

@@ -117,7 +117,9 @@ def _check_cord_v2(record: dict[str, Any], place: str) -> None:
     try:
         truth = parse_record(text)
     except ValueError as error:
-        raise DataError(place, f"found a 'ground_truth' that is no JSON ({error}), expected an object") from error
+        raise DataError(
+            place, f"found a 'ground_truth' that is not valid JSON ({error}), expected an object"
+        ) from error
     parses = truth.get("gt_parses", [truth.get("gt_parse")]) if isinstance(truth, dict) else None
     if not isinstance(parses, list) or not parses or not isinstance(parses[0], dict) or not parses[0]:
         raise DataError(

@@ -115,8 +115,8 @@ def _check_spellings(found: list[_Place | None], messages: list[Any], place: str
         if wrong := [one.spelling for one in said if one.spelling not in _OURS]:
             raise DataError(
                 f"{place}: message {number}",
-                f"found {shown(wrong[0])} in an answer, which may be meant as a place or as text; expected "
-                f"'<{other[0].kind}>' for a place; {_AS_TEXT}",
+                f"found {shown(wrong[0])} in an answer, which may be a placeholder or text; expected "
+                f"'<{other[0].kind}>' for a placeholder; {_AS_TEXT}",
             )
     ways = dict[str, str]()
     for one in found:
@@ -135,8 +135,8 @@ def _check_likeness(kind: str, given: int, messages: list[Any], place: str) -> N
         if match := next((match for match in matches if not _PLACE.fullmatch(match[0])), None):
             raise DataError(
                 place,
-                f"found {shown(match[0])} in a question, which is no place that is read, and {given} {kind}s, expected "
-                f"'<{kind}>' where each stands; {_AS_TEXT}",
+                f"found {shown(match[0])} in a question, which is not a supported placeholder, and {given} {kind}s, "
+                f"expected '<{kind}>' where each stands; {_AS_TEXT}",
             )
 
 

@@ -312,4 +312,4 @@ def _decoded(text: str, place: str) -> Any:
     try:
         return parse_record(text) if text.strip() else None
     except ValueError as error:
-        raise DataError(place, f"found a string that is no JSON ({error}), expected a list") from error
+        raise DataError(place, f"found a string that is not valid JSON ({error}), expected a list") from error

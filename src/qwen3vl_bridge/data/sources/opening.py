@@ -103,7 +103,7 @@ class _JsonFile(ABC):
         try:
             record = parse_record(text.decode("utf-8-sig"))
         except UnicodeDecodeError as error:
-            raise DataError(place, f"found bytes that are no UTF-8 ({error})") from error
+            raise DataError(place, f"found bytes that are not valid UTF-8 ({error})") from error
         except ValueError as error:  # also for a number with too many digits
             raise DataError(place, f"found no valid JSON ({error}), expected one conversation") from error
         return conversation_of(read_by(self._schema, record, place), place, self.media)
@@ -262,8 +262,8 @@ def open_source(
             names = ", ".join(sorted(file.name for file in path.iterdir())[:5]) or "nothing"
             raise DataError(
                 str(path),
-                f"found {names} in the folder, expected Parquet files or what save_to_disk wrote (a folder with "
-                "train.jsonl is for dataset.path or --data; another .json or .jsonl file is named itself)",
+                f"found {names} in the folder, expected train.jsonl, Parquet files or what save_to_disk wrote; to use "
+                "another .json or .jsonl file, give its own path",
             )
         return HubDataset.saved(path, media, schema) if saved else Parquet(path, media, schema)
     if path.suffix == ".parquet":

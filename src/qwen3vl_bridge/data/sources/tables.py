@@ -53,7 +53,7 @@ def conversation_in(table: Any, row: int, place: str, media: MediaAccess, schema
                 value = parse_record(value)
             record[field.name] = value
     except UnicodeDecodeError as error:
-        raise DataError(place, f"found bytes that are no UTF-8 ({error})") from error
+        raise DataError(place, f"found bytes that are not valid UTF-8 ({error})") from error
     except ValueError as error:
         raise DataError(place, f"found a value that does not decode ({error}), expected JSON") from error
     return conversation_of(read_by(schema, record, place), place, media)

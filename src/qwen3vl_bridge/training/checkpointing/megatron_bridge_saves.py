@@ -87,6 +87,7 @@ def staged_save(ctx: CheckpointSaveContext, callback_manager: Any, keep: Path | 
             replace_file(folder / LATEST_TRAIN_STATE, (final / TRAIN_STATE).read_bytes())
             replace_file(folder / TRACKER, str(step).encode())
             _remove_older(folder, step, most, keep)
+            logger.info("saved %s", final)
     _announce(ctx, final, callback_manager)
 
 

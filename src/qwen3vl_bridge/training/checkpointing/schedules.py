@@ -87,5 +87,6 @@ def _explained() -> Iterator[None]:
         if "OptimizerParamScheduler" not in str(error):
             raise
         raise CheckpointError(
-            f"the learning-rate schedule differs from the checkpoint's: {error}; {_CHOOSE}"
+            f"the learning-rate schedule differs from the checkpoint's: {error} (it counts samples: iterations times "
+            f"train.global_batch_size); {_CHOOSE}"
         ) from error
