@@ -170,7 +170,7 @@ def padded(samples: list[Sample], config, *, packed: bool) -> PackedBatch:
 
 
 def total(size: str, split: Split, training: Training) -> float:
-    """Kept by the fullest stage."""
+    """Kept by the stage that holds most."""
     found = estimate(presets.config_dict(size), split, training)
     assert all(value >= 0 for stage in found.stages for value in stage.activations.values())
     return max(sum(stage.activations.values()) for stage in found.stages)

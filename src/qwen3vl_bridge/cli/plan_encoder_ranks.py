@@ -139,7 +139,7 @@ def print_sizes(found: Sequence[DistProposal], memory: int) -> None:
             reports.words_of_training(one.estimate.training),
             f"{sized.needed:.1f}",
             f"{sized.vision / max(sized.language):.0%}",
-            " and ".join(f"{part.total / GIB:.1f}" for part in _fullest(one)),
+            " and ".join(f"{part.total / GIB:.1f}" for part in _peak_ranks(one)),
             f"{sized.seconds_per_row / found[0].sized.seconds_per_row:.2f}",
         )
     console.print(table)
@@ -148,6 +148,6 @@ def print_sizes(found: Sequence[DistProposal], memory: int) -> None:
         console.print(f"cfg.model.dist_train.{name} = {value}", highlight=False)
 
 
-def _fullest(found: DistProposal) -> tuple[Any, Any]:
+def _peak_ranks(found: DistProposal) -> tuple[Any, Any]:
     vision, *language = found.estimate.stages
     return vision, max(language, key=lambda stage: stage.total)

@@ -73,7 +73,7 @@ def _read_every_weight(module: Any) -> None:
     module.load_fsdp_dtensor_checkpoint = load
 
 
-def _evaluate_modules_together(module: Any) -> None:
+def _evaluate_both_modules(module: Any) -> None:
     """Evaluate a vision tower and a language model on separate ranks (dist-train) together.
 
     Training uses the provider's communicator between the modules (`dist_train`). Megatron-Bridge's `evaluate` uses one
@@ -84,9 +84,9 @@ def _evaluate_modules_together(module: Any) -> None:
 
     @functools.wraps(theirs)
     def evaluate(*args: Any, **kwargs: Any) -> Any:
-        from qwen3vl_bridge.encoder_parallel.evaluation import evaluate_modules_together
+        from qwen3vl_bridge.encoder_parallel.evaluation import evaluate_both_modules
 
-        return evaluate_modules_together(theirs, *args, **kwargs)
+        return evaluate_both_modules(theirs, *args, **kwargs)
 
     module.evaluate = evaluate
 
@@ -138,7 +138,7 @@ def _save_adam_of_ours(module: Any) -> None:
 _PATCHES: Mapping[str, Callable[[Any], None]] = {
     "megatron.bridge.utils.instantiate_utils": _give_ours,
     "megatron.bridge.training.checkpointing": _read_every_weight,
-    "megatron.bridge.training.eval": _evaluate_modules_together,
+    "megatron.bridge.training.eval": _evaluate_both_modules,
     "megatron.bridge.models.conversion.auto_bridge": _save_adapters_of_ours,
     "megatron.core.optimizer": _build_adam_of_ours,
     "megatron.core.optimizer.distrib_optimizer": _save_adam_of_ours,

@@ -89,7 +89,7 @@ def pack(
         raise ValueError("found rows that are packed already, or with packing off; expected rows to pack")
     check_target(folder, overwrite=overwrite, replaceable=_check_packing)
     rules = rows.rules()  # first: fails if the data are incomplete
-    samples = _counting_together(rows.samples) if workers else rows.samples
+    samples = _with_shared_sizes(rows.samples) if workers else rows.samples
     sizes, dropped, truncated = _measured(samples, workers, progress)
     packed, starts = _packed(rows, sizes)
     _prove(rows, sizes, packed, starts)
@@ -123,7 +123,7 @@ class _OwnSizes(AllSizes):
         return self._together.note(kind)
 
 
-def _counting_together(samples: Samples) -> Samples:
+def _with_shared_sizes(samples: Samples) -> Samples:
     """The same for several processes, which count and log dropped samples together."""
     if samples.total is None:
         return samples

@@ -19,7 +19,7 @@ from megatron.bridge.training.state import GlobalState
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 
-def evaluate_modules_together(evaluate: Callable[..., Any], state: GlobalState, *args: Any, **kwargs: Any) -> Any:
+def evaluate_both_modules(evaluate: Callable[..., Any], state: GlobalState, *args: Any, **kwargs: Any) -> Any:
     """Call Megatron-Bridge's `evaluate` such that it evaluates the two modules as one model; unchanged for other runs.
 
     Args:

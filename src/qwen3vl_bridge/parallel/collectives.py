@@ -143,16 +143,16 @@ def gather_over_context(local: Tensor, group: torch.distributed.ProcessGroup) ->
 
 
 @torch.no_grad()
-def gather_shares(local: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
+def gather_stacked(local: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
     """[s, ...] numbers of each context-parallel rank -> [cp, s, ...] of all, ordered by rank; without gradients.
 
     Every rank of the group has to pass a tensor of the same shape and dtype, on the device of the group's backend.
     """
     if _alone(group):
         return local[None]
-    shares = local.new_empty(group.size() * len(local), *local.shape[1:])  # gloo accepts no other shape
-    torch.distributed.all_gather_into_tensor(shares, local.contiguous(), group=group)
-    return shares.view(group.size(), *local.shape)
+    stacked = local.new_empty(group.size() * len(local), *local.shape[1:])  # gloo accepts no other shape
+    torch.distributed.all_gather_into_tensor(stacked, local.contiguous(), group=group)
+    return stacked.view(group.size(), *local.shape)
 
 
 def exchange_encoded(

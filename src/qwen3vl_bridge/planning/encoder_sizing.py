@@ -118,8 +118,8 @@ def measure(costs: Costs, n: Dimensions, split: DistSplit, training: Training, g
     language[0] += sent.forward + back
     vision = split.replicas.language_per_encoder * (share + sent.forward + back)
     needed = split.vision.tp * split.language.dp * tower / max(language)
-    served = split.replicas.language_per_encoder * share / tower if tower else 0.0
-    of_tower = Passes(*(served * way.of(row.patches, row.patch_pairs) for way in (pace.forward, pace.backward)))
+    encoded = split.replicas.language_per_encoder * share / tower if tower else 0.0
+    of_tower = Passes(*(encoded * way.of(row.patches, row.patch_pairs) for way in (pace.forward, pace.backward)))
     data = max(
         data_seconds(n, split.language, training, 1, gpu, mean_passes(paces, row)),
         stage_data_seconds(n, split.vision, (TOWER,), training, 1, gpu, of_tower),

@@ -38,7 +38,7 @@ from qwen3vl_bridge.encoder_parallel.checkpoint import as_one_model
 from qwen3vl_bridge.files.errors import CheckpointError
 from qwen3vl_bridge.parallel.collectives import broadcast_object, gather_objects
 from qwen3vl_bridge.peft.lora import Qwen3VLParts
-from qwen3vl_bridge.training.checkpointing.all_or_none import is_first, together
+from qwen3vl_bridge.training.checkpointing.all_or_none import all_or_none, is_first
 from qwen3vl_bridge.training.checkpointing.megatron_bridge_saves import is_staged, staged_save
 from qwen3vl_bridge.training.checkpointing.optimizer_groups import loads_either_form
 from qwen3vl_bridge.training.checkpointing.optimizer_states import expect_optimizer
@@ -117,7 +117,7 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
 
     def _write_side_files(self, folder: Path, ctx: CheckpointSaveContext) -> None:
         """Write side files if there is a folder for them: non-persistent or remote checkpoints have none."""
-        with together():
+        with all_or_none():
             if is_first() and folder.is_dir() and not ctx.non_persistent_ckpt:
                 hf = None if ctx.state.cfg.checkpoint.also_save_hf_checkpoint else self._origin_of(ctx.state.cfg)
                 write_side_files(folder, ctx.state.cfg, hf)
@@ -154,7 +154,7 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
         folder = None if is_local else _folder_to_load(settings)
         _check_adapters(folder, ctx)
         if folder is not None and ctx.optimizer is not None:
-            with together():
+            with all_or_none():
                 expect_optimizer(folder, ctx.state.cfg)
         with (
             as_one_model(ctx) as whole,
@@ -165,7 +165,7 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
         ):
             loaded = super().load(whole)
         if folder is not None:
-            with together():
+            with all_or_none():
                 cfg, done = ctx.state.cfg, ctx.state.train_state
                 if not settings.finetune:
                     expect_data(folder, cfg, int(done.consumed_train_samples))
@@ -181,7 +181,7 @@ def _check_adapters(folder: Path | None, ctx: CheckpointLoadContext) -> None:
     Megatron-Bridge's own classes of adapters are left to Megatron-Bridge.
     """
     peft = ctx.state.cfg.peft
-    with together():
+    with all_or_none():
         if folder is not None and (folder / RUN_CONFIG).is_file() and (peft is None or isinstance(peft, Qwen3VLParts)):
             check_same_adapters(folder, peft)
 
@@ -212,7 +212,7 @@ MANAGER = f"{Qwen3VLCheckpointManager.__module__}.{Qwen3VLCheckpointManager.__na
 def has_checkpoint(settings: CheckpointConfig) -> bool:
     """Whether a run has a checkpoint of its own to resume from, as Megatron-Bridge determines it. A collective call."""
     found = False
-    with together():
+    with all_or_none():
         if is_first():
             found = _is_there(settings)
     return broadcast_object(found)
@@ -267,7 +267,7 @@ def _random_states_that_fit(settings: CheckpointConfig, ctx: CheckpointLoadConte
 def _random_states_fit(settings: CheckpointConfig, ctx: CheckpointLoadContext) -> bool:
     """Whether they do, equal on every rank of a module. The tower draws no random numbers: nothing is logged for it."""
     folder, stored = None, None
-    with together():
+    with all_or_none():
         if is_first():
             folder = _folder_to_load(settings)
             if folder and format_of(folder) == TORCH_DIST:  # otherwise equal on DP ranks

@@ -16,7 +16,7 @@ from qwen3vl_bridge.models.common.settings.encoder_parallel import check_world
 from qwen3vl_bridge.models.common.settings.parallelism import check_microbatches
 from qwen3vl_bridge.models.common.settings.rules import Row, Rule, When, check, under
 from qwen3vl_bridge.training.checkpoint_manager import MANAGER, expect_checkpoint, manage_checkpoints
-from qwen3vl_bridge.training.checkpointing.initial_weights import read_first_weights
+from qwen3vl_bridge.training.checkpointing.initial_weights import read_initial_weights
 from qwen3vl_bridge.training.checkpointing.saving_process import check_script
 from qwen3vl_bridge.training.exit_signal import leave_exit_signal_to_run
 from qwen3vl_bridge.training.global_batch import check_balance, check_share
@@ -205,7 +205,7 @@ class Qwen3VLConfigContainer(ConfigContainer):
         check_host_memory(self)
         leave_exit_signal_to_run(self)
         manage_checkpoints(self)
-        read_first_weights(self)
+        read_initial_weights(self)
         self._tell_dataset()
         self._check_checkpoints()
         self._check_meta_device()

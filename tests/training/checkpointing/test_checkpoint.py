@@ -126,7 +126,7 @@ def test_a_tracker_that_lies_is_an_error(saved, inputs, tmp_path):
         ),
     ],
 )
-def test_first_weights_of_another_model_are_refused(inputs, settings, of_hugging_face, of_an_import):
+def test_initial_weights_of_another_model_are_refused(inputs, settings, of_hugging_face, of_an_import):
     for folder, message in ((inputs.hf, of_hugging_face), (inputs.megatron, of_an_import)):
         with pytest.raises(CheckpointError, match=message):
             set_up(replicated(inputs, None, checkpoint__pretrained_checkpoint=str(folder), **settings))

@@ -185,7 +185,7 @@ def _config(folder: Path, base_model: str | Path | None, base: str, *, trust_rem
     own = own_config(folder)
     if base_model is None and own is not None:
         return own
-    config = _first_weights(folder, base_model or base, trust_remote_code=trust_remote_code)
+    config = _config_of_initial_weights(folder, base_model or base, trust_remote_code=trust_remote_code)
     if own is not None:
         check_same_model(config, own)
     else:
@@ -193,7 +193,7 @@ def _config(folder: Path, base_model: str | Path | None, base: str, *, trust_rem
     return config
 
 
-def _first_weights(folder: Path, found: str | Path, *, trust_remote_code: bool) -> ModelConfig:
+def _config_of_initial_weights(folder: Path, found: str | Path, *, trust_remote_code: bool) -> ModelConfig:
     """The configuration of a run's initial weights."""
     if not found:
         raise CheckpointError(

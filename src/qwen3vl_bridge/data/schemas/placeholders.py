@@ -85,7 +85,7 @@ def with_media(
     Raises:
         DataError: another number of placeholders of a kind than media, or ambiguous placeholders.
     """
-    front, rest = [], dict[str, _Rest]()
+    front, unused = [], dict[str, _UnusedMedia]()
     for kind in BESIDE:
         found, given = list(_places(messages, kind, placeholders)), media.get(kind, [])
         if in_front and not found:
@@ -100,8 +100,8 @@ def with_media(
             likely = may_hold_media(record, known)
             raise DataError(place, _mismatch(kind, found, len(given), list(record), likely, placeholders))
         if found:
-            rest[kind] = _Rest(given)
-    filled = [_filled(message, rest, placeholders) for message in messages] if rest else messages
+            unused[kind] = _UnusedMedia(given)
+    filled = [_filled(message, unused, placeholders) for message in messages] if unused else messages
     return _before_the_first_question(filled, front) if front else filled
 
 
@@ -214,7 +214,7 @@ def _place_in(part: Mapping[str, Any], kind: str) -> _Place | None:
     return None if index is None else _Place(kind, f"index {index}", index + 1)
 
 
-class _Rest:
+class _UnusedMedia:
     """The media of a kind: the next that is not used yet, or that of a number."""
 
     def __init__(self, media: list[Any]) -> None:
@@ -226,38 +226,38 @@ class _Rest:
         return self._media[(number or self._taken) - 1]
 
 
-def _filled(message: Any, rest: Mapping[str, _Rest], placeholders: Placeholders) -> Any:
+def _filled(message: Any, unused: Mapping[str, _UnusedMedia], placeholders: Placeholders) -> Any:
     content = message.get("content") if isinstance(message, dict) else None
     if isinstance(content, str) and placeholders == "media" and _PLACE.search(content):
         parts, last = [], 0
         for match in _PLACE.finditer(content):
             # White space next to a placeholder is text: LLaVA's own "<image>\n" was trained on with its line break.
-            parts += [_text(content[last : match.start()]), _medium_part(_place_of(match), rest)]
+            parts += [_text(content[last : match.start()]), _medium_part(_place_of(match), unused)]
             last = match.end()
         return {**message, "content": [part for part in (*parts, _text(content[last:])) if part.get("text") != ""]}
     if isinstance(content, list):
-        return {**message, "content": [_filled_part(part, rest) for part in content]}
+        return {**message, "content": [_filled_part(part, unused) for part in content]}
     return message
 
 
-def _filled_part(part: Any, rest: Mapping[str, _Rest]) -> Any:
+def _filled_part(part: Any, unused: Mapping[str, _UnusedMedia]) -> Any:
     if not (kind := _bare(part)):
         return part
     place = _place_in(part, kind)
     others = {key: value for key, value in part.items() if key != "index"}
-    return {**others, **_next(kind, rest, place and place.number)}
+    return {**others, **_next(kind, unused, place and place.number)}
 
 
 def _text(words: str) -> dict[str, Any]:
     return {"type": "text", "text": words}
 
 
-def _medium_part(place: _Place, rest: Mapping[str, _Rest]) -> dict[str, Any]:
-    return {"type": place.kind, place.kind: place.path} if place.path else _next(place.kind, rest, place.number)
+def _medium_part(place: _Place, unused: Mapping[str, _UnusedMedia]) -> dict[str, Any]:
+    return {"type": place.kind, place.kind: place.path} if place.path else _next(place.kind, unused, place.number)
 
 
-def _next(kind: str, rest: Mapping[str, _Rest], number: int | None = None) -> dict[str, Any]:
-    return {"type": kind, kind: rest[kind].take(number)}
+def _next(kind: str, unused: Mapping[str, _UnusedMedia], number: int | None = None) -> dict[str, Any]:
+    return {"type": kind, kind: unused[kind].take(number)}
 
 
 def _before_the_first_question(messages: list[Any], parts: list[dict[str, Any]]) -> list[Any]:

@@ -4,7 +4,7 @@ What lives here: communicating failures, a folder that all processes write and t
 What may not: what is written, collectives themselves (`parallel/collectives.py`).
 
 Between two collectives every process does things that may fail on only one: a full disk, a tensor that does not fit. If
-one raised and left, the others would wait for it. So such things are done inside `together`.
+one raised and left, the others would wait for it. So such things are done inside `all_or_none`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def is_first() -> bool:
 
 
 @contextlib.contextmanager
-def together() -> Iterator[None]:
+def all_or_none() -> Iterator[None]:
     """If the body fails in one process, it fails in all.
 
     It ends with a collective, so every process has to reach its end, and no process may fail between collectives of the
@@ -60,7 +60,7 @@ def _said(error: CheckpointException) -> CheckpointError:
 
 
 @contextlib.contextmanager
-def staged_together(target: Path) -> Iterator[Path]:
+def all_or_none_folder(target: Path) -> Iterator[Path]:
     """A hidden folder next to the target that all processes write; it becomes the target when all have finished.
 
     The body contains collectives of other packages. A process that fails between these cannot tell the others, which
@@ -77,12 +77,12 @@ def staged_together(target: Path) -> Iterator[Path]:
     """
     with contextlib.ExitStack() as stack:
         aside = None
-        with together():
+        with all_or_none():
             if is_first():
                 aside = stack.enter_context(atomic_directory(target, logger.info, replace=lambda _: True))
         aside = broadcast_object(aside)
         assert aside is not None
-        with together():
+        with all_or_none():
             if not aside.is_dir():
                 raise CheckpointError(f"{aside} is not visible here, expected a file system that all ranks share")
         try:
@@ -90,5 +90,5 @@ def staged_together(target: Path) -> Iterator[Path]:
         except CheckpointException as error:
             raise _said(error) from error
         wait_for_all()  # for all to have written
-        with together():
+        with all_or_none():
             stack.close()

@@ -13,7 +13,7 @@ from qwen3vl_bridge.checkpoint.formats.dcp.metadata import read_metadata
 from qwen3vl_bridge.checkpoint.formats.megatron.folder import key_of
 from qwen3vl_bridge.files.errors import CheckpointError
 from qwen3vl_bridge.parallel.collectives import gather_objects
-from qwen3vl_bridge.training.checkpointing.all_or_none import together
+from qwen3vl_bridge.training.checkpointing.all_or_none import all_or_none
 from qwen3vl_bridge.training.checkpointing.stored_parameters import StoredParameter, stored_parameters
 from qwen3vl_bridge.weights.names import is_of_mtp, local_name
 
@@ -36,7 +36,7 @@ def load(folder: Path, model: Sequence[torch.nn.Module], groups: ProcessGroupCol
     Raises:
         CheckpointError: a tensor is missing, extra or of another shape; all are listed.
     """
-    with together():
+    with all_or_none():
         parameters = list(stored_parameters(model, groups))
         # Views: loading fills the model.
         tensors = {key_of(name): part for stored in parameters for name, part in stored.parts()}
@@ -52,7 +52,7 @@ def load(folder: Path, model: Sequence[torch.nn.Module], groups: ProcessGroupCol
         problems = missing_or_mismatched(found, {key: tuple(tensor.shape) for key, tensor in whole.items()})
     wanted = set(tensors).union(*gather_objects(list(tensors)))
     raise_problems(folder, problems + unexpected(found, wanted))
-    with together():
+    with all_or_none():
         dcp.load(whole, checkpoint_id=folder, no_dist=True)
         for key, part in padded.items():
             _load_rows(folder, key, part, torch.empty(found[key], dtype=part.dtype))

@@ -19,7 +19,7 @@ from typing import Any
 from qwen3vl_bridge.files.errors import CheckpointError
 from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
 from qwen3vl_bridge.parallel.collectives import gather_objects
-from qwen3vl_bridge.training.checkpointing.all_or_none import together
+from qwen3vl_bridge.training.checkpointing.all_or_none import all_or_none
 from qwen3vl_bridge.training.checkpointing.fsdp_dtensor import raise_problems
 from qwen3vl_bridge.training.checkpointing.stored_parameters import rows_by_name
 from qwen3vl_bridge.weights.names import local_name
@@ -60,7 +60,7 @@ def load_every_weight(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         asked["load_dir"], asked["iteration"], asked["release"]
     )
     weights = checkpointing.preprocess_fsdp_dtensor_state_dict(asked["cfg"], {"model": dict(state["model"])}, chunks[0])
-    with together():
+    with all_or_none():
         found = checkpointing._get_filesystem_reader(folder).read_metadata().state_dict_metadata
         renamed, problems = other_names(weights["model"], found, provider)
         if renamed and "optimizer" in state and any(key.startswith(_OPTIMIZER) for key in found):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from qwen3vl_bridge.files.errors import CheckpointError
 from qwen3vl_bridge.training.checkpoint_manager import has_checkpoint, is_managed
-from qwen3vl_bridge.training.checkpointing.all_or_none import together
+from qwen3vl_bridge.training.checkpointing.all_or_none import all_or_none
 from qwen3vl_bridge.training.checkpointing.weight_loading import Pretrained
 
 import torch
@@ -22,7 +22,7 @@ from megatron.bridge.training.config import ConfigContainer
 Chunks = list[torch.nn.Module]
 
 
-class FirstWeights:
+class InitialWeights:
     """A hook of a provider: reads a run's initial weights into its chunks before they are wrapped.
 
     If the run trains adapters they are inserted too. Megatron-Bridge's own hook for that comes later, and would read
@@ -38,7 +38,7 @@ class FirstWeights:
         self.cfg = cfg
         self.peft = None
 
-    def __deepcopy__(self, memo: dict) -> FirstWeights:
+    def __deepcopy__(self, memo: dict) -> InitialWeights:
         """Itself: layers copy their provider, and must not copy the whole run's configuration."""
         return self
 
@@ -53,12 +53,12 @@ class FirstWeights:
         """
         cfg = self.cfg
         peft = cfg.peft or self.peft  # already ours if a failed set-up is repeated
-        with together():
+        with all_or_none():
             for chunk in chunks:
                 _allocate_on_host(chunk)
         if peft is None and has_checkpoint(cfg.checkpoint):
             return chunks
-        with together():
+        with all_or_none():
             pretrained = Pretrained.find(cfg.checkpoint.pretrained_checkpoint)
             pretrained.check(cfg.model)
         pretrained.load(chunks, cfg.model._pg_collection)
@@ -79,7 +79,7 @@ class FirstWeights:
             self.cfg.peft, self.peft = self.peft, None
 
 
-def read_first_weights(cfg: ConfigContainer) -> None:
+def read_initial_weights(cfg: ConfigContainer) -> None:
     """Make Megatron-Bridge's set-up read a run's initial weights by our loader; no effect without initial weights.
 
     A user's own checkpoint manager is kept, and loads them itself.
@@ -90,7 +90,7 @@ def read_first_weights(cfg: ConfigContainer) -> None:
     _remove_hooks(cfg)
     if cfg.checkpoint.pretrained_checkpoint is None or not is_managed(cfg):
         return
-    hook = FirstWeights(cfg)
+    hook = InitialWeights(cfg)
     cfg.model.register_pre_wrap_hook(hook)
     cfg.model.register_post_wrap_hook(hook.after)
 
@@ -98,7 +98,7 @@ def read_first_weights(cfg: ConfigContainer) -> None:
 def _remove_hooks(cfg: ConfigContainer) -> None:
     """Remove the hooks of an earlier call."""
     hooks = getattr(cfg.model, "_pre_wrap_hooks", ())
-    for hook in [hook for hook in hooks if isinstance(hook, FirstWeights)]:
+    for hook in [hook for hook in hooks if isinstance(hook, InitialWeights)]:
         cfg.model._pre_wrap_hooks.remove(hook)
         cfg.model._post_wrap_hooks.remove(hook.after)
         hook.restore_peft()

@@ -28,7 +28,7 @@ from qwen3vl_bridge.checkpoint.formats.megatron.folder import (
     iteration_folder,
 )
 from qwen3vl_bridge.files.atomic import PRIVATE, replace_file
-from qwen3vl_bridge.training.checkpointing.all_or_none import is_first, staged_together, together
+from qwen3vl_bridge.training.checkpointing.all_or_none import all_or_none, all_or_none_folder, is_first
 
 from megatron.bridge.training.callbacks import CallbackContext, should_fire
 from megatron.bridge.training.checkpointing import DATALOADER_STATE_SUBDIR, CheckpointSaveContext
@@ -76,13 +76,13 @@ def staged_save(ctx: CheckpointSaveContext, callback_manager: Any, keep: Path | 
     state, step = ctx.state, ctx.state.train_state.step
     folder, most = Path(state.cfg.checkpoint.save), state.cfg.checkpoint.most_recent_k
     final = iteration_folder(folder, step)
-    with staged_together(final) as aside:
+    with all_or_none_folder(final) as aside:
         with _saving_to(aside / PRIVATE, ctx):
             yield aside
-        with together():
+        with all_or_none():
             if is_first():
                 _take_out(aside, step, state.cfg)
-    with together():
+    with all_or_none():
         if is_first():
             replace_file(folder / LATEST_TRAIN_STATE, (final / TRAIN_STATE).read_bytes())
             replace_file(folder / TRACKER, str(step).encode())

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from qwen3vl_bridge.checkpoint.formats.dcp.metadata import read_metadata
 from qwen3vl_bridge.parallel.collectives import gather_objects
-from qwen3vl_bridge.training.checkpointing.all_or_none import together
+from qwen3vl_bridge.training.checkpointing.all_or_none import all_or_none
 from qwen3vl_bridge.training.checkpointing.fsdp_dtensor import missing_or_mismatched, raise_problems, unexpected
 
 import torch
@@ -38,13 +38,13 @@ def load(folder: Path, model: Sequence[torch.nn.Module], groups: ProcessGroupCol
     Raises:
         CheckpointError: a tensor is missing, extra or of another shape; all are listed.
     """
-    with together():
+    with all_or_none():
         chunks = unwrap_model(list(model))
         metadata = (dist_checkpointing.load_content_metadata(str(folder)) or {}) | {"dp_cp_group": groups.dp_cp}
         wanted = {f"{stage}": chunk.sharded_state_dict(metadata=metadata) for stage, chunk in enumerate(chunks)}
         shapes = {e.key: None if e.allow_shape_mismatch else tuple(e.global_shape) for e in _tensors(wanted)}
     _check(folder, shapes)
-    with together(), torch.no_grad():
+    with all_or_none(), torch.no_grad():
         loaded = dist_checkpointing.load(wanted, str(folder), validate_access_integrity=False)
         for stage, chunk in enumerate(chunks):
             chunk.load_state_dict(loaded[f"{stage}"], strict=True)
@@ -60,7 +60,7 @@ def _check(folder: Path, mine: dict[str, tuple[int, ...] | None]) -> None:
     wanted: dict[str, tuple[int, ...] | None] = {}
     for shapes in gather_objects(mine):
         wanted |= shapes
-    with together():
+    with all_or_none():
         found = {key: spec.shape for key, (spec, _) in read_metadata(folder).tensors.items()}
         ours = {key: shape for key, shape in found.items() if key.startswith(("language_model.", "vision_model."))}
         problems = missing_or_mismatched(found, wanted) + unexpected(ours, wanted)

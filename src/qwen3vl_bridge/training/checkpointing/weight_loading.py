@@ -22,7 +22,7 @@ from qwen3vl_bridge.files.json_files import write_object
 from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
 from qwen3vl_bridge.registry import family_of
 from qwen3vl_bridge.training.checkpointing import fsdp_dtensor, torch_dist
-from qwen3vl_bridge.training.checkpointing.all_or_none import together
+from qwen3vl_bridge.training.checkpointing.all_or_none import all_or_none
 from qwen3vl_bridge.weights.dimensions import vision_sizes
 
 import torch
@@ -130,14 +130,14 @@ def load_weights(folder: str | Path, model: Sequence[torch.nn.Module], groups: P
     Raises:
         CheckpointError: weights that do not fit; all are listed.
     """
-    with together():
+    with all_or_none():
         folder = find_iteration(Path(folder))
     _load(folder, model, groups)
 
 
 def _load(folder: Path, model: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> None:
     """Load from an iteration's folder of either format."""
-    with together():
+    with all_or_none():
         refuse_adapters_alone(folder)
         ckpt_format = format_of(folder)
     read = torch_dist.load if ckpt_format == TORCH_DIST else fsdp_dtensor.load

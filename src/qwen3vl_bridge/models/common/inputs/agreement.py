@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from qwen3vl_bridge.batch import SequenceLayout
 from qwen3vl_bridge.batch.device_transfer import sent
-from qwen3vl_bridge.parallel.collectives import gather_shares
+from qwen3vl_bridge.parallel.collectives import gather_stacked
 
 import torch
 from torch import Tensor
@@ -19,9 +19,9 @@ from torch.distributed import ProcessGroup
 _NUMBERS = 6  # integers that describe one argument in the comparison
 
 
-def gather_share(values: Tensor, group: ProcessGroup) -> Tensor:
+def gather_slices(values: Tensor, group: ProcessGroup) -> Tensor:
     """[..., n] of each rank -> [cp, ..., n] of all ranks, as int64 or float32."""
-    return gather_shares(values.float() if values.is_floating_point() else values.long(), group)
+    return gather_stacked(values.float() if values.is_floating_point() else values.long(), group)
 
 
 def check_agreement(
@@ -43,7 +43,7 @@ def check_agreement(
     lengths = layout and (layout.lengths, layout.padded_lengths)
     offsets = [hash(lengths) if lengths else -1] * _NUMBERS  # hash of integers: the same in every process
     own = [offsets, *(_description(values) for values in given.values())]
-    everyone = gather_shares(sent(torch.tensor(own), device), group).tolist()
+    everyone = gather_stacked(sent(torch.tensor(own), device), group).tolist()
     for rank, theirs in enumerate(everyone):
         if theirs[0] != everyone[0][0]:
             raise ValueError(

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from qwen3vl_bridge.batch import ModelInputs, PackedBatch, gathered_index
 from qwen3vl_bridge.batch.device_transfer import on_host, sent
-from qwen3vl_bridge.models.common.inputs.agreement import gather_share
+from qwen3vl_bridge.models.common.inputs.agreement import gather_slices
 from qwen3vl_bridge.models.common.inputs.padding_and_packing import Arrangement
 
 import torch
@@ -91,9 +91,9 @@ def with_joined_labels(
         device: device of the group's collectives.
     """
     given = {"labels": labels} if loss_mask is None else {"labels": labels, "loss_mask": loss_mask}
-    shares = on_host({name: gather_share(sent(own, device), group) for name, own in given.items()})
+    slices = on_host({name: gather_slices(sent(own, device), group) for name, own in given.items()})
     index, shape = gathered_index(batch.layout, group.size()), batch.input_ids.shape
-    whole = {name: of_ranks.flatten()[index].view(shape) for name, of_ranks in shares.items()}
+    whole = {name: of_ranks.flatten()[index].view(shape) for name, of_ranks in slices.items()}
     mask = whole.get("loss_mask")
     labels = _readable(whole["labels"], mask, [shape], vocab_size)
     return replace(batch, labels=labels, loss_mask=batch.loss_mask if mask is None else mask.float())

@@ -16,7 +16,7 @@ from typing import Any
 
 from qwen3vl_bridge.batch import SequenceLayout, gathered_index
 from qwen3vl_bridge.batch.device_transfer import on_host
-from qwen3vl_bridge.models.common.inputs.agreement import check_agreement, gather_share
+from qwen3vl_bridge.models.common.inputs.agreement import check_agreement, gather_slices
 from qwen3vl_bridge.models.common.inputs.masks import packed_layout, segment_lengths
 from qwen3vl_bridge.models.common.inputs.reading import arguments_on_host
 
@@ -57,22 +57,22 @@ def with_whole_row(arguments: dict[str, Any], group: ProcessGroup) -> dict[str, 
             different arguments or offsets.
     """
     read = arguments_on_host(arguments)
-    layout = _layout_of_share(read["input_ids"], read.get("packed_seq_params"), group.size())
+    layout = _layout_of_slice(read["input_ids"], read.get("packed_seq_params"), group.size())
     if layout is None:
         return read
     device = arguments["input_ids"].device
     check_agreement({name: arguments.get(name) for name in _PER_TOKEN + _PICTURES}, layout, group, device)
     given = {name: values for name in _PER_TOKEN if (values := arguments.get(name)) is not None}
     fitting = {name: values for name, values in given.items() if _fits(values, given)}
-    shares = on_host({name: gather_share(values.to(device), group) for name, values in fitting.items()})
-    if _are_whole(shares, given, layout):
+    slices = on_host({name: gather_slices(values.to(device), group) for name, values in fitting.items()})
+    if _are_whole(slices, given, layout):
         return read
     _check_shapes(given, layout)
     index = gathered_index(layout, group.size())
-    return read | {name: values.movedim(0, -2).flatten(-2)[..., index] for name, values in shares.items()}
+    return read | {name: values.movedim(0, -2).flatten(-2)[..., index] for name, values in slices.items()}
 
 
-def _layout_of_share(ids: Tensor | None, packed: Any, cp_size: int) -> SequenceLayout | None:
+def _layout_of_slice(ids: Tensor | None, packed: Any, cp_size: int) -> SequenceLayout | None:
     """The layout of the whole row if `ids` is a slice of it."""
     if cp_size == 1 or packed is None or ids is None or ids.dim() != 2 or len(ids) != 1 or not ids.numel():
         return None
@@ -94,13 +94,13 @@ def _check_shapes(given: dict[str, Tensor], layout: SequenceLayout) -> None:
             axes, tokens = "3, " if name == "position_ids" else "", given["input_ids"].shape[-1]
             raise ValueError(
                 f"{name} has shape {list(values.shape)}, expected [{axes}1, {tokens}]: input_ids is one "
-                f"context-parallel rank's share of a row of {layout.total} tokens, so {name} has to be its share too"
+                f"context-parallel rank's slice of a row of {layout.total} tokens, so {name} has to be its slice too"
             )
 
 
-def _are_whole(shares: dict[str, Tensor], given: dict[str, Tensor], layout: SequenceLayout) -> bool:
+def _are_whole(slices: dict[str, Tensor], given: dict[str, Tensor], layout: SequenceLayout) -> bool:
     """Whether the ranks' token ids [cp, 1, n] are the same whole row rather than slices of one."""
-    ids, masks = shares["input_ids"], {"attention_mask", "padding_mask"} & given.keys()
+    ids, masks = slices["input_ids"], {"attention_mask", "padding_mask"} & given.keys()
     if len(layout.lengths) > 1 or (not masks and (ids == ids[0, 0, 0]).all()):
         return False
-    return not any(bool((values != values[0]).any()) for name, values in shares.items() if name in _OF_TOKENS)
+    return not any(bool((values != values[0]).any()) for name, values in slices.items() if name in _OF_TOKENS)

@@ -1,6 +1,6 @@
 """Rows that arrive as context-parallel ranks' shares: the door puts the whole row together, once, on all ranks alike.
 
-Ranks are threads here, which meet where processes would. Whole models on real ranks: `test_shares_on_ranks.py`.
+Ranks are threads here, which meet where processes would. Whole models on real ranks: `test_precut_rows_on_ranks.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Ranks:
 
     def __init__(self, size, monkeypatch):
         self.size, self.barrier, self.given, self.gathered = size, Barrier(size, timeout=20), [None] * size, 0
-        monkeypatch.setattr(agreement, "gather_shares", self.gather)
+        monkeypatch.setattr(agreement, "gather_stacked", self.gather)
 
     def gather(self, local, group):
         self.given[group.rank()] = local
