@@ -1,4 +1,6 @@
-"""What docs/architecture.md says of the packages holds in the code: their order, and no circle of imports."""
+"""What docs/architecture.md says holds in the code: the order of packages, no circle of imports, and which functions of
+other libraries are replaced.
+"""
 
 from __future__ import annotations
 
@@ -81,3 +83,84 @@ def test_packages_are_listed_in_the_order_that_the_linter_enforces():
             packages = {name.removesuffix(".py").split("/")[0] for name in names.split(", ")}
             listed += [packages] if packages not in listed else []
     assert listed == enforced
+
+
+# Attributes that are set to a name and are no functions of others: settings, flags, specs, a module's own name.
+NOT_REPLACED = {
+    "data/energon/task_encoder.py": {"global_error_handler"},
+    "inference/generation.py": {"training"},
+    "models/common/layer_specs.py": {"module", "mlp"},
+    "models/common/settings/kernels.py": {"attention_backend"},
+    "models/qwen3_vl/layer_specs.py": {"module"},
+    "moved.py": {"__spec__"},
+    "training/checkpoint_manager.py": {"load_rng"},
+}
+
+
+def root_of(node: ast.AST | None) -> str:
+    """The name with which an expression such as `name.of.something()` begins."""
+    while node is not None and not isinstance(node, ast.Name):
+        node = getattr(node, "value", None) or getattr(node, "func", None)
+    return node.id if node is not None else ""
+
+
+def assignments(tree: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+    for node in ast.walk(tree):
+        for target in node.targets if isinstance(node, ast.Assign) else ():
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                yield from zip(target.elts, node.value.elts, strict=True)
+            else:
+                yield target, node.value
+
+
+def replaced_in(source: str) -> set[str]:
+    """Attributes of objects other than `self` that are given a function or class of this file, or what it imports from
+    others; and all attributes of what is called `module`.
+    """
+    tree = ast.parse(source)
+    code = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    imports = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))
+    imported = {alias.asname or alias.name for node in imports for alias in node.names}
+
+    def is_code(value: ast.expr) -> bool:
+        match value:
+            case ast.Lambda():
+                return True
+            case ast.Call():
+                return root_of(value.func) in code | {"functools"}
+            case ast.Attribute(value=ast.Name("self")):
+                return value.attr in code
+            case _:
+                return root_of(value) in code | imported
+
+    return {
+        target.attr
+        for target, value in assignments(tree)
+        if isinstance(target, ast.Attribute)
+        and (root := root_of(target)) not in ("self", "cls", "ctx")
+        and (root == "module" or is_code(value))
+    }
+
+
+def test_replaced_functions_are_those_of_the_page():
+    listed: dict[str, str] = {}
+    file = ""
+    for line in PAGE.split("## Replaced functions", 1)[1].split("## Tests", 1)[0].splitlines():
+        if line.startswith("| ") and not line.startswith("| file"):
+            first, names = line.split("|")[1:3]
+            file = first.strip(" `") or file
+            listed[file] = listed.get(file, "") + names
+    listed["compat/import_hook.py"] += "`exec_module`"
+    package = ROOT / "src" / "qwen3vl_bridge"
+    replacing = {"data/energon/records.py"}  # by objects, not by functions
+    for path in sorted(package.rglob("*.py")):
+        name = path.relative_to(package).as_posix()
+        found = replaced_in(path.read_text()) - NOT_REPLACED.get(name, set())
+        assert {one for one in found if f"`{one}`" not in listed.get(name, "")} == set(), name
+        replacing |= {name} if found else set()
+    assert listed.keys() == replacing
+
+
+def test_replaced_functions_are_found():
+    source = "def mine(): pass\ndef patch(module, run):\n    run.step, run.lr = mine, 1\n    module.FLAG = True\n"
+    assert replaced_in(source) == {"step", "FLAG"}
