@@ -85,7 +85,7 @@ class Browser:
         self.ask("Page.navigate", url=page.as_uri())
         end = time.monotonic() + 60
         while self.value("document.readyState + location.protocol") != "completefile:":
-            assert time.monotonic() < end
+            assert time.monotonic() < end, "the page is not loaded"
             time.sleep(0.05)
 
     def value(self, script: str) -> Any:

@@ -152,4 +152,4 @@ def test_ranks_that_are_killed_or_fail_leave_the_older_checkpoint(data, untied_f
             # The other one ends too, or is ended by the launcher; None stands for that.
             own = -signal.SIGKILL if moment in (STEP, *DEATHS) else 1
             assert own in end["codes"] and set(end["codes"]) <= {own, 1, None}, (moment, end, done.stderr[-3000:])
-            assert end["tracker"] == "1" and end["seconds"] < 60, (moment, end)
+            assert end["tracker"] == "1", (moment, end)
