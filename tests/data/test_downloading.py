@@ -155,7 +155,7 @@ def test_failures_are_written_down_as_they_come(server, tmp_path):
     server.answers = {"/0.png": 404, "/1.png": 404}
     server.first = {"/9.png": [lambda handler: time.sleep(60)]}
     file = write(tmp_path / "train.jsonl", [asking(f"{server.url}/{name}.png") for name in (0, 1, 9)])
-    command = [sys.executable, "-m", "qwen3vl_bridge.cli.data", "download", "--data", str(file), "--workers", "3"]
+    command = [sys.executable, "-m", "qwen3vl_bridge", "data", "download", "--data", str(file), "--workers", "3"]
     command += ["--url-cache", str(tmp_path / "cache"), "--allowed-urls", f"{server.url}/"]
     unfinished = tmp_path / "cache/failed.jsonl.unfinished"
     unfinished.parent.mkdir()
@@ -170,7 +170,7 @@ def test_failures_are_written_down_as_they_come(server, tmp_path):
     assert {one["address"][-5:] for one in found} == {"0.png", "1.png"} and all(one["final"] for one in found)
     assert not (tmp_path / "cache/failed.jsonl").exists() and not (tmp_path / "cache/records").exists()
     server.answers["/9.png"] = png()
-    assert main(command[3:]) == 1
+    assert main(command[4:]) == 1
     assert manifest(tmp_path) == {"0.png": True, "1.png": True} and not unfinished.exists()
 
 
@@ -189,7 +189,8 @@ def test_a_download_that_was_stopped_goes_on(server, run, tmp_path, sent):
     command = [
         sys.executable,
         "-m",
-        "qwen3vl_bridge.cli.data",
+        "qwen3vl_bridge",
+        "data",
         "download",
         "--data",
         str(file),

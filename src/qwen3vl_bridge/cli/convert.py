@@ -315,4 +315,6 @@ def _run_inspect(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from qwen3vl_bridge.cli import earlier_names
+
+    sys.exit(earlier_names.run("convert", "python -m qwen3vl_bridge.cli.convert"))

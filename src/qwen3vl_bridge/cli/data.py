@@ -364,4 +364,6 @@ def _counted(indices: Sequence[int], *, shown: bool) -> Iterable[int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from qwen3vl_bridge.cli import earlier_names
+
+    sys.exit(earlier_names.run("data", "python -m qwen3vl_bridge.cli.data"))

@@ -209,4 +209,6 @@ def _recompute(options: argparse.Namespace, prefix: str) -> Recompute:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from qwen3vl_bridge.cli import earlier_names
+
+    sys.exit(earlier_names.run("plan", "python -m qwen3vl_bridge.cli.plan"))
