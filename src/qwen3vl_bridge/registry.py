@@ -12,6 +12,7 @@ import importlib
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from qwen3vl_bridge.weights.expert_layout import ExpertLayout
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from qwen3vl_bridge.weights.rows import Row
 
 _MEGATRON_BRIDGE = "megatron.bridge.models"
+_KERNELS = "qwen3vl_bridge.models.qwen3_5.linear_attention_kernels"
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ class Family:
         released_experts: the format of experts in released checkpoints, used if the format is unknown.
         optional: parts that a checkpoint of a model may have or lack: the condition of its rows, and the field of the
             configuration's text part that counts its layers.
+        replacements: by module of Megatron, a function (module) -> None, called once the module has been executed, that
+            replaces functions of the module that the family's layers cannot use as they are.
         dist_train: whether it supports separate vision ranks.
         complete: whether its bridge replaces Megatron-Bridge's own, and its presets are known by their sizes. The
             bridge of a family that is not complete has to be imported by name; conversion supports the family all the
@@ -68,6 +72,7 @@ class Family:
     presets: str | None = None
     released_experts: ExpertLayout = ExpertLayout.INPUT_MAJOR
     optional: Mapping[str, str] = field(default_factory=dict)
+    replacements: Mapping[str, str] = field(default_factory=dict)
     dist_train: bool = False
     complete: bool = True
 
@@ -158,6 +163,10 @@ _FAMILIES: dict[str, Family] = {
             },
             released_experts=ExpertLayout.OUTPUT_MAJOR_MTP_PER_EXPERT,
             optional={"mtp": "mtp_num_hidden_layers"},
+            replacements={
+                "megatron.core.ssm.gated_delta_net.common": f"{_KERNELS}.build_without_package",
+                "megatron.core.ssm.gated_delta_net.gdn": f"{_KERNELS}.use_torch",
+            },
         ),
     )
 }
@@ -173,6 +182,10 @@ def register_family(family: Family) -> None:
         taken = [kind for kind in family.architectures if kind in other.architectures]
         if other != family and (taken or other.name == family.name):
             raise ValueError(f"the family {other.name!r} has {taken or 'this name'} already, expected a new one")
+    if family.name not in _FAMILIES:
+        for module in family.replacements:
+            if module in sys.modules:
+                load(family.replacements[module])(sys.modules[module])
     _FAMILIES[family.name] = family
     if _MEGATRON_BRIDGE in sys.modules:
         importlib.import_module(family.bridge)
@@ -183,6 +196,13 @@ def import_bridges() -> None:
     for family in list(_FAMILIES.values()):
         if family.complete:
             importlib.import_module(family.bridge)
+
+
+def replace_functions(module: ModuleType) -> None:
+    """Make the families' replacements in a module of Megatron that has just been executed."""
+    for family in list(_FAMILIES.values()):
+        if (replace := family.replacements.get(module.__name__)) is not None:
+            load(replace)(module)
 
 
 def family(name: str) -> Family:

@@ -10,7 +10,6 @@ from qwen3vl_bridge.batch import (
     VisionWork,
     make_vision_inputs,
 )
-from qwen3vl_bridge.batch.encoder_shards import encoder_shards_of
 from qwen3vl_bridge.batch.vision_sharding import assign_vision
 from qwen3vl_bridge.encoder_parallel.payload import Headers, pack, unpack
 
@@ -130,7 +129,7 @@ def test_both_sides_work_out_the_same_shards(grids, encoders):
     assert expected.vision is None and expected.vision_exchange is None
     assert (
         expected.encoder_shards
-        == encoder_shards_of(batch, assign_vision(batch.vision, WORK, encoders))
+        == batch.encoder_shards_of(assign_vision(batch.vision, WORK, encoders))
         == tuple(one.shards[0] for one in sent)
     )
     assert {one.rows for one in sent} == {max(shard.tokens for shard in expected.encoder_shards)}
@@ -161,5 +160,5 @@ def test_other_samples_or_pictures_have_another_mark():
         replace(batch, layout=SequenceLayout.packed_row([8, 8])),
         batch_of([(1, 2, 4), (1, 4, 4)]),
     ]
-    marks = {encoder_shards_of(one, assign_vision(one.vision, WORK, 1))[0].mark for one in (batch, *others)}
+    marks = {one.encoder_shards_of(assign_vision(one.vision, WORK, 1))[0].mark for one in (batch, *others)}
     assert len(marks) == 4

@@ -2,7 +2,8 @@
 groups.
 """
 
-from qwen3vl_bridge.batch.encoder_shards import EncoderInputs, EncoderShard
+from qwen3vl_bridge.batch.encoder_inputs import EncoderInputs
+from qwen3vl_bridge.batch.encoder_shards import EncoderShard
 from qwen3vl_bridge.batch.grids import frame_lengths
 from qwen3vl_bridge.batch.packed_batch import ModelInputs, PackedBatch, VisionRows
 from qwen3vl_bridge.batch.positions import mrope_positions

@@ -1,8 +1,8 @@
-"""What separate vision ranks encode for language ranks (dist-train).
+"""What separate vision ranks send for a microbatch (dist-train), and how both sides identify it.
 
-What lives here: which images and videos a rank encodes, and how both sides identify a payload. What may not: which
-vision replica serves which language replica (`parallel/encoder_replicas.py`), the tensor that is sent
-(`encoder_parallel/payload.py`), process groups.
+What lives here: the size and the checksum of what is sent. What may not: what a vision rank encodes
+(`encoder_inputs.py`), which vision replica serves which language replica (`parallel/encoder_replicas.py`), the tensor
+that is sent (`encoder_parallel/payload.py`), process groups.
 
 Both sides read the same batches and compute the same shards, so no negotiation is needed; nevertheless each payload has
 a header that the receiver checks.
@@ -11,19 +11,10 @@ a header that the receiver checks.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import TYPE_CHECKING
 
-from qwen3vl_bridge.batch.device_transfer import Movable
 from qwen3vl_bridge.batch.vision_inputs import VisionInputs
-from qwen3vl_bridge.batch.vision_sharding import VisionAssignment, VisionWork, assign_vision
-
-import torch
-
-if TYPE_CHECKING:
-    from qwen3vl_bridge.batch.packed_batch import PackedBatch
+from qwen3vl_bridge.batch.vision_sharding import VisionAssignment
 
 
 @dataclass(frozen=True)
@@ -39,65 +30,16 @@ class EncoderShard:
     mark: int
 
 
-def encoder_shards_of(batch: PackedBatch, assignment: VisionAssignment) -> tuple[EncoderShard, ...]:
+def shards_of(vision: VisionInputs | None, assignment: VisionAssignment, samples: int) -> tuple[EncoderShard, ...]:
     """The shard of each vision rank for a microbatch.
 
     Args:
-        batch: the microbatch.
+        vision: images and videos of the microbatch; None if it has none.
         assignment: of its frames to the vision ranks.
+        samples: checksum of its samples and their tokens.
     """
-    samples = zlib.crc32(repr((batch.sample_ids, batch.layout.lengths)).encode())
-    samples = zlib.crc32(batch.input_ids.numpy(), samples)  # samples may have no ids
-    lengths = () if batch.vision is None else batch.vision.lengths
+    lengths = () if vision is None else vision.lengths
     return tuple(
         EncoderShard(tokens, zlib.crc32(repr([lengths[frame] for frame in frames]).encode(), samples))
         for frames, tokens in zip(assignment.frames, assignment.counts, strict=True)
-    )
-
-
-@dataclass(frozen=True)
-class EncoderInputs(Movable):
-    """What one vision rank encodes, and for which receivers.
-
-    Attributes:
-        vision: its images and videos, ordered by receiver; None if it has none.
-        shards: the shard of each receiver.
-        rows: largest number of vision tokens in a shard for the same receivers; shards are padded to it.
-    """
-
-    vision: VisionInputs | None
-    shards: tuple[EncoderShard, ...]
-    rows: int
-
-    @classmethod
-    def of(cls, batches: Sequence[PackedBatch], work: VisionWork, encoders: int, share: int) -> EncoderInputs:
-        """A rank's part of the microbatches that it encodes at a time.
-
-        Args:
-            batches: of one language replica, whose images several ranks may divide, or of several replicas.
-            work: cost of frames.
-            encoders: number of ranks that divide the images of each batch.
-            share: index of this rank's part.
-        """
-        assignments = [assign_vision(batch.vision, work, encoders) for batch in batches]
-        sent = [encoder_shards_of(batch, assignment) for batch, assignment in zip(batches, assignments, strict=True)]
-        parts = [assignment.part(batch.vision, share) for batch, assignment in zip(batches, assignments, strict=True)]
-        return cls(
-            vision=_joined([part for part in parts if part is not None]),
-            shards=tuple(shards[share] for shards in sent),
-            rows=max(shard.tokens for shards in sent for shard in shards),
-        )
-
-
-def _joined(pictures: Sequence[VisionInputs]) -> VisionInputs | None:
-    if len(pictures) < 2:
-        return pictures[0] if pictures else None
-    lengths = tuple(length for one in pictures for length in one.lengths)
-    return VisionInputs(
-        pixel_values=torch.cat([one.pixel_values for one in pictures]),
-        position_ids=torch.cat([one.position_ids for one in pictures]),
-        interpolation_index=torch.cat([one.interpolation_index for one in pictures], 1),
-        interpolation_weight=torch.cat([one.interpolation_weight for one in pictures], 1),
-        cu_seqlens=torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32),
-        lengths=lengths,
     )

@@ -2,21 +2,23 @@
 
 What lives here: the dataclasses and the selection of one rank's part. What may not: reading or tokenising data
 (`data/`), computing positions or indices (`positions.py`, `vision_indices.py`, `token_layout.py`), images and videos
-(`vision_inputs.py`, `vision_sharding.py`), process groups, Megatron.
+(`vision_inputs.py`, `vision_sharding.py`), what separate vision ranks encode (`encoder_inputs.py`), process groups,
+Megatron.
 
 Legend: B rows, S tokens a row, T = B * S, K vision tokens of a rank.
 """
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass, replace
 from typing import Self
 
 from qwen3vl_bridge.batch.device_transfer import Movable
-from qwen3vl_bridge.batch.encoder_shards import EncoderShard, encoder_shards_of
+from qwen3vl_bridge.batch.encoder_shards import EncoderShard, shards_of
 from qwen3vl_bridge.batch.token_layout import SequenceLayout, next_index, token_index
 from qwen3vl_bridge.batch.vision_inputs import VisionInputs
-from qwen3vl_bridge.batch.vision_sharding import VisionExchange, VisionWork, assign_vision
+from qwen3vl_bridge.batch.vision_sharding import VisionAssignment, VisionExchange, VisionWork, assign_vision
 
 import torch
 from torch import Tensor
@@ -178,7 +180,7 @@ class PackedBatch(Movable):
         if encoders is not None:
             if assignment is None:
                 raise ValueError("encoders are given without vision_work, expected the cost of frames")
-            own, shards, rows = None, encoder_shards_of(self, assignment), assignment.places
+            own, shards, rows = None, self.encoder_shards_of(assignment), assignment.places
         elif assignment is not None:
             slots = [self._slots_of(cp_size, rank, predicts=predicts) for rank in range(cp_size)]
             exchange, rows = VisionExchange.of(assignment, slots, cp_rank)
@@ -197,6 +199,16 @@ class PackedBatch(Movable):
             deepstack=self._vision_rows(index, rows),
             following=self._next_tokens(context_index, index, rows) if predicts else None,
         )
+
+    def encoder_shards_of(self, assignment: VisionAssignment) -> tuple[EncoderShard, ...]:
+        """What each separate vision rank sends for this batch.
+
+        Args:
+            assignment: of its frames to the vision ranks.
+        """
+        samples = zlib.crc32(repr((self.sample_ids, self.layout.lengths)).encode())
+        # Samples may have no ids.
+        return shards_of(self.vision, assignment, zlib.crc32(self.input_ids.numpy(), samples))
 
     def _slots_of(self, cp_size: int, cp_rank: int, *, predicts: bool) -> Tensor:
         """Vision slots of the tokens that a context-parallel rank reads: its own and with `predicts` the next."""

@@ -110,6 +110,10 @@ class _Imports(MetaPathFinder):
         if module.__name__ in _MISTAKE_NAMES_FOR_CLASSES and not _is_installed("transformer_engine"):
             vars(module).update({name: False for name in vars(module) if name.startswith("HAVE_TE")})
         patches.apply(module)
+        if _is_part_of(module.__name__, "megatron"):
+            from qwen3vl_bridge import registry
+
+            registry.replace_functions(module)
         # Importing its models registers Megatron-Bridge's own Qwen3-VL; ours has to follow, because the last one wins.
         self.register_later |= module.__name__ == _BRIDGE_MODELS
         if self.register_later and not self.ours_running:

@@ -1,7 +1,8 @@
 """Replaced functions of Megatron-Bridge and megatron-core, each with the reason.
 
 What lives here: the replacements, and the modules in which they are installed. What may not: when modules are imported
-(`import_hook.py`), missing CUDA (`cpu.py`), anything that imports torch or Megatron when this module is loaded.
+(`import_hook.py`), missing CUDA (`cpu.py`), what a single family needs (`Family.replacements` in `registry.py`),
+anything that imports torch or Megatron when this module is loaded.
 
 None of these functions has an extension point: neither a registry to add a class to, nor a method of ours that it
 calls. In all other cases, each replacement behaves like the original.
@@ -15,8 +16,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-
-from qwen3vl_bridge.compat.linear_attention_kernels import PATCHES as KERNELS
 
 _DATASETS = "megatron.core.datasets"
 
@@ -137,7 +136,6 @@ def _save_adam_of_ours(module: Any) -> None:
 # By module: resolving the classes of saved configurations, loading the checkpoint format whose names depend on the
 # model's modules (Megatron-FSDP), evaluation, writing adapters, and Adam without a fused implementation.
 _PATCHES: Mapping[str, Callable[[Any], None]] = {
-    **KERNELS,
     "megatron.bridge.utils.instantiate_utils": _give_ours,
     "megatron.bridge.training.checkpointing": _read_every_weight,
     "megatron.bridge.training.eval": _evaluate_modules_together,

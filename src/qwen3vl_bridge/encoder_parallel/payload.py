@@ -1,7 +1,7 @@
 """What vision ranks send to language ranks: one tensor, packed and unpacked only here.
 
 What lives here: the layout of the tensor. What may not: sending and receiving, which are megatron-core's; which images
-and videos are in it (`batch/encoder_shards.py`).
+and videos are in it (`batch/encoder_inputs.py`).
 
 A payload is [P, 1 + R, (t + 1) * h]: for each of P shards a header row, then a row for each vision token, then rows of
 zeros up to the longest shard. A token's row has its DeepStack features first, in the order of their layers, and its

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Unpack
 
 from qwen3vl_bridge.checkpoint.adapters.stored_adapters import StoredAdapters, open_adapters
-from qwen3vl_bridge.checkpoint.engine.conversion import Conversion, ConversionOptions, run_conversion
+from qwen3vl_bridge.checkpoint.engine.conversion import ConversionOptions, run_conversion
+from qwen3vl_bridge.checkpoint.engine.planned_conversion import Conversion
 from qwen3vl_bridge.checkpoint.engine.reports import ConversionReport
 from qwen3vl_bridge.checkpoint.formats.safetensors.reader import HFWeights
 from qwen3vl_bridge.checkpoint.formats.safetensors.writer import one_file

@@ -15,7 +15,8 @@ from typing import Unpack
 
 from qwen3vl_bridge.checkpoint.adapters.merged_tensors import JoinedTensors, Merge, MergedTensors, prefixed
 from qwen3vl_bridge.checkpoint.adapters.stored_adapters import StoredAdapters, open_adapters
-from qwen3vl_bridge.checkpoint.engine.conversion import Conversion, ConversionOptions, run_conversion
+from qwen3vl_bridge.checkpoint.engine.conversion import ConversionOptions, run_conversion
+from qwen3vl_bridge.checkpoint.engine.planned_conversion import Conversion
 from qwen3vl_bridge.checkpoint.engine.reports import ConversionReport
 from qwen3vl_bridge.checkpoint.formats.layouts import HuggingFace
 from qwen3vl_bridge.checkpoint.formats.megatron import folder as megatron

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-from qwen3vl_bridge.checkpoint.engine.conversion import Conversion, Output
+from qwen3vl_bridge.checkpoint.engine.planned_conversion import Conversion, Output
 from qwen3vl_bridge.checkpoint.formats.layouts import TensorLayout
 from qwen3vl_bridge.checkpoint.planning.plan import Plan, make_plan
 from qwen3vl_bridge.checkpoint.stored_models.stored_model import StoredModel

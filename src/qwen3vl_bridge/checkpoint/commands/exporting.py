@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Unpack
 
 from qwen3vl_bridge.checkpoint.commands.converting import convert
-from qwen3vl_bridge.checkpoint.engine.conversion import Conversion, ConversionOptions, run_conversion
+from qwen3vl_bridge.checkpoint.engine.conversion import ConversionOptions, run_conversion
+from qwen3vl_bridge.checkpoint.engine.planned_conversion import Conversion
 from qwen3vl_bridge.checkpoint.engine.reports import ConversionReport
 from qwen3vl_bridge.checkpoint.formats.safetensors.writer import MAX_SHARD_BYTES
 from qwen3vl_bridge.checkpoint.planning.plan import leave_unexpected

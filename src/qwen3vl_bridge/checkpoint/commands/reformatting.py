@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Unpack
 
 from qwen3vl_bridge.checkpoint.commands.converting import convert
-from qwen3vl_bridge.checkpoint.engine.conversion import Conversion, ConversionOptions, run_conversion
+from qwen3vl_bridge.checkpoint.engine.conversion import ConversionOptions, run_conversion
+from qwen3vl_bridge.checkpoint.engine.planned_conversion import Conversion
 from qwen3vl_bridge.checkpoint.engine.reports import ConversionReport
 from qwen3vl_bridge.checkpoint.formats.layouts import TRANSFORMER_ENGINE
 from qwen3vl_bridge.checkpoint.planning.topology import Topology

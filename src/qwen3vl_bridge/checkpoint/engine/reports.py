@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qwen3vl_bridge.checkpoint.engine.conversion import Conversion
+    from qwen3vl_bridge.checkpoint.engine.planned_conversion import Conversion
 
 
 @dataclass(frozen=True)

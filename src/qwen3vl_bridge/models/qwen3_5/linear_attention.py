@@ -2,7 +2,7 @@
 synchronizations.
 
 What lives here: the subclass. What may not: the delta rule in torch (`delta_rule.py`), how megatron-core finds its
-kernels (`compat/linear_attention_kernels.py`), the layers that contain it (`layer_specs.py`).
+kernels (`linear_attention_kernels.py`), the layers that contain it (`layer_specs.py`).
 """
 
 from __future__ import annotations

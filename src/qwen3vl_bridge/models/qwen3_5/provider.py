@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from qwen3vl_bridge.compat.linear_attention_kernels import are_missing
 from qwen3vl_bridge.models.common.provider import ExpertsMixin, VisionLanguageProvider
 from qwen3vl_bridge.models.common.settings.rules import Row, Rule
 from qwen3vl_bridge.models.qwen3_5.config_dimensions import (
@@ -22,6 +21,7 @@ from qwen3vl_bridge.models.qwen3_5.config_dimensions import (
     linear_sizes,
     mtp_sizes,
 )
+from qwen3vl_bridge.models.qwen3_5.linear_attention_kernels import are_missing
 from qwen3vl_bridge.models.qwen3_5.refusals import FIXED, FIXED_WITH_EXPERTS, RULES
 from qwen3vl_bridge.weights.dimensions import Dimensions
 

@@ -1,7 +1,8 @@
 """Our torch functions in place of GatedDeltaNet's kernels, if flash-linear-attention or a GPU is missing.
 
-What lives here: assigning them to the four names that megatron-core's GatedDeltaNet uses. What may not: the functions
-(`models/qwen3_5/delta_rule.py`), the warning that they are slow on a GPU (`models/qwen3_5/provider.py`).
+What lives here: assigning them to the four names that megatron-core's GatedDeltaNet uses, for the import hook, which
+finds them in the registry (`Family.replacements`). What may not: the functions (`delta_rule.py`), the warning that they
+are slow on a GPU (`provider.py`), anything that imports torch or Megatron when this module is loaded.
 
 megatron-core does not build a GatedDeltaNet without that package, not even with its own torch functions, and the
 package needs a GPU. If both are present, nothing is replaced, even if the package cannot be imported: megatron-core
@@ -13,8 +14,6 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
-_PACKAGE = "megatron.core.ssm.gated_delta_net"
-
 
 def are_missing() -> bool:
     """Whether our functions are used."""
@@ -23,19 +22,18 @@ def are_missing() -> bool:
     return not torch.cuda.is_available() or importlib.util.find_spec("fla") is None
 
 
-def _build_without_package(module: Any) -> None:
+def build_without_package(module: Any) -> None:
+    """In `megatron.core.ssm.gated_delta_net.common`, which refuses to build the layer without the package."""
     if are_missing():
         from qwen3vl_bridge.models.qwen3_5 import delta_rule
 
         module.HAVE_FLA, module.l2norm = True, delta_rule.l2norm
 
 
-def _use_torch(module: Any) -> None:
+def use_torch(module: Any) -> None:
+    """In `megatron.core.ssm.gated_delta_net.gdn`, which calls the kernels."""
     if are_missing():
         from qwen3vl_bridge.models.qwen3_5 import delta_rule
 
         module.causal_conv1d = delta_rule.causal_conv1d
         module.chunk_gated_delta_rule = delta_rule.chunk_gated_delta_rule
-
-
-PATCHES = {f"{_PACKAGE}.common": _build_without_package, f"{_PACKAGE}.gdn": _use_torch}
