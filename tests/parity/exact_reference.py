@@ -4,9 +4,9 @@ What lives here: what is withheld from transformers while it builds a reference.
 (`conftest.py`).
 
 Where flash-linear-attention and causal-conv1d are installed, transformers' Qwen3.5 takes their kernels for the gated
-delta rule, the convolution and the gated norm. They round products to TF32 on a GPU, so that a reference in float32
-would be no more exact than what is compared with it; and they do not run on a CPU. Its layers look the kernels up in
-their module when they are made.
+delta rule, the convolution and the gated norm. They may round products to TF32 on a GPU, and then a reference in
+float32 would be no more exact than what is compared with it; and they do not run on a CPU. Its layers look the kernels
+up in their module when they are made.
 """
 
 from __future__ import annotations
