@@ -116,7 +116,7 @@ def _allocator() -> dict[str, Any]:
 
 
 def peft(size: str, *, dora: bool = False, **settings: Any) -> Qwen3VLConfigContainer:
-    """LoRA on the language model's linear layers except experts; checkpoints contain only the adapters.
+    """LoRA on the language model's linear layers except routed experts; checkpoints contain only the adapters.
 
     Args:
         size: as for `sft`.

@@ -34,7 +34,7 @@ def qwen35_vl_122b_a10b_sft_128k_config():
 
 @recipe(gpus=8)
 def qwen35_vl_122b_a10b_peft_config():
-    """LoRA on all but experts, rows of 8K tokens, 8 H100: TP 2, EP 8."""
+    """LoRA on all but routed experts, rows of 8K tokens, 8 H100: TP 2, EP 8."""
     return recompute_all(split(peft("122B-A10B"), tp=2, ep=8))
 
 

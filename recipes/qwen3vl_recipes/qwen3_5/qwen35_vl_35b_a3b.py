@@ -40,7 +40,7 @@ def qwen35_vl_35b_a3b_sft_256k_config():
 
 @recipe(gpus=8)
 def qwen35_vl_35b_a3b_peft_config():
-    """LoRA on all but experts, rows of 8K tokens, 8 H100: TP 2, EP 4."""
+    """LoRA on all but routed experts, rows of 8K tokens, 8 H100: TP 2, EP 4."""
     return recompute_all(split(peft("35B-A3B"), tp=2, ep=4))
 
 

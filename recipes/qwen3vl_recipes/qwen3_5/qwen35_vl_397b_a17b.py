@@ -34,7 +34,7 @@ def qwen35_vl_397b_a17b_sft_128k_config():
 
 @recipe(gpus=32)
 def qwen35_vl_397b_a17b_peft_config():
-    """LoRA on all but experts, rows of 8K tokens, 32 H100: TP 2, EP 32."""
+    """LoRA on all but routed experts, rows of 8K tokens, 32 H100: TP 2, EP 32."""
     return recompute_all(split(peft("397B-A17B"), tp=2, ep=32))
 
 
