@@ -68,6 +68,10 @@ def inputs(tmp_path_factory, untied_folder) -> Inputs:
     return Inputs(untied_folder, data, folder / "megatron")
 
 
+# Metrics that differ between runs of the same training. Everything else in a log is reproducible.
+TIMED = ("seconds", "tokens_per_second", "images_per_second", "tflops_per_gpu", "mfu", "memory_gb")
+
+
 @pytest.fixture(scope="session")
 def folders(moe_folder, tmp_path_factory) -> dict[tuple[str, str], Path]:
     """Hugging Face folders of models other than that of `inputs`."""
@@ -80,8 +84,6 @@ def folders(moe_folder, tmp_path_factory) -> dict[tuple[str, str], Path]:
 
 def losses(log: list[dict]) -> list[tuple]:
     """What a log says apart from what differs from run to run."""
-    from qwen3vl_bridge.training.monitoring.metrics import TIMED
-
     return [tuple((name, value) for name, value in entry.items() if name not in TIMED) for entry in log]
 
 

@@ -37,7 +37,6 @@ _PUBLIC = {
     "VisionSettings": "qwen3vl_bridge.data.processing.collation",
     "Window": "qwen3vl_bridge.data.packing.row_plan",
     "best_fit": "qwen3vl_bridge.data.packing.best_fit",
-    "fill": "qwen3vl_bridge.data.packing.best_fit",
     "load_processor": "qwen3vl_bridge.data.processing.processor",
     "one_pass": "qwen3vl_bridge.data.loading.batch_stream",
     "open_source": "qwen3vl_bridge.data.sources.opening",

@@ -3,7 +3,7 @@
 import itertools
 import math
 
-from qwen3vl_bridge.data import best_fit, fill
+from qwen3vl_bridge.data import best_fit
 
 import pytest
 from hypothesis import given
@@ -62,12 +62,6 @@ def test_the_tightest_row_is_taken():
     assert best_fit([5, 5, 4, 6], 10) == [[0, 1], [2, 3]]
     assert best_fit([7, 5, 3], 10) == [[0, 2], [1]]
     assert best_fit([], 10) == []
-
-
-def test_fill_is_the_share_of_real_tokens():
-    assert fill([[0, 3], [1, 2]], [6, 5, 4, 3], 9) == 1.0
-    assert fill([[0], [1]], [6, 3], 9) == 0.5
-    assert fill([], [], 9) == 0.0
 
 
 @pytest.mark.parametrize("length", [0, 11])

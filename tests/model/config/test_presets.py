@@ -56,8 +56,6 @@ def test_transformers_builds_a_model_of_that_size(size):
 
     experts = sum(n for name, n in count.items() if ".experts." in name)
     assert (experts > 0) == (size in MOE)
-    # a token visits 8 of 128 experts
-    assert presets.active_parameter_count(size) == RELEASED[size] - experts + experts * 8 // 128
 
 
 @pytest.mark.parametrize("size", RELEASED)

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.checkpoint import export_checkpoint
-from qwen3vl_bridge.training.monitoring.metrics import TIMED
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from tests.forked import run_ranks
+from tests.training.conftest import TIMED
 
 from .modules_on_ranks import FROZEN, HALF, LANGUAGE_FROZEN, STEPS, Job
 

@@ -77,8 +77,3 @@ class _Room:
         entry, number, place = min(found)
         del self._shelves[number][place]
         return entry
-
-
-def fill(rows: Sequence[Sequence[int]], lengths: Sequence[int], capacity: int) -> float:
-    """The fraction of real tokens in rows of `capacity`."""
-    return sum(lengths[sample] for row in rows for sample in row) / (capacity * len(rows)) if rows else 0.0

@@ -7,7 +7,6 @@ families share (`models/config/size_description.py`), parameter names (`table.py
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from qwen3vl_bridge.models.config import size_description
@@ -100,10 +99,3 @@ def parameter_count(size: str) -> int:
         ValueError: an unknown size.
     """
     return count_parameters(TABLE, dimensions_of(config_dict(size)))
-
-
-def active_parameter_count(size: str) -> int:
-    """Like `parameter_count`, but counting only the experts of one token. The same number for a dense model."""
-    config = config_dict(size)
-    dimensions, chosen = dimensions_of(config), config["text_config"].get("num_experts_per_tok", 0)
-    return count_parameters(TABLE, replace(dimensions, indices={**dimensions.indices, "experts": range(chosen)}))

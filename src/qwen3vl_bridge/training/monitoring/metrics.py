@@ -25,16 +25,6 @@ from megatron.bridge.training.config import ConfigContainer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model
 
-# Metrics that differ between runs of the same training. Everything else in a log is reproducible.
-TIMED = (
-    "seconds",
-    "tokens_per_second",
-    "images_per_second",
-    "tflops_per_gpu",
-    "mfu",
-    "memory_gb",
-)
-
 
 class Metrics(Callback):
     """Computes metrics every `logger.log_interval` steps.
